@@ -1,0 +1,237 @@
+"""The seam a third party implements: a training backend, a sampling backend, and what they say about themselves.
+
+A backend never sees HTTP, the store or another tenant's bookkeeping: it gets operations and returns results.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from tinsmith.losses import LossSpec
+from tinsmith.operations import (
+    Array,
+    CreateModel,
+    Failed,
+    Forward,
+    ForwardBackward,
+    ForwardBackwardOutput,
+    LoraConfig,
+    OptimStep,
+    OptimStepOutput,
+    Sample,
+    SampleOutput,
+)
+
+Isolation = Literal["bitwise", "close", "none"]
+
+
+class BackendConfig(BaseModel):
+    """Base of a backend's settings: the `backend:` or `sampler:` section of a model is checked against it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a backend can do. Defaults say no.
+
+    Four readers: the capabilities endpoint, request checking, scheduler limits, contract-suite skips.
+    """
+
+    vocab_size: int
+    max_context_tokens: int  # of one sequence, prompt plus sampled
+    max_batch_tokens: int  # of one call of forward or forward_backward; the scheduler's budget
+    max_models: int = 1  # trained at a time
+    losses: frozenset[str] = frozenset()
+    max_lora_rank: int = 0  # 0 = no LoRA
+    lora_targets: frozenset[Literal["attn", "mlp", "unembed"]] = frozenset()
+    full_fine_tuning: bool = False
+    max_targets_per_token: int = 1  # K of [T, K] targets
+    modalities: frozenset[Literal["text", "image"]] = frozenset({"text"})
+    # determinism
+    deterministic: bool = False  # the same operations give the same bits after a restart
+    isolation: Isolation = "none"  # a tenant's numbers alone against in company
+    isolation_error: float = 0.0  # the measured difference where isolation is not "bitwise"
+    # sampling: meaningful where the object is a SamplingBackend
+    sampling: bool = False
+    prompt_logprobs: bool = False
+    target_prompt_logprobs: bool = False
+    max_topk_logprobs: int = 0  # of topk_prompt_logprobs and topk_sample_logprobs
+    stop_strings: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelState:
+    """A model's whole training state in canonical names, as checkpoints hold it (docs/reference/checkpoints.md).
+
+    Names are PEFT's: `base_model.model.<module path>.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank], with
+    the Hugging Face module paths of the base model. Optimizer and gradient mappings have the same keys. All float32.
+    """
+
+    lora: LoraConfig
+    weights: Mapping[str, Array]
+    adam_m: Mapping[str, Array] = field(default_factory=dict)  # empty: no step was made
+    adam_v: Mapping[str, Array] = field(default_factory=dict)
+    gradients: Mapping[str, Array] = field(default_factory=dict)  # pending; empty: none
+    step: int = 0  # optimizer steps made
+
+
+class Snapshot(ABC):
+    """Weights frozen for sampling: nothing that happens later changes them.
+
+    A backend that is also the sampler may hand out a subclass that keeps device arrays; every other sampler reads
+    `adapter_weights`.
+    """
+
+    def __init__(self, snapshot_id: str, lora: LoraConfig) -> None:
+        self.snapshot_id = snapshot_id
+        self.lora = lora
+
+    @abstractmethod
+    def adapter_weights(self) -> Mapping[str, Array]:
+        """Return the weights on the host, in the names of ModelState.weights. May copy from the device."""
+
+
+class HostSnapshot(Snapshot):
+    """A snapshot whose weights are host arrays, for instance read from a checkpoint."""
+
+    def __init__(self, snapshot_id: str, lora: LoraConfig, weights: Mapping[str, Array]) -> None:
+        super().__init__(snapshot_id, lora)
+        self._weights = weights
+
+    def adapter_weights(self) -> Mapping[str, Array]:
+        return self._weights
+
+
+Progress = Callable[[str, float | None], None]
+"""Called with what is going on ("loading weights") and the share done, 0 to 1, or None where unknown."""
+
+
+def _no_progress(stage: str, fraction: float | None) -> None:
+    del stage, fraction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendContext:
+    """What core hands to a backend's `create` besides its own config."""
+
+    model_name: str  # as clients say it
+    model_path: Path | None  # a Hugging Face directory; None where the backend brings its own model
+    cache_dir: Path  # private to this backend and model, kept between starts (mode 0700)
+    losses: Mapping[str, LossSpec]  # every registered loss
+    progress: Progress = _no_progress
+
+
+class TrainingBackend(ABC):
+    """Trains many models on one base. Called from one thread, never concurrently.
+
+    A user's fault is a value, `Failed`, for its own operation, or `UserError` raised by a method that handles one
+    model. Any other exception means that the state is unknown: the engine throws the backend away.
+    """
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """Constant from construction on."""
+
+    @abstractmethod
+    def create_model(self, op: CreateModel) -> None:
+        """Make a fresh adapter (B zero, A from `op.lora.seed`). `op.checkpoint` is core's business."""
+
+    @abstractmethod
+    def unload_model(self, model_id: str) -> None:
+        """Free everything the model holds. Published snapshots live on."""
+
+    @abstractmethod
+    def forward(self, ops: Sequence[Forward]) -> list[ForwardBackwardOutput | Failed]:
+        """Score; results in the order of `ops`, which may belong to different models. Changes nothing."""
+
+    @abstractmethod
+    def forward_backward(self, ops: Sequence[ForwardBackward]) -> list[ForwardBackwardOutput | Failed]:
+        """Score and add to each model's pending gradient. A model may occur several times: in this order.
+
+        A `Failed` operation has added nothing.
+        """
+
+    @abstractmethod
+    def optim_step(self, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
+        """Step each model (each at most once a call) and clear its pending gradient; the others stay untouched."""
+
+    @abstractmethod
+    def capture_state(self, model_id: str) -> ModelState:
+        """Copy the model's training state to the host; later training must not change the copy."""
+
+    @abstractmethod
+    def restore_state(self, model_id: str, state: ModelState) -> None:
+        """Replace the training state of an existing model whose LoRA config equals `state.lora` but for the seed.
+
+        Empty `adam_m`, `adam_v` and step 0 mean a fresh optimizer; empty `gradients` none pending.
+        """
+
+    @abstractmethod
+    def publish(self, model_id: str, snapshot_id: str) -> Snapshot:
+        """Freeze the model's weights as of now."""
+
+    def close(self) -> None:
+        """Free the device; called once, last."""
+
+
+class SamplingBackend(ABC):
+    """Samples from the base model and from snapshots. Called from one event loop, many samples at a time.
+
+    It batches for itself: a new request joins the running batch at the next step, a finished one leaves at once.
+    """
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """Constant from construction on."""
+
+    @abstractmethod
+    async def load_snapshot(self, snapshot: Snapshot) -> None:
+        """Make the snapshot available to `sample`. Idempotent by `snapshot_id`."""
+
+    @abstractmethod
+    async def drop_snapshot(self, snapshot_id: str) -> None:
+        """Forget the snapshot once its running samples have ended. Unknown ids are ignored."""
+
+    @abstractmethod
+    async def sample(self, op: Sample) -> SampleOutput | Failed:
+        """Draw the sequences. Cancelling the task frees its slots at the next step.
+
+        The result depends on the operation and the snapshot alone: not on other requests, not on later training.
+        """
+
+    def close(self) -> None:
+        """Free the device; called once, last. Not called where the object is the training backend too."""
+
+
+C = TypeVar("C", bound=BackendConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendSpec(Generic[C]):
+    """An offer to train. `create` imports the framework inside itself."""
+
+    name: str
+    config: type[C]
+    create: Callable[[C, BackendContext], TrainingBackend]
+    description: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerSpec(Generic[C]):
+    """An offer to sample only."""
+
+    name: str
+    config: type[C]
+    create: Callable[[C, BackendContext], SamplingBackend]
+    description: str = ""
+
+
+AnyBackendSpec = BackendSpec[Any]  # Any: specs of different configs live in one registry
+AnySamplerSpec = SamplerSpec[Any]

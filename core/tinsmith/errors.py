@@ -1,0 +1,85 @@
+"""Every exception tinsmith raises on purpose.
+
+    TinsmithError                 base; never raised itself
+    |-- UserError                 the request is at fault               400, category "user"
+    |   |-- NotFoundError         no such thing, or not yours           404
+    |   |-- ConflictError         same key, other content               400 (the SDK retries a 409 for minutes)
+    |   |-- AuthenticationError   missing or wrong key                  401
+    |   |-- CapacityError         try again later                       429
+    |   `-- UnsupportedError      a field or value this server refuses  400
+    |-- ServerError               we are at fault                       500, category "server"
+    |   |-- ModelLostError        the training state is gone            500
+    |   `-- ResultExpiredError    the result is past its retention      410
+    |-- ConfigError               the configuration is at fault         (start-up only)
+    `-- PluginError               a plugin is broken or misused         (start-up only)
+
+Messages are lower case, without a full stop, and name the thing, the value, what is allowed and the remedy.
+"""
+
+from typing import ClassVar, Literal
+
+Category = Literal["user", "server", "unknown"]
+
+
+class TinsmithError(Exception):
+    """Base of all; carries what an HTTP answer or a failed future needs."""
+
+    http_status: ClassVar[int] = 500
+    category: ClassVar[Category] = "unknown"
+
+
+class UserError(TinsmithError, ValueError):
+    """The request cannot be carried out as asked."""
+
+    http_status: ClassVar[int] = 400
+    category: ClassVar[Category] = "user"
+
+
+class NotFoundError(UserError):
+    """No such session, model, sampler, checkpoint or request, or it belongs to another tenant."""
+
+    http_status: ClassVar[int] = 404
+
+
+class ConflictError(UserError):
+    """The same idempotency key came with other content."""
+
+
+class AuthenticationError(UserError):
+    """No key, or one that the server does not know."""
+
+    http_status: ClassVar[int] = 401
+
+
+class CapacityError(UserError):
+    """A limit is reached for now; the client may try again."""
+
+    http_status: ClassVar[int] = 429
+
+
+class UnsupportedError(UserError):
+    """A field or value is understood, and refused rather than ignored."""
+
+
+class ServerError(TinsmithError):
+    """Something on our side failed; the request may be fine."""
+
+    category: ClassVar[Category] = "server"
+
+
+class ModelLostError(ServerError):
+    """The training state of a model is gone; a new model can be created from a checkpoint."""
+
+
+class ResultExpiredError(ServerError):
+    """The result existed, and is past its retention."""
+
+    http_status: ClassVar[int] = 410
+
+
+class ConfigError(TinsmithError, ValueError):
+    """A setting is wrong; the message names source, key, value and remedy."""
+
+
+class PluginError(TinsmithError):
+    """A plugin is missing, broken, or offers what another one offers."""

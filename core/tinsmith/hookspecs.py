@@ -1,0 +1,106 @@
+"""Every hook of tinsmith, in lifecycle order.
+
+A plugin is a module named by an entry point of the group `tinsmith`, with functions marked `@tinsmith.hookimpl`. It is
+imported in every process, so it must import no framework; `create` functions import theirs inside themselves. Hooks
+find things, classes do the work: all work goes through the typed classes that a hook returns.
+"""
+
+# mypy: disable-error-code="empty-body"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    import typer
+    from fastapi import APIRouter
+
+    from tinsmith.backend import AnyBackendSpec, AnySamplerSpec
+    from tinsmith.events import OperationFinished, ServerStarted, ServerStopping
+    from tinsmith.losses import LossSpec
+    from tinsmith.principal import Principal
+    from tinsmith.scheduler import SchedulerSpec
+    from tinsmith.settings import Settings
+    from tinsmith.store import StoreSpec
+
+PROJECT_NAME = "tinsmith"
+
+hookspec = pluggy.HookspecMarker(PROJECT_NAME)
+hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
+
+
+# Registration: once, at start, in every process; cheap, re-entrant ----------------------------------------------------
+
+
+@hookspec
+def tinsmith_register_backends() -> AnyBackendSpec | Sequence[AnyBackendSpec]:
+    """Offer training backends. Chosen by `models[].backend.plugin`; a name offered twice is an error."""
+
+
+@hookspec
+def tinsmith_register_samplers() -> AnySamplerSpec | Sequence[AnySamplerSpec]:
+    """Offer samplers. Chosen by `models[].sampler.plugin`; without that section the backend samples itself."""
+
+
+@hookspec
+def tinsmith_register_stores() -> StoreSpec[Any] | Sequence[StoreSpec[Any]]:
+    """Offer request stores. Chosen by `store.plugin`."""
+
+
+@hookspec
+def tinsmith_register_schedulers() -> SchedulerSpec[Any] | Sequence[SchedulerSpec[Any]]:
+    """Offer schedulers. Chosen by `scheduler.plugin`."""
+
+
+@hookspec
+def tinsmith_register_losses() -> LossSpec | Sequence[LossSpec]:
+    """Offer loss functions; every backend that lists their names in its capabilities can run them."""
+
+
+@hookspec
+def tinsmith_register_routes(settings: Settings) -> APIRouter | Sequence[APIRouter]:
+    """Offer HTTP routes. Called in the server process only; they are added after core's own."""
+
+
+@hookspec
+def tinsmith_register_commands(group: typer.Typer) -> None:
+    """Add commands to the `tinsmith` command line. Called in the CLI process only."""
+
+
+# Decisions: the first result that is not None wins; core's default is tried last --------------------------------------
+
+
+@hookspec(firstresult=True)
+def tinsmith_authenticate(headers: Mapping[str, str]) -> Principal | None:
+    """Say who sent a request, or None where this plugin does not know. Server process; header names in lower case.
+
+    Raise AuthenticationError to refuse without asking the others.
+    """
+
+
+@hookspec(firstresult=True)
+def tinsmith_resolve_base_model(name: str) -> Path | None:
+    """Find the Hugging Face directory of a base model by the name in `models[].name`, or None."""
+
+
+# Observation: must not block; an exception is logged and dropped ------------------------------------------------------
+
+
+@hookspec
+def tinsmith_server_started(event: ServerStarted) -> None:
+    """Run in the server process once it answers requests."""
+
+
+@hookspec
+def tinsmith_operation_finished(event: OperationFinished) -> None:
+    """Run in the engine process after an operation's result is durable."""
+
+
+@hookspec
+def tinsmith_server_stopping(event: ServerStopping) -> None:
+    """Run in the server process before it closes."""

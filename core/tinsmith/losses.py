@@ -1,0 +1,105 @@
+"""The loss functions of the Tinker API, written once over an array namespace.
+
+Each maps per-token logprobs to per-token losses *and* their derivative by the logprob, so that a backend needs no
+automatic differentiation through the head: the gradient of the loss by the logits follows from `dloss_dlogp` alone.
+The request's loss is the plain sum over all tokens and data, never normalised.
+
+`xp` is numpy, jax.numpy, torch or anything with their `exp`, `minimum`, `where` and `clip`. All arrays of a call
+share one shape; config values are scalars or broadcast against it (a packed batch holds many requests). Backends mask
+padding themselves.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# Any: an array of whichever namespace `xp` is; no common static type exists.
+Xp = Any
+XpArray = Any
+LossFunction = Callable[[Xp, XpArray, Mapping[str, XpArray], Mapping[str, XpArray]], tuple[XpArray, XpArray]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSpec:
+    """A loss that a plugin offers.
+
+    `per_token(xp, logp, inputs, config)` returns `(loss, dloss_dlogp)`, both of the shape of `logp`.
+    """
+
+    name: str
+    inputs: tuple[str, ...]  # besides target_tokens: float32, of the shape of target_tokens, all required
+    per_token: LossFunction
+    config: Mapping[str, float] = field(default_factory=dict)  # every key of loss_fn_config, with its default
+
+
+def cross_entropy(
+    xp: Xp, logp: XpArray, inputs: Mapping[str, XpArray], config: Mapping[str, XpArray]
+) -> tuple[XpArray, XpArray]:
+    """-w * logp. Weights may be negative and need not sum to anything."""
+    del xp, config
+    weights = inputs["weights"]
+    return -weights * logp, -weights
+
+
+def importance_sampling(
+    xp: Xp, logp: XpArray, inputs: Mapping[str, XpArray], config: Mapping[str, XpArray]
+) -> tuple[XpArray, XpArray]:
+    """-r * A with r = exp(logp - q), unclipped."""
+    del config
+    loss = -xp.exp(logp - inputs["logprobs"]) * inputs["advantages"]
+    return loss, loss  # d r / d logp = r
+
+
+def ppo(xp: Xp, logp: XpArray, inputs: Mapping[str, XpArray], config: Mapping[str, XpArray]) -> tuple[XpArray, XpArray]:
+    """-min(r * A, clip(r, low, high) * A): no gradient where the clipped term is the smaller one (arXiv 1707.06347)."""
+    ratio = xp.exp(logp - inputs["logprobs"])
+    advantages = inputs["advantages"]
+    plain = ratio * advantages
+    clipped = _clip(xp, ratio, config) * advantages
+    gradient = xp.where(plain <= clipped, -plain, 0.0 * plain)
+    return -xp.minimum(plain, clipped), gradient
+
+
+def cispo(
+    xp: Xp, logp: XpArray, inputs: Mapping[str, XpArray], config: Mapping[str, XpArray]
+) -> tuple[XpArray, XpArray]:
+    """-stop_gradient(clip(r, low, high)) * logp * A (arXiv 2506.13585, equation 4)."""
+    ratio = _clip(xp, xp.exp(logp - inputs["logprobs"]), config)
+    gradient = -ratio * inputs["advantages"]
+    return gradient * logp, gradient
+
+
+def dro(xp: Xp, logp: XpArray, inputs: Mapping[str, XpArray], config: Mapping[str, XpArray]) -> tuple[XpArray, XpArray]:
+    """-(logp * A - beta / 2 * (logp - q)**2) (arXiv 2405.19107, per token)."""
+    del xp
+    advantages, beta = inputs["advantages"], config["beta"]
+    drift = logp - inputs["logprobs"]
+    return -(logp * advantages - 0.5 * beta * drift * drift), -(advantages - beta * drift)
+
+
+def _clip(xp: Xp, ratio: XpArray, config: Mapping[str, XpArray]) -> XpArray:
+    low, high = config["clip_low_threshold"], config["clip_high_threshold"]
+    return xp.where(ratio < low, low, xp.where(ratio > high, high, ratio))
+
+
+_RL_INPUTS = ("logprobs", "advantages")
+
+# Thresholds bound the ratio itself. Defaults are those of the public documentation; it names none for dro's beta, so
+# the value of its example is used (docs/reference/protocol.md lists it among the decisions).
+BUILTIN_LOSSES = (
+    LossSpec(name="cross_entropy", inputs=("weights",), per_token=cross_entropy),
+    LossSpec(name="importance_sampling", inputs=_RL_INPUTS, per_token=importance_sampling),
+    LossSpec(
+        name="ppo",
+        inputs=_RL_INPUTS,
+        per_token=ppo,
+        config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    ),
+    LossSpec(
+        name="cispo",
+        inputs=_RL_INPUTS,
+        per_token=cispo,
+        config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    ),
+    LossSpec(name="dro", inputs=_RL_INPUTS, per_token=dro, config={"beta": 0.05}),
+)

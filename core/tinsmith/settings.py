@@ -1,0 +1,85 @@
+"""Everything an operator can set. `load_settings` (settings_loading.py) reads file, environment and flags into it.
+
+A plugin's own section (`store:`, `scheduler:`, `models[].backend:`, `models[].sampler:`) stays open here and is checked
+against the config class that the plugin registers.
+"""
+
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PluginSection(BaseModel):
+    """The name of a plugin's offer, and that offer's own settings beside it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    plugin: str
+
+    def options(self) -> dict[str, Any]:  # Any: checked by the plugin's config class
+        return dict(self.model_extra or {})
+
+
+class ApiKey(_Section):
+    """A key that clients may use. Keys start with `tml-`, or the SDK refuses them."""
+
+    key: SecretStr
+    tenant: str = Field(description="who owns what is made with this key")
+    admin: bool = False
+
+
+class ServerSettings(_Section):
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535, description="0 picks a free one")
+    data_dir: Path = Path("~/.tinsmith")
+    public_url: str | None = Field(None, description="where clients reach the server; for download links")
+    api_keys: tuple[ApiKey, ...] = Field((), description="empty: on loopback any key that starts with tml-")
+    long_poll_s: float = Field(30.0, gt=0, lt=45, description="the SDK gives up at 45 s")
+    session_timeout_s: float = Field(
+        900.0, ge=60, description="heartbeats come every 10 s while the client's loop runs"
+    )
+    gap_timeout_s: float = Field(120.0, gt=0, description="how long operations wait for a missing lower seq_id")
+    result_retention_s: float = Field(3600.0, ge=60, description="results stay readable at least that long")
+    max_request_bytes: int = Field(256 << 20, ge=1 << 20)
+    max_pending_per_tenant: int = Field(20_000, ge=1, description="more samples than this get a 429")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+
+
+class SupervisorSettings(_Section):
+    restart_backoff_s: float = Field(1.0, gt=0, description="doubles up to restart_backoff_max_s")
+    restart_backoff_max_s: float = Field(60.0, gt=0)
+    max_restarts: int = Field(
+        5, ge=0, description="without ten minutes of health in between; then the engine is failed"
+    )
+
+
+class ModelSettings(_Section):
+    """One base model; each gets an engine process of its own."""
+
+    name: str = Field(description="what clients pass as base_model")
+    path: Path | None = Field(None, description="a Hugging Face directory; default: `name` if it is one")
+    backend: PluginSection | None = Field(None, description="default: the installed backend, if there is just one")
+    sampler: PluginSection | None = Field(None, description="default: the backend samples itself")
+    resident_snapshots: int = Field(256, ge=1, description="sampling snapshots kept in memory; older ones go to disk")
+
+
+class Settings(_Section):
+    server: ServerSettings = ServerSettings()
+    store: PluginSection = PluginSection(plugin="sql")
+    scheduler: PluginSection = PluginSection(plugin="fair")
+    supervisor: SupervisorSettings = SupervisorSettings()
+    models: tuple[ModelSettings, ...] = ()
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Self:
+        names = [model.name for model in self.models]
+        for name in names:
+            if names.count(name) > 1:
+                msg = f"models: the name {name!r} occurs {names.count(name)} times; each base model needs its own"
+                raise ValueError(msg)
+        return self

@@ -1,0 +1,60 @@
+"""`tinker://` paths: what names a checkpoint, and where on disk it lives."""
+
+import re
+from dataclasses import dataclass
+from typing import Self
+
+from tinsmith.errors import UserError
+from tinsmith.store import CheckpointKind
+
+_SCHEME = "tinker://"
+_KIND_OF_SEGMENT: dict[str, CheckpointKind] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
+_SEGMENT_OF_KIND: dict[CheckpointKind, str] = {kind: segment for segment, kind in _KIND_OF_SEGMENT.items()}
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@:-]{0,199}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinkerPath:
+    """`tinker://<model_id>/<weights|sampler_weights|external_weights>/<name>`."""
+
+    model_id: str
+    kind: CheckpointKind
+    name: str
+
+    def __post_init__(self) -> None:
+        for what, value in (("model id", self.model_id), ("checkpoint name", self.name)):
+            if not _NAME.fullmatch(value):
+                msg = (
+                    f"{what} {value[:200]!r} is not allowed: use 1 to 200 letters, digits, '_', '.', '+', '=', '@', "
+                    "':' or '-', the first a letter, digit or '_'"
+                )
+                raise UserError(msg)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raise UserError where `text` is not such a path."""
+        parts = text.removeprefix(_SCHEME).split("/")
+        if not text.startswith(_SCHEME) or len(parts) != 3 or parts[1] not in _KIND_OF_SEGMENT:
+            msg = (
+                f"{text[:300]!r} is not a checkpoint path; expected "
+                "tinker://<training run id>/<weights|sampler_weights|external_weights>/<name>"
+            )
+            raise UserError(msg)
+        return cls(model_id=parts[0], kind=_KIND_OF_SEGMENT[parts[1]], name=parts[2])
+
+    def __str__(self) -> str:
+        return f"{_SCHEME}{self.model_id}/{self.checkpoint_id}"
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The last two parts, as the REST API says it."""
+        return f"{_SEGMENT_OF_KIND[self.kind]}/{self.name}"
+
+    @property
+    def directory(self) -> str:
+        """Relative to the checkpoint root. Names cannot climb: they hold no slash and do not start with a dot."""
+        return f"{self.model_id}/{self.checkpoint_id}"
