@@ -1,0 +1,76 @@
+"""What plugins offer, by name: one registry per kind of spec, which knows who offered what."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from tinsmith.errors import PluginError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginOrigin:
+    """Where a plugin comes from: the entry point's name, and the distribution that declares it."""
+
+    name: str
+    distribution: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+class Named(Protocol):
+    """What every spec has."""
+
+    @property
+    def name(self) -> str: ...
+
+
+S = TypeVar("S", bound=Named)
+
+
+class Registry(Generic[S]):
+    """The offers of one kind, in the order in which the plugins were loaded."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind  # "backend"; as messages say it
+        self._offers: dict[str, list[tuple[S, PluginOrigin]]] = {}
+
+    def add(self, specs: Iterable[S], origin: PluginOrigin) -> None:
+        for spec in specs:
+            self._offers.setdefault(spec.name, []).append((spec, origin))
+
+    def unambiguous(self) -> dict[str, S]:
+        """Return the offers whose name only one plugin uses, sorted by name."""
+        return {name: offers[0][0] for name, offers in sorted(self._offers.items()) if len(offers) == 1}
+
+    def names_of(self, origin: PluginOrigin) -> tuple[str, ...]:
+        return tuple(name for name, offers in self._offers.items() if any(who == origin for _, who in offers))
+
+    def conflicts(self) -> dict[str, str]:
+        """Return a message for every name that is offered more than once."""
+        return {name: self._conflict(name) for name, offers in sorted(self._offers.items()) if len(offers) > 1}
+
+    def get(self, name: str, *, hint: str = "") -> S:
+        """Raise PluginError where nobody, or more than one, offers `name`; `hint` is added to the first message."""
+        offers = self._offers.get(name, [])
+        if len(offers) == 1:
+            return offers[0][0]
+        if offers:
+            raise PluginError(self._conflict(name))
+        installed = ", ".join(sorted(self._offers)) or "none"
+        msg = f"no {self.kind} named {name!r}, installed: {installed}{hint or suggestion(name, self._offers)}"
+        raise PluginError(msg)
+
+    def _conflict(self, name: str) -> str:
+        who = " and ".join(f"{origin} (plugin {origin.name!r})" for _, origin in self._offers[name])
+        return f"{self.kind} {name!r} is offered by {who}; uninstall all but one of them"
+
+
+def suggestion(wrong: str, known: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" where something known is close, else nothing."""
+    close = difflib.get_close_matches(wrong, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
