@@ -1,0 +1,65 @@
+"""The PEFT adapter layout: what weights are called, what shapes they have, and the `adapter_config.json` beside them.
+
+Names: `base_model.model.<module path>.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank]; expert modules have
+one leading dimension more.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tinsmith.errors import ServerError
+from tinsmith.operations import Array, LoraConfig
+
+_NAME = re.compile(r"base_model\.model\.(?P<module>[A-Za-z0-9_.]+)\.lora_(?P<side>[AB])\.weight")
+
+
+def adapter_config(base_model: str, lora: LoraConfig, weights: Mapping[str, Array]) -> dict[str, Any]:
+    """Describe the weights as PEFT and vLLM read it; every value that they would otherwise guess is spelled out."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": target_modules(weights),
+        "modules_to_save": None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "use_rslora": False,
+        "use_dora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "inference_mode": True,
+    }
+
+
+def target_modules(weights: Mapping[str, Array]) -> list[str]:
+    """Return the last parts of the module paths that have weights, such as `q_proj`, sorted."""
+    return sorted({_parse(name)[0].rpartition(".")[2] for name in weights})
+
+
+def check_weights(lora: LoraConfig, weights: Mapping[str, Array]) -> None:
+    """Raise ServerError, naming the tensor, where names or shapes are not those of an adapter of this rank."""
+    sides = {_parse(name) for name in weights}
+    for name, array in weights.items():
+        module, side = _parse(name)
+        rank_axis = -2 if side == "A" else -1
+        if array.ndim not in (2, 3) or array.shape[rank_axis] != lora.rank:
+            msg = f"tensor {name!r} has the shape {list(array.shape)}; rank {lora.rank} needs it at axis {rank_axis}"
+            raise ServerError(msg)
+        other = "B" if side == "A" else "A"
+        if (module, other) not in sides:
+            msg = f"tensor {name!r} has no lora_{other} beside it"
+            raise ServerError(msg)
+
+
+def _parse(name: str) -> tuple[str, str]:
+    """Split a name into module path and side, "A" or "B"."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        msg = f"tensor {name!r} is not named base_model.model.<module path>.lora_A.weight or .lora_B.weight"
+        raise ServerError(msg)
+    return match["module"], match["side"]
