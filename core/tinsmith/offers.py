@@ -10,9 +10,12 @@ from typing import Generic, Protocol, TypeVar
 from tinsmith.errors import PluginError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PluginOrigin:
-    """Where a plugin comes from: the entry point's name, and the distribution that declares it."""
+    """Where a plugin comes from: the entry point's name, and the distribution that declares it.
+
+    One per plugin, compared by identity: two plugins may share name and distribution.
+    """
 
     name: str
     distribution: str
@@ -48,7 +51,7 @@ class Registry(Generic[S]):
         return {name: offers[0][0] for name, offers in sorted(self._offers.items()) if len(offers) == 1}
 
     def names_of(self, origin: PluginOrigin) -> tuple[str, ...]:
-        return tuple(name for name, offers in self._offers.items() if any(who == origin for _, who in offers))
+        return tuple(name for name, offers in self._offers.items() if any(who is origin for _, who in offers))
 
     def conflicts(self) -> dict[str, str]:
         """Return a message for every name that is offered more than once."""

@@ -206,7 +206,7 @@ class Plugins:
     def _register(self, plugin: object, origin: PluginOrigin) -> None:
         _refuse_unmarked_hooks(plugin)
         try:
-            self._manager.register(plugin, name=f"{origin.distribution}:{origin.name}")
+            self._manager.register(plugin, name=f"{origin.distribution}:{origin.name}:{id(plugin)}")
             self._manager.check_pending()
             offers = {hook: self._offered(plugin, hook, spec) for hook, spec in _SPEC_TYPES.items()}
             for specs in offers.values():
