@@ -1,0 +1,58 @@
+"""Tiny random models, written once per test run with transformers."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+_SIZES = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.2,  # far from zero, so that attention and the loss have structure
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def write_tiny_model(directory: Path, kind: str) -> Path:
+    """Write one of qwen3, qwen3_untied, llama3 as a float32 Hugging Face directory."""
+    torch.manual_seed(0)
+    if kind == "llama3":
+        config = LlamaConfig(**_SIZES, tie_word_embeddings=False, rope_parameters=_LLAMA3_ROPE)
+        model = LlamaForCausalLM(config)
+    else:
+        rope = {"rope_type": "default", "rope_theta": 1e6}
+        config = Qwen3Config(**_SIZES, tie_word_embeddings=kind == "qwen3", rope_parameters=rope)
+        model = Qwen3ForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {kind: write_tiny_model(root / kind, kind) for kind in ("qwen3", "qwen3_untied", "llama3")}

@@ -1,0 +1,171 @@
+"""LoRA adapters as pytrees: shapes, seeded initial values, canonical (PEFT) names, stacks of several, snapshots.
+
+An adapter is {"layers": {module: (A [L, in, r], B [L, r, out])}, "head": (A [H, r], B [r, V])} in float32. Modules are
+q, k, v, o, gate, up, down. r is the adapter's rank padded to its rank class, a property of its own rank alone. What is
+padding or not trained is zero in A and in B: it changes no output and its gradient is exactly zero.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tinsmith.backend import Snapshot
+from tinsmith.errors import UserError
+from tinsmith.operations import Array, LoraConfig
+from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.weights import module_shapes
+
+Adapter = Any  # a pytree as above, of jax or NumPy arrays
+
+HF_MODULES: Mapping[str, str] = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+_ATTENTION = frozenset({"q", "k", "v", "o"})
+_CLASSES = (8, 32, 128)
+
+
+class JaxSnapshot(Snapshot):
+    """A snapshot that stays on the device. The arrays are immutable and no computation is given them to overwrite."""
+
+    def __init__(self, snapshot_id: str, lora: LoraConfig, arrays: Adapter, config: ModelConfig) -> None:
+        super().__init__(snapshot_id, lora)
+        self.arrays = arrays
+        self._config = config
+
+    def adapter_weights(self) -> Mapping[str, Array]:
+        return to_canonical(self.arrays, self.lora, self._config)
+
+
+def rank_classes(max_rank: int) -> tuple[int, ...]:
+    """Give the padded ranks in use: 8, 32, 128 below the greatest rank, and that one itself."""
+    return (*(rank for rank in _CLASSES if rank < max_rank), max_rank)
+
+
+def class_of(rank: int, max_rank: int) -> int:
+    """Give the smallest class that holds the rank."""
+    return next(padded for padded in rank_classes(max_rank) if padded >= rank)
+
+
+def trained_modules(lora: LoraConfig) -> frozenset[str]:
+    """Name the modules that the flags select; the output head is "head"."""
+    names = {name for name in HF_MODULES if (lora.train_attn if name in _ATTENTION else lora.train_mlp)}
+    return frozenset(names | {"head"} if lora.train_unembed else names)
+
+
+def shapes(config: ModelConfig, rank: int) -> Adapter:
+    """Give the pytree of jax.ShapeDtypeStruct."""
+    layers = {}
+    for name, path in HF_MODULES.items():
+        d_in, d_out = module_shapes(config)[path]
+        layers[name] = (_f32(config.num_layers, d_in, rank), _f32(config.num_layers, rank, d_out))
+    head = (_f32(config.hidden_size, rank), _f32(rank, config.vocab_size))
+    return {"layers": layers, "head": head}
+
+
+def host_zeros(config: ModelConfig, rank: int) -> Adapter:
+    """Make an all-zero adapter on the host: no output, no gradient."""
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes(config, rank))
+
+
+def fresh(lora: LoraConfig, config: ModelConfig, padded_rank: int) -> Adapter:
+    """Make initial weights on the host: A uniform within 1 / sqrt(in), B zero.
+
+    Each module of each layer draws from its own stream of the seed: the same numbers on every device, and whichever
+    other modules are trained.
+    """
+    adapter = host_zeros(config, padded_rank)
+    trained = trained_modules(lora)
+    for index, name in enumerate(HF_MODULES):
+        if name in trained:
+            A = adapter["layers"][name][0]
+            for layer in range(config.num_layers):
+                A[layer, :, : lora.rank] = _draw_A(lora, A.shape[1], (index, layer))
+    if "head" in trained:
+        A = adapter["head"][0]
+        A[:, : lora.rank] = _draw_A(lora, A.shape[0], (len(HF_MODULES), 0))
+    return adapter
+
+
+def _draw_A(lora: LoraConfig, d_in: int, stream: tuple[int, int]) -> Array:
+    generator = np.random.default_rng(np.random.SeedSequence(lora.seed % 2**64, spawn_key=stream))
+    bound = d_in**-0.5
+    return generator.uniform(-bound, bound, (d_in, lora.rank)).astype(np.float32)
+
+
+# Canonical names ------------------------------------------------------------------------------------------------------
+
+
+def to_canonical(adapter: Adapter, lora: LoraConfig, config: ModelConfig) -> dict[str, Array]:
+    """Copy the trained modules to the host under PEFT's names, lora_A as [rank, in] and lora_B as [out, rank]."""
+    named: dict[str, Array] = {}
+    trained = trained_modules(lora)
+    for name, path in HF_MODULES.items():
+        if name in trained:
+            A, B = (np.asarray(x) for x in adapter["layers"][name])
+            for i in range(config.num_layers):
+                _put(named, f"model.layers.{i}.{path}", A[i], B[i], lora.rank)
+    if "head" in trained:
+        _put(named, "lm_head", *(np.asarray(x) for x in adapter["head"]), lora.rank)
+    return named
+
+
+def from_canonical(named: Mapping[str, Array], lora: LoraConfig, config: ModelConfig, padded_rank: int) -> Adapter:
+    """Build a host adapter. Raise UserError where names or shapes are not those of this LoRA on this model."""
+    adapter = host_zeros(config, padded_rank)
+    trained = trained_modules(lora)
+    left = set(named)
+    for name, path in HF_MODULES.items():
+        if name in trained:
+            A, B = adapter["layers"][name]
+            for i in range(config.num_layers):
+                _get(named, f"model.layers.{i}.{path}", A[i], B[i], lora.rank, left)
+    if "head" in trained:
+        _get(named, "lm_head", *adapter["head"], lora.rank, left)
+    if left:
+        msg = f"adapter weights {min(left)!r} and {len(left) - 1} more do not belong to this model and LoRA config"
+        raise UserError(msg)
+    return adapter
+
+
+def _put(named: dict[str, Array], path: str, A: Array, B: Array, rank: int) -> None:
+    named[f"base_model.model.{path}.lora_A.weight"] = np.ascontiguousarray(A[:, :rank].T)
+    named[f"base_model.model.{path}.lora_B.weight"] = np.ascontiguousarray(B[:rank].T)
+
+
+def _get(named: Mapping[str, Array], path: str, A: Array, B: Array, rank: int, left: set[str]) -> None:
+    for letter, target in (("A", A[:, :rank]), ("B", B[:rank])):
+        name = f"base_model.model.{path}.lora_{letter}.weight"
+        if name not in named:
+            msg = f"adapter weight {name!r} is missing"
+            raise UserError(msg)
+        value = np.asarray(named[name], np.float32)
+        if value.T.shape != target.shape:
+            msg = f"adapter weight {name!r} has shape {value.shape}, this model and LoRA need {target.T.shape}"
+            raise UserError(msg)
+        target[...] = value.T
+        left.discard(name)
+
+
+# Stacks, inside compiled functions ------------------------------------------------------------------------------------
+
+
+def stack(adapters: Sequence[Adapter]) -> Adapter:
+    """Join k adapters: [L, k, ...] for layer modules, so that a scan over layers sees [k, ...], and [k, ...] else."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=-3), *adapters)
+
+
+def unstack(stacked: Adapter, k: int) -> tuple[Adapter, ...]:
+    return tuple(jax.tree.map(lambda leaf, i=i: leaf[..., i, :, :], stacked) for i in range(k))
+
+
+def _f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -1,0 +1,124 @@
+"""Causal attention over a packed stream of sequences that start on tile boundaries.
+
+Step j of the loop lets every query tile look at the key tile j places before it, if that belongs to the same sequence;
+there are as many steps as the longest sequence of the batch has tiles. Softmax is accumulated online in float32 from
+the query's own tile backwards, so a sequence's result depends on its own tiles alone: a foreign tile adds nothing, not
+even the NaN it may hold. The reverse pass recomputes the probabilities from the saved log-sum-exp (FlashAttention,
+arXiv 2205.14135).
+
+Legend: n = tiles, c = TILE, N = kv heads, g = query heads per kv head, d = head_dim.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tinsmith_jax.layers import TILE
+
+# Any below: jax arrays.
+
+
+def packed_attention(q_THd: Any, k_TNd: Any, v_TNd: Any, first_n: Any) -> Any:
+    """Attend within sequences; `first_n` is the first tile of the sequence that a tile belongs to. Returns [T, H * d]."""
+    T, num_heads, d = q_THd.shape
+    num_kv = k_TNd.shape[1]
+    n, group = T // TILE, num_heads // num_kv
+    q = q_THd.reshape(n, TILE, num_kv, group, d).transpose(0, 2, 3, 1, 4).reshape(n, num_kv, group * TILE, d)
+    k, v = (x.reshape(n, TILE, num_kv, d).transpose(0, 2, 1, 3) for x in (k_TNd, v_TNd))
+    out = _attend(q, k, v, first_n)
+    out = out.reshape(n, num_kv, group, TILE, d).transpose(0, 3, 1, 2, 4)
+    return out.reshape(T, num_heads * d).astype(q_THd.dtype)
+
+
+@jax.custom_vjp
+def _attend(q: Any, k: Any, v: Any, first_n: Any) -> Any:
+    return _attend_forward(q, k, v, first_n)[0]
+
+
+def _attend_forward(q: Any, k: Any, v: Any, first_n: Any) -> tuple[Any, Any]:
+    """Q [n, N, g * c, d], k and v [n, N, c, d] to float32 [n, N, g * c, d]."""
+    n, _, rows, d = q.shape
+    k_padded, v_padded = _pad_front(k), _pad_front(v)
+
+    def step(j: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        high, total, out = carry
+        same = _same_sequence(first_n, j)
+        k_j, v_j = (jnp.where(same, _shifted(x, j, n), 0) for x in (k_padded, v_padded))
+        scores = _scores(q, k_j, same, j, rows)
+        new_high = jnp.maximum(high, scores.max(axis=-1))
+        shrink = jnp.exp(high - new_high)
+        p = jnp.exp(scores - new_high[..., None])
+        total = total * shrink + p.sum(axis=-1)
+        out = out * shrink[..., None] + _dot("nhqk,nhkd->nhqd", p.astype(q.dtype), v_j)
+        return new_high, total, out
+
+    shape = q.shape[:3]
+    # A finite floor instead of -inf: exp(floor - floor) is 1 and exp(-inf - floor) is 0, never NaN.
+    floor = jnp.full(shape, -1e30, jnp.float32)
+    start = (floor, jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, d), jnp.float32))
+    high, total, out = jax.lax.fori_loop(0, _num_steps(first_n), step, start)
+    out = out / total[..., None]
+    return out, (q, k, v, first_n, out, high + jnp.log(total))
+
+
+def _attend_backward(saved: Any, d_out: Any) -> tuple[Any, Any, Any, None]:
+    q, k, v, first_n, out, lse = saved
+    n, _, rows, d = q.shape
+    dtype = q.dtype
+    k_padded, v_padded = _pad_front(k), _pad_front(v)
+    delta = (out * d_out).sum(axis=-1)
+    d_out = d_out.astype(dtype)
+
+    def step(j: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        d_q, d_k, d_v = carry
+        same = _same_sequence(first_n, j)
+        k_j, v_j = (jnp.where(same, _shifted(x, j, n), 0) for x in (k_padded, v_padded))
+        p = jnp.exp(_scores(q, k_j, same, j, rows) - lse[..., None])
+        d_p = _dot("nhqd,nhkd->nhqk", d_out, v_j)
+        d_s = (p * (d_p - delta[..., None]) * d**-0.5).astype(dtype)
+        d_q = d_q + _dot("nhqk,nhkd->nhqd", d_s, k_j)
+        d_k = _add_shifted(d_k, jnp.where(same, _dot("nhqk,nhqd->nhkd", d_s, q), 0), j, n)
+        d_v = _add_shifted(d_v, jnp.where(same, _dot("nhqk,nhqd->nhkd", p.astype(dtype), d_out), 0), j, n)
+        return d_q, d_k, d_v
+
+    zeros = jnp.zeros(k_padded.shape, jnp.float32)
+    start = (jnp.zeros(q.shape, jnp.float32), zeros, zeros)
+    d_q, d_k, d_v = jax.lax.fori_loop(0, _num_steps(first_n), step, start)
+    return d_q.astype(dtype), d_k[n:].astype(dtype), d_v[n:].astype(dtype), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _num_steps(first_n: Any) -> Any:
+    return jnp.max(jnp.arange(first_n.shape[0], dtype=jnp.int32) - first_n) + 1
+
+
+def _same_sequence(first_n: Any, j: Any) -> Any:
+    tiles = jnp.arange(first_n.shape[0], dtype=jnp.int32)
+    return (tiles - j >= first_n)[:, None, None, None]
+
+
+def _scores(q: Any, k_j: Any, same: Any, j: Any, rows: int) -> Any:
+    query = np.arange(rows)[:, None] % TILE
+    causal = jnp.asarray(query >= np.arange(TILE)[None, :])
+    scores = _dot("nhqd,nhkd->nhqk", q, k_j) * q.shape[-1] ** -0.5
+    return jnp.where(same & (causal | (j > 0)), scores, -jnp.inf)
+
+
+def _pad_front(x: Any) -> Any:
+    return jnp.concatenate([jnp.zeros_like(x), x])
+
+
+def _shifted(padded: Any, j: Any, n: int) -> Any:
+    return jax.lax.dynamic_slice_in_dim(padded, n - j, n)
+
+
+def _add_shifted(sums: Any, values: Any, j: Any, n: int) -> Any:
+    return jax.lax.dynamic_update_slice_in_dim(sums, _shifted(sums, j, n) + values, n - j, 0)
+
+
+def _dot(form: str, a: Any, b: Any) -> Any:
+    return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)

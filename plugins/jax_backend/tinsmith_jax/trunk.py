@@ -1,0 +1,101 @@
+"""The decoder layers over a packed token stream, with the LoRA adapters of many tenants: embedding to final norm.
+
+Legend: T = tokens (a multiple of TILE), n = T / TILE tiles, k = adapters in the call, r = padded rank, L = layers,
+H = hidden, N = kv heads, d = head_dim.
+
+A stack of adapters is {"layers": {module: (A [L, k, in, r], B [L, k, r, out])}, "head": (A [k, H, r], B [k, r, V])} in
+float32, module names as in `LAYER_MODULES` (adapters.py makes it).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tinsmith_jax.attention import packed_attention
+from tinsmith_jax.layers import TILE, Lora, Tiles, lora_delta, rms_norm, rope, rope_angles
+from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.weights import Base
+
+# Any below: jax arrays and pytrees of them.
+LAYER_MODULES = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+def packed_forward(
+    base: Base,
+    config: ModelConfig,
+    tokens_T: Any,
+    positions_T: Any,
+    adapters: Any,
+    tiles: Tiles,
+    *,
+    sums: Any = None,
+    return_kv: bool = False,
+    recompute: bool = False,
+) -> Any:
+    """Return the normed hidden states [T, H]; with `return_kv` also rotated keys and values, each [L, T, N, d].
+
+    A sequence starts on a tile boundary with position 0 and occupies consecutive tiles; tokens that fill up its last
+    tile, and whole unused tiles (position 0), see no one and are seen by no one. `sums` is the "layers" part of a
+    stack: gradients to which reverse differentiation adds. `recompute` trades memory for a second forward pass.
+    """
+    n = tokens_T.shape[0] // TILE
+    first_n = jnp.arange(n, dtype=jnp.int32) - positions_T.reshape(n, TILE)[:, 0] // TILE
+    angles = rope_angles(positions_T, config.rope.inv_freq, config.rope.factor)
+
+    def layer(x_TH: Any, per_layer: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+        weights, adapter, layer_sums = per_layer
+        x_TH, kv = _attention_block(x_TH, weights, config, adapter, layer_sums, tiles, (angles, first_n))
+        x_TH = _mlp_block(x_TH, weights, config, adapter, layer_sums, tiles)
+        return x_TH, kv if return_kv else None
+
+    body = jax.checkpoint(layer, prevent_cse=False) if recompute else layer
+    x_TH, kv = jax.lax.scan(body, base["embed"][tokens_T], (base["layers"], adapters["layers"], sums))
+    hidden_TH = rms_norm(x_TH, base["final_norm"], config.rms_norm_eps)
+    return (hidden_TH, *kv) if return_kv else hidden_TH
+
+
+def lora_of(names: tuple[str, ...], adapter: Any, sums: Any) -> Lora:
+    """Pick the modules of one layer that read the same input."""
+    A, B = zip(*(adapter[name] for name in names), strict=True)
+    return Lora(A, B, None if sums is None else tuple(zip(*(sums[name] for name in names), strict=True)))
+
+
+def split_qkv(qkv: Any, deltas: tuple[Any, Any, Any], config: ModelConfig) -> tuple[Any, Any, Any]:
+    """Cut the fused projection and add the LoRA parts: [..., heads or kv heads, d] each."""
+    parts = jnp.split(qkv, (config.q_size, config.q_size + config.kv_size), axis=-1)
+    q, k, v = (
+        (part + delta).reshape(*part.shape[:-1], -1, config.head_dim) for part, delta in zip(parts, deltas, strict=True)
+    )
+    return q, k, v
+
+
+def qk_norm(q: Any, k: Any, weights: Any, config: ModelConfig) -> tuple[Any, Any]:
+    """Normalise each head's queries and keys where the model does (Qwen3)."""
+    if not config.qk_norm:
+        return q, k
+    eps = config.rms_norm_eps
+    return rms_norm(q, weights["q_norm"], eps), rms_norm(k, weights["k_norm"], eps)
+
+
+def _attention_block(
+    x_TH: Any, weights: Any, config: ModelConfig, adapter: Any, sums: Any, tiles: Tiles, where: tuple[Any, Any]
+) -> tuple[Any, tuple[Any, Any]]:
+    (cos, sin), first_n = where
+    h_TH = rms_norm(x_TH, weights["input_norm"], config.rms_norm_eps)
+    deltas = lora_delta(h_TH, lora_of(("q", "k", "v"), adapter, sums), tiles)
+    q, k, v = split_qkv(h_TH @ weights["qkv"], deltas, config)
+    q, k = qk_norm(q, k, weights, config)
+    q, k = rope(q, cos, sin), rope(k, cos, sin)
+    attended = packed_attention(q, k, v, first_n)
+    (delta,) = lora_delta(attended, lora_of(("o",), adapter, sums), tiles)
+    return x_TH + attended @ weights["o"] + delta, (k, v)
+
+
+def _mlp_block(x_TH: Any, weights: Any, config: ModelConfig, adapter: Any, sums: Any, tiles: Tiles) -> Any:
+    h_TH = rms_norm(x_TH, weights["post_norm"], config.rms_norm_eps)
+    gate, up = jnp.split(h_TH @ weights["gate_up"], 2, axis=-1)
+    d_gate, d_up = lora_delta(h_TH, lora_of(("gate", "up"), adapter, sums), tiles)
+    inner = jax.nn.silu(gate + d_gate) * (up + d_up)
+    (delta,) = lora_delta(inner, lora_of(("down",), adapter, sums), tiles)
+    return x_TH + inner @ weights["down"] + delta

@@ -1,0 +1,146 @@
+"""The frozen base model: safetensors files of a Hugging Face directory to one pytree of stacked device arrays.
+
+Every layer tensor is stacked over layers and stored [in, out]; attention projections are fused as q|k|v and the MLP's
+as gate|up. Legend: L = layers, H = hidden, I = intermediate, V = vocabulary, d = head_dim, q = heads * d, kv = kv heads
+* d.
+
+    {"embed": [V, H], "head": [V, H] (the same buffer as embed where tied), "final_norm": [H],
+     "layers": {"input_norm": [L, H], "qkv": [L, H, q + 2 kv], "q_norm", "k_norm": [L, d] (Qwen3 only),
+                "o": [L, q, H], "post_norm": [L, H], "gate_up": [L, H, 2 I], "down": [L, I, H]}}
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16)
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from tinsmith.backend import Progress
+from tinsmith.errors import ConfigError
+from tinsmith.operations import Array
+from tinsmith_jax.model_config import ModelConfig
+
+# Any: a pytree of jax arrays; jax has no static type for one of a given structure.
+Base = Any
+Read = Callable[[str, tuple[int, ...]], Array]
+
+# our name -> (Hugging Face modules, joined along `out`)
+_MATRICES: Mapping[str, Sequence[str]] = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+_NORMS: Mapping[str, str] = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
+_QK_NORMS: Mapping[str, str] = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+
+
+def load_base(directory: Path, config: ModelConfig, dtype: str, progress: Progress) -> Base:
+    """Read all weights as `dtype` and put them on the default device.
+
+    Raise ConfigError for missing files, tensors or wrong shapes.
+    """
+    with ExitStack() as stack:
+        read = _open(directory, stack, np.dtype(dtype))
+        return _assemble(read, config, progress)
+
+
+def module_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Give (in, out) of every Hugging Face linear module of one layer, by its path within the layer."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return {
+        "self_attn.q_proj": (hidden, config.q_size),
+        "self_attn.k_proj": (hidden, config.kv_size),
+        "self_attn.v_proj": (hidden, config.kv_size),
+        "self_attn.o_proj": (config.q_size, hidden),
+        "mlp.gate_proj": (hidden, inner),
+        "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }
+
+
+def _assemble(read: Read, config: ModelConfig, progress: Progress) -> Base:
+    shapes = module_shapes(config)
+    hidden, vocab = config.hidden_size, config.vocab_size
+    norms = {name: (path, config.hidden_size) for name, path in _NORMS.items()}
+    if config.qk_norm:
+        norms |= {name: (path, config.head_dim) for name, path in _QK_NORMS.items()}
+    done, total = 0, len(_MATRICES) + 1
+    layers: dict[str, Any] = {}
+    for name, modules in _MATRICES.items():
+        progress("loading weights", done / total)
+        layers[name] = jax.device_put(_stack_matrix(read, modules, shapes, config.num_layers))
+        done += 1
+    for name, (path, size) in norms.items():
+        rows = [read(f"model.layers.{i}.{path}.weight", (size,)) for i in range(config.num_layers)]
+        layers[name] = jax.device_put(np.stack(rows))
+    progress("loading weights", done / total)
+    embed = jax.device_put(np.ascontiguousarray(read("model.embed_tokens.weight", (vocab, hidden))))
+    head = embed if config.tied else jax.device_put(np.ascontiguousarray(read("lm_head.weight", (vocab, hidden))))
+    final_norm = jax.device_put(np.ascontiguousarray(read("model.norm.weight", (hidden,))))
+    base = {"embed": embed, "head": head, "final_norm": final_norm, "layers": layers}
+    jax.block_until_ready(base)
+    progress("loading weights", 1.0)
+    return base
+
+
+def _stack_matrix(read: Read, modules: Sequence[str], shapes: Mapping[str, tuple[int, int]], num_layers: int) -> Array:
+    widths = [shapes[module][1] for module in modules]
+    stacked: Array | None = None
+    for i in range(num_layers):
+        offset = 0
+        for module, width in zip(modules, widths, strict=True):
+            d_in, d_out = shapes[module]
+            tensor = read(f"model.layers.{i}.{module}.weight", (d_out, d_in))
+            if stacked is None:
+                stacked = np.empty((num_layers, d_in, sum(widths)), tensor.dtype)
+            stacked[i, :, offset : offset + width] = tensor.T
+            offset += width
+    assert stacked is not None, "a model has at least one layer"
+    return stacked
+
+
+def _open(directory: Path, stack: ExitStack, dtype: np.dtype[Any]) -> Read:
+    files = _tensor_files(directory)
+    handles: dict[Path, Any] = {}  # Any: safetensors' handle is untyped
+
+    def read(name: str, shape: tuple[int, ...]) -> Array:
+        if name not in files:
+            msg = f"{str(directory)!r}: tensor {name!r} is missing from the weight files"
+            raise ConfigError(msg)
+        path = files[name]
+        try:
+            if path not in handles:
+                handles[path] = stack.enter_context(safe_open(path, framework="numpy"))
+            tensor: Array = handles[path].get_tensor(name)
+        except (OSError, SafetensorError, KeyError) as error:
+            msg = f"{str(path)!r}: tensor {name!r} cannot be read: {error}"
+            raise ConfigError(msg) from error
+        if tensor.shape != shape:
+            msg = f"{str(path)!r}: tensor {name!r} has shape {tensor.shape}, config.json says {shape}"
+            raise ConfigError(msg)
+        return tensor.astype(dtype, copy=False)
+
+    return read
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    """Map every tensor name to its file: one file, or many with an index."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    try:
+        if index.is_file():
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {name: directory / file for name, file in weight_map.items()}
+        if single.is_file():
+            with safe_open(single, framework="numpy") as handle:
+                return dict.fromkeys(handle.keys(), single)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        msg = f"{str(directory)!r}: the weight files cannot be read: {error}"
+        raise ConfigError(msg) from error
+    msg = f"{str(directory)!r} has neither model.safetensors nor model.safetensors.index.json"
+    raise ConfigError(msg)
