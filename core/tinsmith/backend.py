@@ -221,6 +221,7 @@ class BackendSpec(Generic[C]):
     config: type[C]
     create: Callable[[C, BackendContext], TrainingBackend]
     description: str = ""
+    needs_model_path: bool = True  # False: brings its own model, and starts without a Hugging Face directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,19 +53,27 @@ class Registry(Generic[S]):
     def names_of(self, origin: PluginOrigin) -> tuple[str, ...]:
         return tuple(name for name, offers in self._offers.items() if any(who is origin for _, who in offers))
 
+    def names_beside(self, distribution: str) -> list[str]:
+        """Return the unambiguous names that other distributions offer, sorted."""
+        return [name for name in self.unambiguous() if self._offers[name][0][1].distribution != distribution]
+
     def conflicts(self) -> dict[str, str]:
         """Return a message for every name that is offered more than once."""
         return {name: self._conflict(name) for name, offers in sorted(self._offers.items()) if len(offers) > 1}
 
-    def get(self, name: str, *, hint: str = "") -> S:
-        """Raise PluginError where nobody, or more than one, offers `name`; `hint` is added to the first message."""
+    def get(self, name: str, *, hint: str = "", last_hint: str = "") -> S:
+        """Raise PluginError where nobody, or more than one, offers `name`.
+
+        The first message ends in `hint`, else in a similar name, else in `last_hint`.
+        """
         offers = self._offers.get(name, [])
         if len(offers) == 1:
             return offers[0][0]
         if offers:
             raise PluginError(self._conflict(name))
         installed = ", ".join(sorted(self._offers)) or "none"
-        msg = f"no {self.kind} named {name!r}, installed: {installed}{hint or suggestion(name, self._offers)}"
+        remedy = hint or suggestion(name, self._offers) or last_hint
+        msg = f"no {self.kind} named {name!r}, installed: {installed}{remedy}"
         raise PluginError(msg)
 
     def _conflict(self, name: str) -> str:

@@ -21,7 +21,7 @@ from tinsmith import hookspecs
 from tinsmith.backend import AnyBackendSpec, AnySamplerSpec, BackendConfig, BackendSpec, SamplerSpec
 from tinsmith.errors import PluginError, TinsmithError
 from tinsmith.losses import LossSpec
-from tinsmith.offers import PluginOrigin, Registry, suggestion
+from tinsmith.offers import Named, PluginOrigin, Registry, suggestion
 from tinsmith.principal import Principal
 from tinsmith.scheduler import SchedulerSpec
 from tinsmith.store import StoreSpec
@@ -38,12 +38,13 @@ HOOK_PREFIX: Final = "tinsmith_"
 HOOK_NAMES: Final = tuple(name for name in vars(hookspecs) if name.startswith(HOOK_PREFIX))
 BUILTINS: Final = tuple(
     EntryPoint(name=name, value=f"tinsmith.builtin.{name}", group=GROUP)
-    for name in ("losses", "schedulers", "sql_store", "toy_backend", "api_keys", "metrics_log")
+    for name in ("losses", "schedulers", "sql_store", "toy_backend", "api_keys", "hugging_face_cache", "metrics_log")
 )
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+N = TypeVar("N", bound=Named)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,25 +99,37 @@ class Plugins:
 
     def backend(self, name: str) -> AnyBackendSpec:
         """Raise PluginError where there is none, with why and what else is installed; the next four likewise."""
-        return self._backends.get(name, hint=self._broken_hint(name))
+        return self._find(self._backends, name)
+
+    def default_backend(self) -> AnyBackendSpec:
+        """Return the one installed backend that is not core's own. Raise PluginError where that is none or several."""
+        theirs = {name: self._backends.get(name) for name in self._backends.names_beside("tinsmith")}
+        if len(theirs) == 1:
+            return next(iter(theirs.values()))
+        if theirs:
+            msg = f"several backends are installed: {', '.join(theirs)}; name one as `backend: {{plugin: ...}}`"
+        else:
+            builtin = ", ".join(self._backends.unambiguous())
+            msg = f"no backend is installed besides the built-in {builtin}; install one{self._broken_hint()}"
+        raise PluginError(msg)
 
     def samplers(self) -> dict[str, AnySamplerSpec]:
         return self._samplers.unambiguous()
 
     def sampler(self, name: str) -> AnySamplerSpec:
-        return self._samplers.get(name, hint=self._broken_hint(name))
+        return self._find(self._samplers, name)
 
     def stores(self) -> dict[str, StoreSpec[Any]]:
         return self._stores.unambiguous()
 
     def store(self, name: str) -> StoreSpec[Any]:
-        return self._stores.get(name, hint=self._broken_hint(name))
+        return self._find(self._stores, name)
 
     def schedulers(self) -> dict[str, SchedulerSpec[Any]]:
         return self._schedulers.unambiguous()
 
     def scheduler(self, name: str) -> SchedulerSpec[Any]:
-        return self._schedulers.get(name, hint=self._broken_hint(name))
+        return self._find(self._schedulers, name)
 
     def losses(self) -> dict[str, LossSpec]:
         """Return every loss. Raise PluginError where a name is offered twice: a request could mean either."""
@@ -166,8 +179,7 @@ class Plugins:
         rows = [self._describe(plugin, origin) for plugin, origin in self._origins.items()]
         broken = [
             PluginReport(name=who.name, distribution=who.distribution, version=who.version, error=str(error))
-            for who, error in self._errors.items()
-            if who not in self._origins.values()
+            for who, error in self._broken().items()
         ]
         return rows + broken
 
@@ -285,14 +297,17 @@ class Plugins:
                 origin = self._origins[plugin]
                 _log.exception("plugin %r of %s failed in %s", origin.name, origin, hook)
 
-    def _broken_hint(self, name: str) -> str:
-        broken = {who: error for who, error in self._errors.items() if who not in self._origins.values()}
-        same_name = [str(error) for who, error in broken.items() if who.name == name]
-        if same_name:
-            return f"; {same_name[0]}"
-        if broken:
-            return f"; broken plugins, see `tinsmith plugins`: {', '.join(who.name for who in broken)}"
-        return ""
+    def _find(self, registry: Registry[N], name: str) -> N:
+        same_name = [f"; {error}" for who, error in self._broken().items() if who.name == name]
+        return registry.get(name, hint="".join(same_name[:1]), last_hint=self._broken_hint())
+
+    def _broken(self) -> dict[PluginOrigin, PluginError]:
+        """Return the plugins that could not be loaded, and so offer nothing."""
+        return {who: error for who, error in self._errors.items() if who not in self._origins.values()}
+
+    def _broken_hint(self) -> str:
+        names = ", ".join(who.name for who in self._broken())
+        return f"; broken plugins, see `tinsmith plugins`: {names}" if names else ""
 
 
 _SPEC_TYPES: Final[Mapping[str, type[Any]]] = {

@@ -5,9 +5,9 @@ against the config class that the plugin registers.
 """
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 
 class _Section(BaseModel):
@@ -75,11 +75,12 @@ class Settings(_Section):
     supervisor: SupervisorSettings = SupervisorSettings()
     models: tuple[ModelSettings, ...] = ()
 
-    @model_validator(mode="after")
-    def _names_are_unique(self) -> Self:
-        names = [model.name for model in self.models]
+    @field_validator("models")
+    @classmethod
+    def _names_are_unique(cls, models: tuple[ModelSettings, ...]) -> tuple[ModelSettings, ...]:
+        names = [model.name for model in models]
         for name in names:
             if names.count(name) > 1:
-                msg = f"models: the name {name!r} occurs {names.count(name)} times; each base model needs its own"
+                msg = f"the name {name!r} occurs {names.count(name)} times; each base model needs its own"
                 raise ValueError(msg)
-        return self
+        return models

@@ -1,0 +1,188 @@
+"""Where settings come from: one YAML file, `TINSMITH_` variables, flags. Every value remembers its source.
+
+Settings are kept flat, by key path: `("server", "port")`, `("models", 0, "name")`. A later layer replaces what an
+earlier one said at, above or below the same path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from tinsmith.errors import ConfigError
+
+ENV_PREFIX: Final = "TINSMITH_"
+ENV_NESTING: Final = "__"
+CONFIG_VARIABLE: Final = "TINSMITH_CONFIG"
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """A value as it was given. Containers occur only when empty."""
+
+    value: object
+    source: str  # "tinsmith.yaml:12", "TINSMITH_SERVER__PORT", "--port"
+
+
+class Layers:
+    """The settings given so far, lowest precedence first."""
+
+    def __init__(self) -> None:
+        self._given: dict[KeyPath, Given] = {}
+
+    def put(self, path: KeyPath, given: Given) -> None:
+        """Set one value, replacing everything at, below or above its path."""
+        ancestors = {path[:length] for length in range(1, len(path))}
+        for known in list(self._given):
+            if known[: len(path)] == path or known in ancestors:
+                del self._given[known]
+        self._given[path] = given
+
+    def put_tree(self, path: KeyPath, value: object, source: str) -> None:
+        """Replace everything below `path` by a nested value."""
+        self.put(path, Given(value=None, source=source))
+        for inner, leaf in _leaves(value):
+            self.put((*path, *inner), Given(value=leaf, source=source))
+
+    def source_of(self, path: KeyPath) -> str:
+        """Return the source of what was given at the path, else below, else above; "default" where nothing was."""
+        for length in range(len(path), 0, -1):
+            for known, given in self._given.items():
+                if known[:length] == path[:length]:
+                    return given.source
+        return "default"
+
+    def tree(self) -> dict[str, Any]:
+        """Return nested mappings and lists. Any: not validated yet."""
+        root: dict[str | int, Any] = {}
+        for path, given in self._given.items():
+            node = root
+            for key in path[:-1]:
+                node = node.setdefault(key, {})
+            node[path[-1]] = given.value
+        return {str(key): _with_lists(value) for key, value in root.items()}
+
+
+def read_file(layers: Layers, file: Path) -> None:
+    """Add a YAML file. Raise ConfigError where it cannot be read, with the line where YAML says it."""
+    try:
+        document = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except OSError as error:
+        msg = f"cannot read the configuration file {str(file)!r}: {error.strerror or error}"
+        raise ConfigError(msg) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        msg = f"{file}: not valid YAML: {' '.join(str(error).split())}"
+        raise ConfigError(msg) from error
+    if document is None:
+        return
+    if not isinstance(document, yaml.MappingNode):
+        msg = f"{file}:{document.start_mark.line + 1}: expected a mapping with keys such as 'server' and 'models'"
+        raise ConfigError(msg)
+    for path, given in _nodes(document, (), file):
+        layers.put(path, given)
+
+
+def read_environment(layers: Layers, environ: Mapping[str, str]) -> None:
+    """Add every variable that says a key: TINSMITH_SERVER__PORT is server.port. Others are `stray_variables`."""
+    for name, text in sorted(environ.items()):
+        path = environment_path(name)
+        if path is not None and len(path) > 1:
+            layers.put_tree(path, parse_text(text), name)
+        elif path is not None and text.lstrip().startswith(("[", "{")):
+            layers.put_tree(path, parse_text(text, source=name), name)
+
+
+def environment_path(name: str) -> KeyPath | None:
+    """Return the key path that a variable names, or None where it is none of ours."""
+    if not name.startswith(ENV_PREFIX) or name == CONFIG_VARIABLE:
+        return None
+    return tuple(_segment(part.lower()) for part in name.removeprefix(ENV_PREFIX).split(ENV_NESTING))
+
+
+def read_flags(layers: Layers, flags: Iterable[tuple[str, str]]) -> None:
+    """Add flags as (key, text), for instance ("server.port", "8001")."""
+    for key, text in flags:
+        layers.put_tree(parse_key(key), parse_text(text, source=f"--{key}"), f"--{key}")
+
+
+def parse_key(key: str) -> KeyPath:
+    return tuple(_segment(part) for part in key.split("."))
+
+
+def format_key(path: KeyPath) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def parse_text(text: str, *, source: str = "") -> object:
+    """Read a flag's or variable's text: YAML for lists, mappings and null, otherwise the text as it is."""
+    if text.strip() == "null":
+        return None
+    if not text.lstrip().startswith(("[", "{")):
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        msg = f"{source}: {text!r} is not valid YAML or JSON: {' '.join(str(error).split())}"
+        raise ConfigError(msg) from error
+
+
+def _segment(part: str) -> str | int:
+    return int(part) if part.isdecimal() else part
+
+
+def _leaves(value: object) -> Iterator[tuple[KeyPath, object]]:
+    items: Iterable[tuple[Any, Any]]
+    match value:
+        case dict() if value:
+            items = value.items()
+        case list() if value:
+            items = enumerate(value)
+        case _:
+            yield (), value
+            return
+    for key, inner in items:
+        for path, leaf in _leaves(inner):
+            yield (key, *path), leaf
+
+
+def _nodes(node: yaml.Node, path: KeyPath, file: Path) -> Iterator[tuple[KeyPath, Given]]:
+    line = f"{file}:{node.start_mark.line + 1}"
+    if isinstance(node, yaml.MappingNode) and node.value:
+        seen: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            key = str(key_node.value)
+            key_line = key_node.start_mark.line + 1
+            if key in seen:
+                msg = f"{file}:{key_line}: {format_key((*path, key))} is already set in line {seen[key]}; keep one"
+                raise ConfigError(msg)
+            seen[key] = key_line
+            yield from _nodes(value_node, (*path, key), file)
+    elif isinstance(node, yaml.SequenceNode) and node.value:
+        for index, item in enumerate(node.value):
+            yield from _nodes(item, (*path, index), file)
+    else:
+        yield path, Given(value=_scalar(node), source=line)
+
+
+def _scalar(node: yaml.Node) -> object:
+    loader = yaml.SafeLoader("")
+    try:
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _with_lists(node: object) -> object:
+    """Turn mappings with the keys 0, 1, ... into lists; a mapping with a gap stays one and fails validation."""
+    if not isinstance(node, dict):
+        return node
+    values = {key: _with_lists(value) for key, value in node.items()}
+    if values and set(values) == set(range(len(values))):
+        return [values[index] for index in range(len(values))]
+    return values

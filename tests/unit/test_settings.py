@@ -1,0 +1,259 @@
+"""Reading, merging and checking the configuration."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import Field
+
+import tinsmith
+from tinsmith.errors import ConfigError
+from tinsmith.plugins import Plugins
+from tinsmith.settings import Settings
+from tinsmith.settings_loading import is_loopback, load_settings
+
+
+class GaugeConfig(tinsmith.BackendConfig):
+    max_lora_rank: int = Field(8, ge=1)
+    secret_token: str | None = None
+
+
+class Gauge:
+    """A backend with options and without a model directory, and one that needs a directory."""
+
+    @tinsmith.hookimpl
+    def tinsmith_register_backends(self) -> list[tinsmith.BackendSpec[GaugeConfig]]:
+        def create(config: GaugeConfig, context: tinsmith.BackendContext) -> tinsmith.TrainingBackend:
+            raise NotImplementedError
+
+        return [
+            tinsmith.BackendSpec(name="gauge", config=GaugeConfig, create=create, needs_model_path=False),
+            tinsmith.BackendSpec(name="pathy", config=GaugeConfig, create=create),
+        ]
+
+
+@pytest.fixture(scope="module")
+def plugins() -> Plugins:
+    return Plugins.load([Gauge()])
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write_file(text: str) -> Path:
+        file = tmp_path / "tinsmith.yaml"
+        file.write_text(text)
+        return file
+
+    return write_file
+
+
+GOOD = """\
+server:
+  port: 8100
+  data_dir: state
+models:
+  - name: tiny
+    backend: {plugin: gauge, max_lora_rank: 4}
+"""
+
+
+def failure(plugins: Plugins, file: Path | None = None, environ=None, flags=()) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(plugins, file=file, environ=environ or {}, flags=flags)
+    return str(caught.value)
+
+
+def test_a_file(plugins: Plugins, write) -> None:
+    settings = load_settings(plugins, file=write(GOOD), environ={})
+    assert settings.server.port == 8100
+    assert settings.server.data_dir == Path.cwd() / "state"
+    assert settings.models[0].backend is not None
+    assert settings.models[0].backend.options() == {"max_lora_rank": 4}
+    assert settings.store.plugin == "sql"
+
+
+def test_the_file_may_be_named_by_the_environment(plugins: Plugins, write) -> None:
+    settings = load_settings(plugins, environ={"TINSMITH_CONFIG": str(write(GOOD))})
+    assert settings.models[0].name == "tiny"
+
+
+def test_precedence_is_flags_then_environment_then_file_then_defaults(plugins: Plugins, write) -> None:
+    file = write(GOOD)
+    environ = {"TINSMITH_SERVER__PORT": "8200", "TINSMITH_MODELS__0__BACKEND__MAX_LORA_RANK": "5"}
+    flags = [("server.port", "8300")]
+    assert load_settings(plugins, file=file, environ=environ, flags=flags).server.port == 8300
+    assert load_settings(plugins, file=file, environ=environ).server.port == 8200
+    assert load_settings(plugins, file=file, environ={}).server.port == 8100
+    assert load_settings(plugins, environ={}, flags=[("models", "[{name: a, backend: {plugin: gauge}}]")]).server == (
+        Settings().server.model_copy(update={"data_dir": Path("~/.tinsmith").expanduser()})
+    )
+
+
+def test_one_key_of_a_list_item_can_be_replaced_and_the_rest_stays(plugins: Plugins, write) -> None:
+    environ = {"TINSMITH_MODELS__0__NAME": "renamed"}
+    [model] = load_settings(plugins, file=write(GOOD), environ=environ).models
+    assert model.name == "renamed"
+    assert model.backend is not None
+    assert model.backend.options() == {"max_lora_rank": 4}
+
+
+def test_a_whole_list_can_be_given_as_json_and_replaces_the_files(plugins: Plugins, write) -> None:
+    environ = {"TINSMITH_MODELS": '[{"name": "other", "backend": {"plugin": "gauge"}}]'}
+    [model] = load_settings(plugins, file=write(GOOD), environ=environ).models
+    assert model.name == "other"
+    assert model.backend is not None
+    assert model.backend.options() == {}
+
+
+def test_everything_wrong_is_reported_at_once_with_its_source(plugins: Plugins, write) -> None:
+    file = write(
+        "server:\n"
+        "  prot: 8100\n"
+        "  port: high\n"
+        "store: {plugin: sqll}\n"
+        "models:\n"
+        "  - name: tiny\n"
+        "    backend:\n"
+        "      plugin: gauge\n"
+        "      max_lora_rnak: 4\n"
+        "      max_lora_rank: 0\n"
+    )
+    message = failure(plugins, file, {"TINSMITH_SCHEDULER__PLUGIN": "fare"}, [("server.long_poll_s", "99")])
+    assert message.startswith("7 problems in the configuration:\n")
+    lines = message.splitlines()[1:]
+
+    def line(start: str) -> str:
+        [found] = [each.strip() for each in lines if each.strip().startswith(start)]
+        return found
+
+    prot = line(f"{file}:2: server.prot: ")
+    assert "unknown key, allowed: api_keys, data_dir, " in prot
+    assert prot.endswith("; did you mean 'port'?")
+    assert "valid integer" in line(f"{file}:3: server.port: ")
+    assert "got 'high'" in line(f"{file}:3: server.port: ")
+    assert "no store named 'sqll', installed: sql; did you mean 'sql'?" in line(f"{file}:4: store.plugin: ")
+    assert "did you mean 'max_lora_rank'?" in line(f"{file}:9: models.0.backend.max_lora_rnak: unknown key")
+    assert "greater than or equal to 1, got 0" in line(f"{file}:10: models.0.backend.max_lora_rank: ")
+    assert "no scheduler named 'fare'" in line("TINSMITH_SCHEDULER__PLUGIN: scheduler.plugin: ")
+    assert "less than 45" in line("--server.long_poll_s: server.long_poll_s: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("server: [", "not valid YAML"),
+        ("- a\n- b\n", ":1: expected a mapping"),
+        ("server: {port: 1}\nserver: {port: 2}\n", ":2: server is already set in line 1; keep one"),
+        ("server:\n  port: 1\n  port: 2\n", ":3: server.port is already set in line 2"),
+        ("models:\n  - {name: a, backend: {plugin: gauge}}\n  - {name: a, backend: {plugin: gauge}}\n", "'a' occurs 2"),
+        ("models: []\n", "no model to serve; give `--base-model PATH`"),
+        ("models:\n  - {backend: {plugin: gauge}}\n", "models.0.name: field required; add it"),
+        ("models:\n  - {name: 7, backend: {plugin: gauge}}\n", "got 7; put it in quotes"),
+        ("models:\n  - {name: a, backend: gauge}\n", "models.0.backend: "),
+        (
+            "servers: {}\n",
+            "servers: unknown key, allowed: models, scheduler, server, store, supervisor; did you mean 'server'?",
+        ),
+    ],
+)
+def test_a_bad_file_is_refused_with_the_line(plugins: Plugins, write, text: str, expected: str) -> None:
+    message = failure(plugins, write(text))
+    assert expected in message
+    assert "tinsmith.yaml" in message
+
+
+def test_a_missing_file(plugins: Plugins) -> None:
+    assert "cannot read the configuration file 'nowhere.yaml': No such file" in failure(plugins, Path("nowhere.yaml"))
+
+
+def test_a_variable_without_its_section_is_not_ignored(plugins: Plugins, write) -> None:
+    message = failure(plugins, write(GOOD), {"TINSMITH_PORT": "1"})
+    assert message == "TINSMITH_PORT: no such setting; did you mean TINSMITH_SERVER__PORT?"
+
+
+def test_an_unknown_key_in_a_variable(plugins: Plugins, write) -> None:
+    message = failure(plugins, write(GOOD), {"TINSMITH_SERVER__PROT": "1"})
+    assert message.startswith("TINSMITH_SERVER__PROT: server.prot: unknown key, allowed: api_keys, ")
+
+
+def test_a_plugins_own_variable_is_left_alone(plugins: Plugins, write) -> None:
+    assert load_settings(plugins, file=write(GOOD), environ={"TINSMITH_WEATHER_STATION": "7"})
+
+
+def test_other_addresses_need_keys(plugins: Plugins, write) -> None:
+    file = write(GOOD)
+    message = failure(plugins, file, flags=[("server.host", "0.0.0.0")])
+    assert "--server.host: server.host: refused" in message
+    assert "add `server.api_keys`, or listen on 127.0.0.1" in message
+    keys = [("server.host", "0.0.0.0"), ("server.api_keys", "[{key: tml-abc, tenant: alice}]")]
+    assert load_settings(plugins, file=file, environ={}, flags=keys).server.api_keys[0].tenant == "alice"
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("127.1.2.3", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("h", False)],
+)
+def test_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_keys_that_the_sdk_refuses_are_refused_and_never_shown(plugins: Plugins, write) -> None:
+    message = failure(plugins, write(GOOD), flags=[("server.api_keys", "[{key: hunter2, tenant: alice}]")])
+    assert "server.api_keys.0.key: the SDK refuses keys that do not start with 'tml-'" in message
+    assert "hunter2" not in message
+    message = failure(plugins, write(GOOD), flags=[("models.0.backend.secret_token", "[hunter2]")])
+    assert "models.0.backend.secret_token: " in message
+    assert "hunter2" not in message
+
+
+def test_a_model_directory_is_found_by_name_or_path(plugins: Plugins, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    flags = [("models.0.name", str(tmp_path)), ("models.0.backend.plugin", "pathy")]
+    [model] = load_settings(plugins, environ={}, flags=flags).models
+    assert model.path == tmp_path
+    flags = [("models.0.name", "x/y"), ("models.0.path", str(tmp_path)), ("models.0.backend.plugin", "pathy")]
+    [model] = load_settings(plugins, environ={}, flags=flags).models
+    assert model.path == tmp_path
+
+
+def test_a_model_is_found_in_the_hugging_face_cache(
+    plugins: Plugins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--Maker--Tiny"
+    snapshot = repository / "snapshots" / "abc123"
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc123")
+    (snapshot / "config.json").write_text("{}")
+    flags = [("models.0.name", "Maker/Tiny"), ("models.0.backend.plugin", "pathy")]
+    [model] = load_settings(plugins, environ={}, flags=flags).models
+    assert model.path == snapshot
+
+
+def test_a_missing_model_directory_is_refused(plugins: Plugins, tmp_path: Path) -> None:
+    backend = ("models.0.backend.plugin", "pathy")
+    message = failure(plugins, flags=[("models.0.name", "no/such"), backend])
+    assert "--models.0.name: models.0.name: 'no/such' is neither a directory nor known to a plugin" in message
+    message = failure(plugins, flags=[("models.0.name", "n"), ("models.0.path", str(tmp_path / "gone")), backend])
+    assert "--models.0.path: models.0.path: there is no directory" in message
+    message = failure(plugins, flags=[("models.0.name", str(tmp_path)), backend])
+    assert "holds no config.json" in message
+
+
+def test_the_default_backend_is_the_one_installed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    flags = [("models.0.name", str(tmp_path))]
+
+    class One:
+        @tinsmith.hookimpl
+        def tinsmith_register_backends(self) -> tinsmith.BackendSpec[GaugeConfig]:
+            return Gauge().tinsmith_register_backends()[1]
+
+    only = Plugins()
+    only.add(One())
+    spec = only.default_backend()
+    assert spec.name == "pathy"
+    message = failure(Plugins.load([Gauge()]), flags=flags)
+    assert "several backends are installed: gauge, " in message
+    none = Plugins()
+    assert "no backend is installed" in failure(none, flags=flags)
