@@ -1,0 +1,181 @@
+"""The toy backend: a complete backend in NumPy, for tests, for trying things out, and to read before writing one.
+
+It trains and samples, needs no model directory, and is exact: the same operations give the same bits, alone or in
+company. The model is in `toy_model.py`, training state in `toy_training.py`, drawing tokens in `toy_sampling.py`; this
+file is the contract.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from pydantic import Field
+
+from tinsmith.backend import (
+    BackendConfig,
+    BackendContext,
+    BackendSpec,
+    Capabilities,
+    HostSnapshot,
+    ModelState,
+    SamplingBackend,
+    Snapshot,
+    TrainingBackend,
+)
+from tinsmith.builtin import toy_sampling, toy_training
+from tinsmith.builtin.toy_model import Adapter, ToyModel
+from tinsmith.builtin.toy_training import TrainedModel
+from tinsmith.errors import CapacityError, UserError
+from tinsmith.hookspecs import hookimpl
+from tinsmith.operations import (
+    Array,
+    CreateModel,
+    Failed,
+    FloatArray,
+    Forward,
+    ForwardBackward,
+    ForwardBackwardOutput,
+    OptimStep,
+    OptimStepOutput,
+    Sample,
+    SampleOutput,
+)
+
+
+class ToyConfig(BackendConfig):
+    vocab_size: int = Field(64, ge=32, le=4096, description="token i is the character chr(32 + i); the last one is EOS")
+    hidden_size: int = Field(16, ge=1, le=256)
+    max_context_tokens: int = Field(512, ge=64)
+    max_batch_tokens: int = Field(8192, ge=64, description="of one merged call")
+    max_lora_rank: int = Field(64, ge=1)
+    max_models: int = Field(64, ge=1)
+    seed: int = Field(0, ge=0, description="of the base weights")
+
+
+class ToyBackend(TrainingBackend, SamplingBackend):
+    def __init__(self, config: ToyConfig, context: BackendContext) -> None:
+        self._losses = context.losses
+        self._model = ToyModel(vocab_size=config.vocab_size, hidden_size=config.hidden_size, seed=config.seed)
+        self._models: dict[str, TrainedModel] = {}
+        self._snapshots: dict[str | None, Adapter] = {None: Adapter(weights={}, scale=1.0)}  # None: the base model
+        self._capabilities = Capabilities(
+            vocab_size=config.vocab_size,
+            max_context_tokens=config.max_context_tokens,
+            max_batch_tokens=config.max_batch_tokens,
+            max_models=config.max_models,
+            losses=frozenset(context.losses),
+            max_lora_rank=config.max_lora_rank,
+            lora_targets=frozenset({"attn", "mlp", "unembed"}),
+            max_targets_per_token=config.vocab_size,
+            deterministic=True,
+            isolation="bitwise",
+            sampling=True,
+            prompt_logprobs=True,
+            target_prompt_logprobs=True,
+            max_topk_logprobs=config.vocab_size,
+            stop_strings=True,
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    # Training ---------------------------------------------------------------------------------------------------------
+
+    def create_model(self, op: CreateModel) -> None:
+        limits = self._capabilities
+        if not 1 <= op.lora.rank <= limits.max_lora_rank:
+            msg = f"rank {op.lora.rank} is not supported; it may be 1 to {limits.max_lora_rank}"
+            raise UserError(msg)
+        if len(self._models) >= limits.max_models:
+            msg = f"all {limits.max_models} places for models are taken; end a session first"
+            raise CapacityError(msg)
+        self._models[op.model_id] = TrainedModel(lora=op.lora, weights=self._model.init_lora(op.lora))
+
+    def unload_model(self, model_id: str) -> None:
+        del self._models[model_id]
+
+    def forward(self, ops: Sequence[Forward]) -> list[ForwardBackwardOutput | Failed]:
+        return [self._score(op, backward=False) for op in ops]
+
+    def forward_backward(self, ops: Sequence[ForwardBackward]) -> list[ForwardBackwardOutput | Failed]:
+        return [self._score(op, backward=True) for op in ops]
+
+    def _score(self, op: ForwardBackward, *, backward: bool) -> ForwardBackwardOutput | Failed:
+        spec = self._losses.get(op.loss_fn)
+        if spec is None:  # core checks requests before; a backend still answers for its own operation only
+            return Failed(message=f"unknown loss_fn {op.loss_fn!r}; there are: {', '.join(sorted(self._losses))}")
+        model = self._models[op.model_id]
+        scored = [
+            toy_training.score(self._model, model.adapter, datum, spec, op.loss_fn_config, backward=backward)
+            for datum in op.data
+        ]
+        if backward:
+            for result in scored:
+                model.accumulate(result.gradients)
+        loss = sum(result.loss for result in scored)  # a plain sum: never divided by tokens, weights or data
+        return ForwardBackwardOutput(
+            loss_fn_outputs=tuple(result.outputs for result in scored), metrics={"loss:sum": loss}
+        )
+
+    def optim_step(self, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
+        norms = [self._models[op.model_id].optim_step(op.adam) for op in ops]
+        return [OptimStepOutput(metrics={"grad_norm": norm}) for norm in norms]
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    def capture_state(self, model_id: str) -> ModelState:
+        model = self._models[model_id]
+        return ModelState(
+            lora=model.lora,
+            weights=_copies(model.weights),
+            adam_m=_copies(model.adam_m),
+            adam_v=_copies(model.adam_v),
+            gradients=_copies(model.gradients),
+            step=model.step,
+        )
+
+    def restore_state(self, model_id: str, state: ModelState) -> None:
+        self._models[model_id] = TrainedModel(
+            lora=state.lora,
+            weights=_copies(state.weights),
+            adam_m=_copies(state.adam_m),
+            adam_v=_copies(state.adam_v),
+            gradients=_copies(state.gradients),
+            step=state.step,
+        )
+
+    def publish(self, model_id: str, snapshot_id: str) -> Snapshot:
+        model = self._models[model_id]
+        return HostSnapshot(snapshot_id, model.lora, _copies(model.weights))
+
+    # Sampling ---------------------------------------------------------------------------------------------------------
+
+    async def load_snapshot(self, snapshot: Snapshot) -> None:
+        adapter = Adapter(weights=snapshot.adapter_weights(), scale=snapshot.lora.scale)
+        self._snapshots.setdefault(snapshot.snapshot_id, adapter)
+
+    async def drop_snapshot(self, snapshot_id: str) -> None:
+        self._snapshots.pop(snapshot_id, None)  # samples that are running hold the weights themselves
+
+    async def sample(self, op: Sample) -> SampleOutput | Failed:
+        adapter = self._snapshots.get(op.snapshot_id)
+        if adapter is None:
+            return Failed(message=f"snapshot {op.snapshot_id!r} is not loaded", category="server")
+        return await toy_sampling.sample(self._model, adapter, op, self._capabilities.vocab_size)
+
+    def close(self) -> None:
+        self._models.clear()
+
+
+def _copies(arrays: Mapping[str, Array]) -> dict[str, FloatArray]:
+    return {name: np.array(array, np.float32) for name, array in arrays.items()}
+
+
+@hookimpl
+def tinsmith_register_backends() -> BackendSpec[ToyConfig]:
+    return BackendSpec(
+        name="toy",
+        config=ToyConfig,
+        create=ToyBackend,
+        description="a NumPy model of a few thousand weights, for tests and for trying things out",
+    )
