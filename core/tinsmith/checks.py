@@ -1,0 +1,252 @@
+"""What a backend can carry out, compared in one place: the engine asks before every run, the server as early as it can.
+
+`translate.py` has already made sure that a request is well-formed; here it is held against the capabilities.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import assert_never
+
+import numpy as np
+
+from tinsmith import operations as ops
+from tinsmith.backend import Capabilities
+from tinsmith.errors import UnsupportedError, UserError
+from tinsmith.losses import LossSpec
+
+
+def check_operation(op: ops.Operation, capabilities: Capabilities, losses: Mapping[str, LossSpec]) -> None:
+    """Raise UserError, saying what is wrong and what is allowed, where the backend cannot carry out `op`."""
+    match op:
+        case ops.CreateModel():
+            _check_lora(op.lora, capabilities)
+        case ops.ForwardBackward():
+            _check_forward_backward(op, capabilities, losses)
+        case ops.OptimStep():
+            _check_adam(op.adam)
+        case ops.Sample():
+            _check_sample(op, capabilities)
+        case ops.SaveState() | ops.LoadState() | ops.SaveForSampler() | ops.ExportAdapter() | ops.UnloadModel():
+            pass
+        case _:
+            assert_never(op)
+
+
+def _check_lora(lora: ops.LoraConfig, capabilities: Capabilities) -> None:
+    if capabilities.max_lora_rank == 0:
+        msg = "this base model's backend trains no LoRA adapters (its max_lora_rank is 0)"
+        raise UnsupportedError(msg)
+    if not 1 <= lora.rank <= capabilities.max_lora_rank:
+        msg = f"lora_config: rank {lora.rank} is not allowed; use 1 to {capabilities.max_lora_rank}"
+        raise UserError(msg)
+    wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
+    if not any(wanted.values()):
+        msg = "lora_config: train_attn, train_mlp and train_unembed are all false; set at least one of them"
+        raise UserError(msg)
+    for target, on in wanted.items():
+        if on and target not in capabilities.lora_targets:
+            allowed = ", ".join(f"train_{each}" for each in sorted(capabilities.lora_targets))
+            msg = f"lora_config: train_{target} is not offered by this base model's backend, only {allowed}"
+            raise UnsupportedError(msg)
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+def _check_forward_backward(
+    op: ops.ForwardBackward, capabilities: Capabilities, losses: Mapping[str, LossSpec]
+) -> None:
+    spec = losses.get(op.loss_fn)
+    if spec is None or op.loss_fn not in capabilities.losses:
+        offered = ", ".join(sorted(capabilities.losses & losses.keys()))
+        msg = f"loss_fn {op.loss_fn!r} is not offered by this base model's backend; use one of {offered}"
+        raise UnsupportedError(msg)
+    _check_loss_config(op, spec)
+    if not op.data:
+        msg = "data is empty; send at least one datum"
+        raise UserError(msg)
+    for index, datum in enumerate(op.data):
+        try:
+            _check_datum(datum, spec, capabilities)
+        except UserError as error:
+            msg = f"data[{index}]: {error}"
+            raise type(error)(msg) from error
+
+
+def _check_loss_config(op: ops.ForwardBackward, spec: LossSpec) -> None:
+    for key, value in op.loss_fn_config.items():
+        if key not in spec.config:
+            allowed = ", ".join(sorted(spec.config)) or "none"
+            msg = f"loss_fn_config: {key!r} is not a setting of {spec.name!r}; allowed: {allowed}"
+            raise UnsupportedError(msg)
+        if not math.isfinite(value):
+            msg = f"loss_fn_config: {key!r} is {value}; it must be finite"
+            raise UserError(msg)
+    config = {**spec.config, **op.loss_fn_config}
+    low, high = config.get("clip_low_threshold"), config.get("clip_high_threshold")
+    if low is not None and high is not None and low > high:
+        msg = f"loss_fn_config: clip_low_threshold {low} is above clip_high_threshold {high}"
+        raise UserError(msg)
+
+
+def _check_datum(datum: ops.Datum, spec: LossSpec, capabilities: Capabilities) -> None:
+    num_tokens = len(datum.tokens_T)
+    if num_tokens == 0:
+        msg = "model_input is empty; send at least one token"
+        raise UserError(msg)
+    if num_tokens > capabilities.max_context_tokens:
+        msg = f"model_input has {num_tokens} tokens; the context holds {capabilities.max_context_tokens}"
+        raise UserError(msg)
+    _check_tokens("model_input", datum.tokens_T, capabilities)
+    required = {"target_tokens", *spec.inputs}
+    missing, unknown = sorted(required - datum.loss_inputs.keys()), sorted(datum.loss_inputs.keys() - required)
+    if missing:
+        msg = f"loss_fn_inputs: {missing[0]!r} is missing; {spec.name!r} needs {', '.join(sorted(required))}"
+        raise UserError(msg)
+    if unknown:
+        msg = f"loss_fn_inputs: {unknown[0]!r} is not an input of {spec.name!r}; it takes {', '.join(sorted(required))}"
+        raise UnsupportedError(msg)
+    _check_targets(datum, capabilities)
+    for name in spec.inputs:
+        _check_input(name, datum)
+
+
+def _check_targets(datum: ops.Datum, capabilities: Capabilities) -> None:
+    targets, num_tokens = datum.loss_inputs["target_tokens"], len(datum.tokens_T)
+    if targets.ndim not in {1, 2} or targets.shape[0] != num_tokens:
+        msg = (
+            f"loss_fn_inputs: target_tokens has shape {list(targets.shape)}, model_input {num_tokens} tokens; expected "
+            f"[{num_tokens}] or [{num_tokens}, K]"
+        )
+        raise UserError(msg)
+    num_targets = 1 if targets.ndim == 1 else targets.shape[1]
+    if not 1 <= num_targets <= capabilities.max_targets_per_token:
+        msg = (
+            f"loss_fn_inputs: target_tokens has {num_targets} targets per token; allowed: 1 to "
+            f"{capabilities.max_targets_per_token}"
+        )
+        raise UserError(msg)
+    if targets.dtype != np.int64:
+        msg = f"loss_fn_inputs: target_tokens is {targets.dtype}; send int64"
+        raise UserError(msg)
+    _check_tokens("loss_fn_inputs: target_tokens", targets.reshape(-1), capabilities)
+
+
+def _check_input(name: str, datum: ops.Datum) -> None:
+    values, expected = datum.loss_inputs[name], datum.loss_inputs["target_tokens"].shape
+    if values.shape != expected:
+        msg = f"loss_fn_inputs: {name} has shape {list(values.shape)}, target_tokens {list(expected)}; they must agree"
+        raise UserError(msg)
+    if values.dtype != np.float32:
+        msg = f"loss_fn_inputs: {name} is {values.dtype}; send float32"
+        raise UserError(msg)
+    bad = ~np.isfinite(values.reshape(-1))
+    if bad.any():
+        index = int(bad.argmax())
+        msg = f"loss_fn_inputs: {name} holds {values.reshape(-1)[index]} at position {index}; it must be finite"
+        raise UserError(msg)
+
+
+def _check_tokens(what: str, tokens: ops.TokenArray | ops.IntArray, capabilities: Capabilities) -> None:
+    bad = (tokens < 0) | (tokens >= capabilities.vocab_size)
+    if bad.any():
+        index = int(bad.argmax())
+        msg = f"{what}: token id {int(tokens[index])} at position {index} is not in 0 to {capabilities.vocab_size - 1}"
+        raise UserError(msg)
+
+
+def _check_adam(adam: ops.AdamParams) -> None:
+    ranges = {
+        "learning_rate": (adam.learning_rate, 0.0, math.inf),
+        "beta1": (adam.beta1, 0.0, 1.0),
+        "beta2": (adam.beta2, 0.0, 1.0),
+        "eps": (adam.eps, 0.0, math.inf),
+        "weight_decay": (adam.weight_decay, 0.0, math.inf),
+        "grad_clip_norm": (adam.grad_clip_norm, 0.0, math.inf),
+    }
+    for name, (value, low, high) in ranges.items():
+        if not low <= value < high:  # false for NaN
+            msg = f"adam_params: {name} is {value}; it must be at least {low:g} and below {high:g}"
+            raise UserError(msg)
+
+
+# Sampling -------------------------------------------------------------------------------------------------------------
+
+
+def _check_sample(op: ops.Sample, capabilities: Capabilities) -> None:
+    if not capabilities.sampling:
+        msg = "this base model has no sampler; configure one (`models[].sampler`)"
+        raise UnsupportedError(msg)
+    num_prompt = len(op.prompt_P)
+    if num_prompt == 0:
+        msg = "prompt is empty; send at least one token"
+        raise UserError(msg)
+    if num_prompt + op.params.max_tokens > capabilities.max_context_tokens:
+        msg = (
+            f"Prompt length plus max_tokens exceeds the model's context window: {num_prompt} + {op.params.max_tokens} "
+            f"> {capabilities.max_context_tokens}"
+        )
+        raise UserError(msg)
+    _check_tokens("prompt", op.prompt_P, capabilities)
+    _check_sampling_params(op.params, capabilities)
+    if op.num_samples < 1:
+        msg = f"num_samples is {op.num_samples}; it must be at least 1"
+        raise UserError(msg)
+    _check_prompt_scores(op, capabilities)
+
+
+def _check_sampling_params(params: ops.SamplingParams, capabilities: Capabilities) -> None:
+    if params.max_tokens < 1:
+        msg = f"sampling_params: max_tokens is {params.max_tokens}; it must be at least 1"
+        raise UserError(msg)
+    if not 0.0 <= params.temperature < math.inf:
+        msg = f"sampling_params: temperature is {params.temperature}; it must be finite and at least 0"
+        raise UserError(msg)
+    if params.top_k != -1 and params.top_k < 1:
+        msg = f"sampling_params: top_k is {params.top_k}; it must be at least 1, or -1 for off"
+        raise UserError(msg)
+    if not 0.0 < params.top_p <= 1.0:
+        msg = f"sampling_params: top_p is {params.top_p}; it must be above 0 and at most 1"
+        raise UserError(msg)
+    if params.stop_strings and not capabilities.stop_strings:
+        msg = "sampling_params: stop strings are not offered by this base model's sampler; send stop token ids"
+        raise UnsupportedError(msg)
+    if params.stop_tokens:
+        _check_tokens("sampling_params: stop", np.asarray(params.stop_tokens, np.int64), capabilities)
+
+
+def _check_prompt_scores(op: ops.Sample, capabilities: Capabilities) -> None:
+    wants_prompt = op.prompt_logprobs or op.topk_prompt_logprobs > 0
+    if wants_prompt and not capabilities.prompt_logprobs:
+        msg = "prompt_logprobs are not offered by this base model's sampler"
+        raise UnsupportedError(msg)
+    for name, k in (
+        ("topk_prompt_logprobs", op.topk_prompt_logprobs),
+        ("topk_sample_logprobs", op.topk_sample_logprobs),
+    ):
+        if not 0 <= k <= capabilities.max_topk_logprobs:
+            msg = f"{name} is {k}; allowed: 0 to {capabilities.max_topk_logprobs}"
+            raise UserError(msg)
+    last_n, num_prompt = op.prompt_logprobs_last_n, len(op.prompt_P)
+    if last_n is not None and not op.prompt_logprobs:
+        msg = "prompt_logprobs_last_n needs prompt_logprobs; set it to true"
+        raise UserError(msg)
+    if last_n is not None and not 1 <= last_n <= num_prompt - 1:
+        msg = f"prompt_logprobs_last_n is {last_n}; with a prompt of {num_prompt} tokens use 1 to {num_prompt - 1}"
+        raise UserError(msg)
+    _check_target_prompt(op, capabilities)
+
+
+def _check_target_prompt(op: ops.Sample, capabilities: Capabilities) -> None:
+    targets = op.target_prompt_logprobs
+    if targets is None:
+        return
+    if not capabilities.target_prompt_logprobs:
+        msg = "target_prompt_logprobs are not offered by this base model's sampler"
+        raise UnsupportedError(msg)
+    num_rows = len(op.prompt_P) - 1
+    if targets.ndim != 2 or targets.shape[0] != num_rows or targets.shape[1] < 1:
+        msg = f"target_prompt_logprobs has shape {list(targets.shape)}; expected [{num_rows}, K]"
+        raise UserError(msg)
+    flat = targets.reshape(-1)
+    _check_tokens("target_prompt_logprobs", flat[flat != -1], capabilities)

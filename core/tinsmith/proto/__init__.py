@@ -1,0 +1,1 @@
+"""The binary messages of the Tinker API."""

@@ -1,0 +1,93 @@
+"""The HTTP server: parses, checks, authenticates, enqueues, answers. It holds no model and imports no framework."""
+
+import time
+from importlib.metadata import version
+
+from fastapi import APIRouter, FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tinsmith.builtin.api_keys import ApiKeys
+from tinsmith.errors import PluginError
+from tinsmith.plugins import Plugins
+from tinsmith.server import error_answers, futures, runs, sampling, service, sessions, training, weights
+from tinsmith.server.bodies import BodyLimit
+from tinsmith.server.context import Engines, Metrics, ServerContext
+from tinsmith.server.signed_urls import UrlSigner
+from tinsmith.settings import Settings
+from tinsmith.store import RequestStore
+
+API_PREFIX = "/api/v1"
+_ROUTERS = (service, sessions, training, weights, sampling, futures, runs)
+
+
+def create_app(settings: Settings, *, store: RequestStore, plugins: Plugins) -> FastAPI:
+    """Build the app over an open store. Opens and closes nothing that it was given.
+
+    Each app needs plugins of its own, since its keys become one of them. Raises PluginError where two plugins offer a
+    loss of one name.
+    """
+    app = FastAPI(title="tinsmith", version=version("tinsmith"), docs_url="/docs", redoc_url=None)
+    _add_api_keys(plugins, settings)
+    context = ServerContext(
+        settings=settings,
+        store=store,
+        plugins=plugins,
+        losses=plugins.losses(),
+        signer=UrlSigner.from_file(settings.server.data_dir.expanduser() / "url_secret"),
+        engines=Engines(store),
+    )
+    app.state.context = context
+    api = APIRouter(prefix=API_PREFIX)
+    for module in _ROUTERS:
+        api.include_router(module.router)
+    api.include_router(runs.files_router)
+    app.include_router(api)
+    app.include_router(service.open_router)
+    for router in plugins.routes(settings):
+        app.include_router(router)
+    error_answers.install(app)
+    app.add_middleware(BodyLimit, max_bytes=settings.server.max_request_bytes)
+    app.add_middleware(_Measured, metrics=context.metrics)
+    return app
+
+
+def _add_api_keys(plugins: Plugins, settings: Settings) -> None:
+    """Registering never raises; without its keys the server must not start."""
+    name = "configured_api_keys"
+    plugins.add(ApiKeys(settings.server.api_keys), name)
+    for row in plugins.report():
+        if row.name == name and row.error is not None:
+            raise PluginError(row.error)
+
+
+def begin_shutdown(app: FastAPI) -> None:
+    """End all long polls now, so that the server can stop without waiting for them. Call it on the event loop."""
+    context: ServerContext = app.state.context
+    context.stopping.set()
+
+
+class _Measured:
+    """ASGI middleware: counts answers by route, and times them."""
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), 500
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            route = getattr(scope.get("route"), "path", "(none)")
+            self._metrics.requests.labels(route=route, status=status).inc()
+            self._metrics.seconds.labels(route=route).observe(time.perf_counter() - started)

@@ -1,0 +1,70 @@
+"""Who sent a request, and what is theirs. What belongs to another tenant looks as if it did not exist."""
+
+from collections.abc import Callable
+from typing import Annotated, TypeVar
+
+from fastapi import Depends, Request
+
+from tinsmith.errors import AuthenticationError, NotFoundError
+from tinsmith.principal import Principal
+from tinsmith.server.context import Context
+from tinsmith.store import CheckpointRecord, OperationRecord, RunRecord, SamplerRecord, SessionRecord
+
+Owned = TypeVar("Owned", SessionRecord, RunRecord, SamplerRecord, CheckpointRecord, OperationRecord)
+
+
+def authenticated(request: Request, context: Context) -> Principal:
+    """Ask the plugins; the configured keys come last."""
+    principal = context.plugins.authenticate({name.lower(): value for name, value in request.headers.items()})
+    if principal is None:
+        msg = "no plugin knows who sent this request; pass an API key"
+        raise AuthenticationError(msg)
+    return principal
+
+
+Caller = Annotated[Principal, Depends(authenticated)]
+
+
+def owned(record: Owned, caller: Principal, describe: Callable[[], str]) -> Owned:
+    """Return the record, or raise NotFoundError as if it were not there."""
+    if record.tenant == caller.tenant or caller.admin:
+        return record
+    raise NotFoundError(describe())
+
+
+async def own_session(context: Context, caller: Principal, session_id: str) -> SessionRecord:
+    return owned(await context.store.get_session(session_id), caller, lambda: missing("session", session_id))
+
+
+async def own_run(context: Context, caller: Principal, model_id: str) -> RunRecord:
+    return owned(await context.store.get_run(model_id), caller, lambda: missing("model", model_id))
+
+
+async def own_sampler(context: Context, caller: Principal, sampler_id: str) -> SamplerRecord:
+    return owned(await context.store.get_sampler(sampler_id), caller, lambda: missing("sampling session", sampler_id))
+
+
+async def own_operation(context: Context, caller: Principal, request_id: str) -> OperationRecord:
+    return owned(await context.store.get_operation(request_id), caller, lambda: missing("request", request_id))
+
+
+async def own_checkpoint(context: Context, caller: Principal, path: str) -> CheckpointRecord:
+    return owned(await live_checkpoint(context, path), caller, lambda: missing("checkpoint", path))
+
+
+async def readable_checkpoint(context: Context, caller: Principal, path: str) -> CheckpointRecord:
+    """Return one's own, or one that its owner has published."""
+    record = await live_checkpoint(context, path)
+    return record if record.public else owned(record, caller, lambda: missing("checkpoint", path))
+
+
+async def live_checkpoint(context: Context, path: str) -> CheckpointRecord:
+    """Raise NotFoundError for one whose time is up, even if it has not been swept away yet."""
+    record = await context.store.get_checkpoint(path)
+    if record.expires_at is not None and record.expires_at <= context.now():
+        raise NotFoundError(missing("checkpoint", path))
+    return record
+
+
+def missing(what: str, name: str) -> str:
+    return f"no {what} {name!r}"

@@ -1,0 +1,121 @@
+"""What the routes share: settings, store, plugins, and what the engines last said of themselves."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, cast
+
+from fastapi import Depends, Request
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from tinsmith.backend import Capabilities
+from tinsmith.errors import UserError
+from tinsmith.losses import LossSpec
+from tinsmith.plugins import Plugins
+from tinsmith.server.signed_urls import UrlSigner
+from tinsmith.settings import ModelSettings, Settings
+from tinsmith.store import EngineRecord, EngineState, RequestStore
+
+_ENGINES_STALE_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """What `/metrics` shows of the server itself."""
+
+    registry: CollectorRegistry
+    requests: Counter
+    submitted: Counter
+    tokens: Counter
+    seconds: Histogram
+
+    @classmethod
+    def create(cls) -> "Metrics":
+        registry = CollectorRegistry()
+        return cls(
+            registry=registry,
+            requests=Counter(
+                "tinsmith_http_requests", "answers by route and status", ["route", "status"], registry=registry
+            ),
+            submitted=Counter(
+                "tinsmith_operations_submitted", "operations accepted", ["base_model", "kind"], registry=registry
+            ),
+            tokens=Counter(
+                "tinsmith_tokens_submitted", "tokens of accepted operations", ["base_model", "kind"], registry=registry
+            ),
+            seconds=Histogram(
+                "tinsmith_http_seconds", "time to answer, long polls included", ["route"], registry=registry
+            ),
+        )
+
+
+class Engines:
+    """What the engines last reported, read again from the store when it is older than a second."""
+
+    def __init__(self, store: RequestStore) -> None:
+        self._store = store
+        self._records: dict[str, EngineRecord] = {}
+        self._read_at = -1e9
+        self._lock = asyncio.Lock()
+
+    async def records(self) -> dict[str, EngineRecord]:
+        async with self._lock:
+            if time.monotonic() - self._read_at > _ENGINES_STALE_AFTER_S:
+                self._records = {record.base_model: record for record in await self._store.list_engines()}
+                self._read_at = time.monotonic()
+        return self._records
+
+    async def capabilities(self, base_model: str) -> Capabilities | None:
+        """Return None while the engine has not reported any."""
+        record = (await self.records()).get(base_model)
+        return record.capabilities if record is not None else None
+
+    async def not_ready(self, base_models: tuple[str, ...]) -> list[str]:
+        records = await self.records()
+        return [name for name in base_models if name not in records or records[name].state is not EngineState.READY]
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerContext:
+    """One per app."""
+
+    settings: Settings
+    store: RequestStore
+    plugins: Plugins
+    losses: Mapping[str, LossSpec]
+    signer: UrlSigner
+    engines: Engines
+    metrics: Metrics = field(default_factory=Metrics.create)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def checkpoint_root(self) -> Path:
+        return self.settings.server.data_dir.expanduser() / "checkpoints"
+
+    def model_settings(self, base_model: str) -> ModelSettings:
+        """Raise UserError where the server does not serve it."""
+        for model in self.settings.models:
+            if model.name == base_model:
+                return model
+        served = ", ".join(repr(model.name) for model in self.settings.models) or "none"
+        msg = f"base_model {base_model[:200]!r} is not served here; available: {served}"
+        raise UserError(msg)
+
+    def tokenizer_of(self, base_model: str) -> str:
+        """Say where clients find the tokenizer: the model's directory, or its name where they may be elsewhere."""
+        path = self.model_settings(base_model).path
+        same_machine = self.settings.server.host in {"127.0.0.1", "localhost", "::1"}
+        return str(path.expanduser().resolve()) if path is not None and same_machine else base_model
+
+    def now(self) -> datetime:
+        return datetime.now(UTC)
+
+
+def context_of(request: Request) -> ServerContext:
+    return cast("ServerContext", request.app.state.context)
+
+
+Context = Annotated[ServerContext, Depends(context_of)]

@@ -1,0 +1,56 @@
+"""Every failure as `{"detail": ...}`: never an empty body, never a bare 500."""
+
+import logging
+import secrets
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from tinsmith.errors import CapacityError, TinsmithError
+
+_log = logging.getLogger(__name__)
+
+
+def install(app: FastAPI) -> None:
+    app.add_exception_handler(TinsmithError, _tinsmith_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+async def _tinsmith_error(request: Request, error: Exception) -> JSONResponse:
+    status = error.http_status if isinstance(error, TinsmithError) else 500
+    if status >= 500:
+        _log.error("%s %s: %s", request.method, request.url.path, error)
+    headers = {"retry-after": "1"} if isinstance(error, CapacityError) else None
+    return JSONResponse({"detail": str(error)}, status, headers)
+
+
+async def _validation_error(request: Request, error: Exception) -> JSONResponse:
+    """Name the field in one line; the SDK shows the detail to its user."""
+    del request
+    problems = error.errors() if isinstance(error, RequestValidationError) else []
+    lines = [f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}" for problem in problems[:5]]
+    return JSONResponse({"detail": "; ".join(lines) or "the request is not valid"}, 422)
+
+
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    path = f"{request.method} {request.url.path[:300]}"
+    match status:
+        case 404:
+            detail = f"{path} is not an endpoint of this server"
+        case 405:
+            detail = f"{path} is not allowed; the endpoint exists for another method"
+        case _:
+            detail = str(getattr(error, "detail", error))
+    return JSONResponse({"detail": detail}, status)
+
+
+async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+    """Say which log entry to look for; the traceback is the server's business."""
+    reference = secrets.token_hex(4)
+    _log.error("%s %s failed, reference %s", request.method, request.url.path, reference, exc_info=error)
+    return JSONResponse({"detail": f"internal error, reference {reference} in the server's log"}, 500)

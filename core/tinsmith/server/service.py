@@ -1,0 +1,131 @@
+"""What a client asks before and beside its work: configuration, capabilities, health, telemetry, its own key."""
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from tinsmith import translate, wire
+from tinsmith.errors import UnsupportedError
+from tinsmith.server.auth import Caller
+from tinsmith.server.context import Context
+from tinsmith.store import EngineRecord, EngineState
+
+router = APIRouter(tags=["service"])
+open_router = APIRouter(tags=["service"])
+"""Routes that need no key."""
+
+
+@router.post("/client/config")
+async def client_config(body: wire.ClientConfigRequest, caller: Caller) -> wire.ClientConfig:
+    del body, caller
+    return wire.ClientConfig()
+
+
+@router.post("/client/dynamic_config")
+async def dynamic_config(body: wire.ClientConfigRequest, caller: Caller) -> wire.DynamicConfig:
+    del body, caller
+    return wire.DynamicConfig()
+
+
+@router.get("/get_server_capabilities", response_model_exclude_none=True)
+async def get_server_capabilities(caller: Caller, context: Context) -> wire.ServerCapabilities:
+    """A model that has not loaded yet is listed by its name alone."""
+    del caller
+    records = await context.engines.records()
+    return wire.ServerCapabilities(
+        supported_models=[_supported(model.name, records.get(model.name)) for model in context.settings.models]
+    )
+
+
+def _supported(name: str, record: EngineRecord | None) -> wire.SupportedModel:
+    capabilities = record.capabilities if record is not None else None
+    if capabilities is None:
+        return wire.SupportedModel(model_name=name)
+    return wire.SupportedModel(
+        model_name=name,
+        max_context_length=capabilities.max_context_tokens,
+        trainable=capabilities.max_lora_rank > 0 or capabilities.full_fine_tuning,
+        sampleable=capabilities.sampling,
+    )
+
+
+@router.post("/telemetry")
+async def telemetry(body: wire.TelemetryRequest, caller: Caller) -> wire.TelemetryAccepted:
+    """Accepted and dropped. Without this route every client error waits 30 s for it."""
+    del body, caller
+    return wire.TelemetryAccepted()
+
+
+@router.get("/auth/apikey/me")
+async def api_key_me(caller: Caller) -> wire.ApiKeyInfo:
+    name = caller.name or caller.tenant
+    return wire.ApiKeyInfo(
+        key_id=translate.checksum(caller.tenant),
+        name=name,
+        note="",
+        details=wire.KeyDetails(
+            org_details=wire.OrgDetails(name=caller.tenant), user_details=wire.UserDetails(email=name)
+        ),
+    )
+
+
+@router.delete("/auth/apikey/me")
+async def delete_api_key(caller: Caller) -> Response:
+    del caller
+    msg = "API keys are part of this server's configuration (server.api_keys); remove it there"
+    raise UnsupportedError(msg)
+
+
+@router.post("/auth/token")
+async def auth_token(caller: Caller) -> Response:
+    del caller
+    msg = "this server does not exchange API keys for tokens; use the key itself"
+    raise UnsupportedError(msg)
+
+
+@open_router.get("/healthz")
+@open_router.get("/api/v1/healthz")
+async def healthz() -> wire.Health:
+    """The server answers. Whether models have loaded: /readyz."""
+    return wire.Health()
+
+
+@open_router.get("/readyz")
+@open_router.get("/api/v1/readyz")
+async def readyz(context: Context) -> Response:
+    """503 until every engine is ready, with what each is at."""
+    records = await context.engines.records()
+    engines = {}
+    for model in context.settings.models:
+        record = records.get(model.name)
+        engines[model.name] = (
+            {"state": "starting"}
+            if record is None
+            else {"state": record.state.value, "detail": record.detail, "progress": record.progress}
+        )
+    ready = all(engine["state"] == EngineState.READY for engine in engines.values())
+    return JSONResponse({"status": "ok" if ready else "waiting", "engines": engines}, 200 if ready else 503)
+
+
+@open_router.get("/metrics", include_in_schema=False)
+async def metrics(context: Context) -> Response:
+    """Prometheus text. Numbers of requests and tokens, no names of tenants."""
+    engines = CollectorRegistry()
+    engines.register(_EngineCollector(await context.engines.records()))
+    text = generate_latest(context.metrics.registry) + generate_latest(engines)
+    return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, records: dict[str, EngineRecord]) -> None:
+        self._records = records
+
+    def collect(self) -> list[Metric]:
+        ready = GaugeMetricFamily("tinsmith_engine_ready", "1 while the engine is ready", labels=["base_model"])
+        restarts = GaugeMetricFamily("tinsmith_engine_restarts", "restarts so far", labels=["base_model"])
+        for name, record in self._records.items():
+            ready.add_metric([name], float(record.state is EngineState.READY))
+            restarts.add_metric([name], record.restarts)
+        return [ready, restarts]

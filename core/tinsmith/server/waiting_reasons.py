@@ -1,0 +1,46 @@
+"""Why an operation is still pending, in words that the SDK shows to its user."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tinsmith.store import EngineRecord, EngineState, OperationRecord, OperationState, Waiting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingReason:
+    """The SDK stays quiet while "active", and shows the text of a pause."""
+
+    queue_state: Literal["active", "paused_capacity", "paused_rate_limit"]
+    text: str
+
+
+def explain(operation: OperationRecord, waiting: Waiting) -> WaitingReason:
+    """Name what has to happen first: an engine, a missing request, those ahead, or the work itself."""
+    engine = waiting.engine
+    if engine is None:
+        return _paused(f"no engine of {operation.base_model!r} has started yet")
+    if engine.state is not EngineState.READY:
+        return _paused(_engine_text(engine))
+    if waiting.missing_seq_id is not None:
+        return _paused(
+            f"seq_id {waiting.missing_seq_id} of {operation.stream!r} has not arrived, and {operation.seq_id} comes "
+            "after it"
+        )
+    if operation.state is OperationState.RUNNING:
+        detail = f" ({engine.detail}{_percent(engine)})" if engine.detail else ""
+        return WaitingReason(queue_state="active", text=f"{operation.kind} is running{detail}")
+    return WaitingReason(queue_state="active", text=f"{waiting.num_ahead} requests are ahead in the queue")
+
+
+def _engine_text(engine: EngineRecord) -> str:
+    detail = f": {engine.detail}{_percent(engine)}" if engine.detail else ""
+    restarts = f", restart {engine.restarts}" if engine.restarts else ""
+    return f"the engine of {engine.base_model!r} is {engine.state.value}{detail}{restarts}"
+
+
+def _percent(engine: EngineRecord) -> str:
+    return "" if engine.progress is None else f", {engine.progress:.0%}"
+
+
+def _paused(text: str) -> WaitingReason:
+    return WaitingReason(queue_state="paused_capacity", text=text)
