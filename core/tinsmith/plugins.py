@@ -38,7 +38,7 @@ HOOK_PREFIX: Final = "tinsmith_"
 HOOK_NAMES: Final = tuple(name for name in vars(hookspecs) if name.startswith(HOOK_PREFIX))
 BUILTINS: Final = tuple(
     EntryPoint(name=name, value=f"tinsmith.builtin.{name}", group=GROUP)
-    for name in ("losses", "schedulers", "sql_store", "toy_backend", "api_keys", "hugging_face_cache", "metrics_log")
+    for name in ("losses", "schedulers", "sql_store", "toy_backend", "hugging_face_cache", "metrics_log")
 )
 
 _log = logging.getLogger(__name__)

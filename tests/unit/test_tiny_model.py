@@ -1,0 +1,86 @@
+"""The tiny model: made without a framework, read by transformers, the same bytes for the same seed."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tinsmith.errors import UserError
+from tinsmith.tiny_model import TinyShape, write_tiny_model
+
+SMALL = TinyShape(hidden_size=32, intermediate_size=48, num_layers=2, head_dim=16, num_heads=2, num_kv_heads=1)
+TEXT = "English: quantum physics\nPig Latin: uantum-qay ysics-phay, naive cafe 42 \u00e9\u4f60"
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformers_reads_it(tmp_path: Path, family: str, tied: bool) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    shape = replace(SMALL, family=family, tied=tied)
+    num_parameters = write_tiny_model(tmp_path, shape)
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert model.num_parameters() == num_parameters
+    assert type(model).__name__ == {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[family]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer(TEXT)["input_ids"]
+    assert tokenizer.decode(ids) == TEXT
+    assert len(tokenizer) == shape.vocab_size
+    assert max(ids) < shape.vocab_size
+    assert tokenizer.eos_token_id in model.generation_config.eos_token_id
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+    assert prompt["input_ids"]
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits
+    assert torch.isfinite(logits).all()
+
+
+def test_the_same_seed_gives_the_same_files_in_any_process(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "here", SMALL)
+    code = (
+        "import sys, pathlib; from tinsmith.tiny_model import *;"
+        "write_tiny_model(pathlib.Path(sys.argv[1]), TinyShape(hidden_size=32, intermediate_size=48, num_layers=2,"
+        " head_dim=16, num_heads=2, num_kv_heads=1)); assert 'torch' not in sys.modules"
+    )
+    environ = {**os.environ, "PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "there")], check=True, env=environ, timeout=60)
+    assert files(tmp_path / "here") == files(tmp_path / "there")
+    write_tiny_model(tmp_path / "other", replace(SMALL, seed=1))
+    differs = [name for name, data in files(tmp_path / "other").items() if data != files(tmp_path / "here")[name]]
+    assert differs == ["model.safetensors"]
+
+
+def test_it_overwrites_only_when_told(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, SMALL)
+    with pytest.raises(UserError, match="is not empty; choose another directory, or overwrite it with --force"):
+        write_tiny_model(tmp_path, SMALL)
+    write_tiny_model(tmp_path, replace(SMALL, vocab_size=600), overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 0}, "num_layers is 0; it must be at least 1"),
+        ({"family": "gpt"}, "no family 'gpt', known: qwen3, llama"),
+        ({"num_heads": 3, "num_kv_heads": 2}, "must be a multiple"),
+        ({"head_dim": 5}, "rotary positions need an even one"),
+        ({"vocab_size": 256}, "needs at least 300"),
+    ],
+)
+def test_impossible_shapes_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        write_tiny_model(tmp_path / "model", replace(SMALL, **changes))
+
+
+@pytest.mark.parametrize("vocab_size", [300, 512, 8192])
+def test_any_vocabulary_size_is_met_exactly(tmp_path: Path, vocab_size: int) -> None:
+    write_tiny_model(tmp_path, replace(SMALL, vocab_size=vocab_size))
