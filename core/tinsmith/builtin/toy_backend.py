@@ -178,4 +178,5 @@ def tinsmith_register_backends() -> BackendSpec[ToyConfig]:
         config=ToyConfig,
         create=ToyBackend,
         description="a NumPy model of a few thousand weights, for tests and for trying things out",
+        needs_model_path=False,
     )
