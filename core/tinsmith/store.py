@@ -305,7 +305,9 @@ class RequestStore(ABC):
     async def submit(self, operation: NewOperation) -> str:
         """Record durably and return the request_id.
 
-        The same (stream, seq_id) and digest returns the first request_id; another digest raises ConflictError.
+        The same (stream, seq_id) and digest returns the first request_id; another digest raises ConflictError. What
+        can never run is recorded as failed at once: of a lost model, or for an engine that has been given up. Raise
+        NotFoundError for a model that does not exist, UserError where its session has ended.
         """
 
     @abstractmethod
@@ -326,10 +328,13 @@ class RequestStore(ABC):
     # the log, engine side
 
     @abstractmethod
-    async def claim(self, base_model: str, *, engine_id: str, max_operations: int) -> list[OperationRecord]:
+    async def claim(
+        self, base_model: str, *, engine_id: str, max_operations: int, ordered: bool | None = None
+    ) -> list[OperationRecord]:
         """Take what is runnable: of each model what is queued from `next_seq_id` on without a gap, and any sample.
 
-        Oldest first. Returns at once, maybe empty.
+        With `ordered` only operations of models (True) or only samples (False). Tenants take turns, each with its
+        oldest first. Returns at once, maybe empty. Raise ServerError where a later engine has reported itself.
         """
 
     @abstractmethod
@@ -359,7 +364,7 @@ class RequestStore(ABC):
 
     @abstractmethod
     async def report_engine(self, record: EngineRecord) -> None:
-        """Upsert by base_model and wake who waits."""
+        """Upsert by base_model. With state FAILED everything pending of the base model fails, with `detail`."""
 
     @abstractmethod
     async def list_engines(self) -> list[EngineRecord]: ...

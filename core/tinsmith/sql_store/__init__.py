@@ -1,0 +1,1 @@
+"""The request store on SQL: SQLite by default, PostgreSQL with the same code."""

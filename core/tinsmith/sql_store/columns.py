@@ -1,0 +1,67 @@
+"""Column types that hold the store's values as they are: aware times, enumerations, tuples and frozen dataclasses."""
+
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from sqlalchemy import JSON, BigInteger, Dialect, String, TypeDecorator
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+
+T = TypeVar("T")
+E = TypeVar("E", bound=StrEnum)
+
+
+class Microseconds(TypeDecorator[datetime]):
+    """An aware time as microseconds since 1970: the same order, bits and meaning in every database."""
+
+    impl = BigInteger
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> int | None:
+        del dialect
+        return None if value is None else (value - _EPOCH) // _MICROSECOND
+
+    def process_result_value(self, value: Any | None, dialect: Dialect) -> datetime | None:  # Any: the driver's int
+        del dialect
+        return None if value is None else _EPOCH + value * _MICROSECOND
+
+
+class AsText(TypeDecorator[E], Generic[E]):
+    """An enumeration by its value."""
+
+    impl = String
+    cache_ok = True
+
+    def __init__(self, enum: type[E]) -> None:
+        super().__init__()
+        self.enum = enum
+
+    def process_bind_param(self, value: E | None, dialect: Dialect) -> str | None:
+        del dialect
+        return None if value is None else str(value)
+
+    def process_result_value(self, value: Any | None, dialect: Dialect) -> E | None:  # Any: the driver's str
+        del dialect
+        return None if value is None else self.enum(value)
+
+
+class AsJson(TypeDecorator[T], Generic[T]):
+    """A frozen dataclass or tuple as JSON, checked when it is read."""
+
+    impl = JSON(none_as_null=True)
+    cache_ok = True
+
+    def __init__(self, python: type[T]) -> None:
+        super().__init__()
+        self.python = python
+
+    def process_bind_param(self, value: T | None, dialect: Dialect) -> Any | None:  # Any: JSON
+        del dialect
+        return None if value is None else msgspec.to_builtins(value)
+
+    def process_result_value(self, value: Any | None, dialect: Dialect) -> T | None:  # Any: JSON
+        del dialect
+        return None if value is None else msgspec.convert(value, self.python)

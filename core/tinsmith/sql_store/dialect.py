@@ -1,0 +1,55 @@
+"""What differs between databases, behind one interface: connections, durability, and the channel for wake-ups."""
+
+from abc import ABC, abstractmethod
+
+from sqlalchemy import make_url
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from tinsmith.errors import ConfigError
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.wakeups import WakeUps
+from tinsmith.store import StoreContext
+
+
+class Dialect(ABC):
+    """One database. Creating it does no I/O."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The database as messages may show it: no password."""
+
+    @abstractmethod
+    def reader(self) -> AsyncEngine:
+        """Make the pool for reading."""
+
+    @abstractmethod
+    def writer(self, *, durable: bool) -> AsyncEngine:
+        """Make a pool of one connection whose commits are durable, or only visible to every process at once.
+
+        What a durable commit follows is durable with it.
+        """
+
+    @abstractmethod
+    def wakeups(self) -> WakeUps:
+        """Make the channel to the other processes on this database."""
+
+
+def dialect_of(config: SqlStoreConfig, context: StoreContext) -> Dialect:
+    """Raise ConfigError where the URL cannot be used, naming what can."""
+    from tinsmith.sql_store.sqlite import SqliteDialect
+
+    default = URL.create("sqlite+aiosqlite", database=str(context.data_dir.expanduser() / "tinsmith.db"))
+    try:
+        url = default if config.url is None else make_url(config.url)
+    except ArgumentError as error:
+        msg = f"store.url {config.url!r} is not a database URL; expected for instance sqlite:////var/lib/tinsmith.db"
+        raise ConfigError(msg) from error
+    match url.get_backend_name():
+        case "sqlite":
+            return SqliteDialect(url, config)
+        case other:
+            msg = f"store.url: no support for {other!r}; supported: sqlite"
+            raise ConfigError(msg)

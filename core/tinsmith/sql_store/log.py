@@ -1,0 +1,179 @@
+"""The log's rows: finding, finishing and counting operations. Submitting, claiming and closing build on these."""
+
+from collections.abc import Collection, Iterable
+from datetime import datetime
+
+from sqlmodel import Session, col, func, or_, select, update
+
+from tinsmith.codec import encode_result
+from tinsmith.errors import NotFoundError, ResultExpiredError
+from tinsmith.operations import Failed, Result
+from tinsmith.sql_store.request_ids import created_at
+from tinsmith.sql_store.tables import (
+    QUEUED,
+    RUNNING,
+    EngineRow,
+    OperationRow,
+    PayloadRow,
+    ResultRow,
+    RetentionRow,
+    RunRow,
+    to_record,
+)
+from tinsmith.sql_store.writer import Transaction
+from tinsmith.store import EngineRecord, OperationRecord, OperationState, Waiting
+
+FINISHED = (OperationState.SUCCEEDED, OperationState.FAILED, OperationState.CANCELLED)
+_DONE = "done "
+
+
+def work_topic(base_model: str) -> str:
+    return f"work {base_model}"
+
+
+def done_topic(request_id: str) -> str:
+    return _DONE + request_id
+
+
+def request_of(topic: str) -> str | None:
+    """Return the request_id of a `done_topic`, None for any other."""
+    return topic.removeprefix(_DONE) if topic.startswith(_DONE) else None
+
+
+def get(session: Session, request_id: str) -> OperationRecord:
+    query = (
+        select(OperationRow, ResultRow)
+        .join(ResultRow, col(ResultRow.operation_id) == col(OperationRow.id), isouter=True)
+        .where(OperationRow.request_id == request_id)
+    )
+    found = session.exec(query).first()
+    if found is None:
+        raise _missing(session, request_id)
+    row, result = found
+    return record_of(row, result=result)
+
+
+def find(session: Session, request_id: str) -> OperationRow:
+    row = session.exec(select(OperationRow).where(OperationRow.request_id == request_id)).first()
+    if row is None:
+        raise _missing(session, request_id)
+    return row
+
+
+def finished(session: Session, request_ids: Collection[str]) -> list[str]:
+    """Return those that are finished, or gone."""
+    asked = sorted(request_ids)
+    pending: set[str] = set()
+    for start in range(0, len(asked), 500):
+        part = asked[start : start + 500]
+        query = select(OperationRow.request_id).where(
+            col(OperationRow.request_id).in_(part), col(OperationRow.state).not_in(FINISHED)
+        )
+        pending.update(session.exec(query))
+    return [request_id for request_id in asked if request_id not in pending]
+
+
+def record_of(row: OperationRow, *, payload: bytes | None = None, result: ResultRow | None = None) -> OperationRecord:
+    return OperationRecord(
+        request_id=row.request_id,
+        base_model=row.base_model,
+        kind=row.kind,
+        tenant=row.tenant,
+        session_id=row.session_id,
+        stream=row.stream,
+        seq_id=row.seq_id,
+        ordered=row.ordered,
+        num_tokens=row.num_tokens,
+        state=row.state,
+        created_at=row.created_at,
+        started_at=row.started_at,
+        finished_at=row.finished_at,
+        payload=payload,
+        result_kind=None if result is None else result.result_kind,
+        result=None if result is None else result.result,
+    )
+
+
+def finish(tx: Transaction, rows: Iterable[OperationRow], result: Result, state: OperationState | None = None) -> None:
+    """Record one result for operations that were queued or running, and wake who waits for them."""
+    kind, encoded = encode_result(result)
+    succeeded_or_failed = OperationState.FAILED if isinstance(result, Failed) else OperationState.SUCCEEDED
+    for row in rows:
+        assert row.id is not None
+        row.state = state or succeeded_or_failed
+        row.finished_at = tx.now
+        tx.session.add(ResultRow(operation_id=row.id, result_kind=kind, result=encoded))
+        tx.wake.append(done_topic(row.request_id))
+
+
+def locked_run(session: Session, model_id: str) -> RunRow | None:
+    """Take the model's row for this transaction: every change of a model's log starts here."""
+    return session.exec(select(RunRow).where(RunRow.model_id == model_id).with_for_update()).first()
+
+
+def waiting(session: Session, request_id: str) -> Waiting:
+    row = find(session, request_id)
+    unfinished = or_(QUEUED, RUNNING)
+    ahead = select(func.count()).where(
+        OperationRow.base_model == row.base_model, unfinished, col(OperationRow.id) < row.id
+    )
+    engine = session.get(EngineRow, row.base_model)
+    return Waiting(
+        missing_seq_id=_first_missing(session, row),
+        num_ahead=session.exec(ahead).one(),
+        engine=None if engine is None else to_record(engine, EngineRecord),
+    )
+
+
+def _first_missing(session: Session, row: OperationRow) -> int | None:
+    run = session.get(RunRow, row.stream) if row.ordered else None
+    if run is None or row.seq_id <= run.next_seq_id:
+        return None
+    between = select(OperationRow.seq_id).where(
+        OperationRow.stream == row.stream,
+        col(OperationRow.seq_id) >= run.next_seq_id,
+        col(OperationRow.seq_id) < row.seq_id,
+    )
+    arrived = set(session.exec(between))
+    return next((seq_id for seq_id in range(run.next_seq_id, row.seq_id) if seq_id not in arrived), None)
+
+
+def prune(tx: Transaction, finished_before: datetime, limit: int) -> int:
+    """Delete at most `limit`; remember how far, so that their ids are known to have existed."""
+    old = (
+        select(OperationRow)
+        .where(col(OperationRow.finished_at) < finished_before)
+        .order_by(col(OperationRow.finished_at))
+        .limit(limit)
+    )
+    rows = [row for row in tx.session.exec(old).all() if not _ahead_of_its_model(tx.session, row)]
+    for row in rows:
+        if row.ordered:
+            behind = col(RunRow.model_id) == row.stream, col(RunRow.pruned_seq_id) < row.seq_id
+            tx.session.exec(update(RunRow).where(*behind).values(pruned_seq_id=row.seq_id))
+        for part in (PayloadRow, ResultRow):
+            if (found := tx.session.get(part, row.id)) is not None:
+                tx.session.delete(found)
+    tx.session.flush()
+    for row in rows:
+        tx.session.delete(row)
+    retention = tx.session.get(RetentionRow, 1)
+    if retention is None:
+        tx.session.add(RetentionRow(id=1, finished_before=finished_before))
+    elif retention.finished_before < finished_before:
+        retention.finished_before = finished_before
+    return len(rows)
+
+
+def _ahead_of_its_model(session: Session, row: OperationRow) -> bool:
+    """A refused operation whose turn has not come holds its number; without its row there would be a gap."""
+    run = session.get(RunRow, row.stream) if row.ordered else None
+    return run is not None and row.seq_id >= run.next_seq_id
+
+
+def _missing(session: Session, request_id: str) -> NotFoundError | ResultExpiredError:
+    made_at = created_at(request_id)
+    retention = session.get(RetentionRow, 1)
+    if made_at is not None and retention is not None and made_at < retention.finished_before:
+        return ResultExpiredError(f"the result of request {request_id!r} is past its retention; send the request again")
+    return NotFoundError(f"no request {request_id!r}")

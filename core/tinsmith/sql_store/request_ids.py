@@ -1,0 +1,23 @@
+"""Request ids carry the time at which they were made, so that one whose row is gone is known to have existed."""
+
+import secrets
+from datetime import UTC, datetime
+
+_PREFIX = "req-"
+_TIME_DIGITS, _RANDOM_BYTES = 14, 12
+
+
+def new_request_id(now: datetime) -> str:
+    """`req-<microseconds since 1970, hex>-<random, hex>`."""
+    return f"{_PREFIX}{int(now.timestamp() * 1_000_000):0{_TIME_DIGITS}x}-{secrets.token_hex(_RANDOM_BYTES)}"
+
+
+def created_at(request_id: str) -> datetime | None:
+    """Return None where `request_id` is not one of ours."""
+    time, _, rest = request_id.removeprefix(_PREFIX).partition("-")
+    if not request_id.startswith(_PREFIX) or len(time) != _TIME_DIGITS or len(rest) != 2 * _RANDOM_BYTES:
+        return None
+    try:
+        return datetime.fromtimestamp(int(time, 16) / 1_000_000, UTC)
+    except (ValueError, OverflowError):
+        return None

@@ -1,0 +1,245 @@
+"""SqlStore: the request store over SQLAlchemy. Writes go through the group commit, reads through a small pool."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from datetime import datetime
+from functools import partial
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from tinsmith.errors import ServerError
+from tinsmith.sql_store import checkpoint_rows, claiming, closing, log, models, sessions, submitting
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.dialect import dialect_of
+from tinsmith.sql_store.migrate import migrate
+from tinsmith.sql_store.reader import Reader
+from tinsmith.sql_store.writer import Writer
+from tinsmith.store import (
+    CheckpointRecord,
+    Completion,
+    EngineRecord,
+    NewOperation,
+    OperationRecord,
+    RequestStore,
+    RunRecord,
+    SamplerRecord,
+    SessionEnd,
+    SessionRecord,
+    StoreContext,
+    Waiting,
+)
+
+_PRUNE_AT_A_TIME = 500
+
+_log = logging.getLogger(__name__)
+
+
+class SqlStore(RequestStore):
+    """Creating it does no I/O and raises ConfigError for a URL that cannot be used.
+
+    Durable: what a client or another operation builds on. Relaxed: what a restart of the machine may undo, since it
+    undoes what it is about as well (claims of an engine, its state, heartbeats).
+    """
+
+    def __init__(self, config: SqlStoreConfig, context: StoreContext) -> None:
+        self._dialect = dialect_of(config, context)
+        self._max_readers = config.max_readers
+        self._safety_poll_s = config.safety_poll_s
+        self._wakeups = self._dialect.wakeups()
+        self._work: dict[str, asyncio.Event] = {}
+        self._subscriptions = ExitStack()
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        try:
+            durable = self._dialect.writer(durable=True)
+            async with durable.begin() as connection:
+                await connection.run_sync(migrate, self._dialect.name)
+        except (SQLAlchemyError, OSError) as error:
+            msg = f"cannot open the database {self._dialect.name!r}: {error}"
+            raise ServerError(msg) from error
+        self._durable = Writer(durable, self._wakeups)
+        self._relaxed = Writer(self._dialect.writer(durable=False), self._wakeups)
+        self._reader = Reader(self._dialect.reader(), self._max_readers)
+        await self._wakeups.open()
+        for part in (self._durable, self._relaxed, self._reader):
+            part.open()
+        self._sweeper = asyncio.create_task(self._sweep(), name="sql-safety-poll")
+
+    async def close(self) -> None:
+        if self._sweeper is None:
+            return
+        self._sweeper.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._sweeper
+        self._sweeper = None
+        self._subscriptions.close()
+        self._work.clear()
+        await self._durable.close()
+        await self._relaxed.close()
+        await self._reader.close()
+        await self._wakeups.close()
+
+    # sessions
+
+    async def create_session(self, session: SessionRecord, *, idempotency_key: str | None) -> SessionRecord:
+        return await self._durable.write(lambda tx: sessions.create(tx, session, idempotency_key))
+
+    async def get_session(self, session_id: str) -> SessionRecord:
+        return await self._reader.read(lambda db: sessions.get(db, session_id))
+
+    async def list_sessions(self, tenant: str | None, *, limit: int, offset: int) -> list[SessionRecord]:
+        return await self._reader.read(lambda db: sessions.list_all(db, tenant, limit, offset))
+
+    async def touch_session(self, session_id: str, at: datetime) -> SessionRecord:
+        return await self._relaxed.write(lambda tx: sessions.touch(tx, session_id, at))
+
+    async def update_session(self, session_id: str, *, project_id: str | None) -> SessionRecord:
+        return await self._durable.write(lambda tx: sessions.update(tx, session_id, project_id))
+
+    async def end_session(self, session_id: str, reason: SessionEnd, detail: str | None) -> SessionRecord:
+        return await self._durable.write(lambda tx: sessions.end(tx, session_id, reason, detail))
+
+    async def expire_sessions(self, last_seen_before: datetime) -> list[str]:
+        return await self._durable.write(lambda tx: sessions.expire(tx, last_seen_before))
+
+    # models, samplers, checkpoints
+
+    async def create_run(self, run: RunRecord, operation: NewOperation) -> str:
+        return await self._durable.write(lambda tx: models.create_run(tx, run, operation))
+
+    async def get_run(self, model_id: str) -> RunRecord:
+        return await self._reader.read(lambda db: models.get_run(db, model_id))
+
+    async def list_runs(
+        self, tenant: str | None, *, session_id: str | None = None, limit: int, offset: int
+    ) -> tuple[list[RunRecord], int]:
+        return await self._reader.read(lambda db: models.list_runs(db, tenant, session_id, limit, offset))
+
+    async def create_sampler(self, sampler: SamplerRecord) -> SamplerRecord:
+        return await self._durable.write(lambda tx: models.create_sampler(tx, sampler))
+
+    async def get_sampler(self, sampling_session_id: str) -> SamplerRecord:
+        return await self._reader.read(lambda db: models.get_sampler(db, sampling_session_id))
+
+    async def list_samplers(self, session_id: str) -> list[SamplerRecord]:
+        return await self._reader.read(lambda db: models.list_samplers(db, session_id))
+
+    async def get_checkpoint(self, path: str) -> CheckpointRecord:
+        return await self._reader.read(lambda db: checkpoint_rows.get(db, path))
+
+    async def list_checkpoints(
+        self, tenant: str | None, *, model_id: str | None = None, limit: int | None = None, offset: int = 0
+    ) -> tuple[list[CheckpointRecord], int]:
+        return await self._reader.read(lambda db: checkpoint_rows.list_all(db, tenant, model_id, limit, offset))
+
+    async def update_checkpoint(
+        self, path: str, change: Callable[[CheckpointRecord], CheckpointRecord]
+    ) -> CheckpointRecord:
+        return await self._durable.write(lambda tx: checkpoint_rows.update(tx, path, change))
+
+    async def delete_checkpoint(self, path: str) -> CheckpointRecord:
+        return await self._durable.write(lambda tx: checkpoint_rows.delete(tx, path))
+
+    async def expired_checkpoints(self, now: datetime) -> list[CheckpointRecord]:
+        return await self._reader.read(lambda db: checkpoint_rows.expired(db, now))
+
+    # the log, server side
+
+    async def submit(self, operation: NewOperation) -> str:
+        return await self._durable.write(lambda tx: submitting.submit(tx, operation))
+
+    async def get_operation(self, request_id: str) -> OperationRecord:
+        return await self._reader.read(lambda db: log.get(db, request_id))
+
+    async def wait_for(self, request_id: str, timeout_s: float) -> OperationRecord:
+        with self._wakeups.subscribe(log.done_topic(request_id)) as told, suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while (record := await self.get_operation(request_id)).state not in log.FINISHED:
+                    await told.wait()
+                    told.clear()
+                return record
+        return await self.get_operation(request_id)
+
+    async def waiting(self, request_id: str) -> Waiting:
+        return await self._reader.read(lambda db: log.waiting(db, request_id))
+
+    async def cancel(self, request_id: str) -> OperationRecord:
+        return await self._durable.write(lambda tx: claiming.cancel(tx, request_id))
+
+    # the log, engine side
+
+    async def claim(
+        self, base_model: str, *, engine_id: str, max_operations: int, ordered: bool | None = None
+    ) -> list[OperationRecord]:
+        self._work_event(base_model)
+        if max_operations <= 0 or not await self._reader.read(
+            lambda db: claiming.something_queued(db, base_model, ordered=ordered)
+        ):
+            return []
+        return await self._relaxed.write(
+            lambda tx: claiming.claim(tx, base_model, engine_id, max_operations=max_operations, ordered=ordered)
+        )
+
+    async def complete(self, completions: Sequence[Completion]) -> None:
+        if completions:
+            await self._durable.write(lambda tx: claiming.complete(tx, completions))
+
+    async def cancelled(self, base_model: str) -> list[str]:
+        if not await self._reader.read(lambda db: claiming.untold_cancellations(db, base_model)):
+            return []
+        return await self._relaxed.write(lambda tx: claiming.cancelled(tx, base_model))
+
+    async def fail_gaps(self, base_model: str, *, older_than: datetime) -> int:
+        if not await self._reader.read(lambda db: closing.waiting_since(db, base_model, older_than)):
+            return 0
+        return await self._durable.write(lambda tx: closing.fail_gaps(tx, base_model, older_than))
+
+    async def abandon(self, base_model: str, reason: str) -> list[str]:
+        return await self._durable.write(lambda tx: closing.abandon(tx, base_model, reason))
+
+    async def wait_for_work(self, base_model: str, timeout_s: float) -> None:
+        event = self._work_event(base_model)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(event.wait(), timeout_s)
+        event.clear()
+
+    def _work_event(self, base_model: str) -> asyncio.Event:
+        """Subscribe for good, so that nothing is missed between a look at the queue and the next wait."""
+        if base_model not in self._work:
+            topic = self._wakeups.subscribe(log.work_topic(base_model))
+            self._work[base_model] = self._subscriptions.enter_context(topic)
+            self._work[base_model].set()
+        return self._work[base_model]
+
+    # engines
+
+    async def report_engine(self, record: EngineRecord) -> None:
+        await self._durable.write(lambda tx: closing.report_engine(tx, record))
+
+    async def list_engines(self) -> list[EngineRecord]:
+        return await self._reader.read(closing.list_engines)
+
+    # housekeeping
+
+    async def prune(self, finished_before: datetime) -> int:
+        pruned = 0
+        while part := await self._durable.write(lambda tx: log.prune(tx, finished_before, _PRUNE_AT_A_TIME)):
+            pruned += part
+        return pruned
+
+    async def _sweep(self) -> None:
+        """Wake now and then whoever could have missed a wake-up."""
+        while True:
+            await asyncio.sleep(self._safety_poll_s)
+            topics = self._wakeups.topics()
+            waited_for = [request_id for topic in topics if (request_id := log.request_of(topic)) is not None]
+            try:
+                done = await self._reader.read(partial(log.finished, request_ids=waited_for)) if waited_for else []
+            except ServerError:
+                _log.exception("the database could not be read; trying again in %s s", self._safety_poll_s)
+                continue
+            self._wakeups.wake(log.done_topic(request_id) for request_id in done)
+            self._wakeups.wake(topic for topic in topics if log.request_of(topic) is None)

@@ -1,0 +1,105 @@
+"""Taking operations in: every accepted number finds its row, and a repeat finds the first one."""
+
+from sqlmodel import Session, select
+
+from tinsmith.errors import ConflictError, NotFoundError, ResultExpiredError, UserError
+from tinsmith.operations import Failed
+from tinsmith.sql_store import log
+from tinsmith.sql_store.request_ids import new_request_id
+from tinsmith.sql_store.tables import EngineRow, OperationRow, PayloadRow, RunRow, SessionRow
+from tinsmith.sql_store.writer import Transaction
+from tinsmith.store import EngineState, NewOperation, OperationState, RunState
+
+
+def submit(tx: Transaction, operation: NewOperation) -> str:
+    session = tx.session
+    run = log.locked_run(session, operation.stream) if operation.ordered else None
+    if operation.ordered and run is None:
+        msg = f"no model {operation.stream!r}"
+        raise NotFoundError(msg)
+    same = select(OperationRow.request_id, OperationRow.digest).where(
+        OperationRow.stream == operation.stream, OperationRow.seq_id == operation.seq_id
+    )
+    if (first := session.exec(same).first()) is not None:
+        return _repeat(operation, *first)
+    failed = _hopeless(session, operation, run) or operation.refused
+    if run is not None:
+        run.last_request_at = tx.now
+    row = _insert(tx, operation)
+    if failed is not None:
+        log.finish(tx, [row], failed)
+    tx.wake.append(log.work_topic(operation.base_model))
+    return row.request_id
+
+
+def refuse_ended_session(session: Session, session_id: str) -> None:
+    row = session.get(SessionRow, session_id)
+    if row is not None and row.ended is not None:
+        detail = f": {row.end_detail}" if row.end_detail else ""
+        msg = f"session {session_id!r} has ended ({row.ended}{detail}); create a new one"
+        raise UserError(msg)
+
+
+def _repeat(operation: NewOperation, request_id: str, digest: bytes) -> str:
+    if digest != operation.digest:
+        msg = (
+            f"seq_id {operation.seq_id} of {operation.stream!r} was already used by another request with other "
+            "content; every request needs a seq_id of its own"
+        )
+        raise ConflictError(msg)
+    return request_id
+
+
+def _hopeless(session: Session, operation: NewOperation, run: RunRow | None) -> Failed | None:
+    """Say why an operation cannot run, now or later. Raise where it cannot even be recorded."""
+    if run is not None:
+        if operation.seq_id <= run.pruned_seq_id:
+            msg = f"the result of seq_id {operation.seq_id} of {operation.stream!r} is past its retention"
+            raise ResultExpiredError(msg)
+        refuse_ended_session(session, run.session_id)
+        if operation.seq_id < run.next_seq_id:
+            return Failed(
+                message=f"seq_id {operation.seq_id} of {operation.stream!r} came after the model had gone on without "
+                f"it, to seq_id {run.next_seq_id}; send requests in order, or sooner",
+            )
+        if run.state == RunState.LOST:
+            return lost(run.model_id, run.state_reason)
+    engine = session.get(EngineRow, operation.base_model)
+    if engine is not None and engine.state == EngineState.FAILED:
+        return no_engine(operation.base_model, engine.detail)
+    return None
+
+
+def lost(model_id: str, reason: str | None) -> Failed:
+    return Failed(
+        message=f"model {model_id!r} is gone: {reason or 'its engine ended'}; create a new one, from a checkpoint "
+        "where there is one",
+        category="server",
+    )
+
+
+def no_engine(base_model: str, detail: str) -> Failed:
+    return Failed(message=f"base model {base_model!r} cannot be served: {detail}", category="server")
+
+
+def _insert(tx: Transaction, operation: NewOperation) -> OperationRow:
+    row = OperationRow(
+        request_id=new_request_id(tx.now),
+        base_model=operation.base_model,
+        kind=operation.kind,
+        tenant=operation.tenant,
+        session_id=operation.session_id,
+        stream=operation.stream,
+        seq_id=operation.seq_id,
+        ordered=operation.ordered,
+        num_tokens=operation.num_tokens,
+        digest=operation.digest,
+        state=OperationState.QUEUED,
+        created_at=tx.now,
+    )
+    tx.session.add(row)
+    tx.session.flush()
+    assert row.id is not None
+    if operation.refused is None:
+        tx.session.add(PayloadRow(operation_id=row.id, payload=operation.payload))
+    return row

@@ -1,0 +1,204 @@
+"""The rows. They never leave this package: `to_record` and `to_row` translate to the store's frozen records.
+
+Payloads and results lie in tables of their own, so that changing an operation's state does not rewrite its tensors.
+Fields have the names of the records'.
+"""
+
+from dataclasses import fields
+from datetime import datetime
+from typing import Any, TypeVar
+
+from sqlalchemy import JSON, BigInteger, Column, ForeignKey, Index, Integer, LargeBinary, MetaData, text
+from sqlmodel import Field, SQLModel, UniqueConstraint
+
+from tinsmith.backend import Capabilities
+from tinsmith.operations import LoraConfig
+from tinsmith.sql_store.columns import AsJson, AsText, Microseconds
+from tinsmith.store import EngineState, OperationState, RunState
+
+R = TypeVar("R")
+Row = TypeVar("Row", bound=SQLModel)
+
+_BigKey = BigInteger().with_variant(Integer(), "sqlite")  # SQLite numbers only INTEGER keys by itself
+
+
+def _time(*, index: bool = False) -> Any:  # Any: as sqlmodel.Field itself
+    return Field(sa_type=Microseconds, index=index)
+
+
+def _maybe_time() -> Any:  # Any: as sqlmodel.Field itself
+    return Field(default=None, sa_type=Microseconds, nullable=True)
+
+
+def _json(python: Any = None, *, nullable: bool = False) -> Any:  # Any: as sqlmodel.Field itself
+    kind = JSON(none_as_null=True) if python is None else AsJson(python)
+    return Field(default=None, sa_column=Column(kind, nullable=nullable))
+
+
+class Table(SQLModel):
+    """Base of the rows: a metadata of our own, with names for constraints, so that migrations can change them."""
+
+    metadata = MetaData(
+        naming_convention={
+            "pk": "pk_%(table_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        }
+    )
+
+
+class SessionRow(Table, table=True):
+    __tablename__ = "sessions"
+    __table_args__ = (UniqueConstraint("tenant", "idempotency_key"),)
+
+    session_id: str = Field(primary_key=True)
+    tenant: str = Field(index=True)
+    idempotency_key: str | None = None
+    created_at: datetime = _time(index=True)
+    last_seen_at: datetime = _time(index=True)
+    tags: tuple[str, ...] = _json(tuple[str, ...])
+    user_metadata: dict[str, Any] | None = _json(nullable=True)
+    sdk_version: str | None = None
+    project_id: str | None = None
+    display_name: str | None = None
+    ended: str | None = None
+    end_detail: str | None = None
+
+
+class RunRow(Table, table=True):
+    __tablename__ = "runs"
+
+    model_id: str = Field(primary_key=True)
+    session_id: str = Field(index=True)
+    tenant: str = Field(index=True)
+    base_model: str = Field(index=True)
+    lora: LoraConfig = _json(LoraConfig)
+    created_at: datetime = _time(index=True)
+    last_request_at: datetime = _time()
+    user_metadata: dict[str, Any] | None = _json(nullable=True)
+    state: RunState = Field(sa_type=AsText(RunState))
+    state_reason: str | None = None
+    next_seq_id: int = Field(sa_type=BigInteger)
+    applied_seq_id: int = Field(sa_type=BigInteger)
+    pruned_seq_id: int = Field(default=-1, sa_type=BigInteger)  # the highest one that retention has removed
+
+
+class SamplerRow(Table, table=True):
+    __tablename__ = "samplers"
+
+    sampling_session_id: str = Field(primary_key=True)
+    session_id: str = Field(index=True)
+    tenant: str
+    base_model: str
+    created_at: datetime = _time()
+    snapshot_id: str | None = None
+    model_path: str | None = None
+    model_id: str | None = None
+
+
+class CheckpointRow(Table, table=True):
+    __tablename__ = "checkpoints"
+
+    path: str = Field(primary_key=True)
+    model_id: str = Field(index=True)
+    tenant: str = Field(index=True)
+    kind: str
+    base_model: str
+    lora: LoraConfig = _json(LoraConfig)
+    created_at: datetime = _time(index=True)
+    size_bytes: int = Field(sa_type=BigInteger)
+    directory: str
+    step: int = Field(sa_type=BigInteger)
+    public: bool
+    expires_at: datetime | None = Field(default=None, sa_type=Microseconds, nullable=True, index=True)
+    user_metadata: dict[str, str] = _json()
+
+
+# Written out, since SQLite uses a partial index only where the query shows its condition as a literal.
+QUEUED, RUNNING = text("operations.state = 'queued'"), text("operations.state = 'running'")
+UNTOLD = text("NOT operations.cancel_told")
+_QUEUED, _RUNNING, _UNTOLD = text("state = 'queued'"), text("state = 'running'"), text("NOT cancel_told")
+
+
+class OperationRow(Table, table=True):
+    __tablename__ = "operations"
+    __table_args__ = (
+        UniqueConstraint("stream", "seq_id"),
+        Index("ix_operations_queued", "base_model", "ordered", "id", sqlite_where=_QUEUED, postgresql_where=_QUEUED),
+        Index("ix_operations_running", "base_model", "id", sqlite_where=_RUNNING, postgresql_where=_RUNNING),
+        Index("ix_operations_untold", "base_model", sqlite_where=_UNTOLD, postgresql_where=_UNTOLD),
+        {"sqlite_autoincrement": True},
+    )
+
+    id: int | None = Field(default=None, sa_column=Column(_BigKey, primary_key=True))  # the order of arrival
+    request_id: str = Field(unique=True)
+    base_model: str
+    kind: str
+    tenant: str
+    session_id: str
+    stream: str
+    seq_id: int = Field(sa_type=BigInteger)
+    ordered: bool
+    num_tokens: int = Field(sa_type=BigInteger)
+    digest: bytes = Field(sa_type=LargeBinary)
+    state: OperationState = Field(sa_type=AsText(OperationState))
+    created_at: datetime = _time()
+    started_at: datetime | None = _maybe_time()
+    finished_at: datetime | None = Field(default=None, sa_type=Microseconds, nullable=True, index=True)
+    engine_id: str | None = None  # who claimed it
+    cancel_told: bool = True  # False: its engine does not know yet that it was cancelled
+
+
+def _operation_key() -> Any:  # Any: as sqlmodel.Field itself
+    key = Column(_BigKey, ForeignKey("operations.id", ondelete="CASCADE"), primary_key=True, autoincrement=False)
+    return Field(sa_column=key)
+
+
+class PayloadRow(Table, table=True):
+    __tablename__ = "payloads"
+
+    operation_id: int = _operation_key()
+    payload: bytes = Field(sa_type=LargeBinary)
+
+
+class ResultRow(Table, table=True):
+    __tablename__ = "results"
+
+    operation_id: int = _operation_key()
+    result_kind: str
+    result: bytes = Field(sa_type=LargeBinary)
+
+
+class EngineRow(Table, table=True):
+    __tablename__ = "engines"
+
+    base_model: str = Field(primary_key=True)
+    state: EngineState = Field(sa_type=AsText(EngineState))
+    updated_at: datetime = _time()
+    detail: str
+    progress: float | None = None
+    engine_id: str | None = None
+    pid: int | None = None
+    restarts: int
+    capabilities: Capabilities | None = _json(Capabilities, nullable=True)
+
+
+class RetentionRow(Table, table=True):
+    """One row: operations finished before `finished_before` have been removed."""
+
+    __tablename__ = "retention"
+
+    id: int = Field(default=1, sa_column=Column(Integer, primary_key=True, autoincrement=False))
+    finished_before: datetime = _time()
+
+
+def to_record(row: SQLModel, record: type[R]) -> R:
+    """Make a record of a row that has its fields."""
+    return record(**{field.name: getattr(row, field.name) for field in fields(record)})  # type: ignore[arg-type]  # R is a dataclass
+
+
+def to_row(record: object, row: type[Row], **more: object) -> Row:
+    """Make a row of a record; `more` are the columns that the record does not have."""
+    values = {field.name: getattr(record, field.name) for field in fields(record)}  # type: ignore[arg-type]  # a dataclass
+    return row(**values, **more)

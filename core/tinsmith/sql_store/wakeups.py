@@ -1,0 +1,56 @@
+"""Wake-ups: within this process by events, to and from the others by a channel that a database provides.
+
+A wake-up may be lost or come too often: whoever waits subscribes, looks at the database, waits, and looks again.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+
+class WakeUps(ABC):
+    """The topics of one process: what it waits for, and what it tells."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, set[asyncio.Event]] = {}
+
+    @contextmanager
+    def subscribe(self, topic: str) -> Iterator[asyncio.Event]:
+        """Yield an event that is set whenever the topic is told; the caller clears it."""
+        event = asyncio.Event()
+        self._waiting.setdefault(topic, set()).add(event)
+        try:
+            yield event
+        finally:
+            subscribed = self._waiting[topic]
+            subscribed.remove(event)
+            if not subscribed:
+                del self._waiting[topic]
+
+    def topics(self) -> list[str]:
+        """Return what this process waits for."""
+        return list(self._waiting)
+
+    def tell(self, topics: Iterable[str]) -> None:
+        """Wake who waits for one of the topics, in every process. Does not block."""
+        distinct = list(dict.fromkeys(topics))
+        self.wake(distinct)
+        if distinct:
+            self._send(distinct)
+
+    def wake(self, topics: Iterable[str]) -> None:
+        """Wake who waits in this process alone."""
+        for topic in topics:
+            for event in self._waiting.get(topic, ()):
+                event.set()
+
+    @abstractmethod
+    async def open(self) -> None: ...
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    @abstractmethod
+    def _send(self, topics: list[str]) -> None:
+        """Tell the other processes; what cannot be sent at once is dropped."""

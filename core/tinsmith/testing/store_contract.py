@@ -1,0 +1,698 @@
+"""The suite that every request store passes: subclass `RequestStoreContract` and say how to make one.
+
+    class TestMyStore(RequestStoreContract):
+        @pytest.fixture
+        def make_store(self, tmp_path):
+            return lambda: MyStore(...)  # each call: another process's view of the same, initially empty database
+
+Needs the `testing` extra (pytest, pytest-asyncio in auto mode).
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from tinsmith.backend import Capabilities
+from tinsmith.codec import decode_operation, decode_result, encode_operation
+from tinsmith.errors import ConflictError, NotFoundError, ResultExpiredError, ServerError, UserError
+from tinsmith.operations import (
+    CreateModel,
+    Failed,
+    LoraConfig,
+    ModelCreated,
+    ModelUnloaded,
+    OptimStepOutput,
+    Result,
+    SampleOutput,
+    UnloadModel,
+)
+from tinsmith.store import (
+    CheckpointRecord,
+    CheckpointWritten,
+    Completion,
+    EngineRecord,
+    EngineState,
+    LoraResolved,
+    NewOperation,
+    OperationState,
+    RequestStore,
+    RunRecord,
+    RunState,
+    RunStateChanged,
+    SamplerCreated,
+    SamplerRecord,
+    SessionRecord,
+)
+
+BASE = "org/base-model"
+NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
+LONG_S = 30.0  # a wait that a test expects to be woken from
+LORA = LoraConfig(rank=8, seed=7)
+
+MakeStore = Callable[[], RequestStore]
+
+
+def a_session(session_id: str = "s1", **more: Any) -> SessionRecord:  # Any: fields of the record
+    values: dict[str, Any] = {"tenant": "ann", "created_at": NOW, "last_seen_at": NOW, **more}
+    return SessionRecord(session_id=session_id, **values)
+
+
+def a_run(model_id: str = "s1:train:0", **more: Any) -> RunRecord:  # Any: as above
+    values: dict[str, Any] = {
+        "session_id": model_id.split(":")[0],
+        "tenant": "ann",
+        "base_model": BASE,
+        "lora": LORA,
+        "created_at": NOW,
+        "last_request_at": NOW,
+        **more,
+    }
+    return RunRecord(model_id=model_id, **values)
+
+
+def an_operation(stream: str = "s1:train:0", seq_id: int = 0, **more: Any) -> NewOperation:  # Any: as above
+    values: dict[str, Any] = {
+        "base_model": BASE,
+        "kind": "optim_step",
+        "tenant": "ann",
+        "session_id": stream.split(":")[0],
+        "ordered": True,
+        "payload": f"{stream} {seq_id}".encode(),
+        "digest": f"digest {seq_id}".encode(),
+        **more,
+    }
+    return NewOperation(stream=stream, seq_id=seq_id, **values)
+
+
+def a_creation(model_id: str = "s1:train:0", **more: Any) -> NewOperation:  # Any: as above
+    payload = encode_operation(CreateModel(model_id=model_id, lora=LORA))
+    return an_operation(model_id, 0, kind="create_model", payload=payload, **more)
+
+
+def a_sample(seq_id: int = 0, stream: str = "s1:sample:0", **more: Any) -> NewOperation:  # Any: as above
+    return an_operation(stream, seq_id, kind="sample", ordered=False, **more)
+
+
+def a_checkpoint(name: str = "first", **more: Any) -> CheckpointRecord:  # Any: as above
+    values: dict[str, Any] = {
+        "model_id": "s1:train:0",
+        "tenant": "ann",
+        "kind": "training",
+        "base_model": BASE,
+        "lora": LORA,
+        "created_at": NOW,
+        "size_bytes": 2**40,
+        "directory": f"s1:train:0/weights/{name}",
+        "step": 3,
+        "user_metadata": {"who": "ann"},
+        **more,
+    }
+    return CheckpointRecord(path=f"tinker://s1:train:0/weights/{name}", **values)
+
+
+async def a_model(store: RequestStore, model_id: str = "s1:train:0", tenant: str = "ann") -> str:
+    """Make a session and a model that is ready, and return the creation's request_id."""
+    session_id = model_id.split(":")[0]
+    await store.create_session(a_session(session_id, tenant=tenant), idempotency_key=session_id)
+    request_id = await store.create_run(a_run(model_id, tenant=tenant), a_creation(model_id, tenant=tenant))
+    await claim(store)
+    ready = RunStateChanged(model_id=model_id, state=RunState.READY)
+    await store.complete([done(request_id, ModelCreated(model_id=model_id), ready)])
+    return request_id
+
+
+async def claim(store: RequestStore, max_operations: int = 100, **more: Any) -> list[str]:  # Any: claim's keywords
+    records = await store.claim(BASE, engine_id="engine-1", max_operations=max_operations, **more)
+    return [record.request_id for record in records]
+
+
+def done(request_id: str, result: Result | None = None, *effects: Any) -> Completion:  # Any: Effect
+    return Completion(request_id=request_id, result=result or OptimStepOutput(), effects=effects)
+
+
+async def state_of(store: RequestStore, request_id: str) -> OperationState:
+    return (await store.get_operation(request_id)).state
+
+
+async def failure_of(store: RequestStore, request_id: str) -> Failed:
+    record = await store.get_operation(request_id)
+    assert record.result_kind is not None
+    assert record.result is not None
+    result = decode_result(record.result_kind, record.result)
+    assert isinstance(result, Failed)
+    return result
+
+
+class RequestStoreContract:
+    """Every promise of `tinsmith.store.RequestStore`. Override nothing but `make_store`."""
+
+    @pytest.fixture
+    def make_store(self) -> MakeStore:
+        raise NotImplementedError
+
+    @pytest.fixture
+    async def store(self, make_store: MakeStore) -> AsyncIterator[RequestStore]:
+        store = make_store()
+        await store.open()
+        yield store
+        await store.close()
+
+    @pytest.fixture
+    async def other(self, make_store: MakeStore, store: RequestStore) -> AsyncIterator[RequestStore]:
+        """Another process's view of the same database."""
+        other = make_store()
+        await other.open()
+        yield other
+        await other.close()
+
+    # sessions
+
+    async def test_a_session_comes_back_as_it_was(self, store: RequestStore) -> None:
+        session = a_session(
+            tags=("a", "b"), user_metadata={"x": [1, None]}, sdk_version="0.38.0", project_id="p", display_name="n"
+        )
+        assert await store.create_session(session, idempotency_key=None) == session
+        assert await store.get_session("s1") == session
+        with pytest.raises(NotFoundError, match="'s9'"):
+            await store.get_session("s9")
+
+    async def test_a_session_is_created_once_per_key_and_tenant(self, store: RequestStore) -> None:
+        first = await store.create_session(a_session("s1"), idempotency_key="k")
+        assert await store.create_session(a_session("s2"), idempotency_key="k") == first
+        other = await store.create_session(a_session("s3", tenant="bob"), idempotency_key="k")
+        assert other.session_id == "s3"
+
+    async def test_sessions_are_listed_newest_first_by_tenant(self, store: RequestStore) -> None:
+        for number, tenant in enumerate(["ann", "bob", "ann", "ann"]):
+            session = a_session(f"s{number}", tenant=tenant, created_at=NOW + timedelta(microseconds=number))
+            await store.create_session(session, idempotency_key=None)
+        assert [s.session_id for s in await store.list_sessions("ann", limit=2, offset=1)] == ["s2", "s0"]
+        assert [s.session_id for s in await store.list_sessions(None, limit=9, offset=0)] == ["s3", "s2", "s1", "s0"]
+
+    async def test_a_session_is_touched_and_updated(self, store: RequestStore) -> None:
+        await store.create_session(a_session(), idempotency_key=None)
+        later = NOW + timedelta(seconds=10)
+        assert (await store.touch_session("s1", later)).last_seen_at == later
+        assert (await store.touch_session("s1", NOW)).last_seen_at == later
+        assert (await store.update_session("s1", project_id="p")).project_id == "p"
+        assert await store.get_session("s1") == a_session(last_seen_at=later, project_id="p")
+
+    async def test_the_first_end_of_a_session_counts(self, store: RequestStore) -> None:
+        await store.create_session(a_session(), idempotency_key=None)
+        await store.end_session("s1", "errored", "why")
+        ended = await store.end_session("s1", "success", None)
+        assert (ended.ended, ended.end_detail) == ("errored", "why")
+
+    async def test_silent_sessions_expire(self, store: RequestStore) -> None:
+        for number in range(3):
+            session = a_session(f"s{number}", last_seen_at=NOW + timedelta(seconds=number))
+            await store.create_session(session, idempotency_key=None)
+        await store.end_session("s0", "success", None)
+        assert await store.expire_sessions(NOW + timedelta(seconds=2)) == ["s1"]
+        assert (await store.get_session("s1")).ended == "expired"
+        assert (await store.get_session("s2")).ended is None
+
+    # models, samplers, checkpoints
+
+    async def test_a_model_is_created_once(self, store: RequestStore) -> None:
+        await store.create_session(a_session(), idempotency_key=None)
+        run = a_run(user_metadata={"renderer": "x"})
+        first = await store.create_run(run, a_creation())
+        assert await store.create_run(run, a_creation()) == first
+        found = await store.get_run(run.model_id)
+        assert replace(found, last_request_at=NOW) == run
+        with pytest.raises(ConflictError):
+            await store.create_run(run, a_creation(digest=b"other"))
+        with pytest.raises(NotFoundError, match="'nope'"):
+            await store.get_run("nope")
+
+    async def test_models_are_listed_newest_first_with_their_number(self, store: RequestStore) -> None:
+        await store.create_session(a_session(), idempotency_key=None)
+        for number in range(3):
+            run = a_run(f"s1:train:{number}", created_at=NOW + timedelta(seconds=number))
+            await store.create_run(run, a_creation(run.model_id))
+        runs, total = await store.list_runs("ann", limit=2, offset=1)
+        assert ([run.model_id for run in runs], total) == (["s1:train:1", "s1:train:0"], 3)
+        assert await store.list_runs("bob", limit=2, offset=0) == ([], 0)
+        assert (await store.list_runs(None, session_id="s1", limit=9, offset=0))[1] == 3
+        assert (await store.list_runs(None, session_id="s2", limit=9, offset=0))[1] == 0
+
+    async def test_samplers(self, store: RequestStore) -> None:
+        first = SamplerRecord(
+            sampling_session_id="s1:sample:0",
+            session_id="s1",
+            tenant="ann",
+            base_model=BASE,
+            created_at=NOW,
+            snapshot_id="tinker://s1:train:0/sampler_weights/x",
+            model_path="tinker://s1:train:0/sampler_weights/x",
+            model_id="s1:train:0",
+        )
+        assert await store.create_sampler(first) == first
+        assert await store.create_sampler(replace(first, snapshot_id=None)) == first
+        assert await store.get_sampler("s1:sample:0") == first
+        assert await store.list_samplers("s1") == [first]
+        assert await store.list_samplers("s2") == []
+        with pytest.raises(NotFoundError):
+            await store.get_sampler("nope")
+
+    async def test_checkpoints_are_kept_listed_changed_and_deleted(self, store: RequestStore) -> None:
+        request_id = await a_model(store)
+        first, second = a_checkpoint("first"), a_checkpoint("second", created_at=NOW + timedelta(seconds=1))
+        save = await store.submit(an_operation(seq_id=1, kind="save_state"))
+        await claim(store)
+        written = [CheckpointWritten(record=first), CheckpointWritten(record=second)]
+        await store.complete([done(save, None, *written)])
+        assert await store.get_checkpoint(first.path) == first
+        assert await store.list_checkpoints("ann") == ([second, first], 2)
+        assert await store.list_checkpoints("ann", limit=1, offset=1) == ([first], 2)
+        assert await store.list_checkpoints(None, model_id="other") == ([], 0)
+        expires_at = NOW + timedelta(days=1)
+        changed = await store.update_checkpoint(first.path, lambda it: replace(it, public=True, expires_at=expires_at))
+        assert changed == replace(first, public=True, expires_at=expires_at)
+        assert await store.expired_checkpoints(expires_at - timedelta(seconds=1)) == []
+        assert await store.expired_checkpoints(expires_at) == [changed]
+        assert await store.delete_checkpoint(first.path) == changed
+        for missing in (store.get_checkpoint, store.delete_checkpoint):
+            with pytest.raises(NotFoundError, match="first"):
+                await missing(first.path)
+        assert await state_of(store, request_id) == OperationState.SUCCEEDED
+
+    async def test_a_refused_change_changes_nothing(self, store: RequestStore) -> None:
+        await a_model(store)
+        save = await store.submit(an_operation(seq_id=1))
+        await claim(store)
+        await store.complete([done(save, None, CheckpointWritten(record=a_checkpoint()))])
+
+        def refuse(record: CheckpointRecord) -> CheckpointRecord:
+            raise UserError(record.path)
+
+        with pytest.raises(UserError, match="first"):
+            await store.update_checkpoint(a_checkpoint().path, refuse)
+        assert await store.get_checkpoint(a_checkpoint().path) == a_checkpoint()
+
+    # submit
+
+    async def test_a_repeat_finds_the_first_and_other_content_conflicts(
+        self, store: RequestStore, other: RequestStore
+    ) -> None:
+        await a_model(store)
+        for operation in (an_operation(seq_id=1), a_sample(1)):
+            first = await store.submit(operation)
+            assert await other.submit(operation) == first
+            with pytest.raises(ConflictError, match="seq_id 1"):
+                await store.submit(replace(operation, digest=b"other"))
+        await claim(store)
+        assert await store.submit(an_operation(seq_id=1)) != await store.submit(a_sample(1))
+
+    async def test_concurrent_repeats_find_one(self, store: RequestStore, other: RequestStore) -> None:
+        await a_model(store)
+        repeats = [each.submit(an_operation(seq_id=1)) for each in (store, other) for _ in range(8)]
+        assert len(set(await asyncio.gather(*repeats))) == 1
+        assert len(await claim(store)) == 1
+
+    async def test_one_bad_write_does_not_harm_its_neighbours(self, store: RequestStore) -> None:
+        await a_model(store)
+        await store.submit(an_operation(seq_id=1))
+        writes = [
+            store.submit(an_operation(seq_id=2)),
+            store.submit(an_operation(seq_id=1, digest=b"other")),
+            store.submit(an_operation(stream="nope:train:0", seq_id=1)),
+            store.submit(an_operation(seq_id=3)),
+        ]
+        first, conflict, missing, last = await asyncio.gather(*writes, return_exceptions=True)
+        assert isinstance(conflict, ConflictError)
+        assert isinstance(missing, NotFoundError)
+        assert (await claim(store))[1:] == [first, last]
+
+    async def test_an_operation_is_there_for_others_when_submit_returns(
+        self, store: RequestStore, other: RequestStore
+    ) -> None:
+        await a_model(store)
+        operation = an_operation(seq_id=1, num_tokens=11, payload=bytes(range(256)) * 100)
+        request_id = await store.submit(operation)
+        record = await other.get_operation(request_id)
+        assert (record.state, record.seq_id, record.stream) == (OperationState.QUEUED, 1, "s1:train:0")
+        (claimed,) = await other.claim(BASE, engine_id="engine-1", max_operations=9)
+        assert (claimed.payload, claimed.num_tokens, claimed.tenant) == (operation.payload, 11, "ann")
+        assert claimed.started_at is not None
+
+    async def test_seq_ids_of_64_bits(self, store: RequestStore) -> None:
+        request_id = await store.submit(a_sample(2**62))
+        assert (await store.get_operation(request_id)).seq_id == 2**62
+
+    async def test_a_refused_operation_consumes_its_number(self, store: RequestStore) -> None:
+        await a_model(store)
+        refused = await store.submit(an_operation(seq_id=1, refused=Failed(message="no such loss")))
+        assert await state_of(store, refused) == OperationState.FAILED
+        assert (await failure_of(store, refused)).message == "no such loss"
+        second = await store.submit(an_operation(seq_id=2))
+        assert (await store.waiting(second)).missing_seq_id is None
+        assert await claim(store) == [second]
+
+    async def test_a_refused_operation_ahead_of_its_turn(self, store: RequestStore) -> None:
+        await a_model(store)
+        await store.submit(an_operation(seq_id=2, refused=Failed(message="no")))
+        third = await store.submit(an_operation(seq_id=3))
+        assert await claim(store) == []
+        first = await store.submit(an_operation(seq_id=1))
+        assert await claim(store) == [first, third]
+        assert (await store.get_run("s1:train:0")).next_seq_id == 4
+
+    async def test_what_belongs_to_nothing_is_refused(self, store: RequestStore) -> None:
+        with pytest.raises(NotFoundError, match="s1:train:0"):
+            await store.submit(an_operation(seq_id=1))
+        with pytest.raises(NotFoundError):
+            await store.get_operation("req-nope")
+
+    async def test_an_ended_session_takes_no_more_training(self, store: RequestStore) -> None:
+        await a_model(store)
+        first = await store.submit(an_operation(seq_id=1))
+        await store.end_session("s1", "success", None)
+        assert await store.submit(an_operation(seq_id=1)) == first
+        with pytest.raises(UserError, match="has ended"):
+            await store.submit(an_operation(seq_id=9))
+        with pytest.raises(UserError, match="has ended"):
+            await store.create_run(a_run("s1:train:1"), a_creation("s1:train:1"))
+
+    # claim
+
+    async def test_claims_are_in_order_and_made_once(self, store: RequestStore, other: RequestStore) -> None:
+        await a_model(store)
+        ids = [await store.submit(an_operation(seq_id=seq_id)) for seq_id in range(1, 6)]
+        assert await claim(store, 2) == ids[:2]
+        assert await claim(other) == ids[2:]
+        assert await claim(store) == []
+        assert await state_of(store, ids[0]) == OperationState.RUNNING
+
+    async def test_nothing_passes_a_gap(self, store: RequestStore) -> None:
+        await a_model(store)
+        late = {seq_id: await store.submit(an_operation(seq_id=seq_id)) for seq_id in (3, 2)}
+        assert await claim(store) == []
+        assert (await store.waiting(late[3])).missing_seq_id == 1
+        first = await store.submit(an_operation(seq_id=1))
+        assert await claim(store, 1) == [first]
+        assert await claim(store) == [late[2], late[3]]
+
+    async def test_a_small_claim_takes_the_lowest_numbers(self, store: RequestStore) -> None:
+        await a_model(store)
+        ids = {seq_id: await store.submit(an_operation(seq_id=seq_id)) for seq_id in (3, 2, 4, 1)}
+        taken = [(await claim(store, 1))[0] for _ in ids]
+        assert taken == [ids[1], ids[2], ids[3], ids[4]]
+
+    async def test_a_gap_of_one_model_does_not_delay_another(self, store: RequestStore) -> None:
+        await a_model(store, "s1:train:0")
+        await a_model(store, "s2:train:0")
+        await store.submit(an_operation("s1:train:0", 2))
+        free = await store.submit(an_operation("s2:train:0", 1))
+        assert await claim(store) == [free]
+
+    async def test_samples_need_no_order(self, store: RequestStore) -> None:
+        ids = [await store.submit(a_sample(seq_id)) for seq_id in (7, 3, 10**18)]
+        assert await claim(store) == ids
+
+    async def test_tenants_take_turns(self, store: RequestStore) -> None:
+        hog = [await store.submit(a_sample(seq_id)) for seq_id in range(6)]
+        mouse = await store.submit(a_sample(0, "s2:sample:0", tenant="bob"))
+        assert set(await claim(store, 2)) == {hog[0], mouse}
+
+    async def test_claims_of_one_sort(self, store: RequestStore) -> None:
+        await a_model(store)
+        sample, step = await store.submit(a_sample()), await store.submit(an_operation(seq_id=1))
+        assert await claim(store, ordered=True) == [step]
+        assert await claim(store, ordered=True) == []
+        assert await claim(store, ordered=False) == [sample]
+
+    async def test_queues_are_separate(self, store: RequestStore) -> None:
+        await store.submit(a_sample(base_model="another"))
+        assert await claim(store) == []
+
+    async def test_a_superseded_engine_claims_nothing(self, store: RequestStore) -> None:
+        await store.submit(a_sample())
+        record = EngineRecord(base_model=BASE, state=EngineState.READY, updated_at=NOW, engine_id="engine-2")
+        await store.report_engine(record)
+        with pytest.raises(ServerError, match="engine-2"):
+            await claim(store)
+
+    # complete
+
+    async def test_a_completion_records_result_effects_and_position(
+        self, store: RequestStore, other: RequestStore
+    ) -> None:
+        await store.create_session(a_session(), idempotency_key=None)
+        request_id = await store.create_run(a_run(), a_creation())
+        await claim(store)
+        sampler = SamplerRecord(
+            sampling_session_id="s1:sample:1", session_id="s1", tenant="ann", base_model=BASE, created_at=NOW
+        )
+        lora = LoraConfig(rank=4, seed=9, train_mlp=False)
+        effects = (
+            RunStateChanged(model_id="s1:train:0", state=RunState.READY),
+            LoraResolved(model_id="s1:train:0", lora=lora),
+            CheckpointWritten(record=a_checkpoint()),
+            SamplerCreated(record=sampler),
+        )
+        await store.complete([done(request_id, ModelCreated(model_id="s1:train:0"), *effects)])
+        run = await other.get_run("s1:train:0")
+        assert (run.state, run.lora, run.next_seq_id, run.applied_seq_id) == (RunState.READY, lora, 1, 0)
+        assert await other.get_checkpoint(a_checkpoint().path) == a_checkpoint()
+        assert await other.get_sampler("s1:sample:1") == sampler
+        record = await other.get_operation(request_id)
+        assert record.finished_at is not None
+        assert record.result is not None
+        assert decode_result("model_created", record.result) == ModelCreated(model_id="s1:train:0")
+
+    async def test_a_second_completion_changes_nothing(self, store: RequestStore) -> None:
+        await a_model(store)
+        request_id = await store.submit(an_operation(seq_id=1))
+        await claim(store)
+        await store.complete([done(request_id, OptimStepOutput(metrics={"a": 1.0}))])
+        await store.complete([done(request_id, Failed(message="late"), CheckpointWritten(record=a_checkpoint()))])
+        assert await state_of(store, request_id) == OperationState.SUCCEEDED
+        assert (await store.list_checkpoints(None))[1] == 0
+
+    async def test_results_can_be_read_again(self, store: RequestStore) -> None:
+        request_id = await store.submit(a_sample())
+        await claim(store)
+        await store.complete([done(request_id, SampleOutput(sequences=()))])
+        first = await store.wait_for(request_id, LONG_S)
+        assert await store.wait_for(request_id, LONG_S) == first
+        assert first.state == OperationState.SUCCEEDED
+
+    # waiting
+
+    async def test_a_waiter_is_woken_by_another_process(self, store: RequestStore, other: RequestStore) -> None:
+        request_id = await store.submit(a_sample())
+        waiter = asyncio.create_task(store.wait_for(request_id, LONG_S))
+        await claim(other)
+        await other.complete([done(request_id)])
+        assert (await waiter).state == OperationState.SUCCEEDED
+
+    async def test_a_wait_ends_with_the_record_as_it_stands(self, store: RequestStore) -> None:
+        request_id = await store.submit(a_sample())
+        assert (await store.wait_for(request_id, 0.0)).state == OperationState.QUEUED
+        with pytest.raises(NotFoundError):
+            await store.wait_for("req-nope", LONG_S)
+
+    async def test_many_waiters(self, store: RequestStore, other: RequestStore) -> None:
+        ids = await asyncio.gather(*[store.submit(a_sample(seq_id)) for seq_id in range(200)])
+        waiters = [asyncio.create_task(store.wait_for(request_id, LONG_S)) for request_id in ids]
+        claimed = await claim(other, 1000)
+        await other.complete([done(request_id) for request_id in claimed])
+        assert {record.state for record in await asyncio.gather(*waiters)} == {OperationState.SUCCEEDED}
+
+    async def test_an_engine_is_woken_by_a_submit(self, store: RequestStore, other: RequestStore) -> None:
+        async def next_claim() -> list[str]:
+            while not (claimed := await claim(other)):
+                await other.wait_for_work(BASE, LONG_S)
+            return claimed
+
+        engine = asyncio.create_task(next_claim())
+        request_id = await store.submit(a_sample())
+        assert await engine == [request_id]
+
+    async def test_no_wake_up_is_lost_between_a_claim_and_the_wait(
+        self, store: RequestStore, other: RequestStore
+    ) -> None:
+        for seq_id in range(5):
+            assert await claim(other) == []
+            request_id = await store.submit(a_sample(seq_id))
+            async with asyncio.timeout(LONG_S):
+                while not (claimed := await claim(other)):
+                    await other.wait_for_work(BASE, LONG_S)
+            assert claimed == [request_id]
+
+    async def test_what_is_ahead_is_counted(self, store: RequestStore) -> None:
+        ids = [await store.submit(a_sample(seq_id)) for seq_id in range(3)]
+        await claim(store, 1)
+        engine = EngineRecord(base_model=BASE, state=EngineState.LOADING, updated_at=NOW, detail="loading weights")
+        await store.report_engine(engine)
+        waiting = await store.waiting(ids[2])
+        assert (waiting.num_ahead, waiting.engine, waiting.missing_seq_id) == (2, engine, None)
+
+    # cancel
+
+    async def test_a_queued_sample_is_cancelled(self, store: RequestStore) -> None:
+        request_id = await store.submit(a_sample())
+        assert (await store.cancel(request_id)).state == OperationState.CANCELLED
+        assert await claim(store) == []
+        assert await store.cancelled(BASE) == []
+
+    async def test_a_running_sample_is_cancelled_and_its_engine_told_once(
+        self, store: RequestStore, other: RequestStore
+    ) -> None:
+        request_id = await store.submit(a_sample())
+        await claim(other)
+        waiter = asyncio.create_task(store.wait_for(request_id, LONG_S))
+        await store.cancel(request_id)
+        assert (await waiter).state == OperationState.CANCELLED
+        await other.wait_for_work(BASE, LONG_S)
+        assert await other.cancelled(BASE) == [request_id]
+        assert await other.cancelled(BASE) == []
+        await other.complete([done(request_id, SampleOutput(sequences=()))])
+        assert await state_of(store, request_id) == OperationState.CANCELLED
+
+    async def test_training_cannot_be_cancelled(self, store: RequestStore) -> None:
+        await a_model(store)
+        request_id = await store.submit(an_operation(seq_id=1))
+        assert (await store.cancel(request_id)).state == OperationState.QUEUED
+        assert await claim(store) == [request_id]
+
+    # gaps, ends, engines
+
+    async def test_a_gap_that_stays_open_fails_what_waits(self, store: RequestStore) -> None:
+        await a_model(store)
+        late = [await store.submit(an_operation(seq_id=seq_id)) for seq_id in (3, 2)]
+        assert await store.fail_gaps(BASE, older_than=datetime.now(UTC) - timedelta(hours=1)) == 0
+        assert await store.fail_gaps(BASE, older_than=datetime.now(UTC) + timedelta(hours=1)) == 2
+        for request_id in late:
+            failed = await failure_of(store, request_id)
+            assert "seq_id 1 " in failed.message
+            assert failed.category == "user"
+        fourth = await store.submit(an_operation(seq_id=4))
+        assert await claim(store) == [fourth]
+        too_late = await store.submit(an_operation(seq_id=1))
+        assert "gone on without" in (await failure_of(store, too_late)).message
+
+    async def test_what_can_run_is_no_gap(self, store: RequestStore) -> None:
+        await a_model(store)
+        first = await store.submit(an_operation(seq_id=1))
+        assert await store.fail_gaps(BASE, older_than=datetime.now(UTC) + timedelta(hours=1)) == 0
+        assert await claim(store) == [first]
+
+    async def test_an_ended_session_unloads_its_models_last(self, store: RequestStore) -> None:
+        await a_model(store)
+        first = await store.submit(an_operation(seq_id=1))
+        behind_a_gap = await store.submit(an_operation(seq_id=3))
+        await store.end_session("s1", "success", None)
+        assert "seq_id 2 " in (await failure_of(store, behind_a_gap)).message
+        records = await store.claim(BASE, engine_id="engine-1", max_operations=9)
+        assert [record.request_id for record in records][:1] == [first]
+        unload = records[-1]
+        assert unload.payload is not None
+        assert decode_operation(unload.kind, unload.payload) == UnloadModel(model_id="s1:train:0")
+        unloaded = RunStateChanged(model_id="s1:train:0", state=RunState.UNLOADED)
+        await store.complete([done(unload.request_id, ModelUnloaded(model_id="s1:train:0"), unloaded)])
+        assert (await store.get_run("s1:train:0")).state == RunState.UNLOADED
+        assert await claim(store) == []
+
+    async def test_an_abandoned_engine_loses_its_models(self, store: RequestStore) -> None:
+        await a_model(store)
+        running = await store.submit(an_operation(seq_id=1))
+        await claim(store)
+        queued = await store.submit(an_operation(seq_id=2))
+        sample = await store.submit(a_sample())
+        assert await claim(store, ordered=False) == [sample]
+        await store.create_session(a_session("s2"), idempotency_key=None)
+        unborn = await store.create_run(a_run("s2:train:0"), a_creation("s2:train:0"))
+        waiter = asyncio.create_task(store.wait_for(running, LONG_S))
+
+        assert await store.abandon(BASE, "engine 1 died") == ["s1:train:0"]
+        assert (await waiter).state == OperationState.FAILED
+        for request_id in (running, queued):
+            failed = await failure_of(store, request_id)
+            assert failed.category == "server"
+            assert "engine 1 died" in failed.message
+            assert "checkpoint" in failed.message
+        run = await store.get_run("s1:train:0")
+        assert (run.state, run.state_reason) == (RunState.LOST, "engine 1 died")
+        later = await store.submit(an_operation(seq_id=3))
+        assert "engine 1 died" in (await failure_of(store, later)).message
+        assert set(await claim(store)) == {sample, unborn}
+
+    async def test_engines_are_reported(self, store: RequestStore, other: RequestStore) -> None:
+        capabilities = Capabilities(
+            vocab_size=9,
+            max_context_tokens=8,
+            max_batch_tokens=7,
+            losses=frozenset({"ppo", "dro"}),
+            lora_targets=frozenset({"mlp"}),
+            isolation="close",
+            isolation_error=1e-6,
+        )
+        record = EngineRecord(
+            base_model=BASE,
+            state=EngineState.READY,
+            updated_at=NOW,
+            detail="d",
+            progress=0.5,
+            engine_id="e",
+            pid=1,
+            restarts=2,
+            capabilities=capabilities,
+        )
+        await store.report_engine(replace(record, state=EngineState.STARTING, capabilities=None))
+        await store.report_engine(record)
+        assert await other.list_engines() == [record]
+
+    async def test_an_engine_that_is_given_up_fails_everything(self, store: RequestStore) -> None:
+        await a_model(store)
+        pending = [await store.submit(an_operation(seq_id=1)), await store.submit(a_sample())]
+        given_up = EngineRecord(base_model=BASE, state=EngineState.FAILED, updated_at=NOW, detail="no such directory")
+        await store.report_engine(given_up)
+        pending.append(await store.submit(a_sample(1)))
+        for request_id in pending:
+            failed = await failure_of(store, request_id)
+            assert failed.category == "server"
+            assert "no such directory" in failed.message
+        await store.report_engine(replace(given_up, state=EngineState.STARTING))
+        assert await state_of(store, await store.submit(a_sample(2))) == OperationState.QUEUED
+
+    # housekeeping
+
+    async def test_pruned_results_are_known_to_have_existed(self, store: RequestStore) -> None:
+        created = await a_model(store)
+        first = await store.submit(an_operation(seq_id=1))
+        pending = await store.submit(a_sample())
+        await claim(store)
+        await store.complete([done(first)])
+        assert await store.prune(NOW) == 0
+        assert await store.prune(datetime.now(UTC) + timedelta(hours=1)) == 2
+        for request_id in (created, first):
+            with pytest.raises(ResultExpiredError, match=request_id):
+                await store.get_operation(request_id)
+        with pytest.raises(ResultExpiredError, match="seq_id 1"):
+            await store.submit(an_operation(seq_id=1))
+        with pytest.raises(NotFoundError):
+            await store.get_operation(first.upper())
+        assert await state_of(store, pending) == OperationState.RUNNING
+        assert await claim(store) == []
+        second = await store.submit(an_operation(seq_id=2))
+        assert await claim(store) == [second]
+
+    async def test_everything_outlives_a_restart(self, store: RequestStore, make_store: MakeStore) -> None:
+        await a_model(store)
+        first = await store.submit(an_operation(seq_id=1))
+        await store.close()
+        again = make_store()
+        await again.open()
+        try:
+            assert await claim(again) == [first]
+            assert await again.submit(an_operation(seq_id=1)) == first
+            assert (await again.get_run("s1:train:0")).next_seq_id == 2
+        finally:
+            await again.close()
