@@ -114,7 +114,8 @@ def to_canonical(adapter: Adapter, lora: LoraConfig, config: ModelConfig) -> dic
             for i in range(config.num_layers):
                 _put(named, f"model.layers.{i}.{path}", A[i], B[i], lora.rank)
     if "head" in trained:
-        _put(named, "lm_head", *(np.asarray(x) for x in adapter["head"]), lora.rank)
+        A, B = (np.asarray(x) for x in adapter["head"])
+        _put(named, "lm_head", A, B, lora.rank)
     return named
 
 
@@ -127,9 +128,9 @@ def from_canonical(named: Mapping[str, Array], lora: LoraConfig, config: ModelCo
         if name in trained:
             A, B = adapter["layers"][name]
             for i in range(config.num_layers):
-                _get(named, f"model.layers.{i}.{path}", A[i], B[i], lora.rank, left)
+                _get(named, f"model.layers.{i}.{path}", (A[i], B[i]), lora.rank, left)
     if "head" in trained:
-        _get(named, "lm_head", *adapter["head"], lora.rank, left)
+        _get(named, "lm_head", adapter["head"], lora.rank, left)
     if left:
         msg = f"adapter weights {min(left)!r} and {len(left) - 1} more do not belong to this model and LoRA config"
         raise UserError(msg)
@@ -141,7 +142,8 @@ def _put(named: dict[str, Array], path: str, A: Array, B: Array, rank: int) -> N
     named[f"base_model.model.{path}.lora_B.weight"] = np.ascontiguousarray(B[:rank].T)
 
 
-def _get(named: Mapping[str, Array], path: str, A: Array, B: Array, rank: int, left: set[str]) -> None:
+def _get(named: Mapping[str, Array], path: str, pair: tuple[Array, Array], rank: int, left: set[str]) -> None:
+    A, B = pair
     for letter, target in (("A", A[:, :rank]), ("B", B[:rank])):
         name = f"base_model.model.{path}.lora_{letter}.weight"
         if name not in named:
@@ -165,6 +167,15 @@ def stack(adapters: Sequence[Adapter]) -> Adapter:
 
 def unstack(stacked: Adapter, k: int) -> tuple[Adapter, ...]:
     return tuple(jax.tree.map(lambda leaf, i=i: leaf[..., i, :, :], stacked) for i in range(k))
+
+
+def stack_rows(trees: Sequence[Any]) -> Any:
+    """Join pytrees along a new first axis."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def unstack_rows(rows: Any, k: int) -> tuple[Any, ...]:
+    return tuple(jax.tree.map(lambda leaf, i=i: leaf[i], rows) for i in range(k))
 
 
 def _f32(*shape: int) -> jax.ShapeDtypeStruct:

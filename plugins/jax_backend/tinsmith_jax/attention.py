@@ -21,7 +21,7 @@ from tinsmith_jax.layers import TILE
 
 
 def packed_attention(q_THd: Any, k_TNd: Any, v_TNd: Any, first_n: Any) -> Any:
-    """Attend within sequences; `first_n` is the first tile of the sequence that a tile belongs to. Returns [T, H * d]."""
+    """Attend within sequences; `first_n` is the first tile of each tile's sequence. Returns [T, heads * d]."""
     T, num_heads, d = q_THd.shape
     num_kv = k_TNd.shape[1]
     n, group = T // TILE, num_heads // num_kv

@@ -1,7 +1,7 @@
 """The decoder layers over a packed token stream, with the LoRA adapters of many tenants: embedding to final norm.
 
 Legend: T = tokens (a multiple of TILE), n = T / TILE tiles, k = adapters in the call, r = padded rank, L = layers,
-H = hidden, N = kv heads, d = head_dim.
+H = hidden, d = head_dim.
 
 A stack of adapters is {"layers": {module: (A [L, k, in, r], B [L, k, r, out])}, "head": (A [k, H, r], B [k, r, V])} in
 float32, module names as in `LAYER_MODULES` (adapters.py makes it).
@@ -30,10 +30,9 @@ def packed_forward(
     tiles: Tiles,
     *,
     sums: Any = None,
-    return_kv: bool = False,
     recompute: bool = False,
 ) -> Any:
-    """Return the normed hidden states [T, H]; with `return_kv` also rotated keys and values, each [L, T, N, d].
+    """Return the normed hidden states [T, H].
 
     A sequence starts on a tile boundary with position 0 and occupies consecutive tiles; tokens that fill up its last
     tile, and whole unused tiles (position 0), see no one and are seen by no one. `sums` is the "layers" part of a
@@ -43,22 +42,22 @@ def packed_forward(
     first_n = jnp.arange(n, dtype=jnp.int32) - positions_T.reshape(n, TILE)[:, 0] // TILE
     angles = rope_angles(positions_T, config.rope.inv_freq, config.rope.factor)
 
-    def layer(x_TH: Any, per_layer: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+    def layer(x_TH: Any, per_layer: tuple[Any, Any, Any]) -> tuple[Any, None]:
         weights, adapter, layer_sums = per_layer
-        x_TH, kv = _attention_block(x_TH, weights, config, adapter, layer_sums, tiles, (angles, first_n))
-        x_TH = _mlp_block(x_TH, weights, config, adapter, layer_sums, tiles)
-        return x_TH, kv if return_kv else None
+        x_TH = _attention_block(x_TH, weights, config, adapter, layer_sums, tiles, (angles, first_n))
+        return _mlp_block(x_TH, weights, config, adapter, layer_sums, tiles), None
 
     body = jax.checkpoint(layer, prevent_cse=False) if recompute else layer
-    x_TH, kv = jax.lax.scan(body, base["embed"][tokens_T], (base["layers"], adapters["layers"], sums))
-    hidden_TH = rms_norm(x_TH, base["final_norm"], config.rms_norm_eps)
-    return (hidden_TH, *kv) if return_kv else hidden_TH
+    x_TH, _ = jax.lax.scan(body, base["embed"][tokens_T], (base["layers"], adapters["layers"], sums))
+    return rms_norm(x_TH, base["final_norm"], config.rms_norm_eps)
 
 
 def lora_of(names: tuple[str, ...], adapter: Any, sums: Any) -> Lora:
     """Pick the modules of one layer that read the same input."""
     A, B = zip(*(adapter[name] for name in names), strict=True)
-    return Lora(A, B, None if sums is None else tuple(zip(*(sums[name] for name in names), strict=True)))
+    if sums is None:
+        return Lora(A, B)
+    return Lora(A, B, (tuple(sums[name][0] for name in names), tuple(sums[name][1] for name in names)))
 
 
 def split_qkv(qkv: Any, deltas: tuple[Any, Any, Any], config: ModelConfig) -> tuple[Any, Any, Any]:
@@ -80,7 +79,7 @@ def qk_norm(q: Any, k: Any, weights: Any, config: ModelConfig) -> tuple[Any, Any
 
 def _attention_block(
     x_TH: Any, weights: Any, config: ModelConfig, adapter: Any, sums: Any, tiles: Tiles, where: tuple[Any, Any]
-) -> tuple[Any, tuple[Any, Any]]:
+) -> Any:
     (cos, sin), first_n = where
     h_TH = rms_norm(x_TH, weights["input_norm"], config.rms_norm_eps)
     deltas = lora_delta(h_TH, lora_of(("q", "k", "v"), adapter, sums), tiles)
@@ -89,7 +88,7 @@ def _attention_block(
     q, k = rope(q, cos, sin), rope(k, cos, sin)
     attended = packed_attention(q, k, v, first_n)
     (delta,) = lora_delta(attended, lora_of(("o",), adapter, sums), tiles)
-    return x_TH + attended @ weights["o"] + delta, (k, v)
+    return x_TH + attended @ weights["o"] + delta
 
 
 def _mlp_block(x_TH: Any, weights: Any, config: ModelConfig, adapter: Any, sums: Any, tiles: Tiles) -> Any:

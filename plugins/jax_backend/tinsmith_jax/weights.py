@@ -84,7 +84,8 @@ def _assemble(read: Read, config: ModelConfig, progress: Progress) -> Base:
     head = embed if config.tied else jax.device_put(np.ascontiguousarray(read("lm_head.weight", (vocab, hidden))))
     final_norm = jax.device_put(np.ascontiguousarray(read("model.norm.weight", (hidden,))))
     base = {"embed": embed, "head": head, "final_norm": final_norm, "layers": layers}
-    jax.block_until_ready(base)
+    for leaf in jax.tree.leaves(base):
+        leaf.block_until_ready()
     progress("loading weights", 1.0)
     return base
 

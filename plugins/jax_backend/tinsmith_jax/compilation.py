@@ -1,0 +1,95 @@
+"""Compiled programs, each made once ahead of its first use: on demand, or by the warm-up thread before that."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from tinsmith.backend import Progress
+
+logger = logging.getLogger(__name__)
+
+Compiled = Callable[..., Any]  # Any: jax's compiled functions are untyped
+Compile = Callable[[], Compiled]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What to compile, and the key under which it is asked for. Keys come from bucket functions alone."""
+
+    key: Hashable
+    compile: Compile
+
+
+class Programs:
+    """All compiled programs of a backend; thread-safe. Two askers of one program wait for one compilation."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._made: dict[Hashable, Future[Compiled]] = {}
+        self._stop = threading.Event()
+        self._warm = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.compile_count = 0
+        self.compile_seconds = 0.0
+
+    def get(self, program: Program) -> Compiled:
+        """Return the compiled program, compiling it now where nobody has."""
+        return self._get(program, announce=True)
+
+    def start_warm_up(self, programs: Sequence[Program]) -> None:
+        """Compile in the background, in this order."""
+        self._thread = threading.Thread(target=self._warm_up, args=(programs,), name="jax-warm-up", daemon=True)
+        self._thread.start()
+
+    def wait_until_warm(self, timeout_s: float) -> bool:
+        """Wait for the end of the warm-up; False where it did not end in time."""
+        return self._warm.wait(timeout_s)
+
+    def close(self) -> None:
+        """Stop the warm-up after the program it is at."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _get(self, program: Program, *, announce: bool) -> Compiled:
+        mine: Future[Compiled] = Future()
+        with self._lock:
+            made = self._made.setdefault(program.key, mine)
+        if announce and not made.done():
+            self._progress("compiling", None)
+        if made is mine:
+            self._compile(program, mine)
+        return made.result()
+
+    def _compile(self, program: Program, made: Future[Compiled]) -> None:
+        start = time.monotonic()
+        try:
+            made.set_result(program.compile())
+        except BaseException as error:
+            with self._lock:
+                del self._made[program.key]  # the next asker tries again
+            made.set_exception(error)
+            raise
+        with self._lock:
+            self.compile_count += 1
+            self.compile_seconds += time.monotonic() - start
+
+    def _warm_up(self, programs: Sequence[Program]) -> None:
+        start = time.monotonic()
+        try:
+            for number, program in enumerate(programs):
+                if self._stop.is_set():
+                    return
+                self._progress("warming up", number / len(programs))
+                self._get(program, announce=False)
+        except Exception:
+            logger.exception("warm-up stopped; programs are compiled when first needed")
+            return
+        self._progress("warming up", 1.0)
+        logger.info("compiled %d programs in %.1f s", len(programs), time.monotonic() - start)
+        self._warm.set()

@@ -1,0 +1,27 @@
+"""Settings of the jax backend: the `backend:` section of a model. No jax."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from tinsmith.backend import BackendConfig
+
+
+class JaxConfig(BackendConfig):
+    """Defaults suit a small CPU machine and a single GPU alike; `None` means: chosen for the device found."""
+
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="of base weights and activations; default float32 on CPU, else bfloat16"
+    )
+    max_lora_rank: int = Field(32, ge=1, le=512)
+    max_models: int = Field(64, ge=1, description="models in training at a time")
+    max_context_tokens: int | None = Field(
+        None, ge=64, description="of one sequence; default the model's, at most 2048 on CPU, else 8192"
+    )
+    max_batch_tokens: int | None = Field(
+        None, ge=64, description="of one training micro-batch, padding included; default 2048 on CPU, else 16384"
+    )
+    recompute: bool | None = Field(
+        None, description="recompute activations in the backward pass to save memory; default off on CPU, else on"
+    )
+    warm_up: bool = Field(default=True, description="compile everything in the background after the start")

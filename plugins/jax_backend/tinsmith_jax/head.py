@@ -1,0 +1,136 @@
+"""The output head in chunks of rows: logprobs of given targets, losses and, in the same pass, all gradients.
+
+Every loss gives its derivative by the logprob along with its value, so the gradient of the logits is known as soon as a
+chunk's logits are, and no more than one chunk of them ever exists (the idea of Liger-Kernel's fused linear cross
+entropy).
+
+Legend: C = rows of a chunk, c = its tiles, T = tokens, K = targets per token, H = hidden, V = vocabulary, r = padded
+rank, k = adapters in the call.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tinsmith_jax.layers import TILE, Tiles, add_tiles
+from tinsmith_jax.loss_table import LossBatch, LossTable
+
+# Any below: jax arrays and pytrees of them.
+_CPU_LOGITS = 1 << 22  # of one chunk; 16 MiB stay near the caches
+_DEVICE_LOGITS = 1 << 27
+
+
+class Scores(NamedTuple):
+    logp_TK: Any
+    loss_TK: Any
+    d_hidden_TH: Any = None  # with gradients: of the summed loss
+    sums: Any = None  # with gradients: the head's (A, B) sums, this call's added
+
+
+class _Chunk(NamedTuple):
+    hidden_CH: Any
+    tiles: Tiles
+    batch: LossBatch
+
+
+def chunk_rows(vocab_size: int, platform: str, num_tokens: int) -> int:
+    """Give the rows of one chunk: a power of two, a property of model and device but for short streams."""
+    budget = (_CPU_LOGITS if platform == "cpu" else _DEVICE_LOGITS) // vocab_size
+    return min(num_tokens, max(TILE, min(1024, 1 << max(0, budget.bit_length() - 1))))
+
+
+def score(
+    head_VH: Any, adapters: Any, hidden_TH: Any, tiles: Tiles, batch: LossBatch, losses: LossTable, rows: int
+) -> Scores:
+    """Compute logprobs and losses."""
+
+    def step(carry: None, chunk: _Chunk) -> tuple[None, tuple[Any, Any]]:
+        logits_CV, _ = _logits(head_VH, adapters, chunk)
+        logp_CK, _ = _logprobs(logits_CV, chunk.batch.targets_TK)
+        return carry, (logp_CK, losses.per_token(logp_CK, chunk.batch)[0])
+
+    _, (logp, loss) = jax.lax.scan(step, None, _chunks(hidden_TH, tiles, batch, rows))
+    return Scores(*(_unchunk(x) for x in (logp, loss)))
+
+
+def score_with_gradients(
+    head_VH: Any, adapters: Any, sums: Any, hidden_TH: Any, tiles: Tiles, batch: LossBatch, losses: LossTable, rows: int
+) -> Scores:
+    """Compute logprobs, losses, and the gradients of the summed loss."""
+
+    def step(sums: Any, chunk: _Chunk) -> tuple[Any, tuple[Any, Any, Any]]:
+        logits_CV, z = _logits(head_VH, adapters, chunk)
+        logp_CK, p_CV = _logprobs(logits_CV, chunk.batch.targets_TK)
+        loss_CK, d_logp_CK = losses.per_token(logp_CK, chunk.batch)
+        d_logits = _d_logits(p_CV, d_logp_CK, chunk.batch.targets_TK).astype(chunk.hidden_CH.dtype)
+        d_hidden, sums = _backward(head_VH, adapters, sums, chunk, z, d_logits)
+        return sums, (logp_CK, loss_CK, d_hidden)
+
+    sums, (logp, loss, d_hidden) = jax.lax.scan(step, sums, _chunks(hidden_TH, tiles, batch, rows))
+    return Scores(_unchunk(logp), _unchunk(loss), _unchunk(d_hidden), sums)
+
+
+def _chunks(hidden_TH: Any, tiles: Tiles, batch: LossBatch, rows: int) -> _Chunk:
+    def cut(x: Any, axis: int, size: int) -> Any:
+        split = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+        return jnp.moveaxis(split, axis, 0)
+
+    axes = LossBatch(targets_TK=0, kind_T=0, inputs_ITK=1, config_CT=1)
+    return _Chunk(
+        cut(hidden_TH, 0, rows),
+        Tiles(*(cut(x, 0, rows // TILE) for x in tiles)),
+        LossBatch(*(cut(x, axis, rows) for x, axis in zip(batch, axes, strict=True))),
+    )
+
+
+def _unchunk(x: Any) -> Any:
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _logits(head_VH: Any, adapters: Any, chunk: _Chunk) -> tuple[Any, Any]:
+    """Return float32 logits [C, V] and the scaled low-rank activations [c, TILE, r]."""
+    A, B = adapters
+    hidden, which = chunk.hidden_CH, chunk.tiles.adapter_n
+    dtype = hidden.dtype
+    logits = _matmul("ch,vh->cv", hidden, head_VH)
+    x = hidden.reshape(-1, TILE, hidden.shape[-1])
+    z = _matmul("nth,nhr->ntr", x, A[which].astype(dtype)) * chunk.tiles.scale_n[:, None, None]
+    delta = _matmul("ntr,nrv->ntv", z.astype(dtype), B[which].astype(dtype))
+    return logits + delta.reshape(logits.shape), z
+
+
+def _logprobs(logits_CV: Any, targets_CK: Any) -> tuple[Any, Any]:
+    """Return the targets' logprobs and all probabilities."""
+    high = logits_CV.max(axis=-1, keepdims=True)
+    exp = jnp.exp(logits_CV - high)
+    total = exp.sum(axis=-1, keepdims=True)
+    picked = jnp.take_along_axis(logits_CV, targets_CK, axis=-1)
+    return picked - (high + jnp.log(total)), exp / total
+
+
+def _d_logits(p_CV: Any, d_logp_CK: Any, targets_CK: Any) -> Any:
+    """Differentiate by the logits: onehot(target) * g, less softmax * sum of g."""
+    rest = -p_CV * d_logp_CK.sum(axis=-1, keepdims=True)
+    if targets_CK.shape[1] == 1:  # fuses with the rest; a scatter would not
+        columns = jnp.arange(p_CV.shape[1], dtype=jnp.int32)
+        return rest + jnp.where(columns == targets_CK, d_logp_CK, 0.0)
+    return rest.at[jnp.arange(p_CV.shape[0])[:, None], targets_CK].add(d_logp_CK)
+
+
+def _backward(head_VH: Any, adapters: Any, sums: Any, chunk: _Chunk, z: Any, d_logits_CV: Any) -> tuple[Any, Any]:
+    (A, B), (sums_A, sums_B) = adapters, sums
+    which, dtype = chunk.tiles.adapter_n, d_logits_CV.dtype
+    x = chunk.hidden_CH.reshape(-1, TILE, chunk.hidden_CH.shape[-1])
+    d_logits = d_logits_CV.reshape(-1, TILE, d_logits_CV.shape[-1])
+    d_z = _matmul("ntv,nrv->ntr", d_logits, B[which].astype(dtype)) * chunk.tiles.scale_n[:, None, None]
+    d_z = d_z.astype(dtype)
+    d_hidden = _matmul("cv,vh->ch", d_logits_CV, head_VH)
+    d_hidden = d_hidden + _matmul("ntr,nhr->nth", d_z, A[which].astype(dtype)).reshape(d_hidden.shape)
+    sums_A = add_tiles(sums_A, _matmul("nth,ntr->nhr", x, d_z), which)
+    sums_B = add_tiles(sums_B, _matmul("ntr,ntv->nrv", z.astype(dtype), d_logits), which)
+    return d_hidden.astype(dtype), (sums_A, sums_B)
+
+
+def _matmul(form: str, a: Any, b: Any) -> Any:
+    return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)

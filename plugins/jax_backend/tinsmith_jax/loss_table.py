@@ -1,0 +1,50 @@
+"""Every registered loss as one function over a packed batch whose tokens belong to different losses.
+
+Legend: T = tokens, K = targets per token, I = loss inputs by name, C = loss settings, one row per (loss, key).
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from tinsmith.losses import LossSpec
+
+# Any below: jax or NumPy arrays.
+
+
+class LossBatch(NamedTuple):
+    """What the losses read. Where `kind_T` is negative (padding) loss and gradient are zero."""
+
+    targets_TK: Any  # int32
+    kind_T: Any  # int32, index into LossTable.names
+    inputs_ITK: Any  # float32
+    config_CT: Any  # float32
+
+
+class LossTable:
+    """Fixes an order of losses, inputs and settings, so that all of them fit into three arrays."""
+
+    def __init__(self, losses: Mapping[str, LossSpec]) -> None:
+        self._specs = [losses[name] for name in sorted(losses)]
+        self.kinds = {spec.name: kind for kind, spec in enumerate(self._specs)}
+        self.inputs = sorted({name for spec in self._specs for name in spec.inputs})
+        self.settings = [(spec.name, key) for spec in self._specs for key in sorted(spec.config)]
+
+    def defaults(self, loss: str) -> Mapping[str, float]:
+        return self._specs[self.kinds[loss]].config
+
+    def input_names(self, loss: str) -> tuple[str, ...]:
+        return self._specs[self.kinds[loss]].inputs
+
+    def per_token(self, logp_TK: Any, batch: LossBatch) -> tuple[Any, Any]:
+        """Return loss and its derivative by the logprob, both [T, K]. All losses are computed and one is chosen."""
+        loss = gradient = jnp.zeros_like(logp_TK)
+        for kind, spec in enumerate(self._specs):
+            inputs = {name: batch.inputs_ITK[self.inputs.index(name)] for name in spec.inputs}
+            config = {key: batch.config_CT[self.settings.index((spec.name, key))][:, None] for key in spec.config}
+            this_loss, this_gradient = spec.per_token(jnp, logp_TK, inputs, config)
+            chosen = (batch.kind_T == kind)[:, None]
+            loss = jnp.where(chosen, this_loss, loss)
+            gradient = jnp.where(chosen, this_gradient, gradient)
+        return loss, gradient

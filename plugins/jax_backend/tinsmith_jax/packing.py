@@ -1,0 +1,140 @@
+"""From requests to micro-batches of one token stream each, on the host.
+
+A sequence starts on a tile boundary and stays in one micro-batch; a model's sequences keep their order. Micro-batches
+are filled in the order of the requests, one open batch per rank class.
+
+Legend: T = tokens of the stream, n = tiles, K = targets per token, I = loss inputs, C = loss settings.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tinsmith.operations import Array, Datum, ForwardBackward
+from tinsmith_jax.buckets import ADAPTERS, TARGETS, Bucket, Buckets
+from tinsmith_jax.layers import TILE, Tiles
+from tinsmith_jax.loss_table import LossBatch, LossTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One sequence and where its results belong."""
+
+    op_index: int
+    op: ForwardBackward
+    datum: Datum
+    scale: float  # alpha / rank of its model
+    padded_rank: int
+    targets_TK: Array
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.targets_TK)
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-self.num_tokens // TILE)
+
+    @property
+    def num_targets(self) -> int:
+        return int(self.targets_TK.shape[1])
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """Pieces that run together. `models` are the distinct ones, in order of appearance: rows of the adapter stack."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)
+    num_tiles: int = 0
+
+    def bucket(self, buckets: Buckets) -> Bucket:
+        return buckets.choose(
+            num_tokens=self.num_tiles * TILE,
+            num_adapters=len(self.models),
+            num_targets=max(piece.num_targets for piece in self.pieces),
+            padded_rank=self.pieces[0].padded_rank,
+        )
+
+    def starts(self) -> list[int]:
+        """Give the first row of each piece."""
+        tiles = np.cumsum([0, *(piece.num_tiles for piece in self.pieces[:-1])])
+        return [int(tile) * TILE for tile in tiles]
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The arrays of a micro-batch, as compiled functions take them."""
+
+    tokens_T: Array
+    positions_T: Array
+    tiles: Tiles
+    batch: LossBatch
+
+
+def plan(pieces: Iterable[Piece], max_tokens: int) -> Iterator[MicroBatch]:
+    """Group pieces into micro-batches of at most `max_tokens`; a model's pieces stay in order."""
+    open_batches: dict[int, MicroBatch] = {}
+    for piece in pieces:
+        batch = open_batches.get(piece.padded_rank)
+        if batch is not None and not _fits(batch, piece, max_tokens):
+            yield batch
+            batch = None
+        if batch is None:
+            batch = open_batches[piece.padded_rank] = MicroBatch()
+        batch.pieces.append(piece)
+        batch.num_tiles += piece.num_tiles
+        if piece.op.model_id not in batch.models:
+            batch.models.append(piece.op.model_id)
+    yield from open_batches.values()
+
+
+def _fits(batch: MicroBatch, piece: Piece, max_tokens: int) -> bool:
+    same_targets = (batch.pieces[0].num_targets > TARGETS[0]) == (piece.num_targets > TARGETS[0])
+    has_row = piece.op.model_id in batch.models or len(batch.models) < ADAPTERS[-1]
+    return same_targets and has_row and (batch.num_tiles + piece.num_tiles) * TILE <= max_tokens
+
+
+def pack(micro: MicroBatch, bucket: Bucket, losses: LossTable) -> Stream:
+    """Lay a micro-batch out; unused rows are token 0 at position 0 without a loss."""
+    stream = _empty(bucket, losses)
+    rows = {model: row for row, model in enumerate(micro.models)}
+    for start, piece in zip(micro.starts(), micro.pieces, strict=True):
+        _write(stream, piece, start, rows[piece.op.model_id], losses)
+    return stream
+
+
+def _empty(bucket: Bucket, losses: LossTable) -> Stream:
+    T, K = bucket.num_tokens, bucket.num_targets
+    return Stream(
+        np.zeros(T, np.int32),
+        np.zeros(T, np.int32),
+        Tiles(np.zeros(T // TILE, np.int32), np.zeros(T // TILE, np.float32)),
+        LossBatch(
+            targets_TK=np.zeros((T, K), np.int32),
+            kind_T=np.full(T, -1, np.int32),
+            inputs_ITK=np.zeros((len(losses.inputs), T, K), np.float32),
+            config_CT=np.zeros((len(losses.settings), T), np.float32),
+        ),
+    )
+
+
+def _write(stream: Stream, piece: Piece, start: int, row: int, losses: LossTable) -> None:
+    length, K = piece.targets_TK.shape
+    rows = slice(start, start + length)
+    tiles = slice(start // TILE, start // TILE + piece.num_tiles)
+    stream.tokens_T[rows] = piece.datum.tokens_T
+    # the padding of the last tile goes on counting: a tile's first position says where its sequence starts
+    stream.positions_T[start : start + piece.num_tiles * TILE] = np.arange(piece.num_tiles * TILE)
+    stream.tiles.adapter_n[tiles] = row
+    stream.tiles.scale_n[tiles] = piece.scale
+    loss = piece.op.loss_fn
+    stream.batch.targets_TK[rows, :K] = piece.targets_TK
+    stream.batch.kind_T[rows] = losses.kinds[loss]
+    for name in losses.input_names(loss):
+        values = piece.datum.loss_inputs[name].reshape(length, K)
+        stream.batch.inputs_ITK[losses.inputs.index(name), rows, :K] = values
+    for key, default in losses.defaults(loss).items():
+        setting = losses.settings.index((loss, key))
+        stream.batch.config_CT[setting, rows] = piece.op.loss_fn_config.get(key, default)

@@ -1,0 +1,51 @@
+"""Process-wide settings of JAX, applied before the first computation."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from tinsmith_jax.config import JaxConfig
+from tinsmith_jax.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The settings with every default decided for device and model."""
+
+    platform: str
+    dtype: str
+    max_lora_rank: int
+    max_context_tokens: int
+    max_batch_tokens: int  # a power of two times 64; holds a sequence of the greatest context
+    recompute: bool
+
+    @property
+    def exact(self) -> bool:
+        """Whether the bits of a tenant are known not to depend on its company: tested for XLA on CPU in float32."""
+        return self.platform == "cpu" and self.dtype == "float32"
+
+
+def prepare(cache_dir: Path) -> None:
+    """Keep compiled programs in `cache_dir` between starts. They are code: the directory is private."""
+    compiled = cache_dir / "compiled"
+    compiled.mkdir(mode=0o700, parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(compiled))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def decide(config: JaxConfig, model: ModelConfig) -> Limits:
+    """Fill in what the settings leave open."""
+    platform = jax.default_backend()
+    on_cpu = platform == "cpu"
+    context = config.max_context_tokens or min(model.max_position, 2048 if on_cpu else 8192)
+    batch = max(context, config.max_batch_tokens or (2048 if on_cpu else 16384))
+    return Limits(
+        platform=platform,
+        dtype=config.dtype or ("float32" if on_cpu else "bfloat16"),
+        max_lora_rank=config.max_lora_rank,
+        max_context_tokens=context,
+        max_batch_tokens=64 << max(0, (batch - 1) // 64).bit_length(),
+        recompute=not on_cpu if config.recompute is None else config.recompute,
+    )

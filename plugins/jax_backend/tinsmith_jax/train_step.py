@@ -1,0 +1,122 @@
+"""The compiled programs of training: score, score with gradients, optimizer step. Shapes come from a Bucket.
+
+Each takes and returns adapters one by one, as the models own them, and stacks them inside: an adapter that is not part
+of a micro-batch is never touched. Nothing is donated, since a snapshot may hold the weights of now and unused rows
+share one array of zeros.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tinsmith_jax import adapters, head, optimizer
+from tinsmith_jax.buckets import ADAPTERS, Bucket, Buckets
+from tinsmith_jax.compilation import Program
+from tinsmith_jax.layers import TILE, Tiles
+from tinsmith_jax.loss_table import LossBatch, LossTable
+from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.runtime import Limits
+from tinsmith_jax.trunk import packed_forward
+from tinsmith_jax.weights import Base
+
+# Any below: jax arrays, pytrees of them and of their shapes.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainPrograms:
+    """Builds the programs of one model; compiling them is compilation.Programs' business."""
+
+    config: ModelConfig
+    limits: Limits
+    losses: LossTable
+    base_shapes: Any
+
+    @property
+    def buckets(self) -> Buckets:
+        return Buckets(max_tokens=self.limits.max_batch_tokens)
+
+    def score(self, bucket: Bucket) -> Program:
+        """(base, weights, tokens, positions, tiles, batch) -> (logp [T, K], loss [T, K])."""
+
+        def run(base: Base, weights: Any, tokens: Any, positions: Any, tiles: Any, batch: Any) -> Any:
+            stack = adapters.stack(weights)
+            hidden = packed_forward(base, self.config, tokens, positions, stack, tiles)
+            scores = head.score(base["head"], stack["head"], hidden, tiles, batch, self.losses, self._rows(bucket))
+            return scores.logp_TK, scores.loss_TK
+
+        weights = self._adapters(bucket)
+        return self._program(("score", bucket), run, (self.base_shapes, weights, *self._stream(bucket)))
+
+    def gradients(self, bucket: Bucket) -> Program:
+        """(base, weights, sums, tokens, positions, tiles, batch) -> (logp, loss, new sums)."""
+
+        def run(base: Base, weights: Any, sums: Any, tokens: Any, positions: Any, tiles: Any, batch: Any) -> Any:
+            stack, totals = adapters.stack(weights), adapters.stack(sums)
+
+            def trunk(layer_sums: Any) -> Any:
+                return packed_forward(
+                    base, self.config, tokens, positions, stack, tiles,
+                    sums=layer_sums, recompute=self.limits.recompute,
+                )  # fmt: skip
+
+            hidden, pull_back = jax.vjp(trunk, totals["layers"])
+            scores = head.score_with_gradients(
+                base["head"], stack["head"], totals["head"], hidden, tiles, batch, self.losses, self._rows(bucket)
+            )
+            (layer_sums,) = pull_back(scores.d_hidden_TH)
+            new = adapters.unstack({"layers": layer_sums, "head": scores.sums}, bucket.num_adapters)
+            return scores.logp_TK, scores.loss_TK, new
+
+        weights = self._adapters(bucket)
+        shapes = (self.base_shapes, weights, weights, *self._stream(bucket))
+        return self._program(("gradients", bucket), run, shapes)
+
+    def step(self, num_adapters: int, padded_rank: int) -> Program:
+        """(states, gradients, hypers, count) -> (states, norms); up to `num_adapters` rows."""
+        adapter = adapters.shapes(self.config, padded_rank)
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        hyper = optimizer.Hyper(*[scalar] * len(optimizer.Hyper._fields))._replace(rank=_i32())
+        k = num_adapters
+        shapes = ((optimizer.State(adapter, adapter, adapter),) * k, (adapter,) * k, (hyper,) * k, _i32())
+        return self._program(("step", k, padded_rank), optimizer.adamw, shapes)
+
+    def all(self) -> Iterator[Program]:
+        """Every program there can be, the likely ones first."""
+        ranks = adapters.rank_classes(self.limits.max_lora_rank)
+        every = list(self.buckets.all(ranks))
+        for bucket in every[: len(ranks)]:  # the smallest
+            yield self.gradients(bucket)
+        for k in ADAPTERS:
+            for rank in ranks:
+                yield self.step(k, rank)
+        for bucket in every[len(ranks) :]:
+            yield self.gradients(bucket)
+        for bucket in every:
+            yield self.score(bucket)
+
+    def _rows(self, bucket: Bucket) -> int:
+        return head.chunk_rows(self.config.vocab_size, self.limits.platform, bucket.num_tokens)
+
+    def _adapters(self, bucket: Bucket) -> tuple[Any, ...]:
+        return (adapters.shapes(self.config, bucket.padded_rank),) * bucket.num_adapters
+
+    def _stream(self, bucket: Bucket) -> tuple[Any, ...]:
+        T, K = bucket.num_tokens, bucket.num_targets
+        tiles = Tiles(_i32(T // TILE), _f32(T // TILE))
+        inputs, settings = len(self.losses.inputs), len(self.losses.settings)
+        batch = LossBatch(_i32(T, K), _i32(T), _f32(inputs, T, K), _f32(settings, T))
+        return _i32(T), _i32(T), tiles, batch
+
+    def _program(self, key: Any, run: Any, shapes: tuple[Any, ...]) -> Program:
+        return Program(key, lambda: jax.jit(run).lower(*shapes).compile())
+
+
+def _i32(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _f32(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
