@@ -1,0 +1,347 @@
+"""The compiled half of sampling: prompt tiles into the key-value cache, steps of decoding, copies between slots.
+
+One layer stack serves both phases. Its input is a batch of *tiles*: runs of consecutive tokens of one slot, 64 tokens
+when a prompt is read, 1 when it is continued. Attention walks over the cache in blocks of fixed size, as many as the
+longest sequence needs; a block past a sequence's end changes none of its bits, so a sequence does not depend on how
+long its neighbours are, and one program serves all lengths.
+
+Suffixes: B = slots, N = tiles, T = tokens of a tile, L = layers, H = hidden, V = vocabulary, S = cache positions,
+J = heads of keys and values, Q = queries that share such a head (T times the query heads per J), D = head dim,
+C = keys of a block, X = decode steps or table entries, K = alternatives per token; i, r, o = in, rank, out of a LoRA.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tinsmith_jax.layers import rms_norm, rope, rope_angles
+from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.sampling_head import RowParams, draw, prompt_scores, top_logprobs
+from tinsmith_jax.trunk import qk_norm, split_qkv
+
+KEY_BLOCK = 256
+"""Cache positions per step of attention; the cache's length is a multiple of it."""
+STOP_TABLE = 8
+"""Stop tokens per slot that the device knows. The host checks all of them; the table only saves wasted steps."""
+
+# Any: nested dictionaries of arrays (described in weights.py and adapters.py), and jax or NumPy arrays below.
+Tree = Any
+
+
+class Cache(NamedTuple):
+    """Keys (rotated) and values of every slot."""
+
+    k_LBJSD: jax.Array
+    v_LBJSD: jax.Array
+
+
+class TokenTiles(NamedTuple):
+    """Runs of consecutive tokens, each of one slot, all [N] but for the tokens."""
+
+    tokens_NT: Any
+    slot_N: Any
+    start_N: Any  # position of a tile's first token
+    adapted_N: Any  # bool: uses its slot's adapter; else the base model
+
+
+class SlotState(NamedTuple):
+    """Where each slot stands, all [B] but for the table."""
+
+    token_B: Any  # the newest token, not yet in the cache
+    position_B: Any  # its position
+    left_B: Any  # tokens still to draw; 0 = idle
+    stop_BX: Any  # STOP_TABLE stop tokens, padded with -1
+    adapted_B: Any  # bool: uses the adapter in its slot
+
+
+class Switches(NamedTuple):
+    """What the slots of this dispatch need; decided at run time, so it is no reason to compile."""
+
+    num_steps: Any
+    any_truncated: Any
+    any_top: Any
+
+
+class Steps(NamedTuple):
+    """What the steps of a dispatch drew, X = its greatest number of steps; rows past `num_steps` mean nothing."""
+
+    num_steps: jax.Array
+    tokens_XB: jax.Array  # -1 where the slot was idle
+    logprobs_XB: jax.Array
+    top_ids_XBK: jax.Array
+    top_logprobs_XBK: jax.Array
+
+
+def empty_cache(config: ModelConfig, *, num_slots: int, max_tokens: int, dtype: jnp.dtype) -> Cache:
+    length = -(-max_tokens // KEY_BLOCK) * KEY_BLOCK
+    shape = (config.num_layers, num_slots, config.num_kv_heads, length, config.head_dim)
+    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def prefill(
+    config: ModelConfig, base: Tree, resident: Tree, cache: Cache, tiles: TokenTiles
+) -> tuple[Cache, jax.Array]:
+    """Read tiles of 64 prompt tokens into the cache; tiles of one prompt may come together, in order.
+
+    Returns the cache and the normed hidden states [N, T, H]. Positions past a prompt's end hold garbage until decoding
+    writes them; no query sees them before that.
+    """
+    x_NTH = base["embed"][tiles.tokens_NT]
+    return _layers(config, base, _LoraRows(resident, tiles.slot_N, tiles.adapted_N), cache, x_NTH, tiles)
+
+
+def score_prompt(
+    base: Tree,
+    resident: Tree,
+    hidden_TH: jax.Array,
+    slot: jax.Array,
+    adapted: jax.Array,
+    targets_TK: jax.Array,
+    want_top: jax.Array,
+    *,
+    num_top: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Score one tile of a prompt; see `prompt_scores`. Logits exist for this tile only."""
+    lora = _LoraRows(resident, slot[None], adapted[None])
+    logits_TV = _logits(base, lora, hidden_TH[None])[0]
+    return prompt_scores(logits_TV, targets_TK, num_top=num_top, want_top=want_top)
+
+
+def decode(  # noqa: PLR0913 - a compiled program's arguments
+    config: ModelConfig,
+    base: Tree,
+    resident: Tree,
+    cache: Cache,
+    state: SlotState,
+    params: RowParams,
+    switches: Switches,
+    *,
+    max_steps: int,
+    num_top: int,
+) -> tuple[Cache, Steps]:
+    """Continue every slot that has tokens left, by up to `switches.num_steps` (at most `max_steps`) tokens."""
+    num_slots = state.token_B.shape[0]
+    lora = _LoraRows(resident, None, state.adapted_B)
+
+    def go_on(carry: tuple[Cache, SlotState, Steps]) -> jax.Array:
+        _, now, steps = carry
+        more: jax.Array = (steps.num_steps < switches.num_steps) & jnp.any(now.left_B > 0)
+        return more
+
+    def step(carry: tuple[Cache, SlotState, Steps]) -> tuple[Cache, SlotState, Steps]:
+        cache, now, steps = carry
+        active_B = now.left_B > 0
+        # An idle slot walks along with its last token: its result is dropped, and what it writes lies at a position
+        # that its next token or prompt tile overwrites before anything reads it.
+        tiles = TokenTiles(now.token_B[:, None], jnp.arange(num_slots), now.position_B, now.adapted_B)
+        cache, hidden_BTH = _layers(config, base, lora, cache, base["embed"][tiles.tokens_NT], tiles)
+        logits_BV = _logits(base, lora, hidden_BTH)[:, 0]
+        token_B, logprob_B, logp_BV = draw(logits_BV, params, now.position_B + 1, any_truncated=switches.any_truncated)
+        top_ids_BK, top_logprobs_BK = top_logprobs(logp_BV, num_top=num_top, wanted=switches.any_top)
+        stopped_B = jnp.any(token_B[:, None] == now.stop_BX, axis=-1)
+        here = steps.num_steps
+        drawn = Steps(
+            here + 1,
+            steps.tokens_XB.at[here].set(jnp.where(active_B, token_B, -1)),
+            steps.logprobs_XB.at[here].set(logprob_B),
+            steps.top_ids_XBK.at[here].set(top_ids_BK),
+            steps.top_logprobs_XBK.at[here].set(top_logprobs_BK),
+        )
+        after = SlotState(
+            jnp.where(active_B, token_B, now.token_B),
+            jnp.where(active_B, now.position_B + 1, now.position_B),
+            jnp.where(active_B & ~stopped_B, now.left_B - 1, 0),
+            now.stop_BX,
+            now.adapted_B,
+        )
+        return cache, after, drawn
+
+    nothing = Steps(
+        jnp.int32(0),
+        jnp.full((max_steps, num_slots), -1, jnp.int32),
+        jnp.zeros((max_steps, num_slots), jnp.float32),
+        jnp.zeros((max_steps, num_slots, num_top), jnp.int32),
+        jnp.zeros((max_steps, num_slots, num_top), jnp.float32),
+    )
+    cache, _, steps = lax.while_loop(go_on, step, (cache, state, nothing))
+    return cache, steps
+
+
+def copy_slot(cache: Cache, source: jax.Array, target: jax.Array, num_blocks: jax.Array) -> Cache:
+    """Copy the first blocks of a slot to another one: the samples of a group share the work on their prompt."""
+
+    def one(block: jax.Array, cache: Cache) -> Cache:
+        return Cache(*(_copy_block(part, source, target, block * KEY_BLOCK) for part in cache))
+
+    copied: Cache = lax.fori_loop(0, num_blocks, one, cache)
+    return copied
+
+
+def write_adapter(resident: Tree, adapter: Tree, slot: jax.Array, scale: jax.Array) -> Tree:
+    """Put an adapter into a slot: its rank padded with zeros to the resident one, its scale folded into B."""
+
+    def put(rows: tuple[jax.Array, jax.Array], pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        (rows_A, rows_B), (A, B) = rows, pair
+        missing = rows_A.shape[-1] - A.shape[-1]
+        A = jnp.pad(A, [(0, 0)] * (A.ndim - 1) + [(0, missing)]).astype(rows_A.dtype)
+        B = jnp.pad(B * scale, [(0, 0)] * (B.ndim - 2) + [(0, missing), (0, 0)]).astype(rows_B.dtype)
+        return rows_A.at[..., slot, :, :].set(A), rows_B.at[..., slot, :, :].set(B)
+
+    return jax.tree.map(put, resident, adapter, is_leaf=lambda node: isinstance(node, tuple))
+
+
+class _LoraRows(NamedTuple):
+    """The resident adapters, which row each tile reads (None: tile n is slot n), and whether it uses that at all."""
+
+    resident: Tree
+    slot_N: jax.Array | None
+    adapted_N: jax.Array
+
+    def delta(self, x_NTi: jax.Array, pair: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Compute x A B, and 0 for the base model's tiles; where all are such, the products are skipped.
+
+        What lies in the adapter row of a base model's slot is chosen away, not multiplied by 0: it may be NaN.
+        """
+
+        def product() -> jax.Array:
+            a_Nir, b_Nro = pair if self.slot_N is None else (pair[0][self.slot_N], pair[1][self.slot_N])
+            low_NTr = jnp.einsum("nti,nir->ntr", x_NTi, a_Nir, preferred_element_type=jnp.float32)
+            low_NTr = low_NTr.astype(x_NTi.dtype)
+            delta_NTo = jnp.einsum("ntr,nro->nto", low_NTr, b_Nro, preferred_element_type=jnp.float32)
+            return jnp.where(self.adapted_N[:, None, None], delta_NTo, 0).astype(x_NTi.dtype)
+
+        shape = (*x_NTi.shape[:2], pair[1].shape[-1])
+        delta: jax.Array = lax.cond(jnp.any(self.adapted_N), product, lambda: jnp.zeros(shape, x_NTi.dtype))
+        return delta
+
+
+def _layers(
+    config: ModelConfig, base: Tree, lora: _LoraRows, cache: Cache, x_NTH: jax.Array, tiles: TokenTiles
+) -> tuple[Cache, jax.Array]:
+    """Run the layer stack over tiles, writing their keys and values; returns the cache and normed hidden states."""
+    T = tiles.tokens_NT.shape[1]
+    position_NT = tiles.start_N[:, None] + jnp.arange(T)
+    cos_sin = rope_angles(position_NT, config.rope.inv_freq, config.rope.factor)
+    num_blocks = (jnp.max(tiles.start_N) + T - 1) // KEY_BLOCK + 1
+
+    def layer(carry: tuple[jax.Array, Cache], scanned: tuple[jax.Array, Tree, Tree]) -> tuple[Any, None]:
+        x_NTH, cache = carry
+        index, weights, adapters = scanned
+        h_NTH = rms_norm(x_NTH, weights["input_norm"], config.rms_norm_eps)
+        qkv_NTo = _dense(h_NTH, weights["qkv"])
+        deltas = (lora.delta(h_NTH, adapters["q"]), lora.delta(h_NTH, adapters["k"]), lora.delta(h_NTH, adapters["v"]))
+        q_NThD, k_NTJD, v_NTJD = split_qkv(qkv_NTo, deltas, config)
+        q_NThD, k_NTJD = qk_norm(q_NThD, k_NTJD, weights, config)
+        q_NThD, k_NTJD = rope(q_NThD, *cos_sin), rope(k_NTJD, *cos_sin)
+        cache = _write(cache, index, tiles, k_NTJD, v_NTJD)
+        out_NTo = _attend(q_NThD, cache, index, lora.slot_N, position_NT, num_blocks)
+        x_NTH = x_NTH + _dense(out_NTo, weights["o"]) + lora.delta(out_NTo, adapters["o"])
+        h_NTH = rms_norm(x_NTH, weights["post_norm"], config.rms_norm_eps)
+        gate_NTo, up_NTo = jnp.split(_dense(h_NTH, weights["gate_up"]), 2, axis=-1)
+        gate_NTo, up_NTo = gate_NTo + lora.delta(h_NTH, adapters["gate"]), up_NTo + lora.delta(h_NTH, adapters["up"])
+        inner_NTo = jax.nn.silu(gate_NTo) * up_NTo
+        x_NTH = x_NTH + _dense(inner_NTo, weights["down"]) + lora.delta(inner_NTo, adapters["down"])
+        return (x_NTH, cache), None
+
+    scanned = (jnp.arange(config.num_layers), base["layers"], lora.resident["layers"])
+    (x_NTH, cache), _ = lax.scan(layer, (x_NTH, cache), scanned)
+    return cache, rms_norm(x_NTH, base["final_norm"], config.rms_norm_eps)
+
+
+def _dense(x_NTi: jax.Array, weight_io: jax.Array) -> jax.Array:
+    """One matmul over all tokens of all tiles: the tiles' borders are not seen by it."""
+    N, T, width = x_NTi.shape
+    return (x_NTi.reshape(N * T, width) @ weight_io).reshape(N, T, -1)
+
+
+def _logits(base: Tree, lora: _LoraRows, hidden_NTH: jax.Array) -> jax.Array:
+    N, T, H = hidden_NTH.shape
+    flat = hidden_NTH.reshape(N * T, H)
+    logits = jnp.einsum("nh,vh->nv", flat, base["head"], preferred_element_type=jnp.float32)
+    return logits.reshape(N, T, -1) + lora.delta(hidden_NTH, lora.resident["head"]).astype(jnp.float32)
+
+
+def _write(cache: Cache, layer: jax.Array, tiles: TokenTiles, k_NTJD: jax.Array, v_NTJD: jax.Array) -> Cache:
+    """Write each tile's keys and values at its slot and start, one tile after the other, in place."""
+
+    def one(n: jax.Array, cache: Cache) -> Cache:
+        at = (layer, tiles.slot_N[n], 0, tiles.start_N[n], 0)
+        new = (jnp.swapaxes(part_NTJD[n], 0, 1)[None, None] for part_NTJD in (k_NTJD, v_NTJD))
+        return Cache(*(lax.dynamic_update_slice(old, part, at) for old, part in zip(cache, new, strict=True)))
+
+    written: Cache = lax.fori_loop(0, len(tiles.slot_N), one, cache)
+    return written
+
+
+def _attend(
+    q_NThD: jax.Array,
+    cache: Cache,
+    layer: jax.Array,
+    slot_N: jax.Array | None,
+    position_NT: jax.Array,
+    num_blocks: jax.Array,
+) -> jax.Array:
+    """Causal attention of each tile to its slot, a block of keys at a time (online softmax): [N, T, heads * D].
+
+    Every sequence has a key in the first block, so the running maximum is finite from there on and a block that is
+    masked throughout leaves all three running values as they are. Masked values are replaced by zeros: 0 * NaN, from
+    what an earlier tenant left there, would be NaN.
+    """
+    N, T, heads, D = q_NThD.shape
+    J = cache.k_LBJSD.shape[2]
+    group = heads // J
+    q_NJQD = q_NThD.reshape(N, T, J, group, D).transpose(0, 2, 1, 3, 4).reshape(N, J, T * group, D)
+    limit_NQ = jnp.repeat(position_NT, group, axis=1)
+    end_N = position_NT[:, -1]
+    first_key_C = jnp.arange(KEY_BLOCK)
+
+    def block(index: jax.Array, running: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        max_NJQ, sum_NJQ, acc_NJQD = running
+        key_C = first_key_C + index * KEY_BLOCK
+        k_NJCD = _read_block(cache.k_LBJSD, layer, slot_N, index * KEY_BLOCK)
+        v_NJCD = _read_block(cache.v_LBJSD, layer, slot_N, index * KEY_BLOCK)
+        v_NJCD = jnp.where((key_C <= end_N[:, None])[:, None, :, None], v_NJCD, 0)
+        score_NJQC = jnp.einsum("njqd,njcd->njqc", q_NJQD, k_NJCD, preferred_element_type=jnp.float32) * D**-0.5
+        seen_NQC = key_C <= limit_NQ[:, :, None]
+        score_NJQC = jnp.where(seen_NQC[:, None], score_NJQC, -jnp.inf)
+        new_max_NJQ = jnp.maximum(max_NJQ, jnp.max(score_NJQC, axis=-1))
+        shrink_NJQ = jnp.exp(max_NJQ - new_max_NJQ)
+        weight_NJQC = jnp.exp(score_NJQC - new_max_NJQ[..., None])
+        added_NJQD = jnp.einsum(
+            "njqc,njcd->njqd", weight_NJQC.astype(v_NJCD.dtype), v_NJCD, preferred_element_type=jnp.float32
+        )
+        return (
+            new_max_NJQ,
+            sum_NJQ * shrink_NJQ + jnp.sum(weight_NJQC, axis=-1),
+            acc_NJQD * shrink_NJQ[..., None] + added_NJQD,
+        )
+
+    start = (
+        jnp.full((N, J, T * group), -jnp.inf, jnp.float32),
+        jnp.zeros((N, J, T * group), jnp.float32),
+        jnp.zeros((N, J, T * group, D), jnp.float32),
+    )
+    _, sum_NJQ, acc_NJQD = lax.fori_loop(0, num_blocks, block, start)
+    out_NJQD = (acc_NJQD / sum_NJQ[..., None]).astype(q_NThD.dtype)
+    out_NTo: jax.Array = out_NJQD.reshape(N, J, T, group, D).transpose(0, 2, 1, 3, 4).reshape(N, T, heads * D)
+    return out_NTo
+
+
+def _read_block(part_LBJSD: jax.Array, layer: jax.Array, slot_N: jax.Array | None, first: jax.Array) -> jax.Array:
+    _, B, J, _, D = part_LBJSD.shape
+    if slot_N is None:
+        return lax.dynamic_slice(part_LBJSD, (layer, 0, 0, first, 0), (1, B, J, KEY_BLOCK, D))[0]
+
+    def of(slot: jax.Array) -> jax.Array:
+        return lax.dynamic_slice(part_LBJSD, (layer, slot, 0, first, 0), (1, 1, J, KEY_BLOCK, D))[0, 0]
+
+    return jax.vmap(of)(slot_N)
+
+
+def _copy_block(part_LBJSD: jax.Array, source: jax.Array, target: jax.Array, first: jax.Array) -> jax.Array:
+    L, _, J, _, D = part_LBJSD.shape
+    block = lax.dynamic_slice(part_LBJSD, (0, source, 0, first, 0), (L, 1, J, KEY_BLOCK, D))
+    copied: jax.Array = lax.dynamic_update_slice(part_LBJSD, block, (0, target, 0, first, 0))
+    return copied

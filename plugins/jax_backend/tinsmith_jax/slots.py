@@ -1,0 +1,197 @@
+"""Who samples: requests, the sequences they ask for, the slots these occupy, and the line in front of the slots.
+
+Plain host objects without a device; only the sampler's thread touches them once a request is in the line.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tinsmith.operations import FloatArray, IntArray, Sample, SampledSequence, SampleOutput, StopReason, TopLogprobs
+from tinsmith_jax.adapters import Adapter
+from tinsmith_jax.stopping import StopRules, StopWatch
+
+UNUSED_LOGPROB = -99999.0
+"""What the API puts into cells of top-k matrices that hold nothing; their token is 0."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadedSnapshot:
+    """A snapshot's device arrays. A request holds a reference: dropping the snapshot frees them after its last one."""
+
+    snapshot_id: str
+    serial: int  # unique in this process, so that a slot can tell whose adapter it holds without keeping it alive
+    arrays: Adapter
+    scale: float
+
+
+class Draw:
+    """One of a request's sequences."""
+
+    def __init__(self, request: "Request", index: int, watch: StopWatch) -> None:
+        self.request = request
+        self.index = index
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.top_ids: list[IntArray] = []
+        self.top_logprobs: list[FloatArray] = []
+        self.stop_reason: StopReason | None = None
+        self._watch = watch
+
+    def push(self, token: int, logprob: float) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.stop_reason = self._watch.push(token)
+
+    def result(self) -> SampledSequence:
+        assert self.stop_reason is not None, "a sequence has a result once it has ended"
+        top = None
+        if self.request.op.topk_sample_logprobs:
+            ids, values = np.stack(self.top_ids).astype(np.int32), np.stack(self.top_logprobs).astype(np.float32)
+            top = TopLogprobs(token_ids=ids, logprobs=values)
+        return SampledSequence(
+            tokens=np.array(self.tokens, np.int32),
+            logprobs=np.array(self.logprobs, np.float32),
+            stop_reason=self.stop_reason,
+            top_logprobs=top,
+        )
+
+
+class PromptScores:
+    """What is asked about a prompt, filled in tile by tile.
+
+    The hidden state at position i scores the token at i + 1: `num_rows` is one less than the prompt is long.
+    """
+
+    def __init__(self, op: Sample) -> None:
+        P = len(op.prompt_P)
+        self._num_rows = P - 1
+        last_n = P if op.prompt_logprobs_last_n is None else op.prompt_logprobs_last_n
+        self._first_row = max(0, P - last_n - 1)
+        self._wants_logprobs, self._num_top = op.prompt_logprobs, op.topk_prompt_logprobs
+        next_token = op.prompt_P[1:].astype(np.int64)[:, None]
+        extra = op.target_prompt_logprobs
+        self.targets = next_token if extra is None else np.concatenate([next_token, extra], axis=1)
+        self._scored = np.zeros(self.targets.shape, np.float32)
+        self._wants_targets = extra is not None
+        self._top_ids = np.zeros((P, self._num_top), np.int32)
+        self._top_logprobs = np.full((P, self._num_top), UNUSED_LOGPROB, np.float32)
+
+    def wants(self, first: int, last: int) -> bool:
+        """Whether rows first to last, that one left out, need logits at all."""
+        rows = slice(first, min(last, self._num_rows))
+        windowed = (self._wants_logprobs or self._num_top > 0) and rows.stop > max(rows.start, self._first_row)
+        return windowed or bool((self.targets[rows, 1:] >= 0).any())
+
+    @property
+    def wants_top(self) -> bool:
+        return self._num_top > 0
+
+    def fill(self, first: int, scored: FloatArray, top_ids: IntArray, top_logprobs: FloatArray) -> None:
+        """Take the scores of the rows from `first` on; what lies past the prompt or outside the window is left out."""
+        rows = slice(first, min(first + len(scored), self._num_rows))
+        self._scored[rows] = scored[: rows.stop - rows.start]
+        window = slice(max(first, self._first_row), rows.stop)
+        if self._num_top and window.stop > window.start:
+            source = slice(window.start - first, window.stop - first)
+            self._top_ids[window.start + 1 : window.stop + 1] = top_ids[source, : self._num_top]
+            self._top_logprobs[window.start + 1 : window.stop + 1] = top_logprobs[source, : self._num_top]
+
+    def logprobs(self) -> FloatArray | None:
+        if not self._wants_logprobs:
+            return None
+        result = np.full(self._num_rows + 1, np.nan, np.float32)
+        result[self._first_row + 1 :] = self._scored[self._first_row :, 0]
+        return result
+
+    def top(self) -> TopLogprobs | None:
+        return TopLogprobs(token_ids=self._top_ids, logprobs=self._top_logprobs) if self._num_top else None
+
+    def target_logprobs(self) -> FloatArray | None:
+        return self._scored[:, 1:].copy() if self._wants_targets else None
+
+
+class Request:
+    """A sample operation under way. `cancelled` may be set from another thread; it is read between dispatches."""
+
+    def __init__(self, op: Sample, snapshot: LoadedSnapshot | None, rules: StopRules) -> None:
+        self.op = op
+        self.snapshot = snapshot
+        self.cancelled = False
+        self.stop_tokens = rules.stop_tokens(op.params)
+        self.draws = [Draw(self, index, rules.watch(op.params)) for index in range(op.num_samples)]
+        self.scores = PromptScores(op)
+        self.scored_tokens = 0  # of the prompt; it is scored once, although several slots may come to read it
+
+    @property
+    def num_prefill(self) -> int:
+        """Prompt tokens that go into the cache before decoding: the last one is decoding's first input."""
+        return len(self.op.prompt_P) - 1
+
+    @property
+    def finished(self) -> bool:
+        return all(draw.stop_reason is not None for draw in self.draws)
+
+    def result(self) -> SampleOutput:
+        return SampleOutput(
+            sequences=tuple(draw.result() for draw in self.draws),
+            prompt_logprobs=self.scores.logprobs(),
+            top_prompt_logprobs=self.scores.top(),
+            target_prompt_logprobs=self.scores.target_logprobs(),
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Slot:
+    """A row of the decode batch. `adapter_serial` outlives its occupant: the next one may need the same adapter."""
+
+    index: int
+    draw: Draw | None = None
+    num_cached: int = 0  # prompt tokens in the cache
+    adapter_serial: int = 0  # 0 = the base model: zeros
+
+    @property
+    def ready(self) -> bool:
+        """Whether the slot can decode."""
+        return self.draw is not None and self.num_cached == self.draw.request.num_prefill
+
+    def occupy(self, draw: Draw) -> None:
+        self.draw, self.num_cached = draw, 0
+
+
+@dataclass(slots=True)
+class Line:
+    """Sequences that wait for a slot: in order within a sampling session, the session with the fewest slots first."""
+
+    _queues: OrderedDict[str, deque[Draw]] = field(default_factory=OrderedDict)
+
+    def add(self, request: Request) -> None:
+        self._queues.setdefault(request.op.sampling_session_id, deque()).extend(request.draws)
+
+    def take(self, slots: list[Slot]) -> Draw | None:
+        """Remove and return the next sequence, given who occupies the slots now; None where nobody waits."""
+        if not self._queues:
+            return None
+        held = [slot.draw.request.op.sampling_session_id for slot in slots if slot.draw is not None]
+        session = min(self._queues, key=held.count)  # the one that has waited longest among equals
+        queue = self._queues.pop(session)
+        draw = queue.popleft()
+        if queue:
+            self._queues[session] = queue  # at the end: it has just been served
+        return draw
+
+    def remove_cancelled(self) -> None:
+        for session, queue in list(self._queues.items()):
+            kept = deque(draw for draw in queue if not draw.request.cancelled)
+            if kept:
+                self._queues[session] = kept
+            else:
+                del self._queues[session]
+
+    def __iter__(self) -> Iterator[Draw]:
+        return (draw for queue in self._queues.values() for draw in queue)
+
+    def __len__(self) -> int:
+        return sum(len(queue) for queue in self._queues.values())

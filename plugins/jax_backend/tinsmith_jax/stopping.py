@@ -1,0 +1,112 @@
+"""When a sequence ends: stop tokens, end-of-sequence tokens, stop strings, the length limit."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from tinsmith.errors import UnsupportedError
+from tinsmith.operations import SamplingParams, StopReason
+
+TAIL_MARGIN_TOKENS = 4
+"""Tokens decoded before the longest possible match, so that a character cut at the tail's start cannot touch it."""
+
+
+class StopRules:
+    """What is the same for every request: the end-of-sequence tokens and the tokenizer of the base model."""
+
+    def __init__(self, eos_tokens: Iterable[int], tokenizer: Tokenizer | None) -> None:
+        self.eos_tokens = frozenset(eos_tokens)
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def read(cls, model_path: Path) -> "StopRules":
+        """Read `tokenizer.json` (it may be absent) and the configuration files of a Hugging Face directory."""
+        tokenizer_file = model_path / "tokenizer.json"
+        tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.exists() else None
+        return cls(read_eos_tokens(model_path, tokenizer), tokenizer)
+
+    def stop_tokens(self, params: SamplingParams) -> frozenset[int]:
+        """Return the tokens that end a sequence: the listed ones, and end-of-sequence where that is on."""
+        return frozenset(params.stop_tokens) | (self.eos_tokens if params.stop_at_eos else frozenset())
+
+    def watch(self, params: SamplingParams) -> "StopWatch":
+        """Start watching one sequence; raises UnsupportedError where strings are asked for without a tokenizer."""
+        tail = None
+        if params.stop_strings:
+            if self.tokenizer is None:
+                msg = (
+                    f"stop strings {list(params.stop_strings)!r} need the model's tokenizer.json, which its directory "
+                    "lacks; pass stop tokens instead"
+                )
+                raise UnsupportedError(msg)
+            tail = DecodedTail(self.tokenizer, params.stop_strings)
+        return StopWatch(self.stop_tokens(params), tail, params.max_tokens)
+
+
+class DecodedTail:
+    """Finds stop strings in the text of the last few tokens, at a cost that does not grow with the sequence.
+
+    A token that is longer than no character at all is at least one byte, so a match that ends in the newest token
+    begins at most as many tokens back as the string has bytes. Earlier matches were found earlier.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._strings = tuple(string for string in strings if string)
+        longest = max((len(string.encode()) for string in self._strings), default=0)
+        self._max_tokens = longest + TAIL_MARGIN_TOKENS
+        self._tail: list[int] = []
+
+    def push(self, token: int) -> bool:
+        """Add a token; True where it completes one of the strings."""
+        if self._tokenizer.id_to_token(token) is None:
+            return False  # a row of the embedding without a token (padding of the vocabulary): no text
+        self._tail.append(token)
+        del self._tail[: -self._max_tokens]
+        text = self._tokenizer.decode(self._tail, skip_special_tokens=False)
+        return any(string in text for string in self._strings)
+
+
+class StopWatch:
+    """Follows one sequence, token by token."""
+
+    def __init__(self, stop_tokens: frozenset[int], tail: DecodedTail | None, max_tokens: int) -> None:
+        self._stop_tokens = stop_tokens
+        self._tail = tail
+        self._left = max_tokens
+
+    def push(self, token: int) -> StopReason | None:
+        """Add a sampled token; the reason where it is the last one. It belongs to the result in any case."""
+        self._left -= 1
+        if token in self._stop_tokens or (self._tail is not None and self._tail.push(token)):
+            return "stop"
+        return "length" if self._left <= 0 else None
+
+
+def read_eos_tokens(model_path: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Collect end-of-sequence ids: generation_config.json, else config.json; and the tokenizer's own `eos_token`."""
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        ids = _as_ids(_read_json(model_path / name).get("eos_token_id"))
+        if ids:
+            break
+    eos = _read_json(model_path / "tokenizer_config.json").get("eos_token")
+    text = eos.get("content") if isinstance(eos, dict) else eos  # older files hold the token's whole description
+    if tokenizer is not None and isinstance(text, str):
+        token = tokenizer.token_to_id(text)
+        if token is not None:
+            ids.add(token)
+    return frozenset(ids)
+
+
+def _as_ids(value: object) -> set[int]:
+    if isinstance(value, int):
+        return {value}
+    return {int(item) for item in value} if isinstance(value, list) else set()
+
+
+def _read_json(path: Path) -> dict[str, Any]:  # Any: files of another project, read key by key
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
