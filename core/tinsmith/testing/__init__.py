@@ -1,0 +1,23 @@
+"""The suites that hold every backend, store and scheduler, and what else a plugin author's tests need.
+
+Needs the extra `tinsmith[testing]`. Suites are base classes: subclass, override the fixtures, run pytest.
+"""
+
+import pytest
+
+pytest.register_assert_rewrite(  # before they are imported, or a failure would read "assert False"
+    "tinsmith.testing.contract",
+    "tinsmith.testing.model_driver",
+    "tinsmith.testing.training_isolation",
+    "tinsmith.testing.training_numerics",
+    "tinsmith.testing.training_optimizer",
+    "tinsmith.testing.training_state",
+    "tinsmith.testing.sampling_contract",
+    "tinsmith.testing.checkpoint_contract",
+    "tinsmith.testing.store_contract",
+    "tinsmith.testing.scheduler_contract",
+)
+
+from tinsmith.testing.training_contract import TrainingBackendContract  # noqa: E402 - see above
+
+__all__ = ["TrainingBackendContract"]

@@ -1,0 +1,195 @@
+"""The contract of company: what a model computes does not depend on who else is there, or on what they do."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from tinsmith.backend import ModelState
+from tinsmith.errors import UserError
+from tinsmith.operations import AdamParams, Array, CreateModel, Datum, Failed, ForwardBackward, LoraConfig, OptimStep
+from tinsmith.testing.contract import assert_same_numbers, assert_same_state, need
+from tinsmith.testing.model_driver import (
+    ModelDriver,
+    logprobs_of,
+    ragged_data,
+    random_datum,
+    succeeded,
+    with_inputs,
+)
+from tinsmith.testing.training_suite import TrainingSuite
+
+_NUM_STEPS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Company:
+    """Who trains beside the model that is watched."""
+
+    neighbours: int
+    adam: AdamParams | None = None  # None: a learning rate of its own for each
+    poisoned: bool = False  # their weights are NaN
+    restless: bool = False  # they leave and come back as others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """What the watched model saw: everything that a user could tell it from."""
+
+    losses: list[float]
+    logprobs: list[list[Array]]
+    final: ModelState
+
+
+_ALONE = Company(neighbours=0)
+
+
+class IsolationContract(TrainingSuite):
+    @pytest.mark.parametrize(
+        "company",
+        [
+            pytest.param(Company(neighbours=1), id="one"),
+            pytest.param(Company(neighbours=2), id="two"),
+            pytest.param(Company(neighbours=8), id="eight"),
+            pytest.param(Company(neighbours=1, poisoned=True), id="NaN"),
+            pytest.param(Company(neighbours=2, adam=AdamParams(weight_decay=1.0)), id="weight decay"),
+            pytest.param(Company(neighbours=2, adam=AdamParams(grad_clip_norm=1e-3)), id="clipping"),
+            pytest.param(Company(neighbours=2, restless=True), id="coming and going"),
+        ],
+    )
+    def test_company_makes_no_difference(self, driver: ModelDriver, company: Company) -> None:
+        """Twenty steps alone and in company: every loss, every logprob and the final state are the same."""
+        need(driver.capabilities.isolation != "none", "isolation")
+        need(driver.capabilities.max_models > company.neighbours, f"{company.neighbours + 1} models")
+        alone, together = _train(driver, _ALONE), _train(driver, company)
+        assert np.isfinite(alone.losses).all()
+        for step in range(_NUM_STEPS):
+            for left, right in zip(together.logprobs[step], alone.logprobs[step], strict=True):
+                assert_same_numbers(driver.capabilities, left, right, f"logprobs of step {step}")
+        np.testing.assert_allclose(together.losses, alone.losses, rtol=1e-5)
+        for what in ("weights", "adam_m", "adam_v"):
+            expected: Mapping[str, Array] = getattr(alone.final, what)
+            for name, array in expected.items():
+                assert_same_numbers(driver.capabilities, getattr(together.final, what)[name], array, f"{what} {name}")
+
+    def test_merged_operations_equal_separate_ones(self, driver: ModelDriver) -> None:
+        """Three models in one call, one of them twice: results in order, gradients as of separate calls."""
+        vocab_size = driver.capabilities.vocab_size
+        merged, separate = ([driver.create_trained(rank=rank, seed=rank) for rank in (1, 4, 8)] for _ in range(2))
+        order = [1, 0, 2, 1]
+        batches = [[random_datum(30 + i, 5 + 11 * i, vocab_size)] for i in range(len(order))]
+
+        def ops(models: list[str]) -> list[ForwardBackward]:
+            return [ForwardBackward(model_id=models[m], data=tuple(b)) for m, b in zip(order, batches, strict=True)]
+
+        together = succeeded(driver.backend.forward_backward(ops(merged)))
+        apart = [succeeded(driver.backend.forward_backward([op]))[0] for op in ops(separate)]
+        for left, right in zip(together, apart, strict=True):
+            (logp,), (expected,) = logprobs_of(left), logprobs_of(right)
+            assert_same_numbers(driver.capabilities, logp, expected, "logprobs of a merged call")
+        for left_id, right_id in zip(merged, separate, strict=True):
+            gradients = driver.state(right_id).gradients
+            for name, array in driver.state(left_id).gradients.items():
+                assert_same_numbers(driver.capabilities, array, gradients[name], f"gradient {name} of a merged call")
+
+    def test_freed_place_keeps_nothing(self, driver: ModelDriver) -> None:
+        """A model in the place of one that left NaN moments and pending gradients is as fresh as any."""
+        expected_id = driver.create(seed=3)
+        expected = driver.state(expected_id)
+        data = ragged_data(31, driver.capabilities.vocab_size)
+        for _ in range(2):
+            doomed = driver.create(seed=4)
+            _poison(driver, doomed, data)
+            driver.optim_step(doomed)
+            _poison(driver, doomed, data)
+            driver.unload(doomed)
+            reborn = driver.create(seed=3)
+            assert_same_state(driver.state(reborn), expected, "a model in a freed place")
+            driver.forward_backward(reborn, data)
+            assert all(np.isfinite(array).all() for array in driver.state(reborn).gradients.values())
+
+    def test_refused_rank_leaves_others_alone(self, driver: ModelDriver) -> None:
+        model_id = driver.create_trained()
+        before = driver.state(model_id)
+        rank = driver.capabilities.max_lora_rank + 1
+        with pytest.raises(UserError, match=str(rank)):
+            driver.backend.create_model(CreateModel(model_id="refused:train:0", lora=LoraConfig(rank=rank, seed=0)))
+        assert_same_state(driver.state(model_id), before, "a neighbour of a refused model")
+
+    def test_failed_operation_is_a_value_of_its_own(self, driver: ModelDriver) -> None:
+        """A loss that does not exist fails its operation, adds nothing, and leaves the rest of the call alone."""
+        data = tuple(ragged_data(32, driver.capabilities.vocab_size))
+        good, bad = driver.create_trained(seed=1), driver.create_trained(seed=2)
+        before = driver.state(bad)
+        results = driver.backend.forward_backward(
+            [
+                ForwardBackward(model_id=good, data=data[:1]),
+                ForwardBackward(model_id=bad, data=data, loss_fn="no_such_loss"),
+                ForwardBackward(model_id=good, data=data[1:]),
+            ]
+        )
+        assert isinstance(results[1], Failed)
+        assert "no_such_loss" in results[1].message
+        first, last = succeeded([results[0], results[2]])
+        assert [len(logp) for logp in (*logprobs_of(first), *logprobs_of(last))] == [len(d.tokens_T) for d in data]
+        assert_same_state(driver.state(bad), before, "a model whose operation failed")
+
+
+def _train(driver: ModelDriver, company: Company) -> Curve:
+    vocab_size, limit = driver.capabilities.vocab_size, driver.capabilities.max_lora_rank
+    watched = driver.create(rank=4, seed=1)
+    neighbours = [_neighbour(driver, index, limit) for index in range(company.neighbours)]
+    losses, logprobs = [], []
+    for step in range(_NUM_STEPS):
+        if company.restless and step % 3 == 1:
+            driver.unload(neighbours[0])
+            neighbours = [*neighbours[1:], _neighbour(driver, 10 + step, limit)]
+        place = step % (len(neighbours) + 1)  # the watched model is not always the first of the batch
+        models = [*neighbours[:place], watched, *neighbours[place:]]
+        ops = [
+            _operation(model_id, model_id == watched, index, step, company, vocab_size)
+            for index, model_id in enumerate(models)
+        ]
+        (output,) = succeeded([driver.backend.forward_backward(ops)[place]])
+        losses.append(output.metrics["loss:sum"])
+        logprobs.append(list(logprobs_of(output)))
+        driver.backend.optim_step(
+            [
+                OptimStep(model_id=m, adam=AdamParams(learning_rate=1e-2) if m == watched else _adam(company, index))
+                for index, m in enumerate(models)
+            ]
+        )
+    curve = Curve(losses=losses, logprobs=logprobs, final=driver.state(watched))
+    for model_id in (watched, *neighbours):
+        driver.unload(model_id)
+    return curve
+
+
+def _neighbour(driver: ModelDriver, index: int, limit: int) -> str:
+    return driver.create_trained(rank=min(limit, (1, 8, 2, 16, 4)[index % 5]), seed=50 + index)
+
+
+def _adam(company: Company, index: int) -> AdamParams:
+    return company.adam or AdamParams(learning_rate=10.0 ** -(1 + index % 4))
+
+
+def _operation(
+    model_id: str, watched: bool, index: int, step: int, company: Company, vocab_size: int
+) -> ForwardBackward:
+    if watched:
+        return ForwardBackward(model_id=model_id, data=tuple(ragged_data(40 + step % 2, vocab_size, (7, 33))))
+    data = [random_datum(60 + 7 * index + step % 3, 1 + (13 * index + 5 * step) % 60, vocab_size)]
+    if company.poisoned:
+        data = [_nan(datum) for datum in data]
+    return ForwardBackward(model_id=model_id, data=tuple(data))
+
+
+def _poison(driver: ModelDriver, model_id: str, data: list[Datum]) -> None:
+    """Whether the backend refuses NaN weights or computes with them is its own affair."""
+    op = ForwardBackward(model_id=model_id, data=tuple(_nan(datum) for datum in data))
+    driver.backend.forward_backward([op])
+
+
+def _nan(datum: Datum) -> Datum:
+    return with_inputs(datum, weights=np.full_like(datum.loss_inputs["weights"], np.nan))

@@ -1,0 +1,124 @@
+"""The contract of accumulation and optim_step: gradients add up, a step is torch's AdamW, and clears them."""
+
+import numpy as np
+import pytest
+
+from tinsmith.backend import ModelState
+from tinsmith.operations import AdamParams, ForwardBackward, OptimStep
+from tinsmith.testing.contract import assert_close_arrays, assert_same_arrays, assert_same_numbers, norm
+from tinsmith.testing.model_driver import ModelDriver, ragged_data, succeeded
+from tinsmith.testing.reference import AdamState, adamw_step
+from tinsmith.testing.training_suite import TrainingSuite
+
+_STEPS = {
+    "plain": AdamParams(learning_rate=1e-2),
+    "clipped": AdamParams(learning_rate=1e-2, grad_clip_norm=0.1),
+    "not clipped": AdamParams(learning_rate=1e-2, grad_clip_norm=1e9),
+    "weight decay": AdamParams(learning_rate=1e-2, weight_decay=0.5),
+    "other betas": AdamParams(learning_rate=1e-2, beta1=0.5, beta2=0.7),
+    "large eps": AdamParams(learning_rate=1e-2, eps=0.1),
+    "all": AdamParams(learning_rate=3e-3, beta1=0.8, beta2=0.9, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5),
+}
+
+
+class OptimizerContract(TrainingSuite):
+    def test_gradients_add_up(self, driver: ModelDriver) -> None:
+        """Two calls leave the gradient that one call with both data leaves, and make the same step."""
+        first, second = (ragged_data(seed, driver.capabilities.vocab_size) for seed in (20, 21))
+        one, two = driver.create_trained(), driver.create_trained()
+        driver.forward_backward(one, first + second)
+        driver.forward_backward(two, first)
+        partial = norm(driver.state(two).gradients)
+        driver.forward_backward(two, second)
+        assert norm(driver.state(two).gradients) != partial
+        self._assert_same(driver, two, one, "two calls against one")
+        driver.optim_step(one)
+        driver.optim_step(two)
+        self._assert_same(driver, two, one, "the step after two calls against that after one")
+
+    def test_step_applies_and_clears(self, driver: ModelDriver) -> None:
+        model_id = driver.create_trained()
+        before = driver.state(model_id)
+        driver.forward_backward(model_id, ragged_data(22, driver.capabilities.vocab_size))
+        driver.optim_step(model_id)
+        after = driver.state(model_id)
+        assert after.gradients == {}
+        assert after.step == 1
+        assert all(not np.array_equal(after.weights[name], before.weights[name]) for name in before.weights)
+
+    def test_step_without_gradient_is_a_step_with_zero(self, driver: ModelDriver) -> None:
+        model_id = driver.create_trained()
+        before = driver.state(model_id)
+        driver.optim_step(model_id)
+        after = driver.state(model_id)
+        assert after.step == 1
+        assert_same_arrays(after.weights, before.weights, "weights after a step without gradient or decay")
+        driver.forward_backward(model_id, ragged_data(23, driver.capabilities.vocab_size))
+        driver.optim_step(model_id)
+        moving = driver.state(model_id)
+        driver.optim_step(model_id)
+        assert norm(driver.state(model_id).adam_m) < norm(moving.adam_m), "moments decay"
+
+    @pytest.mark.parametrize("kind", _STEPS)
+    def test_step_is_adamw(self, driver: ModelDriver, kind: str) -> None:
+        """Three steps, each against the oracle's step from where the backend stood."""
+        model_id = driver.create_trained()
+        for seed in (24, 25, 26):
+            driver.forward_backward(model_id, ragged_data(seed, driver.capabilities.vocab_size))
+            before = driver.state(model_id)
+            driver.optim_step(model_id, _STEPS[kind])
+            after = driver.state(model_id)
+            expected = adamw_step(_adam_state(before), before.gradients, _STEPS[kind])
+            moved = {name: after.weights[name] - before.weights[name].astype(np.float64) for name in after.weights}
+            should = {name: expected.weights[name] - before.weights[name] for name in after.weights}
+            assert after.step == expected.step
+            assert_close_arrays(moved, should, 1e-5, "the step")
+            assert_close_arrays(after.adam_m, expected.m, 1e-5, "the first moment")
+            assert_close_arrays(after.adam_v, expected.v, 1e-5, "the second moment")
+
+    def test_hyper_parameters_belong_to_one_step(self, driver: ModelDriver) -> None:
+        """A step's learning rate, decay or clipping leaves no trace in the next one."""
+        data = ragged_data(27, driver.capabilities.vocab_size)
+        plain, odd = driver.create_trained(), driver.create_trained()
+        for model_id, adam in ((plain, AdamParams(learning_rate=0.0)), (odd, AdamParams(learning_rate=0.0, eps=1.0))):
+            driver.forward_backward(model_id, data)
+            driver.optim_step(model_id, adam)
+            driver.forward_backward(model_id, data)
+            driver.optim_step(model_id, AdamParams(learning_rate=1e-3))
+        self._assert_same(driver, odd, plain, "the step after one with another eps")
+
+    def test_one_call_steps_several_models(self, driver: ModelDriver) -> None:
+        """Each with its own hyper-parameters; a model that is not named stays as it is, its gradient pending."""
+        data = ragged_data(28, driver.capabilities.vocab_size)
+        models = [driver.create_trained(seed=seed) for seed in range(3)]
+        alone = [driver.create_trained(seed=seed) for seed in range(3)]
+        adams = [_STEPS["clipped"], _STEPS["weight decay"], _STEPS["plain"]]
+        ops = [ForwardBackward(model_id=model_id, data=tuple(data)) for model_id in (*models, *alone)]
+        succeeded(driver.backend.forward_backward(ops))
+        steps = [OptimStep(model_id=m, adam=a) for m, a in zip(models, adams, strict=True)]
+        before = driver.state(models[2])
+        assert len(driver.backend.optim_step(steps[:2])) == 2
+        assert_same_arrays(driver.state(models[2]).gradients, before.gradients, "the gradient of the third model")
+        assert_same_arrays(driver.state(models[2]).weights, before.weights, "the weights of the third model")
+        driver.backend.optim_step(steps[2:])
+        for together, single, adam in zip(models, alone, adams, strict=True):
+            driver.optim_step(single, adam)
+            self._assert_same(driver, together, single, "a model stepped with others against one stepped alone")
+
+    @staticmethod
+    def _assert_same(driver: ModelDriver, actual_id: str, expected_id: str, what: str) -> None:
+        actual, expected = driver.state(actual_id), driver.state(expected_id)
+        assert actual.gradients.keys() == expected.gradients.keys()
+        for part in ("weights", "gradients"):
+            for name, array in getattr(expected, part).items():
+                assert_same_numbers(driver.capabilities, getattr(actual, part)[name], array, f"{what}: {part} {name}")
+
+
+def _adam_state(state: ModelState) -> AdamState:
+    zeros = {name: np.zeros(array.shape) for name, array in state.weights.items()}
+    return AdamState(
+        weights={name: array.astype(np.float64) for name, array in state.weights.items()},
+        m={name: array.astype(np.float64) for name, array in state.adam_m.items()} or zeros,
+        v={name: array.astype(np.float64) for name, array in state.adam_v.items()} or zeros,
+        step=state.step,
+    )
