@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import yaml
 
@@ -20,6 +20,14 @@ ENV_NESTING: Final = "__"
 CONFIG_VARIABLE: Final = "TINSMITH_CONFIG"
 
 KeyPath = tuple[str | int, ...]
+
+
+class Flag(NamedTuple):
+    """A setting from the command line: its key, its text, and the option as typed."""
+
+    key: str
+    text: str
+    option: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +113,11 @@ def environment_path(name: str) -> KeyPath | None:
     return tuple(_segment(part.lower()) for part in name.removeprefix(ENV_PREFIX).split(ENV_NESTING))
 
 
-def read_flags(layers: Layers, flags: Iterable[tuple[str, str]]) -> None:
-    """Add flags as (key, text), for instance ("server.port", "8001")."""
-    for key, text in flags:
-        layers.put_tree(parse_key(key), parse_text(text, source=f"--{key}"), f"--{key}")
+def read_flags(layers: Layers, flags: Iterable[Flag]) -> None:
+    """Add flags; a later one wins."""
+    for key, text, option in flags:
+        source = option or f"--{key}"
+        layers.put_tree(parse_key(key), parse_text(text, source=source), source)
 
 
 def parse_key(key: str) -> KeyPath:

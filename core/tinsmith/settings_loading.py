@@ -20,6 +20,7 @@ from tinsmith.setting_sources import (
     CONFIG_VARIABLE,
     ENV_NESTING,
     ENV_PREFIX,
+    Flag,
     KeyPath,
     Layers,
     environment_path,
@@ -45,7 +46,7 @@ def load_settings(
     *,
     file: Path | None = None,
     environ: Mapping[str, str],
-    flags: Iterable[tuple[str, str]] = (),
+    flags: Iterable[Flag] = (),
 ) -> Settings:
     """Return settings in which every model has its backend named, and its path found where the backend needs one.
 

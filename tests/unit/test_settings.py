@@ -8,6 +8,7 @@ from pydantic import Field
 import tinsmith
 from tinsmith.errors import ConfigError
 from tinsmith.plugins import Plugins
+from tinsmith.setting_sources import Flag
 from tinsmith.settings import Settings
 from tinsmith.settings_loading import is_loopback, load_settings
 
@@ -56,14 +57,18 @@ models:
 """
 
 
+def load(plugins: Plugins, *, flags=(), **sources) -> Settings:
+    return load_settings(plugins, flags=[Flag(*flag) for flag in flags], **sources)
+
+
 def failure(plugins: Plugins, file: Path | None = None, environ=None, flags=()) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_settings(plugins, file=file, environ=environ or {}, flags=flags)
+        load(plugins, file=file, environ=environ or {}, flags=flags)
     return str(caught.value)
 
 
 def test_a_file(plugins: Plugins, write) -> None:
-    settings = load_settings(plugins, file=write(GOOD), environ={})
+    settings = load(plugins, file=write(GOOD), environ={})
     assert settings.server.port == 8100
     assert settings.server.data_dir == Path.cwd() / "state"
     assert settings.models[0].backend is not None
@@ -72,7 +77,7 @@ def test_a_file(plugins: Plugins, write) -> None:
 
 
 def test_the_file_may_be_named_by_the_environment(plugins: Plugins, write) -> None:
-    settings = load_settings(plugins, environ={"TINSMITH_CONFIG": str(write(GOOD))})
+    settings = load(plugins, environ={"TINSMITH_CONFIG": str(write(GOOD))})
     assert settings.models[0].name == "tiny"
 
 
@@ -80,17 +85,17 @@ def test_precedence_is_flags_then_environment_then_file_then_defaults(plugins: P
     file = write(GOOD)
     environ = {"TINSMITH_SERVER__PORT": "8200", "TINSMITH_MODELS__0__BACKEND__MAX_LORA_RANK": "5"}
     flags = [("server.port", "8300")]
-    assert load_settings(plugins, file=file, environ=environ, flags=flags).server.port == 8300
-    assert load_settings(plugins, file=file, environ=environ).server.port == 8200
-    assert load_settings(plugins, file=file, environ={}).server.port == 8100
-    assert load_settings(plugins, environ={}, flags=[("models", "[{name: a, backend: {plugin: gauge}}]")]).server == (
+    assert load(plugins, file=file, environ=environ, flags=flags).server.port == 8300
+    assert load(plugins, file=file, environ=environ).server.port == 8200
+    assert load(plugins, file=file, environ={}).server.port == 8100
+    assert load(plugins, environ={}, flags=[("models", "[{name: a, backend: {plugin: gauge}}]")]).server == (
         Settings().server.model_copy(update={"data_dir": Path("~/.tinsmith").expanduser()})
     )
 
 
 def test_one_key_of_a_list_item_can_be_replaced_and_the_rest_stays(plugins: Plugins, write) -> None:
     environ = {"TINSMITH_MODELS__0__NAME": "renamed"}
-    [model] = load_settings(plugins, file=write(GOOD), environ=environ).models
+    [model] = load(plugins, file=write(GOOD), environ=environ).models
     assert model.name == "renamed"
     assert model.backend is not None
     assert model.backend.options() == {"max_lora_rank": 4}
@@ -98,7 +103,7 @@ def test_one_key_of_a_list_item_can_be_replaced_and_the_rest_stays(plugins: Plug
 
 def test_a_whole_list_can_be_given_as_json_and_replaces_the_files(plugins: Plugins, write) -> None:
     environ = {"TINSMITH_MODELS": '[{"name": "other", "backend": {"plugin": "gauge"}}]'}
-    [model] = load_settings(plugins, file=write(GOOD), environ=environ).models
+    [model] = load(plugins, file=write(GOOD), environ=environ).models
     assert model.name == "other"
     assert model.backend is not None
     assert model.backend.options() == {}
@@ -176,7 +181,7 @@ def test_an_unknown_key_in_a_variable(plugins: Plugins, write) -> None:
 
 
 def test_a_plugins_own_variable_is_left_alone(plugins: Plugins, write) -> None:
-    assert load_settings(plugins, file=write(GOOD), environ={"TINSMITH_WEATHER_STATION": "7"})
+    assert load(plugins, file=write(GOOD), environ={"TINSMITH_WEATHER_STATION": "7"})
 
 
 def test_other_addresses_need_keys(plugins: Plugins, write) -> None:
@@ -185,7 +190,7 @@ def test_other_addresses_need_keys(plugins: Plugins, write) -> None:
     assert "--server.host: server.host: refused" in message
     assert "add `server.api_keys`, or listen on 127.0.0.1" in message
     keys = [("server.host", "0.0.0.0"), ("server.api_keys", "[{key: tml-abc, tenant: alice}]")]
-    assert load_settings(plugins, file=file, environ={}, flags=keys).server.api_keys[0].tenant == "alice"
+    assert load(plugins, file=file, environ={}, flags=keys).server.api_keys[0].tenant == "alice"
 
 
 @pytest.mark.parametrize(
@@ -208,10 +213,10 @@ def test_keys_that_the_sdk_refuses_are_refused_and_never_shown(plugins: Plugins,
 def test_a_model_directory_is_found_by_name_or_path(plugins: Plugins, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     flags = [("models.0.name", str(tmp_path)), ("models.0.backend.plugin", "pathy")]
-    [model] = load_settings(plugins, environ={}, flags=flags).models
+    [model] = load(plugins, environ={}, flags=flags).models
     assert model.path == tmp_path
     flags = [("models.0.name", "x/y"), ("models.0.path", str(tmp_path)), ("models.0.backend.plugin", "pathy")]
-    [model] = load_settings(plugins, environ={}, flags=flags).models
+    [model] = load(plugins, environ={}, flags=flags).models
     assert model.path == tmp_path
 
 
@@ -226,7 +231,7 @@ def test_a_model_is_found_in_the_hugging_face_cache(
     (repository / "refs" / "main").write_text("abc123")
     (snapshot / "config.json").write_text("{}")
     flags = [("models.0.name", "Maker/Tiny"), ("models.0.backend.plugin", "pathy")]
-    [model] = load_settings(plugins, environ={}, flags=flags).models
+    [model] = load(plugins, environ={}, flags=flags).models
     assert model.path == snapshot
 
 

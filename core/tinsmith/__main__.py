@@ -1,0 +1,5 @@
+"""`python -m tinsmith` is the command line."""
+
+from tinsmith.cli import app
+
+app()

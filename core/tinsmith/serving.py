@@ -1,0 +1,209 @@
+"""Run a server: lock the data directory, open the store, supervise the engines, answer HTTP, and stop in order."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+from rich.console import Console
+
+from tinsmith.data_dir_lock import DataDirLock
+from tinsmith.errors import ConfigError
+from tinsmith.events import ServerStarted, ServerStopping
+from tinsmith.housekeeping import Housekeeping
+from tinsmith.plugins import Plugins
+from tinsmith.server.app import begin_shutdown, create_app
+from tinsmith.settings import ServerSettings, Settings
+from tinsmith.startup_display import EngineDisplay, show_banner
+from tinsmith.store import EngineState, RequestStore, StoreContext
+from tinsmith.supervisor import Supervisor
+
+_EXIT_INTERRUPTED: Final = 130
+_GRACE_S: Final = 10  # for answers under way when the server stops
+_LOADING_REFRESH_S: Final = 0.2
+_WATCH_REFRESH_S: Final = 2.0
+_BACKLOG: Final = 2048
+
+_log = logging.getLogger(__name__)
+
+
+def serve(settings: Settings, plugins: Plugins) -> None:
+    """Serve until SIGINT or SIGTERM; a second one stops at once. Raise ConfigError where it cannot start."""
+    configure_logging(settings.server.log_level)
+    with DataDirLock(settings.server.data_dir) as lock:
+        listener = listen(settings.server)
+        url = _url(settings.server, listener)
+        with listener:
+            uvloop.run(_serve(settings, plugins, listener, url, lock))
+
+
+def configure_logging(level: str) -> None:
+    """Send log lines to stderr, with time and origin."""
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
+    )
+    for noisy in ("uvicorn", "httpx", "alembic", "aiosqlite"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def listen(server: ServerSettings) -> socket.socket:
+    """Bind the address, so that a port in use is known before anything is loaded."""
+    try:
+        [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
+            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        msg = f"server.host: {server.host!r} is not an address of this machine: {error.strerror}"
+        raise ConfigError(msg) from error
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(_bind_failure(server, error)) from error
+    return listener
+
+
+def _bind_failure(server: ServerSettings, error: OSError) -> str:
+    match error.errno:
+        case errno.EADDRINUSE:
+            remedy = "choose another with --port, or --port 0 for a free one"
+            return f"server.port: {server.port} is in use on {server.host}; {remedy}"
+        case errno.EACCES:
+            return f"server.port: {server.port} needs privileges; choose one above 1023"
+        case _:
+            return f"server.host: cannot listen on {server.host!r}: {error.strerror}; use an address of this machine"
+
+
+def _url(server: ServerSettings, listener: socket.socket) -> str:
+    if server.public_url:
+        return server.public_url.rstrip("/")
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)  # noqa: S104 - compared, not bound
+    port = listener.getsockname()[1]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def _serve(settings: Settings, plugins: Plugins, listener: socket.socket, url: str, lock: DataDirLock) -> None:
+    store = _create_store(settings, plugins)
+    await store.open()
+    try:
+        app = create_app(settings, store=store, plugins=plugins)
+        http = _HttpServer(app, settings)
+        supervisor = Supervisor(settings, store)
+        console = Console(stderr=True)
+        show_banner(console, settings, plugins, url)
+        with _signals(http, supervisor):
+            await supervisor.start()
+            try:
+                async with asyncio.TaskGroup() as beside:
+                    tasks = [
+                        beside.create_task(_housekeeping(settings, store)),
+                        beside.create_task(_show_engines(console, settings, store)),
+                        beside.create_task(_announce(http, settings, plugins, url, lock)),
+                    ]
+                    await http.serve([listener])
+                    for task in tasks:
+                        task.cancel()
+            finally:
+                plugins.server_stopping(ServerStopping(url=url))
+                await supervisor.stop()
+    finally:
+        await store.close()
+
+
+def _create_store(settings: Settings, plugins: Plugins) -> RequestStore:
+    spec = plugins.store(settings.store.plugin)
+    config = spec.config.model_validate(settings.store.options())
+    return spec.create(config, StoreContext(data_dir=settings.server.data_dir))
+
+
+async def _housekeeping(settings: Settings, store: RequestStore) -> None:
+    await Housekeeping(settings.server, store, settings.server.data_dir / "checkpoints").run()
+
+
+async def _announce(http: _HttpServer, settings: Settings, plugins: Plugins, url: str, lock: DataDirLock) -> None:
+    await http.answering.wait()
+    lock.describe(url=url)
+    plugins.server_started(ServerStarted(url=url, base_models=tuple(model.name for model in settings.models)))
+
+
+async def _show_engines(console: Console, settings: Settings, store: RequestStore) -> None:
+    """Show what the engines report: closely while something loads, now and then afterwards."""
+    names = tuple(model.name for model in settings.models)
+    display = EngineDisplay(console, names)
+    try:
+        while True:
+            records = [record for record in await store.list_engines() if record.base_model in names]
+            display.update(records)
+            settled = len(records) == len(names) and all(
+                record.state in (EngineState.READY, EngineState.FAILED) for record in records
+            )
+            await asyncio.sleep(_WATCH_REFRESH_S if settled else _LOADING_REFRESH_S)
+    finally:
+        display.close()
+
+
+class _HttpServer(uvicorn.Server):
+    """Uvicorn without its signal handling; ends long polls before it waits for answers under way."""
+
+    def __init__(self, app: FastAPI, settings: Settings) -> None:
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+        super().__init__(config)
+        self._app = app
+        self.answering = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # `_signals` has them
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.answering.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        begin_shutdown(self._app)
+        await super().shutdown(sockets)
+
+
+@contextmanager
+def _signals(http: _HttpServer, supervisor: Supervisor) -> Iterator[None]:
+    """First signal: stop in order. Second: kill the engines and leave."""
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        if http.should_exit:
+            supervisor.kill()
+            os._exit(_EXIT_INTERRUPTED)
+        http.should_exit = True
+        print("\nstopping; press Ctrl-C again to stop at once", file=sys.stderr, flush=True)  # noqa: T201 - for people
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,103 @@
+"""What `tinsmith serve` shows: what it serves and where, how to connect, and how far each model has come."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.spinner import Spinner
+from rich.table import Table
+
+from tinsmith.plugins import Plugins
+from tinsmith.settings import ModelSettings, Settings
+from tinsmith.store import EngineRecord, EngineState
+
+
+def show_banner(console: Console, settings: Settings, plugins: Plugins, url: str) -> None:
+    """Say what is being started, from where, and the two lines that connect to it."""
+    grid = Table.grid(padding=(0, 2))
+    for model in settings.models:
+        grid.add_row("model", f"[bold]{escape(model.name)}[/]")
+        grid.add_row("", f"from {escape(str(model.path or 'the backend itself'))}, {escape(_runs_on(model))}")
+    grid.add_row("store", escape(f"{settings.store.plugin}, data in {settings.server.data_dir}"))
+    grid.add_row("keys", _keys(settings))
+    grid.add_row("url", f"[bold]{url}[/]   (api docs {url}/docs, readiness {url}/readyz, metrics {url}/metrics)")
+    broken = [row.name for row in plugins.report() if row.error]
+    if broken:
+        grid.add_row("broken", escape(f"plugins {', '.join(broken)}; see `tinsmith plugins`"))
+    console.print(f"[bold]tinsmith {version('tinsmith')}[/]")
+    console.print(grid)
+    console.print("\nConnect:\n")
+    for line in connecting_lines(settings, url):
+        console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
+    console.print()
+
+
+def connecting_lines(settings: Settings, url: str) -> tuple[str, str]:
+    """Return two lines of Python that give a training client."""
+    key = 'os.environ["TINKER_API_KEY"]' if settings.server.api_keys else '"tml-local"'
+    first = "import os, tinker" if settings.server.api_keys else "import tinker"
+    service = f'tinker.ServiceClient(base_url="{url}", api_key={key})'
+    name = settings.models[0].name
+    return first, f'client = {service}.create_lora_training_client(base_model="{name}", rank=16)'
+
+
+def _runs_on(model: ModelSettings) -> str:
+    backend = model.backend.plugin if model.backend else "the default backend"
+    sampler = f", sampled by {model.sampler.plugin}" if model.sampler else ""
+    return f"trained by {backend}{sampler}"
+
+
+def _keys(settings: Settings) -> str:
+    keys = settings.server.api_keys
+    return f"{len(keys)} configured" if keys else "any that starts with tml- (this machine only)"
+
+
+class EngineDisplay:
+    """Shows what engines report: live rows on a terminal while something loads, one line per change elsewhere."""
+
+    def __init__(self, console: Console, base_models: tuple[str, ...]) -> None:
+        self._console = console
+        self._base_models = base_models
+        self._shown: dict[str, str] = {}
+        self._live: Live | None = None
+
+    def update(self, records: list[EngineRecord]) -> None:
+        """Show the records as they are now."""
+        by_model = {record.base_model: record for record in records if record.base_model in self._base_models}
+        for name, record in by_model.items():
+            settled = record.state in (EngineState.READY, EngineState.FAILED, EngineState.RESTARTING)
+            line = _line(record)
+            key = line if settled or not self._console.is_terminal else record.state
+            if self._shown.get(name) != key and (settled or not self._console.is_terminal):
+                self._console.print(line, highlight=False)
+            self._shown[name] = key
+        self._update_live([by_model[name] for name in self._base_models if name in by_model])
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _update_live(self, records: list[EngineRecord]) -> None:
+        busy = [record for record in records if record.state in (EngineState.STARTING, EngineState.LOADING)]
+        if not busy or not self._console.is_terminal:
+            self.close()
+            return
+        rows = Table.grid(padding=(0, 1))
+        for record in busy:
+            rows.add_row(Spinner("dots"), _line(record))
+        if self._live is None:
+            self._live = Live(rows, console=self._console, transient=True)
+            self._live.start()
+        else:
+            self._live.update(rows)
+
+
+def _line(record: EngineRecord) -> str:
+    share = "" if record.progress is None or record.state is EngineState.READY else f" {record.progress:.0%}"
+    detail = f": {escape(record.detail)}" if record.detail else ""
+    colour = {EngineState.READY: "green", EngineState.FAILED: "red", EngineState.RESTARTING: "yellow"}
+    return f"[{colour.get(record.state, 'cyan')}]{record.state}[/] {escape(record.base_model)}{detail}{share}"
