@@ -112,7 +112,7 @@ def _runnable_in_order(session: Session, base_model: str) -> list[_Place]:
     for _, rows in groupby(session.connection().execute(query), key=lambda row: row[0]):
         arrived = 0
         for number, (_, operation_id, tenant, state, seq_id, next_seq_id) in enumerate(rows):
-            if seq_id != next_seq_id + number:
+            if operation_id is None or seq_id != next_seq_id + number:
                 break
             arrived = max(arrived, operation_id)
             if state == OperationState.QUEUED:

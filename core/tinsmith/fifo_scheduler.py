@@ -1,0 +1,25 @@
+"""The plainest scheduler: the oldest operation, alone. For comparison, and for finding out whether merging matters."""
+
+from collections.abc import Mapping, Sequence
+
+from tinsmith.backend import BackendConfig
+from tinsmith.scheduler import Batch, Limits, Pending, Scheduler
+
+
+class FifoConfig(BackendConfig):
+    """The `scheduler:` section where `plugin: fifo`: nothing to set."""
+
+
+class FifoScheduler(Scheduler):
+    def __init__(self, config: FifoConfig) -> None:
+        del config
+
+    def plan(self, pending: Sequence[Pending], *, limits: Limits, now_s: float, memory: Mapping[str, float]) -> Batch:
+        del limits, now_s, memory
+        heads: dict[str, Pending] = {}
+        for each in sorted(pending, key=lambda each: each.seq_id):
+            heads.setdefault(each.model_id, each)
+        if not heads:
+            return Batch()
+        oldest = min(heads.values(), key=lambda each: (each.enqueued_at_s, each.model_id))
+        return Batch(kind=oldest.kind, request_ids=(oldest.request_id,))

@@ -1,0 +1,14 @@
+from tinsmith.fair_scheduler import FairConfig, FairScheduler
+from tinsmith.fifo_scheduler import FifoConfig, FifoScheduler
+from tinsmith.scheduler import Scheduler
+from tinsmith.testing.scheduler_contract import SchedulerContract
+
+
+class TestFairScheduler(SchedulerContract):
+    def make_scheduler(self) -> Scheduler:
+        return FairScheduler(FairConfig())
+
+
+class TestFifoScheduler(SchedulerContract):
+    def make_scheduler(self) -> Scheduler:
+        return FifoScheduler(FifoConfig())
