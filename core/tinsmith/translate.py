@@ -204,6 +204,9 @@ def load_weights(request: wire.LoadWeightsRequest) -> ops.LoadState:
     if request.base_model is not None:
         msg = f"base_model {request.base_model!r} is not allowed with model_id; an existing model keeps its own"
         raise UnsupportedError(msg)
+    if request.user_metadata:
+        msg = "user_metadata is not allowed with model_id; an existing model keeps its own"
+        raise UnsupportedError(msg)
     return ops.LoadState(model_id=request.model_id or "", path=request.path, load_optimizer=request.optimizer)
 
 

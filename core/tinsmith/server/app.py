@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinsmith.builtin.api_keys import ApiKeys
 from tinsmith.errors import PluginError
 from tinsmith.plugins import Plugins
-from tinsmith.server import error_answers, futures, runs, sampling, service, sessions, training, weights
+from tinsmith.server import error_answers, futures, not_offered, runs, sampling, service, sessions, training, weights
 from tinsmith.server.bodies import BodyLimit
 from tinsmith.server.context import Engines, Metrics, ServerContext
 from tinsmith.server.signed_urls import UrlSigner
@@ -17,7 +17,7 @@ from tinsmith.settings import Settings
 from tinsmith.store import RequestStore
 
 API_PREFIX = "/api/v1"
-_ROUTERS = (service, sessions, training, weights, sampling, futures, runs)
+_ROUTERS = (not_offered, service, sessions, training, weights, sampling, futures, runs)
 
 
 def create_app(settings: Settings, *, store: RequestStore, plugins: Plugins) -> FastAPI:

@@ -3,7 +3,6 @@
 import asyncio
 from dataclasses import replace
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
@@ -179,12 +178,10 @@ async def external_weights_urls(
     files = await asyncio.to_thread(checkpoints.checkpoint_files, context.checkpoint_root, record.directory)
     base = (context.settings.server.public_url or str(request.base_url)).rstrip("/")
     expires = context.now() + _LINK_LIFETIME
-    directory = context.checkpoint_root / record.directory
     urls: dict[str, str] = {}
     for file in files:
-        relative = file.relative_to(directory).as_posix()
-        signed = context.signer.url_path(f"{record.directory}/{relative}", expires)
-        urls[relative] = f"{base}/api/v1/files/{signed}"
+        signed = context.signer.url_path(f"{record.directory}/{file.name}", expires)
+        urls[file.name] = f"{base}/api/v1/files/{signed}"
     return wire.ExternalWeightsUrls(urls=urls, expires=expires)
 
 
@@ -195,7 +192,9 @@ files_router = APIRouter(tags=["runs and checkpoints"])
 async def get_file(stamp: int, signature: str, name: str, context: Context) -> FileResponse:
     """The signature stands for the key; only files that `external_weights_urls` has listed have one."""
     context.signer.check(name, stamp, signature, context.now())
-    file: Path = context.checkpoint_root / name
-    if not await asyncio.to_thread(file.is_file):
-        raise NotFoundError(missing("file", name))
-    return FileResponse(file, media_type="application/octet-stream")
+    directory, _, file_name = name.rpartition("/")
+    files = await asyncio.to_thread(checkpoints.checkpoint_files, context.checkpoint_root, directory)
+    for file in files:
+        if file.name == file_name:
+            return FileResponse(file, media_type="application/octet-stream")
+    raise NotFoundError(missing("file", name))

@@ -7,7 +7,6 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from tinsmith import translate, wire
-from tinsmith.errors import UnsupportedError
 from tinsmith.server.auth import Caller
 from tinsmith.server.context import Context
 from tinsmith.store import EngineRecord, EngineState
@@ -69,20 +68,6 @@ async def api_key_me(caller: Caller) -> wire.ApiKeyInfo:
             org_details=wire.OrgDetails(name=caller.tenant), user_details=wire.UserDetails(email=name)
         ),
     )
-
-
-@router.delete("/auth/apikey/me")
-async def delete_api_key(caller: Caller) -> Response:
-    del caller
-    msg = "API keys are part of this server's configuration (server.api_keys); remove it there"
-    raise UnsupportedError(msg)
-
-
-@router.post("/auth/token")
-async def auth_token(caller: Caller) -> Response:
-    del caller
-    msg = "this server does not exchange API keys for tokens; use the key itself"
-    raise UnsupportedError(msg)
 
 
 @open_router.get("/healthz")

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 
 from tinsmith import operations as ops
 from tinsmith import translate, wire
-from tinsmith.errors import UnsupportedError, UserError
+from tinsmith.errors import UserError
 from tinsmith.principal import Principal
 from tinsmith.server.auth import Caller, own_run, own_session, readable_checkpoint
 from tinsmith.server.context import Context, ServerContext
@@ -112,17 +112,3 @@ async def weights_info(body: wire.WeightsInfoRequest, caller: Caller, context: C
         train_mlp=lora.train_mlp,
         train_attn=lora.train_attn,
     )
-
-
-@router.post("/copy_weights")
-async def copy_weights(caller: Caller) -> wire.Submitted:
-    del caller
-    msg = "copy_weights is not offered; publish the checkpoint, or load it and save it again"
-    raise UnsupportedError(msg)
-
-
-@router.post("/create_custom_loss")
-async def create_custom_loss(caller: Caller) -> wire.Submitted:
-    del caller
-    msg = "create_custom_loss is not offered; use forward_backward_custom, which runs the loss in the client"
-    raise UnsupportedError(msg)

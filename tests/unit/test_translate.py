@@ -1,0 +1,354 @@
+"""Requests, encoded by the SDK itself where it has an encoder, to operations."""
+
+import numpy as np
+import pytest
+import tinker
+from tinker.proto import tinker_public_pb2 as sdk_pb
+from tinker.proto.request_conv import forward_backward_request_to_proto
+
+from tinsmith import operations as ops
+from tinsmith import translate, wire
+from tinsmith.errors import CapacityError, UnsupportedError, UserError
+from tinsmith.proto import tinker_public_pb2 as pb
+
+MODEL = "s:train:0"
+
+
+def datum(tokens: list[int], **inputs: object) -> tinker.Datum:
+    return tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+
+
+def encoded(data: list[tinker.Datum], **fields: object) -> pb.ForwardBackwardRequest:
+    request = tinker.types.ForwardBackwardRequest(
+        forward_backward_input=tinker.types.ForwardBackwardInput(
+            data=data, loss_fn=fields.pop("loss_fn", "cross_entropy"), loss_fn_config=fields.pop("loss_fn_config", None)
+        ),
+        model_id=MODEL,
+        seq_id=1,
+    )
+    message = forward_backward_request_to_proto(request, **fields)
+    return translate.parse_forward_backward(message.SerializeToString())
+
+
+def test_the_sdks_bytes_become_an_operation() -> None:
+    request = encoded([datum([1, 2, 3], target_tokens=[2, 3, 4], weights=[0.0, 1.0, -2.5])])
+    operation = translate.forward_backward(request)
+    assert type(operation) is ops.ForwardBackward
+    assert operation.model_id == MODEL
+    assert operation.loss_fn == "cross_entropy"
+    (only,) = operation.data
+    np.testing.assert_array_equal(only.tokens_T, np.array([1, 2, 3], np.int32))
+    assert only.loss_inputs["target_tokens"].dtype == np.int64
+    np.testing.assert_array_equal(only.loss_inputs["weights"], np.array([0, 1, -2.5], np.float32))
+
+
+def test_several_text_chunks_are_one_input() -> None:
+    message = pb.ForwardBackwardRequest(model_id=MODEL, seq_id=1, loss_fn="cross_entropy")
+    one = message.data.add()
+    for tokens in ([1, 2], [], [3]):
+        one.model_input.add(encoded_text=pb.EncodedTextChunk(tokens=np.array(tokens, "<i4").tobytes()))
+    np.testing.assert_array_equal(translate.forward_backward(message).data[0].tokens_T, [1, 2, 3])
+
+
+def test_maps_are_sorted_so_that_repeats_are_equal() -> None:
+    config = {"clip_high_threshold": 1.2, "clip_low_threshold": 0.8}
+    one = translate.forward_backward(
+        encoded([datum([1], target_tokens=[1], logprobs=[0.0], advantages=[1.0])], loss_fn="ppo", loss_fn_config=config)
+    )
+    two = translate.forward_backward(
+        encoded(
+            [datum([1], advantages=[1.0], logprobs=[0.0], target_tokens=[1])],
+            loss_fn="ppo",
+            loss_fn_config=dict(reversed(config.items())),
+        )
+    )
+    assert list(one.data[0].loss_inputs) == list(two.data[0].loss_inputs) == ["advantages", "logprobs", "target_tokens"]
+    assert one.loss_fn_config == config
+    assert translate.digest(one) == translate.digest(two)
+
+
+def test_forward_only_is_another_operation() -> None:
+    message = encoded([datum([1], target_tokens=[1], weights=[1.0])])
+    backward = translate.forward_backward(message)
+    message.forward_only = True
+    forward = translate.forward_backward(message)
+    assert type(forward) is ops.Forward
+    assert translate.digest(forward) != translate.digest(backward)
+
+
+def test_sparse_targets_become_dense() -> None:
+    torch = pytest.importorskip("torch")
+    targets = torch.zeros((4, 50), dtype=torch.int64)
+    targets[2, 7] = 11
+    weights = torch.zeros((4, 50))
+    weights[2, 7] = 0.5
+    message = encoded([datum([1, 2, 3, 4], target_tokens=targets, weights=weights)])
+    assert message.data[0].loss_fn_inputs["target_tokens"].WhichOneof("encoding") == "sparse_csr"
+    inputs = translate.forward_backward(message).data[0].loss_inputs
+    np.testing.assert_array_equal(inputs["target_tokens"], targets.numpy())
+    np.testing.assert_array_equal(inputs["weights"], weights.numpy())
+
+
+def test_spans_are_accepted_and_change_nothing() -> None:
+    plain = pb.ForwardBackwardRequest(model_id=MODEL, seq_id=1, loss_fn="cross_entropy")
+    plain.data.add().model_input.add().encoded_text.tokens = np.array([1], "<i4").tobytes()
+    with_spans = pb.ForwardBackwardRequest()
+    with_spans.CopyFrom(plain)
+    with_spans.data[0].model_input_spans.add().prompt_tokens.length = 1
+    with_spans.data[0].loss_fn_input_spans.add().sampled_tokens.length = 1
+    assert translate.digest(translate.forward_backward(plain)) == translate.digest(
+        translate.forward_backward(with_spans)
+    )
+
+
+@pytest.mark.parametrize("field", ["image", "dmel"])
+def test_chunks_that_are_no_text_are_refused_by_name(field: str) -> None:
+    message = pb.ForwardBackwardRequest(model_id=MODEL, seq_id=1, loss_fn="cross_entropy")
+    getattr(message.data.add().model_input.add(), field).SetInParent()
+    with pytest.raises(UnsupportedError, match=rf"data\[0\]: model_input: {field} chunks are not offered"):
+        translate.forward_backward(message)
+
+
+def test_text_in_a_loss_config_is_refused_by_name() -> None:
+    message = encoded([datum([1], target_tokens=[1], weights=[1.0])])
+    message.loss_fn_config_v2["loss_id"].text = "abc"
+    with pytest.raises(UnsupportedError, match="'loss_id' is text, 'abc'"):
+        translate.forward_backward(message)
+
+
+@pytest.mark.parametrize("body", [b"", b"\x0a", b"garbage" * 1000, b'{"model_id": "x"}'])
+def test_a_body_that_is_no_protobuf_is_the_users_fault(body: bytes) -> None:
+    with pytest.raises(UserError):
+        translate.parse_forward_backward(body)
+
+
+def test_tokens_of_a_broken_length_are_refused() -> None:
+    message = pb.ForwardBackwardRequest(model_id=MODEL, seq_id=1, loss_fn="cross_entropy")
+    message.data.add().model_input.add().encoded_text.tokens = b"abc"
+    with pytest.raises(UserError, match=r"data\[0\]: model_input: 3 bytes are not a whole number of int32"):
+        translate.forward_backward(message)
+
+
+def test_our_module_and_the_sdks_agree_on_the_wire() -> None:
+    """Both are imported in this process: no clash in the descriptor pool, and the same field numbers."""
+    for name, ours in pb.DESCRIPTOR.message_types_by_name.items():
+        theirs = sdk_pb.DESCRIPTOR.message_types_by_name[name]
+        assert {(f.name, f.number, f.type, f.is_repeated) for f in ours.fields} == {
+            (f.name, f.number, f.type, f.is_repeated) for f in theirs.fields
+        }
+    for name, ours in pb.DESCRIPTOR.enum_types_by_name.items():
+        theirs = sdk_pb.DESCRIPTOR.enum_types_by_name[name]
+        assert {(v.name, v.number) for v in ours.values} == {(v.name, v.number) for v in theirs.values}
+
+
+# Models and weights ---------------------------------------------------------------------------------------------------
+
+
+def create_request(**fields: object) -> wire.CreateModelRequest:
+    body = {"session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config": {"rank": 4}, **fields}
+    return wire.CreateModelRequest.model_validate(body)
+
+
+def test_a_missing_seed_is_the_same_for_a_repeat_and_another_for_another_model() -> None:
+    first, again = translate.create_model(create_request()), translate.create_model(create_request())
+    other = translate.create_model(create_request(model_seq_id=1))
+    assert first == again
+    assert first.model_id == "s:train:0"
+    assert first.lora.seed != other.lora.seed
+    assert 0 <= first.lora.seed < 2**63 - 1
+
+
+def test_lora_flags_reach_the_operation() -> None:
+    config = {"rank": 3, "seed": 9, "train_unembed": False, "train_mlp": False, "train_attn": True}
+    assert translate.create_model(create_request(lora_config=config)).lora == ops.LoraConfig(
+        rank=3, seed=9, train_unembed=False, train_mlp=False, train_attn=True
+    )
+
+
+def test_dimuon_and_full_fine_tuning_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="'dimuon' is not offered"):
+        translate.create_model(create_request(optimizer_config={"type": "dimuon", "version": 1}))
+    with pytest.raises(UnsupportedError, match="lora_config is missing"):
+        translate.create_model(create_request(lora_config=None))
+    step = {"model_id": MODEL, "seq_id": 1, "optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}
+    with pytest.raises(UnsupportedError, match="optimizer_params: 'dimuon'"):
+        translate.optim_step(wire.OptimStepRequest.model_validate(step))
+
+
+def test_every_adam_field_arrives() -> None:
+    params = tinker.AdamParams(learning_rate=1.0, beta1=0.1, beta2=0.2, eps=0.3, weight_decay=0.4, grad_clip_norm=0.5)
+    body = tinker.types.OptimStepRequest(adam_params=params, model_id=MODEL, seq_id=2).model_dump()
+    operation = translate.optim_step(wire.OptimStepRequest.model_validate(body))
+    assert operation.adam == ops.AdamParams(**params.model_dump())
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "..", ".hidden", "", "/etc", "a\0b", "x" * 300])
+def test_names_that_could_leave_their_directory_are_refused(name: str) -> None:
+    request = wire.SaveWeightsRequest(model_id=MODEL, seq_id=1, path=name)
+    with pytest.raises(UserError):
+        translate.save_weights(request)
+
+
+@pytest.mark.parametrize("ttl", [0, -1, 3599, 10 * 365 * 24 * 3600 + 1])
+def test_lifetimes_out_of_range_are_refused(ttl: int) -> None:
+    with pytest.raises(UserError, match=f"ttl_seconds is {ttl}"):
+        translate.save_weights(wire.SaveWeightsRequest(model_id=MODEL, seq_id=1, path="x", ttl_seconds=ttl))
+
+
+def sampler_request(**fields: object) -> wire.SaveWeightsForSamplerRequest:
+    return wire.SaveWeightsForSamplerRequest.model_validate({"model_id": MODEL, "seq_id": 4, **fields})
+
+
+def test_a_sampler_is_persisted_by_name_or_ephemeral_by_number() -> None:
+    persisted = translate.save_weights_for_sampler(sampler_request(path="x", ttl_seconds=3600), "s")
+    assert persisted.path == "tinker://s:train:0/sampler_weights/x"
+    assert persisted.ttl_seconds == 3600
+    ephemeral = translate.save_weights_for_sampler(sampler_request(sampling_session_seq_id=7), "s")
+    assert ephemeral.sampling_session_id == "s:sample:7"
+    assert ephemeral.path is None
+
+
+def test_a_retried_ephemeral_save_has_the_digest_of_the_first() -> None:
+    first, again = (
+        translate.save_weights_for_sampler(sampler_request(sampling_session_seq_id=number), "s") for number in (0, 1)
+    )
+    assert first != again
+    assert translate.digest(first) == translate.digest(again)
+    persisted = translate.save_weights_for_sampler(sampler_request(path="x"), "s")
+    assert translate.digest(first) != translate.digest(persisted)
+
+
+def test_what_a_sampler_cannot_be_is_refused_by_name() -> None:
+    for fields, words in (
+        ({"kind": "inflight", "sampling_session_seq_id": 0}, "kind 'inflight' is not offered"),
+        ({}, "path and sampling_session_seq_id are both missing"),
+        ({"sampling_session_seq_id": 0, "ttl_seconds": 3600}, "ttl_seconds needs a name"),
+    ):
+        with pytest.raises(UserError, match=words):
+            translate.save_weights_for_sampler(sampler_request(**fields), "s")
+
+
+def test_encryption_and_foreign_tokens_are_refused_by_name() -> None:
+    export = wire.SaveWeightsExternalRequest(model_id=MODEL, seq_id=1, path="x", age_encryption_recipients=["age1abc"])
+    with pytest.raises(UnsupportedError, match="age_encryption_recipients"):
+        translate.save_weights_external(export)
+    load = {"model_id": MODEL, "seq_id": 1, "path": "tinker://m/weights/x", "optimizer": True}
+    with pytest.raises(UnsupportedError, match="weights_access_token"):
+        translate.load_weights(wire.LoadWeightsRequest.model_validate({**load, "weights_access_token": "t"}))
+    with pytest.raises(UserError, match="is no training checkpoint"):
+        translate.load_weights(wire.LoadWeightsRequest.model_validate({**load, "path": "tinker://m/sampler_weights/x"}))
+
+
+# Sampling -------------------------------------------------------------------------------------------------------------
+
+
+def sample_request(**fields: object) -> wire.SampleRequest:
+    body = {
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}, {"type": "encoded_text", "tokens": [7]}]},
+        "sampling_params": {"max_tokens": 5},
+        "sampling_session_id": "s:sample:0",
+        "seq_id": 7_000_000_000,
+        **fields,
+    }
+    return wire.SampleRequest.model_validate(body)
+
+
+def sample(request: wire.SampleRequest, max_context_tokens: int | None = None) -> ops.Sample:
+    return translate.sample(
+        request, sampling_session="s:sample:0", snapshot_id=None, max_context_tokens=max_context_tokens
+    )
+
+
+def test_a_sample_request_becomes_an_operation() -> None:
+    operation = sample(sample_request(num_samples=2, prompt_logprobs=True, topk_sample_logprobs=2))
+    np.testing.assert_array_equal(operation.prompt_P, np.array([5, 6, 7], np.int32))
+    assert operation.prompt_P.dtype == np.int32
+    assert operation.num_samples == 2
+    assert operation.prompt_logprobs
+    assert operation.topk_sample_logprobs == 2
+    assert translate.digest(operation) == translate.digest(
+        sample(sample_request(num_samples=2, prompt_logprobs=True, topk_sample_logprobs=2))
+    )
+
+
+@pytest.mark.parametrize(
+    ("stop", "strings", "tokens", "at_eos"),
+    [
+        (None, (), (), True),
+        ([], (), (), False),
+        ("x", ("x",), (), True),
+        (["x", "y"], ("x", "y"), (), True),
+        ([3, 4], (), (3, 4), True),
+    ],
+)
+def test_stops(stop: object, strings: tuple[str, ...], tokens: tuple[int, ...], at_eos: bool) -> None:
+    params = sample(sample_request(sampling_params={"max_tokens": 1, "stop": stop})).params
+    assert (params.stop_strings, params.stop_tokens, params.stop_at_eos) == (strings, tokens, at_eos)
+
+
+@pytest.mark.parametrize("seed", [0, 2**40, 2**63 - 1, 2**64 - 1, -1])
+def test_any_seed_is_folded_into_63_bits(seed: int) -> None:
+    params = sample(sample_request(sampling_params={"max_tokens": 1, "seed": seed})).params
+    assert 0 <= params.seed < 2**63 - 1
+    if 0 <= seed < 2**63 - 1:
+        assert params.seed == seed
+
+
+def test_a_missing_seed_depends_on_the_requests_ids_alone() -> None:
+    assert sample(sample_request()).params.seed == sample(sample_request()).params.seed
+    assert sample(sample_request()).params.seed != sample(sample_request(seq_id=1)).params.seed
+
+
+def test_missing_max_tokens_fill_the_context_once_it_is_known() -> None:
+    request = sample_request(sampling_params={})
+    assert sample(request, 100).params.max_tokens == 97
+    with pytest.raises(CapacityError, match="max_tokens is missing"):
+        sample(request, None)
+
+
+def test_target_tokens_come_dense_or_sparse() -> None:
+    dense = {"data": [1, 2, -1, 3], "dtype": "int64", "shape": [2, 2]}
+    sparse = {
+        "data": [5],
+        "dtype": "int64",
+        "shape": [2, 3],
+        "sparse_crow_indices": [0, 1, 1],
+        "sparse_col_indices": [1],
+    }
+    np.testing.assert_array_equal(
+        sample(sample_request(target_prompt_logprobs=dense)).target_prompt_logprobs, [[1, 2], [-1, 3]]
+    )
+    np.testing.assert_array_equal(
+        sample(sample_request(target_prompt_logprobs=sparse)).target_prompt_logprobs, [[-1, 5, -1], [-1, -1, -1]]
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is 2"),
+        ({"num_samples": 0}, "num_samples is 0"),
+        ({"num_samples": 10**9}, "num_samples is 1000000000"),
+        ({"prompt": {"chunks": [{"type": "image", "data": "x"}]}}, "'image' chunks are not offered"),
+        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [2**40]}]}}, "token id 1099511627776"),
+        ({"sampling_params": {"max_tokens": 1, "stop": ""}}, "empty string"),
+        ({"sampling_params": {"max_tokens": 1, "stop": [2**50]}}, "stop holds a token id"),
+        ({"target_prompt_logprobs": {"data": [1.0], "dtype": "float32", "shape": [1, 1]}}, "send int64"),
+        ({"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [2, 2]}}, "does not hold 1 values"),
+        (
+            {
+                "target_prompt_logprobs": {
+                    "data": [1],
+                    "dtype": "int64",
+                    "shape": [2**20, 2**20],
+                    "sparse_crow_indices": [0, 1],
+                    "sparse_col_indices": [0],
+                }
+            },
+            "more than",
+        ),
+    ],
+)
+def test_bad_samples_are_refused_with_the_field_named(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        sample(sample_request(**fields))
