@@ -9,6 +9,7 @@ Needs the `testing` extra (pytest, hypothesis).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from random import Random
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
