@@ -1,0 +1,125 @@
+"""Body limits, compression and identity, at the edges."""
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import httpx
+import pytest
+import zstandard
+from pydantic import SecretStr
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from tinsmith.builtin.api_keys import ApiKeys
+from tinsmith.errors import AuthenticationError
+from tinsmith.principal import Principal
+from tinsmith.server.bodies import BodyLimit
+from tinsmith.server.signed_urls import UrlSigner
+from tinsmith.settings import ApiKey
+
+LIMIT = 10_000
+
+
+async def _size(request: Request) -> PlainTextResponse:
+    return PlainTextResponse(str(len(await request.body())))
+
+
+@pytest.fixture
+def client() -> httpx.AsyncClient:
+    app = BodyLimit(Starlette(routes=[Route("/", _size, methods=["POST"])]), max_bytes=LIMIT)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test")
+
+
+async def test_bodies_up_to_the_limit_pass(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/", content=b"x" * LIMIT)).text == str(LIMIT)
+
+
+async def test_a_larger_body_is_refused_by_its_announced_length(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/", content=b"x" * (LIMIT + 1))
+    assert answer.status_code == 413
+    assert f"over the limit of {LIMIT} bytes" in answer.json()["detail"]
+
+
+async def test_a_larger_body_of_unknown_length_is_refused_while_it_arrives(client: httpx.AsyncClient) -> None:
+    sent = 0
+
+    async def endless():  # type: ignore[no-untyped-def]
+        nonlocal sent
+        while True:
+            sent += 1000
+            yield b"x" * 1000
+
+    assert (await client.post("/", content=endless())).status_code == 413
+    assert sent <= LIMIT + 2000
+
+
+async def test_zstd_bodies_are_unpacked(client: httpx.AsyncClient) -> None:
+    packed = zstandard.compress(b"x" * 5000)
+    answer = await client.post("/", content=packed, headers={"content-encoding": "zstd"})
+    assert answer.text == "5000"
+
+
+@pytest.mark.parametrize("claim_size", [True, False])
+async def test_a_zstd_bomb_stops_at_the_limit(client: httpx.AsyncClient, claim_size: bool) -> None:
+    packed = zstandard.ZstdCompressor(write_content_size=claim_size).compress(b"\0" * (50 * LIMIT))
+    assert len(packed) < LIMIT
+    assert (await client.post("/", content=packed, headers={"content-encoding": "zstd"})).status_code == 413
+
+
+@pytest.mark.parametrize("encoding", ["zstd", "gzip", "br"])
+async def test_what_cannot_be_unpacked_is_refused_with_a_detail(client: httpx.AsyncClient, encoding: str) -> None:
+    answer = await client.post("/", content=b"no such thing", headers={"content-encoding": encoding})
+    assert answer.status_code == 400
+    assert "zstd" in answer.json()["detail"]
+
+
+# API keys -------------------------------------------------------------------------------------------------------------
+
+
+def test_without_configured_keys_each_key_is_a_tenant_of_its_own() -> None:
+    keys = ApiKeys(())
+    first = keys.tinsmith_authenticate({"x-api-key": "tml-a"})
+    assert first == keys.tinsmith_authenticate({"x-api-key": "tml-a"})
+    assert first.tenant != keys.tinsmith_authenticate({"x-api-key": "tml-b"}).tenant
+    assert "tml-a" not in first.tenant
+    for headers in ({}, {"x-api-key": ""}, {"x-api-key": "sk-other"}):
+        with pytest.raises(AuthenticationError):
+            keys.tinsmith_authenticate(headers)
+
+
+def test_configured_keys_are_the_only_ones() -> None:
+    keys = ApiKeys(
+        (ApiKey(key=SecretStr("tml-one"), tenant="one"), ApiKey(key=SecretStr("tml-two"), tenant="two", admin=True))
+    )
+    assert keys.tinsmith_authenticate({"x-api-key": "tml-two"}) == Principal(tenant="two", name="two", admin=True)
+    for key in ("tml-three", "tml-", "tml-on", "tml-one "):
+        with pytest.raises(AuthenticationError, match="not known"):
+            keys.tinsmith_authenticate({"x-api-key": key})
+
+
+# Download links -------------------------------------------------------------------------------------------------------
+
+NOW = datetime(2030, 1, 1, tzinfo=UTC)
+
+
+def test_a_link_is_good_for_one_file_until_it_expires(tmp_path: Path) -> None:
+    signer = UrlSigner.from_file(tmp_path / "secret")
+    stamp, signature, _ = signer.url_path("m/external_weights/x/a b.bin", NOW + timedelta(hours=1)).split("/", 2)
+    name = "m/external_weights/x/a b.bin"
+    UrlSigner.from_file(tmp_path / "secret").check(name, int(stamp), signature, NOW)
+    for bad in (
+        (name, int(stamp) + 1, signature, NOW),
+        (name + "x", int(stamp), signature, NOW),
+        (name, int(stamp), "0" * 64, NOW),
+        (name, int(stamp), "é", NOW),
+        (name, int(stamp), signature, NOW + timedelta(hours=2)),
+    ):
+        with pytest.raises(AuthenticationError):
+            signer.check(*bad)
+
+
+def test_only_the_owner_reads_the_secret(tmp_path: Path) -> None:
+    UrlSigner.from_file(tmp_path / "secret")
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,193 @@
+"""What the backend cannot do is refused with the thing, the value and what is allowed; what it can is let through."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tinsmith import operations as ops
+from tinsmith.backend import Capabilities
+from tinsmith.checks import check_operation
+from tinsmith.errors import UnsupportedError, UserError
+from tinsmith.losses import BUILTIN_LOSSES
+
+LOSSES = {spec.name: spec for spec in BUILTIN_LOSSES}
+CAPABILITIES = Capabilities(
+    vocab_size=10,
+    max_context_tokens=8,
+    max_batch_tokens=64,
+    losses=frozenset({"cross_entropy", "ppo"}),
+    max_lora_rank=4,
+    lora_targets=frozenset({"attn", "mlp"}),
+    max_targets_per_token=2,
+    sampling=True,
+    prompt_logprobs=True,
+    target_prompt_logprobs=True,
+    max_topk_logprobs=3,
+)
+
+
+def check(op: ops.Operation, capabilities: Capabilities = CAPABILITIES) -> None:
+    check_operation(op, capabilities, LOSSES)
+
+
+def lora(**fields: object) -> ops.CreateModel:
+    config = {"rank": 2, "seed": 0, "train_unembed": False, **fields}
+    return ops.CreateModel(model_id="m", lora=ops.LoraConfig(**config))
+
+
+def test_a_good_adapter_passes() -> None:
+    check(lora())
+
+
+@pytest.mark.parametrize(
+    ("op", "words"),
+    [
+        (lora(rank=0), "rank 0 is not allowed; use 1 to 4"),
+        (lora(rank=-1), "rank -1"),
+        (lora(rank=5), "rank 5"),
+        (lora(train_attn=False, train_mlp=False), "all false"),
+        (lora(train_unembed=True), "train_unembed is not offered"),
+    ],
+)
+def test_adapters_the_backend_cannot_train(op: ops.CreateModel, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check(op)
+
+
+def test_a_backend_without_lora_says_so() -> None:
+    with pytest.raises(UnsupportedError, match="trains no LoRA"):
+        check(lora(), replace(CAPABILITIES, max_lora_rank=0))
+
+
+def passes(
+    tokens: list[int] = [1, 2, 3],  # noqa: B006 - never changed
+    loss_fn: str = "cross_entropy",
+    config: Mapping[str, float] | None = None,
+    **inputs: object,
+) -> ops.ForwardBackward:
+    arrays = {"target_tokens": np.array([2, 3, 4]), "weights": np.ones(3, np.float32), **inputs}
+    datum = ops.Datum(
+        tokens_T=np.array(tokens, np.int32),
+        loss_inputs={name: value for name, value in arrays.items() if value is not None},
+    )
+    return ops.ForwardBackward(model_id="m", data=(datum,), loss_fn=loss_fn, loss_fn_config=config or {})
+
+
+def test_a_good_pass_is_let_through_in_one_or_two_dimensions() -> None:
+    check(passes())
+    check(passes(target_tokens=np.zeros((3, 2), np.int64), weights=np.zeros((3, 2), np.float32)))
+    check(passes(weights=np.array([-1.0, 0.0, 2.5], np.float32)))
+
+
+@pytest.mark.parametrize(
+    ("op", "words"),
+    [
+        (passes(loss_fn="gspo"), "loss_fn 'gspo' is not offered.*cross_entropy, ppo"),
+        (passes(loss_fn="dro"), "loss_fn 'dro' is not offered"),
+        (passes(config={"beta": 1.0}), "'beta' is not a setting of 'cross_entropy'"),
+        (passes(tokens=[]), r"data\[0\]: model_input is empty"),
+        (passes(tokens=[1] * 9), "9 tokens; the context holds 8"),
+        (passes(tokens=[1, 10, 3]), "token id 10 at position 1 is not in 0 to 9"),
+        (passes(tokens=[1, 2, -5]), "token id -5 at position 2"),
+        (passes(target_tokens=np.array([1, 2, 99])), "target_tokens: token id 99 at position 2"),
+        (passes(target_tokens=np.array([1, 2])), r"shape \[2\], model_input 3 tokens"),
+        (passes(target_tokens=np.array([1, 2, 3, 4])), r"shape \[4\]"),
+        (passes(target_tokens=np.zeros((3, 3), np.int64)), "3 targets per token; allowed: 1 to 2"),
+        (passes(target_tokens=np.zeros(3, np.float32)), "float32; send int64"),
+        (passes(target_tokens=None), "'target_tokens' is missing"),
+        (passes(weights=None), "'weights' is missing"),
+        (passes(mask=np.ones(3, np.float32)), "'mask' is not an input of 'cross_entropy'"),
+        (passes(weights=np.ones(2, np.float32)), "weights has shape"),
+        (passes(weights=np.array([1, np.nan, 1], np.float32)), "weights holds nan at position 1"),
+        (passes(weights=np.array([1, 1, np.inf], np.float32)), "weights holds inf at position 2"),
+        (passes(loss_fn="ppo"), "'advantages' is missing"),
+        (
+            passes(loss_fn="ppo", config={"clip_low_threshold": 2.0}),
+            "clip_low_threshold 2.0 is above clip_high_threshold 1.2",
+        ),
+        (passes(loss_fn="ppo", config={"clip_low_threshold": float("nan")}), "must be finite"),
+        (ops.ForwardBackward(model_id="m", data=()), "data is empty"),
+    ],
+)
+def test_passes_the_backend_cannot_run(op: ops.ForwardBackward, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check(op)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"learning_rate": float("nan")},
+        {"learning_rate": -1.0},
+        {"beta1": 1.0},
+        {"beta2": -0.1},
+        {"eps": float("inf")},
+        {"weight_decay": -1.0},
+        {"grad_clip_norm": float("nan")},
+    ],
+)
+def test_steps_that_would_break_a_model(fields: dict[str, float]) -> None:
+    with pytest.raises(UserError, match=next(iter(fields))):
+        check(ops.OptimStep(model_id="m", adam=ops.AdamParams(**fields)))
+
+
+def test_ordinary_steps_pass() -> None:
+    check(ops.OptimStep(model_id="m", adam=ops.AdamParams()))
+    check(ops.OptimStep(model_id="m", adam=ops.AdamParams(learning_rate=0.0, eps=0.0, grad_clip_norm=1.0)))
+
+
+def sample(prompt: list[int] = [1, 2, 3], **fields: object) -> ops.Sample:  # noqa: B006 - never changed
+    params = {"max_tokens": 2, "seed": 0, **{k: fields.pop(k) for k in list(fields) if k in PARAMS}}
+    return ops.Sample(
+        sampling_session_id="s",
+        snapshot_id=None,
+        prompt_P=np.array(prompt, np.int32),
+        params=ops.SamplingParams(**params),
+        **fields,
+    )
+
+
+PARAMS = {"max_tokens", "temperature", "top_k", "top_p", "stop_strings", "stop_tokens"}
+
+
+def test_a_good_sample_passes() -> None:
+    check(sample(temperature=0.0, top_k=1, top_p=0.5, stop_tokens=(3,), prompt_logprobs=True, prompt_logprobs_last_n=2))
+    check(sample(target_prompt_logprobs=np.array([[1, -1], [-1, 9]])))
+
+
+@pytest.mark.parametrize(
+    ("op", "words"),
+    [
+        (sample([]), "prompt is empty"),
+        (sample(max_tokens=6), r"Prompt length plus max_tokens exceeds the model's context window: 3 \+ 6 > 8"),
+        (sample([1, 77]), "prompt: token id 77 at position 1"),
+        (sample(max_tokens=0), "max_tokens is 0"),
+        (sample(temperature=-0.1), "temperature is -0.1"),
+        (sample(temperature=float("nan")), "temperature is nan"),
+        (sample(top_k=0), "top_k is 0"),
+        (sample(top_p=0.0), "top_p is 0.0"),
+        (sample(top_p=1.1), "top_p is 1.1"),
+        (sample(stop_strings=("x",)), "stop strings are not offered"),
+        (sample(stop_tokens=(10,)), "sampling_params: stop: token id 10"),
+        (sample(topk_prompt_logprobs=4), "topk_prompt_logprobs is 4; allowed: 0 to 3"),
+        (sample(topk_sample_logprobs=-1), "topk_sample_logprobs is -1"),
+        (sample(prompt_logprobs_last_n=1), "needs prompt_logprobs"),
+        (sample(prompt_logprobs=True, prompt_logprobs_last_n=3), "last_n is 3; with a prompt of 3 tokens use 1 to 2"),
+        (sample(target_prompt_logprobs=np.zeros((3, 1), np.int64)), r"has shape \[3, 1\]; expected \[2, K\]"),
+        (sample(target_prompt_logprobs=np.array([[1], [-2]])), "token id -2"),
+    ],
+)
+def test_samples_the_backend_cannot_draw(op: ops.Sample, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check(op)
+
+
+def test_a_sampler_that_cannot_score_prompts_says_so() -> None:
+    poor = Capabilities(vocab_size=10, max_context_tokens=8, max_batch_tokens=64, sampling=True)
+    for op in (sample(prompt_logprobs=True), sample(target_prompt_logprobs=np.array([[1], [1]]))):
+        with pytest.raises(UnsupportedError, match="not offered"):
+            check(op, poor)
+    with pytest.raises(UnsupportedError, match="no sampler"):
+        check(sample(), replace(poor, sampling=False))
