@@ -58,11 +58,11 @@ class DataDirLock:
             self._file = None
 
 
-def read_server_url(data_dir: Path) -> str | None:
-    """Return where the server of this data directory answers, or None while it does not say."""
+def read_server_url(data_dir: Path, *, pid: int) -> str | None:
+    """Return where the server with this process id answers, or None while it does not say."""
     try:
         described = json.loads((data_dir / _FILE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     url = described.get("url")
-    return url if isinstance(url, str) else None
+    return url if isinstance(url, str) and described.get("pid") == pid else None

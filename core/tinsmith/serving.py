@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from rich.console import Console
 
 from tinsmith.data_dir_lock import DataDirLock
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, ServerError
 from tinsmith.events import ServerStarted, ServerStopping
 from tinsmith.housekeeping import Housekeeping
 from tinsmith.plugins import Plugins
@@ -90,7 +90,7 @@ def _bind_failure(server: ServerSettings, error: OSError) -> str:
 def _url(server: ServerSettings, listener: socket.socket) -> str:
     if server.public_url:
         return server.public_url.rstrip("/")
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)  # noqa: S104 - compared, not bound
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
     port = listener.getsockname()[1]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -100,7 +100,7 @@ async def _serve(settings: Settings, plugins: Plugins, listener: socket.socket, 
     await store.open()
     try:
         app = create_app(settings, store=store, plugins=plugins)
-        http = _HttpServer(app, settings)
+        http = _HttpServer(app)
         supervisor = Supervisor(settings, store)
         console = Console(stderr=True)
         show_banner(console, settings, plugins, url)
@@ -145,20 +145,28 @@ async def _show_engines(console: Console, settings: Settings, store: RequestStor
     display = EngineDisplay(console, names)
     try:
         while True:
-            records = [record for record in await store.list_engines() if record.base_model in names]
-            display.update(records)
-            settled = len(records) == len(names) and all(
-                record.state in (EngineState.READY, EngineState.FAILED) for record in records
-            )
+            settled = await _show_once(display, names, store)
             await asyncio.sleep(_WATCH_REFRESH_S if settled else _LOADING_REFRESH_S)
     finally:
         display.close()
 
 
+async def _show_once(display: EngineDisplay, names: tuple[str, ...], store: RequestStore) -> bool:
+    """Return whether all have loaded, or given up."""
+    try:
+        records = [record for record in await store.list_engines() if record.base_model in names]
+    except ServerError as error:  # requests tell their clients; the display looks again
+        _log.warning("cannot read what the engines report: %s", error)
+        return True
+    display.update(records)
+    settled = [record for record in records if record.state in (EngineState.READY, EngineState.FAILED)]
+    return len(settled) == len(names)
+
+
 class _HttpServer(uvicorn.Server):
     """Uvicorn without its signal handling; ends long polls before it waits for answers under way."""
 
-    def __init__(self, app: FastAPI, settings: Settings) -> None:
+    def __init__(self, app: FastAPI) -> None:
         config = uvicorn.Config(
             app,
             http="httptools",
