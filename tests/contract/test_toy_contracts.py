@@ -1,13 +1,15 @@
 """The toy backend under the suites that every backend runs."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tinsmith.backend import BackendContext
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
+from tinsmith.builtin.toy_sampling import text_of
 from tinsmith.losses import BUILTIN_LOSSES
-from tinsmith.testing import TrainingBackendContract
+from tinsmith.testing import CheckpointContract, SamplingBackendContract, TrainingBackendContract
 
 
 @pytest.fixture
@@ -20,3 +22,23 @@ class TestToyTraining(TrainingBackendContract):
     @pytest.fixture
     def backend(self, toy: ToyBackend) -> ToyBackend:
         return toy
+
+
+class TestToyCheckpoints(CheckpointContract):
+    @pytest.fixture
+    def backend(self, toy: ToyBackend) -> ToyBackend:
+        return toy
+
+
+class TestToySampling(SamplingBackendContract):
+    @pytest.fixture
+    def backend(self, toy: ToyBackend) -> ToyBackend:
+        return toy
+
+    @pytest.fixture
+    def eos_token(self, toy: ToyBackend) -> int:
+        return toy.capabilities.vocab_size - 1
+
+    @pytest.fixture
+    def detokenize(self, toy: ToyBackend) -> Callable[[list[int]], str]:
+        return lambda tokens: "".join(text_of(token, toy.capabilities.vocab_size) for token in tokens)

@@ -12,12 +12,17 @@ pytest.register_assert_rewrite(  # before they are imported, or a failure would 
     "tinsmith.testing.training_numerics",
     "tinsmith.testing.training_optimizer",
     "tinsmith.testing.training_state",
-    "tinsmith.testing.sampling_contract",
+    "tinsmith.testing.sampling_drawing",
+    "tinsmith.testing.sampling_logprobs",
+    "tinsmith.testing.sampling_snapshots",
+    "tinsmith.testing.sampling_suite",
     "tinsmith.testing.checkpoint_contract",
     "tinsmith.testing.store_contract",
     "tinsmith.testing.scheduler_contract",
 )
 
-from tinsmith.testing.training_contract import TrainingBackendContract  # noqa: E402 - see above
+from tinsmith.testing.checkpoint_contract import CheckpointContract  # noqa: E402 - see above
+from tinsmith.testing.sampling_contract import SamplingBackendContract  # noqa: E402
+from tinsmith.testing.training_contract import TrainingBackendContract  # noqa: E402
 
-__all__ = ["TrainingBackendContract"]
+__all__ = ["CheckpointContract", "SamplingBackendContract", "TrainingBackendContract"]

@@ -1,0 +1,20 @@
+"""What every sampling backend must do.
+
+Subclass `SamplingBackendContract` and give it a `backend` fixture; one that does not train also needs
+`adapter_shapes`. With `detokenize` and `eos_token` stop strings and the end of sequence are tested too:
+
+    class TestMySampler(SamplingBackendContract):
+        @pytest.fixture(scope="class")
+        def backend(self):
+            return MySampler(MyConfig(), context)
+
+Tests of what its capabilities do not claim are skipped.
+"""
+
+from tinsmith.testing.sampling_drawing import DrawingContract
+from tinsmith.testing.sampling_logprobs import LogprobsContract
+from tinsmith.testing.sampling_snapshots import CompanyContract, SnapshotsContract
+
+
+class SamplingBackendContract(DrawingContract, LogprobsContract, SnapshotsContract, CompanyContract):
+    """Everything about sampling."""

@@ -1,0 +1,153 @@
+"""The contract of questions about the prompt, of alternatives, and of agreement with the trainer."""
+
+import numpy as np
+import pytest
+
+from tinsmith.backend import SamplingBackend
+from tinsmith.operations import Datum, TopLogprobs
+from tinsmith.testing.contract import need
+from tinsmith.testing.model_driver import ModelDriver, logprobs_of
+from tinsmith.testing.sampling_suite import (
+    SamplingSuite,
+    ask,
+    in_one_loop,
+    new_snapshot_id,
+    params,
+    random_prompt,
+    with_tokens,
+)
+
+_ONE_OP, _A_MODEL = 1e-5, 1e-4
+_UNUSED_LOGPROB = -99999.0
+
+
+class LogprobsContract(SamplingSuite):
+    @in_one_loop
+    @pytest.mark.parametrize("length", [1, 2, 20])
+    async def test_prompt_logprobs(self, backend: SamplingBackend, length: int) -> None:
+        """One for every prompt token, as long as the prompt; the first cannot be known and is NaN."""
+        need(backend.capabilities.prompt_logprobs, "prompt logprobs")
+        prompt = random_prompt(20, length, backend.capabilities.vocab_size)
+        output = await ask(backend, prompt, params(max_tokens=1), prompt_logprobs=True)
+        assert output.prompt_logprobs is not None
+        assert output.prompt_logprobs.dtype == np.float32
+        assert output.prompt_logprobs.shape == (length,)
+        assert np.isnan(output.prompt_logprobs[0])
+        assert np.isfinite(output.prompt_logprobs[1:]).all()
+        assert (output.prompt_logprobs[1:] <= 0).all()
+
+    @in_one_loop
+    async def test_nothing_is_answered_that_was_not_asked(self, backend: SamplingBackend) -> None:
+        output = await ask(backend, random_prompt(21, 6, backend.capabilities.vocab_size), params())
+        assert output.prompt_logprobs is None
+        assert output.top_prompt_logprobs is None
+        assert output.target_prompt_logprobs is None
+
+    @in_one_loop
+    async def test_last_n_leaves_the_rest_unscored(self, backend: SamplingBackend) -> None:
+        need(backend.capabilities.prompt_logprobs, "prompt logprobs")
+        k = min(2, backend.capabilities.max_topk_logprobs)
+        prompt = random_prompt(22, 12, backend.capabilities.vocab_size)
+        whole = await ask(backend, prompt, params(max_tokens=1), prompt_logprobs=True, topk_prompt_logprobs=k)
+        assert whole.prompt_logprobs is not None
+        for last_n, first in ((4, 8), (12, 1), (50, 1)):
+            part = await ask(
+                backend,
+                prompt,
+                params(max_tokens=1),
+                prompt_logprobs=True,
+                prompt_logprobs_last_n=last_n,
+                topk_prompt_logprobs=k,
+            )
+            assert part.prompt_logprobs is not None
+            assert np.isnan(part.prompt_logprobs[:first]).all()
+            np.testing.assert_allclose(
+                part.prompt_logprobs[first:], whole.prompt_logprobs[first:], rtol=0, atol=_ONE_OP
+            )
+            if part.top_prompt_logprobs is not None:
+                assert (part.top_prompt_logprobs.logprobs[:first] == _UNUSED_LOGPROB).all()
+                assert (part.top_prompt_logprobs.logprobs[first:] > _UNUSED_LOGPROB).all()
+
+    @in_one_loop
+    async def test_top_prompt_logprobs(self, backend: SamplingBackend) -> None:
+        k = min(5, backend.capabilities.max_topk_logprobs)
+        need(k, "top-k logprobs")
+        need(backend.capabilities.prompt_logprobs, "prompt logprobs")
+        prompt = random_prompt(23, 12, backend.capabilities.vocab_size)
+        output = await ask(backend, prompt, params(max_tokens=1), prompt_logprobs=True, topk_prompt_logprobs=k)
+        assert output.prompt_logprobs is not None
+        assert output.top_prompt_logprobs is not None
+        _assert_best_first(output.top_prompt_logprobs, len(prompt), k, first=1)
+        best = output.top_prompt_logprobs
+        assert (best.token_ids[0] == 0).all()
+        assert (best.logprobs[0] == _UNUSED_LOGPROB).all()
+        assert (output.prompt_logprobs[1:] <= best.logprobs[1:, 0] + _ONE_OP).all()
+        asked = await ask(backend, prompt[:4], params(max_tokens=1, temperature=0.0), topk_prompt_logprobs=k)
+        assert best.token_ids[4, 0] == asked.sequences[0].tokens[0], "row 4 must be what the first 4 tokens lead to"
+
+    @in_one_loop
+    async def test_top_sample_logprobs(self, backend: SamplingBackend) -> None:
+        """Of the distribution that `logprobs` speaks of: a drawn token among the best has the same logprob in both."""
+        k = min(5, backend.capabilities.max_topk_logprobs)
+        need(k, "top-k logprobs")
+        prompt = random_prompt(24, 6, backend.capabilities.vocab_size)
+        output = await ask(backend, prompt, params(temperature=0.7), num_samples=4, topk_sample_logprobs=k)
+        hits = 0
+        for sequence in output.sequences:
+            assert sequence.top_logprobs is not None
+            _assert_best_first(sequence.top_logprobs, len(sequence.tokens), k, first=0)
+            assert (sequence.logprobs <= sequence.top_logprobs.logprobs[:, 0] + _ONE_OP).all()
+            for row, token in enumerate(sequence.tokens):
+                for column in np.flatnonzero(sequence.top_logprobs.token_ids[row] == token):
+                    hits += 1
+                    np.testing.assert_allclose(
+                        sequence.logprobs[row], sequence.top_logprobs.logprobs[row, column], rtol=0, atol=_ONE_OP
+                    )
+        assert hits > 0
+
+    @in_one_loop
+    async def test_target_prompt_logprobs(self, backend: SamplingBackend) -> None:
+        need(backend.capabilities.target_prompt_logprobs, "target_prompt_logprobs")
+        vocab_size = backend.capabilities.vocab_size
+        prompt = random_prompt(25, 12, vocab_size)
+        targets = np.stack([prompt[1:], random_prompt(26, 11, vocab_size), np.full(11, -1)], axis=-1).astype(np.int64)
+        targets[3, 1] = -1
+        output = await ask(backend, prompt, params(max_tokens=1), prompt_logprobs=True, target_prompt_logprobs=targets)
+        answer = output.target_prompt_logprobs
+        assert answer is not None
+        assert output.prompt_logprobs is not None
+        assert (answer.dtype, answer.shape) == (np.float32, targets.shape)
+        assert (answer[targets < 0] == 0).all()
+        assert (answer[targets >= 0] < 0).all()
+        np.testing.assert_allclose(answer[:, 0], output.prompt_logprobs[1:], rtol=0, atol=_ONE_OP)
+
+    @in_one_loop
+    async def test_sampler_and_trainer_agree(self, backend: SamplingBackend, driver: ModelDriver) -> None:
+        """To 1e-4: the logprobs drawn with, those of the prompt, and those that `forward` gives the same tokens."""
+        model_id = driver.create_trained(rank=4, seed=11)
+        snapshot = driver.backend.publish(model_id, new_snapshot_id())
+        await backend.load_snapshot(snapshot)
+        prompt = random_prompt(27, 21, backend.capabilities.vocab_size)
+        drawn = await ask(backend, prompt, params(max_tokens=20), snapshot_id=snapshot.snapshot_id, num_samples=2)
+        for sequence in drawn.sequences:
+            tokens = with_tokens(prompt, sequence.tokens)
+            inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": np.zeros(len(tokens) - 1, np.float32)}
+            datum = Datum(tokens_T=tokens[:-1], loss_inputs=inputs)
+            (trained,) = logprobs_of(driver.forward(model_id, [datum]))
+            np.testing.assert_allclose(sequence.logprobs, trained[len(prompt) - 1 :], rtol=0, atol=_A_MODEL)
+            if backend.capabilities.prompt_logprobs:
+                again = await ask(
+                    backend, tokens, params(max_tokens=1), snapshot_id=snapshot.snapshot_id, prompt_logprobs=True
+                )
+                assert again.prompt_logprobs is not None
+                np.testing.assert_allclose(again.prompt_logprobs[1:], trained, rtol=0, atol=_A_MODEL)
+        await backend.drop_snapshot(snapshot.snapshot_id)
+
+
+def _assert_best_first(top: TopLogprobs, length: int, k: int, *, first: int) -> None:
+    assert top.token_ids.shape == top.logprobs.shape == (length, k)
+    assert (top.token_ids.dtype, top.logprobs.dtype) == (np.int32, np.float32)
+    used = top.logprobs[first:]
+    assert (np.diff(used, axis=-1) <= 0).all(), "the best come first"
+    assert (used > _UNUSED_LOGPROB).all()
+    assert all(len(set(row)) == k for row in top.token_ids[first:].tolist()), "no token occurs twice in a row"
