@@ -17,6 +17,7 @@ _REASONS = {
     ("POST", "/sessions/search"): "list sessions instead",
     ("POST", "/auth/token"): "API keys are not exchanged for tokens; use the key itself",
     ("DELETE", "/auth/apikey/me"): "API keys are part of the server's configuration (server.api_keys); remove it there",
+    ("POST", "/retrieve_futures"): "poll each future (sample_use_retrieve_futures is off)",
     ("GET", "/audit"): "no audit log is kept",
     ("GET", "/billing/usage/events"): "nothing is billed",
     ("GET", "/billing/usage/checkpoints/current"): "nothing is billed; `tinker checkpoint list` shows sizes",

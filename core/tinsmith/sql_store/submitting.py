@@ -21,7 +21,7 @@ def submit(tx: Transaction, operation: NewOperation) -> str:
         OperationRow.stream == operation.stream, OperationRow.seq_id == operation.seq_id
     )
     if (first := session.exec(same).first()) is not None:
-        return _repeat(operation, *first)
+        return _repeat(session, operation, run, *first)
     failed = _hopeless(session, operation, run) or operation.refused
     if run is not None:
         run.last_request_at = tx.now
@@ -40,8 +40,10 @@ def refuse_ended_session(session: Session, session_id: str) -> None:
         raise UserError(msg)
 
 
-def _repeat(operation: NewOperation, request_id: str, digest: bytes) -> str:
+def _repeat(session: Session, operation: NewOperation, run: RunRow | None, request_id: str, digest: bytes) -> str:
     if digest != operation.digest:
+        if run is not None:  # the number may be taken by the UnloadModel that the session's end has queued
+            refuse_ended_session(session, run.session_id)
         msg = (
             f"seq_id {operation.seq_id} of {operation.stream!r} was already used by another request with other "
             "content; every request needs a seq_id of its own"

@@ -1,0 +1,146 @@
+"""A whole server in this process, for tests: HTTP on a free loopback port, the store, and an engine per model.
+
+    with running_server(tmp_path) as server:
+        client = tinker.ServiceClient(base_url=server.url, api_key="tml-test")
+
+Server and engines run in threads of their own and share nothing but the database, as separate processes do. Without
+`models` one model named "toy" is served by the toy backend.
+"""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import uvicorn
+from fastapi import FastAPI
+
+from tinsmith.plugins import Plugins
+from tinsmith.server.app import begin_shutdown, create_app
+from tinsmith.settings import ModelSettings, PluginSection, ServerSettings, Settings
+from tinsmith.store import RequestStore, StoreContext
+
+T = TypeVar("T")
+
+TOY: Final = ModelSettings(name="toy", backend=PluginSection(plugin="toy"))
+_START_TIMEOUT_S: Final = 60.0
+_STOP_TIMEOUT_S: Final = 30.0
+
+
+class RunningServer:
+    """What a test holds while the server runs."""
+
+    def __init__(self, *, url: str, settings: Settings, app: FastAPI, store: RequestStore, loop: "LoopThread") -> None:
+        self.url = url
+        self.settings = settings
+        self.app = app
+        self.store = store  # of the server: use it through `call`
+        self._loop = loop
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine, such as a method of `store`, on the server's event loop."""
+        return self._loop.call(work)
+
+
+@contextmanager
+def running_server(
+    data_dir: Path,
+    *,
+    models: Sequence[ModelSettings] = (TOY,),
+    server: Mapping[str, object] | None = None,
+    extra_plugins: Sequence[object] = (),
+    engines: bool = True,
+) -> Iterator[RunningServer]:
+    """Serve until the block ends. `server` overrides fields of ServerSettings; without `engines` all work stays queued.
+
+    A second server on the same `data_dir` sees what the first one left.
+    """
+    from tinsmith.testing.engine_thread import engine_thread
+
+    settings = Settings(
+        server=ServerSettings.model_validate({"data_dir": data_dir, "port": 0, **(server or {})}), models=tuple(models)
+    )
+    with ExitStack() as stack:
+        loop = stack.enter_context(LoopThread.running("tinsmith-server"))
+        store = create_store(settings, Plugins.load(extra_plugins))
+        loop.call(store.open())
+        stack.callback(lambda: loop.call(store.close()))
+        app = create_app(settings, store=store, plugins=Plugins.load(extra_plugins))
+        url = stack.enter_context(_http(app, loop))
+        for model in settings.models if engines else ():
+            stack.enter_context(engine_thread(settings, model.name, Plugins.load(extra_plugins)))
+        yield RunningServer(url=url, settings=settings, app=app, store=store, loop=loop)
+
+
+def create_store(settings: Settings, plugins: Plugins) -> RequestStore:
+    spec = plugins.store(settings.store.plugin)
+    config = spec.config.model_validate(settings.store.options())
+    return spec.create(config, StoreContext(data_dir=settings.server.data_dir))
+
+
+class LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+
+    @classmethod
+    @contextmanager
+    def running(cls, name: str) -> Iterator["LoopThread"]:
+        self = cls()
+        thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self.call(self.loop.shutdown_asyncgens())
+            self.call(self.loop.shutdown_default_executor())
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            thread.join(_STOP_TIMEOUT_S)
+            self.loop.close()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(_START_TIMEOUT_S)
+
+
+class _HttpServer(uvicorn.Server):
+    """Tells when it answers, and ends long polls when it stops."""
+
+    def __init__(self, app: FastAPI) -> None:
+        config = uvicorn.Config(
+            app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False, backlog=2048
+        )
+        super().__init__(config)
+        self._app = app
+        self.answering = threading.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # signals belong to the test runner
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.answering.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        begin_shutdown(self._app)
+        await super().shutdown(sockets)
+
+
+@contextmanager
+def _http(app: FastAPI, loop: LoopThread) -> Iterator[str]:
+    server = _HttpServer(app)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        serving = asyncio.run_coroutine_threadsafe(server.serve([listener]), loop.loop)
+        if not server.answering.wait(_START_TIMEOUT_S):
+            msg = "the test server did not start"
+            raise TimeoutError(msg)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            serving.result(_STOP_TIMEOUT_S)

@@ -1,0 +1,385 @@
+"""The routes by plain HTTP, without an engine: ids, ownership, repeats, waiting, and every kind of bad body."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import zstandard
+
+from tinsmith.proto import tinker_public_pb2 as pb
+from tinsmith.testing.harness import RunningServer, running_server
+
+KEY, OTHER_KEY = {"X-API-Key": "tml-mine"}, {"X-API-Key": "tml-other"}
+PROTOBUF = {"Content-Type": "application/x-protobuf"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    limits = {"long_poll_s": 0.05, "max_request_bytes": 1 << 20}
+    with running_server(tmp_path_factory.mktemp("data"), engines=False, server=limits) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(server: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"{server.url}/api/v1/", headers=KEY) as client:
+        yield client
+
+
+def ok(answer: httpx.Response) -> Any:
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.fixture
+def session(http: httpx.Client) -> str:
+    return str(ok(http.post("create_session", json={"tags": [], "sdk_version": "0.38.0"}))["session_id"])
+
+
+def create_model(http: httpx.Client, session: str, **fields: Any) -> httpx.Response:
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "toy", "lora_config": {"rank": 4}, **fields}
+    return http.post("create_model", json=body)
+
+
+@pytest.fixture
+def model(http: httpx.Client, session: str) -> str:
+    created = ok(create_model(http, session))
+    assert created["model_id"] == f"{session}:train:0"
+    return str(created["model_id"])
+
+
+def forward_backward(model: str, seq_id: int, tokens: list[int] | None = None) -> bytes:
+    message = pb.ForwardBackwardRequest(model_id=model, seq_id=seq_id, loss_fn="cross_entropy")
+    datum = message.data.add()
+    values = tokens or [1, 2, 3]
+    datum.model_input.add().encoded_text.tokens = np.array(values, "<i4").tobytes()
+    for name, dtype, number in (("target_tokens", "<i8", pb.DTYPE_INT64), ("weights", "<f4", pb.DTYPE_FLOAT32)):
+        datum.loss_fn_inputs[name].dense = np.ones(len(values), dtype).tobytes()
+        datum.loss_fn_inputs[name].dtype = number
+    return message.SerializeToString()
+
+
+# Repeats --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_is_made_once_per_idempotency_key(http: httpx.Client) -> None:
+    body = {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0", "type": "create_session"}
+    keyed = [http.post("create_session", json=body, headers={"X-Idempotency-Key": key}) for key in ("a", "a", "b")]
+    first, again, other = (ok(answer)["session_id"] for answer in keyed)
+    assert first == again != other
+
+
+def test_every_submit_is_idempotent_by_its_number(http: httpx.Client, session: str, model: str) -> None:
+    submits = [
+        lambda: create_model(http, session),
+        lambda: http.post("forward_backward", content=forward_backward(model, 1), headers=PROTOBUF),
+        lambda: http.post("optim_step", json={"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 1e-3}}),
+        lambda: http.post("save_weights", json={"model_id": model, "seq_id": 3, "path": "x"}),
+        lambda: http.post("save_weights_external", json={"model_id": model, "seq_id": 4, "path": "x"}),
+    ]
+    for submit in submits:
+        assert ok(submit())["request_id"] == ok(submit())["request_id"]
+
+
+def test_an_ephemeral_save_may_be_repeated_with_another_sampling_number(http: httpx.Client, model: str) -> None:
+    body = {"model_id": model, "seq_id": 1, "kind": "snapshot"}
+    first, again = (
+        ok(http.post("save_weights_for_sampler", json={**body, "sampling_session_seq_id": number})) for number in (0, 1)
+    )
+    assert first["request_id"] == again["request_id"]
+
+
+def test_the_same_number_with_other_content_is_refused(http: httpx.Client, model: str) -> None:
+    ok(http.post("forward_backward", content=forward_backward(model, 1), headers=PROTOBUF))
+    other = http.post("forward_backward", content=forward_backward(model, 1, [4]), headers=PROTOBUF)
+    assert other.status_code == 400
+    assert "seq_id 1" in other.json()["detail"]
+
+
+def test_a_repeated_sample_has_the_same_sequence_ids(http: httpx.Client, session: str) -> None:
+    sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
+    first, again = (ok(http.post("create_sampling_session", json=sampler)) for _ in range(2))
+    assert first == again
+    assert first["sampling_session_id"] == f"{session}:sample:0"
+    sample = {
+        "sampling_session_id": first["sampling_session_id"],
+        "seq_id": 7_000_000_000,
+        "num_samples": 3,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
+        "sampling_params": {"max_tokens": 2},
+    }
+    one, two = (ok(http.post("asample", json=sample)) for _ in range(2))
+    assert one == two
+    assert len(set(one["sample_sequence_ids"])) == 3
+    assert ok(http.get(f"samplers/{session}:sample:0")) == {"sampler_id": f"{session}:sample:0", "base_model": "toy"}
+    joined = ok(http.post("join_sampling_session", json={"sampling_session_id": f"{session}:sample:0"}))
+    assert 1 <= joined["client_counter"] < 2**63 // 10**9
+
+
+# Waiting --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pending_future_says_what_it_waits_for(http: httpx.Client, session: str) -> None:
+    request_id = ok(create_model(http, session))["request_id"]
+    began = time.monotonic()
+    answer = http.post("retrieve_future", json={"request_id": request_id, "allow_metadata_only": True})
+    assert answer.status_code == 408
+    assert time.monotonic() - began >= 0.05  # it held
+    body = answer.json()
+    assert body["type"] == "try_again"
+    assert body["request_id"] == request_id
+    assert body["queue_state"] == "paused_capacity"
+    assert body["queue_state_reason"] == "no engine of 'toy' has started yet"
+
+
+def test_a_refused_training_request_keeps_its_number_and_fails_in_its_future(http: httpx.Client, model: str) -> None:
+    submitted = ok(http.post("save_weights", json={"model_id": model, "seq_id": 1, "path": "../x"}))
+    result = ok(http.post("retrieve_future", json={"request_id": submitted["request_id"]}))
+    assert result["category"] == "user"
+    assert "'../x' is not allowed" in result["error"]
+
+
+def test_a_sample_can_be_cancelled(http: httpx.Client, session: str) -> None:
+    ok(
+        http.post(
+            "create_sampling_session",
+            json={"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"},
+        )
+    )
+    sample = {
+        "sampling_session_id": f"{session}:sample:0",
+        "seq_id": 0,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
+        "sampling_params": {"max_tokens": 2},
+    }
+    request = {"request_id": ok(http.post("asample", json=sample))["request_id"]}
+    assert ok(http.post("cancel_future", json=request))["state"] == "cancelled"
+    assert ok(http.post("retrieve_future", json=request))["category"] == "user"
+
+
+# Ownership ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_belongs_to_others_looks_as_if_it_did_not_exist(http: httpx.Client, session: str, model: str) -> None:
+    request_id = ok(http.post("optim_step", json={"model_id": model, "seq_id": 1, "adam_params": {}}))["request_id"]
+    ok(
+        http.post(
+            "create_sampling_session",
+            json={"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"},
+        )
+    )
+
+    def probes(session_id: str, model_id: str, sampler_id: str, request: str) -> list[tuple[str, str, dict[str, Any]]]:
+        return [
+            ("POST", "session_heartbeat", {"json": {"session_id": session_id}}),
+            ("POST", f"sessions/{session_id}/finish", {"json": {"reason": {"type": "success"}}}),
+            ("GET", f"sessions/{session_id}", {}),
+            (
+                "POST",
+                "create_model",
+                {
+                    "json": {
+                        "session_id": session_id,
+                        "model_seq_id": 5,
+                        "base_model": "toy",
+                        "lora_config": {"rank": 1},
+                    }
+                },
+            ),
+            ("POST", "get_info", {"json": {"model_id": model_id}}),
+            ("POST", "forward_backward", {"content": forward_backward(model_id, 9), "headers": PROTOBUF}),
+            ("POST", "optim_step", {"json": {"model_id": model_id, "seq_id": 9, "adam_params": {}}}),
+            ("GET", f"training_runs/{model_id}", {}),
+            ("GET", f"samplers/{sampler_id}", {}),
+            ("POST", "retrieve_future", {"json": {"request_id": request}}),
+            ("POST", "cancel_future", {"json": {"request_id": request}}),
+        ]
+
+    theirs = probes(session, model, f"{session}:sample:0", request_id)
+    nobodys = probes("s0", "s0:train:0", "s0:sample:0", "r0")
+    for (method, path, body), (_, missing_path, missing_body) in zip(theirs, nobodys, strict=True):
+        body["headers"] = missing_body["headers"] = {**OTHER_KEY, **body.get("headers", {})}
+        foreign, missing = http.request(method, path, **body), http.request(method, missing_path, **missing_body)
+        assert foreign.status_code == missing.status_code == 404, path
+        hidden = foreign.json()["detail"]
+        for mine, unknown in ((session, "s0"), (request_id, "r0")):
+            hidden = hidden.replace(mine, unknown)
+        assert hidden == missing.json()["detail"]
+    assert ok(http.get("sessions", headers=OTHER_KEY)) == {"sessions": []}
+    assert ok(http.get("training_runs", headers=OTHER_KEY))["training_runs"] == []
+
+
+@pytest.mark.parametrize("headers", [{"X-API-Key": ""}, {"X-API-Key": "sk-not-tinker"}])
+@pytest.mark.parametrize("path", ["client/config", "create_session", "retrieve_future", "telemetry"])
+def test_a_wrong_key_is_a_401(http: httpx.Client, headers: dict[str, str], path: str) -> None:
+    answer = http.post(path, json={}, headers=headers)
+    assert answer.status_code == 401
+    assert "key" in answer.json()["detail"]
+
+
+# Bad bodies -----------------------------------------------------------------------------------------------------------
+
+JSON_ROUTES = [
+    "create_session", "session_heartbeat", "create_model", "get_info", "optim_step", "save_weights",
+    "save_weights_for_sampler", "save_weights_external", "load_weights", "weights_info", "create_sampling_session",
+    "join_sampling_session", "asample", "retrieve_future", "cancel_future",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", [b"{", b"\xff\xfe", b"[]", b"nul", b'{"model_id": {}}', b"", b'"x"'])
+@pytest.mark.parametrize("path", JSON_ROUTES)
+def test_malformed_json_is_a_422_with_a_detail(http: httpx.Client, path: str, body: bytes) -> None:
+    answer = http.post(path, content=body, headers={"Content-Type": "application/json"})
+    if path == "create_session" and answer.status_code == 200:
+        return  # every field of it is optional
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["detail"]
+
+
+@pytest.mark.parametrize("body", [b"", b"garbage", b"\x0a\xff\xff\xff\xff", bytes(range(256)) * 10])
+def test_malformed_protobuf_is_a_400_with_a_detail(http: httpx.Client, body: bytes) -> None:
+    answer = http.post("forward_backward", content=body, headers=PROTOBUF)
+    assert answer.status_code == 400
+    assert "protobuf" in answer.json()["detail"]
+
+
+def test_json_where_protobuf_is_due_says_so(http: httpx.Client) -> None:
+    answer = http.post("forward_backward", json={"model_id": "x"})
+    assert answer.status_code == 400
+    assert "application/x-protobuf" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("path", ["forward_backward", "create_session", "asample", "no_such_route"])
+def test_ten_megabytes_of_garbage_are_refused(http: httpx.Client, path: str) -> None:
+    garbage = np.random.default_rng(0).bytes(10 << 20)
+    answer = http.post(path, content=garbage, headers=PROTOBUF if path == "forward_backward" else {})
+    assert answer.status_code == 413
+    assert "1048576" in answer.json()["detail"]
+
+
+def test_a_packed_body_works_and_a_bomb_does_not(http: httpx.Client, model: str) -> None:
+    packed = {**PROTOBUF, "Content-Encoding": "zstd"}
+    good = zstandard.compress(forward_backward(model, 1))
+    ok(http.post("forward_backward", content=good, headers=packed))
+    bomb = zstandard.compress(b"\0" * (8 << 20))
+    assert http.post("forward_backward", content=bomb, headers=packed).status_code == 413
+
+
+def test_unknown_endpoints_have_a_detail(http: httpx.Client) -> None:
+    answer = http.post("no_such_thing", json={})
+    assert answer.status_code == 404
+    assert "no_such_thing" in answer.json()["detail"]
+    assert http.get("optim_step").status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "copy_weights"), ("POST", "create_custom_loss"), ("POST", "sessions/search"), ("POST", "auth/token"),
+        ("POST", "unload_model"), ("POST", "forward"), ("GET", "audit"),
+    ],
+)  # fmt: skip
+def test_endpoints_that_are_not_offered_say_so_by_name(http: httpx.Client, method: str, path: str) -> None:
+    answer = http.request(method, path)
+    assert answer.status_code == 400
+    assert f"/{path} is not offered" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"base_model": "gpt-9"}, "base_model 'gpt-9' is not served here; available: 'toy'"),
+        ({"lora_config": None}, "lora_config is missing"),
+        ({"optimizer_config": {"type": "dimuon", "version": 1}}, "'dimuon' is not offered"),
+    ],
+)
+def test_models_that_cannot_be_are_refused_at_once(
+    http: httpx.Client, session: str, fields: dict[str, Any], words: str
+) -> None:
+    answer = create_model(http, session, **fields)
+    assert answer.status_code == 400
+    assert words in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "words"),
+    [
+        ({"path": "tinker://x/weights/y"}, 404, "no checkpoint"),
+        ({"path": "nonsense"}, 400, "is not a checkpoint path"),
+        ({"path": "tinker://a/weights/../b"}, 400, "is not a checkpoint path"),
+        ({"path": "tinker://x/sampler_weights/y"}, 400, "is no training checkpoint"),
+        ({"path": "tinker://x/weights/y", "model_id": "m", "seq_id": 1}, 400, "either session_id and model_seq_id"),
+        ({"path": "tinker://x/weights/y", "weights_access_token": "t"}, 400, "weights_access_token"),
+    ],
+)
+def test_loading_what_is_not_there(
+    http: httpx.Client, session: str, fields: dict[str, Any], status: int, words: str
+) -> None:
+    answer = http.post("load_weights", json={"session_id": session, "model_seq_id": 0, "optimizer": True, **fields})
+    assert answer.status_code == status
+    assert words in answer.json()["detail"]
+
+
+# Sessions and service -------------------------------------------------------------------------------------------------
+
+
+def test_a_session_lives_until_it_is_finished(http: httpx.Client, session: str, model: str) -> None:
+    ok(http.post("session_heartbeat", json={"session_id": session}))
+    finish = {"reason": {"type": "success"}, "detail": None}
+    assert ok(http.post(f"sessions/{session}/finish", json=finish))["ended"] == "success"
+    later = {"reason": {"type": "errored"}, "detail": "x"}
+    assert ok(http.post(f"sessions/{session}/finish", json=later))["ended"] == "success"
+    assert http.post("session_heartbeat", json={"session_id": session}).status_code == 410
+    refused = http.post("optim_step", json={"model_id": model, "seq_id": 1, "adam_params": {}})
+    assert "has ended" in refused.json()["detail"]
+    assert "has ended" in create_model(http, session, model_seq_id=1).json()["detail"]
+
+
+def test_a_session_shows_what_it_made(http: httpx.Client) -> None:
+    body = {"tags": ["t"], "user_metadata": {"a": "b", "n": 3}, "display_name": "me", "sdk_version": "1"}
+    session = ok(http.post("create_session", json=body))["session_id"]
+    model = ok(create_model(http, session))["model_id"]
+    assert ok(http.get(f"sessions/{session}")) == {
+        "training_run_ids": [model],
+        "sampler_ids": [],
+        "user_metadata": {"a": "b", "n": "3"},
+        "display_name": "me",
+    }
+    ok(http.put(f"sessions/{session}/project", json={"project_id": "p1"}))
+    assert [run["training_run_id"] for run in ok(http.get("training_runs?project_id=p1"))["training_runs"]] == [model]
+    assert session in ok(http.get("sessions?limit=1000"))["sessions"]
+    assert ok(http.get(f"sessions/{session}/trace_export"))["status"] == "failed"
+
+
+def test_info_names_the_base_model(http: httpx.Client, model: str) -> None:
+    info = ok(http.post("get_info", json={"model_id": model, "type": "get_info"}))
+    assert info["model_data"] == {"arch": None, "model_name": "toy", "tokenizer_id": "toy"}
+    assert info["lora_rank"] == 4
+    assert info["is_lora"]
+
+
+def test_what_needs_no_engine(server: RunningServer, http: httpx.Client) -> None:
+    assert ok(http.get("healthz")) == {"status": "ok"}
+    assert ok(httpx.get(f"{server.url}/healthz")) == {"status": "ok"}
+    ready = httpx.get(f"{server.url}/readyz")
+    assert ready.status_code == 503
+    assert ready.json()["engines"] == {"toy": {"state": "starting"}}
+    assert ok(http.post("client/config", json={"sdk_version": "0.38.0"}))["pjwt_auth_enabled"] is False
+    assert ok(http.post("client/dynamic_config", json={"sdk_version": "0.38.0"}))["sample_cancel_enabled"] is True
+    assert ok(http.get("get_server_capabilities")) == {"supported_models": [{"model_name": "toy"}]}
+    assert ok(http.post("telemetry", json={"events": [{"event": "X"}], "session_id": "s"})) == {"status": "accepted"}
+    assert ok(http.get("auth/apikey/me"))["details"]["org_details"]["name"].startswith("key-")
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert 'route="/api/v1/healthz",status="200"' in metrics
+
+
+def test_configured_keys_keep_strangers_out(tmp_path: Path) -> None:
+    keys = [{"key": "tml-real", "tenant": "me"}]
+    with running_server(tmp_path, engines=False, server={"api_keys": keys}) as server:
+        url = f"{server.url}/api/v1/client/config"
+        assert httpx.post(url, json={}, headers={"X-API-Key": "tml-real"}).status_code == 200
+        assert httpx.post(url, json={}, headers={"X-API-Key": "tml-fake"}).status_code == 401
