@@ -1,0 +1,89 @@
+"""Makers of backends, operations and states for the tests of the jax backend."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tinsmith.backend import BackendContext, ModelState
+from tinsmith.losses import BUILTIN_LOSSES
+from tinsmith.operations import AdamParams, Array, CreateModel, Datum, ForwardBackward, LoraConfig, OptimStep
+from tinsmith_jax.backend import JaxBackend
+from tinsmith_jax.config import JaxConfig
+
+VOCAB = 160
+LOSSES = {spec.name: spec for spec in BUILTIN_LOSSES}
+
+
+def make_backend(directory: Path, cache_dir: Path, **settings: object) -> JaxBackend:
+    config = JaxConfig.model_validate(
+        {"max_context_tokens": 320, "max_batch_tokens": 512, "max_lora_rank": 16, "warm_up": False, **settings}
+    )
+    context = BackendContext(model_name="tiny", model_path=directory, cache_dir=cache_dir, losses=LOSSES)
+    return JaxBackend(config, context)
+
+
+def make_datum(rng: np.random.Generator, length: int, loss: str = "cross_entropy", targets: int | None = None) -> Datum:
+    """Random tokens and loss inputs; `targets` is K of [T, K], None for [T]."""
+    shape = (length,) if targets is None else (length, targets)
+    inputs: dict[str, Array] = {"target_tokens": rng.integers(0, VOCAB, shape)}
+    if loss == "cross_entropy":
+        inputs["weights"] = rng.uniform(-0.5, 1, shape).astype(np.float32)
+    else:
+        inputs["logprobs"] = rng.uniform(-8, -2, shape).astype(np.float32)
+        inputs["advantages"] = rng.normal(size=shape).astype(np.float32)
+    return Datum(tokens_T=rng.integers(0, VOCAB, length).astype(np.int32), loss_inputs=inputs)
+
+
+def make_op(
+    model_id: str,
+    seed: int,
+    lengths: Sequence[int],
+    loss: str = "cross_entropy",
+    config: Mapping[str, float] | None = None,
+    targets: int | None = None,
+) -> ForwardBackward:
+    rng = np.random.default_rng(seed)
+    data = tuple(make_datum(rng, length, loss, targets) for length in lengths)
+    return ForwardBackward(model_id=model_id, data=data, loss_fn=loss, loss_fn_config=config or {})
+
+
+def near_policy(op: ForwardBackward, logprobs: Sequence[Array], seed: int = 0) -> ForwardBackward:
+    """Put the sampler's logprobs near the model's, as in training on policy: ratios then lie on both sides of clips."""
+    rng = np.random.default_rng(seed)
+    data = []
+    for datum, logp in zip(op.data, logprobs, strict=True):
+        old = (logp + rng.normal(scale=0.3, size=logp.shape)).astype(np.float32)
+        data.append(Datum(tokens_T=datum.tokens_T, loss_inputs={**datum.loss_inputs, "logprobs": old}))
+    return ForwardBackward(model_id=op.model_id, data=tuple(data), loss_fn=op.loss_fn, loss_fn_config=op.loss_fn_config)
+
+
+def add_model(backend: JaxBackend, model_id: str, lora: LoraConfig, *, random_B: bool = False) -> None:
+    """Create a model; with `random_B` none of its weights is zero, so that every gradient is tested."""
+    backend.create_model(CreateModel(model_id=model_id, lora=lora))
+    if random_B:
+        rng = np.random.default_rng(lora.seed)
+        weights = {
+            name: rng.normal(scale=0.02, size=value.shape).astype(np.float32) if "lora_B" in name else value
+            for name, value in backend.capture_state(model_id).weights.items()
+        }
+        backend.restore_state(model_id, ModelState(lora=lora, weights=weights))
+
+
+def train(backend: JaxBackend, op: ForwardBackward, adam: AdamParams) -> tuple[float, list[Array]]:
+    """One step; the loss and the logprobs before it."""
+    (output,) = backend.forward_backward([op])
+    backend.optim_step([OptimStep(model_id=op.model_id, adam=adam)])
+    return output.metrics["loss:sum"], [each["logprobs"] for each in output.loss_fn_outputs]
+
+
+def assert_same_bits(left: Mapping[str, Array], right: Mapping[str, Array]) -> None:
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        np.testing.assert_array_equal(value.view(np.uint32), right[name].view(np.uint32), err_msg=name)
+
+
+def assert_same_state(left: ModelState, right: ModelState) -> None:
+    assert left.step == right.step
+    for part in ("weights", "adam_m", "adam_v", "gradients"):
+        assert_same_bits(getattr(left, part), getattr(right, part))
