@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tinsmith.backend import SamplingBackend
-from tinsmith.operations import Datum, TopLogprobs
+from tinsmith.operations import Array, Datum, TopLogprobs
 from tinsmith.testing.contract import need
 from tinsmith.testing.model_driver import ModelDriver, logprobs_of
 from tinsmith.testing.sampling_suite import (
@@ -116,7 +116,8 @@ class LogprobsContract(SamplingSuite):
         answer = output.target_prompt_logprobs
         assert answer is not None
         assert output.prompt_logprobs is not None
-        assert (answer.dtype, answer.shape) == (np.float32, targets.shape)
+        assert answer.dtype == np.float32
+        assert answer.shape == targets.shape
         assert (answer[targets < 0] == 0).all()
         assert (answer[targets >= 0] < 0).all()
         np.testing.assert_allclose(answer[:, 0], output.prompt_logprobs[1:], rtol=0, atol=_ONE_OP)
@@ -131,7 +132,8 @@ class LogprobsContract(SamplingSuite):
         drawn = await ask(backend, prompt, params(max_tokens=20), snapshot_id=snapshot.snapshot_id, num_samples=2)
         for sequence in drawn.sequences:
             tokens = with_tokens(prompt, sequence.tokens)
-            inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": np.zeros(len(tokens) - 1, np.float32)}
+            weights = np.zeros(len(tokens) - 1, np.float32)
+            inputs: dict[str, Array] = {"target_tokens": tokens[1:].astype(np.int64), "weights": weights}
             datum = Datum(tokens_T=tokens[:-1], loss_inputs=inputs)
             (trained,) = logprobs_of(driver.forward(model_id, [datum]))
             np.testing.assert_allclose(sequence.logprobs, trained[len(prompt) - 1 :], rtol=0, atol=_A_MODEL)
@@ -146,7 +148,8 @@ class LogprobsContract(SamplingSuite):
 
 def _assert_best_first(top: TopLogprobs, length: int, k: int, *, first: int) -> None:
     assert top.token_ids.shape == top.logprobs.shape == (length, k)
-    assert (top.token_ids.dtype, top.logprobs.dtype) == (np.int32, np.float32)
+    assert top.token_ids.dtype == np.int32
+    assert top.logprobs.dtype == np.float32
     used = top.logprobs[first:]
     assert (np.diff(used, axis=-1) <= 0).all(), "the best come first"
     assert (used > _UNUSED_LOGPROB).all()
