@@ -1,0 +1,63 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+SOURCES := pyproject.toml constraints.txt plugins/jax_backend/pyproject.toml
+
+# One thread per process: tiny models on small machines lose far more to waiting threads than they gain.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo setup test check fix bench docs test-crash test-gpu clean
+
+help: ## Show this help
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo-installed ## Train a tiny model with an ordinary Tinker script and sample from it; starts and stops everything
+	$(BIN)/tinsmith demo
+
+setup: $(VENV)/.dev-installed ## Create the development environment
+
+test: $(VENV)/.dev-installed ## Run every test that needs no accelerator; sets up everything it needs
+	$(BIN)/python -m pytest -m "not gpu and not crash"
+
+check: $(VENV)/.dev-installed ## Ruff, mypy, import contracts, documentation and the fast tests
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q -m "not slow and not gpu and not crash" tests/unit
+
+fix: $(VENV)/.dev-installed ## Let ruff fix and format what it can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(VENV)/.demo-installed ## Measure a served tiny model: steps, samples and round trips per second
+	$(BIN)/python benchmarks/serving.py
+
+docs: $(VENV)/.dev-installed ## Check that the documentation says what the code does
+	$(BIN)/python -m pytest -q tests/unit/test_docs.py
+
+test-crash: $(VENV)/.dev-installed ## Run the long crash campaigns
+	$(BIN)/python -m pytest -m crash
+
+test-gpu: $(VENV)/.dev-installed ## Run the tests that need an accelerator
+	$(BIN)/python -m pytest -m gpu
+
+clean: ## Remove the environment, caches and what the demo left
+	rm -rf $(VENV) .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "tinsmith needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo-installed: $(SOURCES) | $(BIN)/python
+	$(PIP) -e ".[examples]" -e plugins/jax_backend
+	@touch $@
+
+$(VENV)/.dev-installed: $(SOURCES) | $(BIN)/python
+	$(PIP) -e ".[dev]" -e plugins/jax_backend
+	@touch $@ $(VENV)/.demo-installed
