@@ -1,0 +1,305 @@
+"""The engine of one base model: claims operations, plans batches, runs them, records what came of it.
+
+Training operations go through the scheduler to the backend's one thread; what reads or writes files holds up its own
+model alone. Samples run at the same time, as many as there are, on the sampler, which batches for itself.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Final, cast
+from urllib.parse import quote
+
+from tinsmith import operations as ops
+from tinsmith.backend import SamplingBackend, TrainingBackend
+from tinsmith.checks import check_operation
+from tinsmith.claimed import Claimed, as_pending, failed, finished_event
+from tinsmith.codec import decode_operation
+from tinsmith.errors import ServerError, TinsmithError
+from tinsmith.events import OperationFinished
+from tinsmith.execution import BackendFailedError, BatchOperation, Execution, Outcome, SingleOperation
+from tinsmith.losses import LossSpec
+from tinsmith.scheduler import Limits, Scheduler
+from tinsmith.snapshots import Snapshots
+from tinsmith.store import Completion, OperationRecord, RequestStore
+
+_MAX_CLAIMED: Final = 512  # training operations in memory
+_MAX_SAMPLES: Final = 1024  # samples in flight
+_IDLE_S: Final = 60.0
+_BATCHED: Final = frozenset({"forward", "forward_backward", "optim_step"})
+_LARGE_BYTES: Final = 1 << 17  # payloads from here on are decoded and checked beside the event loop
+
+_log = logging.getLogger(__name__)
+
+
+class EngineFailedError(ServerError):
+    """The engine cannot go on: what its backend holds is unknown."""
+
+
+class Engine:
+    """Made once per process; `run` works until `stop` is called or the backend fails."""
+
+    def __init__(  # noqa: PLR0913 - one per part of an engine
+        self,
+        *,
+        base_model: str,
+        store: RequestStore,
+        scheduler: Scheduler,
+        backend: TrainingBackend,
+        sampler: SamplingBackend | None,
+        losses: Mapping[str, LossSpec],
+        checkpoint_root: Path,
+        engine_id: str,
+        gap_timeout_s: float,
+        resident_snapshots: int,
+        on_finished: Callable[[OperationFinished], None],
+        thread: ThreadPoolExecutor | None = None,
+    ) -> None:
+        """`thread` has one worker, in which the backend was made; without it the engine starts one."""
+        self._base_model = base_model
+        self._store = store
+        self._scheduler = scheduler
+        self._capabilities = backend.capabilities
+        self._sampler = sampler
+        self._losses = losses
+        self._engine_id = engine_id
+        self._gap_timeout_s = gap_timeout_s
+        self._on_finished = on_finished
+        spilled = checkpoint_root.parent / "snapshots" / quote(base_model, safe="")
+        self._snapshots: Snapshots | None = None
+        if sampler is not None:
+            self._snapshots = Snapshots(
+                sampler, checkpoint_root=checkpoint_root, spill_root=spilled, max_resident=resident_snapshots
+            )
+        self._execution = Execution(
+            base_model=base_model,
+            backend=backend,
+            snapshots=self._snapshots,
+            checkpoint_root=checkpoint_root,
+            thread=thread or ThreadPoolExecutor(1, thread_name_prefix="tinsmith-training"),
+        )
+        self._limits = Limits(max_batch_tokens=backend.capabilities.max_batch_tokens)
+        self._memory: Mapping[str, float] = {}  # the scheduler's
+        self._pending: dict[str, Claimed] = {}  # training operations whose turn has not come
+        self._busy: set[str] = set()  # models with an operation of their own under way
+        self._samples: dict[str, asyncio.Task[None]] = {}
+        self._look = asyncio.Event()  # at the store
+        self._plan = asyncio.Event()  # something can be planned
+        self._stopping = asyncio.Event()
+        self._recording = asyncio.Lock()  # results are recorded in the order in which they came about
+
+    def stop(self) -> None:
+        """Let `run` finish the batch that is running, and end."""
+        self._stopping.set()
+        self._look.set()
+        self._plan.set()
+
+    async def run(self) -> None:
+        """Raise EngineFailedError where the backend failed: its models' states are lost."""
+        if self._snapshots is not None:
+            await asyncio.to_thread(self._snapshots.clear_disk)
+        try:
+            async with asyncio.TaskGroup() as group:
+                beside = [group.create_task(self._watch_store()), group.create_task(self._watch_gaps())]
+                lanes = [group.create_task(self._claim(group)), group.create_task(self._train(group))]
+                await asyncio.wait(lanes)
+                for task in [*beside, *self._samples.values()]:
+                    task.cancel()
+        except ExceptionGroup as failures:
+            raise _first(failures) from failures
+
+    # claiming
+
+    async def _watch_store(self) -> None:
+        while True:
+            await self._store.wait_for_work(self._base_model, _IDLE_S)
+            self._look.set()
+
+    async def _watch_gaps(self) -> None:
+        while True:
+            await asyncio.sleep(min(5.0, self._gap_timeout_s / 4))
+            older_than = datetime.now(UTC) - timedelta(seconds=self._gap_timeout_s)
+            await self._store.fail_gaps(self._base_model, older_than=older_than)
+
+    async def _claim(self, group: asyncio.TaskGroup) -> None:
+        self._look.set()
+        while True:
+            await self._look.wait()
+            self._look.clear()
+            if self._stopping.is_set():
+                return
+            for request_id in await self._store.cancelled(self._base_model):
+                if (task := self._samples.get(request_id)) is not None:
+                    task.cancel()
+            for claimed in await self._claim_what_fits():
+                request_id = claimed.record.request_id
+                if claimed.record.ordered:
+                    self._pending[request_id] = claimed
+                else:
+                    self._samples[request_id] = group.create_task(self._sample(claimed), name=f"sample {request_id}")
+            self._plan.set()
+
+    async def _claim_what_fits(self) -> list[Claimed]:
+        training, samples = _MAX_CLAIMED - len(self._pending), _MAX_SAMPLES - len(self._samples)
+        together = min(training, samples)
+        records = await self._claim_records(together, ordered=None)
+        if len(records) == together:  # there may be more of one sort
+            training -= sum(record.ordered for record in records)
+            samples -= sum(not record.ordered for record in records)
+            records += await self._claim_records(training, ordered=True)
+            records += await self._claim_records(samples, ordered=False)
+        if sum(len(record.payload or b"") for record in records) >= _LARGE_BYTES:
+            return await asyncio.to_thread(lambda: [self._check(record) for record in records])
+        return [self._check(record) for record in records]
+
+    async def _claim_records(self, room: int, *, ordered: bool | None) -> list[OperationRecord]:
+        if room <= 0:
+            return []
+        return await self._store.claim(
+            self._base_model, engine_id=self._engine_id, max_operations=room, ordered=ordered
+        )
+
+    def _check(self, record: OperationRecord) -> Claimed:
+        """Decode and check; what is wrong with an operation is its own."""
+        assert record.payload is not None
+        capabilities = self._capabilities if record.ordered or self._sampler is None else self._sampler.capabilities
+        operation: ops.Operation | None = None
+        try:
+            operation = decode_operation(record.kind, record.payload)
+            check_operation(operation, capabilities, self._losses)
+        except TinsmithError as error:
+            return Claimed(record=record, operation=operation, refused=failed(error))
+        return Claimed(record=record, operation=operation)
+
+    # training
+
+    async def _train(self, group: asyncio.TaskGroup) -> None:
+        while True:
+            await self._plan.wait()
+            self._plan.clear()
+            while (chosen := self._choose()) and not self._stopping.is_set():
+                self._look.set()  # there is room for more
+                first = chosen[0]
+                if first.record.kind in _BATCHED and first.refused is None:
+                    await self._run_batch(group, chosen)
+                    continue
+                self._busy.add(first.record.stream)
+                group.create_task(self._run_single(first), name=f"{first.record.kind} of {first.record.stream}")
+            if self._stopping.is_set():
+                return
+
+    def _choose(self) -> list[Claimed]:
+        """Take what runs next out of `_pending`: a batch, or one operation that is refused or runs by itself."""
+        runnable: list[Claimed] = []
+        for queue in self._queues():
+            head = queue[0]
+            missing = self._execution.why_not(head.record.stream, head.operation)
+            if missing is not None or head.refused is not None:
+                return [self._take(replace(head, refused=head.refused or missing))]
+            first_refused = next((n for n, each in enumerate(queue) if each.refused is not None), len(queue))
+            runnable.extend(queue[:first_refused])
+        batch = self._scheduler.plan(
+            [as_pending(each.record) for each in runnable],
+            limits=self._limits,
+            now_s=time.time(),
+            memory=self._memory,
+        )
+        self._memory = batch.memory
+        return [self._take(self._pending[request_id]) for request_id in batch.request_ids]
+
+    def _queues(self) -> list[list[Claimed]]:
+        """Return what is pending of each model that is free, in order."""
+        queues: dict[str, list[Claimed]] = {}
+        for each in self._pending.values():
+            if each.record.stream not in self._busy:
+                queues.setdefault(each.record.stream, []).append(each)
+        return [sorted(queue, key=lambda each: each.record.seq_id) for queue in queues.values()]
+
+    def _take(self, claimed: Claimed) -> Claimed:
+        del self._pending[claimed.record.request_id]
+        return claimed
+
+    async def _run_batch(self, group: asyncio.TaskGroup, chosen: Sequence[Claimed]) -> None:
+        started = time.monotonic()
+        operations = [cast("BatchOperation", each.operation) for each in chosen]
+        try:
+            results = await self._execution.run_batch(chosen[0].record.kind, operations)
+        except BackendFailedError as error:
+            raise await self._failed_on(chosen, error) from error
+        outcomes = [Outcome(result=result) for result in results]
+        group.create_task(self._record(chosen, outcomes, time.monotonic() - started))  # while the next batch runs
+
+    async def _run_single(self, claimed: Claimed) -> None:
+        started = time.monotonic()
+        try:
+            if claimed.refused is not None:
+                outcome = self._execution.refused(claimed.operation, claimed.refused)
+            else:
+                outcome = await self._execution.run_single(cast("SingleOperation", claimed.operation), claimed.record)
+        except BackendFailedError as error:
+            raise await self._failed_on([claimed], error) from error
+        self._busy.discard(claimed.record.stream)
+        self._plan.set()
+        await self._record([claimed], [outcome], time.monotonic() - started)
+
+    # sampling
+
+    async def _sample(self, claimed: Claimed) -> None:
+        started = time.monotonic()
+        operation = cast("ops.Sample", claimed.operation)
+        try:
+            result = claimed.refused or await self._draw(operation)
+        except TinsmithError as error:
+            result = failed(error)
+        except Exception as error:
+            raise await self._failed_on([claimed], error) from error
+        finally:
+            del self._samples[claimed.record.request_id]
+            self._look.set()  # there is room for another
+        await self._complete([claimed], [Outcome(result=result)], time.monotonic() - started)
+
+    async def _draw(self, operation: ops.Sample) -> ops.Result:
+        if self._sampler is None or self._snapshots is None:
+            return ops.Failed(message=f"base model {self._base_model!r} has no sampler; it can only be trained")
+        async with self._snapshots.use(operation.snapshot_id, base_model=self._base_model):
+            return await self._sampler.sample(operation)
+
+    # results
+
+    async def _record(self, finished: Sequence[Claimed], outcomes: Sequence[Outcome], run_s: float) -> None:
+        async with self._recording:
+            await self._complete(finished, outcomes, run_s)
+
+    async def _complete(self, finished: Sequence[Claimed], outcomes: Sequence[Outcome], run_s: float) -> None:
+        pairs = list(zip(finished, outcomes, strict=True))
+        await self._store.complete(
+            [
+                Completion(request_id=each.record.request_id, result=outcome.result, effects=outcome.effects)
+                for each, outcome in pairs
+            ]
+        )
+        for each, outcome in pairs:
+            self._on_finished(finished_event(each.record, outcome.result, run_s, batch_size=len(finished)))
+
+    async def _failed_on(self, chosen: Sequence[Claimed], error: Exception) -> EngineFailedError:
+        """Fail what was running when the backend failed; the next engine's start fails the rest of its models."""
+        what = chosen[0].record.kind
+        _log.error("the backend failed in %s of %d operations", what, len(chosen), exc_info=error)
+        message = (
+            f"the engine of {self._base_model!r} failed in {what}: {error}; it starts again, but the models that it "
+            "held are lost: create them anew, from a checkpoint where there is one"
+        )
+        outcomes = [Outcome(result=ops.Failed(message=message, category="server"))] * len(chosen)
+        await self._record(chosen, outcomes, 0.0)
+        return EngineFailedError(message)
+
+
+def _first(failures: ExceptionGroup[Exception]) -> Exception:
+    """Return what happened, of a group that holds one failure as a rule."""
+    first = failures.exceptions[0]
+    return _first(first) if isinstance(first, ExceptionGroup) else first

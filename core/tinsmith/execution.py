@@ -1,0 +1,296 @@
+"""What each operation means to a backend, a sampler and the disk. `engine.py` decides when; here is how.
+
+Every call of the training backend happens in one thread. Files are read and written in others meanwhile, so that one
+model's checkpoint does not hold up another's training.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, assert_never
+
+from tinsmith import operations as ops
+from tinsmith.backend import ModelState, TrainingBackend
+from tinsmith.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
+from tinsmith.errors import TinsmithError, UserError
+from tinsmith.snapshots import Snapshots
+from tinsmith.store import (
+    CheckpointKind,
+    CheckpointRecord,
+    CheckpointWritten,
+    Effect,
+    LoraResolved,
+    OperationRecord,
+    RunState,
+    RunStateChanged,
+    SamplerCreated,
+    SamplerRecord,
+)
+from tinsmith.tinker_path import TinkerPath
+
+T = TypeVar("T")
+BatchOperation = ops.ForwardBackward | ops.OptimStep
+BatchResult = ops.ForwardBackwardOutput | ops.OptimStepOutput | ops.Failed
+SingleOperation = (
+    ops.CreateModel | ops.SaveState | ops.LoadState | ops.SaveForSampler | ops.ExportAdapter | ops.UnloadModel
+)
+
+
+class BackendFailedError(Exception):
+    """A backend raised what it must not: its state is unknown, and the engine must end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A result, and what else is recorded with it."""
+
+    result: ops.Result
+    effects: tuple[Effect, ...] = ()
+
+
+class Execution:
+    """Runs operations that have been checked. Knows which models live on the backend."""
+
+    def __init__(
+        self,
+        *,
+        base_model: str,
+        backend: TrainingBackend,
+        snapshots: Snapshots | None,
+        checkpoint_root: Path,
+        thread: ThreadPoolExecutor,
+    ) -> None:
+        self._base_model = base_model
+        self._backend = backend
+        self._snapshots = snapshots
+        self._checkpoint_root = checkpoint_root
+        self._thread = thread
+        self._models: dict[str, ops.LoraConfig] = {}
+        self._gone: dict[str, str] = {}  # why a model that was asked for is not there
+
+    def why_not(self, model_id: str, operation: ops.Operation | None) -> ops.Failed | None:
+        """Say why an operation of this model cannot run, where its model is not there."""
+        if isinstance(operation, ops.CreateModel | ops.UnloadModel) or model_id in self._models:
+            return None
+        reason = self._gone.get(model_id, "this engine does not hold it")
+        return ops.Failed(message=f"model {model_id!r} is not there: {reason}", category="server")
+
+    async def run_batch(self, kind: str, operations: Sequence[BatchOperation]) -> list[BatchResult]:
+        """Run passes or optimizer steps together. Raise BackendFailedError where the backend breaks its contract."""
+        results = await self._call(partial(self._batch_call(kind), operations))
+        if len(results) != len(operations):
+            msg = f"{kind} of {len(operations)} operations returned {len(results)} results"
+            raise BackendFailedError(msg)
+        return results
+
+    def _batch_call(self, kind: str) -> Callable[[Any], list[BatchResult]]:  # Any: of the kind
+        calls: Mapping[str, Callable[[Any], Any]] = {  # Any: results are invariant in lists
+            "forward": self._backend.forward,
+            "forward_backward": self._backend.forward_backward,
+            "optim_step": self._backend.optim_step,
+        }
+        return calls[kind]
+
+    async def run_single(self, operation: SingleOperation, record: OperationRecord) -> Outcome:
+        """Run one of the others. What goes wrong with the request or the disk is its result."""
+        try:
+            return await self._run_single(operation, record)
+        except TinsmithError as error:
+            failed = ops.Failed(message=str(error), category=error.category)
+            return self.refused(operation, failed)
+
+    def refused(self, operation: ops.Operation | None, failed: ops.Failed) -> Outcome:
+        """Return a failure, with what follows from it where a model was to be created."""
+        if not isinstance(operation, ops.CreateModel):
+            return Outcome(result=failed)
+        reason = f"it could not be created: {failed.message}"
+        self._gone[operation.model_id] = reason
+        lost = RunStateChanged(model_id=operation.model_id, state=RunState.LOST, reason=reason)
+        return Outcome(result=failed, effects=(lost,))
+
+    async def _run_single(self, operation: SingleOperation, record: OperationRecord) -> Outcome:
+        match operation:
+            case ops.CreateModel():
+                return await self._create(operation)
+            case ops.SaveState():
+                state = await self._call(partial(self._backend.capture_state, operation.model_id))
+                written = await self._write(
+                    operation.path,
+                    "training",
+                    state,
+                    record,
+                    overwrite=operation.overwrite,
+                    ttl_seconds=operation.ttl_seconds,
+                    user_metadata=operation.user_metadata,
+                )
+                return _saved(written)
+            case ops.ExportAdapter():
+                state = await self._call(partial(self._backend.capture_state, operation.model_id))
+                return _saved(
+                    await self._write(operation.path, "external", state, record, ttl_seconds=operation.ttl_seconds)
+                )
+            case ops.LoadState():
+                return await self._load(operation)
+            case ops.SaveForSampler():
+                return await self._publish(operation, record)
+            case ops.UnloadModel():
+                return await self._unload(operation.model_id)
+            case _:
+                assert_never(operation)
+
+    async def _create(self, operation: ops.CreateModel) -> Outcome:
+        model_id = operation.model_id
+        effects: tuple[Effect, ...] = ()
+        state: ModelState | None = None
+        if operation.checkpoint is not None:
+            state = await self._read_state(operation.checkpoint, load_optimizer=operation.load_optimizer)
+            operation = replace(operation, lora=state.lora)
+            effects = (LoraResolved(model_id=model_id, lora=state.lora),)
+        await self._call(partial(self._backend.create_model, operation))
+        if state is not None:
+            try:
+                await self._call(partial(self._backend.restore_state, model_id, state))
+            except UserError:
+                await self._call(partial(self._backend.unload_model, model_id))
+                raise
+        self._models[model_id] = operation.lora
+        ready = RunStateChanged(model_id=model_id, state=RunState.READY)
+        return Outcome(result=ops.ModelCreated(model_id=model_id), effects=(*effects, ready))
+
+    async def _load(self, operation: ops.LoadState) -> Outcome:
+        state = await self._read_state(operation.path, load_optimizer=operation.load_optimizer)
+        own = self._models[operation.model_id]
+        if replace(state.lora, seed=own.seed) != own:
+            msg = (
+                f"{operation.path!r} has {_describe(state.lora)}, but model {operation.model_id!r} has "
+                f"{_describe(own)}; create a new model from the checkpoint instead"
+            )
+            raise UserError(msg)
+        await self._call(partial(self._backend.restore_state, operation.model_id, state))
+        return Outcome(result=ops.WeightsLoaded(model_id=operation.model_id, path=operation.path))
+
+    async def _publish(self, operation: ops.SaveForSampler, record: OperationRecord) -> Outcome:
+        ephemeral_id, effects, size = operation.sampling_session_id, list[Effect](), None
+        if ephemeral_id is not None and self._snapshots is None:
+            msg = "this base model cannot be sampled from: it has no sampler; save with a name instead"
+            raise UserError(msg)
+        snapshot_id = ephemeral_id or operation.path
+        assert snapshot_id is not None
+        snapshot = await self._call(partial(self._backend.publish, operation.model_id, snapshot_id))
+        if operation.path is not None:
+            weights = await self._call(snapshot.adapter_weights)
+            state = ModelState(lora=snapshot.lora, weights=weights)
+            written = await self._write(
+                operation.path,
+                "sampler",
+                state,
+                record,
+                ttl_seconds=operation.ttl_seconds,
+                user_metadata=operation.user_metadata,
+            )
+            effects.append(CheckpointWritten(record=written))
+            size = written.size_bytes
+        if self._snapshots is not None:
+            await self._snapshots.add(
+                snapshot, model_id=operation.model_id, persisted=ephemeral_id is None, base_model=self._base_model
+            )
+        if ephemeral_id is not None:
+            effects.append(SamplerCreated(record=self._sampler_record(ephemeral_id, operation.model_id, record)))
+        saved = ops.WeightsSaved(path=operation.path, sampling_session_id=ephemeral_id, size_bytes=size)
+        return Outcome(result=saved, effects=tuple(effects))
+
+    def _sampler_record(self, sampling_session_id: str, model_id: str, record: OperationRecord) -> SamplerRecord:
+        return SamplerRecord(
+            sampling_session_id=sampling_session_id,
+            session_id=record.session_id,
+            tenant=record.tenant,
+            base_model=self._base_model,
+            created_at=datetime.now(UTC),
+            snapshot_id=sampling_session_id,
+            model_id=model_id,
+        )
+
+    async def _unload(self, model_id: str) -> Outcome:
+        if self._models.pop(model_id, None) is not None:
+            await self._call(partial(self._backend.unload_model, model_id))
+        self._gone.pop(model_id, None)
+        if self._snapshots is not None:
+            await self._snapshots.drop_model(model_id)
+        unloaded = RunStateChanged(model_id=model_id, state=RunState.UNLOADED)
+        return Outcome(result=ops.ModelUnloaded(model_id=model_id), effects=(unloaded,))
+
+    async def _read_state(self, path: str, *, load_optimizer: bool) -> ModelState:
+        directory = TinkerPath.parse(path).directory
+        checkpoint: Checkpoint = await asyncio.to_thread(read_checkpoint, self._checkpoint_root, directory)
+        if checkpoint.kind != "training":
+            msg = f"{path!r} is a {checkpoint.kind} checkpoint; training loads what save_state wrote (.../weights/...)"
+            raise UserError(msg)
+        if checkpoint.base_model != self._base_model:
+            msg = f"{path!r} is of base model {checkpoint.base_model!r}, not of {self._base_model!r}"
+            raise UserError(msg)
+        if load_optimizer:
+            return checkpoint.state
+        return replace(checkpoint.state, adam_m={}, adam_v={}, gradients={}, step=0)
+
+    async def _write(
+        self,
+        path: str,
+        kind: CheckpointKind,
+        state: ModelState,
+        record: OperationRecord,
+        *,
+        ttl_seconds: int | None,
+        overwrite: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> CheckpointRecord:
+        """Make it durable, in another thread, and describe it."""
+        now = datetime.now(UTC)
+        parsed = TinkerPath.parse(path)
+        write = partial(
+            write_checkpoint,
+            kind=kind,
+            state=state,
+            base_model=self._base_model,
+            user_metadata=user_metadata or {},
+            created_at=now,
+            overwrite=overwrite,
+        )
+        size = await asyncio.to_thread(write, self._checkpoint_root, parsed.directory)
+        return CheckpointRecord(
+            path=path,
+            model_id=parsed.model_id,
+            tenant=record.tenant,
+            kind=kind,
+            base_model=self._base_model,
+            lora=state.lora,
+            created_at=now,
+            size_bytes=size,
+            directory=parsed.directory,
+            step=state.step,
+            expires_at=None if ttl_seconds is None else now + timedelta(seconds=ttl_seconds),
+            user_metadata=dict(user_metadata or {}),
+        )
+
+    async def _call(self, call: Callable[[], T]) -> T:
+        """Call the backend in its thread. A UserError passes; anything else it raises is its failure."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        except UserError:
+            raise
+        except Exception as error:
+            msg = f"{type(error).__name__}: {error}"
+            raise BackendFailedError(msg) from error
+
+
+def _saved(written: CheckpointRecord) -> Outcome:
+    result = ops.WeightsSaved(path=written.path, size_bytes=written.size_bytes)
+    return Outcome(result=result, effects=(CheckpointWritten(record=written),))
+
+
+def _describe(lora: ops.LoraConfig) -> str:
+    flags = ("attn", lora.train_attn), ("mlp", lora.train_mlp), ("unembed", lora.train_unembed)
+    return f"rank {lora.rank} on {', '.join(name for name, on in flags if on)}"

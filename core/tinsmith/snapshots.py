@@ -1,0 +1,145 @@
+"""The sampling snapshots of one engine: which are in the sampler, which have gone to disk, and bringing those back."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeVar
+
+from tinsmith.backend import ModelState, SamplingBackend, Snapshot
+from tinsmith.checkpoints import delete_checkpoint, read_snapshot, write_checkpoint
+from tinsmith.errors import ServerError
+from tinsmith.tinker_path import TinkerPath
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Held:
+    """One snapshot. `snapshot` is None while it is on disk only; then it can be read from `directory` of `root`."""
+
+    root: Path
+    directory: str
+    on_disk: bool
+    model_id: str | None = None
+    snapshot: Snapshot | None = None
+    users: int = 0
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Snapshots:
+    """Keeps at most `max_resident` in the sampler, those last used; a snapshot that is being sampled from stays.
+
+    Ephemeral snapshots live until their model is unloaded or the engine ends; persisted ones (their id is their
+    tinker:// path) are read from their checkpoint whenever they are asked for.
+    """
+
+    def __init__(self, sampler: SamplingBackend, *, checkpoint_root: Path, spill_root: Path, max_resident: int) -> None:
+        self._sampler = sampler
+        self._checkpoint_root = checkpoint_root
+        self._spill_root = spill_root
+        self._max_resident = max_resident
+        self._held: dict[str, _Held] = {}  # least recently used first
+
+    def clear_disk(self) -> None:
+        """Remove what an earlier engine spilled: its ephemeral snapshots ended with it. Call before anything else."""
+        shutil.rmtree(self._spill_root, ignore_errors=True)
+
+    async def add(self, snapshot: Snapshot, *, model_id: str, persisted: bool, base_model: str) -> None:
+        """Load a fresh snapshot. A persisted one must have been written already."""
+        held = self._entry(snapshot.snapshot_id) if persisted else self._ephemeral(snapshot.snapshot_id)
+        held.model_id = model_id
+        async with held.loading:
+            await self._sampler.drop_snapshot(snapshot.snapshot_id)  # of a deleted checkpoint of the same name
+            await self._sampler.load_snapshot(snapshot)
+            held.snapshot = snapshot
+        self._held[snapshot.snapshot_id] = held
+        await self._make_room(base_model)
+
+    @asynccontextmanager
+    async def use(self, snapshot_id: str | None, *, base_model: str) -> AsyncIterator[None]:
+        """Have it in the sampler while the block runs; None is the base model.
+
+        Raise NotFoundError or ServerError where it is gone.
+        """
+        if snapshot_id is None:
+            yield
+            return
+        held = self._held.pop(snapshot_id, None) or self._entry(snapshot_id)
+        self._held[snapshot_id] = held
+        held.users += 1
+        try:
+            await self._load(snapshot_id, held)
+            await self._make_room(base_model)
+            yield
+        except BaseException:
+            if held.snapshot is None and held.users == 1:
+                self._held.pop(snapshot_id, None)  # there is none
+            raise
+        finally:
+            held.users -= 1
+
+    async def drop_model(self, model_id: str) -> None:
+        """Forget the ephemeral snapshots of a model; samples that run from them end first."""
+        for snapshot_id, held in list(self._held.items()):
+            if held.model_id == model_id and held.root == self._spill_root:
+                del self._held[snapshot_id]
+                await self._sampler.drop_snapshot(snapshot_id)
+                if held.on_disk:
+                    await asyncio.to_thread(delete_checkpoint, held.root, held.directory)
+
+    def _entry(self, snapshot_id: str) -> _Held:
+        if not snapshot_id.startswith("tinker://"):
+            msg = (
+                f"sampling snapshot {snapshot_id!r} is gone: its session ended, or the engine was restarted; save the "
+                "weights for sampling again"
+            )
+            raise ServerError(msg)
+        return _Held(root=self._checkpoint_root, directory=TinkerPath.parse(snapshot_id).directory, on_disk=True)
+
+    def _ephemeral(self, snapshot_id: str) -> _Held:
+        return _Held(root=self._spill_root, directory=snapshot_id, on_disk=False)
+
+    async def _load(self, snapshot_id: str, held: _Held) -> None:
+        async with held.loading:
+            if held.snapshot is None:
+                snapshot = await asyncio.to_thread(read_snapshot, held.root, held.directory, snapshot_id)
+                await self._sampler.load_snapshot(snapshot)
+                held.snapshot = snapshot
+
+    async def _make_room(self, base_model: str) -> None:
+        resident = [(name, held) for name, held in self._held.items() if held.snapshot is not None]
+        excess = len(resident) - self._max_resident
+        for name, held in resident:
+            if excess <= 0:
+                return
+            if held.users == 0 and not held.loading.locked():
+                await self._spill(name, held, base_model)
+                excess -= 1
+
+    async def _spill(self, snapshot_id: str, held: _Held, base_model: str) -> None:
+        async with held.loading:
+            snapshot = held.snapshot
+            if snapshot is None or held.users:
+                return
+            if not held.on_disk:
+                await asyncio.to_thread(self._write, held, snapshot, base_model)
+                held.on_disk = True
+            if held.users == 0:
+                held.snapshot = None
+                await self._sampler.drop_snapshot(snapshot_id)
+
+    def _write(self, held: _Held, snapshot: Snapshot, base_model: str) -> None:
+        write_checkpoint(
+            held.root,
+            held.directory,
+            kind="sampler",
+            state=ModelState(lora=snapshot.lora, weights=snapshot.adapter_weights()),
+            base_model=base_model,
+            user_metadata={},
+            created_at=datetime.now(UTC),
+            overwrite=True,
+        )
