@@ -1,10 +1,11 @@
 """The jax backend: a trainer and a sampler over one copy of the base model, taking turns on the device."""
 
 from collections.abc import Sequence
+from itertools import chain, zip_longest
 
 import jax
 
-from tinsmith.backend import BackendContext, Capabilities, ModelState, Snapshot, TrainingBackend
+from tinsmith.backend import BackendContext, Capabilities, ModelState, SamplingBackend, Snapshot, TrainingBackend
 from tinsmith.errors import ConfigError
 from tinsmith.operations import (
     CreateModel,
@@ -14,6 +15,8 @@ from tinsmith.operations import (
     ForwardBackwardOutput,
     OptimStep,
     OptimStepOutput,
+    Sample,
+    SampleOutput,
 )
 from tinsmith_jax import runtime
 from tinsmith_jax.buckets import TARGETS
@@ -21,13 +24,16 @@ from tinsmith_jax.compilation import Programs
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.loss_table import LossTable
 from tinsmith_jax.model_config import read_model_config
+from tinsmith_jax.sampler import Sampler
+from tinsmith_jax.sampling_device import SamplingDevice, SamplingShape
+from tinsmith_jax.stopping import StopRules
 from tinsmith_jax.train_step import TrainPrograms
 from tinsmith_jax.trainer import Trainer
 from tinsmith_jax.turns import Turns
-from tinsmith_jax.weights import load_base
+from tinsmith_jax.weights import Base, load_base
 
 
-class JaxBackend(TrainingBackend):
+class JaxBackend(TrainingBackend, SamplingBackend):
     """Compiles in the background from its construction on; whatever is not ready when needed is compiled then."""
 
     def __init__(self, config: JaxConfig, context: BackendContext) -> None:
@@ -45,11 +51,26 @@ class JaxBackend(TrainingBackend):
         self.programs = Programs(context.progress)
         turns = Turns()
         self._trainer = Trainer(base, self.programs, train, config.max_models, turns.turn)
-        self._capabilities = self._describe(config, losses)
+        rules = StopRules.read(context.model_path, self.model_config.eos_token_ids)
+        device = self._sampling_device(config, base, turns)
+        self._sampler = Sampler(device, self.model_config, rules=rules, prefill_tokens=config.prefill_tokens)
+        self._capabilities = self._describe(config, losses, stop_strings=rules.tokenizer is not None)
         if config.warm_up:
-            self.programs.start_warm_up(list(train.all()))
+            in_turn = chain.from_iterable(zip_longest(train.all(), device.all_programs()))
+            self.programs.start_warm_up([program for program in in_turn if program is not None])
 
-    def _describe(self, config: JaxConfig, losses: LossTable) -> Capabilities:
+    def _sampling_device(self, config: JaxConfig, base: Base, turns: Turns) -> SamplingDevice:
+        shape = SamplingShape(
+            num_slots=config.decode_slots,
+            max_context_tokens=self.limits.max_context_tokens,
+            max_lora_rank=config.max_lora_rank,
+            max_steps=config.decode_steps or (4 if self.limits.platform == "cpu" else 8),
+            max_top=min(config.max_topk_logprobs, self.model_config.vocab_size),
+            dtype=self.limits.dtype,
+        )
+        return SamplingDevice(base, self.model_config, shape, programs=self.programs, turns=turns)
+
+    def _describe(self, config: JaxConfig, losses: LossTable, *, stop_strings: bool) -> Capabilities:
         return Capabilities(
             vocab_size=self.model_config.vocab_size,
             max_context_tokens=self.limits.max_context_tokens,
@@ -62,6 +83,11 @@ class JaxBackend(TrainingBackend):
             deterministic=self.limits.platform == "cpu",
             # elsewhere nobody has measured it: no claim of bits, and no isolation_error to report
             isolation="bitwise" if self.limits.exact else "close",
+            sampling=True,
+            prompt_logprobs=True,
+            target_prompt_logprobs=True,
+            max_topk_logprobs=min(config.max_topk_logprobs, self.model_config.vocab_size),
+            stop_strings=stop_strings,
         )
 
     @property
@@ -92,6 +118,16 @@ class JaxBackend(TrainingBackend):
     def publish(self, model_id: str, snapshot_id: str) -> Snapshot:
         return self._trainer.publish(model_id, snapshot_id)
 
+    async def load_snapshot(self, snapshot: Snapshot) -> None:
+        await self._sampler.load_snapshot(snapshot)
+
+    async def drop_snapshot(self, snapshot_id: str) -> None:
+        await self._sampler.drop_snapshot(snapshot_id)
+
+    async def sample(self, op: Sample) -> SampleOutput | Failed:
+        return await self._sampler.sample(op)
+
     def close(self) -> None:
-        """Stop the warm-up; the arrays go with the object."""
+        """End samples and the warm-up; the arrays go with the object."""
+        self._sampler.close()
         self.programs.close()

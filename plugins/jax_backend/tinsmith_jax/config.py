@@ -21,6 +21,12 @@ class JaxConfig(BackendConfig):
     max_batch_tokens: int | None = Field(
         None, ge=64, description="of one training micro-batch, padding included; default 2048 on CPU, else 16384"
     )
+    decode_slots: int = Field(16, ge=1, le=1024, description="sequences sampled at a time; more wait in line")
+    decode_steps: int | None = Field(
+        None, ge=1, le=64, description="tokens per sampling dispatch, after which others join; default 4 on CPU, else 8"
+    )
+    prefill_tokens: int = Field(512, ge=64, description="prompt tokens read between two sampling dispatches")
+    max_topk_logprobs: int = Field(128, ge=1, description="alternatives per token that a sample may ask for")
     recompute: bool | None = Field(
         None, description="recompute activations in the backward pass to save memory; default off on CPU, else on"
     )

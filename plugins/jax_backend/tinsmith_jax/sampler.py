@@ -78,8 +78,7 @@ class Sampler:
         self._slots = [Slot(index=index) for index in range(device.shape.num_slots)]
         self._line = Line()
         self._waiting: dict[Request, _Waiting] = {}
-        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None  # started by the first request
 
     # The event loop's side ----------------------------------------------------------------------------------------
 
@@ -127,7 +126,8 @@ class Sampler:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     @property
     def num_busy_slots(self) -> int:
@@ -142,6 +142,9 @@ class Sampler:
                 return Failed(message=CLOSED, category="server")
             self._arrived.append(waiting)
             self._wake.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+                self._thread.start()
         try:
             return await waiting.future
         except asyncio.CancelledError:
@@ -229,7 +232,7 @@ class Sampler:
             work = self._next_tiles(left)
             if not work:
                 return
-            count = max(size for size in PREFILL_TILES if size <= len(work))
+            count = max((size for size in PREFILL_TILES if size <= len(work)), default=len(work))
             self._prefill(work[:count])
             left -= count
 

@@ -27,8 +27,8 @@ BoolArray = npt.NDArray[np.bool_]
 WordArray = npt.NDArray[np.uint32]
 # Any below: compiled programs and pytrees, which jax does not type.
 
-PREFILL_TILES = (1, 2, 4, 8)
-"""Tiles per prefill program; a turn takes the greatest that is not more than what is waiting, so none is padding."""
+PREFILL_TILES = (2, 4, 8)
+"""Tiles per prefill program. Not 1: XLA then turns batched products into plain ones, whose bits differ on CPU."""
 TARGET_COLUMNS = (1, 8, 64)
 """Targets per row of a scoring program; wider matrices are scored in slices."""
 
@@ -128,8 +128,14 @@ class SamplingDevice:
             self._resident = jax.block_until_ready(write(self._resident, adapter, np.int32(slot), np.float32(scale)))
 
     def prefill(self, tiles: Sequence[PromptTile]) -> FloatArray:
-        """Read tiles (their number one of PREFILL_TILES) into the cache; returns hidden states [N, TILE, H]."""
-        tokens_NT = np.zeros((len(tiles), TILE), np.int32)
+        """Read up to PREFILL_TILES[-1] tiles into the cache; returns their hidden states [N, TILE, H].
+
+        Where there is no program for that many, the last tile is read several times: it writes the same numbers.
+        """
+        num_asked = len(tiles)
+        size = next(size for size in PREFILL_TILES if size >= num_asked)
+        tiles = [*tiles, *[tiles[-1]] * (size - num_asked)]
+        tokens_NT = np.zeros((size, TILE), np.int32)
         for row, tile in zip(tokens_NT, tiles, strict=True):
             row[: len(tile.tokens)] = tile.tokens
         packed = decode.TokenTiles(
@@ -138,10 +144,10 @@ class SamplingDevice:
             np.array([tile.start for tile in tiles], np.int32),
             np.array([tile.adapted for tile in tiles], bool),
         )
-        program = self._program("prefill", len(tiles))
+        program = self._program("prefill", size)
         with self._turns.turn():
             self._cache, hidden = program(self._base, self._resident, self._cache, packed)
-            return np.asarray(hidden)
+            return np.asarray(hidden)[:num_asked]
 
     def score(
         self, hidden_TH: FloatArray, tile: PromptTile, targets_TK: IntArray, *, want_top: bool

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -22,11 +21,14 @@ class StopRules:
         self.tokenizer = tokenizer
 
     @classmethod
-    def read(cls, model_path: Path) -> "StopRules":
-        """Read `tokenizer.json` (it may be absent) and the configuration files of a Hugging Face directory."""
+    def read(cls, model_path: Path, config_eos_tokens: Iterable[int]) -> "StopRules":
+        """Read the tokenizer of a Hugging Face directory; it may be absent.
+
+        What the tokenizer calls `eos_token` ends a sequence beside the ids of the model's configuration.
+        """
         tokenizer_file = model_path / "tokenizer.json"
         tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.exists() else None
-        return cls(read_eos_tokens(model_path, tokenizer), tokenizer)
+        return cls({*config_eos_tokens, *_tokenizer_eos(model_path, tokenizer)}, tokenizer)
 
     def stop_tokens(self, params: SamplingParams) -> frozenset[int]:
         """Return the tokens that end a sequence: the listed ones, and end-of-sequence where that is on."""
@@ -86,27 +88,11 @@ class StopWatch:
         return "length" if self._left <= 0 else None
 
 
-def read_eos_tokens(model_path: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Collect end-of-sequence ids: generation_config.json, else config.json; and the tokenizer's own `eos_token`."""
-    ids: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        ids = _as_ids(_read_json(model_path / name).get("eos_token_id"))
-        if ids:
-            break
-    eos = _read_json(model_path / "tokenizer_config.json").get("eos_token")
+def _tokenizer_eos(model_path: Path, tokenizer: Tokenizer | None) -> set[int]:
+    path = model_path / "tokenizer_config.json"
+    if tokenizer is None or not path.exists():
+        return set()
+    eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
     text = eos.get("content") if isinstance(eos, dict) else eos  # older files hold the token's whole description
-    if tokenizer is not None and isinstance(text, str):
-        token = tokenizer.token_to_id(text)
-        if token is not None:
-            ids.add(token)
-    return frozenset(ids)
-
-
-def _as_ids(value: object) -> set[int]:
-    if isinstance(value, int):
-        return {value}
-    return {int(item) for item in value} if isinstance(value, list) else set()
-
-
-def _read_json(path: Path) -> dict[str, Any]:  # Any: files of another project, read key by key
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    token = tokenizer.token_to_id(text) if isinstance(text, str) else None
+    return set() if token is None else {token}

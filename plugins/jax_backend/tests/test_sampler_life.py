@@ -1,0 +1,228 @@
+"""How samples end: stop rules, limits, cancellation, failures, closing; and what they must not do: compile."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jax_harness import add_model, make_backend
+from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
+from tokenizers import Tokenizer, decoders, models
+
+from tinsmith.operations import Failed, LoraConfig, SampleOutput
+from tinsmith_jax.backend import JaxBackend
+
+VOCAB = 160
+EOS = 2  # of the tiny models' configuration
+
+
+@pytest.fixture(scope="module")
+def spelled(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a tokenizer: token n is one letter or two."""
+    directory = tmp_path_factory.mktemp("spelled")
+    for file in tiny_models["qwen3"].iterdir():
+        (directory / file.name).symlink_to(file)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = [*letters, *(first + second for first in letters for second in letters)][:VOCAB]
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def backend(spelled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[JaxBackend]:
+    made = make_backend(spelled, tmp_path_factory.mktemp("cache"), decode_slots=3)
+    yield made
+    made.close()
+
+
+async def until_busy(backend: JaxBackend, *, busy: bool = True) -> None:
+    """Wait until some slot is occupied, or none. No timing: a sample enters and leaves whenever its dispatch comes."""
+    while bool(backend._sampler.num_busy_slots) != busy:  # noqa: ASYNC110 - the sampler's thread knows no loop
+        await asyncio.sleep(0.001)
+
+
+# Stops ----------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_stop_token_stays_and_ends_the_sequence(backend: JaxBackend) -> None:
+    free = (await sample(backend, make_sample(prompt(6), max_tokens=20))).sequences[0]
+    assert free.stop_reason == "length"
+    for cut in (0, 1, 5, 10):
+        token = int(free.tokens[cut])
+        first = free.tokens.tolist().index(token) + 1
+        stopped = (await sample(backend, make_sample(prompt(6), max_tokens=20, stop_tokens=(token,)))).sequences[0]
+        assert stopped.tokens.tolist() == free.tokens[:first].tolist()
+        assert stopped.stop_reason == "stop"
+        np.testing.assert_array_equal(stopped.logprobs, free.logprobs[:first])
+
+
+async def test_more_stop_tokens_than_the_device_table_holds(backend: JaxBackend) -> None:
+    free = (await sample(backend, make_sample(prompt(6), max_tokens=20))).sequences[0]
+    token = int(free.tokens[7])
+    others = [n for n in range(VOCAB) if n not in free.tokens.tolist()][:30]
+    first = free.tokens.tolist().index(token) + 1
+    op = make_sample(prompt(6), max_tokens=20, stop_tokens=(*others, token))
+    assert (await sample(backend, op)).sequences[0].tokens.tolist() == free.tokens[:first].tolist()
+
+
+async def test_end_of_sequence_stops_unless_it_is_switched_off(backend: JaxBackend) -> None:
+    ops = [make_sample(prompt(4), max_tokens=250, seed=seed, temperature=3.0) for seed in range(4)]
+    for op, free in zip(ops, await sample_all(backend, ops), strict=True):
+        tokens = free.sequences[0].tokens.tolist()
+        assert len(tokens) == 250
+        assert EOS in tokens
+        stopping = make_sample(prompt(4), max_tokens=250, seed=op.params.seed, temperature=3.0, stop_at_eos=True)
+        ended = (await sample(backend, stopping)).sequences[0]
+        assert ended.tokens.tolist() == tokens[: tokens.index(EOS) + 1]
+        assert ended.stop_reason == "stop"
+
+
+async def test_a_stop_string_cuts_after_the_token_that_completes_it(backend: JaxBackend) -> None:
+    tokenizer = backend._sampler._rules.tokenizer
+    free = (await sample(backend, make_sample(prompt(6), max_tokens=40))).sequences[0]
+    text = tokenizer.decode(free.tokens.tolist())
+    for start in (3, 9, 21):
+        string = text[start : start + 3]
+        op = make_sample(prompt(6), max_tokens=40, stop_strings=("zzzzzzz", string))
+        stopped = (await sample(backend, op)).sequences[0]
+        count = next(n for n in range(1, 41) if string in tokenizer.decode(free.tokens[:n].tolist()))
+        assert stopped.tokens.tolist() == free.tokens[:count].tolist()
+        assert stopped.stop_reason == "stop"
+        assert len(stopped.logprobs) == count
+
+
+async def test_stop_strings_without_a_tokenizer_are_refused(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    backend = make_backend(tiny_models["qwen3"], tmp_path)
+    assert not backend.capabilities.stop_strings
+    result = await backend.sample(make_sample(prompt(3), stop_strings=("x",)))
+    assert isinstance(result, Failed)
+    assert result.category == "user"
+    assert "tokenizer.json" in result.message
+    backend.close()
+
+
+async def test_prompt_and_sample_fill_the_context_and_no_more(backend: JaxBackend) -> None:
+    context = backend.capabilities.max_context_tokens
+    full = await sample(backend, make_sample(prompt(context - 10), max_tokens=10, num_samples=2))
+    assert [len(sequence.tokens) for sequence in full.sequences] == [10, 10]
+    refused = await backend.sample(make_sample(prompt(context - 10), max_tokens=11))
+    assert isinstance(refused, Failed)
+    assert f"the context window is {context} tokens" in refused.message
+
+
+# Cancellation, failure, closing ---------------------------------------------------------------------------------------
+
+
+async def test_cancelling_frees_the_slots_of_running_and_waiting_samples(backend: JaxBackend) -> None:
+    expected = await sample(backend, make_sample(prompt(9), max_tokens=5))
+    hogs = [
+        asyncio.ensure_future(backend.sample(make_sample(prompt(9), max_tokens=300, num_samples=50))) for _ in range(3)
+    ]
+    await until_busy(backend)
+    for hog in hogs:
+        hog.cancel()
+    assert all(
+        isinstance(result, asyncio.CancelledError) for result in await asyncio.gather(*hogs, return_exceptions=True)
+    )
+    await until_busy(backend, busy=False)
+    assert len(backend._sampler._line) == 0
+    assert_same_sequences(await sample(backend, make_sample(prompt(9), max_tokens=5)), expected)
+
+
+async def test_a_failing_dispatch_fails_those_in_slots_and_nobody_else(
+    backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = [make_sample(prompt(9, seed=n), max_tokens=20, session=f"s{n}") for n in range(8)]
+    expected = await sample_all(backend, ops)
+    device = backend._sampler._device
+    decode, calls = device.decode, []
+
+    def fail_once(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return decode(*args)
+
+    monkeypatch.setattr(device, "decode", fail_once)
+    results = await asyncio.gather(*(backend.sample(op) for op in ops))
+    failed = [result for result in results if isinstance(result, Failed)]
+    assert 1 <= len(failed) <= 3  # three slots
+    assert all(result.category == "server" and "out of memory" in result.message for result in failed)
+    for result, right in zip(results, expected, strict=True):
+        if isinstance(result, SampleOutput):
+            assert_same_sequences(result, right)
+    assert_same_sequences(await sample(backend, ops[0]), expected[0])
+
+
+async def test_closing_answers_everyone(spelled: Path, tmp_path: Path) -> None:
+    backend = make_backend(spelled, tmp_path, decode_slots=2)
+    await sample(backend, make_sample(prompt(4)))
+    waiting = [asyncio.ensure_future(backend.sample(make_sample(prompt(4), max_tokens=300))) for _ in range(5)]
+    await until_busy(backend)
+    await asyncio.to_thread(backend.close)
+    for result in await asyncio.gather(*waiting, backend.sample(make_sample(prompt(4)))):
+        assert isinstance(result, Failed)
+        assert result.category == "server"
+        assert "closing" in result.message
+
+
+async def test_closing_before_any_sample(spelled: Path, tmp_path: Path) -> None:
+    backend = make_backend(spelled, tmp_path)
+    backend.close()
+    assert isinstance(await backend.sample(make_sample(prompt(4))), Failed)
+
+
+async def test_one_session_does_not_shut_others_out(backend: JaxBackend) -> None:
+    order: list[str] = []
+
+    async def run(name: str, num_samples: int) -> None:
+        await sample(backend, make_sample(prompt(5), session=name, num_samples=num_samples, max_tokens=20))
+        order.append(name)
+
+    hog = asyncio.ensure_future(run("hog", 40))
+    await until_busy(backend)
+    await asyncio.gather(run("mouse", 1), hog)
+    assert order == ["mouse", "hog"]
+
+
+# Compilation ----------------------------------------------------------------------------------------------------------
+
+
+async def test_nothing_compiles_after_the_warm_up(spelled: Path, tmp_path: Path) -> None:
+    backend = make_backend(spelled, tmp_path, decode_slots=3)
+    device = backend._sampler._device
+    backend.programs.start_warm_up(device.all_programs())
+    assert await asyncio.to_thread(backend.programs.wait_until_warm, 120)
+    warm = backend.programs.compile_count
+    assert warm == len(device.all_programs())
+    for rank in (1, 8, 11, 16):
+        add_model(backend, f"m{rank}", LoraConfig(rank=rank, seed=rank))
+        await backend.load_snapshot(backend.publish(f"m{rank}", f"m{rank}"))
+    rng = np.random.default_rng(0)
+    ops = []
+    for number in range(40):
+        length = int(rng.integers(1, 280))
+        columns = int(rng.integers(1, 80))
+        ops.append(
+            make_sample(
+                prompt(length, seed=number),
+                [None, "m1", "m8", "m11", "m16"][number % 5],
+                max_tokens=int(rng.integers(1, 20)),
+                num_samples=int(rng.integers(1, 4)),
+                temperature=float(rng.uniform(0, 2)),
+                top_k=int(rng.integers(-1, 50)),
+                top_p=float(rng.uniform(0.1, 1)),
+                prompt_logprobs=bool(rng.random() < 0.3),
+                topk_prompt_logprobs=int(rng.integers(0, 9)),
+                topk_sample_logprobs=int(rng.integers(0, 9)),
+                target_prompt_logprobs=rng.integers(-1, VOCAB, (length - 1, columns)) if number % 3 == 0 else None,
+                stop_strings=("ab",) if number % 4 == 0 else (),
+            )
+        )
+    await sample_all(backend, ops)
+    assert backend.programs.compile_count == warm
+    backend.close()
