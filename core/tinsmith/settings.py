@@ -19,7 +19,7 @@ class PluginSection(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    plugin: str
+    plugin: str = Field(description="the name of what a plugin offers; `tinsmith plugins` lists them")
 
     def options(self) -> dict[str, Any]:  # Any: checked by the plugin's config class
         return dict(self.model_extra or {})
@@ -28,15 +28,15 @@ class PluginSection(BaseModel):
 class ApiKey(_Section):
     """A key that clients may use. Keys start with `tml-`, or the SDK refuses them."""
 
-    key: SecretStr
+    key: SecretStr = Field(description="starts with `tml-`")
     tenant: str = Field(description="who owns what is made with this key")
-    admin: bool = False
+    admin: bool = Field(default=False, description="may see what belongs to every tenant")
 
 
 class ServerSettings(_Section):
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", description="address to listen on; other than loopback needs `api_keys`")
     port: int = Field(8000, ge=0, le=65535, description="0 picks a free one")
-    data_dir: Path = Path("~/.tinsmith")
+    data_dir: Path = Field(Path("~/.tinsmith"), description="database, checkpoints and caches; one server each")
     public_url: str | None = Field(None, description="where clients reach the server; for download links")
     api_keys: tuple[ApiKey, ...] = Field((), description="empty: on loopback any key that starts with tml-")
     long_poll_s: float = Field(30.0, gt=0, lt=45, description="the SDK gives up at 45 s")
@@ -45,14 +45,16 @@ class ServerSettings(_Section):
     )
     gap_timeout_s: float = Field(120.0, gt=0, description="how long operations wait for a missing lower seq_id")
     result_retention_s: float = Field(3600.0, ge=60, description="results stay readable at least that long")
-    max_request_bytes: int = Field(256 << 20, ge=1 << 20)
+    max_request_bytes: int = Field(256 << 20, ge=1 << 20, description="a larger body gets a 413")
     max_pending_per_tenant: int = Field(20_000, ge=1, description="more samples than this get a 429")
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
 
 
 class SupervisorSettings(_Section):
-    restart_backoff_s: float = Field(1.0, gt=0, description="doubles up to restart_backoff_max_s")
-    restart_backoff_max_s: float = Field(60.0, gt=0)
+    restart_backoff_s: float = Field(
+        1.0, gt=0, description="before an engine is restarted; doubles up to restart_backoff_max_s"
+    )
+    restart_backoff_max_s: float = Field(60.0, gt=0, description="the longest wait between restarts")
     max_restarts: int = Field(
         5, ge=0, description="without ten minutes of health in between; then the engine is failed"
     )
