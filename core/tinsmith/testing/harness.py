@@ -22,6 +22,8 @@ from tinsmith.plugins import Plugins
 from tinsmith.server.app import begin_shutdown, create_app
 from tinsmith.settings import ModelSettings, PluginSection, ServerSettings, Settings
 from tinsmith.store import RequestStore, StoreContext
+from tinsmith.testing.engine_thread import engine_thread
+from tinsmith.testing.loop_thread import LoopThread
 
 T = TypeVar("T")
 
@@ -58,8 +60,6 @@ def running_server(
 
     A second server on the same `data_dir` sees what the first one left.
     """
-    from tinsmith.testing.engine_thread import engine_thread
-
     settings = Settings(
         server=ServerSettings.model_validate({"data_dir": data_dir, "port": 0, **(server or {})}), models=tuple(models)
     )
@@ -71,7 +71,8 @@ def running_server(
         app = create_app(settings, store=store, plugins=Plugins.load(extra_plugins))
         url = stack.enter_context(_http(app, loop))
         for model in settings.models if engines else ():
-            stack.enter_context(engine_thread(settings, model.name, Plugins.load(extra_plugins)))
+            own = Plugins.load(extra_plugins)
+            stack.enter_context(engine_thread(settings, model, own, create_store(settings, own)))
         yield RunningServer(url=url, settings=settings, app=app, store=store, loop=loop)
 
 
@@ -79,31 +80,6 @@ def create_store(settings: Settings, plugins: Plugins) -> RequestStore:
     spec = plugins.store(settings.store.plugin)
     config = spec.config.model_validate(settings.store.options())
     return spec.create(config, StoreContext(data_dir=settings.server.data_dir))
-
-
-class LoopThread:
-    """An event loop in a thread of its own."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-
-    @classmethod
-    @contextmanager
-    def running(cls, name: str) -> Iterator["LoopThread"]:
-        self = cls()
-        thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
-        thread.start()
-        try:
-            yield self
-        finally:
-            self.call(self.loop.shutdown_asyncgens())
-            self.call(self.loop.shutdown_default_executor())
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            thread.join(_STOP_TIMEOUT_S)
-            self.loop.close()
-
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(_START_TIMEOUT_S)
 
 
 class _HttpServer(uvicorn.Server):

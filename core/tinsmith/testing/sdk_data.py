@@ -1,0 +1,49 @@
+"""Small data in the SDK's types, for tests that train through it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tinker
+
+TOKENS = [12, 7, 31, 5, 9, 22, 3]
+
+
+def datum(tokens: Sequence[int] = TOKENS, weights: Sequence[float] | None = None) -> tinker.Datum:
+    """One sequence to learn: the server gets it shifted, as Tinker scripts do it."""
+    inputs, targets = list(tokens[:-1]), list(tokens[1:])
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(inputs),
+        loss_fn_inputs=_inputs(target_tokens=targets, weights=list(weights or [1.0] * len(targets))),
+    )
+
+
+def rl_datum(tokens: Sequence[int], logprobs: Sequence[float], advantage: float) -> tinker.Datum:
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(list(tokens[:-1])),
+        loss_fn_inputs=_inputs(
+            target_tokens=list(tokens[1:]), logprobs=list(logprobs), advantages=[advantage] * len(logprobs)
+        ),
+    )
+
+
+def _inputs(**lists: list[Any]) -> Any:  # Any: the SDK takes lists and says TensorData
+    return lists
+
+
+def ragged(count: int, seed: int = 0) -> list[tinker.Datum]:
+    random = np.random.default_rng(seed)
+    return [datum(random.integers(0, 60, random.integers(2, 20)).tolist()) for _ in range(count)]
+
+
+def logprobs(output: tinker.ForwardBackwardOutput) -> list[list[float]]:
+    return [each["logprobs"].tolist() for each in output.loss_fn_outputs]
+
+
+def step(model: tinker.TrainingClient, data: list[tinker.Datum], **adam: float) -> tinker.ForwardBackwardOutput:
+    """One forward_backward and one optim_step, both sent before either is awaited."""
+    passed = model.forward_backward(data, "cross_entropy")
+    stepped = model.optim_step(tinker.AdamParams(**{"learning_rate": 0.01, **adam}))
+    output = passed.result(timeout=60)
+    stepped.result(timeout=60)
+    return output
