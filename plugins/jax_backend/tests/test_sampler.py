@@ -20,9 +20,9 @@ LORAS = {"a": LoraConfig(rank=4, seed=1), "b": LoraConfig(rank=16, seed=2), "c":
 
 
 @pytest.fixture(scope="module")
-def shared(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[JaxBackend]:
+def shared(tiny_models: dict[str, Path], jax_cache: Path) -> Iterator[JaxBackend]:
     """One backend with four slots and three published adapters; tests leave it as they found it."""
-    backend = make_backend(tiny_models["qwen3"], tmp_path_factory.mktemp("cache"), decode_slots=4)
+    backend = make_backend(tiny_models["qwen3"], jax_cache, decode_slots=4)
     for name, lora in LORAS.items():
         add_model(backend, name, lora, random_B=True)
     yield backend
@@ -70,8 +70,8 @@ async def test_logprobs_are_of_the_scaled_distribution_before_truncation(
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_untied", "llama3"])
-async def test_greedy_equals_the_argmax_of_torch(tiny_models: dict[str, Path], tmp_path: Path, kind: str) -> None:
-    backend = make_backend(tiny_models[kind], tmp_path, decode_slots=2)
+async def test_greedy_equals_the_argmax_of_torch(tiny_models: dict[str, Path], jax_cache: Path, kind: str) -> None:
+    backend = make_backend(tiny_models[kind], jax_cache, decode_slots=2)
     reference = AutoModelForCausalLM.from_pretrained(tiny_models[kind], dtype=torch.float64)
     for length in (1, 30, 70):
         given = prompt(length, seed=length)
@@ -221,12 +221,12 @@ async def test_64_mixed_requests_give_the_same_bits_as_each_alone(backend: JaxBa
 
 
 async def test_other_interleavings_give_the_same_bits(
-    backend: JaxBackend, tiny_models: dict[str, Path], tmp_path: Path
+    backend: JaxBackend, tiny_models: dict[str, Path], jax_cache: Path
 ) -> None:
     """Other steps per dispatch, other prefill budget, another order of arrival."""
     requests = mixed_requests(12)
     here = await sample_all(backend, requests)
-    other = make_backend(tiny_models["qwen3"], tmp_path, decode_slots=4, decode_steps=7, prefill_tokens=64)
+    other = make_backend(tiny_models["qwen3"], jax_cache, decode_slots=4, decode_steps=7, prefill_tokens=64)
     for name in LORAS:
         await other.load_snapshot(backend.publish(name, f"snap-{name}"))
     there = await sample_all(other, requests[::-1])
@@ -269,9 +269,9 @@ async def test_a_diverged_neighbour_fails_alone(backend: JaxBackend) -> None:
 # Snapshots ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_snapshot_stays_and_sampling_changes_no_training(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    backend = make_backend(tiny_models["qwen3"], tmp_path, decode_slots=4)
-    quiet = make_backend(tiny_models["qwen3"], tmp_path, decode_slots=4)
+async def test_a_snapshot_stays_and_sampling_changes_no_training(tiny_models: dict[str, Path], jax_cache: Path) -> None:
+    backend = make_backend(tiny_models["qwen3"], jax_cache, decode_slots=4)
+    quiet = make_backend(tiny_models["qwen3"], jax_cache, decode_slots=4)
     adam = AdamParams(learning_rate=1e-2)
     requests = [make_sample(prompt(40), "old", max_tokens=15), make_sample(prompt(40), None, max_tokens=15)]
     for each in (backend, quiet):
