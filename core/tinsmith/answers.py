@@ -46,7 +46,7 @@ def answer(result: ops.Result) -> Answer:
         case ops.Failed():
             return _json({"error": result.message, "category": result.category})
         case ops.ModelCreated():
-            return _json({"model_id": result.model_id, "type": "create_model"})
+            return _json({"model_id": result.model_id})  # of create_model and load_weights: no "type" fits both
         case ops.OptimStepOutput():
             return _json({"metrics": {key: json_number(value) for key, value in result.metrics.items()}})
         case ops.WeightsSaved():
@@ -54,7 +54,7 @@ def answer(result: ops.Result) -> Answer:
                 _present(path=result.path, sampling_session_id=result.sampling_session_id, size_bytes=result.size_bytes)
             )
         case ops.WeightsLoaded():
-            return _json({"path": result.path, "model_id": result.model_id, "type": "load_weights"})
+            return _json({"path": result.path, "model_id": result.model_id})
         case ops.ModelUnloaded():
             return _json({"model_id": result.model_id})
         case _:

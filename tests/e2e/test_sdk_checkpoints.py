@@ -120,8 +120,7 @@ def test_others_load_what_is_published_and_nothing_else(
 
 def test_an_export_is_downloaded_by_signed_links(model: tinker.TrainingClient, rest: tinker.RestClient) -> None:
     path = model.save_weights_external("adapter").result(timeout=60).path
-    run_id = model.get_info().model_id
-    answer = rest.get_external_weights_urls(run_id, "external_weights/adapter").result(timeout=60)
+    answer = rest.get_external_weights_urls(path).result(timeout=60)
     assert {"adapter_config.json", "adapter_model.safetensors"} <= answer.urls.keys()
     for url in answer.urls.values():
         with urllib.request.urlopen(url, timeout=30) as file:  # no key

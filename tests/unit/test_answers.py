@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
-from tinker.types import OptimStepResponse
+from tinker.types import CreateModelResponse, OptimStepResponse
+from tinker.types._pydantic_types.load_weights_response import LoadWeightsResponse
 
 from tinsmith import answers
 from tinsmith import operations as ops
@@ -79,6 +80,12 @@ def test_numbers_json_has_no_word_for_become_words_the_sdk_reads() -> None:
     assert read.metrics is not None
     assert np.isnan(read.metrics["grad_norm"])
     assert read.metrics["a"] == np.inf
+
+
+def test_a_created_model_is_an_answer_to_both_ways_of_creating_one() -> None:
+    body = answers.answer(ops.ModelCreated(model_id="m")).body
+    assert CreateModelResponse.model_validate_json(body).model_id == "m"
+    assert LoadWeightsResponse.model_validate_json(body).model_id == "m"
 
 
 def test_failures_say_what_and_whose_fault() -> None:
