@@ -28,7 +28,7 @@ def main() -> int:
     service = tinker.ServiceClient(
         base_url=options.base_url, api_key=os.environ.get("TINKER_API_KEY", "tml-local-example")
     )
-    training = service.create_lora_training_client(base_model=options.base_model, rank=options.rank)
+    training = service.create_lora_training_client(base_model=options.base_model, rank=options.rank).result()
     tokenizer = training.get_tokenizer()
     data = [to_datum(tokenizer, english, latin) for english, latin in PAIRS]
 
@@ -36,7 +36,7 @@ def main() -> int:
     state = training.save_state(name="pig-latin").result()
     print(f"training state saved as {state.path}")
 
-    sampler = training.save_weights_and_get_sampling_client(name="pig-latin")
+    sampler = training.save_weights_and_get_sampling_client(name="pig-latin").result()
     num_right = sum(ask(sampler, tokenizer, english, latin) for english, latin in PAIRS)
     print(f"{num_right} of {len(PAIRS)} right, final loss {loss:.4f}")
     return 0 if num_right == len(PAIRS) and loss < options.max_loss else 1
@@ -46,7 +46,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Teach a model three Pig Latin translations.")
     parser.add_argument("--base-url", default="http://127.0.0.1:8000")
     parser.add_argument("--base-model", required=True, help="a name that the server serves")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument(
         "--learning-rate", type=float, default=1e-2, help="the default suits a tiny random model; else 1e-4 to 1e-3"
@@ -76,9 +76,11 @@ def train(training: tinker.TrainingClient, data: list[types.Datum], options: arg
     weights = np.concatenate([datum.loss_fn_inputs["weights"].tolist() for datum in data])
     loss = float("inf")
     with LiveCurve("loss per token", num_steps=options.steps) as curve:
-        for _ in range(options.steps):
+        for step in range(options.steps):
+            fading = min(1.0, 2 - 2 * step / options.steps)  # the second half settles
+            learning_rate = options.learning_rate * fading
             passed = training.forward_backward(data, "cross_entropy")
-            stepped = training.optim_step(types.AdamParams(learning_rate=options.learning_rate))
+            stepped = training.optim_step(types.AdamParams(learning_rate=learning_rate))
             logprobs = np.concatenate([each["logprobs"].tolist() for each in passed.result().loss_fn_outputs])
             stepped.result()
             loss = float(-logprobs @ weights / weights.sum())

@@ -24,14 +24,14 @@ def main() -> int:
     service = tinker.ServiceClient(
         base_url=options.base_url, api_key=os.environ.get("TINKER_API_KEY", "tml-local-example")
     )
-    training = service.create_lora_training_client(base_model=options.base_model, rank=options.rank)
+    training = service.create_lora_training_client(base_model=options.base_model, rank=options.rank).result()
     tokenizer = training.get_tokenizer()
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
 
     rewards = []
     with LiveCurve("mean reward", num_steps=options.steps, every=1) as curve:
         for _ in range(options.steps):
-            sampler = training.save_weights_and_get_sampling_client()
+            sampler = training.save_weights_and_get_sampling_client().result()
             futures = [ask(sampler, prompt, options) for prompt in prompts]  # all at once; the server batches them
             groups = [future.result().sequences for future in futures]
             scores = [[reward(tokenizer.decode(each.tokens)) for each in group] for group in groups]
@@ -59,7 +59,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=12)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="the default suits a tiny random model")
+    parser.add_argument("--learning-rate", type=float, default=5e-3, help="the default suits a tiny random model")
     parser.add_argument("--min-gain", type=float, default=0.1, help="a smaller rise of the reward is a failure")
     return parser.parse_args()
 

@@ -35,7 +35,7 @@ def main() -> int:
     service_client = tinker.ServiceClient(
         base_url=options.base_url, api_key=os.environ.get("TINKER_API_KEY", "tml-local-example")
     )
-    training_client = service_client.create_lora_training_client(base_model=options.base_model)
+    training_client = service_client.create_lora_training_client(base_model=options.base_model).result()
     tokenizer = training_client.get_tokenizer()
 
     def process_example(example: dict[str, str]) -> types.Datum:

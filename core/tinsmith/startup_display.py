@@ -41,7 +41,7 @@ def connecting_lines(settings: Settings, url: str) -> tuple[str, str]:
     first = "import os, tinker" if settings.server.api_keys else "import tinker"
     service = f'tinker.ServiceClient(base_url="{url}", api_key={key})'
     name = settings.models[0].name
-    return first, f'client = {service}.create_lora_training_client(base_model="{name}", rank=16)'
+    return first, f'client = {service}.create_lora_training_client(base_model="{name}", rank=16).result()'
 
 
 def _runs_on(model: ModelSettings) -> str:
