@@ -1,0 +1,63 @@
+"""The jax backend under the suites that every backend runs."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from jax_harness import make_backend
+from tokenizers import Tokenizer
+
+from tinsmith.testing import CheckpointContract, SamplingBackendContract, TrainingBackendContract
+from tinsmith.tiny_model import TinyShape, write_tiny_model
+from tinsmith_jax.backend import JaxBackend
+
+_SHAPE = TinyShape(
+    vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
+)
+
+
+@pytest.fixture(scope="module")
+def contract_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("contract") / "tiny"
+    write_tiny_model(directory, _SHAPE)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def jax_backend(contract_model: Path, jax_cache: Path) -> Iterator[JaxBackend]:
+    backend = make_backend(contract_model, jax_cache, max_context_tokens=128)
+    yield backend
+    backend.close()
+
+
+class TestJaxTraining(TrainingBackendContract):
+    @pytest.fixture
+    def backend(self, jax_backend: JaxBackend) -> JaxBackend:
+        return jax_backend
+
+
+class TestJaxCheckpoints(CheckpointContract):
+    @pytest.fixture
+    def backend(self, jax_backend: JaxBackend) -> JaxBackend:
+        return jax_backend
+
+    @pytest.fixture
+    def model_path(self, contract_model: Path) -> Path:
+        return contract_model
+
+
+class TestJaxSampling(SamplingBackendContract):
+    @pytest.fixture
+    def backend(self, jax_backend: JaxBackend) -> JaxBackend:
+        return jax_backend
+
+    @pytest.fixture
+    def eos_token(self, contract_model: Path) -> int:
+        eos = json.loads((contract_model / "config.json").read_text())["eos_token_id"]
+        return eos if isinstance(eos, int) else eos[0]
+
+    @pytest.fixture
+    def detokenize(self, contract_model: Path) -> Callable[[list[int]], str]:
+        tokenizer = Tokenizer.from_file(str(contract_model / "tokenizer.json"))
+        return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False)
