@@ -50,6 +50,7 @@ class JaxBackend(TrainingBackend, SamplingBackend):
         train = TrainPrograms(config=self.model_config, limits=self.limits, losses=losses, base_shapes=shapes)
         self.programs = Programs(context.progress)
         turns = Turns()
+        self.train_programs = train
         self._trainer = Trainer(base, self.programs, train, config.max_models, turns.turn)
         rules = StopRules.read(context.model_path, self.model_config.eos_token_ids)
         device = self._sampling_device(config, base, turns)

@@ -7,6 +7,7 @@ from tinsmith_jax.layers import TILE
 
 TARGETS = (1, 64)  # targets per token
 ADAPTERS = (1, 8)  # adapters in a micro-batch
+_SMALLEST = 2 * TILE  # XLA computes a batch of one tile in another order than a batch of several
 _MANY_ADAPTERS_FROM = 256  # tokens: several tenants seldom have less together
 
 
@@ -22,7 +23,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
-    max_tokens: int  # a power of two times TILE
+    max_tokens: int  # a power of two times TILE, at least two tiles
 
     def choose(self, *, num_tokens: int, num_adapters: int, num_targets: int, padded_rank: int) -> Bucket:
         """Give the smallest bucket that holds a micro-batch which keeps within `max_tokens` and ADAPTERS[-1]."""
@@ -40,7 +41,7 @@ class Buckets:
                         yield Bucket(num_tokens=tokens, num_adapters=adapters, num_targets=targets, padded_rank=rank)
 
     def _token_sizes(self, adapters: int, targets: int) -> list[int]:
-        sizes = [TILE << i for i in range((self.max_tokens // TILE).bit_length())]
+        sizes = [_SMALLEST << i for i in range((self.max_tokens // _SMALLEST).bit_length())]
         if targets > TARGETS[0]:  # rare: a coarse ladder
             return sizes[-1:] if adapters > ADAPTERS[0] else sorted({min(_MANY_ADAPTERS_FROM, sizes[-1]), sizes[-1]})
         if adapters > ADAPTERS[0]:

@@ -17,7 +17,7 @@ class Limits:
     dtype: str
     max_lora_rank: int
     max_context_tokens: int
-    max_batch_tokens: int  # a power of two times 64; holds a sequence of the greatest context
+    max_batch_tokens: int  # a power of two from 128; holds a sequence of the greatest context
     recompute: bool
 
     @property
@@ -46,6 +46,6 @@ def decide(config: JaxConfig, model: ModelConfig) -> Limits:
         dtype=config.dtype or ("float32" if on_cpu else "bfloat16"),
         max_lora_rank=config.max_lora_rank,
         max_context_tokens=context,
-        max_batch_tokens=64 << max(0, (batch - 1) // 64).bit_length(),
+        max_batch_tokens=1 << max(7, (batch - 1).bit_length()),  # a power of two, at least 128
         recompute=not on_cpu if config.recompute is None else config.recompute,
     )

@@ -1,0 +1,130 @@
+"""After the warm-up nothing compiles; before it, what is missing compiles on demand and says so."""
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax_harness import LOSSES, add_model, make_backend, make_op
+
+from tinsmith.backend import BackendContext
+from tinsmith.operations import AdamParams, Forward, LoraConfig, OptimStep
+from tinsmith_jax.backend import JaxBackend
+from tinsmith_jax.compilation import Program, Programs
+from tinsmith_jax.config import JaxConfig
+
+
+def _ignore(stage: str, fraction: float | None) -> None:
+    del stage, fraction
+
+
+@pytest.mark.slow
+def test_random_requests_compile_nothing_after_the_warm_up(
+    tiny_models: Mapping[str, Path], jax_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 calls of any lengths, tenants, losses and targets; JAX's own events are counted, not only ours."""
+    settings = {"max_context_tokens": 200, "max_batch_tokens": 256, "max_lora_rank": 8}
+    backend = make_backend(tiny_models["qwen3"], jax_cache, warm_up=True, **settings)
+    assert backend.programs.wait_until_warm(250)
+    compiled: list[str] = []
+
+    def count(event: str, duration: float, **_: object) -> None:
+        if "compile" in event or "trace" in event:
+            compiled.append(f"{event} {duration}")
+
+    rng = np.random.default_rng(0)
+    for number in range(10):
+        add_model(backend, f"t{number}", LoraConfig(rank=int(rng.integers(1, 9)), seed=number))
+    before = backend.programs.compile_count
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        for call in range(100):
+            _random_call(backend, np.random.default_rng(call))
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert compiled == []
+    assert backend.programs.compile_count == before
+    backend.close()
+
+
+def _random_call(backend: JaxBackend, rng: np.random.Generator) -> None:
+    ops = []
+    for number in rng.choice(10, rng.integers(1, 11), replace=False):
+        loss = str(rng.choice(sorted(LOSSES)))
+        targets = int(rng.integers(2, 9)) if rng.random() < 0.1 else None
+        lengths = rng.integers(1, 201, rng.integers(1, 3))
+        ops.append(make_op(f"t{number}", int(rng.integers(1000)), lengths, loss, targets=targets))
+    if rng.random() < 0.3:
+        outputs = backend.forward([Forward(model_id=op.model_id, data=op.data, loss_fn=op.loss_fn) for op in ops])
+    else:
+        outputs = backend.forward_backward(ops)
+        backend.optim_step([OptimStep(model_id=op.model_id, adam=AdamParams()) for op in ops])
+    for op, output in zip(ops, outputs, strict=True):
+        for datum, result in zip(op.data, output.loss_fn_outputs, strict=True):
+            assert result["logprobs"].shape == datum.loss_inputs["target_tokens"].shape
+
+
+def test_the_set_of_programs_is_small(tiny_models: Mapping[str, Path], jax_cache: Path) -> None:
+    """With the default settings on CPU, and no two of the same key."""
+    backend = make_backend(
+        tiny_models["qwen3"], jax_cache, max_context_tokens=None, max_batch_tokens=None, max_lora_rank=32
+    )
+    keys = [program.key for program in backend.train_programs.all()]
+    assert len(keys) == len(set(keys))
+    assert len(keys) <= 64
+
+
+def test_progress_tells_of_loading_and_compiling(tiny_models: Mapping[str, Path], jax_cache: Path) -> None:
+    told: list[tuple[str, float | None]] = []
+    context = BackendContext(
+        model_name="tiny",
+        model_path=tiny_models["qwen3"],
+        cache_dir=jax_cache,
+        losses=LOSSES,
+        progress=lambda stage, fraction: told.append((stage, fraction)),
+    )
+    backend = JaxBackend(JaxConfig(warm_up=False, max_context_tokens=128, max_batch_tokens=128), context)
+    assert ("loading weights", 1.0) in told
+    told.clear()
+    add_model(backend, "m", LoraConfig(rank=1, seed=0))
+    for _ in range(2):
+        backend.forward([Forward(model_id="m", data=make_op("m", 0, (5,)).data)])
+    assert told == [("compiling", None)]
+
+
+def test_two_askers_wait_for_one_compilation() -> None:
+    started, go_on = threading.Event(), threading.Event()
+    made: list[int] = []
+
+    def compile_slowly() -> object:
+        started.set()
+        assert go_on.wait(10)
+        made.append(1)
+        return len
+
+    programs = Programs(_ignore)
+    program = Program("key", compile_slowly)  # type: ignore[arg-type]
+    programs.start_warm_up([program])
+    assert started.wait(10)
+    threading.Timer(0, go_on.set).start()
+    assert programs.get(program) is len
+    assert programs.wait_until_warm(10)
+    assert (made, programs.compile_count) == ([1], 1)
+
+
+def test_a_failed_compilation_is_tried_again() -> None:
+    outcomes = iter([ValueError("no"), len])
+
+    def compile_once() -> object:
+        outcome = next(outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    programs = Programs(_ignore)
+    program = Program("key", compile_once)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no"):
+        programs.get(program)
+    assert programs.get(program) is len

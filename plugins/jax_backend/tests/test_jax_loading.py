@@ -1,0 +1,127 @@
+"""What a model directory may hold, and the errors where it does not. Rotary frequencies against transformers."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jax_harness import LOSSES, add_model, make_backend, make_op
+from safetensors.numpy import load_file, save_file
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from tinsmith.backend import BackendContext
+from tinsmith.errors import ConfigError
+from tinsmith.operations import Forward, LoraConfig
+from tinsmith_jax.backend import JaxBackend
+from tinsmith_jax.config import JaxConfig
+from tinsmith_jax.model_config import read_model_config
+from tinsmith_jax.rope import read_rope
+
+ROPES: Mapping[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 512},
+}
+
+
+@pytest.fixture
+def directory(tiny_models: Mapping[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_models["qwen3"], tmp_path / "model"))
+
+
+def edit(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_frequencies(kind: str) -> None:
+    parameters = {"rope_type": kind, "rope_theta": 10_000.0, **ROPES[kind]}
+    config = LlamaConfig(hidden_size=128, num_attention_heads=4, rope_parameters=parameters)
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    ours = read_rope({"rope_parameters": parameters, "max_position_embeddings": 2048}, 32, "config.json")
+    np.testing.assert_allclose(ours.inv_freq, inv_freq.numpy(), rtol=1e-6)
+    assert ours.factor == pytest.approx(factor)
+
+
+def test_the_older_spelling_of_rope() -> None:
+    old = {"rope_theta": 10_000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    new = {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}}
+    assert read_rope(old, 32, "") == read_rope(new, 32, "")
+
+
+def test_sharded_files_hold_the_same_model(directory: Path, tiny_models: Mapping[str, Path], jax_cache: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in shards.items():
+        save_file({name: tensors[name] for name in part}, directory / file)
+    weight_map = {name: file for file, part in shards.items() for name in part}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    results = []
+    for path in (tiny_models["qwen3"], directory):
+        backend = make_backend(path, jax_cache)
+        add_model(backend, "m", LoraConfig(rank=1, seed=0))
+        (output,) = backend.forward([Forward(model_id="m", data=make_op("m", 0, (9,)).data)])
+        results.append(output.loss_fn_outputs[0]["logprobs"])
+    np.testing.assert_array_equal(*results)
+
+
+def _drop_tensor(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, directory / "model.safetensors")
+
+
+def _break_file(directory: Path) -> None:
+    (directory / "model.safetensors").write_bytes(b"not a safetensors file")
+
+
+def _break_json(directory: Path) -> None:
+    (directory / "config.json").write_text("{")
+
+
+BROKEN: Mapping[str, tuple[Callable[[Path], None], str]] = {
+    "no config": (lambda path: (path / "config.json").unlink(), "config.json'.* Hugging Face model directory"),
+    "bad config": (_break_json, "cannot be read as JSON"),
+    "architecture": (lambda path: edit(path, architectures=["GPT2LMHeadModel"]), "'GPT2LMHeadModel' is not supported"),
+    "rope": (lambda path: edit(path, rope_parameters={"rope_type": "longrope"}), "'longrope' is not supported"),
+    "bias": (lambda path: edit(path, attention_bias=True), "attention_bias = True"),
+    "shape": (lambda path: edit(path, vocab_size=161), r"has shape \(160, 64\), config.json says \(161, 64\)"),
+    "missing key": (lambda path: edit(path, rope_parameters={"rope_type": "linear"}), "'linear' needs 'factor'"),
+    "no weights": (lambda path: (path / "model.safetensors").unlink(), "neither model.safetensors nor"),
+    "no tensor": (_drop_tensor, "'model.layers.1.mlp.up_proj.weight' is missing"),
+    "bad weights": (_break_file, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_directories_are_named(directory: Path, jax_cache: Path, case: str) -> None:
+    damage, message = BROKEN[case]
+    damage(directory)
+    with pytest.raises(ConfigError, match=message):
+        make_backend(directory, jax_cache)
+
+
+def test_a_model_needs_a_directory(jax_cache: Path) -> None:
+    context = BackendContext(model_name="tiny", model_path=None, cache_dir=jax_cache, losses=LOSSES)
+    with pytest.raises(ConfigError, match="'tiny' has no directory"):
+        JaxBackend(JaxConfig(), context)
+
+
+def test_end_of_sequence_tokens(directory: Path) -> None:
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert read_model_config(directory).eos_token_ids == (5, 6)
+    (directory / "generation_config.json").unlink()
+    edit(directory, eos_token_id=2)
+    assert read_model_config(directory).eos_token_ids == (2,)
