@@ -81,7 +81,11 @@ class Execution:
 
     async def run_batch(self, kind: str, operations: Sequence[BatchOperation]) -> list[BatchResult]:
         """Run passes or optimizer steps together. Raise BackendFailedError where the backend breaks its contract."""
-        results = await self._call(partial(self._batch_call(kind), operations))
+        try:
+            results = await self._call(partial(self._batch_call(kind), operations))
+        except UserError as error:  # nobody could say which operation it is about
+            msg = f"{kind} raised {type(error).__name__}, where it must return Failed: {error}"
+            raise BackendFailedError(msg) from error
         if len(results) != len(operations):
             msg = f"{kind} of {len(operations)} operations returned {len(results)} results"
             raise BackendFailedError(msg)

@@ -1,0 +1,100 @@
+"""Driving an engine without HTTP: submit operations to a store, and read their results, as the server does."""
+
+import hashlib
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+
+from tinsmith import operations as ops
+from tinsmith.codec import decode_result, encode_operation, kind_of
+from tinsmith.store import EngineRecord, NewOperation, RequestStore, RunRecord, SessionRecord
+
+WAIT_S = 60.0  # a test that waits so long has failed
+
+
+class EngineDriver:
+    """One client's view of one base model."""
+
+    def __init__(self, store: RequestStore, base_model: str, *, tenant: str = "ann", session_id: str = "s1") -> None:
+        self.store = store
+        self.base_model = base_model
+        self.tenant = tenant
+        self.session_id = session_id
+        self._next_seq_id: Counter[str] = Counter()
+
+    async def open_session(self) -> None:
+        now = datetime.now(UTC)
+        session = SessionRecord(session_id=self.session_id, tenant=self.tenant, created_at=now, last_seen_at=now)
+        await self.store.create_session(session, idempotency_key=None)
+
+    async def create_model(
+        self, number: int = 0, *, rank: int = 4, checkpoint: str | None = None, load_optimizer: bool = False
+    ) -> str:
+        """Submit the creation and return its request_id."""
+        lora = ops.LoraConfig(rank=rank, seed=number)
+        operation = ops.CreateModel(
+            model_id=self.model_id(number), lora=lora, checkpoint=checkpoint, load_optimizer=load_optimizer
+        )
+        now = datetime.now(UTC)
+        run = RunRecord(
+            model_id=operation.model_id,
+            session_id=self.session_id,
+            tenant=self.tenant,
+            base_model=self.base_model,
+            lora=lora,
+            created_at=now,
+            last_request_at=now,
+        )
+        self._next_seq_id[operation.model_id] = 1
+        return await self.store.create_run(run, self._new(operation, operation.model_id, 0))
+
+    def model_id(self, number: int = 0) -> str:
+        return f"{self.session_id}:train:{number}"
+
+    def path(self, name: str, kind: str = "weights", number: int = 0) -> str:
+        return f"tinker://{self.model_id(number)}/{kind}/{name}"
+
+    async def submit(self, operation: ops.Operation, *, seq_id: int | None = None) -> str:
+        """Submit with the next number of its stream, and return the request_id."""
+        is_sample = isinstance(operation, ops.Sample)
+        stream = operation.sampling_session_id if is_sample else operation.model_id
+        if seq_id is None:
+            seq_id = self._next_seq_id[stream]
+            self._next_seq_id[stream] += 1
+        return await self.store.submit(self._new(operation, stream, seq_id))
+
+    def _new(self, operation: ops.Operation, stream: str, seq_id: int) -> NewOperation:
+        payload = encode_operation(operation)
+        return NewOperation(
+            base_model=self.base_model,
+            kind=kind_of(operation),
+            tenant=self.tenant,
+            session_id=self.session_id,
+            stream=stream,
+            seq_id=seq_id,
+            ordered=not isinstance(operation, ops.Sample),
+            payload=payload,
+            digest=hashlib.sha256(payload).digest(),
+            num_tokens=operation.num_tokens if isinstance(operation, ops.ForwardBackward) else 0,
+        )
+
+    async def result(self, request_id: str) -> ops.Result:
+        """Wait for it."""
+        record = await self.store.wait_for(request_id, WAIT_S)
+        assert record.result_kind is not None, f"{record.kind} is still {record.state} after {WAIT_S:.0f} s"
+        assert record.result is not None
+        return decode_result(record.result_kind, record.result)
+
+    async def run(self, operation: ops.Operation) -> ops.Result:
+        return await self.result(await self.submit(operation))
+
+    async def failure(self, request_id: str) -> ops.Failed:
+        result = await self.result(request_id)
+        assert isinstance(result, ops.Failed), result
+        return result
+
+    async def engine(self) -> EngineRecord:
+        (record,) = [each for each in await self.store.list_engines() if each.base_model == self.base_model]
+        return record
+
+    async def close_gaps_at_once(self) -> int:
+        return await self.store.fail_gaps(self.base_model, older_than=datetime.now(UTC) + timedelta(hours=1))

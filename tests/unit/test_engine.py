@@ -1,0 +1,469 @@
+"""The engine with the toy backend and a store on disk, without HTTP."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinsmith import operations as ops
+from tinsmith.backend import BackendContext, Snapshot
+from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
+from tinsmith.checkpoints import read_checkpoint
+from tinsmith.engine import Engine, EngineFailedError
+from tinsmith.errors import UserError
+from tinsmith.events import OperationFinished
+from tinsmith.fair_scheduler import FairConfig, FairScheduler
+from tinsmith.losses import BUILTIN_LOSSES
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.store import SqlStore
+from tinsmith.store import OperationState, RunState, StoreContext
+from tinsmith.testing.engine_driver import WAIT_S, EngineDriver
+
+LOSSES = {loss.name: loss for loss in BUILTIN_LOSSES}
+ADAM = ops.AdamParams(learning_rate=0.01)
+
+
+class WatchedBackend(ToyBackend):
+    """The toy backend, which notes its calls and can be made to fail or to wait."""
+
+    def __init__(self, tmp_path: Path, **config: Any) -> None:
+        context = BackendContext(model_name="toy", model_path=None, cache_dir=tmp_path, losses=LOSSES)
+        super().__init__(ToyConfig(**config), context)
+        self.batches: list[tuple[str, list[str]]] = []
+        self.loaded: set[str] = set()
+        self.fail_next: BaseException | None = None
+        self.training_held: threading.Event | None = None
+        self.sampling_held: asyncio.Event | None = None
+        self.cancelled = asyncio.Event()
+
+    def forward_backward(self, ops: Sequence[ops.ForwardBackward]) -> Any:
+        return self._noted("forward_backward", ops, super().forward_backward)
+
+    def optim_step(self, ops: Sequence[ops.OptimStep]) -> Any:
+        return self._noted("optim_step", ops, super().optim_step)
+
+    def _noted(self, kind: str, operations: Sequence[Any], run: Any) -> Any:
+        self.batches.append((kind, [each.model_id for each in operations]))
+        if self.training_held is not None:
+            assert self.training_held.wait(WAIT_S)
+        if self.fail_next is not None:
+            raise self.fail_next
+        return run(operations)
+
+    async def load_snapshot(self, snapshot: Snapshot) -> None:
+        self.loaded.add(snapshot.snapshot_id)
+        await super().load_snapshot(snapshot)
+
+    async def drop_snapshot(self, snapshot_id: str) -> None:
+        self.loaded.discard(snapshot_id)
+        await super().drop_snapshot(snapshot_id)
+
+    async def sample(self, op: ops.Sample) -> Any:
+        try:
+            if self.sampling_held is not None:
+                await self.sampling_held.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        return await super().sample(op)
+
+
+@dataclass
+class Setup:
+    backend: WatchedBackend
+    data_dir: Path
+    store: SqlStore
+    events: list[OperationFinished] = field(default_factory=list)
+    happened: asyncio.Event = field(default_factory=asyncio.Event)
+    engines: int = 0
+
+    def note(self, event: OperationFinished) -> None:
+        self.events.append(event)
+        self.happened.set()
+
+    async def until(self, kind: str) -> None:
+        while not any(event.kind == kind for event in self.events):
+            self.happened.clear()
+            await asyncio.wait_for(self.happened.wait(), WAIT_S)
+
+    def client(self, **who: str) -> EngineDriver:
+        return EngineDriver(self.store, "toy", **who)
+
+    def make_engine(self, **settings: Any) -> Engine:
+        self.engines += 1
+        values: dict[str, Any] = {"gap_timeout_s": 600.0, "resident_snapshots": 8, **settings}
+        return Engine(
+            base_model="toy",
+            store=self.store,
+            scheduler=FairScheduler(FairConfig()),
+            backend=self.backend,
+            sampler=self.backend,
+            losses=LOSSES,
+            checkpoint_root=self.data_dir / "checkpoints",
+            engine_id=f"engine-{self.engines}",
+            on_finished=self.note,
+            **values,
+        )
+
+    @asynccontextmanager
+    async def running(self, **settings: Any) -> AsyncIterator[Engine]:
+        engine = self.make_engine(**settings)
+        task = asyncio.create_task(engine.run())
+        try:
+            yield engine
+        finally:
+            engine.stop()
+            await asyncio.wait_for(task, WAIT_S)
+
+
+@pytest.fixture
+async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
+    store = SqlStore(SqlStoreConfig(synchronous="off", safety_poll_s=600.0), StoreContext(data_dir=tmp_path))
+    await store.open()
+    yield Setup(WatchedBackend(tmp_path), tmp_path, store)
+    await store.close()
+
+
+@pytest.fixture
+async def client(setup: Setup) -> EngineDriver:
+    client = setup.client()
+    await client.open_session()
+    return client
+
+
+def datum(*tokens: int) -> ops.Datum:
+    targets = np.array(tokens, np.int64)
+    return ops.Datum(
+        tokens_T=targets.astype(np.int32),
+        loss_inputs={"target_tokens": targets, "weights": np.ones(len(tokens), np.float32)},
+    )
+
+
+def a_pass(client: EngineDriver, number: int = 0, *tokens: int) -> ops.ForwardBackward:
+    return ops.ForwardBackward(model_id=client.model_id(number), data=(datum(*(tokens or (1, 2, 3, 4))),))
+
+
+def a_step(client: EngineDriver, number: int = 0) -> ops.OptimStep:
+    return ops.OptimStep(model_id=client.model_id(number), adam=ADAM)
+
+
+def a_sample(client: EngineDriver, snapshot_id: str | None = None, seed: int = 1) -> ops.Sample:
+    return ops.Sample(
+        sampling_session_id=f"{client.session_id}:sample:0",
+        snapshot_id=snapshot_id,
+        prompt_P=np.array([1, 2, 3], np.int32),
+        params=ops.SamplingParams(max_tokens=6, seed=seed, stop_at_eos=False),
+    )
+
+
+async def tokens_of(client: EngineDriver, operation: ops.Sample) -> list[int]:
+    result = await client.run(operation)
+    assert isinstance(result, ops.SampleOutput), result
+    return [int(token) for token in result.sequences[0].tokens]
+
+
+async def loss_of(client: EngineDriver, number: int = 0) -> float:
+    passed = a_pass(client, number)
+    forward = ops.Forward(model_id=passed.model_id, data=passed.data)
+    result = await client.run(forward)
+    assert isinstance(result, ops.ForwardBackwardOutput), result
+    return result.metrics["loss:sum"]
+
+
+async def train(client: EngineDriver, number: int = 0, steps: int = 1) -> None:
+    for _ in range(steps):
+        await client.submit(a_pass(client, number))
+        await client.run(a_step(client, number))
+
+
+async def test_a_model_is_created_and_trained(setup: Setup, client: EngineDriver) -> None:
+    async with setup.running():
+        created = await client.create_model()
+        assert await client.result(created) == ops.ModelCreated(model_id="s1:train:0")
+        assert (await setup.store.get_run("s1:train:0")).state == RunState.READY
+        before = await loss_of(client)
+        await train(client, steps=3)
+        assert await loss_of(client) < before
+    run = await setup.store.get_run("s1:train:0")
+    assert (run.next_seq_id, run.applied_seq_id) == (9, 8)
+    assert [event.kind for event in setup.events[:4]] == ["create_model", "forward", "forward_backward", "optim_step"]
+    assert {(event.tenant, event.model_id, event.failed) for event in setup.events} == {("ann", "s1:train:0", None)}
+
+
+async def test_what_was_queued_runs_in_order_and_merged(setup: Setup, client: EngineDriver) -> None:
+    other = setup.client(tenant="bob", session_id="s2")
+    await other.open_session()
+    async with setup.running():
+        for each in (client, other):
+            await each.create_model()
+            await each.run(a_step(each))
+        setup.backend.training_held = threading.Event()
+        held = await client.submit(a_step(client))
+        for each in (client, other):
+            for operation in (a_pass(each), a_pass(each), a_step(each)):
+                last = await each.submit(operation)
+        while (await setup.store.get_operation(last)).state == OperationState.QUEUED:
+            continue  # until the engine has seen them all
+        setup.backend.batches.clear()
+        setup.backend.training_held.set()
+        await client.result(held)
+        await other.result(last)
+    assert [(kind, sorted(models)) for kind, models in setup.backend.batches] == [
+        ("forward_backward", ["s1:train:0", "s1:train:0", "s2:train:0", "s2:train:0"]),
+        ("optim_step", ["s1:train:0", "s2:train:0"]),
+    ]
+
+
+async def test_a_bad_operation_fails_alone_and_in_its_turn(setup: Setup, client: EngineDriver) -> None:
+    other = setup.client(tenant="bob", session_id="s2")
+    await other.open_session()
+    await client.create_model()
+    await other.create_model()
+    good = await client.submit(a_pass(client))
+    bad = await client.submit(a_pass(client, 0, 1, 9999))
+    neighbour = await other.submit(a_pass(other))
+    after = await client.submit(a_step(client))
+    async with setup.running():
+        failed = await client.failure(bad)
+        assert failed.category == "user"
+        assert "9999" in failed.message
+        for request_id in (good, neighbour, after):
+            assert not isinstance(await client.result(request_id), ops.Failed)
+
+
+async def test_a_refused_creation_fails_what_follows(setup: Setup, client: EngineDriver) -> None:
+    created = await client.create_model(rank=10_000)
+    passed = await client.submit(a_pass(client))
+    async with setup.running():
+        assert "10000" in (await client.failure(created)).message
+        assert "could not be created" in (await client.failure(passed)).message
+        run = await setup.store.get_run("s1:train:0")
+        assert run.state == RunState.LOST
+        later = await client.submit(a_step(client))
+        assert "could not be created" in (await client.failure(later)).message
+
+
+async def test_save_and_load_bit_for_bit(setup: Setup, client: EngineDriver) -> None:
+    async with setup.running():
+        await client.create_model()
+        await train(client, steps=2)
+        await client.submit(a_pass(client))  # a pending gradient is part of the state
+        path = client.path("here")
+        save = ops.SaveState(
+            model_id="s1:train:0", path=path, ttl_seconds=3600, user_metadata={"note": "x"}, overwrite=False
+        )
+        saved = await client.run(save)
+        assert isinstance(saved, ops.WeightsSaved)
+        record = await setup.store.get_checkpoint(path)
+        assert (record.step, record.size_bytes, record.user_metadata) == (2, saved.size_bytes, {"note": "x"})
+        assert record.expires_at is not None
+        again = await client.run(save)
+        assert isinstance(again, ops.Failed)
+        assert "exists" in again.message
+
+        await client.run(a_step(client))
+        straight = await loss_of(client)
+        await client.result(await client.create_model(1, rank=9, checkpoint=path, load_optimizer=True))
+        assert (await setup.store.get_run("s1:train:1")).lora == record.lora
+        await client.run(a_step(client, 1))
+        assert await loss_of(client, 1) == straight
+
+        loaded = await client.run(ops.LoadState(model_id="s1:train:0", path=path, load_optimizer=False))
+        assert loaded == ops.WeightsLoaded(model_id="s1:train:0", path=path)
+        state = setup.backend.capture_state("s1:train:0")
+        assert (state.step, dict(state.adam_m), dict(state.gradients)) == (0, {}, {})
+        saved_state = read_checkpoint(setup.data_dir / "checkpoints", record.directory).state
+        for name, weights in saved_state.weights.items():
+            np.testing.assert_array_equal(state.weights[name], weights)
+
+
+async def test_loading_what_does_not_fit(setup: Setup, client: EngineDriver) -> None:
+    async with setup.running():
+        await client.create_model(0, rank=4)
+        await client.create_model(1, rank=8)
+        await client.run(ops.SaveState(model_id="s1:train:1", path=client.path("x", number=1)))
+        for path, expected in (
+            (client.path("x", number=1), "rank 8"),
+            (client.path("missing"), "no checkpoint"),
+            (client.path("x", "sampler_weights", number=1), "no checkpoint"),
+        ):
+            failed = await client.run(ops.LoadState(model_id="s1:train:0", path=path, load_optimizer=True))
+            assert isinstance(failed, ops.Failed)
+            assert failed.category == "user"
+            assert expected in failed.message
+        await train(client)  # the model is as it was
+        created = await client.create_model(2, checkpoint=client.path("missing"))
+        assert "no checkpoint" in (await client.failure(created)).message
+
+
+async def test_a_snapshot_does_not_change(setup: Setup, client: EngineDriver) -> None:
+    async with setup.running():
+        await client.create_model()
+        await train(client, steps=3)
+        save = ops.SaveForSampler(model_id="s1:train:0", sampling_session_id="s1:sample:0")
+        assert await client.run(save) == ops.WeightsSaved(sampling_session_id="s1:sample:0")
+        sampler = await setup.store.get_sampler("s1:sample:0")
+        assert (sampler.snapshot_id, sampler.model_id, sampler.tenant) == ("s1:sample:0", "s1:train:0", "ann")
+        early = await client.run(a_sample(client, "s1:sample:0"))
+        base = await client.run(a_sample(client))
+        await train(client, steps=5)
+        late = await client.run(a_sample(client, "s1:sample:0"))
+        assert isinstance(early, ops.SampleOutput)
+        assert isinstance(late, ops.SampleOutput)
+        assert isinstance(base, ops.SampleOutput)
+        np.testing.assert_array_equal(early.sequences[0].logprobs, late.sequences[0].logprobs)
+        assert not np.array_equal(early.sequences[0].logprobs, base.sequences[0].logprobs)
+
+
+async def test_a_persisted_snapshot_outlives_the_engine(setup: Setup, client: EngineDriver, tmp_path: Path) -> None:
+    path = client.path("x", "sampler_weights")
+    async with setup.running():
+        await client.create_model()
+        await train(client, steps=3)
+        saved = await client.run(ops.SaveForSampler(model_id="s1:train:0", path=path))
+        assert isinstance(saved, ops.WeightsSaved)
+        assert (await setup.store.get_checkpoint(path)).kind == "sampler"
+        before = await tokens_of(client, a_sample(client, path))
+    setup.backend = WatchedBackend(tmp_path)
+    async with setup.running():
+        assert await tokens_of(client, a_sample(client, path)) == before
+
+
+async def test_snapshots_beyond_the_limit_go_to_disk_and_come_back(setup: Setup, client: EngineDriver) -> None:
+    async with setup.running(resident_snapshots=2):
+        await client.create_model()
+        wanted = []
+        for number in range(5):
+            await train(client)
+            snapshot_id = f"s1:sample:{number}"
+            await client.run(ops.SaveForSampler(model_id="s1:train:0", sampling_session_id=snapshot_id))
+            wanted.append(await tokens_of(client, a_sample(client, snapshot_id)))
+        assert setup.backend.loaded == {"s1:sample:3", "s1:sample:4"}
+        assert len(list((setup.data_dir / "snapshots" / "toy").iterdir())) == 3
+        for number, tokens in enumerate(wanted):
+            assert await tokens_of(client, a_sample(client, f"s1:sample:{number}")) == tokens
+        assert len(setup.backend.loaded) == 2
+
+        await setup.store.end_session("s1", "success", None)
+        await setup.until("unload_model")
+        assert (await setup.store.get_run("s1:train:0")).state == RunState.UNLOADED
+        assert setup.backend.loaded == set()
+        assert list((setup.data_dir / "snapshots" / "toy").iterdir()) == []
+        gone = await client.run(a_sample(client, "s1:sample:4"))
+        assert isinstance(gone, ops.Failed)
+        assert "is gone" in gone.message
+
+
+async def test_an_export_is_written(setup: Setup, client: EngineDriver) -> None:
+    async with setup.running():
+        await client.create_model()
+        path = client.path("x", "external_weights")
+        saved = await client.run(ops.ExportAdapter(model_id="s1:train:0", path=path))
+        assert isinstance(saved, ops.WeightsSaved)
+        record = await setup.store.get_checkpoint(path)
+        assert record.kind == "external"
+        assert (setup.data_dir / "checkpoints" / record.directory / "adapter_config.json").is_file()
+
+
+async def test_a_held_sample_holds_up_nothing_and_can_be_cancelled(setup: Setup, client: EngineDriver) -> None:
+    setup.backend.sampling_held = asyncio.Event()
+    async with setup.running():
+        await client.create_model()
+        held = [await client.submit(a_sample(client, seed=seed)) for seed in range(3)]
+        await train(client)
+        assert (await setup.store.get_operation(held[0])).state == OperationState.RUNNING
+        await setup.store.cancel(held[1])
+        await asyncio.wait_for(setup.backend.cancelled.wait(), WAIT_S)
+        setup.backend.sampling_held.set()
+        assert isinstance(await client.result(held[0]), ops.SampleOutput)
+        assert isinstance(await client.result(held[2]), ops.SampleOutput)
+        assert (await setup.store.get_operation(held[1])).state == OperationState.CANCELLED
+
+
+async def test_a_bad_sample_fails_alone(setup: Setup, client: EngineDriver) -> None:
+    async with setup.running():
+        unknown = await client.submit(a_sample(client, "s9:sample:9"))
+        missing = await client.submit(a_sample(client, client.path("nope", "sampler_weights")))
+        outside = await client.submit(
+            ops.Sample(
+                sampling_session_id="s1:sample:0",
+                snapshot_id=None,
+                prompt_P=np.array([5000], np.int32),
+                params=ops.SamplingParams(max_tokens=1, seed=0),
+            )
+        )
+        good = await client.submit(a_sample(client))
+        assert "is gone" in (await client.failure(unknown)).message
+        assert "no checkpoint" in (await client.failure(missing)).message
+        assert "5000" in (await client.failure(outside)).message
+        assert isinstance(await client.result(good), ops.SampleOutput)
+
+
+async def test_a_failing_backend_ends_the_engine_and_says_what_to_do(setup: Setup, client: EngineDriver) -> None:
+    task = asyncio.create_task(setup.make_engine().run())
+    await client.result(await client.create_model())
+    setup.backend.fail_next = RuntimeError("the device is on fire")
+    running = await client.submit(a_pass(client))
+    failed = await client.failure(running)
+    assert failed.category == "server"
+    assert "the device is on fire" in failed.message
+    assert "checkpoint" in failed.message
+    with pytest.raises(EngineFailedError, match="on fire"):
+        await asyncio.wait_for(task, WAIT_S)
+
+
+async def test_a_batch_may_not_raise_user_errors(setup: Setup, client: EngineDriver) -> None:
+    task = asyncio.create_task(setup.make_engine().run())
+    await client.result(await client.create_model())
+    setup.backend.fail_next = UserError("of whom")
+    assert (await client.failure(await client.submit(a_pass(client)))).category == "server"
+    with pytest.raises(EngineFailedError, match="of whom"):
+        await asyncio.wait_for(task, WAIT_S)
+
+
+async def test_a_failing_sampler_ends_the_engine(setup: Setup, client: EngineDriver, monkeypatch: Any) -> None:
+    async def broken(_: Any, op: ops.Sample) -> Any:
+        raise RuntimeError("no more memory")
+
+    monkeypatch.setattr(ToyBackend, "sample", broken)
+    task = asyncio.create_task(setup.make_engine().run())
+    assert "no more memory" in (await client.failure(await client.submit(a_sample(client)))).message
+    with pytest.raises(EngineFailedError):
+        await asyncio.wait_for(task, WAIT_S)
+
+
+async def test_a_model_that_another_engine_held_is_refused(setup: Setup, client: EngineDriver) -> None:
+    async with setup.running():
+        await client.result(await client.create_model())
+    setup.backend = WatchedBackend(setup.data_dir)
+    async with setup.running():
+        assert "is not there" in (await client.failure(await client.submit(a_pass(client)))).message
+
+
+async def test_a_gap_fails_what_waits_behind_it(setup: Setup, client: EngineDriver) -> None:
+    async with setup.running(gap_timeout_s=0.01):
+        await client.result(await client.create_model())
+        behind = await client.submit(a_step(client), seq_id=2)
+        assert "seq_id 1 " in (await client.failure(behind)).message
+        after = await client.submit(a_step(client), seq_id=3)
+        assert isinstance(await client.result(after), ops.OptimStepOutput)
+
+
+async def test_a_stopping_engine_records_what_was_running(setup: Setup, client: EngineDriver) -> None:
+    engine = setup.make_engine()
+    task = asyncio.create_task(engine.run())
+    await client.result(await client.create_model())
+    requests = [await client.submit(a_step(client)) for _ in range(20)]
+    await client.result(requests[0])
+    engine.stop()
+    await asyncio.wait_for(task, WAIT_S)
+    states = [(await setup.store.get_operation(request_id)).state for request_id in requests]
+    steps = setup.backend.capture_state("s1:train:0").step
+    assert states[:steps] == [OperationState.SUCCEEDED] * steps
+    assert OperationState.SUCCEEDED not in states[steps:]
