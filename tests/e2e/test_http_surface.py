@@ -143,6 +143,27 @@ def test_a_refused_training_request_keeps_its_number_and_fails_in_its_future(htt
     assert "'../x' is not allowed" in result["error"]
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("optim_step", {"adam_params": {"learning_rate": None}}),
+        ("save_weights", {"path": 3}),
+        ("save_weights_for_sampler", {"path": "x", "ttl_seconds": "soon"}),
+        ("save_weights_external", {"path": "x", "age_encryption_recipients": "age1"}),
+        ("load_weights", {"path": "x", "optimizer": "perhaps"}),
+    ],
+)
+def test_a_training_request_of_the_wrong_form_keeps_its_number_too(
+    http: httpx.Client, model: str, path: str, fields: dict[str, Any]
+) -> None:
+    body = {"model_id": model, "seq_id": 1, **fields}
+    submitted = ok(http.post(path, json=body))
+    assert submitted == ok(http.post(path, json=body))
+    result = ok(http.post("retrieve_future", json={"request_id": submitted["request_id"]}))
+    assert result["category"] == "user"
+    assert result["error"].startswith("body.")
+
+
 def test_a_sample_can_be_cancelled(http: httpx.Client, session: str) -> None:
     ok(
         http.post(

@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from tinsmith.errors import CapacityError, TinsmithError
+from tinsmith.server.refused_bodies import record_refusal
 
 _log = logging.getLogger(__name__)
 
@@ -30,10 +31,14 @@ async def _tinsmith_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     """Name the field in one line; the SDK shows the detail to its user."""
-    del request
     problems = error.errors() if isinstance(error, RequestValidationError) else []
     lines = [f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}" for problem in problems[:5]]
-    return JSONResponse({"detail": "; ".join(lines) or "the request is not valid"}, 422)
+    detail = "; ".join(lines) or "the request is not valid"
+    try:
+        recorded = await record_refusal(request, getattr(error, "body", None), detail)
+    except TinsmithError as refusal:
+        return await _tinsmith_error(request, refusal)
+    return recorded or JSONResponse({"detail": detail}, 422)
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
