@@ -354,7 +354,10 @@ class RequestStore(ABC):
 
     @abstractmethod
     async def abandon(self, base_model: str, reason: str) -> list[str]:
-        """At engine start: mark live models lost, fail their operations, requeue running samples; return the models."""
+        """At engine start: mark live models lost, fail their operations, requeue running samples; return the models.
+
+        A sample that was running at the end of several engines fails: it may be what ended them.
+        """
 
     @abstractmethod
     async def wait_for_work(self, base_model: str, timeout_s: float) -> None:

@@ -64,6 +64,7 @@ def claim(
     _advance_models(tx.session, rows)
     for row in rows:
         row.state, row.started_at, row.engine_id = OperationState.RUNNING, tx.now, engine_id
+        row.attempts += 1
     payloads = _payloads(tx.session, rows)
     return [log.record_of(row, payload=payloads[row.id]) for row in rows if row.id is not None]
 

@@ -13,6 +13,7 @@ from tinsmith.sql_store.tables import QUEUED, RUNNING, EngineRow, OperationRow, 
 from tinsmith.sql_store.writer import Transaction
 from tinsmith.store import EngineRecord, EngineState, OperationState, RunState
 
+_MAX_ATTEMPTS = 3  # of a sample, which may be what ends the engine
 _LIVE = (RunState.CREATING, RunState.READY)
 
 
@@ -103,7 +104,11 @@ def abandon(tx: Transaction, base_model: str, reason: str) -> list[str]:
         OperationRow.base_model == base_model, col(OperationRow.ordered).is_(False), RUNNING
     )
     for row in tx.session.exec(samples).all():
-        row.state, row.started_at, row.engine_id = OperationState.QUEUED, None, None
+        if row.attempts >= _MAX_ATTEMPTS:
+            message = f"the engine ended {row.attempts} times while this ran, so it is not tried again: {reason}"
+            log.finish(tx, [row], Failed(message=message, category="server"))
+        else:
+            row.state, row.started_at, row.engine_id = OperationState.QUEUED, None, None
     tx.wake.append(log.work_topic(base_model))
     return lost
 

@@ -8,6 +8,7 @@ from datetime import datetime
 from functools import partial
 
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinsmith.errors import ServerError
 from tinsmith.sql_store import checkpoint_rows, claiming, closing, log, models, sessions, submitting
@@ -53,13 +54,7 @@ class SqlStore(RequestStore):
         self._sweeper: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        try:
-            durable = self._dialect.writer(durable=True)
-            async with durable.begin() as connection:
-                await connection.run_sync(migrate, self._dialect.name)
-        except (SQLAlchemyError, OSError) as error:
-            msg = f"cannot open the database {self._dialect.name!r}: {error}"
-            raise ServerError(msg) from error
+        durable = await self._migrated()
         self._durable = Writer(durable, self._wakeups)
         self._relaxed = Writer(self._dialect.writer(durable=False), self._wakeups)
         self._reader = Reader(self._dialect.reader(), self._max_readers)
@@ -67,6 +62,21 @@ class SqlStore(RequestStore):
         for part in (self._durable, self._relaxed, self._reader):
             part.open()
         self._sweeper = asyncio.create_task(self._sweep(), name="sql-safety-poll")
+
+    async def _migrated(self) -> AsyncEngine:
+        """Return the connection for durable writes, to a database of the newest schema."""
+        try:
+            durable = self._dialect.writer(durable=True)
+            try:
+                async with durable.begin() as connection:
+                    await connection.run_sync(migrate, self._dialect.name)
+            except BaseException:
+                await durable.dispose()
+                raise
+        except (SQLAlchemyError, OSError) as error:
+            msg = f"cannot open the database {self._dialect.name!r}: {error}"
+            raise ServerError(msg) from error
+        return durable
 
     async def close(self) -> None:
         if self._sweeper is None:

@@ -147,6 +147,7 @@ class OperationRow(Table, table=True):
     started_at: datetime | None = _maybe_time()
     finished_at: datetime | None = Field(default=None, sa_type=Microseconds, nullable=True, index=True)
     engine_id: str | None = None  # who claimed it
+    attempts: int = 0  # how often it was claimed
     cancel_told: bool = True  # False: its engine does not know yet that it was cancelled
 
 

@@ -624,6 +624,16 @@ class RequestStoreContract:
         assert "engine 1 died" in (await failure_of(store, later)).message
         assert set(await claim(store)) == {sample, unborn}
 
+    async def test_a_sample_that_ends_every_engine_is_given_up(self, store: RequestStore) -> None:
+        request_id = await store.submit(a_sample())
+        for _ in range(10):
+            if await claim(store) != [request_id]:
+                break
+            await store.abandon(BASE, "killed by signal 9")
+        failed = await failure_of(store, request_id)
+        assert failed.category == "server"
+        assert "killed by signal 9" in failed.message
+
     async def test_engines_are_reported(self, store: RequestStore, other: RequestStore) -> None:
         capabilities = Capabilities(
             vocab_size=9,

@@ -72,6 +72,7 @@ def upgrade() -> None:
         sa.Column("started_at", sa.BigInteger(), nullable=True),
         sa.Column("finished_at", sa.BigInteger(), nullable=True),
         sa.Column("engine_id", sa.String(), nullable=True),
+        sa.Column("attempts", sa.Integer(), nullable=False),
         sa.Column("cancel_told", sa.Boolean(), nullable=False),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_operations")),
         sa.UniqueConstraint("request_id", name=op.f("uq_operations_request_id")),

@@ -1,0 +1,240 @@
+"""What the store contract cannot see: migrations, wake-ups, durability settings, refused URLs."""
+
+import asyncio
+import socket
+import sqlite3
+import stat
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import create_engine, text
+
+from tinsmith.errors import ConfigError, ServerError
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.dialect import dialect_of
+from tinsmith.sql_store.request_ids import created_at, new_request_id
+from tinsmith.sql_store.socket_wakeups import SocketWakeUps
+from tinsmith.sql_store.sqlite import SqliteDialect
+from tinsmith.sql_store.store import SqlStore
+from tinsmith.sql_store.tables import Table
+from tinsmith.store import StoreContext
+from tinsmith.testing.store_contract import BASE, NOW, a_sample
+
+WAIT_S = 30.0
+
+
+def a_store(data_dir: Path, **config: object) -> SqlStore:
+    return SqlStore(SqlStoreConfig.model_validate({"synchronous": "off", **config}), StoreContext(data_dir=data_dir))
+
+
+async def test_a_migrated_database_is_what_the_models_say(tmp_path: Path) -> None:
+    store = a_store(tmp_path)
+    await store.open()
+    await store.close()
+    engine = create_engine(f"sqlite:///{tmp_path / 'tinsmith.db'}")
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, Table.metadata) == []
+        migrated = _schema(connection)
+    engine.dispose()
+
+    fresh = create_engine("sqlite://")
+    with fresh.begin() as connection:
+        Table.metadata.create_all(connection)
+        assert _schema(connection) == migrated
+    fresh.dispose()
+
+
+def _schema(connection: object) -> dict[str, list[str]]:
+    """Return every table's and index's SQL, without spacing order, and the tables of SQLite and alembic."""
+    rows = connection.execute(text("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"))  # type: ignore[attr-defined]
+    skipped = ("sqlite_sequence", "alembic_version")
+    parts = {name: "".join(sql.split()).replace('"', "").split(",") for name, sql in rows if name not in skipped}
+    return {name: sorted(part.rstrip(")") for part in each) for name, each in parts.items()}
+
+
+async def test_opening_again_changes_nothing(tmp_path: Path) -> None:
+    for _ in range(2):
+        store = a_store(tmp_path)
+        await store.open()
+        await store.submit(a_sample())
+        await store.close()
+
+
+async def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    store = a_store(tmp_path)
+    await store.open()
+    await store.close()
+    with sqlite3.connect(tmp_path / "tinsmith.db") as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    connection.close()
+    with pytest.raises(ConfigError, match=r"'9999'.*upgrade tinsmith"):
+        await store.open()
+
+
+async def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tinsmith.db").write_bytes(b"something else" * 1000)
+    with pytest.raises(ServerError, match="not a database"):
+        await a_store(tmp_path).open()
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [("sqlite://", "plain file"), ("oracle://x/y", "'oracle'"), ("what", "not a database URL")],
+)
+def test_unusable_urls_are_refused(tmp_path: Path, url: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        a_store(tmp_path, url=url)
+
+
+async def test_the_database_is_private(tmp_path: Path) -> None:
+    store = a_store(tmp_path / "new", url=f"sqlite:///{tmp_path}/new/x.db")
+    await store.open()
+    await store.submit(a_sample())
+    for path in (tmp_path / "new").iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+    await store.close()
+
+
+@pytest.mark.parametrize(("mode", "durable", "relaxed"), [("full", 2, 1), ("normal", 1, 1), ("off", 0, 0)])
+async def test_commits_are_as_durable_as_configured(tmp_path: Path, mode: str, durable: int, relaxed: int) -> None:
+    config = SqlStoreConfig.model_validate({"synchronous": mode})
+    dialect = dialect_of(config, StoreContext(data_dir=tmp_path))
+    assert isinstance(dialect, SqliteDialect)
+    for wanted, level in ((True, durable), (False, relaxed)):
+        engine = dialect.writer(durable=wanted)
+        async with engine.connect() as connection:
+            assert (await connection.execute(text("PRAGMA synchronous"))).scalar_one() == level
+            assert (await connection.execute(text("PRAGMA journal_mode"))).scalar_one() == "wal"
+        await engine.dispose()
+
+
+async def test_writes_that_wait_share_a_commit(tmp_path: Path) -> None:
+    store = a_store(tmp_path)
+    await store.open()
+    assert _count(tmp_path) == 0
+    await asyncio.gather(*[store.submit(a_sample(seq_id)) for seq_id in range(100)])
+    await store.close()
+    with sqlite3.connect(tmp_path / "tinsmith.db") as connection:
+        distinct = connection.execute("SELECT count(DISTINCT created_at), count(*) FROM operations").fetchone()
+    connection.close()
+    assert distinct[1] == 100
+    assert distinct[0] <= 3  # a commit gives all its writes one time
+
+
+def _count(data_dir: Path) -> int:
+    with sqlite3.connect(data_dir / "tinsmith.db") as connection:
+        (count,) = connection.execute("SELECT count(*) FROM operations").fetchone()
+    connection.close()
+    return int(count)
+
+
+async def test_a_closed_store_says_so(tmp_path: Path) -> None:
+    store = a_store(tmp_path)
+    await store.open()
+    await store.close()
+    await store.close()
+    with pytest.raises(ServerError, match="closed"):
+        await store.submit(a_sample())
+    with pytest.raises(ServerError, match="closed"):
+        await store.list_engines()
+
+
+async def test_the_safety_poll_finds_what_no_wake_up_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = a_store(tmp_path, safety_poll_s=0.05), a_store(tmp_path)
+    await store.open()
+    await other.open()
+    monkeypatch.setattr(SocketWakeUps, "_send", lambda *_: None)
+    request_id = await store.submit(a_sample())
+    waiter = asyncio.create_task(store.wait_for(request_id, WAIT_S))
+    await other.cancel(request_id)
+    assert (await waiter).finished_at is not None
+    await store.claim(BASE, engine_id="e", max_operations=1)
+    await store.wait_for_work(BASE, WAIT_S)
+    async with asyncio.timeout(WAIT_S):
+        await store.wait_for_work(BASE, 10 * WAIT_S)
+    await store.close()
+    await other.close()
+
+
+# request ids ----------------------------------------------------------------------------------------------------------
+
+
+def test_request_ids_carry_their_time() -> None:
+    first, second = new_request_id(NOW), new_request_id(NOW)
+    assert first != second
+    assert created_at(first) == NOW
+    for foreign in ("", "req-", first[:-1], first.upper(), f"x{first}", "req-zzzzzzzzzzzzzz-" + "0" * 24):
+        assert created_at(foreign) is None
+
+
+# wake-ups -------------------------------------------------------------------------------------------------------------
+
+
+async def test_wake_ups_cross_processes_and_clean_up_after_the_dead(tmp_path: Path) -> None:
+    one, two = SocketWakeUps(tmp_path / "wake"), SocketWakeUps(tmp_path / "wake")
+    await one.open()
+    await two.open()
+    dead = tmp_path / "wake" / "1-dead.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind(str(dead))
+    with two.subscribe("here") as here, two.subscribe("there") as there, one.subscribe("here") as own:
+        one.tell(["here", "here"])
+        await asyncio.wait_for(here.wait(), WAIT_S)
+        assert own.is_set()
+        assert not there.is_set()
+    assert not dead.exists()
+    assert two.topics() == []
+    await one.close()
+    await two.close()
+    assert list((tmp_path / "wake").iterdir()) == []
+
+
+async def test_many_topics_take_several_messages(tmp_path: Path) -> None:
+    one, two = SocketWakeUps(tmp_path / "wake"), SocketWakeUps(tmp_path / "wake")
+    await one.open()
+    await two.open()
+    topics = [f"done {number} {'x' * 200}" for number in range(500)]
+    with two.subscribe(topics[0]) as first, two.subscribe(topics[-1]) as last:
+        one.tell(topics)
+        await asyncio.wait_for(first.wait(), WAIT_S)
+        await asyncio.wait_for(last.wait(), WAIT_S)
+    await one.close()
+    await two.close()
+
+
+async def test_a_full_socket_does_not_stop_the_sender(tmp_path: Path) -> None:
+    one, two = SocketWakeUps(tmp_path / "wake"), SocketWakeUps(tmp_path / "wake")
+    await one.open()
+    await two.open()
+    with two.subscribe("here") as here:
+        for _ in range(100_000):
+            one.tell(["here"])
+        await asyncio.wait_for(here.wait(), WAIT_S)
+    await one.close()
+    await two.close()
+
+
+async def test_a_long_path_falls_back_to_a_short_private_one(tmp_path: Path) -> None:
+    long = tmp_path / ("d" * 120) / "wake"
+    one, two = SocketWakeUps(long), SocketWakeUps(long)
+    await one.open()
+    await two.open()
+    with two.subscribe("here") as here:
+        one.tell(["here"])
+        await asyncio.wait_for(here.wait(), WAIT_S)
+    directory = one._directory
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    await one.close()
+    await two.close()
+    directory.rmdir()
+
+
+async def test_a_directory_that_others_can_open_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / "wake"
+    directory.mkdir()
+    directory.chmod(0o755)
+    with pytest.raises(ServerError, match="nobody else"):
+        await SocketWakeUps(directory).open()
