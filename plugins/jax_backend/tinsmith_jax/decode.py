@@ -199,22 +199,34 @@ class _LoraRows(NamedTuple):
     slot_N: jax.Array | None
     adapted_N: jax.Array
 
-    def delta(self, x_NTi: jax.Array, pair: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Compute x A B, and 0 for the base model's tiles; where all are such, the products are skipped.
+    def of_layer(self, name: str, layer: jax.Array, x_NTi: jax.Array) -> jax.Array:
+        return self._delta(x_NTi, self.resident["layers"][name], layer)
+
+    def of_head(self, x_NTi: jax.Array) -> jax.Array:
+        return self._delta(x_NTi, self.resident["head"], None)
+
+    def _delta(self, x_NTi: jax.Array, rows: tuple[jax.Array, jax.Array], layer: jax.Array | None) -> jax.Array:
+        """Compute x A B, and 0 for the base model's tiles; where all are such, not even the adapters are read.
 
         What lies in the adapter row of a base model's slot is chosen away, not multiplied by 0: it may be NaN.
         """
 
         def product() -> jax.Array:
-            a_Nir, b_Nro = pair if self.slot_N is None else (pair[0][self.slot_N], pair[1][self.slot_N])
-            low_NTr = jnp.einsum("nti,nir->ntr", x_NTi, a_Nir, preferred_element_type=jnp.float32)
-            low_NTr = low_NTr.astype(x_NTi.dtype)
-            delta_NTo = jnp.einsum("ntr,nro->nto", low_NTr, b_Nro, preferred_element_type=jnp.float32)
+            A, B = rows if layer is None else (_at(rows[0], layer), _at(rows[1], layer))
+            if self.slot_N is not None:
+                A, B = A[self.slot_N], B[self.slot_N]
+            low_NTr = jnp.einsum("nti,nir->ntr", x_NTi, A, preferred_element_type=jnp.float32).astype(x_NTi.dtype)
+            delta_NTo = jnp.einsum("ntr,nro->nto", low_NTr, B, preferred_element_type=jnp.float32)
             return jnp.where(self.adapted_N[:, None, None], delta_NTo, 0).astype(x_NTi.dtype)
 
-        shape = (*x_NTi.shape[:2], pair[1].shape[-1])
+        shape = (*x_NTi.shape[:2], rows[1].shape[-1])
         delta: jax.Array = lax.cond(jnp.any(self.adapted_N), product, lambda: jnp.zeros(shape, x_NTi.dtype))
         return delta
+
+
+def _at(stacked: jax.Array, layer: jax.Array) -> jax.Array:
+    row: jax.Array = lax.dynamic_index_in_dim(stacked, layer, keepdims=False)
+    return row
 
 
 def _layers(
@@ -226,26 +238,30 @@ def _layers(
     cos_sin = rope_angles(position_NT, config.rope.inv_freq, config.rope.factor)
     num_blocks = (jnp.max(tiles.start_N) + T - 1) // KEY_BLOCK + 1
 
-    def layer(carry: tuple[jax.Array, Cache], scanned: tuple[jax.Array, Tree, Tree]) -> tuple[Any, None]:
+    def layer(carry: tuple[jax.Array, Cache], scanned: tuple[jax.Array, Tree]) -> tuple[Any, None]:
         x_NTH, cache = carry
-        index, weights, adapters = scanned
+        index, weights = scanned
+
+        def delta(name: str, x_NTi: jax.Array) -> jax.Array:
+            return lora.of_layer(name, index, x_NTi)
+
         h_NTH = rms_norm(x_NTH, weights["input_norm"], config.rms_norm_eps)
         qkv_NTo = _dense(h_NTH, weights["qkv"])
-        deltas = (lora.delta(h_NTH, adapters["q"]), lora.delta(h_NTH, adapters["k"]), lora.delta(h_NTH, adapters["v"]))
+        deltas = (delta("q", h_NTH), delta("k", h_NTH), delta("v", h_NTH))
         q_NThD, k_NTJD, v_NTJD = split_qkv(qkv_NTo, deltas, config)
         q_NThD, k_NTJD = qk_norm(q_NThD, k_NTJD, weights, config)
         q_NThD, k_NTJD = rope(q_NThD, *cos_sin), rope(k_NTJD, *cos_sin)
         cache = _write(cache, index, tiles, k_NTJD, v_NTJD)
         out_NTo = _attend(q_NThD, cache, index, lora.slot_N, position_NT, num_blocks)
-        x_NTH = x_NTH + _dense(out_NTo, weights["o"]) + lora.delta(out_NTo, adapters["o"])
+        x_NTH = x_NTH + _dense(out_NTo, weights["o"]) + delta("o", out_NTo)
         h_NTH = rms_norm(x_NTH, weights["post_norm"], config.rms_norm_eps)
         gate_NTo, up_NTo = jnp.split(_dense(h_NTH, weights["gate_up"]), 2, axis=-1)
-        gate_NTo, up_NTo = gate_NTo + lora.delta(h_NTH, adapters["gate"]), up_NTo + lora.delta(h_NTH, adapters["up"])
+        gate_NTo, up_NTo = gate_NTo + delta("gate", h_NTH), up_NTo + delta("up", h_NTH)
         inner_NTo = jax.nn.silu(gate_NTo) * up_NTo
-        x_NTH = x_NTH + _dense(inner_NTo, weights["down"]) + lora.delta(inner_NTo, adapters["down"])
+        x_NTH = x_NTH + _dense(inner_NTo, weights["down"]) + delta("down", inner_NTo)
         return (x_NTH, cache), None
 
-    scanned = (jnp.arange(config.num_layers), base["layers"], lora.resident["layers"])
+    scanned = (jnp.arange(config.num_layers), base["layers"])
     (x_NTH, cache), _ = lax.scan(layer, (x_NTH, cache), scanned)
     return cache, rms_norm(x_NTH, base["final_norm"], config.rms_norm_eps)
 
@@ -260,7 +276,7 @@ def _logits(base: Tree, lora: _LoraRows, hidden_NTH: jax.Array) -> jax.Array:
     N, T, H = hidden_NTH.shape
     flat = hidden_NTH.reshape(N * T, H)
     logits = jnp.einsum("nh,vh->nv", flat, base["head"], preferred_element_type=jnp.float32)
-    return logits.reshape(N, T, -1) + lora.delta(hidden_NTH, lora.resident["head"]).astype(jnp.float32)
+    return logits.reshape(N, T, -1) + lora.of_head(hidden_NTH).astype(jnp.float32)
 
 
 def _write(cache: Cache, layer: jax.Array, tiles: TokenTiles, k_NTJD: jax.Array, v_NTJD: jax.Array) -> Cache:
