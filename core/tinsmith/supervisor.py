@@ -107,7 +107,7 @@ class Supervisor:
         _write_settings(self._settings, child)
         child.last_lines.clear()
         child.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tinsmith", "engine", child.model.name, "--config", str(child.settings_file)),
+            *_command(child),
             stdin=asyncio.subprocess.PIPE,  # closes when this process dies, however it dies
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -156,6 +156,10 @@ class Supervisor:
             )
         except ServerError:
             _log.exception("could not report that the engine of %r is %s", name, state)
+
+
+def _command(child: _Child) -> tuple[str, ...]:
+    return sys.executable, "-m", "tinsmith", "engine", child.model.name, "--config", str(child.settings_file)
 
 
 def _signal(child: _Child, number: signal.Signals) -> None:
