@@ -151,12 +151,49 @@ def test_a_neighbours_nan_and_decay_stay_with_it(backend: JaxBackend, poison: fl
     for step in range(2):
         mine, theirs = make_op("m", step, (40, 70)), make_op("n", step, (64, 10, 3))
         first, second = (mine, theirs) if step else (theirs, mine)
-        outputs = {op.model_id: out for op, out in zip((first, second), backend.forward_backward([first, second]))}
+        results = backend.forward_backward([first, second])
+        outputs = dict(zip((first.model_id, second.model_id), results, strict=True))
         decayed = AdamParams(learning_rate=1e30, weight_decay=0.9)
         backend.optim_step([OptimStep(model_id="n", adam=decayed), OptimStep(model_id="m", adam=ADAM)])
         assert outputs["m"].metrics["loss:sum"] == alone[step][0]
         assert not np.isfinite(outputs["n"].metrics["loss:sum"])
     assert_same_state(backend.capture_state("m"), expected)
+
+
+@pytest.mark.parametrize("rank", [3, 16])
+def test_steps_together_equal_steps_apart(backend: JaxBackend, rank: int) -> None:
+    """Also from moments and weights of all sizes, where a differently fused multiply-add shows."""
+    adams = [
+        AdamParams(learning_rate=10.0**-number, beta1=0.1 * number, weight_decay=0.05 * number, grad_clip_norm=number)
+        for number in range(7)
+    ]
+    rng = np.random.default_rng(0)
+    names = [f"t{number}" for number in range(7)]
+    states = []
+    for number, name in enumerate(names):
+        lora = LoraConfig(rank=rank, seed=number)
+        add_model(backend, name, lora)
+        weights = backend.capture_state(name).weights
+
+        def draw(sign: int, weights: Mapping[str, Array] = weights) -> dict[str, Array]:
+            def one(shape: tuple[int, ...]) -> Array:
+                return rng.normal(size=shape) * 10.0 ** rng.uniform(-6, 2, shape)
+
+            return {k: (one(v.shape) if sign else np.abs(one(v.shape))).astype(np.float32) for k, v in weights.items()}
+
+        states.append(
+            ModelState(lora=lora, weights=draw(1), adam_m=draw(1), adam_v=draw(0), gradients=draw(1), step=number)
+        )
+    results = []
+    for together in (True, False):
+        for name, state in zip(names, states, strict=True):
+            backend.restore_state(name, state)
+        ops = [OptimStep(model_id=name, adam=adam) for name, adam in zip(names, adams, strict=True)]
+        for call in [ops] if together else [[op] for op in ops]:
+            backend.optim_step(call)
+        results.append([backend.capture_state(name) for name in names])
+    for one, other in zip(*results, strict=True):
+        assert_same_state(one, other)
 
 
 def test_a_step_touches_its_own_model_only(backend: JaxBackend) -> None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from tinsmith_jax import adapters, head, optimizer
-from tinsmith_jax.buckets import ADAPTERS, Bucket, Buckets
+from tinsmith_jax.buckets import STEPS, Bucket, Buckets
 from tinsmith_jax.compilation import Program
 from tinsmith_jax.layers import TILE, Tiles
 from tinsmith_jax.loss_table import LossBatch, LossTable
@@ -89,7 +89,7 @@ class TrainPrograms:
         every = list(self.buckets.all(ranks))
         for bucket in every[: len(ranks)]:  # the smallest
             yield self.gradients(bucket)
-        for k in ADAPTERS:
+        for k in STEPS:
             for rank in ranks:
                 yield self.step(k, rank)
         for bucket in every[len(ranks) :]:

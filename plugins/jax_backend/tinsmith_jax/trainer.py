@@ -27,7 +27,7 @@ from tinsmith.operations import (
 )
 from tinsmith_jax import adapters, optimizer
 from tinsmith_jax.adapters import Adapter, JaxSnapshot
-from tinsmith_jax.buckets import ADAPTERS, TARGETS
+from tinsmith_jax.buckets import STEPS, TARGETS
 from tinsmith_jax.compilation import Programs
 from tinsmith_jax.packing import MicroBatch, Piece, Stream, pack, plan
 from tinsmith_jax.train_step import TrainPrograms
@@ -127,8 +127,8 @@ class Trainer:
             else:
                 results[index] = _unknown(op.model_id)
         for rank, group in by_rank.items():
-            for start in range(0, len(group), ADAPTERS[-1]):
-                part = group[start : start + ADAPTERS[-1]]
+            for start in range(0, len(group), STEPS[-1]):
+                part = group[start : start + STEPS[-1]]
                 norms = self._step([op for _, op in part], rank)
                 for (index, _), norm in zip(part, norms, strict=True):
                     results[index] = OptimStepOutput(metrics={"grad_norm": norm})
@@ -136,7 +136,7 @@ class Trainer:
 
     def _step(self, ops: Sequence[OptimStep], rank: int) -> list[float]:
         models = [self._models[op.model_id] for op in ops]
-        k = next(k for k in ADAPTERS if k >= len(ops))
+        k = next(k for k in STEPS if k >= len(ops))
         zeros = self._zeros[rank]
         unused = k - len(ops)
         hypers = [optimizer.hyper(op.adam, model.lora, model.step + 1) for op, model in zip(ops, models, strict=True)]
