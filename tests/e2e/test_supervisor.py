@@ -61,6 +61,7 @@ async def until(store: SqlStore, condition: Callable[[EngineRecord], bool], base
             for record in await store.list_engines():
                 if record.base_model == base_model and condition(record):
                     return record
+            await asyncio.sleep(0.02)  # the engine needs the processor, too
 
 
 async def ready(store: SqlStore) -> EngineRecord:
