@@ -206,6 +206,7 @@ class NumericsContract(TrainingSuite):
         names = sorted(gradient)
         for chosen in (names, *([name] for name in names[:: max(1, len(names) // 6)])):
             length = norm({name: gradient[name] for name in chosen})
+            assert length > 0, f"no gradient reaches {chosen[:3]}"
             direction = {name: gradient[name] / length for name in chosen}
             slope = self._slope(driver, model_id, data, direction, distance=0.02 / length)
             assert math.isclose(slope, length, rel_tol=1e-2), f"slope {slope:.6g}, gradient {length:.6g}: {chosen[:3]}"
