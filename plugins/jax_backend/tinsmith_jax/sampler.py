@@ -225,7 +225,7 @@ class Sampler:
     # Prompts
 
     def _read_prompts(self) -> None:
-        """Read prompts, oldest occupants first, up to the budget of a round, so that decoding goes on meanwhile."""
+        """Read prompts, slot by slot, up to the budget of a round, so that decoding goes on meanwhile."""
         left = self._prefill_tiles
         while left > 0:
             self._copy_prompts()
