@@ -39,7 +39,7 @@ def random_adapter(model: torch.nn.Module, modules: list[str]) -> dict[str, Arra
     rng = np.random.default_rng(0)
     weights = {}
     for module in modules:
-        out_features, in_features = model.get_submodule(module).weight.shape  # type: ignore[union-attr, misc]
+        out_features, in_features = model.get_submodule(module).weight.shape  # type: ignore[misc]
         for side, shape in (("A", (RANK, in_features)), ("B", (out_features, RANK))):
             name = f"base_model.model.{module}.lora_{side}.weight"
             weights[name] = (0.1 * rng.normal(size=shape)).astype(np.float32)
@@ -51,7 +51,7 @@ def random_adapter(model: torch.nn.Module, modules: list[str]) -> dict[str, Arra
 @pytest.mark.parametrize("target", ["all", "attn", "mlp", "unembed"])
 def test_peft_loads_an_export(tmp_path: Path, family: str, tied: bool, target: str) -> None:
     write_tiny_model(tmp_path / "base", make_shape(family, tied=tied))
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     parts = {"attn": list(ATTENTION), "mlp": list(MLP), "unembed": []}
     inner = ATTENTION + MLP if target == "all" else parts[target]
     modules = [f"model.layers.{layer}.{module}" for layer in range(2) for module in inner]
@@ -91,7 +91,7 @@ def test_peft_loads_an_export(tmp_path: Path, family: str, tied: bool, target: s
 
 def merged_logits(base: Path, weights: dict[str, Array], scale: float, tokens: torch.Tensor) -> torch.Tensor:
     """Apply W + scale * B @ A by hand; a tied head gets its delta without the embedding's following."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     with torch.no_grad():
         for name, a in weights.items():

@@ -12,6 +12,8 @@ from tinsmith.testing import CheckpointContract, SamplingBackendContract, Traini
 from tinsmith.tiny_model import TinyShape, write_tiny_model
 from tinsmith_jax.backend import JaxBackend
 
+pytestmark = pytest.mark.slow  # it compiles some thirty programs
+
 _SHAPE = TinyShape(
     vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
 )
