@@ -7,10 +7,9 @@ from tinsmith_jax.layers import TILE
 
 TARGETS = (1, 64)  # targets per token
 ADAPTERS = (1, 8)  # adapters in a micro-batch
-STEPS = (
-    2,
-    8,
-)  # adapters in an optimizer call; for a stack of one XLA drops the indexing, fuses otherwise, rounds otherwise
+# Adapters in an optimizer call. Not 1: XLA drops the indexing of a stack of one, fuses what follows in another way, and
+# rounds differently.
+STEPS = (2, 8)
 _SMALLEST = 2 * TILE  # XLA computes a batch of one tile in another order than a batch of several
 _MANY_ADAPTERS_FROM = 256  # tokens: several tenants seldom have less together
 
