@@ -10,6 +10,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import create_engine, text
+from sqlmodel import Session
 
 from tinsmith.errors import ConfigError, ServerError
 from tinsmith.sql_store.config import SqlStoreConfig
@@ -104,11 +105,15 @@ async def test_commits_are_as_durable_as_configured(tmp_path: Path, mode: str, d
     dialect = dialect_of(config, StoreContext(data_dir=tmp_path))
     assert isinstance(dialect, SqliteDialect)
     for wanted, level in ((True, durable), (False, relaxed)):
-        engine = dialect.writer(durable=wanted)
-        async with engine.connect() as connection:
-            assert (await connection.execute(text("PRAGMA synchronous"))).scalar_one() == level
-            assert (await connection.execute(text("PRAGMA journal_mode"))).scalar_one() == "wal"
-        await engine.dispose()
+        database = dialect.writer(durable=wanted)
+        await database.migrate(lambda _: None)
+        pragmas = await database.run(lambda db: [_pragma(db, "synchronous"), _pragma(db, "journal_mode")])
+        assert pragmas == [level, "wal"]
+        await database.close()
+
+
+def _pragma(session: Session, name: str) -> object:
+    return session.connection().exec_driver_sql(f"PRAGMA {name}").scalar_one()
 
 
 async def test_writes_that_wait_share_a_commit(tmp_path: Path) -> None:

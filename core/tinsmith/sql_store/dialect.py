@@ -5,10 +5,10 @@ from abc import ABC, abstractmethod
 from sqlalchemy import make_url
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinsmith.errors import ConfigError
 from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.database import Database
 from tinsmith.sql_store.wakeups import WakeUps
 from tinsmith.store import StoreContext
 
@@ -22,12 +22,12 @@ class Dialect(ABC):
         """The database as messages may show it: no password."""
 
     @abstractmethod
-    def reader(self) -> AsyncEngine:
-        """Make the pool for reading."""
+    def reader(self) -> Database:
+        """Make a connection for reading."""
 
     @abstractmethod
-    def writer(self, *, durable: bool) -> AsyncEngine:
-        """Make a pool of one connection whose commits are durable, or only visible to every process at once.
+    def writer(self, *, durable: bool) -> Database:
+        """Make a connection whose commits are durable, or only visible to every process at once.
 
         What a durable commit follows is durable with it.
         """
@@ -41,7 +41,7 @@ def dialect_of(config: SqlStoreConfig, context: StoreContext) -> Dialect:
     """Raise ConfigError where the URL cannot be used, naming what can."""
     from tinsmith.sql_store.sqlite import SqliteDialect
 
-    default = URL.create("sqlite+aiosqlite", database=str(context.data_dir.expanduser() / "tinsmith.db"))
+    default = URL.create("sqlite", database=str(context.data_dir.expanduser() / "tinsmith.db"))
     try:
         url = default if config.url is None else make_url(config.url)
     except ArgumentError as error:

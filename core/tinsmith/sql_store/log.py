@@ -125,6 +125,12 @@ def waiting(session: Session, request_id: str) -> Waiting:
     )
 
 
+def count_samples(session: Session, tenant: str) -> int:
+    of_tenant = col(OperationRow.tenant) == tenant, col(OperationRow.ordered).is_(False)
+    states = (QUEUED, RUNNING)  # one query each: they have an index each
+    return sum(session.exec(select(func.count()).where(*of_tenant, state)).one() for state in states)
+
+
 def _first_missing(session: Session, row: OperationRow) -> int | None:
     run = session.get(RunRow, row.stream) if row.ordered else None
     if run is None or row.seq_id <= run.next_seq_id:

@@ -1,18 +1,27 @@
 """SQLite: one file in WAL mode, on a disk of this machine."""
 
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from sqlalchemy import event
+from sqlalchemy import Connection, create_engine, event
 from sqlalchemy.engine import URL
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
-from sqlalchemy.pool import AsyncAdaptedQueuePool
+from sqlalchemy.pool import StaticPool
+from sqlmodel import Session
 
 from tinsmith.errors import ConfigError
 from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.database import Database
 from tinsmith.sql_store.dialect import Dialect
 from tinsmith.sql_store.socket_wakeups import SocketWakeUps
 from tinsmith.sql_store.wakeups import WakeUps
+
+_STRENGTH = ("off", "normal", "full")
+
+T = TypeVar("T")
 
 
 class SqliteDialect(Dialect):
@@ -26,51 +35,76 @@ class SqliteDialect(Dialect):
             )
             raise ConfigError(msg)
         self.path = Path(url.database).expanduser().absolute()
-        self._url = url.set(drivername="sqlite+aiosqlite", database=str(self.path))
         self._config = config
 
     @property
     def name(self) -> str:
         return str(self.path)
 
-    def reader(self) -> AsyncEngine:
-        return self._engine(begin="BEGIN", synchronous="normal", size=self._config.max_readers)
+    def reader(self) -> Database:
+        return self._database("BEGIN", "normal")
 
-    def writer(self, *, durable: bool) -> AsyncEngine:
-        mode = self._config.synchronous if durable else min("normal", self._config.synchronous, key=_strength)
-        return self._engine(begin="BEGIN IMMEDIATE", synchronous=mode, size=1)
+    def writer(self, *, durable: bool) -> Database:
+        mode = self._config.synchronous
+        return self._database("BEGIN IMMEDIATE", mode if durable else min("normal", mode, key=_STRENGTH.index))
 
     def wakeups(self) -> WakeUps:
         return SocketWakeUps(self.path.with_name(self.path.name + ".wake"))
 
-    def _engine(self, *, begin: str, synchronous: str, size: int) -> AsyncEngine:
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.path.touch(mode=0o600)  # it holds the users' data; SQLite copies the mode to its log
-        engine = create_async_engine(self._url, poolclass=AsyncAdaptedQueuePool, pool_size=size, max_overflow=0)
-        timeout_ms = int(self._config.busy_timeout_s * 1000)
-
-        @event.listens_for(engine.sync_engine, "connect")
-        def prepare(connection: Any, record: object) -> None:  # Any: the driver's connection
-            del record
-            connection.isolation_level = None  # we say BEGIN ourselves: the driver's own breaks savepoints and DDL
-            cursor = connection.cursor()
-            for pragma in (
-                f"busy_timeout = {timeout_ms}",
-                "journal_mode = WAL",
-                f"synchronous = {synchronous}",
-                "foreign_keys = ON",
-                "secure_delete = OFF",
-                "mmap_size = 268435456",
-            ):
-                cursor.execute(f"PRAGMA {pragma}")
-            cursor.close()
-
-        @event.listens_for(engine.sync_engine, "begin")
-        def start(connection: Any) -> None:  # Any: SQLAlchemy types this hook loosely
-            connection.exec_driver_sql(begin)
-
-        return engine
+    def _database(self, begin: str, synchronous: str) -> Database:
+        pragmas = (
+            f"busy_timeout = {int(self._config.busy_timeout_s * 1000)}",
+            "journal_mode = WAL",
+            f"synchronous = {synchronous}",
+            "foreign_keys = ON",
+            "mmap_size = 268435456",
+        )
+        return SqliteDatabase(self.path, begin=begin, pragmas=pragmas)
 
 
-def _strength(mode: str) -> int:
-    return ("off", "normal", "full").index(mode)
+class SqliteDatabase(Database):
+    """A connection and the thread that it belongs to."""
+
+    def __init__(self, path: Path, *, begin: str, pragmas: tuple[str, ...]) -> None:
+        self._path = path
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sqlite")
+        url = URL.create("sqlite+pysqlite", database=str(path))
+        self._engine = create_engine(url, poolclass=StaticPool, connect_args={"check_same_thread": False})
+        event.listen(self._engine, "connect", partial(_prepare, pragmas))
+        event.listen(self._engine, "begin", partial(_begin, begin))
+
+    async def run(self, work: Callable[[Session], T]) -> T:
+        return await self._in_thread(partial(self._run, work))
+
+    def _run(self, work: Callable[[Session], T]) -> T:
+        with Session(self._engine, expire_on_commit=False) as session:
+            result = work(session)
+            session.commit()
+            return result
+
+    async def migrate(self, work: Callable[[Connection], None]) -> None:
+        await self._in_thread(partial(self._migrate, work))
+
+    def _migrate(self, work: Callable[[Connection], None]) -> None:
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._path.touch(mode=0o600)  # it holds the users' data; SQLite copies the mode to its log
+        with self._engine.begin() as connection:
+            work(connection)
+
+    async def close(self) -> None:
+        await self._in_thread(self._engine.dispose)
+        self._thread.shutdown()
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+
+def _prepare(pragmas: tuple[str, ...], connection: Any, record: object) -> None:  # Any: the driver's connection
+    del record
+    connection.isolation_level = None  # we say BEGIN ourselves: the driver's own breaks savepoints and DDL
+    for pragma in pragmas:
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin(statement: str, connection: Connection) -> None:
+    connection.exec_driver_sql(statement)

@@ -8,11 +8,11 @@ from datetime import datetime
 from functools import partial
 
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinsmith.errors import ServerError
 from tinsmith.sql_store import checkpoint_rows, claiming, closing, log, models, sessions, submitting
 from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.database import Database
 from tinsmith.sql_store.dialect import dialect_of
 from tinsmith.sql_store.migrate import migrate
 from tinsmith.sql_store.reader import Reader
@@ -57,25 +57,24 @@ class SqlStore(RequestStore):
         durable = await self._migrated()
         self._durable = Writer(durable, self._wakeups)
         self._relaxed = Writer(self._dialect.writer(durable=False), self._wakeups)
-        self._reader = Reader(self._dialect.reader(), self._max_readers)
+        self._reader = Reader([self._dialect.reader() for _ in range(self._max_readers)])
         await self._wakeups.open()
         for part in (self._durable, self._relaxed, self._reader):
             part.open()
         self._sweeper = asyncio.create_task(self._sweep(), name="sql-safety-poll")
 
-    async def _migrated(self) -> AsyncEngine:
+    async def _migrated(self) -> Database:
         """Return the connection for durable writes, to a database of the newest schema."""
+        durable = self._dialect.writer(durable=True)
         try:
-            durable = self._dialect.writer(durable=True)
-            try:
-                async with durable.begin() as connection:
-                    await connection.run_sync(migrate, self._dialect.name)
-            except BaseException:
-                await durable.dispose()
-                raise
+            await durable.migrate(partial(migrate, name=self._dialect.name))
         except (SQLAlchemyError, OSError) as error:
+            await durable.close()
             msg = f"cannot open the database {self._dialect.name!r}: {error}"
             raise ServerError(msg) from error
+        except BaseException:
+            await durable.close()
+            raise
         return durable
 
     async def close(self) -> None:
@@ -175,6 +174,9 @@ class SqlStore(RequestStore):
 
     async def waiting(self, request_id: str) -> Waiting:
         return await self._reader.read(lambda db: log.waiting(db, request_id))
+
+    async def count_samples(self, tenant: str) -> int:
+        return await self._reader.read(lambda db: log.count_samples(db, tenant))
 
     async def cancel(self, request_id: str) -> OperationRecord:
         return await self._durable.write(lambda tx: claiming.cancel(tx, request_id))
