@@ -322,6 +322,10 @@ class RequestStore(ABC):
     async def waiting(self, request_id: str) -> Waiting: ...
 
     @abstractmethod
+    async def count_samples(self, tenant: str) -> int:
+        """Return how many of a tenant's unordered operations are queued or running."""
+
+    @abstractmethod
     async def cancel(self, request_id: str) -> OperationRecord:
         """Cancel an unordered operation that is queued or running; anything else is left as it is."""
 

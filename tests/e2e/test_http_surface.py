@@ -404,3 +404,47 @@ def test_configured_keys_keep_strangers_out(tmp_path: Path) -> None:
         url = f"{server.url}/api/v1/client/config"
         assert httpx.post(url, json={}, headers={"X-API-Key": "tml-real"}).status_code == 200
         assert httpx.post(url, json={}, headers={"X-API-Key": "tml-fake"}).status_code == 401
+
+
+def test_administrators_see_everybodys_work_where_they_ask(tmp_path: Path) -> None:
+    keys = [{"key": "tml-user", "tenant": "user"}, {"key": "tml-root", "tenant": "root", "admin": True}]
+    with running_server(tmp_path, engines=False, server={"api_keys": keys}) as server:
+        url = f"{server.url}/api/v1"
+        user, root = {"X-API-Key": "tml-user"}, {"X-API-Key": "tml-root"}
+        session = ok(httpx.post(f"{url}/create_session", json={}, headers=user))["session_id"]
+        assert ok(httpx.get(f"{url}/sessions", headers=root)) == {"sessions": []}
+        assert ok(httpx.get(f"{url}/sessions?access_scope=accessible", headers=root)) == {"sessions": [session]}
+        assert httpx.get(f"{url}/sessions/{session}", headers=root).status_code == 200
+        assert httpx.get(f"{url}/sessions?access_scope=all", headers=root).status_code == 422
+
+
+def test_too_many_waiting_samples_of_one_tenant_get_a_429(tmp_path: Path) -> None:
+    with running_server(tmp_path, engines=False, server={"max_pending_per_tenant": 2}) as server:
+        statuses: dict[str, list[int]] = {}
+        for name in ("one", "two"):
+            with httpx.Client(base_url=f"{server.url}/api/v1/", headers={"X-API-Key": f"tml-{name}"}) as http:
+                session = ok(http.post("create_session", json={}))["session_id"]
+                sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
+                sample = {
+                    **ok(http.post("create_sampling_session", json=sampler)),
+                    "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
+                    "sampling_params": {"max_tokens": 2},
+                }
+                answers = [http.post("asample", json={**sample, "seq_id": number}) for number in range(3)]
+                statuses[name] = [answer.status_code for answer in answers]
+        assert statuses == {"one": [200, 200, 429], "two": [200, 200, 429]}
+
+
+def test_a_finished_session_samples_no_more(http: httpx.Client, session: str) -> None:
+    sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
+    created = ok(http.post("create_sampling_session", json=sampler))
+    ok(http.post(f"sessions/{session}/finish", json={"reason": {"type": "success"}}))
+    sample = {
+        "sampling_session_id": created["sampling_session_id"],
+        "seq_id": 0,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
+        "sampling_params": {"max_tokens": 2},
+    }
+    answer = http.post("asample", json=sample)
+    assert answer.status_code == 400
+    assert "has ended" in answer.json()["detail"]

@@ -12,6 +12,7 @@ from tinsmith.plugins import Plugins
 from tinsmith.server import error_answers, futures, not_offered, runs, sampling, service, sessions, training, weights
 from tinsmith.server.bodies import BodyLimit
 from tinsmith.server.context import Engines, Metrics, ServerContext
+from tinsmith.server.sample_limits import SampleLimits
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import Settings
 from tinsmith.store import RequestStore
@@ -35,6 +36,7 @@ def create_app(settings: Settings, *, store: RequestStore, plugins: Plugins) -> 
         losses=plugins.losses(),
         signer=UrlSigner.from_file(settings.server.data_dir.expanduser() / "url_secret"),
         engines=Engines(store),
+        sample_limits=SampleLimits(store, settings.server.max_pending_per_tenant),
     )
     app.state.context = context
     api = APIRouter(prefix=API_PREFIX)

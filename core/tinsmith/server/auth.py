@@ -1,7 +1,7 @@
 """Who sent a request, and what is theirs. What belongs to another tenant looks as if it did not exist."""
 
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from fastapi import Depends, Request
 
@@ -23,6 +23,14 @@ def authenticated(request: Request, context: Context) -> Principal:
 
 
 Caller = Annotated[Principal, Depends(authenticated)]
+
+
+AccessScope = Literal["owned", "accessible"]
+
+
+def visible_tenant(caller: Principal, scope: AccessScope) -> str | None:
+    """Say whose things a listing shows: one's own, or for an administrator who asks so, everybody's (None)."""
+    return None if caller.admin and scope == "accessible" else caller.tenant
 
 
 def owned(record: Owned, caller: Principal, describe: Callable[[], str]) -> Owned:

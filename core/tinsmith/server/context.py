@@ -15,6 +15,7 @@ from tinsmith.backend import Capabilities
 from tinsmith.errors import UserError
 from tinsmith.losses import LossSpec
 from tinsmith.plugins import Plugins
+from tinsmith.server.sample_limits import SampleLimits
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import ModelSettings, Settings
 from tinsmith.store import EngineRecord, EngineState, RequestStore
@@ -88,6 +89,7 @@ class ServerContext:
     losses: Mapping[str, LossSpec]
     signer: UrlSigner
     engines: Engines
+    sample_limits: SampleLimits
     metrics: Metrics = field(default_factory=Metrics.create)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -11,7 +11,7 @@ from fastapi.responses import FileResponse
 from tinsmith import checkpoints, translate, wire
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.principal import Principal
-from tinsmith.server.auth import Caller, missing, own_checkpoint, own_run
+from tinsmith.server.auth import AccessScope, Caller, missing, own_checkpoint, own_run, visible_tenant
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.sessions import runs_of
 from tinsmith.store import CheckpointRecord, RunRecord, RunState
@@ -33,12 +33,18 @@ class AlreadySoError(UserError):
 
 @router.get("/training_runs", response_model_exclude_none=True)
 async def list_training_runs(
-    caller: Caller, context: Context, limit: Limit = 20, offset: Offset = 0, project_id: str | None = None
+    caller: Caller,
+    context: Context,
+    limit: Limit = 20,
+    offset: Offset = 0,
+    project_id: str | None = None,
+    access_scope: AccessScope = "owned",
 ) -> wire.TrainingRunList:
+    tenant = visible_tenant(caller, access_scope)
     if project_id is None:
-        runs, total = await context.store.list_runs(caller.tenant, limit=limit, offset=offset)
+        runs, total = await context.store.list_runs(tenant, limit=limit, offset=offset)
     else:
-        of_project = await _runs_of_project(context, caller, project_id)
+        of_project = await _runs_of_project(context, tenant, project_id)
         runs, total = of_project[offset : offset + limit], len(of_project)
     return wire.TrainingRunList(
         training_runs=[await _training_run(context, run) for run in runs],
@@ -46,11 +52,11 @@ async def list_training_runs(
     )
 
 
-async def _runs_of_project(context: ServerContext, caller: Principal, project_id: str) -> list[RunRecord]:
-    """Walk all of the caller's sessions: projects are labels of sessions, and few ask for them."""
+async def _runs_of_project(context: ServerContext, tenant: str | None, project_id: str) -> list[RunRecord]:
+    """Walk all sessions: projects are labels of sessions, and few ask for them."""
     found: list[RunRecord] = []
     offset = 0
-    while sessions := await context.store.list_sessions(caller.tenant, limit=_PAGE, offset=offset):
+    while sessions := await context.store.list_sessions(tenant, limit=_PAGE, offset=offset):
         for session in sessions:
             if session.project_id == project_id:
                 found.extend(await runs_of(context, session))

@@ -9,6 +9,7 @@ from tinsmith.checks import check_operation
 from tinsmith.errors import UnsupportedError, UserError
 from tinsmith.server.auth import Caller, own_sampler, own_session, readable_checkpoint
 from tinsmith.server.context import Context
+from tinsmith.server.sessions import refuse_ended
 from tinsmith.server.submitting import count, new_sample
 from tinsmith.store import SamplerRecord
 from tinsmith.tinker_path import TinkerPath
@@ -22,7 +23,7 @@ _MAX_CLIENT_COUNTER = 2**63 // 10**9  # the SDK numbers a clone's samples from c
 async def create_sampling_session(
     body: wire.CreateSamplingSessionRequest, caller: Caller, context: Context
 ) -> wire.SamplingSessionCreated:
-    await own_session(context, caller, body.session_id)
+    refuse_ended(await own_session(context, caller, body.session_id))
     path = None if body.model_path is None else _sampler_path(body.model_path)
     if path is None and body.base_model is None:
         msg = "base_model and model_path are both missing; say what to sample from"
@@ -89,6 +90,7 @@ async def asample(body: wire.SampleRequest, caller: Caller, context: Context) ->
             msg = f"{name} is not allowed in asample; the sampling session says what is sampled from"
             raise UnsupportedError(msg)
     sampler = await own_sampler(context, caller, body.sampling_session_id)
+    refuse_ended(await context.store.get_session(sampler.session_id))
     capabilities = await context.engines.capabilities(sampler.base_model)
     operation = translate.sample(
         body,
@@ -98,6 +100,7 @@ async def asample(body: wire.SampleRequest, caller: Caller, context: Context) ->
     )
     if capabilities is not None:
         check_operation(operation, capabilities, context.losses)
+    await context.sample_limits.admit(caller.tenant)
     new = new_sample(
         operation,
         base_model=sampler.base_model,

@@ -6,8 +6,8 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query
 
 from tinsmith import wire
-from tinsmith.errors import ServerError
-from tinsmith.server.auth import Caller, own_session
+from tinsmith.errors import ServerError, UserError
+from tinsmith.server.auth import AccessScope, Caller, own_session, visible_tenant
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.store import RunRecord, SessionRecord
 
@@ -76,8 +76,9 @@ async def list_sessions(
     context: Context,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
     offset: Annotated[int, Query(ge=0)] = 0,
+    access_scope: AccessScope = "owned",
 ) -> wire.SessionList:
-    sessions = await context.store.list_sessions(caller.tenant, limit=limit, offset=offset)
+    sessions = await context.store.list_sessions(visible_tenant(caller, access_scope), limit=limit, offset=offset)
     return wire.SessionList(sessions=[session.session_id for session in sessions])
 
 
@@ -104,6 +105,12 @@ async def move_session(session_id: str, body: wire.ProjectRequest, caller: Calle
 async def export_trace(session_id: str, caller: Caller, context: Context) -> wire.TraceExport:
     await own_session(context, caller, session_id)
     return wire.TraceExport(status="failed", error="this server records no traces")
+
+
+def refuse_ended(session: SessionRecord) -> None:
+    if session.ended is not None:
+        msg = f"session {session.session_id!r} has ended ({session.ended}); create a new one"
+        raise UserError(msg)
 
 
 async def runs_of(context: ServerContext, session: SessionRecord) -> list[RunRecord]:

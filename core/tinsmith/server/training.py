@@ -9,6 +9,7 @@ from tinsmith.errors import UserError
 from tinsmith.principal import Principal
 from tinsmith.server.auth import Caller, own_run, own_session
 from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.sessions import refuse_ended
 from tinsmith.server.submitting import count, new_training_operation, submit_training
 from tinsmith.store import RunRecord, SessionRecord
 
@@ -36,9 +37,7 @@ async def submit_creation(
 ) -> wire.Submitted:
     """Make the run and submit its seq_id 0."""
     context.model_settings(base_model)
-    if session.ended is not None:
-        msg = f"session {session.session_id!r} has ended ({session.ended}); create a new one"
-        raise UserError(msg)
+    refuse_ended(session)
     capabilities = await context.engines.capabilities(base_model)
     if capabilities is not None:
         check_operation(operation, capabilities, context.losses)

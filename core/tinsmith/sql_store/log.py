@@ -1,8 +1,11 @@
 """The log's rows: finding, finishing and counting operations. Submitting, claiming and closing build on these."""
 
 from collections.abc import Collection, Iterable
+from dataclasses import fields
 from datetime import datetime
 
+import sqlalchemy
+from sqlalchemy import bindparam
 from sqlmodel import Session, col, func, or_, select, update
 
 from tinsmith.codec import encode_result
@@ -10,7 +13,9 @@ from tinsmith.errors import NotFoundError, ResultExpiredError
 from tinsmith.operations import Failed, Result
 from tinsmith.sql_store.request_ids import created_at
 from tinsmith.sql_store.tables import (
+    OPERATIONS,
     QUEUED,
+    RESULTS,
     RUNNING,
     EngineRow,
     OperationRow,
@@ -23,6 +28,16 @@ from tinsmith.sql_store.tables import (
 from tinsmith.sql_store.writer import Transaction
 from tinsmith.store import EngineRecord, OperationRecord, OperationState, Waiting
 
+RECORD_COLUMNS = tuple(
+    OPERATIONS.c[field.name]
+    for field in fields(OperationRecord)
+    if field.name not in {"payload", "result_kind", "result"}
+)
+_GET = (
+    sqlalchemy.select(*RECORD_COLUMNS, RESULTS.c.result_kind, RESULTS.c.result)
+    .join_from(OPERATIONS, RESULTS, OPERATIONS.c.id == RESULTS.c.operation_id, isouter=True)
+    .where(OPERATIONS.c.request_id == bindparam("request_id"))
+)
 FINISHED = (OperationState.SUCCEEDED, OperationState.FAILED, OperationState.CANCELLED)
 _DONE = "done "
 
@@ -41,16 +56,10 @@ def request_of(topic: str) -> str | None:
 
 
 def get(session: Session, request_id: str) -> OperationRecord:
-    query = (
-        select(OperationRow, ResultRow)
-        .join(ResultRow, col(ResultRow.operation_id) == col(OperationRow.id), isouter=True)
-        .where(OperationRow.request_id == request_id)
-    )
-    found = session.exec(query).first()
+    found = session.connection().execute(_GET, {"request_id": request_id}).first()
     if found is None:
         raise _missing(session, request_id)
-    row, result = found
-    return record_of(row, result=result)
+    return OperationRecord(**found._mapping)  # noqa: SLF001 - the public name of a row's mapping
 
 
 def find(session: Session, request_id: str) -> OperationRow:
@@ -71,27 +80,6 @@ def finished(session: Session, request_ids: Collection[str]) -> list[str]:
         )
         pending.update(session.exec(query))
     return [request_id for request_id in asked if request_id not in pending]
-
-
-def record_of(row: OperationRow, *, payload: bytes | None = None, result: ResultRow | None = None) -> OperationRecord:
-    return OperationRecord(
-        request_id=row.request_id,
-        base_model=row.base_model,
-        kind=row.kind,
-        tenant=row.tenant,
-        session_id=row.session_id,
-        stream=row.stream,
-        seq_id=row.seq_id,
-        ordered=row.ordered,
-        num_tokens=row.num_tokens,
-        state=row.state,
-        created_at=row.created_at,
-        started_at=row.started_at,
-        finished_at=row.finished_at,
-        payload=payload,
-        result_kind=None if result is None else result.result_kind,
-        result=None if result is None else result.result,
-    )
 
 
 def finish(tx: Transaction, rows: Iterable[OperationRow], result: Result, state: OperationState | None = None) -> None:

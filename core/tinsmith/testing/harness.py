@@ -109,7 +109,8 @@ class _HttpServer(uvicorn.Server):
 @contextmanager
 def _http(app: FastAPI, loop: LoopThread) -> Iterator[str]:
     server = _HttpServer(app)
-    with socket.socket() as listener:
+    # said in full, or asyncio leaves Nagle's algorithm on and every answer waits 40 ms for an acknowledgement
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         serving = asyncio.run_coroutine_threadsafe(server.serve([listener]), loop.loop)
         if not server.answering.wait(_START_TIMEOUT_S):
