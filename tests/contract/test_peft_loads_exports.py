@@ -98,5 +98,5 @@ def merged_logits(base: Path, weights: dict[str, Array], scale: float, tokens: t
             if name.endswith("lora_A.weight"):
                 b = weights[name.replace("lora_A", "lora_B")]
                 module = model.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
-                module.weight += scale * torch.tensor(b @ a)
+                module.weight.add_(scale * torch.tensor(b @ a))  # type: ignore[operator]
         return model(tokens).logits  # type: ignore[no-any-return]
