@@ -46,8 +46,8 @@ class Housekeeping:
             await asyncio.sleep(self.interval_s)
             try:
                 await self.round()
-            except (TinsmithError, OSError):
-                _log.exception("housekeeping failed; trying again in %.0f s", self.interval_s)
+            except (TinsmithError, OSError) as error:
+                _log.error("housekeeping failed, trying again in %.0f s: %s", self.interval_s, error)  # noqa: TRY400 - no traceback
 
     async def round(self) -> None:
         """Do everything that is due."""
