@@ -47,7 +47,7 @@ class Housekeeping:
             try:
                 await self.round()
             except (TinsmithError, OSError) as error:
-                _log.error("housekeeping failed, trying again in %.0f s: %s", self.interval_s, error)  # noqa: TRY400 - no traceback
+                _log.error("housekeeping failed, trying again in %.0f s: %s", self.interval_s, error)
 
     async def round(self) -> None:
         """Do everything that is due."""
