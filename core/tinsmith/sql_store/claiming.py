@@ -1,53 +1,78 @@
-"""The engine's side of the log: taking what is runnable, and recording what came of it."""
+"""Taking what is runnable, and telling an engine what was cancelled meanwhile."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 import sqlalchemy
-from sqlalchemy import insert
-from sqlmodel import Session, col, func, select, update
+from sqlalchemy import bindparam, func
+from sqlmodel import Session, select
 
-from tinsmith.codec import encode_result
 from tinsmith.errors import ServerError
 from tinsmith.operations import Failed
 from tinsmith.sql_store import log
-from tinsmith.sql_store.tables import (
-    QUEUED,
-    UNTOLD,
-    CheckpointRow,
-    EngineRow,
-    OperationRow,
-    PayloadRow,
-    ResultRow,
-    RunRow,
-    SamplerRow,
-    to_row,
-)
+from tinsmith.sql_store.tables import ENGINES, OPERATIONS, PAYLOADS, QUEUED, RUNS, UNTOLD, OperationRow
 from tinsmith.sql_store.writer import Transaction
-from tinsmith.store import (
-    CheckpointWritten,
-    Completion,
-    Effect,
-    LoraResolved,
-    OperationRecord,
-    OperationState,
-    RunStateChanged,
-    SamplerCreated,
-)
+from tinsmith.store import OperationRecord, OperationState
 
 _PART = 500  # values of one IN list
 
 _Place = tuple[int, int, int]
 """Its place in its tenant's queue, the id of when it could run at the earliest, its own id. Tenants take turns."""
 
+_OURS = OPERATIONS.c.base_model == bindparam("base_model")
+_ANY_QUEUED = sqlalchemy.select(OPERATIONS.c.id).where(_OURS, QUEUED).limit(1)
+_SOME_QUEUED = _ANY_QUEUED.where(OPERATIONS.c.ordered == bindparam("ordered"))
+_ENGINE = sqlalchemy.select(ENGINES.c.engine_id).where(ENGINES.c.base_model == bindparam("base_model"))
+_SAMPLES = (
+    sqlalchemy.select(
+        func.row_number().over(partition_by=OPERATIONS.c.tenant, order_by=OPERATIONS.c.id).label("place"),
+        OPERATIONS.c.id,
+    )
+    .where(_OURS, OPERATIONS.c.ordered.is_(False), QUEUED)
+    .order_by("place", OPERATIONS.c.id)
+    .limit(bindparam("limit"))
+)
+_IN_ORDER = (
+    sqlalchemy.select(
+        OPERATIONS.c.stream,
+        OPERATIONS.c.id,
+        OPERATIONS.c.tenant,
+        OPERATIONS.c.state,
+        OPERATIONS.c.seq_id,
+        RUNS.c.next_seq_id,
+    )
+    .join_from(OPERATIONS, RUNS, RUNS.c.model_id == OPERATIONS.c.stream)
+    .where(
+        OPERATIONS.c.stream.in_(sqlalchemy.select(OPERATIONS.c.stream).where(_OURS, OPERATIONS.c.ordered, QUEUED)),
+        OPERATIONS.c.seq_id >= RUNS.c.next_seq_id,
+    )
+    .order_by(OPERATIONS.c.stream, OPERATIONS.c.seq_id)
+)
+_AMONG = OPERATIONS.c.id.in_(bindparam("ids", expanding=True))
+_START = (
+    OPERATIONS.update()
+    .where(_AMONG)
+    .values(
+        state=OperationState.RUNNING,
+        started_at=bindparam("now"),
+        engine_id=bindparam("engine"),
+        attempts=OPERATIONS.c.attempts + 1,
+    )
+)
+_CLAIMED = (
+    sqlalchemy.select(OPERATIONS.c.id.label("key"), *log.RECORD_COLUMNS, PAYLOADS.c.payload)
+    .join_from(OPERATIONS, PAYLOADS, PAYLOADS.c.operation_id == OPERATIONS.c.id)
+    .where(_AMONG)
+)
+_ADVANCE = RUNS.update().where(RUNS.c.model_id == bindparam("model")).values(next_seq_id=bindparam("next"))
+
 
 def something_queued(session: Session, base_model: str, *, ordered: bool | None = None) -> bool:
     """Look without writing, so that an idle engine's look costs no transaction. What is queued may have to wait."""
-    query = select(OperationRow.id).where(OperationRow.base_model == base_model, QUEUED)
-    if ordered is not None:
-        query = query.where(col(OperationRow.ordered).is_(ordered))
-    return session.exec(query.limit(1)).first() is not None
+    query = _ANY_QUEUED if ordered is None else _SOME_QUEUED
+    values = {"base_model": base_model} | ({} if ordered is None else {"ordered": ordered})
+    return session.connection().execute(query, values).first() is not None
 
 
 def claim(
@@ -58,66 +83,56 @@ def claim(
     if ordered is not False:
         found += _runnable_in_order(tx.session, base_model)
     if ordered is not True:
-        found += _unordered(tx.session, base_model, max_operations)
-    found.sort(key=lambda each: each[:2])  # stable, as above
-    rows = _rows(tx.session, [operation_id for _, _, operation_id in found[:max_operations]])
-    _advance_models(tx.session, rows)
-    for row in rows:
-        row.state, row.started_at, row.engine_id = OperationState.RUNNING, tx.now, engine_id
-        row.attempts += 1
-    payloads = _payloads(tx.session, rows)
-    return [log.record_of(row, payload=payloads[row.id]) for row in rows if row.id is not None]
+        found += _samples(tx.session, base_model, max_operations)
+    found.sort(key=lambda each: each[:2])  # stable, as below
+    ids = [operation_id for _, _, operation_id in found[:max_operations]]
+    records: dict[int, OperationRecord] = {}
+    for start in range(0, len(ids), _PART):
+        records |= _start(tx, ids[start : start + _PART], engine_id)
+    claimed = [records[operation_id] for operation_id in ids]
+    _advance_models(tx.session, claimed)
+    return claimed
+
+
+def _start(tx: Transaction, ids: Sequence[int], engine_id: str) -> dict[int, OperationRecord]:
+    connection = tx.session.connection()
+    connection.execute(_START, {"ids": ids, "now": tx.now, "engine": engine_id})
+    records = {}
+    for row in connection.execute(_CLAIMED, {"ids": ids}).mappings():
+        values = dict(row)
+        key = values.pop("key")
+        records[key] = OperationRecord(**values)
+    return records
 
 
 def _refuse_superseded(session: Session, base_model: str, engine_id: str) -> None:
-    engine = session.get(EngineRow, base_model)
-    if engine is not None and engine.engine_id not in (None, engine_id):
+    current = session.connection().execute(_ENGINE, {"base_model": base_model}).scalar()
+    if current not in (None, engine_id):
         msg = (
-            f"engine {engine_id!r} of {base_model!r} was superseded by {engine.engine_id!r}: only one engine may serve "
-            "a base model of one database"
+            f"engine {engine_id!r} of {base_model!r} was superseded by {current!r}: only one engine may serve a base "
+            "model of one database"
         )
         raise ServerError(msg)
 
 
-def _unordered(session: Session, base_model: str, limit: int) -> list[_Place]:
+def _samples(session: Session, base_model: str, limit: int) -> list[_Place]:
     """Return each tenant's oldest."""
-    place = func.row_number().over(partition_by=OperationRow.tenant, order_by=col(OperationRow.id))
-    query = (
-        sqlalchemy.select(place.label("place"), col(OperationRow.id))
-        .where(col(OperationRow.base_model) == base_model, col(OperationRow.ordered).is_(False), QUEUED)
-        .order_by("place", col(OperationRow.id))
-        .limit(limit)
-    )
-    return [(place, operation_id, operation_id) for place, operation_id in session.connection().execute(query)]
+    found = session.connection().execute(_SAMPLES, {"base_model": base_model, "limit": limit})
+    return [(place, operation_id, operation_id) for place, operation_id in found]
 
 
 def _runnable_in_order(session: Session, base_model: str) -> list[_Place]:
     """Return, of each model, what is queued from `next_seq_id` on without a gap."""
-    streams = select(OperationRow.stream).where(
-        OperationRow.base_model == base_model, col(OperationRow.ordered).is_(True), QUEUED
-    )
-    query = (
-        sqlalchemy.select(
-            col(OperationRow.stream),
-            col(OperationRow.id),
-            col(OperationRow.tenant),
-            col(OperationRow.state),
-            col(OperationRow.seq_id),
-            col(RunRow.next_seq_id),
-        )
-        .join(RunRow, col(RunRow.model_id) == col(OperationRow.stream))
-        .where(col(OperationRow.stream).in_(streams), col(OperationRow.seq_id) >= col(RunRow.next_seq_id))
-        .order_by(col(OperationRow.stream), col(OperationRow.seq_id))
-    )
+    found = session.connection().execute(_IN_ORDER, {"base_model": base_model})
     runnable: list[tuple[int, str, int]] = []  # when the last of it and its predecessors came, tenant, id
-    for _, rows in groupby(session.connection().execute(query), key=lambda row: row[0]):
+    for _, rows in groupby(found, key=lambda row: row.stream):
         arrived = 0
-        for number, (_, operation_id, tenant, state, seq_id, next_seq_id) in enumerate(rows):
-            if operation_id is None or seq_id != next_seq_id + number:
+        for number, row in enumerate(rows):
+            if row.seq_id != row.next_seq_id + number:
                 break
-            arrived = max(arrived, operation_id)
-            if state == OperationState.QUEUED:
-                runnable.append((arrived, tenant, operation_id))
+            arrived = max(arrived, row.id)
+            if row.state == OperationState.QUEUED:
+                runnable.append((arrived, row.tenant, row.id))
     runnable.sort(key=lambda each: each[0])  # stable: a model's operations stay in order
     places: Counter[str] = Counter()
     placed = []
@@ -127,80 +142,15 @@ def _runnable_in_order(session: Session, base_model: str) -> list[_Place]:
     return placed
 
 
-def _rows(session: Session, ids: Sequence[int]) -> list[OperationRow]:
-    """Return the rows in the order of `ids`."""
-    rows: dict[int | None, OperationRow] = {}
-    for start in range(0, len(ids), _PART):
-        query = select(OperationRow).where(col(OperationRow.id).in_(ids[start : start + _PART]))
-        rows.update((row.id, row) for row in session.exec(query))
-    return [rows[operation_id] for operation_id in ids]
-
-
-def _advance_models(session: Session, claimed: Iterable[OperationRow]) -> None:
+def _advance_models(session: Session, claimed: Sequence[OperationRecord]) -> None:
     """Move each model's next_seq_id past what was claimed, and past what had been refused in between."""
     last: dict[str, int] = {}
-    for row in claimed:
-        if row.ordered:
-            last[row.stream] = max(last.get(row.stream, -1), row.seq_id)
-    for model_id, seq_id in last.items():
-        run = log.locked_run(session, model_id)
-        assert run is not None
-        run.next_seq_id = seq_id + 1
-
-
-def _payloads(session: Session, rows: Sequence[OperationRow]) -> dict[int, bytes]:
-    ids = [row.id for row in rows]
-    payloads: dict[int, bytes] = {}
-    for start in range(0, len(ids), _PART):
-        query = select(PayloadRow).where(col(PayloadRow.operation_id).in_(ids[start : start + _PART]))
-        payloads.update((row.operation_id, row.payload) for row in session.exec(query))
-    return payloads
-
-
-def complete(tx: Transaction, completions: Sequence[Completion]) -> None:
-    asked = {completion.request_id: completion for completion in completions}
-    ids = sorted(asked)
-    rows: list[OperationRow] = []
-    for start in range(0, len(ids), _PART):
-        query = select(OperationRow).where(col(OperationRow.request_id).in_(ids[start : start + _PART]))
-        rows.extend(tx.session.exec(query))
-    running = [row for row in rows if row.state == OperationState.RUNNING]
-    results = []
-    applied: dict[str, int] = {}
-    for row in running:
-        completion = asked[row.request_id]
-        kind, encoded = encode_result(completion.result)
-        failed = isinstance(completion.result, Failed)
-        row.state = OperationState.FAILED if failed else OperationState.SUCCEEDED
-        row.finished_at = tx.now
-        results.append({"operation_id": row.id, "result_kind": kind, "result": encoded})
-        if row.ordered:
-            applied[row.stream] = max(applied.get(row.stream, -1), row.seq_id)
-        for effect in completion.effects:
-            _apply(tx.session, effect)
-        tx.wake.append(log.done_topic(row.request_id))
-    if results:
-        tx.session.connection().execute(insert(ResultRow), results)
-    for model_id, seq_id in applied.items():
-        behind = col(RunRow.model_id) == model_id, col(RunRow.applied_seq_id) < seq_id
-        tx.session.exec(update(RunRow).where(*behind).values(applied_seq_id=seq_id))
-
-
-def _apply(session: Session, effect: Effect) -> None:
-    """Every effect may be applied twice."""
-    match effect:
-        case RunStateChanged():
-            run = session.get(RunRow, effect.model_id)
-            if run is not None:
-                run.state, run.state_reason = effect.state, effect.reason
-        case LoraResolved():
-            run = session.get(RunRow, effect.model_id)
-            if run is not None:
-                run.lora = effect.lora
-        case CheckpointWritten():
-            session.merge(to_row(effect.record, CheckpointRow))
-        case SamplerCreated():
-            session.merge(to_row(effect.record, SamplerRow))
+    for record in claimed:
+        if record.ordered:
+            last[record.stream] = max(last.get(record.stream, -1), record.seq_id)
+    if last:
+        values = [{"model": model_id, "next": seq_id + 1} for model_id, seq_id in last.items()]
+        session.connection().execute(_ADVANCE, values)
 
 
 def cancel(tx: Transaction, request_id: str) -> OperationRecord:

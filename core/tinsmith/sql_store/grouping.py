@@ -34,19 +34,22 @@ class Grouping(Generic[Q]):
         self._max_group = max_group
         self._queue: asyncio.Queue[_Asked[Q] | None] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
+        self._is_open = False
 
     def open(self, name: str) -> None:
+        self._is_open = True
         self._tasks = [asyncio.create_task(self._work(answer), name=name) for answer in self._answers]
 
     async def close(self) -> None:
         """Answer what is queued, then stop."""
+        self._is_open = False
         for _ in self._tasks:
             self._queue.put_nowait(None)
         await asyncio.gather(*self._tasks)
         self._tasks = []
 
     async def ask(self, question: Q) -> Any:  # Any: results of every type
-        if not self._tasks:
+        if not self._is_open:
             msg = "the request store is closed"
             raise ServerError(msg)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

@@ -10,7 +10,7 @@ from functools import partial
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.errors import ServerError
-from tinsmith.sql_store import checkpoint_rows, claiming, closing, log, models, sessions, submitting
+from tinsmith.sql_store import checkpoint_rows, claiming, closing, completing, log, models, sessions, submitting
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.database import Database
 from tinsmith.sql_store.dialect import dialect_of
@@ -21,6 +21,7 @@ from tinsmith.store import (
     CheckpointRecord,
     Completion,
     EngineRecord,
+    EngineState,
     NewOperation,
     OperationRecord,
     RequestStore,
@@ -197,7 +198,7 @@ class SqlStore(RequestStore):
 
     async def complete(self, completions: Sequence[Completion]) -> None:
         if completions:
-            await self._durable.write(lambda tx: claiming.complete(tx, completions))
+            await self._durable.write(lambda tx: completing.complete(tx, completions))
 
     async def cancelled(self, base_model: str) -> list[str]:
         if not await self._reader.read(lambda db: claiming.untold_cancellations(db, base_model)):
@@ -229,7 +230,8 @@ class SqlStore(RequestStore):
     # engines
 
     async def report_engine(self, record: EngineRecord) -> None:
-        await self._durable.write(lambda tx: closing.report_engine(tx, record))
+        writer = self._durable if record.state == EngineState.FAILED else self._relaxed
+        await writer.write(lambda tx: closing.report_engine(tx, record))
 
     async def list_engines(self) -> list[EngineRecord]:
         return await self._reader.read(closing.list_engines)

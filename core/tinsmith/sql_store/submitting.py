@@ -1,35 +1,40 @@
 """Taking operations in: every accepted number finds its row, and a repeat finds the first one."""
 
-from sqlmodel import Session, select
+import sqlalchemy
+from sqlalchemy import bindparam
+from sqlmodel import Session
 
 from tinsmith.errors import ConflictError, NotFoundError, ResultExpiredError, UserError
 from tinsmith.operations import Failed
 from tinsmith.sql_store import log
 from tinsmith.sql_store.request_ids import new_request_id
-from tinsmith.sql_store.tables import EngineRow, OperationRow, PayloadRow, RunRow, SessionRow
+from tinsmith.sql_store.tables import ENGINES, OPERATIONS, PAYLOADS, RunRow, SessionRow
 from tinsmith.sql_store.writer import Transaction
 from tinsmith.store import EngineState, NewOperation, OperationState, RunState
 
+_SAME = sqlalchemy.select(OPERATIONS.c.request_id, OPERATIONS.c.digest).where(
+    OPERATIONS.c.stream == bindparam("stream"), OPERATIONS.c.seq_id == bindparam("seq_id")
+)
+_ENGINE = sqlalchemy.select(ENGINES.c.state, ENGINES.c.detail).where(ENGINES.c.base_model == bindparam("base_model"))
+_INSERT, _INSERT_PAYLOAD = OPERATIONS.insert(), PAYLOADS.insert()
+
 
 def submit(tx: Transaction, operation: NewOperation) -> str:
-    session = tx.session
-    run = log.locked_run(session, operation.stream) if operation.ordered else None
+    run = log.locked_run(tx.session, operation.stream) if operation.ordered else None
     if operation.ordered and run is None:
         msg = f"no model {operation.stream!r}"
         raise NotFoundError(msg)
-    same = select(OperationRow.request_id, OperationRow.digest).where(
-        OperationRow.stream == operation.stream, OperationRow.seq_id == operation.seq_id
-    )
-    if (first := session.exec(same).first()) is not None:
-        return _repeat(session, operation, run, *first)
-    failed = _hopeless(session, operation, run) or operation.refused
+    same = {"stream": operation.stream, "seq_id": operation.seq_id}
+    if (first := tx.session.connection().execute(_SAME, same).first()) is not None:
+        return _repeat(tx.session, operation, run, *first)
+    failed = _hopeless(tx.session, operation, run) or operation.refused
     if run is not None:
         run.last_request_at = tx.now
-    row = _insert(tx, operation)
+    request_id = _insert(tx, operation)
     if failed is not None:
-        log.finish(tx, [row], failed)
+        log.finish(tx, [log.find(tx.session, request_id)], failed)
     tx.wake.append(log.work_topic(operation.base_model))
-    return row.request_id
+    return request_id
 
 
 def refuse_ended_session(session: Session, session_id: str) -> None:
@@ -66,7 +71,7 @@ def _hopeless(session: Session, operation: NewOperation, run: RunRow | None) -> 
             )
         if run.state == RunState.LOST:
             return lost(run.model_id, run.state_reason)
-    engine = session.get(EngineRow, operation.base_model)
+    engine = session.connection().execute(_ENGINE, {"base_model": operation.base_model}).first()
     if engine is not None and engine.state == EngineState.FAILED:
         return no_engine(operation.base_model, engine.detail)
     return None
@@ -84,24 +89,27 @@ def no_engine(base_model: str, detail: str) -> Failed:
     return Failed(message=f"base model {base_model!r} cannot be served: {detail}", category="server")
 
 
-def _insert(tx: Transaction, operation: NewOperation) -> OperationRow:
-    row = OperationRow(
-        request_id=new_request_id(tx.now),
-        base_model=operation.base_model,
-        kind=operation.kind,
-        tenant=operation.tenant,
-        session_id=operation.session_id,
-        stream=operation.stream,
-        seq_id=operation.seq_id,
-        ordered=operation.ordered,
-        num_tokens=operation.num_tokens,
-        digest=operation.digest,
-        state=OperationState.QUEUED,
-        created_at=tx.now,
-    )
-    tx.session.add(row)
-    tx.session.flush()
-    assert row.id is not None
+def _insert(tx: Transaction, operation: NewOperation) -> str:
+    connection = tx.session.connection()
+    request_id = new_request_id(tx.now)
+    values = {
+        "request_id": request_id,
+        "base_model": operation.base_model,
+        "kind": operation.kind,
+        "tenant": operation.tenant,
+        "session_id": operation.session_id,
+        "stream": operation.stream,
+        "seq_id": operation.seq_id,
+        "ordered": operation.ordered,
+        "num_tokens": operation.num_tokens,
+        "digest": operation.digest,
+        "state": OperationState.QUEUED,
+        "created_at": tx.now,
+        "attempts": 0,
+        "cancel_told": True,
+    }
+    key = connection.execute(_INSERT, values).inserted_primary_key
+    assert key is not None
     if operation.refused is None:
-        tx.session.add(PayloadRow(operation_id=row.id, payload=operation.payload))
-    return row
+        connection.execute(_INSERT_PAYLOAD, {"operation_id": key[0], "payload": operation.payload})
+    return request_id

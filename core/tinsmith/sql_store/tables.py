@@ -125,7 +125,15 @@ class OperationRow(Table, table=True):
     __tablename__ = "operations"
     __table_args__ = (
         UniqueConstraint("stream", "seq_id"),
-        Index("ix_operations_queued", "base_model", "ordered", "id", sqlite_where=_QUEUED, postgresql_where=_QUEUED),
+        Index(
+            "ix_operations_queued",
+            "base_model",
+            "ordered",
+            "tenant",
+            "id",
+            sqlite_where=_QUEUED,
+            postgresql_where=_QUEUED,
+        ),
         Index("ix_operations_running", "base_model", "id", sqlite_where=_RUNNING, postgresql_where=_RUNNING),
         Index("ix_operations_untold", "base_model", sqlite_where=_UNTOLD, postgresql_where=_UNTOLD),
         {"sqlite_autoincrement": True},
@@ -192,6 +200,12 @@ class RetentionRow(Table, table=True):
 
     id: int = Field(default=1, sa_column=Column(Integer, primary_key=True, autoincrement=False))
     finished_before: datetime = _time()
+
+
+# The hot paths use the bare tables: a mapped object costs several times what its statement does.
+OPERATIONS, PAYLOADS, RESULTS, ENGINES, RUNS = (
+    row.metadata.tables[str(row.__tablename__)] for row in (OperationRow, PayloadRow, ResultRow, EngineRow, RunRow)
+)
 
 
 def to_record(row: SQLModel, record: type[R]) -> R:

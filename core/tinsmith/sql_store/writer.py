@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, TypeVar
 
 from sqlmodel import Session
@@ -25,13 +26,16 @@ class Transaction:
     wake: list[str] = field(default_factory=list)
 
 
+_Write = Callable[[Transaction], Any]  # Any: writes of every result type share the queue
+
+
 class Writer:
-    """Runs writes in the order in which they were asked for. One that raises is undone alone."""
+    """Runs writes in the order in which they were asked for. One that raises is undone alone; any may run twice."""
 
     def __init__(self, database: Database, wakeups: WakeUps) -> None:
         self._database = database
         self._wakeups = wakeups
-        self._grouping: Grouping[Callable[[Transaction], Any]] = Grouping(self._commit, max_group=_MAX_GROUP)
+        self._grouping: Grouping[_Write] = Grouping(self._commit, max_group=_MAX_GROUP)
 
     def open(self) -> None:
         self._grouping.open("sql-writer")
@@ -49,25 +53,40 @@ class Writer:
         result: T = await self._grouping.ask(run)
         return result
 
-    async def _commit(self, writes: list[Callable[[Transaction], Any]]) -> list[Any]:  # Any: results of every type
-        def run(session: Session) -> tuple[list[Any], list[str]]:
-            now = datetime.now(UTC)
-            if len(writes) == 1:  # the transaction is its own: no savepoint needed
-                alone = Transaction(session, now)
-                return [writes[0](alone)], alone.wake
-            results: list[Any] = []
-            wake: list[str] = []
-            for write in writes:
-                transaction = Transaction(session, now)
-                try:
-                    with session.begin_nested():
-                        results.append(write(transaction))
-                except Exception as error:  # noqa: BLE001 - it belongs to the one who asked, and to nobody else
-                    results.append(Failure(error))
-                else:
-                    wake.extend(transaction.wake)
-            return results, wake
-
-        results, wake = await self._database.run(run)
+    async def _commit(self, writes: list[_Write]) -> list[Any]:  # Any: results of every type
+        results, wake = await self._database.run(partial(_run_group, writes))
         self._wakeups.tell(wake)
         return results
+
+
+def _run_group(writes: list[_Write], session: Session) -> tuple[list[Any], list[str]]:
+    """Run all writes, as a rule without savepoints; where one raises, again with one each."""
+    now = datetime.now(UTC)
+    wake: list[str] = []
+    try:
+        results = [_run_one(write, Transaction(session, now, wake)) for write in writes]
+    except Exception:
+        if len(writes) == 1:
+            raise
+        session.rollback()
+    else:
+        return results, wake
+    wake, results = [], []
+    for write in writes:
+        transaction = Transaction(session, now)
+        try:
+            with session.begin_nested():
+                results.append(_run_one(write, transaction))
+        except Exception as error:  # noqa: BLE001 - it belongs to the one who asked, and to nobody else
+            results.append(Failure(error))
+        else:
+            wake.extend(transaction.wake)
+    return results, wake
+
+
+def _run_one(write: _Write, transaction: Transaction) -> Any:  # Any: as above
+    """Leave no objects behind: the next write changes rows beside the session."""
+    result = write(transaction)
+    transaction.session.flush()
+    transaction.session.expunge_all()
+    return result

@@ -83,7 +83,7 @@ def upgrade() -> None:
     op.create_index(
         "ix_operations_queued",
         "operations",
-        ["base_model", "ordered", "id"],
+        ["base_model", "ordered", "tenant", "id"],
         sqlite_where=sa.text("state = 'queued'"),
         postgresql_where=sa.text("state = 'queued'"),
     )
