@@ -30,9 +30,10 @@ check: $(VENV)/.dev-installed ## Ruff, mypy, import contracts, documentation and
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -m "not slow and not gpu and not crash" tests/unit
 
-fix: $(VENV)/.dev-installed ## Let ruff fix and format what it can
+fix: $(VENV)/.dev-installed ## Fix and format what ruff can, and regenerate the reference pages
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+	$(BIN)/python docs/generate.py
 
 bench: $(VENV)/.demo-installed ## Measure a served tiny model: steps, samples and round trips per second
 	$(BIN)/python benchmarks/serving.py

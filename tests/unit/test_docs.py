@@ -1,0 +1,138 @@
+"""The documentation says what the code does."""
+
+import ast
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+import tinsmith
+from tinsmith import hookspecs
+from tinsmith.plugins import HOOK_NAMES, Plugins
+from tinsmith.setting_sources import Flag
+from tinsmith.settings_loading import load_settings
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+HOOKS_PAGE = (DOCS / "reference" / "hooks.md").read_text()
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "plugins").glob("*/README.md")])
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def section(hook: str) -> str:
+    found = re.search(rf"^### `{hook}`\n(.*?)(?=^##|\Z)", HOOKS_PAGE, re.DOTALL | re.MULTILINE)
+    assert found is not None, f"docs/reference/hooks.md has no section {hook!r}"
+    return found.group(1)
+
+
+@pytest.mark.parametrize("hook", HOOK_NAMES)
+def test_every_hook_is_documented_with_its_exact_signature(hook: str) -> None:
+    [function] = ast.parse(inspect.getsource(getattr(hookspecs, hook))).body
+    assert isinstance(function, ast.FunctionDef)
+    assert function.returns is not None
+    signature = f"def {hook}({ast.unparse(function.args)}) -> {ast.unparse(function.returns)}"
+    assert blocks(section(hook), "python")[0].strip() == signature
+
+
+@pytest.mark.parametrize("hook", HOOK_NAMES)
+def test_every_hooks_example_is_a_plugin_that_loads(hook: str) -> None:
+    example = ModuleType(f"example_of_{hook}")
+    exec(compile(blocks(section(hook), "python")[1], hook, "exec"), vars(example))
+    plugins = Plugins()
+    plugins.add(example)
+    [row] = plugins.report()
+    assert row.error is None
+    assert row.offers
+
+
+def test_hooks_are_documented_in_their_order_and_no_others_are() -> None:
+    assert tuple(re.findall(r"^### `(\w+)`$", HOOKS_PAGE, re.MULTILINE)) == HOOK_NAMES
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "reference").glob("*.md")), ids=lambda page: page.name)
+def test_generated_parts_are_up_to_date(page: Path) -> None:
+    spec = importlib.util.spec_from_file_location("generate_docs", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    assert page.read_text() == generate.regenerated(page.read_text()), "run `make fix`"
+
+
+class AnyModel:
+    """Finds every base model, so that the examples' directories need not exist."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @tinsmith.hookimpl
+    def tinsmith_resolve_base_model(self, name: str) -> Path:
+        return self.directory
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(text, id=f"{page.name}-{n}")
+        for page in PAGES
+        for n, text in enumerate(blocks(page.read_text(), "yaml"))
+    ],
+)
+def test_example_configurations_validate(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    settings = yaml.safe_load(text)
+    for model in settings.get("models", []):
+        model.pop("path", None)
+    file = tmp_path / "tinsmith.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    loaded = load_settings(
+        Plugins.load([AnyModel(tmp_path)]), file=file, environ={}, flags=[Flag("server.data_dir", "d")]
+    )
+    assert loaded.models
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), f"{target} in {page}"
+
+
+@pytest.fixture(scope="module")
+def tutorial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tutorial's files, as a reader would have them in the end."""
+    text = (DOCS / "tutorial" / "first-backend.md").read_text()
+    files: dict[str, list[str]] = {}
+    for name, body in re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        files.setdefault(name, []).append(body)
+    directory = tmp_path_factory.mktemp("bigram")
+    for name, parts in files.items():
+        (directory / name).write_text("\n".join(parts))
+    return directory
+
+
+def test_the_tutorials_backend_passes_the_contract(tutorial: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", "."]
+    command += ["-o", "filterwarnings=error", "-o", "asyncio_default_fixture_loop_scope=function", "test_contract.py"]
+    done = subprocess.run(command, cwd=tutorial, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+def test_the_tutorials_plugin_is_found(tutorial: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tutorial))
+    spec = importlib.util.spec_from_file_location("tutorial_bigram", tutorial / "tinsmith_bigram.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert Plugins.load([module]).backend("bigram").needs_model_path is False
