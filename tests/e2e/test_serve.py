@@ -1,0 +1,142 @@
+"""`tinsmith serve` as a process: what it says, what it refuses, and that nothing of it stays behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+START_S = 60
+
+
+class Served:
+    """A server process with the toy backend; its output is read line by line."""
+
+    def __init__(self, data_dir: Path, *arguments: str) -> None:
+        command = [sys.executable, "-m", "tinsmith", "serve", "--base-model", "tiny", "--backend", "toy"]
+        command += ["--port", "0", "--data-dir", str(data_dir), *arguments]
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("TINSMITH_")}
+        self.data_dir = data_dir
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True)
+        self._news = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._news:
+                self.lines.append(line.rstrip())
+                self._news.notify_all()
+        with self._news:
+            self._news.notify_all()
+
+    def wait_for_line(self, start: str) -> str:
+        def found() -> str | None:
+            return next((line for line in self.lines if line.startswith(start)), None)
+
+        with self._news:
+            self._news.wait_for(lambda: found() or not self._reader.is_alive(), START_S)
+            line = found()
+        assert line is not None, self.text
+        return line
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    @property
+    def url(self) -> str:
+        return str(json.loads((self.data_dir / "server.lock").read_text())["url"])
+
+    def engines(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def close(self) -> None:
+        family = [psutil.Process(self.process.pid), *self.engines()] if self.process.poll() is None else []
+        for each in family:
+            each.kill()
+        self.process.wait()
+        self._reader.join(START_S)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    started: list[Served] = []
+
+    def start(*arguments: str) -> Served:
+        started.append(Served(tmp_path / "data", *arguments))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+@pytest.mark.slow
+def test_a_life(serve: Callable[..., Served]) -> None:
+    """Start, say how to connect, answer, refuse a second server, stop in order, leave nothing."""
+    server = serve()
+    server.wait_for_line("ready tiny")
+    with urllib.request.urlopen(f"{server.url}/readyz") as answer:
+        assert json.load(answer)["status"] == "ok"
+    assert "tinsmith 0." in server.lines[0]
+    assert "import tinker" in server.text
+    assert f'base_url="{server.url}"' in server.text
+    assert 'base_model="tiny"' in server.text
+
+    second = serve()
+    assert second.process.wait(START_S) == 2
+    second._reader.join(START_S)
+    assert "is in use by another server" in " ".join(second.text.split())
+    assert server.url in second.text.replace("\n", "")
+
+    engines = server.engines()
+    assert engines
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(START_S) == 0
+    assert not psutil.wait_procs(engines, START_S)[1]
+    assert "stopping; press Ctrl-C again to stop at once" in server.text
+
+
+@pytest.mark.slow
+def test_the_second_signal_stops_at_once(serve: Callable[..., Served]) -> None:
+    server = serve()
+    server.wait_for_line("ready tiny")
+    engines = server.engines()
+    for engine in engines:
+        engine.suspend()  # it would not answer SIGTERM
+    server.process.send_signal(signal.SIGINT)
+    server.wait_for_line("stopping")
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(START_S) == 130
+    assert not psutil.wait_procs(engines, START_S)[1]
+
+
+@pytest.mark.slow
+def test_a_killed_server_takes_its_engines_with_it(serve: Callable[..., Served]) -> None:
+    server = serve()
+    server.wait_for_line("ready tiny")
+    engines = server.engines()
+    server.process.kill()
+    assert not psutil.wait_procs(engines, START_S)[1]
+
+
+def test_a_port_in_use(serve: Callable[..., Served]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        server = serve("--port", port)
+        assert server.process.wait(START_S) == 2
+        server._reader.join(START_S)
+    assert f"server.port: {port} is in use on 127.0.0.1; choose another with --port" in " ".join(server.text.split())

@@ -1,0 +1,154 @@
+"""The command line, as a person types it."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import tinsmith
+from tinsmith import cli
+from tinsmith.errors import ConfigError
+from tinsmith.flags import base_model_name_of, settings_flags
+from tinsmith.plugins import Plugins
+from tinsmith.setting_sources import Flag
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Run the whole command line in this process; return exit code, stdout, stderr."""
+    monkeypatch.setattr(sys, "argv", ["tinsmith", *arguments])
+    with pytest.raises(SystemExit) as exited:
+        cli.app()
+    out, err = capsys.readouterr()
+    code = exited.value.code
+    return (code if isinstance(code, int) else 0), out, err
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(monkeypatch, capsys, "version")
+    assert code == 0
+    assert out.startswith("tinsmith 0.")
+
+
+def test_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(monkeypatch, capsys, "--help")
+    assert code == 0
+    for command in ("serve", "engine", "plugins", "demo", "tiny-model", "check-config", "version"):
+        assert command in out
+
+
+def test_tiny_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ("tiny-model", str(tmp_path / "m"), "--hidden-size", "32", "--num-layers", "1", "--no-tied")
+    code, out, _ = run(monkeypatch, capsys, *arguments)
+    assert code == 0
+    assert "random parameters" in out
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert config["hidden_size"] == 32
+    assert config["tie_word_embeddings"] is False
+    code, _, err = run(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert "is not empty" in err
+    assert run(monkeypatch, capsys, *arguments, "--force")[0] == 0
+
+
+def test_plugins_shows_what_is_offered_and_what_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    class Broken:
+        @tinsmith.hookimpl
+        def tinsmith_register_losses(self) -> str:
+            return "not a loss"
+
+    plugins = Plugins.load([Broken()])
+    result = CliRunner().invoke(cli.build_group(plugins), ["plugins"], obj=plugins)
+    assert result.exit_code == 0
+    assert "store sql" in result.stdout
+    assert "it must return a LossSpec" in " ".join(result.stdout.split())
+
+
+def test_a_plugins_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    class Greeter:
+        @tinsmith.hookimpl
+        def tinsmith_register_commands(self, group: typer.Typer) -> None:
+            group.command("hello")(lambda: typer.echo("hello from a plugin"))
+
+    plugins = Plugins.load([Greeter()])
+    result = CliRunner().invoke(cli.build_group(plugins), ["hello"], obj=plugins)
+    assert result.stdout == "hello from a plugin\n"
+
+
+def test_check_config_prints_what_it_comes_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(
+        monkeypatch, capsys, "check-config", "--base-model", "any", "--backend", "toy", "--models.0.backend.seed=3"
+    )
+    assert code == 0
+    [model] = json.loads(out)["models"]
+    assert model["name"] == "any"
+    assert model["backend"] == {"plugin": "toy", "seed": "3"}
+
+
+def test_secrets_are_not_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = '[{"key": "tml-hunter2", "tenant": "a"}]'
+    arguments = ("--base-model", "any", "--backend", "toy", f"--server.api_keys={keys}")
+    code, out, _ = run(monkeypatch, capsys, "check-config", *arguments)
+    assert code == 0
+    assert "hunter2" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("serve",), "no model to serve; give `--base-model PATH`"),
+        (("serve", "--prot", "1"), "no option '--prot'; did you mean '--port'?"),
+        (("serve", "--server.port"), "--server.port needs a value"),
+        (("serve", "here"), "unexpected argument 'here'"),
+        (
+            ("serve", "--base-model", "x", "--backend", "toy", "--server.prot", "1"),
+            "--server.prot: server.prot: unknown",
+        ),
+        (("serve", "--base-model", "x", "--backend", "toyy"), "--backend: models.0.backend.plugin: no backend named"),
+        (("serve", "--base-model", "x", "--backend", "toy", "--host", "0.0.0.0"), "--host: server.host: refused"),
+        (("serve", "--base-model", "x", "--backend", "toy", "--host", "no.such.host"), "server.host: refused"),
+        (("serve", "--config", "gone.yaml"), "cannot read the configuration file 'gone.yaml'"),
+        (("engine", "y", "--base-model", "x", "--backend", "toy"), "no model named 'y'; configured: 'x'"),
+    ],
+)
+def test_mistakes_get_one_clear_message(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    expected: str,
+) -> None:
+    monkeypatch.setenv("TINSMITH_SERVER__DATA_DIR", str(tmp_path))
+    code, out, err = run(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert expected in " ".join(err.split())
+    assert not out
+
+
+def test_a_directory_is_named_so_that_the_sdk_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert base_model_name_of("model") == str(model)
+    assert base_model_name_of("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    two_slashes = next(each for each in Path("/usr").iterdir() if each.is_dir())
+    assert base_model_name_of(str(two_slashes)) == f"{two_slashes}/"
+
+
+def test_base_model_flags(tmp_path: Path) -> None:
+    [flag] = settings_flags(base_model="Maker/Model")
+    assert json.loads(flag.text) == [{"name": "Maker/Model"}]
+    [flag] = settings_flags(base_model=str(tmp_path), base_model_name="short")
+    assert json.loads(flag.text) == [{"name": "short", "path": str(tmp_path)}]
+    with pytest.raises(ConfigError, match="--base-model"):
+        settings_flags(base_model_name="short")
+
+
+def test_dotted_flags_win_over_short_ones() -> None:
+    flags = settings_flags(short=[("--port", "server.port", 1)], rest=["--server.port", "2", "--store.url=a=b"])
+    assert flags == [Flag("server.port", "1", "--port"), Flag("server.port", "2"), Flag("store.url", "a=b")]
