@@ -1,0 +1,110 @@
+"""The examples, as a person runs them, against a server with the installed backend and a tiny model."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tinsmith.tiny_model import TinyShape, write_tiny_model
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LIMIT_S = 280
+
+pytestmark = pytest.mark.slow
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("TINSMITH_")}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """A served tiny model: its URL and its name. Requests wait until it has loaded."""
+    directory = tmp_path_factory.mktemp("examples")
+    model = directory / "model"
+    write_tiny_model(model, TinyShape(num_layers=2))
+    command = [sys.executable, "-m", "tinsmith", "serve", "--base-model", str(model), "--port", "0"]
+    with (directory / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "--data-dir", str(directory / "data")], stderr=log, env=environment(), start_new_session=True
+        )
+        try:
+            yield wait_for_url(process, directory / "data"), str(model)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+def wait_for_url(process: "subprocess.Popen[bytes]", data_dir: Path) -> str:
+    """Look until the server has written where it answers."""
+    while not ended(process):
+        try:
+            url = json.loads((data_dir / "server.lock").read_text())["url"]
+        except (OSError, ValueError):
+            continue
+        if url is not None:
+            return str(url)
+    raise AssertionError(f"the server ended with {process.returncode}")
+
+
+def ended(process: "subprocess.Popen[Any]") -> bool:
+    """Wait a moment for the end of a process; say whether it has come."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(0.1)
+    return process.poll() is not None
+
+
+@pytest.mark.parametrize("script", ["tutorial_pig_latin.py", "rl_group.py"])
+def test_example(server: tuple[str, str], script: str) -> None:
+    url, name = server
+    command = [sys.executable, "-W", "error::FutureWarning", str(EXAMPLES / script)]
+    done = subprocess.run(
+        [*command, "--base-url", url, "--base-model", name],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=environment(),
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_demo_learns_and_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tinsmith", "demo", "--directory", str(tmp_path / "demo")]
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    assert demo.stdout is not None
+    family: set[psutil.Process] = set()
+    lines = []
+    for line in demo.stdout:
+        lines.append(line)
+        family.update(psutil.Process(demo.pid).children(recursive=True) if demo.poll() is None else [])
+    demo.stdout.close()
+    text = "".join(lines)
+    assert demo.wait(LIMIT_S) == 0, text
+    assert "3 of 3 right" in text
+    assert len(family) >= 2, "the server and the script"
+    assert not psutil.wait_procs(family, 30)[1]
+
+
+def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tinsmith", "demo", "--directory", str(tmp_path / "demo")]
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    assert demo.stdout is not None
+    assert "made a random Qwen3" in demo.stdout.readline()
+    while not (tmp_path / "demo" / "server.log").is_file() or not psutil.Process(demo.pid).children():
+        assert not ended(demo)
+    family = psutil.Process(demo.pid).children(recursive=True)
+    demo.send_signal(signal.SIGINT)
+    rest = demo.stdout.read()
+    demo.stdout.close()
+    assert demo.wait(LIMIT_S) == 130, rest
+    assert "interrupted; everything is stopped" in rest
+    assert not psutil.wait_procs(family, 30)[1]
