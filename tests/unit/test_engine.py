@@ -14,7 +14,7 @@ import pytest
 from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, Snapshot
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
-from tinsmith.checkpoints import read_checkpoint
+from tinsmith.checkpoints import delete_checkpoint, read_checkpoint
 from tinsmith.engine import Engine, EngineFailedError
 from tinsmith.errors import UserError
 from tinsmith.events import OperationFinished
@@ -235,6 +235,8 @@ async def test_a_bad_operation_fails_alone_and_in_its_turn(setup: Setup, client:
         assert "9999" in failed.message
         for request_id in (good, neighbour, after):
             assert not isinstance(await client.result(request_id), ops.Failed)
+    recorded = [event.request_id for event in setup.events if event.model_id == client.model_id()]
+    assert recorded[1:] == [good, bad, after]
 
 
 async def test_a_refused_creation_fails_what_follows(setup: Setup, client: EngineDriver) -> None:
@@ -273,6 +275,8 @@ async def test_save_and_load_bit_for_bit(setup: Setup, client: EngineDriver) -> 
         assert (await setup.store.get_run("s1:train:1")).lora == record.lora
         await client.run(a_step(client, 1))
         assert await loss_of(client, 1) == straight
+        again = await client.run(ops.LoadState(model_id="s1:train:1", path=path, load_optimizer=True))
+        assert again == ops.WeightsLoaded(model_id="s1:train:1", path=path)
 
         loaded = await client.run(ops.LoadState(model_id="s1:train:0", path=path, load_optimizer=False))
         assert loaded == ops.WeightsLoaded(model_id="s1:train:0", path=path)
@@ -333,6 +337,26 @@ async def test_a_persisted_snapshot_outlives_the_engine(setup: Setup, client: En
     setup.backend = WatchedBackend(tmp_path)
     async with setup.running():
         assert await tokens_of(client, a_sample(client, path)) == before
+
+
+async def test_a_name_that_was_deleted_and_used_again(setup: Setup, client: EngineDriver) -> None:
+    path = client.path("x", "sampler_weights")
+
+    async def save_and_sample() -> list[float]:
+        saved = await client.run(ops.SaveForSampler(model_id="s1:train:0", path=path))
+        assert isinstance(saved, ops.WeightsSaved), saved
+        result = await client.run(a_sample(client, path))
+        assert isinstance(result, ops.SampleOutput)
+        return [float(logprob) for logprob in result.sequences[0].logprobs]
+
+    async with setup.running():
+        await client.create_model()
+        await train(client, steps=2)
+        first = await save_and_sample()
+        record = await setup.store.delete_checkpoint(path)
+        delete_checkpoint(setup.data_dir / "checkpoints", record.directory)
+        await train(client, steps=2)
+        assert await save_and_sample() != first
 
 
 async def test_snapshots_beyond_the_limit_go_to_disk_and_come_back(setup: Setup, client: EngineDriver) -> None:

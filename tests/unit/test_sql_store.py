@@ -1,6 +1,7 @@
 """What the store contract cannot see: migrations, wake-ups, durability settings, refused URLs."""
 
 import asyncio
+import itertools
 import socket
 import sqlite3
 import stat
@@ -12,16 +13,17 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import create_engine, text
 from sqlmodel import Session
 
-from tinsmith.errors import ConfigError, ServerError
+from tinsmith.errors import ConfigError, ServerError, UserError
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.dialect import dialect_of
 from tinsmith.sql_store.request_ids import created_at, new_request_id
 from tinsmith.sql_store.socket_wakeups import SocketWakeUps
 from tinsmith.sql_store.sqlite import SqliteDialect
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.sql_store.tables import Table
+from tinsmith.sql_store.tables import SessionRow, Table, to_row
+from tinsmith.sql_store.writer import Transaction
 from tinsmith.store import StoreContext
-from tinsmith.testing.store_contract import BASE, NOW, a_sample
+from tinsmith.testing.store_contract import BASE, NOW, a_sample, a_session
 
 WAIT_S = 30.0
 
@@ -134,6 +136,27 @@ def _count(data_dir: Path) -> int:
         (count,) = connection.execute("SELECT count(*) FROM operations").fetchone()
     connection.close()
     return int(count)
+
+
+async def test_a_write_that_fails_is_undone_alone_and_the_others_happen_once(tmp_path: Path) -> None:
+    store = a_store(tmp_path)
+    await store.open()
+
+    def insert(tx: Transaction) -> None:
+        tx.session.add(to_row(a_session(f"s{next(numbers)}"), SessionRow, idempotency_key=None))
+        tx.session.flush()
+
+    def insert_and_fail(tx: Transaction) -> None:
+        insert(tx)
+        raise UserError("after the insert")
+
+    numbers = itertools.count()
+    writes = [store._durable.write(each) for each in (insert, insert_and_fail, insert)]
+    first, failed, last = await asyncio.gather(*writes, return_exceptions=True)
+    assert (first, last) == (None, None)
+    assert isinstance(failed, UserError)
+    assert len(await store.list_sessions(None, limit=9, offset=0)) == 2
+    await store.close()
 
 
 async def test_a_closed_store_says_so(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ def queues(draw: st.DrawFn) -> list[Pending]:
     """Draw operations of a few tenants with a few models each, interleaved as they may arrive."""
     num_models = draw(st.integers(1, 6))
     tenants = [draw(st.integers(0, 3)) for _ in range(num_models)]
-    arrivals = draw(st.lists(st.tuples(st.integers(0, num_models - 1), st.sampled_from(KINDS)), max_size=24))
+    kinds = st.sampled_from((*["forward_backward"] * len(KINDS), *KINDS))
+    arrivals = draw(st.lists(st.tuples(st.integers(0, num_models - 1), kinds), max_size=24))
     tokens = st.one_of(st.integers(0, 40), st.integers(0, 300))
     next_seq_id = [draw(st.integers(0, 5)) for _ in range(num_models)]
     operations = []
@@ -104,6 +105,23 @@ class SchedulerContract:
         first = self.make_scheduler().plan(pending, limits=limits, now_s=1.0, memory={})
         assert self.make_scheduler().plan(shuffled, limits=limits, now_s=1.0, memory={}) == first
         assert self.make_scheduler().plan(pending, limits=limits, now_s=1.0, memory={}) == first
+
+    def test_nothing_passes_what_does_not_fit(self) -> None:
+        sizes = (60, 60, 10)
+        queue = [
+            Pending(
+                request_id=str(number),
+                model_id="m",
+                tenant="t",
+                kind="forward_backward",
+                seq_id=number,
+                num_tokens=size,
+                enqueued_at_s=0.0,
+            )
+            for number, size in enumerate(sizes)
+        ]
+        batch = self.make_scheduler().plan(queue, limits=Limits(max_batch_tokens=100), now_s=1.0, memory={})
+        assert batch.request_ids == ("0",)
 
     def test_nothing_pending_is_an_empty_batch(self) -> None:
         batch = self.make_scheduler().plan([], limits=Limits(max_batch_tokens=8), now_s=0.0, memory={"t": 1.0})

@@ -578,6 +578,15 @@ class RequestStoreContract:
         too_late = await store.submit(an_operation(seq_id=1))
         assert "gone on without" in (await failure_of(store, too_late)).message
 
+    async def test_nothing_is_left_behind_a_failed_gap(self, store: RequestStore) -> None:
+        """Requests sent in parallel arrive in any order: a younger one must not be stranded below an older one."""
+        await a_model(store)
+        old, young = [await store.submit(an_operation(seq_id=seq_id)) for seq_id in (3, 2)]
+        between = (await store.get_operation(young)).created_at
+        assert (await store.get_operation(old)).created_at < between
+        assert await store.fail_gaps(BASE, older_than=between) == 2
+        assert await state_of(store, young) == OperationState.FAILED
+
     async def test_what_can_run_is_no_gap(self, store: RequestStore) -> None:
         await a_model(store)
         first = await store.submit(an_operation(seq_id=1))
