@@ -34,20 +34,27 @@ def run_demo(directory: Path, *, backend: str | None = None) -> int:
     """Return the script's exit code, 130 where interrupted. Raise ServerError where the server does not start."""
     console = Console()
     script = find_example(_SCRIPT)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with served_tiny_model(console, directory, backend=backend) as (url, base_model):
+            return _run_script(script, url, base_model)
+    except KeyboardInterrupt:
+        console.print("\ninterrupted; everything is stopped")
+        return _EXIT_INTERRUPTED
+
+
+@contextmanager
+def served_tiny_model(console: Console, directory: Path, *, backend: str | None = None) -> Iterator[tuple[str, str]]:
+    """Make a tiny model where there is none, serve it, yield URL and base model once it is ready, stop the server."""
     directory.mkdir(parents=True, exist_ok=True)
     model = directory / "tiny-qwen3"
     if not (model / "config.json").is_file():
         num_parameters = write_tiny_model(model, TinyShape(), overwrite=True)
         console.print(f"made a random Qwen3 with {num_parameters:,} parameters in {model}")
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        with _server(model, directory, backend) as (server, log):
-            url = _wait_until_ready(console, server, directory / "data", log)
-            console.print(f"server ready at {url}, its log is {log}\n")
-            return _run_script(script, url, base_model_name_of(str(model)))
-    except KeyboardInterrupt:
-        console.print("\ninterrupted; everything is stopped")
-        return _EXIT_INTERRUPTED
+    with _server(model, directory, backend) as (server, log):
+        url = _wait_until_ready(console, server, directory / "data", log)
+        console.print(f"server ready at {url}, its log is {log}\n")
+        yield url, base_model_name_of(str(model))
 
 
 def find_example(name: str) -> Path:

@@ -1,0 +1,98 @@
+"""What a client sees of a served tiny model: round trips, training and sampling throughput, over HTTP with the SDK.
+
+    python benchmarks/serving.py [--backend NAME]
+
+Numbers depend on the machine and on what else it does; compare runs on one machine.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import tinker
+from rich.console import Console
+from tinker import types
+
+from tinsmith.demo import served_tiny_model
+
+NUM_ROUND_TRIPS = 30
+NUM_STEPS = 10
+NUM_SAMPLES = 32
+MAX_TOKENS = 64
+LENGTH = 256
+BATCH = 8
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--backend", default=None)
+    options = parser.parse_args()
+    console = Console()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        served_tiny_model(console, Path(directory), backend=options.backend) as (url, base_model),
+    ):
+        service = tinker.ServiceClient(base_url=url, api_key="tml-benchmark")
+        training = service.create_lora_training_client(base_model=base_model, rank=16).result()
+        round_trips(training)
+        steps(training)
+        samples(training)
+    return 0
+
+
+def round_trips(training: tinker.TrainingClient) -> None:
+    """One short datum, scored again and again: what the path itself costs."""
+    datum = random_datum(8)
+    training.forward([datum], "cross_entropy").result()  # compiles
+    times_s = []
+    for _ in range(NUM_ROUND_TRIPS):
+        started = time.perf_counter()
+        training.forward([datum], "cross_entropy").result()
+        times_s.append(time.perf_counter() - started)
+    p50, p95 = np.percentile(times_s, [50, 95]) * 1000
+    print(f"forward of one short datum   p50 {p50:7.1f} ms   p95 {p95:7.1f} ms", flush=True)
+
+
+def steps(training: tinker.TrainingClient) -> None:
+    data = [random_datum(LENGTH) for _ in range(BATCH)]
+    step(training, data)  # compiles
+    started = time.perf_counter()
+    for _ in range(NUM_STEPS):
+        step(training, data)
+    elapsed_s = time.perf_counter() - started
+    steps_per_s, tokens_per_s = NUM_STEPS / elapsed_s, NUM_STEPS * BATCH * LENGTH / elapsed_s
+    print(f"training, {BATCH} x {LENGTH} tokens       {steps_per_s:7.2f} steps/s {tokens_per_s:9.0f} tokens/s")
+
+
+def step(training: tinker.TrainingClient, data: list[types.Datum]) -> None:
+    passed = training.forward_backward(data, "cross_entropy")
+    stepped = training.optim_step(types.AdamParams(learning_rate=1e-4))
+    passed.result()
+    stepped.result()
+
+
+def samples(training: tinker.TrainingClient) -> None:
+    sampler = training.save_weights_and_get_sampling_client().result()
+    prompt = types.ModelInput.from_ints(list(range(3, 19)))
+    params = types.SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, stop=[])
+    sampler.sample(prompt=prompt, num_samples=1, sampling_params=params).result()  # compiles
+    started = time.perf_counter()
+    futures = [sampler.sample(prompt=prompt, num_samples=1, sampling_params=params) for _ in range(NUM_SAMPLES)]
+    tokens = sum(len(sequence.tokens) for future in futures for sequence in future.result().sequences)
+    elapsed_s = time.perf_counter() - started
+    print(f"sampling, {NUM_SAMPLES} at a time         {tokens / elapsed_s:9.0f} tokens/s")
+
+
+def random_datum(length: int) -> types.Datum:
+    tokens = np.random.default_rng(length).integers(3, 300, length + 1).tolist()
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * length},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
