@@ -50,8 +50,7 @@ def run_engine(settings: Settings, model_name: str, plugins: Plugins) -> None:
     """
     level = settings.server.log_level.upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
-    for noisy in ("alembic", "aiosqlite"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # it says at every start that nothing has to be done
     try:
         uvloop.run(_until_signalled(settings, model_name, plugins))
     except StoppedWhileLoadingError:

@@ -228,15 +228,16 @@ async def test_a_bad_operation_fails_alone_and_in_its_turn(setup: Setup, client:
     good = await client.submit(a_pass(client))
     bad = await client.submit(a_pass(client, 0, 1, 9999))
     neighbour = await other.submit(a_pass(other))
-    after = await client.submit(a_step(client))
+    after = await client.submit(a_pass(client))
+    last = await client.submit(a_step(client))
     async with setup.running():
         failed = await client.failure(bad)
         assert failed.category == "user"
         assert "9999" in failed.message
-        for request_id in (good, neighbour, after):
+        for request_id in (good, neighbour, after, last):
             assert not isinstance(await client.result(request_id), ops.Failed)
     recorded = [event.request_id for event in setup.events if event.model_id == client.model_id()]
-    assert recorded[1:] == [good, bad, after]
+    assert recorded[1:] == [good, bad, after, last]
 
 
 async def test_a_refused_creation_fails_what_follows(setup: Setup, client: EngineDriver) -> None:

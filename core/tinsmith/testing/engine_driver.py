@@ -55,8 +55,7 @@ class EngineDriver:
 
     async def submit(self, operation: ops.Operation, *, seq_id: int | None = None) -> str:
         """Submit with the next number of its stream, and return the request_id."""
-        is_sample = isinstance(operation, ops.Sample)
-        stream = operation.sampling_session_id if is_sample else operation.model_id
+        stream = operation.sampling_session_id if isinstance(operation, ops.Sample) else operation.model_id
         if seq_id is None:
             seq_id = self._next_seq_id[stream]
             self._next_seq_id[stream] += 1
