@@ -1,0 +1,20 @@
+"""What may be imported where: checked in a fresh process, since this one has imported everything."""
+
+import subprocess
+import sys
+import textwrap
+
+
+def test_loading_every_plugin_and_the_server_imports_no_framework() -> None:
+    code = """
+        import sys
+        import tinsmith, tinsmith.plugins, tinsmith.server.app, tinsmith.cli
+        plugins = tinsmith.plugins.Plugins.load()
+        assert plugins.report()
+        heavy = {"jax", "jaxlib", "torch", "transformers", "vllm", "megatron"} & set(sys.modules)
+        assert not heavy, heavy
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
