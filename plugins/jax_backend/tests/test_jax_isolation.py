@@ -228,3 +228,25 @@ def test_the_sum_of_a_step_without_gradient(backend: JaxBackend) -> None:
     after = backend.capture_state("m").weights
     for name, value in before.items():
         np.testing.assert_array_equal(after[name], value * np.float32(0.75))
+
+
+@pytest.mark.slow
+def test_the_size_of_the_bucket_changes_no_bit(tiny_models: Mapping[str, Path], jax_cache: Path) -> None:
+    """Past some size XLA:CPU compiles reductions in another way: the largest bucket against the smallest."""
+    backend = make_backend(tiny_models["qwen3"], jax_cache, max_context_tokens=2048, max_batch_tokens=2048)
+    mine, company = make_op("m", 1, (100,)), make_op("n", 2, (1900,))
+
+    def run(ops: list[ForwardBackward]) -> tuple[Array, Array, Mapping[str, Array]]:
+        for name, seed in (("m", 3), ("n", 4)):
+            backend.unload_model(name)
+            add_model(backend, name, LoraConfig(rank=8, seed=seed), random_B=True)
+        forward = backend.forward([Forward(model_id=op.model_id, data=op.data) for op in ops])[0]
+        output = backend.forward_backward(ops)[0]
+        logprobs = (each.loss_fn_outputs[0]["logprobs"] for each in (forward, output))
+        return (*logprobs, backend.capture_state("m").gradients)
+
+    for alone, together in zip(run([mine]), run([mine, company]), strict=True):
+        if isinstance(alone, Mapping):
+            assert_same_bits(alone, together)
+        else:
+            np.testing.assert_array_equal(alone.view(np.uint32), together.view(np.uint32))

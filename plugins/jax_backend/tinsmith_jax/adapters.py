@@ -51,7 +51,10 @@ def rank_classes(max_rank: int) -> tuple[int, ...]:
 
 
 def class_of(rank: int, max_rank: int) -> int:
-    """Give the smallest class that holds the rank."""
+    """Give the smallest class that holds the rank. Raise UserError where none does."""
+    if not 1 <= rank <= max_rank:
+        msg = f"LoRA rank {rank} is not served: allowed are 1 to {max_rank}, the backend's max_lora_rank"
+        raise UserError(msg)
     return next(padded for padded in rank_classes(max_rank) if padded >= rank)
 
 

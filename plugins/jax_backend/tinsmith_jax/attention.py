@@ -4,7 +4,7 @@ Step j of the loop lets every query tile look at the key tile j places before it
 there are as many steps as the longest sequence of the batch has tiles. Softmax is accumulated online in float32 from
 the query's own tile backwards, so a sequence's result depends on its own tiles alone: a foreign tile adds nothing, not
 even the NaN it may hold. The reverse pass recomputes the probabilities from the saved log-sum-exp (FlashAttention,
-arXiv 2205.14135).
+arXiv 2205.14135). CPUs take the form of tile_attention.py.
 
 Legend: n = tiles, c = TILE, N = kv heads, g = query heads per kv head, d = head_dim.
 """
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tinsmith_jax import tile_attention
 from tinsmith_jax.layers import TILE
 
 # Any below: jax arrays.
@@ -27,7 +28,8 @@ def packed_attention(q_THd: Any, k_TNd: Any, v_TNd: Any, first_n: Any) -> Any:
     n, group = T // TILE, num_heads // num_kv
     q = q_THd.reshape(n, TILE, num_kv, group, d).transpose(0, 2, 3, 1, 4).reshape(n, num_kv, group * TILE, d)
     k, v = (x.reshape(n, TILE, num_kv, d).transpose(0, 2, 1, 3) for x in (k_TNd, v_TNd))
-    out = _attend(q, k, v, first_n)
+    attend = tile_attention.attend if jax.default_backend() == "cpu" else _attend
+    out = attend(q, k, v, first_n)
     out = out.reshape(n, num_kv, group, TILE, d).transpose(0, 3, 1, 2, 4)
     return out.reshape(T, num_heads * d).astype(q_THd.dtype)
 

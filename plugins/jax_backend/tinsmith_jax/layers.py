@@ -7,6 +7,7 @@ uses. All adapters of a call have one padded rank, and a matrix product never ha
 tenant's numbers do not depend on its company.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +37,17 @@ def rms_norm(x: Any, weight: Any, eps: float) -> Any:
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def by_tile(compute: Callable[[Any], Any], x_T: Any) -> Any:
+    """Apply `compute` to [TILE, ...] blocks of the first axis, one after the other on a CPU.
+
+    XLA:CPU compiles a reduction over more than two axes in another way once the array passes some size, and then
+    rounds differently; blocks of one size keep a row's bits independent of how many there are.
+    """
+    if jax.default_backend() != "cpu":
+        return compute(x_T)
+    return jax.lax.map(compute, x_T.reshape(-1, TILE, *x_T.shape[1:])).reshape(x_T.shape)
 
 
 def rope_angles(positions: Any, inv_freq: tuple[float, ...], factor: float) -> tuple[Any, Any]:

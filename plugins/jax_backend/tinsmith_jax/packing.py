@@ -6,7 +6,7 @@ are filled in the order of the requests, one open batch per rank class.
 Legend: T = tokens of the stream, n = tiles, K = targets per token, I = loss inputs, C = loss settings.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,6 +49,12 @@ class MicroBatch:
     models: list[str] = field(default_factory=list)
     num_tiles: int = 0
 
+    def add(self, piece: Piece) -> None:
+        self.pieces.append(piece)
+        self.num_tiles += piece.num_tiles
+        if piece.op.model_id not in self.models:
+            self.models.append(piece.op.model_id)
+
     def bucket(self, buckets: Buckets) -> Bucket:
         return buckets.choose(
             num_tokens=self.num_tiles * TILE,
@@ -73,27 +79,54 @@ class Stream:
     batch: LossBatch
 
 
-def plan(pieces: Iterable[Piece], max_tokens: int) -> Iterator[MicroBatch]:
-    """Group pieces into micro-batches of at most `max_tokens`; a model's pieces stay in order."""
+def plan(pieces: Iterable[Piece], buckets: Buckets, call_tokens: int) -> Iterator[MicroBatch]:
+    """Group pieces into micro-batches; a model's pieces stay in order.
+
+    Batches are filled up to the greatest bucket; what is left of a rank class is cut so that the padded tokens, plus
+    `call_tokens` for every call, are as few as can be. Where the cuts lie changes no bits.
+    """
     open_batches: dict[int, MicroBatch] = {}
     for piece in pieces:
         batch = open_batches.get(piece.padded_rank)
-        if batch is not None and not _fits(batch, piece, max_tokens):
+        if batch is not None and not _fits(batch, piece, buckets.max_tokens):
             yield batch
             batch = None
         if batch is None:
             batch = open_batches[piece.padded_rank] = MicroBatch()
-        batch.pieces.append(piece)
-        batch.num_tiles += piece.num_tiles
-        if piece.op.model_id not in batch.models:
-            batch.models.append(piece.op.model_id)
-    yield from open_batches.values()
+        batch.add(piece)
+    for batch in open_batches.values():
+        yield from _cut(batch.pieces, buckets, call_tokens)
 
 
 def _fits(batch: MicroBatch, piece: Piece, max_tokens: int) -> bool:
     same_targets = (batch.pieces[0].num_targets > TARGETS[0]) == (piece.num_targets > TARGETS[0])
     has_row = piece.op.model_id in batch.models or len(batch.models) < ADAPTERS[-1]
     return same_targets and has_row and (batch.num_tiles + piece.num_tiles) * TILE <= max_tokens
+
+
+def _cut(pieces: Sequence[Piece], buckets: Buckets, call_tokens: int) -> Iterator[MicroBatch]:
+    """Cut a batch that fits one call into the cheapest sequence of calls (shortest path over the cuts)."""
+    batches: list[MicroBatch] = []  # the last one of the cheapest way to run the first n pieces, for every n
+    costs = [0]
+    for end in range(1, len(pieces) + 1):
+        ways = [_batch(pieces[start:end]) for start in range(end)]
+        totals = [costs[start] + way.bucket(buckets).num_tokens + call_tokens for start, way in enumerate(ways)]
+        best = min(range(end), key=totals.__getitem__)
+        costs.append(totals[best])
+        batches.append(ways[best])
+    path: list[MicroBatch] = []
+    end = len(pieces)
+    while end:
+        path.append(batches[end - 1])
+        end -= len(batches[end - 1].pieces)
+    yield from reversed(path)
+
+
+def _batch(pieces: Sequence[Piece]) -> MicroBatch:
+    batch = MicroBatch()
+    for piece in pieces:
+        batch.add(piece)
+    return batch
 
 
 def pack(micro: MicroBatch, bucket: Bucket, losses: LossTable) -> Stream:

@@ -19,6 +19,7 @@ class Limits:
     max_context_tokens: int
     max_batch_tokens: int  # a power of two from 128; holds a sequence of the greatest context
     recompute: bool
+    call_tokens: int = 32  # what starting a call costs, in tokens of work; weighs padding against more calls
 
     @property
     def exact(self) -> bool:
@@ -48,4 +49,5 @@ def decide(config: JaxConfig, model: ModelConfig) -> Limits:
         max_context_tokens=context,
         max_batch_tokens=1 << max(7, (batch - 1).bit_length()),  # a power of two, at least 128
         recompute=not on_cpu if config.recompute is None else config.recompute,
+        call_tokens=32 if on_cpu else 4096,  # an accelerator is idle below some thousands of tokens
     )

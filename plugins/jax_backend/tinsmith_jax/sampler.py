@@ -21,7 +21,7 @@ from tinsmith_jax import adapters
 from tinsmith_jax.decode import STOP_TABLE
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.model_config import ModelConfig
-from tinsmith_jax.sampling_device import PREFILL_TILES, Drawn, PromptTile, SamplingDevice, SlotInput
+from tinsmith_jax.sampling_device import Drawn, PromptTile, SamplingDevice, SlotInput, prefill_sizes
 from tinsmith_jax.slots import Draw, Line, LoadedSnapshot, Request, Slot
 from tinsmith_jax.stopping import StopRules
 
@@ -232,7 +232,7 @@ class Sampler:
             work = self._next_tiles(left)
             if not work:
                 return
-            count = max((size for size in PREFILL_TILES if size <= len(work)), default=len(work))
+            count = max((size for size in prefill_sizes() if size <= len(work)), default=len(work))
             self._prefill(work[:count])
             left -= count
 

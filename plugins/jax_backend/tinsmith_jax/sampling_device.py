@@ -27,10 +27,18 @@ BoolArray = npt.NDArray[np.bool_]
 WordArray = npt.NDArray[np.uint32]
 # Any below: compiled programs and pytrees, which jax does not type.
 
-PREFILL_TILES = (2, 4, 8)
-"""Tiles per prefill program. Not 1: XLA then turns batched products into plain ones, whose bits differ on CPU."""
+_PREFILL_TILES = (2, 4, 8)
 TARGET_COLUMNS = (1, 8, 64)
 """Targets per row of a scoring program; wider matrices are scored in slices."""
+
+
+def prefill_sizes() -> tuple[int, ...]:
+    """Give the numbers of tiles for which there is a prefill program.
+
+    On a CPU one only, so that a prompt's bits do not depend on how many others are read with it: XLA:CPU compiles
+    reductions over many tiles in another way than over few. Never 1: it then turns batched products into plain ones.
+    """
+    return _PREFILL_TILES[:1] if jax.default_backend() == "cpu" else _PREFILL_TILES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,12 +136,12 @@ class SamplingDevice:
             self._resident = jax.block_until_ready(write(self._resident, adapter, np.int32(slot), np.float32(scale)))
 
     def prefill(self, tiles: Sequence[PromptTile]) -> FloatArray:
-        """Read up to PREFILL_TILES[-1] tiles into the cache; returns their hidden states [N, TILE, H].
+        """Read up to prefill_sizes()[-1] tiles into the cache; returns their hidden states [N, TILE, H].
 
         Where there is no program for that many, the last tile is read several times: it writes the same numbers.
         """
         num_asked = len(tiles)
-        size = next(size for size in PREFILL_TILES if size >= num_asked)
+        size = next(size for size in prefill_sizes() if size >= num_asked)
         tiles = [*tiles, *[tiles[-1]] * (size - num_asked)]
         tokens_NT = np.zeros((size, TILE), np.int32)
         for row, tile in zip(tokens_NT, tiles, strict=True):
@@ -198,7 +206,7 @@ class SamplingDevice:
         """Every program there will ever be, likely ones first."""
         kinds: list[tuple[str, int]] = [
             ("decode", 0),
-            *(("prefill", tiles) for tiles in PREFILL_TILES),
+            *(("prefill", tiles) for tiles in prefill_sizes()),
             *(("write_adapter", rank) for rank in adapters.rank_classes(self.shape.max_lora_rank)),
             ("score", TARGET_COLUMNS[0]),
             ("copy", 0),

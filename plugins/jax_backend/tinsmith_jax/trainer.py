@@ -161,7 +161,7 @@ class Trainer:
         failed = {index: failure for index, op in enumerate(ops) if (failure := self._refusal(op)) is not None}
         pieces = [piece for index, op in enumerate(ops) if index not in failed for piece in self._pieces(index, op)]
         outputs: list[list[tuple[Array, Array]]] = [[] for _ in ops]
-        for micro in plan(pieces, self._train.limits.max_batch_tokens):
+        for micro in plan(pieces, self._train.buckets, self._train.limits.call_tokens):
             logp_TK, loss_TK = run(micro)
             for start, piece in zip(micro.starts(), micro.pieces, strict=True):
                 rows = slice(start, start + piece.num_tokens)

@@ -7,13 +7,15 @@ A stack of adapters is {"layers": {module: (A [L, k, in, r], B [L, k, r, out])},
 float32, module names as in `LAYER_MODULES` (adapters.py makes it).
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tinsmith_jax.attention import packed_attention
-from tinsmith_jax.layers import TILE, Lora, Tiles, lora_delta, rms_norm, rope, rope_angles
+from tinsmith_jax.layers import TILE, Lora, Tiles, by_tile, lora_delta, rms_norm, rope, rope_angles
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.weights import Base
 
@@ -69,12 +71,15 @@ def split_qkv(qkv: Any, deltas: tuple[Any, Any, Any], config: ModelConfig) -> tu
     return q, k, v
 
 
-def qk_norm(q: Any, k: Any, weights: Any, config: ModelConfig) -> tuple[Any, Any]:
+def qk_norm(
+    q: Any, k: Any, weights: Any, config: ModelConfig, *, apply: Callable[..., Any] = lambda compute, x: compute(x)
+) -> tuple[Any, Any]:
     """Normalise each head's queries and keys where the model does (Qwen3)."""
     if not config.qk_norm:
         return q, k
-    eps = config.rms_norm_eps
-    return rms_norm(q, weights["q_norm"], eps), rms_norm(k, weights["k_norm"], eps)
+    norms = (partial(rms_norm, weight=weights[name], eps=config.rms_norm_eps) for name in ("q_norm", "k_norm"))
+    q, k = (apply(norm, x) for norm, x in zip(norms, (q, k), strict=True))
+    return q, k
 
 
 def _attention_block(
@@ -84,7 +89,7 @@ def _attention_block(
     h_TH = rms_norm(x_TH, weights["input_norm"], config.rms_norm_eps)
     deltas = lora_delta(h_TH, lora_of(("q", "k", "v"), adapter, sums), tiles)
     q, k, v = split_qkv(h_TH @ weights["qkv"], deltas, config)
-    q, k = qk_norm(q, k, weights, config)
+    q, k = qk_norm(q, k, weights, config, apply=by_tile)
     q, k = rope(q, cos, sin), rope(k, cos, sin)
     attended = packed_attention(q, k, v, first_n)
     (delta,) = lora_delta(attended, lora_of(("o",), adapter, sums), tiles)

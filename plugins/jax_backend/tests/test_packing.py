@@ -1,0 +1,79 @@
+"""How requests are cut into micro-batches: order, limits, and as little padding as there can be."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tinsmith.operations import Datum, ForwardBackward
+from tinsmith_jax.buckets import ADAPTERS, TARGETS, Buckets
+from tinsmith_jax.layers import TILE
+from tinsmith_jax.packing import MicroBatch, Piece, plan
+
+BUCKETS = Buckets(max_tokens=1024)
+
+
+def piece(index: int, model: str, num_tokens: int, *, rank: int = 8, targets: int = 1) -> Piece:
+    datum = Datum(tokens_T=np.zeros(num_tokens, np.int32), loss_inputs={})
+    op = ForwardBackward(model_id=model, data=(datum,))
+    return Piece(
+        op_index=index,
+        op=op,
+        datum=datum,
+        scale=1.0,
+        padded_rank=rank,
+        targets_TK=np.zeros((num_tokens, targets), np.int64),
+    )
+
+
+def padded_tokens(batches: list[MicroBatch]) -> list[int]:
+    return [batch.bucket(BUCKETS).num_tokens for batch in batches]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([64] * 9, [512, 128]),  # not 1024
+        ([64] * 15, [1024]),  # 512 + 256 + 256 is no less, and three calls
+        ([600], [1024]),
+        ([600, 30], [1024]),
+        ([900] * 2 + [30], [1024, 1024]),
+        ([1], [128]),
+    ],
+)
+def test_cuts_pad_least(lengths: list[int], expected: list[int]) -> None:
+    pieces = [piece(index, "m", length) for index, length in enumerate(lengths)]
+    assert sorted(padded_tokens(list(plan(pieces, BUCKETS, 32)))) == sorted(expected)
+
+
+def test_dear_calls_are_not_multiplied() -> None:
+    pieces = [piece(index, "m", 64) for index in range(9)]
+    assert padded_tokens(list(plan(pieces, BUCKETS, 4096))) == [1024]
+
+
+PIECES = st.lists(
+    st.tuples(st.integers(0, 11), st.integers(1, 1024), st.sampled_from([8, 32]), st.sampled_from([1, 2])),
+    max_size=40,
+)
+
+
+@settings(deadline=None)
+@given(PIECES)
+def test_every_piece_runs_once_and_in_its_models_order(drawn: list[tuple[int, int, int, int]]) -> None:
+    pieces = [
+        piece(index, f"{model}/{rank}", length, rank=rank, targets=targets)
+        for index, (model, length, rank, targets) in enumerate(drawn)
+    ]
+    batches = list(plan(pieces, BUCKETS, 32))
+    order: dict[str, list[int]] = {}
+    for batch in batches:
+        assert batch.num_tiles * TILE <= BUCKETS.max_tokens
+        assert len(batch.models) <= ADAPTERS[-1]
+        assert len({each.padded_rank for each in batch.pieces}) == 1
+        assert len({each.num_targets > TARGETS[0] for each in batch.pieces}) == 1
+        for each in batch.pieces:
+            order.setdefault(each.op.model_id, []).append(each.op_index)
+    expected: dict[str, list[int]] = {}
+    for each in pieces:
+        expected.setdefault(each.op.model_id, []).append(each.op_index)
+    assert order == expected
