@@ -7,12 +7,13 @@ model alone. Samples run at the same time, as many as there are, on the sampler,
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
-from typing import Final, cast
+from typing import Final, TypeVar, cast
 from urllib.parse import quote
 
 from tinsmith import operations as ops
@@ -33,6 +34,10 @@ _MAX_SAMPLES: Final = 1024  # samples in flight
 _IDLE_S: Final = 60.0
 _BATCHED: Final = frozenset({"forward", "forward_backward", "optim_step"})
 _LARGE_BYTES: Final = 1 << 17  # payloads from here on are decoded and checked beside the event loop
+
+_STORE_RETRIES_S: Final = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +129,7 @@ class Engine:
         while True:
             await asyncio.sleep(min(5.0, self._gap_timeout_s / 4))
             older_than = datetime.now(UTC) - timedelta(seconds=self._gap_timeout_s)
-            await self._store.fail_gaps(self._base_model, older_than=older_than)
+            await self._insist(partial(self._store.fail_gaps, self._base_model, older_than=older_than))
 
     async def _claim(self, group: asyncio.TaskGroup) -> None:
         self._look.set()
@@ -133,7 +138,7 @@ class Engine:
             self._look.clear()
             if self._stopping.is_set():
                 return
-            for request_id in await self._store.cancelled(self._base_model):
+            for request_id in await self._insist(lambda: self._store.cancelled(self._base_model)):
                 if (task := self._samples.get(request_id)) is not None:
                     task.cancel()
             for claimed in await self._claim_what_fits():
@@ -160,8 +165,8 @@ class Engine:
     async def _claim_records(self, room: int, *, ordered: bool | None) -> list[OperationRecord]:
         if room <= 0:
             return []
-        return await self._store.claim(
-            self._base_model, engine_id=self._engine_id, max_operations=room, ordered=ordered
+        return await self._insist(
+            lambda: self._store.claim(self._base_model, engine_id=self._engine_id, max_operations=room, ordered=ordered)
         )
 
     def _check(self, record: OperationRecord) -> Claimed:
@@ -277,14 +282,23 @@ class Engine:
 
     async def _complete(self, finished: Sequence[Claimed], outcomes: Sequence[Outcome], run_s: float) -> None:
         pairs = list(zip(finished, outcomes, strict=True))
-        await self._store.complete(
-            [
-                Completion(request_id=each.record.request_id, result=outcome.result, effects=outcome.effects)
-                for each, outcome in pairs
-            ]
-        )
+        completions = [
+            Completion(request_id=each.record.request_id, result=outcome.result, effects=outcome.effects)
+            for each, outcome in pairs
+        ]
+        await self._insist(lambda: self._store.complete(completions))
         for each, outcome in pairs:
             self._on_finished(finished_event(each.record, outcome.result, run_s, batch_size=len(finished)))
+
+    async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Ask the store again for a while where it fails: a full disk or a locked database need not cost the models."""
+        for delay_s in _STORE_RETRIES_S:
+            try:
+                return await call()
+            except ServerError as error:
+                _log.warning("the store failed, trying again in %g s: %s", delay_s, error)
+                await asyncio.sleep(delay_s)
+        return await call()
 
     async def _failed_on(self, chosen: Sequence[Claimed], error: Exception) -> EngineFailedError:
         """Fail what was running when the backend failed; the next engine's start fails the rest of its models."""

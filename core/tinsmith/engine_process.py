@@ -9,9 +9,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -97,7 +97,7 @@ async def serve_engine(settings: Settings, model_name: str, plugins: Plugins, *,
     )
     scheduler_spec = plugins.scheduler(settings.scheduler.plugin)
     scheduler = scheduler_spec.create(scheduler_spec.config.model_validate(settings.scheduler.options()))
-    with _only_engine_of(data_dir, model_name):
+    async with _only_engine_of(data_dir, model_name):
         await store.open()
         try:
             reports = EngineReports(store, await _first_record(store, model_name))
@@ -125,23 +125,27 @@ async def _first_record(store: RequestStore, base_model: str) -> EngineRecord:
     return replace(found, state=EngineState.STARTING, detail="", progress=None, engine_id=engine_id, pid=os.getpid())
 
 
-@contextmanager
-def _only_engine_of(data_dir: Path, base_model: str) -> Iterator[None]:
+@asynccontextmanager
+async def _only_engine_of(data_dir: Path, base_model: str) -> AsyncIterator[None]:
     """Two engines of one base model on one database would take each other's operations."""
     directory = data_dir / "engines"
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    deadline = time.monotonic() + _LOCK_WAIT_S
     with (directory / f"{quote(base_model, safe='')}.lock").open("w") as lock:
-        deadline = time.monotonic() + _LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    msg = f"another engine serves {base_model!r} from {str(data_dir)!r}; stop it first"
-                    raise ConfigError(msg) from error
-                time.sleep(0.2)
+        while not _locked(lock.fileno()):
+            if time.monotonic() > deadline:
+                msg = f"another engine serves {base_model!r} from {str(data_dir)!r}; stop it first"
+                raise ConfigError(msg)
+            await asyncio.sleep(0.2)
         yield
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

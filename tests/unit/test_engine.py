@@ -1,6 +1,7 @@
 """The engine with the toy backend and a store on disk, without HTTP."""
 
 import asyncio
+import itertools
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -11,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tinsmith import engine as engine_module
 from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, Snapshot
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.checkpoints import delete_checkpoint, read_checkpoint
 from tinsmith.engine import Engine, EngineFailedError
-from tinsmith.errors import UserError
+from tinsmith.errors import ServerError, UserError
 from tinsmith.events import OperationFinished
 from tinsmith.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.losses import BUILTIN_LOSSES
@@ -469,6 +471,24 @@ async def test_a_model_that_another_engine_held_is_refused(setup: Setup, client:
     setup.backend = WatchedBackend(setup.data_dir)
     async with setup.running():
         assert "is not there" in (await client.failure(await client.submit(a_pass(client)))).message
+
+
+async def test_a_store_that_fails_for_a_moment_costs_nothing(
+    setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_STORE_RETRIES_S", (0.0, 0.0, 0.0))
+    complete, failures = setup.store.complete, itertools.count()
+
+    async def sometimes(completions: Any) -> None:
+        if next(failures) % 3:
+            raise ServerError("disk full")
+        await complete(completions)
+
+    monkeypatch.setattr(setup.store, "complete", sometimes)
+    async with setup.running():
+        await client.create_model()
+        await train(client, steps=3)
+    assert setup.backend.capture_state(client.model_id()).step == 3
 
 
 async def test_a_gap_fails_what_waits_behind_it(setup: Setup, client: EngineDriver) -> None:

@@ -58,6 +58,7 @@ class SqliteDialect(Dialect):
             f"synchronous = {synchronous}",
             "foreign_keys = ON",
             "mmap_size = 268435456",
+            "journal_size_limit = 67108864",
         )
         return SqliteDatabase(self.path, begin=begin, pragmas=pragmas)
 

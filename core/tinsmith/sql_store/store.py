@@ -216,7 +216,8 @@ class SqlStore(RequestStore):
     async def wait_for_work(self, base_model: str, timeout_s: float) -> None:
         event = self._work_event(base_model)
         with suppress(TimeoutError):
-            await asyncio.wait_for(event.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # before 3.12 wait_for may swallow a cancellation
+                await event.wait()
         event.clear()
 
     def _work_event(self, base_model: str) -> asyncio.Event:

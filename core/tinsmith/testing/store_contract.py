@@ -515,6 +515,22 @@ class RequestStoreContract:
         request_id = await store.submit(a_sample())
         assert await engine == [request_id]
 
+    async def test_a_cancelled_wait_ends_although_it_is_woken(self, store: RequestStore, other: RequestStore) -> None:
+        async def watch() -> None:
+            while True:
+                await store.wait_for_work(BASE, LONG_S)
+
+        for seq_id in range(40):
+            task = asyncio.create_task(watch())
+            submit = asyncio.create_task(store.submit(a_sample(seq_id)))
+            await (submit if seq_id % 2 else other.submit(a_sample(seq_id, "s2:sample:0")))
+            for _ in range(seq_id // 2 % 5):
+                await asyncio.sleep(0)
+            task.cancel()
+            await submit
+            done, _ = await asyncio.wait([task], timeout=LONG_S / 2)
+            assert done
+
     async def test_no_wake_up_is_lost_between_a_claim_and_the_wait(
         self, store: RequestStore, other: RequestStore
     ) -> None:
