@@ -53,7 +53,7 @@ def configure_logging(level: str) -> None:
     logging.basicConfig(
         level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
     )
-    for noisy in ("uvicorn", "httpx", "alembic", "aiosqlite"):
+    for noisy in ("uvicorn", "httpx", "alembic"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
