@@ -24,6 +24,7 @@ from tinsmith.events import ServerStarted, ServerStopping
 from tinsmith.housekeeping import Housekeeping
 from tinsmith.plugins import Plugins
 from tinsmith.server.app import begin_shutdown, create_app
+from tinsmith.server.bounded_http import BoundedHttp
 from tinsmith.settings import ServerSettings, Settings
 from tinsmith.startup_display import EngineDisplay, show_banner
 from tinsmith.store import EngineState, RequestStore, StoreContext
@@ -169,7 +170,7 @@ class _HttpServer(uvicorn.Server):
     def __init__(self, app: FastAPI) -> None:
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=BoundedHttp,
             ws="none",
             lifespan="off",
             log_config=None,

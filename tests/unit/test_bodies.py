@@ -1,6 +1,7 @@
 """Body limits, compression and identity, at the edges."""
 
 import tracemalloc
+from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from starlette.routing import Route
 from tinsmith.builtin.api_keys import ApiKeys
 from tinsmith.errors import AuthenticationError
 from tinsmith.principal import Principal
-from tinsmith.server.bodies import BodyLimit
+from tinsmith.server.bodies import STRANGER_BYTES, BodyLimit
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import ApiKey
 
@@ -27,10 +28,26 @@ async def _size(request: Request) -> PlainTextResponse:
     return PlainTextResponse(str(len(await request.body())))
 
 
+def _only_friends(headers: Mapping[str, str]) -> None:
+    if headers.get("x-api-key") != "tml-friend":
+        msg = "who are you?"
+        raise AuthenticationError(msg)
+
+
+def _client(max_bytes: int, headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
+    routes = [Route("/", _size, methods=["POST"])]
+    app = BodyLimit(Starlette(routes=routes), max_bytes=max_bytes, authenticate=_only_friends)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test", headers=headers)
+
+
 @pytest.fixture
 def client() -> httpx.AsyncClient:
-    app = BodyLimit(Starlette(routes=[Route("/", _size, methods=["POST"])]), max_bytes=LIMIT)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test")
+    return _client(LIMIT, {"X-API-Key": "tml-friend"})
+
+
+@pytest.fixture
+def stranger() -> httpx.AsyncClient:
+    return _client(4 * STRANGER_BYTES)
 
 
 async def test_bodies_up_to_the_limit_pass(client: httpx.AsyncClient) -> None:
@@ -54,6 +71,32 @@ async def test_a_larger_body_of_unknown_length_is_refused_while_it_arrives(clien
 
     assert (await client.post("/", content=long())).status_code == 413
     assert sent <= LIMIT + 2000
+
+
+async def test_a_stranger_may_send_little(stranger: httpx.AsyncClient) -> None:
+    assert (await stranger.post("/", content=b"x" * STRANGER_BYTES)).text == str(STRANGER_BYTES)
+    assert (await stranger.post("/", content=b"x" * (STRANGER_BYTES + 1))).status_code == 401
+    known = await stranger.post("/", content=b"x" * (STRANGER_BYTES + 1), headers={"x-api-key": "tml-friend"})
+    assert known.text == str(STRANGER_BYTES + 1)
+
+
+async def test_a_strangers_body_of_unknown_length_is_not_read_to_its_end(stranger: httpx.AsyncClient) -> None:
+    sent = 0
+
+    async def long() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while sent < 3 * STRANGER_BYTES:
+            sent += 1000
+            yield b"x" * 1000
+
+    answer = await stranger.post("/", content=long())
+    assert (answer.status_code, answer.json()) == (401, {"detail": "who are you?"})
+    assert sent <= STRANGER_BYTES + 2000
+
+
+async def test_nothing_is_unpacked_for_a_stranger(stranger: httpx.AsyncClient) -> None:
+    packed = zstandard.compress(b"x" * 5000)
+    assert (await stranger.post("/", content=packed, headers={"content-encoding": "zstd"})).status_code == 401
 
 
 async def test_zstd_bodies_are_unpacked(client: httpx.AsyncClient) -> None:

@@ -10,6 +10,7 @@ from tinsmith.builtin.api_keys import ApiKeys
 from tinsmith.errors import PluginError
 from tinsmith.plugins import Plugins
 from tinsmith.server import error_answers, futures, not_offered, runs, sampling, service, sessions, training, weights
+from tinsmith.server.auth import who_sent
 from tinsmith.server.bodies import BodyLimit
 from tinsmith.server.context import Engines, Metrics, ServerContext
 from tinsmith.server.sample_limits import SampleLimits
@@ -48,7 +49,11 @@ def create_app(settings: Settings, *, store: RequestStore, plugins: Plugins) -> 
     for router in plugins.routes(settings):
         app.include_router(router)
     error_answers.install(app)
-    app.add_middleware(BodyLimit, max_bytes=settings.server.max_request_bytes)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=settings.server.max_request_bytes,
+        authenticate=lambda headers: who_sent(headers, plugins),
+    )
     app.add_middleware(_Measured, metrics=context.metrics)
     return app
 

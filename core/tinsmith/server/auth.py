@@ -1,11 +1,12 @@
 """Who sent a request, and what is theirs. What belongs to another tenant looks as if it did not exist."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Literal, TypeVar
 
 from fastapi import Depends, Request
 
 from tinsmith.errors import AuthenticationError, NotFoundError
+from tinsmith.plugins import Plugins
 from tinsmith.principal import Principal
 from tinsmith.server.context import Context
 from tinsmith.store import CheckpointRecord, OperationRecord, RunRecord, SamplerRecord, SessionRecord
@@ -14,8 +15,12 @@ Owned = TypeVar("Owned", SessionRecord, RunRecord, SamplerRecord, CheckpointReco
 
 
 def authenticated(request: Request, context: Context) -> Principal:
-    """Ask the plugins; the configured keys come last."""
-    principal = context.plugins.authenticate({name.lower(): value for name, value in request.headers.items()})
+    return who_sent(request.headers, context.plugins)
+
+
+def who_sent(headers: Mapping[str, str], plugins: Plugins) -> Principal:
+    """Ask the plugins; the configured keys come last. Raise AuthenticationError where none knows."""
+    principal = plugins.authenticate({name.lower(): value for name, value in headers.items()})
     if principal is None:
         msg = "no plugin knows who sent this request; pass an API key"
         raise AuthenticationError(msg)

@@ -1,6 +1,11 @@
-"""Reads request bodies within a limit, and unpacks zstd ones: no route ever sees more than `max_bytes`."""
+"""Reads request bodies within a limit, and unpacks zstd ones: no route ever sees more than `max_bytes`.
+
+Bodies are read before any route looks at the key. Whoever is not known may therefore send little, and nothing packed.
+"""
 
 import io
+from collections.abc import Callable, Mapping
+from typing import Final
 
 import zstandard
 from starlette.concurrency import run_in_threadpool
@@ -9,6 +14,12 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.errors import UserError
+
+STRANGER_BYTES: Final = 1 << 16
+"""What is read without asking who sends it; the routes ask again, and of everybody."""
+
+Authenticate = Callable[[Mapping[str, str]], object]
+"""Raises AuthenticationError, by lower-case header names, where nobody knows who sent them."""
 
 
 class BodyTooLargeError(UserError):
@@ -20,9 +31,10 @@ class BodyTooLargeError(UserError):
 class BodyLimit:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, max_bytes: int, authenticate: Authenticate) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._authenticate = authenticate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in {"GET", "HEAD", "OPTIONS"}:
@@ -39,7 +51,12 @@ class BodyLimit:
         await self._app(scope, _replay(body, receive), send)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
-        if int(headers.get("content-length", "0")) > self._max_bytes:  # the server has checked that it is a number
+        announced, encoding = int(headers.get("content-length", "0")), headers.get("content-encoding", "identity")
+        known = False
+        if announced > STRANGER_BYTES or encoding not in {"identity", ""}:
+            self._authenticate(headers)
+            known = True
+        if announced > self._max_bytes:
             raise BodyTooLargeError(self._too_large())
         parts, size = [], 0
         while True:
@@ -47,12 +64,15 @@ class BodyLimit:
             if message["type"] == "http.disconnect":
                 raise ConnectionAbortedError
             size += len(message.get("body", b""))
+            if size > STRANGER_BYTES and not known:
+                self._authenticate(headers)
+                known = True
             if size > self._max_bytes:
                 raise BodyTooLargeError(self._too_large())
             parts.append(message.get("body", b""))
             if not message.get("more_body", False):
                 break
-        return await self._unpacked(headers.get("content-encoding", "identity"), b"".join(parts))
+        return await self._unpacked(encoding, b"".join(parts))
 
     async def _unpacked(self, encoding: str, body: bytes) -> bytes:
         match encoding.lower():

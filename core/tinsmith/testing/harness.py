@@ -20,6 +20,7 @@ from fastapi import FastAPI
 
 from tinsmith.plugins import Plugins
 from tinsmith.server.app import begin_shutdown, create_app
+from tinsmith.server.bounded_http import BoundedHttp
 from tinsmith.settings import ModelSettings, PluginSection, ServerSettings, Settings
 from tinsmith.store import RequestStore, StoreContext
 from tinsmith.testing.engine_thread import engine_thread
@@ -87,7 +88,7 @@ class _HttpServer(uvicorn.Server):
 
     def __init__(self, app: FastAPI) -> None:
         config = uvicorn.Config(
-            app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False, backlog=2048
+            app, http=BoundedHttp, ws="none", lifespan="off", log_config=None, access_log=False, backlog=2048
         )
         super().__init__(config)
         self._app = app
