@@ -9,6 +9,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,11 @@ import tinker
 from rich.console import Console
 from tinker import types
 
+from tinsmith.backend import BackendContext
 from tinsmith.demo import served_tiny_model
+from tinsmith.operations import CreateModel, Datum, Forward, LoraConfig
+from tinsmith.plugins import Plugins
+from tinsmith.tiny_model import TinyShape, write_tiny_model
 
 NUM_ROUND_TRIPS = 30
 NUM_STEPS = 10
@@ -37,23 +42,50 @@ def main() -> int:
     ):
         service = tinker.ServiceClient(base_url=url, api_key="tml-benchmark")
         training = service.create_lora_training_client(base_model=base_model, rank=16).result()
-        round_trips(training)
+        served_ms = round_trips(training)
         steps(training)
         samples(training)
+    with tempfile.TemporaryDirectory() as directory:
+        alone_ms = model_alone(Path(directory), options.backend or "jax")
+    print(f"path around the model        p50 {served_ms - alone_ms:7.1f} ms   (the model alone: {alone_ms:.1f} ms)")
     return 0
 
 
-def round_trips(training: tinker.TrainingClient) -> None:
+def round_trips(training: tinker.TrainingClient) -> float:
     """One short datum, scored again and again: what the path itself costs."""
     datum = random_datum(8)
     training.forward([datum], "cross_entropy").result()  # compiles
+    p50, p95 = times_ms(lambda: training.forward([datum], "cross_entropy").result())
+    print(f"forward of one short datum   p50 {p50:7.1f} ms   p95 {p95:7.1f} ms", flush=True)
+    return p50
+
+
+def model_alone(directory: Path, backend_name: str) -> float:
+    """The same forward without server, store and engine: the backend called directly."""
+    model_path = directory / "model"
+    write_tiny_model(model_path, TinyShape())
+    plugins = Plugins.load()
+    spec = plugins.backend(backend_name)
+    context = BackendContext(model_name="tiny", model_path=model_path, cache_dir=directory, losses=plugins.losses())
+    backend = spec.create(spec.config.model_validate({"warm_up": False} if backend_name == "jax" else {}), context)
+    backend.create_model(CreateModel(model_id="m", lora=LoraConfig(rank=16, seed=1)))
+    inputs = {"target_tokens": np.arange(4, 12), "weights": np.ones(8, np.float32)}
+    op = Forward(model_id="m", data=(Datum(tokens_T=np.arange(3, 11, dtype=np.int32), loss_inputs=inputs),))
+    backend.forward([op])  # compiles
+    p50, _ = times_ms(lambda: backend.forward([op]))
+    backend.close()
+    return p50
+
+
+def times_ms(call: Callable[[], object]) -> tuple[float, float]:
+    """Return the median and the 95th percentile."""
     times_s = []
     for _ in range(NUM_ROUND_TRIPS):
         started = time.perf_counter()
-        training.forward([datum], "cross_entropy").result()
+        call()
         times_s.append(time.perf_counter() - started)
     p50, p95 = np.percentile(times_s, [50, 95]) * 1000
-    print(f"forward of one short datum   p50 {p50:7.1f} ms   p95 {p95:7.1f} ms", flush=True)
+    return float(p50), float(p95)
 
 
 def steps(training: tinker.TrainingClient) -> None:
