@@ -52,6 +52,7 @@ class Capabilities:
     full_fine_tuning: bool = False
     max_targets_per_token: int = 1  # K of [T, K] targets
     modalities: frozenset[Literal["text", "image"]] = frozenset({"text"})
+    device: str = ""  # what it computes on, for people: "cpu", "NVIDIA H200"
     # determinism
     deterministic: bool = False  # the same operations give the same bits after a restart
     isolation: Isolation = "none"  # a tenant's numbers alone against in company

@@ -56,7 +56,7 @@ def _keys(settings: Settings) -> str:
 
 
 class EngineDisplay:
-    """Shows what engines report: live rows on a terminal while something loads, one line per change elsewhere."""
+    """Shows what engines report: live rows on a terminal while something loads or compiles, a line per stage elsewhere."""
 
     def __init__(self, console: Console, base_models: tuple[str, ...]) -> None:
         self._console = console
@@ -68,12 +68,12 @@ class EngineDisplay:
         """Show the records as they are now."""
         by_model = {record.base_model: record for record in records if record.base_model in self._base_models}
         for name, record in by_model.items():
-            settled = record.state in (EngineState.READY, EngineState.FAILED, EngineState.RESTARTING)
-            line = _line(record)
-            key = line if settled or not self._console.is_terminal else record.state
-            if self._shown.get(name) != key and (settled or not self._console.is_terminal):
-                self._console.print(line, highlight=False)
-            self._shown[name] = key
+            # On a terminal what is under way moves in rows of its own; only what has been reached stays as a line.
+            line = _reached(record) if self._console.is_terminal else _line(record)
+            if line is None or self._shown.get(name) == line.removesuffix(_share(record)):
+                continue
+            self._console.print(line, highlight=False)
+            self._shown[name] = line.removesuffix(_share(record))
         self._update_live([by_model[name] for name in self._base_models if name in by_model])
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class EngineDisplay:
             self._live = None
 
     def _update_live(self, records: list[EngineRecord]) -> None:
-        busy = [record for record in records if record.state in (EngineState.STARTING, EngineState.LOADING)]
+        busy = [record for record in records if _is_busy(record)]
         if not busy or not self._console.is_terminal:
             self.close()
             return
@@ -96,8 +96,39 @@ class EngineDisplay:
             self._live.update(rows)
 
 
+def _is_busy(record: EngineRecord) -> bool:
+    """Whether it loads, or is ready and compiles: a detail without an end, or not at its end."""
+    if record.state in (EngineState.STARTING, EngineState.LOADING):
+        return True
+    return (
+        record.state is EngineState.READY and bool(record.detail) and (record.progress is None or record.progress < 1)
+    )
+
+
+def _reached(record: EngineRecord) -> str | None:
+    """Give the line of a state that lasts, or None."""
+    match record.state:
+        case EngineState.READY:
+            return _state(record)
+        case EngineState.FAILED | EngineState.RESTARTING:
+            return _line(record)
+        case _:
+            return None
+
+
 def _line(record: EngineRecord) -> str:
-    share = "" if record.progress is None or record.state is EngineState.READY else f" {record.progress:.0%}"
-    detail = f": {escape(record.detail)}" if record.detail else ""
+    if record.state is EngineState.READY and not _is_busy(record):
+        return _state(record)
+    detail = f": {escape(record.detail)}{_share(record)}" if record.detail else ""
+    return f"{_state(record)}{detail}"
+
+
+def _share(record: EngineRecord) -> str:
+    return "" if record.progress is None else f" {record.progress:.0%}"
+
+
+def _state(record: EngineRecord) -> str:
     colour = {EngineState.READY: "green", EngineState.FAILED: "red", EngineState.RESTARTING: "yellow"}
-    return f"[{colour.get(record.state, 'cyan')}]{record.state}[/] {escape(record.base_model)}{detail}{share}"
+    device = record.capabilities.device if record.capabilities and record.state is EngineState.READY else ""
+    on = f" on {escape(device)}" if device else ""
+    return f"[{colour.get(record.state, 'cyan')}]{record.state}[/] {escape(record.base_model)}{on}"

@@ -58,6 +58,7 @@ class ToyBackend(TrainingBackend, SamplingBackend):
         self._models: dict[str, TrainedModel] = {}
         self._snapshots: dict[str | None, Adapter] = {None: Adapter(weights={}, scale=1.0)}  # None: the base model
         self._capabilities = Capabilities(
+            device="cpu",
             vocab_size=config.vocab_size,
             max_context_tokens=config.max_context_tokens,
             max_batch_tokens=config.max_batch_tokens,

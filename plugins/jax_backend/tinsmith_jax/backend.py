@@ -73,6 +73,7 @@ class JaxBackend(TrainingBackend, SamplingBackend):
 
     def _describe(self, config: JaxConfig, losses: LossTable, *, stop_strings: bool) -> Capabilities:
         return Capabilities(
+            device=jax.devices()[0].device_kind,
             vocab_size=self.model_config.vocab_size,
             max_context_tokens=self.limits.max_context_tokens,
             max_batch_tokens=self.limits.max_batch_tokens,
