@@ -26,7 +26,7 @@ from tinsmith.plugins import Plugins
 from tinsmith.server.app import begin_shutdown, create_app
 from tinsmith.server.bounded_http import BoundedHttp
 from tinsmith.settings import ServerSettings, Settings
-from tinsmith.startup_display import EngineDisplay, show_banner
+from tinsmith.startup_display import EngineDisplay, is_busy, show_banner
 from tinsmith.store import EngineState, RequestStore, StoreContext
 from tinsmith.supervisor import Supervisor
 
@@ -153,14 +153,15 @@ async def _show_engines(console: Console, settings: Settings, store: RequestStor
 
 
 async def _show_once(display: EngineDisplay, names: tuple[str, ...], store: RequestStore) -> bool:
-    """Return whether all have loaded, or given up."""
+    """Return whether all have loaded and compiled, or given up."""
     try:
         records = [record for record in await store.list_engines() if record.base_model in names]
     except ServerError as error:  # requests tell their clients; the display looks again
         _log.warning("cannot read what the engines report: %s", error)
         return True
     display.update(records)
-    settled = [record for record in records if record.state in (EngineState.READY, EngineState.FAILED)]
+    resting = (EngineState.READY, EngineState.FAILED)
+    settled = [record for record in records if record.state in resting and not is_busy(record)]
     return len(settled) == len(names)
 
 

@@ -56,7 +56,7 @@ def _keys(settings: Settings) -> str:
 
 
 class EngineDisplay:
-    """Shows what engines report: live rows on a terminal while something loads or compiles, a line per stage elsewhere."""
+    """Shows what engines report: on a terminal in place while something loads or compiles, elsewhere a line per stage."""
 
     def __init__(self, console: Console, base_models: tuple[str, ...]) -> None:
         self._console = console
@@ -82,7 +82,7 @@ class EngineDisplay:
             self._live = None
 
     def _update_live(self, records: list[EngineRecord]) -> None:
-        busy = [record for record in records if _is_busy(record)]
+        busy = [record for record in records if is_busy(record)]
         if not busy or not self._console.is_terminal:
             self.close()
             return
@@ -96,7 +96,7 @@ class EngineDisplay:
             self._live.update(rows)
 
 
-def _is_busy(record: EngineRecord) -> bool:
+def is_busy(record: EngineRecord) -> bool:
     """Whether it loads, or is ready and compiles: a detail without an end, or not at its end."""
     if record.state in (EngineState.STARTING, EngineState.LOADING):
         return True
@@ -117,7 +117,7 @@ def _reached(record: EngineRecord) -> str | None:
 
 
 def _line(record: EngineRecord) -> str:
-    if record.state is EngineState.READY and not _is_busy(record):
+    if record.state is EngineState.READY and not is_busy(record):
         return _state(record)
     detail = f": {escape(record.detail)}{_share(record)}" if record.detail else ""
     return f"{_state(record)}{detail}"
