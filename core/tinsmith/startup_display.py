@@ -56,7 +56,7 @@ def _keys(settings: Settings) -> str:
 
 
 class EngineDisplay:
-    """Shows what engines report: on a terminal in place while something loads or compiles, elsewhere a line per stage."""
+    """Shows what engines report: in place on a terminal, while something loads or compiles; else a line per stage."""
 
     def __init__(self, console: Console, base_models: tuple[str, ...]) -> None:
         self._console = console
