@@ -261,6 +261,30 @@ def test_malformed_json_is_a_422_with_a_detail(http: httpx.Client, path: str, bo
     assert answer.json()["detail"]
 
 
+@pytest.mark.parametrize(
+    "value", [b'"\\ud800"', b"NaN", b"1e999", b"[" * 5000], ids=["half a surrogate", "NaN", "inf", "deep"]
+)
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"display_name": %b}',
+        b'{"project_id": %b}',
+        b'{"user_metadata": {"a": %b}}',
+        b'{"user_metadata": {%b: "a"}}',
+        b'{"tags": [%b]}',
+    ],
+)
+def test_what_no_answer_could_repeat_is_not_taken(http: httpx.Client, body: bytes, value: bytes) -> None:
+    answer = http.post("create_session", content=body % value, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422
+    assert answer.json()["detail"].startswith("body is not JSON at byte ")
+
+
+@pytest.mark.parametrize("path", ["sessions", "training_runs", "checkpoints"])
+def test_no_list_is_that_long(http: httpx.Client, path: str) -> None:
+    assert http.get(path, params={"offset": 2**63}).status_code == 422
+
+
 @pytest.mark.parametrize("body", [b"", b"garbage", b"\x0a\xff\xff\xff\xff", bytes(range(256)) * 10])
 def test_malformed_protobuf_is_a_400_with_a_detail(http: httpx.Client, body: bytes) -> None:
     answer = http.post("forward_backward", content=body, headers=PROTOBUF)

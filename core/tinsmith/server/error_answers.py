@@ -2,6 +2,8 @@
 
 import logging
 import secrets
+from collections.abc import Mapping
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -24,7 +26,7 @@ def install(app: FastAPI) -> None:
 async def _tinsmith_error(request: Request, error: Exception) -> JSONResponse:
     status = error.http_status if isinstance(error, TinsmithError) else 500
     if status >= 500:
-        _log.error("%s %s: %s", request.method, request.url.path, error)
+        _log.error("%s %r: %s", request.method, request.url.path, error)  # %r: a path may hold line breaks
     headers = {"retry-after": "1"} if isinstance(error, CapacityError) else None
     return JSONResponse({"detail": str(error)}, status, headers)
 
@@ -32,13 +34,20 @@ async def _tinsmith_error(request: Request, error: Exception) -> JSONResponse:
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     """Name the field in one line; the SDK shows the detail to its user."""
     problems = error.errors() if isinstance(error, RequestValidationError) else []
-    lines = [f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}" for problem in problems[:5]]
+    lines = [_line(problem) for problem in problems[:5]]
     detail = "; ".join(lines) or "the request is not valid"
     try:
         recorded = await record_refusal(request, getattr(error, "body", None), detail)
     except TinsmithError as refusal:
         return await _tinsmith_error(request, refusal)
     return recorded or JSONResponse({"detail": detail}, 422)
+
+
+def _line(problem: Mapping[str, Any]) -> str:  # Any: as pydantic has it
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "json_invalid":  # the place is an offset, the reason is beside the message
+        return f"body is not JSON at byte {problem['loc'][-1]}: {problem['ctx']['error']}"
+    return f"{where}: {problem['msg']}"
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
@@ -57,5 +66,8 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
     """Say which log entry to look for; the traceback is the server's business."""
     reference = secrets.token_hex(4)
-    _log.error("%s %s failed, reference %s", request.method, request.url.path, reference, exc_info=error)
-    return JSONResponse({"detail": f"internal error, reference {reference} in the server's log"}, 500)
+    _log.error("%s %r failed, reference %s", request.method, request.url.path, reference, exc_info=error)
+    headers = {
+        "connection": "close"
+    }  # uvicorn will, and a client that does not know would send its next request into it
+    return JSONResponse({"detail": f"internal error, reference {reference} in the server's log"}, 500, headers)

@@ -14,10 +14,11 @@ from tinsmith.errors import ServerError, TinsmithError
 from tinsmith.operations import Failed
 from tinsmith.server.auth import Caller, own_operation
 from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.waiting_reasons import explain
 from tinsmith.store import OperationRecord, OperationState
 
-router = APIRouter(tags=["futures"])
+router = APIRouter(tags=["futures"], route_class=JsonRoute)
 
 _log = logging.getLogger(__name__)
 

@@ -13,16 +13,17 @@ from tinsmith.errors import NotFoundError, UserError
 from tinsmith.principal import Principal
 from tinsmith.server.auth import AccessScope, Caller, missing, own_checkpoint, own_run, visible_tenant
 from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.sessions import runs_of
 from tinsmith.store import CheckpointRecord, RunRecord, RunState
 from tinsmith.tinker_path import TinkerPath
 
-router = APIRouter(tags=["runs and checkpoints"])
+router = APIRouter(tags=["runs and checkpoints"], route_class=JsonRoute)
 
 _LINK_LIFETIME = timedelta(hours=1)
 _PAGE = 500
 Limit = Annotated[int, Query(ge=1, le=1000)]
-Offset = Annotated[int, Query(ge=0)]
+Offset = Annotated[int, Query(ge=0, lt=2**31)]
 
 
 class AlreadySoError(UserError):

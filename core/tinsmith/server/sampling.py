@@ -9,12 +9,13 @@ from tinsmith.checks import check_operation
 from tinsmith.errors import UnsupportedError, UserError
 from tinsmith.server.auth import Caller, own_sampler, own_session, readable_checkpoint
 from tinsmith.server.context import Context
+from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.sessions import refuse_ended
 from tinsmith.server.submitting import count, new_sample
 from tinsmith.store import SamplerRecord
 from tinsmith.tinker_path import TinkerPath
 
-router = APIRouter(tags=["sampling"])
+router = APIRouter(tags=["sampling"], route_class=JsonRoute)
 
 _MAX_CLIENT_COUNTER = 2**63 // 10**9  # the SDK numbers a clone's samples from client_counter * 10**9, an int64
 

@@ -9,9 +9,10 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from tinsmith import translate, wire
 from tinsmith.server.auth import Caller
 from tinsmith.server.context import Context
+from tinsmith.server.json_routes import JsonRoute
 from tinsmith.store import EngineRecord, EngineState
 
-router = APIRouter(tags=["service"])
+router = APIRouter(tags=["service"], route_class=JsonRoute)
 open_router = APIRouter(tags=["service"])
 """Routes that need no key."""
 

@@ -9,9 +9,10 @@ from tinsmith import wire
 from tinsmith.errors import ServerError, UserError
 from tinsmith.server.auth import AccessScope, Caller, own_session, visible_tenant
 from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.json_routes import JsonRoute
 from tinsmith.store import RunRecord, SessionRecord
 
-router = APIRouter(tags=["sessions"])
+router = APIRouter(tags=["sessions"], route_class=JsonRoute)
 
 _PAGE = 500
 
@@ -75,7 +76,7 @@ async def list_sessions(
     caller: Caller,
     context: Context,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
-    offset: Annotated[int, Query(ge=0)] = 0,
+    offset: Annotated[int, Query(ge=0, lt=2**31)] = 0,
     access_scope: AccessScope = "owned",
 ) -> wire.SessionList:
     sessions = await context.store.list_sessions(visible_tenant(caller, access_scope), limit=limit, offset=offset)

@@ -9,11 +9,12 @@ from tinsmith.errors import UserError
 from tinsmith.principal import Principal
 from tinsmith.server.auth import Caller, own_run, own_session
 from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.sessions import refuse_ended
 from tinsmith.server.submitting import count, new_training_operation, submit_training
 from tinsmith.store import RunRecord, SessionRecord
 
-router = APIRouter(tags=["training"])
+router = APIRouter(tags=["training"], route_class=JsonRoute)
 
 
 @router.post("/create_model", response_model_exclude_none=True)

@@ -10,12 +10,13 @@ from tinsmith.errors import UserError
 from tinsmith.principal import Principal
 from tinsmith.server.auth import Caller, own_run, own_session, readable_checkpoint
 from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.submitting import submit_training
 from tinsmith.server.training import submit_creation
 from tinsmith.store import CheckpointRecord, RunRecord
 from tinsmith.tinker_path import TinkerPath
 
-router = APIRouter(tags=["weights"])
+router = APIRouter(tags=["weights"], route_class=JsonRoute)
 
 
 @router.post("/save_weights", response_model_exclude_none=True)

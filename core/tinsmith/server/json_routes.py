@@ -1,0 +1,25 @@
+"""Routes that read JSON strictly: no NaN, which answers could not repeat, and no half surrogates, which are no text."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import orjson
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+
+
+class _StrictRequest(Request):
+    async def json(self) -> Any:  # Any: what the client sent; the route's model checks it
+        return orjson.loads(await self.body())
+
+
+class JsonRoute(APIRoute):
+    """For `APIRouter(route_class=...)`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def read_strictly(request: Request) -> Response:
+            return await handle(_StrictRequest(request.scope, request.receive))
+
+        return read_strictly
