@@ -79,14 +79,16 @@ def test_the_rest_client_sees_and_changes_checkpoints(model: tinker.TrainingClie
     assert timedelta(hours=1) < remaining <= timedelta(hours=2)
 
     rest.set_checkpoint_ttl_from_tinker_path(state, None).result(timeout=60)
-    rest.publish_checkpoint_from_tinker_path(state).result(timeout=60)
+    for _ in range(2):
+        rest.publish_checkpoint_from_tinker_path(state).result(timeout=60)
     mine = rest.list_user_checkpoints().result(timeout=60)
     assert mine.cursor is not None
     assert mine.cursor.total_count == 2
     published = next(each for each in mine.checkpoints if each.tinker_path == state)
     assert published.public
     assert published.expires_at is None
-    rest.unpublish_checkpoint_from_tinker_path(state).result(timeout=60)
+    for _ in range(2):
+        rest.unpublish_checkpoint_from_tinker_path(state).result(timeout=60)
 
     run = rest.get_training_run(run_id).result(timeout=60)
     assert run.user_metadata == {"run": "a"}

@@ -26,12 +26,6 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, lt=2**31)]
 
 
-class AlreadySoError(UserError):
-    """The checkpoint is public, or private, already; the API says 409."""
-
-    http_status = 409
-
-
 @router.get("/training_runs", response_model_exclude_none=True)
 async def list_training_runs(
     caller: Caller,
@@ -138,14 +132,9 @@ async def unpublish(model_id: str, kind: str, name: str, caller: Caller, context
 
 
 async def _set_public(context: ServerContext, caller: Principal, path: str, *, public: bool) -> dict[str, bool]:
-    def change(record: CheckpointRecord) -> CheckpointRecord:
-        if record.public == public:
-            msg = f"checkpoint {path!r} is {'public' if public else 'private'} already"
-            raise AlreadySoError(msg)
-        return replace(record, public=public)
-
+    """Asked twice, do nothing: the API's 409 would make the SDK repeat the request in silence for five minutes."""
     await own_checkpoint(context, caller, path)
-    await context.store.update_checkpoint(path, change)
+    await context.store.update_checkpoint(path, lambda record: replace(record, public=public))
     return {"public": public}
 
 
