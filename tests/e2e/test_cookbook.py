@@ -1,0 +1,80 @@
+"""The scripts of docs/how-to/use-the-cookbook.md, where tinker-cookbook is installed, here or in an environment beside.
+
+TINSMITH_COOKBOOK_PYTHON=cookbook/bin/python pytest tests/e2e/test_cookbook.py
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinsmith.settings import ModelSettings, PluginSection
+from tinsmith.testing.harness import RunningServer, running_server
+from tinsmith.tiny_model import TinyShape, write_tiny_model
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "use-the-cookbook.md"
+PYTHON = os.environ.get("TINSMITH_COOKBOOK_PYTHON", sys.executable)
+BACKEND = PluginSection.model_validate({"plugin": "jax", "max_lora_rank": 8, "warm_up": False})
+LIMIT_S = 280
+
+
+def installed() -> bool:
+    looked = subprocess.run([PYTHON, "-c", "import tinker_cookbook.rl.train"], capture_output=True, check=False)
+    return looked.returncode == 0
+
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    if not installed():
+        pytest.skip(f"tinker-cookbook is not installed for {PYTHON}; {PAGE.name} says how")
+    model = tmp_path_factory.mktemp("cookbook") / "model"
+    write_tiny_model(model, TinyShape(num_layers=2))
+    settings = ModelSettings(name=str(model), path=model, backend=BACKEND)
+    with running_server(tmp_path_factory.mktemp("data"), models=[settings]) as running:
+        yield running
+
+
+def run(name: str, server: RunningServer, directory: Path) -> list[dict[str, Any]]:
+    """Run a script of the page; return the metrics that it logged."""
+    found = re.search(rf"<!-- file: {name}\.py -->\n```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert found is not None
+    script = directory / f"{name}.py"
+    script.write_text(found.group(1))
+    command = [PYTHON, str(script), server.url, server.settings.models[0].name, str(directory)]
+    environment = {**os.environ, "TINKER_API_KEY": "tml-cookbook", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in (directory / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_supervised_training_evaluates_saves_and_resumes(server: RunningServer, tmp_path: Path) -> None:
+    metrics = run("sft", server, tmp_path)
+    losses = [each["train_mean_nll"] for each in metrics if "train_mean_nll" in each]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    assert sum("test/nll" in each for each in metrics) == 3
+    records = tmp_path / "sft" / "checkpoints.jsonl"
+    saved = [json.loads(line) for line in records.read_text().splitlines()]
+    assert [each["name"] for each in saved if "rolling" not in each] == ["000003", "final"]
+    early = [each for each in saved if each["name"] <= "000003"]
+    records.write_text("".join(json.dumps(each) + "\n" for each in early))  # as if it had been killed then
+    assert [each["step"] for each in run("sft", server, tmp_path) if "train_mean_nll" in each] == list(range(6))
+    resumed = [json.loads(line) for line in records.read_text().splitlines()][len(early) :]
+    assert [each["batch"] for each in resumed] == [3, 4, 5, 0]  # 0: the next epoch's first
+    assert saved[0]["state_path"].split("/")[2] not in {each["state_path"].split("/")[2] for each in resumed}
+
+
+def test_reinforcement_learning_stays_on_policy(server: RunningServer, tmp_path: Path) -> None:
+    metrics = run("rl", server, tmp_path)
+    distances = [each["optim/kl_sample_train_v1"] for each in metrics if "optim/kl_sample_train_v1" in each]
+    assert len(distances) == 4
+    assert all(abs(distance) < 1e-6 for distance in distances)
