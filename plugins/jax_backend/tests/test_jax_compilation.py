@@ -1,5 +1,6 @@
 """After the warm-up nothing compiles; before it, what is missing compiles on demand and says so."""
 
+import logging
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,10 +8,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax_harness import LOSSES, add_model, make_backend, make_op
+from jax_harness import LOSSES, add_model, assert_same_bits, assert_same_state, make_backend, make_op
 
-from tinsmith.backend import BackendContext
-from tinsmith.operations import AdamParams, Forward, LoraConfig, OptimStep
+from tinsmith.backend import BackendContext, ModelState
+from tinsmith.operations import AdamParams, Array, Forward, LoraConfig, OptimStep
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
@@ -74,6 +75,61 @@ def test_the_set_of_programs_is_small(tiny_models: Mapping[str, Path], jax_cache
     keys = [program.key for program in backend.train_programs.all()]
     assert len(keys) == len(set(keys))
     assert len(keys) <= 64
+
+
+def test_the_smallest_of_every_kind_comes_first_and_then_what_holds_everything(
+    tiny_models: Mapping[str, Path], jax_cache: Path
+) -> None:
+    backend = make_backend(tiny_models["qwen3"], jax_cache, max_context_tokens=512)  # classes 8 and 16
+    train = backend.train_programs
+    keys = [program.key for program in train.all()]
+    sizes = {"num_targets": 1, "padded_rank": 16}
+    small = train.buckets.choose(num_tokens=1, num_adapters=1, **sizes)
+    large = train.buckets.choose(num_tokens=512, num_adapters=8, **sizes)
+    assert {train.gradients(small).key, train.step(2, 16).key, train.score(small).key} <= set(keys[:6])
+    assert {train.gradients(large).key, train.step(8, 16).key, train.score(large).key} <= set(keys[6:12])
+
+
+def test_a_request_during_the_warm_up_takes_a_larger_program_that_is_ready(
+    tiny_models: Mapping[str, Path], jax_cache: Path
+) -> None:
+    """It compiles nothing, and its numbers are those of its own programs, bit for bit."""
+    backend = make_backend(tiny_models["qwen3"], jax_cache)
+    train, busy, go_on = backend.train_programs, threading.Event(), threading.Event()
+    op, lora = make_op("m", 0, (5, 60)), LoraConfig(rank=4, seed=1)
+
+    def run() -> tuple[Mapping[str, Array], ModelState]:
+        add_model(backend, "m", lora, random_B=True)
+        (scored,) = backend.forward([Forward(model_id="m", data=op.data)])
+        (trained,) = backend.forward_backward([op])
+        backend.optim_step([OptimStep(model_id="m", adam=AdamParams())])
+        state = backend.capture_state("m")
+        backend.unload_model("m")
+        return {"scored": scored.loss_fn_outputs[0]["logprobs"], **trained.loss_fn_outputs[0]}, state
+
+    def block() -> object:
+        busy.set()
+        assert go_on.wait(60)
+        return len
+
+    large = train.buckets.choose(num_tokens=512, num_adapters=8, num_targets=1, padded_rank=8)
+    ready = [train.gradients(large), train.step(8, 8), train.score(large)]
+    backend.programs.start_warm_up([*ready, Program("slow", block)])  # type: ignore[arg-type]
+    assert busy.wait(200)
+    during, state = run()
+    assert backend.programs.compile_count == len(ready)
+    go_on.set()
+    assert backend.programs.wait_until_warm(10)
+    backend.close()
+    after, expected = run()
+    assert backend.programs.compile_count == 2 * len(ready) + 1
+    assert_same_bits(during, after)
+    assert_same_state(state, expected)
+
+
+def test_jax_is_silent_about_devices_that_are_not_there(tiny_models: Mapping[str, Path], jax_cache: Path) -> None:
+    make_backend(tiny_models["qwen3"], jax_cache)
+    assert not logging.getLogger("jax._src.xla_bridge").isEnabledFor(logging.INFO)
 
 
 def test_progress_tells_of_loading_and_compiling(tiny_models: Mapping[str, Path], jax_cache: Path) -> None:

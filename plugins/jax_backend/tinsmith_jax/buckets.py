@@ -30,23 +30,41 @@ class Buckets:
 
     def choose(self, *, num_tokens: int, num_adapters: int, num_targets: int, padded_rank: int) -> Bucket:
         """Give the smallest bucket that holds a micro-batch which keeps within `max_tokens` and ADAPTERS[-1]."""
-        adapters = next(k for k in ADAPTERS if k >= num_adapters)
         targets = next(k for k in TARGETS if k >= num_targets)
+        adapters = next(k for k in _stack_sizes(targets) if k >= num_adapters)
         tokens = next(t for t in self._token_sizes(adapters, targets) if t >= num_tokens)
         return Bucket(num_tokens=tokens, num_adapters=adapters, num_targets=targets, padded_rank=padded_rank)
 
     def all(self, padded_ranks: tuple[int, ...]) -> Iterator[Bucket]:
         """List every bucket, the likely ones first: one target, small before large."""
         for targets in TARGETS:
-            for adapters in ADAPTERS:
+            for adapters in _stack_sizes(targets):
                 for tokens in self._token_sizes(adapters, targets):
                     for rank in padded_ranks:
                         yield Bucket(num_tokens=tokens, num_adapters=adapters, num_targets=targets, padded_rank=rank)
 
+    def holding(self, bucket: Bucket) -> list[Bucket]:
+        """List the buckets that hold what `bucket` holds, itself first, then by size.
+
+        They share its number of targets: one target is computed in another form than several.
+        """
+        larger = [
+            other
+            for other in self.all((bucket.padded_rank,))
+            if other.num_targets == bucket.num_targets
+            and other.num_tokens >= bucket.num_tokens
+            and other.num_adapters >= bucket.num_adapters
+        ]
+        return sorted(larger, key=lambda other: (other.num_tokens, other.num_adapters))
+
     def _token_sizes(self, adapters: int, targets: int) -> list[int]:
         sizes = [_SMALLEST << i for i in range((self.max_tokens // _SMALLEST).bit_length())]
         if targets > TARGETS[0]:  # rare: a coarse ladder
-            return sizes[-1:] if adapters > ADAPTERS[0] else sorted({min(_MANY_ADAPTERS_FROM, sizes[-1]), sizes[-1]})
+            return sorted({min(_MANY_ADAPTERS_FROM, sizes[-1]), sizes[-1]})
         if adapters > ADAPTERS[0]:
             return [size for size in sizes if size >= min(_MANY_ADAPTERS_FROM, sizes[-1])]
         return sizes
+
+
+def _stack_sizes(targets: int) -> tuple[int, ...]:
+    return ADAPTERS if targets == TARGETS[0] else ADAPTERS[-1:]  # several targets are rare: one size for all

@@ -41,6 +41,18 @@ class Programs:
         """Return the compiled program, compiling it now where nobody has."""
         return self._get(program, announce=True)
 
+    def pick(self, programs: Sequence[Program]) -> int:
+        """Say which of several programs that can do the same work to use: the first, which costs least to run.
+
+        While the warm-up runs it is the first that is ready, where one is: running a larger program takes less time
+        than compiling, and the warm-up compiles the better one anyway.
+        """
+        if self._thread is None or not self._thread.is_alive():
+            return 0
+        with self._lock:
+            made = [self._made.get(program.key) for program in programs]
+        return next((index for index, one in enumerate(made) if one is not None and one.done()), 0)
+
     def start_warm_up(self, programs: Sequence[Program]) -> None:
         """Compile in the background, in this order."""
         self._thread = threading.Thread(target=self._warm_up, args=(programs,), name="jax-warm-up", daemon=True)

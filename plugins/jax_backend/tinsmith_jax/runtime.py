@@ -1,5 +1,6 @@
 """Process-wide settings of JAX, applied before the first computation."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,8 @@ class Limits:
 
 def prepare(cache_dir: Path) -> None:
     """Keep compiled programs in `cache_dir` between starts. They are code: the directory is private."""
+    # At INFO it reports, as if something were wrong, every kind of device that this machine does not have.
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
     compiled = cache_dir / "compiled"
     compiled.mkdir(mode=0o700, parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(compiled))

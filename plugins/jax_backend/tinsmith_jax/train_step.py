@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from tinsmith_jax import adapters, head, optimizer
-from tinsmith_jax.buckets import STEPS, Bucket, Buckets
+from tinsmith_jax.buckets import STEPS, TARGETS, Bucket, Buckets
 from tinsmith_jax.compilation import Program
 from tinsmith_jax.layers import TILE, Tiles
 from tinsmith_jax.loss_table import LossBatch, LossTable
@@ -84,18 +84,28 @@ class TrainPrograms:
         return self._program(("step", k, padded_rank), optimizer.adamw, shapes)
 
     def all(self) -> Iterator[Program]:
-        """Every program there can be, the likely ones first."""
+        """Every program there can be, in the order in which they let most requests run.
+
+        The smallest of each kind come first, then the ones that hold everything with one target per token: until its
+        own is there, a request takes the smallest that is ready.
+        """
         ranks = adapters.rank_classes(self.limits.max_lora_rank)
         every = list(self.buckets.all(ranks))
-        for bucket in every[: len(ranks)]:  # the smallest
+        smallest = every[: len(ranks)]
+        common = [bucket for bucket in every if bucket.num_targets == TARGETS[0]]
+        largest = common[-len(ranks) :]
+        yield from map(self.gradients, smallest)
+        for rank in ranks:
+            yield self.step(STEPS[0], rank)
+        yield from map(self.score, smallest)
+        for bucket in largest:
             yield self.gradients(bucket)
-        for k in STEPS:
-            for rank in ranks:
-                yield self.step(k, rank)
-        for bucket in every[len(ranks) :]:
-            yield self.gradients(bucket)
+            yield self.step(STEPS[-1], bucket.padded_rank)
+        yield from map(self.score, largest)
         for bucket in every:
-            yield self.score(bucket)
+            if bucket not in (*smallest, *largest):
+                yield self.gradients(bucket)
+                yield self.score(bucket)
 
     def _rows(self, bucket: Bucket) -> int:
         return head.chunk_rows(self.config.vocab_size, self.limits.platform, bucket.num_tokens)

@@ -27,8 +27,8 @@ from tinsmith.operations import (
 )
 from tinsmith_jax import adapters, optimizer
 from tinsmith_jax.adapters import Adapter, JaxSnapshot
-from tinsmith_jax.buckets import STEPS, TARGETS
-from tinsmith_jax.compilation import Programs
+from tinsmith_jax.buckets import STEPS, TARGETS, Bucket
+from tinsmith_jax.compilation import Compiled, Program, Programs
 from tinsmith_jax.packing import MicroBatch, Piece, Stream, pack, plan
 from tinsmith_jax.train_step import TrainPrograms
 from tinsmith_jax.weights import Base
@@ -136,12 +136,15 @@ class Trainer:
 
     def _step(self, ops: Sequence[OptimStep], rank: int) -> list[float]:
         models = [self._models[op.model_id] for op in ops]
-        k = next(k for k in STEPS if k >= len(ops))
+        sizes = [k for k in STEPS if k >= len(ops)]
+        programs = [self._train.step(k, rank) for k in sizes]
+        index = self._programs.pick(programs)  # the number of rows changes no bits
+        k = sizes[index]
         zeros = self._zeros[rank]
         unused = k - len(ops)
         hypers = [optimizer.hyper(op.adam, model.lora, model.step + 1) for op, model in zip(ops, models, strict=True)]
         gradients = [zeros if model.gradients is None else model.gradients for model in models]
-        run = self._programs.get(self._train.step(k, rank))
+        run = self._programs.get(programs[index])
         with self._turn():
             states, norms = run(
                 (*(model.state for model in models), *[optimizer.State(zeros, zeros, zeros)] * unused),
@@ -199,18 +202,16 @@ class Trainer:
         ]
 
     def _run_score(self, micro: MicroBatch) -> tuple[Array, Array]:
-        bucket = micro.bucket(self._train.buckets)
+        bucket, run = self._ready(micro, self._train.score)
         stream = pack(micro, bucket, self._train.losses)
-        run = self._programs.get(self._train.score(bucket))
         weights, _ = self._rows(micro, bucket.num_adapters)
         with self._turn():
             logp, loss = run(self._base, weights, *_arguments(stream))
             return np.asarray(logp), np.asarray(loss)
 
     def _run_gradients(self, micro: MicroBatch) -> tuple[Array, Array]:
-        bucket = micro.bucket(self._train.buckets)
+        bucket, run = self._ready(micro, self._train.gradients)
         stream = pack(micro, bucket, self._train.losses)
-        run = self._programs.get(self._train.gradients(bucket))
         weights, sums = self._rows(micro, bucket.num_adapters)
         with self._turn():
             logp, loss, new_sums = run(self._base, weights, sums, *_arguments(stream))
@@ -218,6 +219,14 @@ class Trainer:
         for model_id, new in zip(micro.models, new_sums, strict=False):
             self._models[model_id].gradients = new
         return results
+
+    def _ready(self, micro: MicroBatch, make: Callable[[Bucket], Program]) -> tuple[Bucket, Compiled]:
+        """Give the micro-batch's own bucket; during the warm-up a larger one that is ready, which changes no bits."""
+        own = micro.bucket(self._train.buckets)
+        buckets = self._train.buckets.holding(own) if self._train.limits.exact else [own]
+        programs = [make(bucket) for bucket in buckets]
+        index = self._programs.pick(programs)
+        return buckets[index], self._programs.get(programs[index])
 
     def _rows(self, micro: MicroBatch, num_adapters: int) -> tuple[tuple[Adapter, ...], tuple[Adapter, ...]]:
         models = [self._models[model_id] for model_id in micro.models]
