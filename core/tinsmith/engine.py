@@ -17,17 +17,20 @@ from typing import Final, TypeVar, cast
 from urllib.parse import quote
 
 from tinsmith import operations as ops
-from tinsmith.backend import SamplingBackend, TrainingBackend
+from tinsmith.backend import ModelState, SamplingBackend, TrainingBackend
 from tinsmith.checks import check_operation
 from tinsmith.claimed import Claimed, as_pending, failed, finished_event
 from tinsmith.codec import decode_operation
-from tinsmith.errors import ServerError, TinsmithError
+from tinsmith.errors import NotFoundError, ServerError, TinsmithError
 from tinsmith.events import OperationFinished
 from tinsmith.execution import BackendFailedError, BatchOperation, Execution, Outcome, SingleOperation
 from tinsmith.losses import LossSpec
+from tinsmith.recovery import Recovery, RecoveryProgress
 from tinsmith.scheduler import Limits, Scheduler
+from tinsmith.settings import RecoverySettings
 from tinsmith.snapshots import Snapshots
 from tinsmith.store import Completion, OperationRecord, RequestStore
+from tinsmith.training_snapshots import TrainingSnapshots
 
 _MAX_CLAIMED: Final = 512  # training operations in memory
 _MAX_SAMPLES: Final = 1024  # samples in flight
@@ -63,6 +66,7 @@ class Engine:
         gap_timeout_s: float,
         resident_snapshots: int,
         on_finished: Callable[[OperationFinished], None],
+        recovery: RecoverySettings | None = None,
         thread: ThreadPoolExecutor | None = None,
     ) -> None:
         """`thread` has one worker, in which the backend was made; without it the engine starts one."""
@@ -75,7 +79,12 @@ class Engine:
         self._engine_id = engine_id
         self._gap_timeout_s = gap_timeout_s
         self._on_finished = on_finished
-        spilled = checkpoint_root.parent / "snapshots" / quote(base_model, safe="")
+        self._recovery = recovery or RecoverySettings()
+        own = quote(base_model, safe="")
+        spilled = checkpoint_root.parent / "snapshots" / own
+        self._training_snapshots = TrainingSnapshots(
+            store, root=checkpoint_root.parent / "recovery" / own, base_model=base_model, settings=self._recovery
+        )
         self._snapshots: Snapshots | None = None
         if sampler is not None:
             self._snapshots = Snapshots(
@@ -87,6 +96,8 @@ class Engine:
             snapshots=self._snapshots,
             checkpoint_root=checkpoint_root,
             thread=thread or ThreadPoolExecutor(1, thread_name_prefix="tinsmith-training"),
+            training_snapshots=self._training_snapshots,
+            is_recorded=self._is_recorded,
         )
         self._limits = Limits(max_batch_tokens=backend.capabilities.max_batch_tokens)
         self._memory: Mapping[str, float] = {}  # the scheduler's
@@ -104,10 +115,29 @@ class Engine:
         self._look.set()
         self._plan.set()
 
+    async def recover(self, reason: str, progress: RecoveryProgress) -> None:
+        """Rebuild what the engine before this one held, and queue again what it was running. Call before `run`.
+
+        `reason` is how that engine ended. Raise EngineFailedError where the backend fails.
+        """
+        recovery = Recovery(
+            base_model=self._base_model,
+            store=self._store,
+            execution=self._execution,
+            snapshots=self._snapshots,
+            training_snapshots=self._training_snapshots,
+            progress=progress,
+        )
+        try:
+            await recovery.run()
+        except BackendFailedError as error:
+            msg = f"the engine of {self._base_model!r} failed while it rebuilt a model: {error}"
+            raise EngineFailedError(msg) from error
+        for request_id in await self._requeue(reason):
+            _log.error("%s is not tried again: %s", request_id, reason)
+
     async def run(self) -> None:
-        """Raise EngineFailedError where the backend failed: its models' states are lost."""
-        if self._snapshots is not None:
-            await asyncio.to_thread(self._snapshots.clear_disk)
+        """Raise EngineFailedError where the backend failed; the next engine rebuilds its models."""
         try:
             async with asyncio.TaskGroup() as group:
                 beside = [group.create_task(self._watch_store()), group.create_task(self._watch_gaps())]
@@ -117,6 +147,11 @@ class Engine:
                     task.cancel()
         except ExceptionGroup as failures:
             raise _first(failures) from failures
+        await self._requeue(None)
+
+    async def _requeue(self, reason: str | None) -> list[str]:
+        attempts = self._recovery.max_retries + 1
+        return await self._insist(lambda: self._store.requeue(self._base_model, max_attempts=attempts, reason=reason))
 
     # claiming
 
@@ -126,12 +161,16 @@ class Engine:
             self._look.set()
 
     async def _watch_gaps(self) -> None:
+        started_at = datetime.now(UTC)
         while True:
             await asyncio.sleep(min(5.0, self._gap_timeout_s / 4))
             older_than = datetime.now(UTC) - timedelta(seconds=self._gap_timeout_s)
+            if older_than < started_at:
+                continue  # clients may have been unable to send what is missing while nothing ran here
             await self._insist(partial(self._store.fail_gaps, self._base_model, older_than=older_than))
 
     async def _claim(self, group: asyncio.TaskGroup) -> None:
+        await self._retry_alone(group)
         self._look.set()
         while True:
             await self._look.wait()
@@ -149,6 +188,30 @@ class Engine:
                     self._samples[request_id] = group.create_task(self._sample(claimed), name=f"sample {request_id}")
             self._plan.set()
 
+    async def _retry_alone(self, group: asyncio.TaskGroup) -> None:
+        """Run what may have killed the engine before this one with nothing beside it, so that nothing else suffers."""
+        while not self._stopping.is_set() and (records := await self._claim_records(1, ordered=None, alone=True)):
+            claimed = self._check(records[0])
+            if not claimed.record.ordered:
+                await self._sample_alone(claimed, group)
+                continue
+            missing = self._execution.why_not(claimed.record.stream, claimed.operation)
+            claimed = replace(claimed, refused=claimed.refused or missing)
+            if claimed.record.kind in _BATCHED and claimed.refused is None:
+                await self._run_batch(group, [claimed])
+                async with self._recording:
+                    pass  # it is recorded
+            else:
+                await self._run_single(claimed)
+
+    async def _sample_alone(self, claimed: Claimed, group: asyncio.TaskGroup) -> None:
+        request_id = claimed.record.request_id
+        sample = group.create_task(self._sample(claimed), name=f"sample {request_id}")
+        self._samples[request_id] = sample
+        stopped = group.create_task(self._stopping.wait())
+        await asyncio.wait([sample, stopped], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+
     async def _claim_what_fits(self) -> list[Claimed]:
         training, samples = _MAX_CLAIMED - len(self._pending), _MAX_SAMPLES - len(self._samples)
         together = min(training, samples)
@@ -162,12 +225,18 @@ class Engine:
             return await asyncio.to_thread(lambda: [self._check(record) for record in records])
         return [self._check(record) for record in records]
 
-    async def _claim_records(self, room: int, *, ordered: bool | None) -> list[OperationRecord]:
+    async def _claim_records(self, room: int, *, ordered: bool | None, alone: bool = False) -> list[OperationRecord]:
         if room <= 0:
             return []
-        return await self._insist(
-            lambda: self._store.claim(self._base_model, engine_id=self._engine_id, max_operations=room, ordered=ordered)
+        claim = partial(
+            self._store.claim,
+            self._base_model,
+            engine_id=self._engine_id,
+            max_operations=room,
+            ordered=ordered,
+            alone=alone,
         )
+        return await self._insist(claim)
 
     def _check(self, record: OperationRecord) -> Claimed:
         """Decode and check; what is wrong with an operation is its own."""
@@ -231,26 +300,77 @@ class Engine:
 
     async def _run_batch(self, group: asyncio.TaskGroup, chosen: Sequence[Claimed]) -> None:
         started = time.monotonic()
+        kind = chosen[0].record.kind
         operations = [cast("BatchOperation", each.operation) for each in chosen]
         try:
-            results = await self._execution.run_batch(chosen[0].record.kind, operations)
+            results = await self._execution.run_batch(kind, operations)
         except BackendFailedError as error:
-            raise await self._failed_on(chosen, error) from error
+            raise self._failed_on(kind, error) from error
         outcomes = [Outcome(result=result) for result in results]
-        group.create_task(self._record(chosen, outcomes, time.monotonic() - started))  # while the next batch runs
+        recorded = group.create_task(self._record(chosen, outcomes, time.monotonic() - started))
+        for each in chosen:
+            self._training_snapshots.ran(each.record.stream, each.record.seq_id, changes=kind != "forward")
+        for model_id in dict.fromkeys(each.record.stream for each in chosen):
+            if self._training_snapshots.due(model_id):
+                await self._take_snapshot(group, model_id, recorded)
 
     async def _run_single(self, claimed: Claimed) -> None:
+        """The model stays busy until the result is recorded: a retry must find what the store knows of its files."""
         started = time.monotonic()
+        stream, kind = claimed.record.stream, claimed.record.kind
         try:
             if claimed.refused is not None:
                 outcome = self._execution.refused(claimed.operation, claimed.refused)
             else:
                 outcome = await self._execution.run_single(cast("SingleOperation", claimed.operation), claimed.record)
         except BackendFailedError as error:
-            raise await self._failed_on([claimed], error) from error
-        self._busy.discard(claimed.record.stream)
-        self._plan.set()
+            raise self._failed_on(kind, error) from error
+        self._training_snapshots.ran(stream, claimed.record.seq_id, changes=0)
         await self._record([claimed], [outcome], time.monotonic() - started)
+        await self._tidy_after(kind, stream, outcome.result)
+        self._busy.discard(stream)
+        self._plan.set()
+
+    async def _tidy_after(self, kind: str, model_id: str, result: ops.Result) -> None:
+        never_made = kind == "create_model" and isinstance(result, ops.Failed)
+        try:
+            if kind == "unload_model" or never_made:
+                await self._training_snapshots.forget(model_id)
+            elif kind == "load_state":
+                await self._training_snapshots.tidy(model_id)
+        except TinsmithError as error:  # the next start removes it
+            _log.warning("snapshots of %s that are not needed any more stay for now: %s", model_id, error)
+
+    # snapshots of the training state
+
+    async def _take_snapshot(self, group: asyncio.TaskGroup, model_id: str, recorded: asyncio.Task[None]) -> None:
+        """Copy the state between two batches; write it while training goes on."""
+        seq_id = self._training_snapshots.begin(model_id)
+        try:
+            state = await self._execution.capture(model_id)
+        except BackendFailedError as error:
+            raise self._failed_on("capture_state", error) from error
+        group.create_task(self._write_snapshot(model_id, seq_id, state, recorded), name=f"snapshot of {model_id}")
+
+    async def _write_snapshot(
+        self, model_id: str, seq_id: int, state: ModelState, recorded: asyncio.Task[None]
+    ) -> None:
+        try:
+            await self._execution.persist_ephemeral(model_id)
+            written = await self._training_snapshots.write(model_id, seq_id, state)
+            await asyncio.wait([recorded])  # never ahead of the results
+            await self._training_snapshots.register(written)
+        except TinsmithError as error:
+            _log.warning("no snapshot of %s was taken, the next one may be: %s", model_id, error)
+        finally:
+            self._training_snapshots.end(model_id)
+
+    async def _is_recorded(self, path: str) -> bool:
+        try:
+            await self._insist(lambda: self._store.get_checkpoint(path))
+        except NotFoundError:
+            return False
+        return True
 
     # sampling
 
@@ -262,7 +382,7 @@ class Engine:
         except TinsmithError as error:
             result = failed(error)
         except Exception as error:
-            raise await self._failed_on([claimed], error) from error
+            raise self._failed_on("sample", error) from error
         finally:
             del self._samples[claimed.record.request_id]
             self._look.set()  # there is room for another
@@ -300,17 +420,10 @@ class Engine:
                 await asyncio.sleep(delay_s)
         return await call()
 
-    async def _failed_on(self, chosen: Sequence[Claimed], error: Exception) -> EngineFailedError:
-        """Fail what was running when the backend failed; the next engine's start fails the rest of its models."""
-        what = chosen[0].record.kind
-        _log.error("the backend failed in %s of %d operations", what, len(chosen), exc_info=error)
-        message = (
-            f"the engine of {self._base_model!r} failed in {what}: {error}; it starts again, but the models that it "
-            "held are lost: create them anew, from a checkpoint where there is one"
-        )
-        outcomes = [Outcome(result=ops.Failed(message=message, category="server"))] * len(chosen)
-        await self._record(chosen, outcomes, 0.0)
-        return EngineFailedError(message)
+    def _failed_on(self, what: str, error: Exception) -> EngineFailedError:
+        """Leave what was running as it is in the store: the next engine tries it again, alone."""
+        _log.error("the backend failed in %s", what, exc_info=error)
+        return EngineFailedError(f"the engine of {self._base_model!r} failed in {what}: {error}")
 
 
 def _first(failures: ExceptionGroup[Exception]) -> Exception:

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from tinsmith.settings import ModelSettings, Settings
 from tinsmith.store import EngineRecord, EngineState, RequestStore, StoreContext
 from tinsmith.supervisor import SUPERVISED
 
-_LOST: Final = "its engine was stopped or started again, and training states are not rebuilt"
+_UNKNOWN_END: Final = "its engine ended without a word"
 _LOCK_WAIT_S: Final = 20.0  # an engine whose server was killed needs a moment to notice
 _ORPHAN_GRACE_S: Final = 10.0
 
@@ -100,9 +100,10 @@ async def serve_engine(settings: Settings, model_name: str, plugins: Plugins, *,
     async with _only_engine_of(data_dir, model_name):
         await store.open()
         try:
-            reports = EngineReports(store, await _first_record(store, model_name))
+            first, ended = await _first_record(store, model_name)
+            reports = EngineReports(store, first)
             async with reports.running():
-                process = _EngineProcess(settings, model, data_dir, plugins, store, scheduler, reports)
+                process = _EngineProcess(settings, model, data_dir, plugins, store, scheduler, reports, ended)
                 await process.run(stopping)
         finally:
             await store.close()
@@ -117,12 +118,14 @@ def _model_named(settings: Settings, name: str) -> ModelSettings:
     raise ConfigError(msg)
 
 
-async def _first_record(store: RequestStore, base_model: str) -> EngineRecord:
-    """Take over from the record that the supervisor, or an earlier engine, left."""
+async def _first_record(store: RequestStore, base_model: str) -> tuple[EngineRecord, str]:
+    """Take over from the record that the supervisor, or an earlier engine, left; it may say how that one ended."""
     fresh = EngineRecord(base_model=base_model, state=EngineState.STARTING, updated_at=datetime.now(UTC))
     found = next((record for record in await store.list_engines() if record.base_model == base_model), fresh)
     engine_id = f"engine-{secrets.token_hex(8)}"
-    return replace(found, state=EngineState.STARTING, detail="", progress=None, engine_id=engine_id, pid=os.getpid())
+    ended = found.detail if found.state is EngineState.RESTARTING else _UNKNOWN_END
+    first = replace(found, state=EngineState.STARTING, detail="", progress=None, engine_id=engine_id, pid=os.getpid())
+    return first, ended
 
 
 @asynccontextmanager
@@ -157,12 +160,10 @@ class _EngineProcess:
     store: RequestStore
     scheduler: Scheduler
     reports: EngineReports
+    ended: str  # how the engine before this one ended
 
     async def run(self, stopping: asyncio.Event) -> None:
         await self.reports.say(EngineState.STARTING)
-        lost = await self.store.abandon(self.model.name, _LOST)
-        if lost:
-            _log.warning("models lost with the engine before this one: %s", ", ".join(lost))
         await self.reports.say(EngineState.LOADING)
         thread = ThreadPoolExecutor(1, thread_name_prefix="tinsmith-training")
         try:
@@ -250,15 +251,32 @@ class _EngineProcess:
             gap_timeout_s=self.settings.server.gap_timeout_s,
             resident_snapshots=self.model.resident_snapshots,
             on_finished=finished,
+            recovery=self.settings.recovery,
             thread=thread,
         )
-        await self.reports.say(EngineState.READY, capabilities=_both(backend.capabilities, sampler))
+        await self.reports.say(EngineState.RECOVERING, capabilities=_both(backend.capabilities, sampler))
+        if not await _unless(stopping, engine.recover(self.ended, self.reports.progress)):
+            return
+        await self.reports.say(EngineState.READY)
         _log.info("ready: %s", self.model.name)
         stop = asyncio.create_task(_call_when_set(stopping, engine.stop))
         try:
             await engine.run()
         finally:
             stop.cancel()
+
+
+async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Do the work, and return whether it was done before `stopping` was set; then it is given up."""
+    doing, stopped = asyncio.create_task(work), asyncio.create_task(stopping.wait())
+    await asyncio.wait([doing, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if doing.done():
+        await doing
+        return True
+    doing.cancel()
+    await asyncio.wait([doing])
+    return False
 
 
 async def _call_when_set(event: asyncio.Event, call: Callable[[], None]) -> None:

@@ -5,7 +5,7 @@ model's checkpoint does not hold up another's training.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -16,7 +16,7 @@ from typing import Any, TypeVar, assert_never
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState, TrainingBackend
 from tinsmith.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
-from tinsmith.errors import TinsmithError, UserError
+from tinsmith.errors import ServerError, TinsmithError, UserError
 from tinsmith.snapshots import Snapshots
 from tinsmith.store import (
     CheckpointKind,
@@ -29,8 +29,10 @@ from tinsmith.store import (
     RunStateChanged,
     SamplerCreated,
     SamplerRecord,
+    SnapshotTaken,
 )
 from tinsmith.tinker_path import TinkerPath
+from tinsmith.training_snapshots import TrainingSnapshots
 
 T = TypeVar("T")
 BatchOperation = ops.ForwardBackward | ops.OptimStep
@@ -63,12 +65,17 @@ class Execution:
         snapshots: Snapshots | None,
         checkpoint_root: Path,
         thread: ThreadPoolExecutor,
+        training_snapshots: TrainingSnapshots,
+        is_recorded: Callable[[str], Awaitable[bool]],
     ) -> None:
+        """`is_recorded` says whether the store knows a checkpoint of this path."""
         self._base_model = base_model
         self._backend = backend
         self._snapshots = snapshots
         self._checkpoint_root = checkpoint_root
         self._thread = thread
+        self._training_snapshots = training_snapshots
+        self._is_recorded = is_recorded
         self._models: dict[str, ops.LoraConfig] = {}
         self._gone: dict[str, str] = {}  # why a model that was asked for is not there
 
@@ -119,7 +126,7 @@ class Execution:
     async def _run_single(self, operation: SingleOperation, record: OperationRecord) -> Outcome:
         match operation:
             case ops.CreateModel():
-                return await self._create(operation)
+                return await self._create(operation, record)
             case ops.SaveState():
                 state = await self._call(partial(self._backend.capture_state, operation.model_id))
                 written = await self._write(
@@ -138,7 +145,7 @@ class Execution:
                     await self._write(operation.path, "external", state, record, ttl_seconds=operation.ttl_seconds)
                 )
             case ops.LoadState():
-                return await self._load(operation)
+                return await self._load(operation, record)
             case ops.SaveForSampler():
                 return await self._publish(operation, record)
             case ops.UnloadModel():
@@ -146,14 +153,21 @@ class Execution:
             case _:
                 assert_never(operation)
 
-    async def _create(self, operation: ops.CreateModel) -> Outcome:
-        model_id = operation.model_id
+    async def _create(self, operation: ops.CreateModel, record: OperationRecord) -> Outcome:
         effects: tuple[Effect, ...] = ()
         state: ModelState | None = None
         if operation.checkpoint is not None:
-            state = await self._read_state(operation.checkpoint, load_optimizer=operation.load_optimizer)
+            checkpoint = await self._read(operation.checkpoint)
+            state = _chosen(checkpoint, load_optimizer=operation.load_optimizer)
             operation = replace(operation, lora=state.lora)
-            effects = (LoraResolved(model_id=model_id, lora=state.lora),)
+            taken = await self._snapshot(operation.model_id, state, record)
+            effects = (LoraResolved(model_id=operation.model_id, lora=state.lora), taken)
+        await self._make(operation, state)
+        ready = RunStateChanged(model_id=operation.model_id, state=RunState.READY)
+        return Outcome(result=ops.ModelCreated(model_id=operation.model_id), effects=(*effects, ready))
+
+    async def _make(self, operation: ops.CreateModel, state: ModelState | None) -> None:
+        model_id = operation.model_id
         await self._call(partial(self._backend.create_model, operation))
         if state is not None:
             try:
@@ -162,11 +176,10 @@ class Execution:
                 await self._call(partial(self._backend.unload_model, model_id))
                 raise
         self._models[model_id] = operation.lora
-        ready = RunStateChanged(model_id=model_id, state=RunState.READY)
-        return Outcome(result=ops.ModelCreated(model_id=model_id), effects=(*effects, ready))
 
-    async def _load(self, operation: ops.LoadState) -> Outcome:
-        state = await self._read_state(operation.path, load_optimizer=operation.load_optimizer)
+    async def _load(self, operation: ops.LoadState, record: OperationRecord) -> Outcome:
+        checkpoint = await self._read(operation.path)
+        state = _chosen(checkpoint, load_optimizer=operation.load_optimizer)
         own = self._models[operation.model_id]
         if replace(state.lora, seed=own.seed) != own:
             msg = (
@@ -174,8 +187,76 @@ class Execution:
                 f"{_describe(own)}; create a new model from the checkpoint instead"
             )
             raise UserError(msg)
+        taken = await self._snapshot(operation.model_id, state, record)
         await self._call(partial(self._backend.restore_state, operation.model_id, state))
-        return Outcome(result=ops.WeightsLoaded(model_id=operation.model_id, path=operation.path))
+        result = ops.WeightsLoaded(model_id=operation.model_id, path=operation.path)
+        return Outcome(result=result, effects=(taken,))
+
+    async def _snapshot(self, model_id: str, state: ModelState, record: OperationRecord) -> SnapshotTaken:
+        """Keep what is about to be loaded: a recovery must not need the checkpoint, which may be gone by then."""
+        await self.persist_ephemeral(model_id)
+        taken = await self._training_snapshots.write(model_id, record.seq_id, state)
+        return SnapshotTaken(record=taken, keep=self._training_snapshots.keep)
+
+    # recovery
+
+    async def capture(self, model_id: str) -> ModelState:
+        return await self._call(partial(self._backend.capture_state, model_id))
+
+    async def persist_ephemeral(self, model_id: str) -> None:
+        """Have the model's ephemeral snapshots on disk: a recovery does not replay what comes before its start."""
+        if self._snapshots is not None:
+            await self._snapshots.persist(model_id, self._base_model)
+
+    async def restore(self, model_id: str, lora: ops.LoraConfig, state: ModelState) -> None:
+        """Make the model as a snapshot has it."""
+        await self._make(ops.CreateModel(model_id=model_id, lora=lora), state)
+
+    async def discard(self, model_id: str, reason: str) -> None:
+        """Take a half rebuilt model off the backend."""
+        if self._models.pop(model_id, None) is not None:
+            await self._call(partial(self._backend.unload_model, model_id))
+        self._gone[model_id] = reason
+        if self._snapshots is not None:
+            await self._snapshots.drop_model(model_id)
+
+    async def replay(self, operation: ops.Operation, record: OperationRecord) -> ops.Result:
+        """Run an operation that has succeeded before, for what it does to the model alone."""
+        match operation:
+            case ops.CreateModel():
+                state = None
+                if operation.checkpoint is not None:
+                    checkpoint = await self._read_unchanged(operation.checkpoint, record)
+                    state = _chosen(checkpoint, load_optimizer=operation.load_optimizer)
+                    operation = replace(operation, lora=state.lora)
+                await self._make(operation, state)
+                return ops.ModelCreated(model_id=operation.model_id)
+            case ops.LoadState():
+                checkpoint = await self._read_unchanged(operation.path, record)
+                state = _chosen(checkpoint, load_optimizer=operation.load_optimizer)
+                await self._call(partial(self._backend.restore_state, operation.model_id, state))
+                return ops.WeightsLoaded(model_id=operation.model_id, path=operation.path)
+            case ops.ForwardBackward() | ops.OptimStep():
+                (result,) = await self.run_batch(record.kind, [operation])
+                return result
+            case _:
+                msg = f"{record.kind} changes no training state"
+                raise ServerError(msg)
+
+    async def publish_again(self, operation: ops.SaveForSampler) -> None:
+        """Bring back an ephemeral snapshot that was in memory only."""
+        snapshot_id = operation.sampling_session_id
+        if snapshot_id is None or self._snapshots is None or self._snapshots.holds(snapshot_id):
+            return
+        snapshot = await self._call(partial(self._backend.publish, operation.model_id, snapshot_id))
+        await self._snapshots.add(snapshot, model_id=operation.model_id, persisted=False, base_model=self._base_model)
+
+    async def _read_unchanged(self, path: str, record: OperationRecord) -> Checkpoint:
+        checkpoint = await self._read(path)
+        if record.finished_at is None or checkpoint.created_at > record.finished_at:
+            msg = f"{path!r}, which seq_id {record.seq_id} loaded, has been overwritten since"
+            raise ServerError(msg)
+        return checkpoint
 
     async def _publish(self, operation: ops.SaveForSampler, record: OperationRecord) -> Outcome:
         ephemeral_id, effects, size = operation.sampling_session_id, list[Effect](), None
@@ -227,7 +308,7 @@ class Execution:
         unloaded = RunStateChanged(model_id=model_id, state=RunState.UNLOADED)
         return Outcome(result=ops.ModelUnloaded(model_id=model_id), effects=(unloaded,))
 
-    async def _read_state(self, path: str, *, load_optimizer: bool) -> ModelState:
+    async def _read(self, path: str) -> Checkpoint:
         directory = TinkerPath.parse(path).directory
         checkpoint: Checkpoint = await asyncio.to_thread(read_checkpoint, self._checkpoint_root, directory)
         if checkpoint.kind != "training":
@@ -236,9 +317,7 @@ class Execution:
         if checkpoint.base_model != self._base_model:
             msg = f"{path!r} is of base model {checkpoint.base_model!r}, not of {self._base_model!r}"
             raise UserError(msg)
-        if load_optimizer:
-            return checkpoint.state
-        return replace(checkpoint.state, adam_m={}, adam_v={}, gradients={}, step=0)
+        return checkpoint
 
     async def _write(
         self,
@@ -252,6 +331,8 @@ class Execution:
         user_metadata: Mapping[str, str] | None = None,
     ) -> CheckpointRecord:
         """Make it durable, in another thread, and describe it."""
+        # a directory that the store does not know is what an engine that died had written: it is written again
+        overwrite = overwrite or not await self._is_recorded(path)
         now = datetime.now(UTC)
         parsed = TinkerPath.parse(path)
         write = partial(
@@ -288,6 +369,12 @@ class Execution:
         except Exception as error:
             msg = f"{type(error).__name__}: {error}"
             raise BackendFailedError(msg) from error
+
+
+def _chosen(checkpoint: Checkpoint, *, load_optimizer: bool) -> ModelState:
+    if load_optimizer:
+        return checkpoint.state
+    return replace(checkpoint.state, adam_m={}, adam_v={}, gradients={}, step=0)
 
 
 def _saved(written: CheckpointRecord) -> Outcome:

@@ -60,6 +60,17 @@ class SupervisorSettings(_Section):
     )
 
 
+class RecoverySettings(_Section):
+    """What a restart of an engine costs: at most so many operations, or seconds of training, are run once more."""
+
+    snapshot_every_operations: int = Field(
+        50, ge=1, description="passes and steps of a model until its training state is written again"
+    )
+    snapshot_every_s: float = Field(60.0, ge=0, description="or so long after the last time, whichever comes first")
+    keep_snapshots: int = Field(2, ge=1, description="of each model; the older ones are for a damaged newest")
+    max_retries: int = Field(2, ge=1, description="of an operation whose engine died; then it fails alone")
+
+
 class ModelSettings(_Section):
     """One base model; each gets an engine process of its own."""
 
@@ -75,6 +86,7 @@ class Settings(_Section):
     store: PluginSection = PluginSection(plugin="sql")
     scheduler: PluginSection = PluginSection(plugin="fair")
     supervisor: SupervisorSettings = SupervisorSettings()
+    recovery: RecoverySettings = RecoverySettings()
     models: tuple[ModelSettings, ...] = ()
 
     @field_validator("models")

@@ -1,8 +1,7 @@
 """The sampling snapshots of one engine: which are in the sampler, which have gone to disk, and bringing those back."""
 
 import asyncio
-import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -33,8 +32,8 @@ class _Held:
 class Snapshots:
     """Keeps at most `max_resident` in the sampler, those last used; a snapshot that is being sampled from stays.
 
-    Ephemeral snapshots live until their model is unloaded or the engine ends; persisted ones (their id is their
-    tinker:// path) are read from their checkpoint whenever they are asked for.
+    Ephemeral snapshots live until their model is unloaded, over restarts of the engine too; persisted ones (their id
+    is their tinker:// path) are read from their checkpoint whenever they are asked for.
     """
 
     def __init__(self, sampler: SamplingBackend, *, checkpoint_root: Path, spill_root: Path, max_resident: int) -> None:
@@ -43,10 +42,32 @@ class Snapshots:
         self._spill_root = spill_root
         self._max_resident = max_resident
         self._held: dict[str, _Held] = {}  # least recently used first
+        self._writing = asyncio.Lock()  # the spill root allows one writer at a time
 
-    def clear_disk(self) -> None:
-        """Remove what an earlier engine spilled: its ephemeral snapshots ended with it. Call before anything else."""
-        shutil.rmtree(self._spill_root, ignore_errors=True)
+    async def adopt(self, models: Mapping[str, str]) -> None:
+        """Take over what an earlier engine wrote of live ephemeral snapshots (id to model_id); remove the others."""
+        for name in await asyncio.to_thread(self._on_disk):
+            if name in models:
+                self._held[name] = _Held(root=self._spill_root, directory=name, on_disk=True, model_id=models[name])
+            else:
+                await asyncio.to_thread(delete_checkpoint, self._spill_root, name)
+
+    def _on_disk(self) -> list[str]:
+        if not self._spill_root.is_dir():
+            return []
+        return [path.name for path in self._spill_root.iterdir() if path.is_dir() and not path.name.startswith(".")]
+
+    def holds(self, snapshot_id: str) -> bool:
+        return snapshot_id in self._held
+
+    async def persist(self, model_id: str, base_model: str) -> None:
+        """Write the model's ephemeral snapshots to disk, so that they outlive the engine without a replay."""
+        for snapshot_id, held in [each for each in self._held.items() if each[1].model_id == model_id]:
+            async with held.loading:
+                if not held.on_disk and held.snapshot is not None:
+                    await self._write_out(held, held.snapshot, base_model)
+                    if self._held.get(snapshot_id) is not held:  # its model was unloaded meanwhile
+                        await asyncio.to_thread(delete_checkpoint, held.root, held.directory)
 
     async def add(self, snapshot: Snapshot, *, model_id: str, persisted: bool, base_model: str) -> None:
         """Load a fresh snapshot. A persisted one must have been written already."""
@@ -94,7 +115,7 @@ class Snapshots:
     def _entry(self, snapshot_id: str) -> _Held:
         if not snapshot_id.startswith("tinker://"):
             msg = (
-                f"sampling snapshot {snapshot_id!r} is gone: its session ended, or the engine was restarted; save the "
+                f"sampling snapshot {snapshot_id!r} is gone: its session ended, or its model was lost; save the "
                 "weights for sampling again"
             )
             raise ServerError(msg)
@@ -126,11 +147,15 @@ class Snapshots:
             if snapshot is None or held.users:
                 return
             if not held.on_disk:
-                await asyncio.to_thread(self._write, held, snapshot, base_model)
-                held.on_disk = True
+                await self._write_out(held, snapshot, base_model)
             if held.users == 0:
                 held.snapshot = None
                 await self._sampler.drop_snapshot(snapshot_id)
+
+    async def _write_out(self, held: _Held, snapshot: Snapshot, base_model: str) -> None:
+        async with self._writing:
+            await asyncio.to_thread(self._write, held, snapshot, base_model)
+        held.on_disk = True
 
     def _write(self, held: _Held, snapshot: Snapshot, base_model: str) -> None:
         write_checkpoint(

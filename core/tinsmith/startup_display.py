@@ -98,7 +98,7 @@ class EngineDisplay:
 
 def is_busy(record: EngineRecord) -> bool:
     """Whether it loads, or is ready and compiles: a detail without an end, or not at its end."""
-    if record.state in (EngineState.STARTING, EngineState.LOADING):
+    if record.state in (EngineState.STARTING, EngineState.LOADING, EngineState.RECOVERING):
         return True
     return (
         record.state is EngineState.READY and bool(record.detail) and (record.progress is None or record.progress < 1)

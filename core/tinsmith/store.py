@@ -33,13 +33,14 @@ class OperationState(StrEnum):
 class RunState(StrEnum):
     CREATING = "creating"
     READY = "ready"
-    LOST = "lost"  # the engine that held the state died; the reason is in `state_reason`
+    LOST = "lost"  # its state could not be made or rebuilt; the reason is in `state_reason`
     UNLOADED = "unloaded"  # the session ended
 
 
 class EngineState(StrEnum):
     STARTING = "starting"
     LOADING = "loading"
+    RECOVERING = "recovering"  # rebuilding the models that the engine before it held
     READY = "ready"
     RESTARTING = "restarting"
     FAILED = "failed"  # given up; `detail` says why
@@ -115,6 +116,27 @@ class CheckpointRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotRecord:
+    """A model's whole training state on disk, as of the operation `seq_id`: where a recovery starts."""
+
+    model_id: str
+    seq_id: int
+    directory: str  # relative to the engine's recovery root
+    size_bytes: int
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveModel:
+    """What an engine that starts has to rebuild."""
+
+    run: RunRecord
+    pruned_seq_id: int  # operations up to here may be gone from the log
+    snapshots: tuple[SnapshotRecord, ...]  # newest first
+    ephemeral: tuple[str, ...]  # ids of the sampling snapshots that live as long as the model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRecord:
     """What the engine of one base model last said of itself."""
 
@@ -161,9 +183,9 @@ class OperationRecord:
     created_at: datetime
     started_at: datetime | None = None
     finished_at: datetime | None = None
-    payload: bytes | None = None  # only in what `claim` returns
+    payload: bytes | None = None  # only in what `claim` and `replayable` return
     result_kind: str | None = None
-    result: bytes | None = None  # only in what `wait_for` and `get_operation` return
+    result: bytes | None = None  # only in what `wait_for`, `get_operation` and `replayable` return
 
 
 # What a completed operation changes besides its own row; written in the same transaction -----------------------------
@@ -194,7 +216,15 @@ class SamplerCreated:
     record: SamplerRecord
 
 
-Effect = RunStateChanged | LoraResolved | CheckpointWritten | SamplerCreated
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotTaken:
+    """The state right after this very operation; the newest `keep` stay registered."""
+
+    record: SnapshotRecord
+    keep: int
+
+
+Effect = RunStateChanged | LoraResolved | CheckpointWritten | SamplerCreated | SnapshotTaken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,12 +363,19 @@ class RequestStore(ABC):
 
     @abstractmethod
     async def claim(
-        self, base_model: str, *, engine_id: str, max_operations: int, ordered: bool | None = None
+        self,
+        base_model: str,
+        *,
+        engine_id: str,
+        max_operations: int,
+        ordered: bool | None = None,
+        alone: bool = False,
     ) -> list[OperationRecord]:
         """Take what is runnable: of each model what is queued from `next_seq_id` on without a gap, and any sample.
 
-        With `ordered` only operations of models (True) or only samples (False). Tenants take turns, each with its
-        oldest first. Returns at once, maybe empty. Raise ServerError where a later engine has reported itself.
+        With `ordered` only operations of models (True) or only samples (False); with `alone` only what `requeue` has
+        marked to run by itself. Tenants take turns, each with its oldest first. Returns at once, maybe empty. Raise
+        ServerError where a later engine has reported itself.
         """
 
     @abstractmethod
@@ -357,15 +394,50 @@ class RequestStore(ABC):
         """Fail what has waited since before `older_than` behind a missing seq_id, naming it; move the model past."""
 
     @abstractmethod
-    async def abandon(self, base_model: str, reason: str) -> list[str]:
-        """At engine start: mark live models lost, fail their operations, requeue running samples; return the models.
+    async def wait_for_work(self, base_model: str, timeout_s: float) -> None:
+        """Return when something of this queue may have become claimable or cancelled, or after `timeout_s`."""
 
-        A sample that was running at the end of several engines fails: it may be what ended them.
+    # recovery, engine side
+
+    @abstractmethod
+    async def requeue(self, base_model: str, *, max_attempts: int, reason: str | None) -> list[str]:
+        """Put what was running back into the queue; return the request_ids that failed instead.
+
+        Where an engine died (`reason` says how) any of them may be what killed it: those of models, and a sample that
+        has one attempt left, are marked to run alone; what has had `max_attempts` fails, and its model goes on from
+        the state before it. `reason` None is an orderly stop, which does not count as an attempt.
         """
 
     @abstractmethod
-    async def wait_for_work(self, base_model: str, timeout_s: float) -> None:
-        """Return when something of this queue may have become claimable or cancelled, or after `timeout_s`."""
+    async def live_models(self, base_model: str) -> list[LiveModel]:
+        """Return the models that have been created and neither lost nor unloaded, oldest first."""
+
+    @abstractmethod
+    async def replayable(self, model_id: str, *, after_seq_id: int, limit: int) -> list[OperationRecord]:
+        """Return the succeeded operations after `after_seq_id` in order, with payloads and results."""
+
+    @abstractmethod
+    async def add_snapshot(self, record: SnapshotRecord, *, keep: int) -> None:
+        """Register a snapshot, and forget all but the newest `keep` of its model.
+
+        Raise ServerError where the results up to its seq_id are not recorded yet, or its model is not live any more.
+        """
+
+    @abstractmethod
+    async def list_snapshots(self, model_id: str) -> list[SnapshotRecord]:
+        """Newest first. A model that is lost or unloaded has none."""
+
+    @abstractmethod
+    async def drop_snapshot(self, model_id: str, seq_id: int) -> None:
+        """Forget one that turned out to be damaged."""
+
+    @abstractmethod
+    async def lose_run(self, model_id: str, reason: str) -> None:
+        """Mark a model lost, and fail what waits for it."""
+
+    @abstractmethod
+    async def note_run(self, model_id: str, note: str) -> None:
+        """Show `note` as the `state_reason` of a model that lives on."""
 
     # engines
 
@@ -380,7 +452,10 @@ class RequestStore(ABC):
 
     @abstractmethod
     async def prune(self, finished_before: datetime) -> int:
-        """Delete operations finished before then (payload and result); return how many."""
+        """Delete operations finished before then (payload and result); return how many.
+
+        What the recovery of a live model could need stays: the operations after its oldest snapshot, or all of them.
+        """
 
 
 C = TypeVar("C", bound=BackendConfig)

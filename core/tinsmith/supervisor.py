@@ -95,7 +95,6 @@ class Supervisor:
                 await self._report(child, EngineState.FAILED, reason)
                 return
             child.restarts += 1
-            await self._lose_models(child, reason)
             await self._report(child, EngineState.RESTARTING, f"{reason}; starting again in {backoff_s:g} s")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), backoff_s)
@@ -125,16 +124,6 @@ class Supervisor:
         finally:
             output.cancel()
             child.settings_file.unlink(missing_ok=True)
-
-    async def _lose_models(self, child: _Child, reason: str) -> None:
-        """Tell who waits at once, not only when the next engine has started."""
-        try:
-            lost = await self._store.abandon(child.model.name, reason)
-        except ServerError:
-            _log.exception("could not record the end of the engine of %r", child.model.name)
-        else:
-            if lost:
-                _log.error("models lost with the engine of %r: %s", child.model.name, ", ".join(lost))
 
     async def _report(self, child: _Child, state: EngineState, detail: str = "") -> None:
         name = child.model.name

@@ -116,6 +116,7 @@ class Setup:
     @asynccontextmanager
     async def running(self, **settings: Any) -> AsyncIterator[Engine]:
         engine = self.make_engine(**settings)
+        await engine.recover("killed", lambda _what, _share: None)
         task = asyncio.create_task(engine.run())
         try:
             yield engine

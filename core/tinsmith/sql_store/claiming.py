@@ -24,12 +24,13 @@ _OURS = OPERATIONS.c.base_model == bindparam("base_model")
 _ANY_QUEUED = sqlalchemy.select(OPERATIONS.c.id).where(_OURS, QUEUED).limit(1)
 _SOME_QUEUED = _ANY_QUEUED.where(OPERATIONS.c.ordered == bindparam("ordered"))
 _ENGINE = sqlalchemy.select(ENGINES.c.engine_id).where(ENGINES.c.base_model == bindparam("base_model"))
+_ALONE = sqlalchemy.or_(sqlalchemy.not_(bindparam("alone", type_=sqlalchemy.Boolean)), OPERATIONS.c.alone)
 _SAMPLES = (
     sqlalchemy.select(
         func.row_number().over(partition_by=OPERATIONS.c.tenant, order_by=OPERATIONS.c.id).label("place"),
         OPERATIONS.c.id,
     )
-    .where(_OURS, OPERATIONS.c.ordered.is_(False), QUEUED)
+    .where(_OURS, OPERATIONS.c.ordered.is_(False), QUEUED, _ALONE)
     .order_by("place", OPERATIONS.c.id)
     .limit(bindparam("limit"))
 )
@@ -40,6 +41,7 @@ _IN_ORDER = (
         OPERATIONS.c.tenant,
         OPERATIONS.c.state,
         OPERATIONS.c.seq_id,
+        OPERATIONS.c.alone,
         RUNS.c.next_seq_id,
     )
     .join_from(OPERATIONS, RUNS, RUNS.c.model_id == OPERATIONS.c.stream)
@@ -76,14 +78,14 @@ def something_queued(session: Session, base_model: str, *, ordered: bool | None 
 
 
 def claim(
-    tx: Transaction, base_model: str, engine_id: str, *, max_operations: int, ordered: bool | None
+    tx: Transaction, base_model: str, engine_id: str, *, max_operations: int, ordered: bool | None, alone: bool
 ) -> list[OperationRecord]:
     _refuse_superseded(tx.session, base_model, engine_id)
     found: list[_Place] = []
     if ordered is not False:
-        found += _runnable_in_order(tx.session, base_model)
+        found += _runnable_in_order(tx.session, base_model, alone=alone)
     if ordered is not True:
-        found += _samples(tx.session, base_model, max_operations)
+        found += _samples(tx.session, base_model, max_operations, alone=alone)
     found.sort(key=lambda each: each[:2])  # stable, as below
     ids = [operation_id for _, _, operation_id in found[:max_operations]]
     records: dict[int, OperationRecord] = {}
@@ -115,13 +117,13 @@ def _refuse_superseded(session: Session, base_model: str, engine_id: str) -> Non
         raise ServerError(msg)
 
 
-def _samples(session: Session, base_model: str, limit: int) -> list[_Place]:
+def _samples(session: Session, base_model: str, limit: int, *, alone: bool) -> list[_Place]:
     """Return each tenant's oldest."""
-    found = session.connection().execute(_SAMPLES, {"base_model": base_model, "limit": limit})
+    found = session.connection().execute(_SAMPLES, {"base_model": base_model, "limit": limit, "alone": alone})
     return [(place, operation_id, operation_id) for place, operation_id in found]
 
 
-def _runnable_in_order(session: Session, base_model: str) -> list[_Place]:
+def _runnable_in_order(session: Session, base_model: str, *, alone: bool) -> list[_Place]:
     """Return, of each model, what is queued from `next_seq_id` on without a gap."""
     found = session.connection().execute(_IN_ORDER, {"base_model": base_model})
     runnable: list[tuple[int, str, int]] = []  # when the last of it and its predecessors came, tenant, id
@@ -131,7 +133,7 @@ def _runnable_in_order(session: Session, base_model: str) -> list[_Place]:
             if row.seq_id != row.next_seq_id + number:
                 break
             arrived = max(arrived, row.id)
-            if row.state == OperationState.QUEUED:
+            if row.state == OperationState.QUEUED and (row.alone or not alone):
                 runnable.append((arrived, row.tenant, row.id))
     runnable.sort(key=lambda each: each[0])  # stable: a model's operations stay in order
     places: Counter[str] = Counter()

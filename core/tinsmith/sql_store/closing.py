@@ -3,18 +3,15 @@
 from collections.abc import Sequence
 from datetime import datetime
 
-from sqlmodel import Session, col, select
+from sqlmodel import Session, col, or_, select
 
 from tinsmith.codec import encode_operation, kind_of
 from tinsmith.operations import Failed, UnloadModel
-from tinsmith.sql_store import log, submitting
+from tinsmith.sql_store import log, recovering, submitting
 from tinsmith.sql_store.request_ids import new_request_id
 from tinsmith.sql_store.tables import QUEUED, RUNNING, EngineRow, OperationRow, PayloadRow, RunRow, to_record, to_row
 from tinsmith.sql_store.writer import Transaction
 from tinsmith.store import EngineRecord, EngineState, OperationState, RunState
-
-_MAX_ATTEMPTS = 3  # of a sample, which may be what ends the engine
-_LIVE = (RunState.CREATING, RunState.READY)
 
 
 def waiting_since(session: Session, base_model: str, older_than: datetime) -> bool:
@@ -60,7 +57,7 @@ def _fail_behind(tx: Transaction, rows: Sequence[OperationRow], model_id: str, m
 
 def unload_models(tx: Transaction, session_id: str) -> None:
     """Put an UnloadModel behind the last operation that can run. What comes now is refused, so a gap is its place."""
-    live = select(RunRow.model_id).where(RunRow.session_id == session_id, col(RunRow.state).in_(_LIVE))
+    live = select(RunRow.model_id).where(RunRow.session_id == session_id, col(RunRow.state).in_(log.LIVE))
     for model_id in tx.session.exec(live).all():
         run = log.locked_run(tx.session, model_id)
         assert run is not None
@@ -94,39 +91,12 @@ def _queue_unload(tx: Transaction, run: RunRow, seq_id: int) -> None:
     tx.wake.append(log.work_topic(run.base_model))
 
 
-def abandon(tx: Transaction, base_model: str, reason: str) -> list[str]:
-    """Models that no engine has begun to create, and samples, live on."""
-    live = select(RunRow).where(
-        RunRow.base_model == base_model, col(RunRow.state).in_(_LIVE), col(RunRow.next_seq_id) > 0
-    )
-    lost = [_lose(tx, run, reason) for run in tx.session.exec(live.with_for_update()).all()]
-    samples = select(OperationRow).where(
-        OperationRow.base_model == base_model, col(OperationRow.ordered).is_(False), RUNNING
-    )
-    for row in tx.session.exec(samples).all():
-        if row.attempts >= _MAX_ATTEMPTS:
-            message = f"the engine ended {row.attempts} times while this ran, so it is not tried again: {reason}"
-            log.finish(tx, [row], Failed(message=message, category="server"))
-        else:
-            row.state, row.started_at, row.engine_id = OperationState.QUEUED, None, None
-    tx.wake.append(log.work_topic(base_model))
-    return lost
-
-
-def _lose(tx: Transaction, run: RunRow, reason: str) -> str:
-    run.state, run.state_reason = RunState.LOST, reason
-    pending = select(OperationRow).where(
-        OperationRow.stream == run.model_id, col(OperationRow.state).not_in(log.FINISHED)
-    )
-    log.finish(tx, tx.session.exec(pending).all(), submitting.lost(run.model_id, reason))
-    return run.model_id
-
-
 def report_engine(tx: Transaction, record: EngineRecord) -> None:
     tx.session.merge(to_row(record, EngineRow))
     if record.state == EngineState.FAILED:
-        abandon(tx, record.base_model, record.detail)
-        pending = select(OperationRow).where(OperationRow.base_model == record.base_model, QUEUED)
+        recovering.lose_all(tx, record.base_model, record.detail)
+        unfinished = or_(QUEUED, RUNNING)
+        pending = select(OperationRow).where(OperationRow.base_model == record.base_model, unfinished)
         for row in tx.session.exec(pending).all():
             run = tx.session.get(RunRow, row.stream) if row.ordered else None
             if run is not None:

@@ -8,7 +8,7 @@ from sqlmodel import Session
 
 from tinsmith.codec import encode_result
 from tinsmith.operations import Failed
-from tinsmith.sql_store import log
+from tinsmith.sql_store import log, recovering
 from tinsmith.sql_store.tables import (
     OPERATIONS,
     RESULTS,
@@ -28,6 +28,7 @@ from tinsmith.store import (
     OperationState,
     RunStateChanged,
     SamplerCreated,
+    SnapshotTaken,
 )
 
 _PART = 500  # values of one IN list
@@ -82,6 +83,8 @@ def _apply(session: Session, effect: Effect) -> None:
             run = session.get(RunRow, effect.model_id)
             if run is not None:
                 run.state, run.state_reason = effect.state, effect.reason
+                if effect.state not in log.LIVE:
+                    recovering.drop_snapshots(session, effect.model_id)
         case LoraResolved():
             run = session.get(RunRow, effect.model_id)
             if run is not None:
@@ -90,3 +93,5 @@ def _apply(session: Session, effect: Effect) -> None:
             session.merge(to_row(effect.record, CheckpointRow))
         case SamplerCreated():
             session.merge(to_row(effect.record, SamplerRow))
+        case SnapshotTaken():
+            recovering.keep_newest(session, effect.record, effect.keep)

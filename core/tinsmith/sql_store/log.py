@@ -6,7 +6,7 @@ from datetime import datetime
 
 import sqlalchemy
 from sqlalchemy import bindparam
-from sqlmodel import Session, col, func, or_, select, update
+from sqlmodel import Session, and_, col, func, or_, select, update
 
 from tinsmith.codec import encode_result
 from tinsmith.errors import NotFoundError, ResultExpiredError
@@ -23,10 +23,11 @@ from tinsmith.sql_store.tables import (
     ResultRow,
     RetentionRow,
     RunRow,
+    SnapshotRow,
     to_record,
 )
 from tinsmith.sql_store.writer import Transaction
-from tinsmith.store import EngineRecord, OperationRecord, OperationState, Waiting
+from tinsmith.store import EngineRecord, OperationRecord, OperationState, RunState, Waiting
 
 RECORD_COLUMNS = tuple(
     OPERATIONS.c[field.name]
@@ -39,6 +40,7 @@ _GET = (
     .where(OPERATIONS.c.request_id == bindparam("request_id"))
 )
 FINISHED = (OperationState.SUCCEEDED, OperationState.FAILED, OperationState.CANCELLED)
+LIVE = (RunState.CREATING, RunState.READY)
 _DONE = "done "
 
 
@@ -134,13 +136,25 @@ def _first_missing(session: Session, row: OperationRow) -> int | None:
 
 def prune(tx: Transaction, finished_before: datetime, limit: int) -> int:
     """Delete at most `limit`; remember how far, so that their ids are known to have existed."""
+    oldest = select(func.min(SnapshotRow.seq_id)).where(SnapshotRow.model_id == RunRow.model_id).scalar_subquery()
     old = (
         select(OperationRow)
-        .where(col(OperationRow.finished_at) < finished_before)
+        .join(RunRow, col(RunRow.model_id) == OperationRow.stream, isouter=True)
+        .where(
+            col(OperationRow.finished_at) < finished_before,
+            or_(
+                col(RunRow.model_id).is_(None),
+                # a refused operation whose turn has not come holds its number: without its row there would be a gap
+                and_(
+                    col(OperationRow.seq_id) < col(RunRow.next_seq_id),
+                    or_(col(RunRow.state).not_in(LIVE), col(OperationRow.seq_id) <= oldest),
+                ),
+            ),
+        )
         .order_by(col(OperationRow.finished_at))
         .limit(limit)
     )
-    rows = [row for row in tx.session.exec(old).all() if not _ahead_of_its_model(tx.session, row)]
+    rows = tx.session.exec(old).all()
     for row in rows:
         if row.ordered:
             behind = col(RunRow.model_id) == row.stream, col(RunRow.pruned_seq_id) < row.seq_id
@@ -157,12 +171,6 @@ def prune(tx: Transaction, finished_before: datetime, limit: int) -> int:
     elif retention.finished_before < finished_before:
         retention.finished_before = finished_before
     return len(rows)
-
-
-def _ahead_of_its_model(session: Session, row: OperationRow) -> bool:
-    """A refused operation whose turn has not come holds its number; without its row there would be a gap."""
-    run = session.get(RunRow, row.stream) if row.ordered else None
-    return run is not None and row.seq_id >= run.next_seq_id
 
 
 def _missing(session: Session, request_id: str) -> NotFoundError | ResultExpiredError:

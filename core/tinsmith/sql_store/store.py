@@ -10,7 +10,17 @@ from functools import partial
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.errors import ServerError
-from tinsmith.sql_store import checkpoint_rows, claiming, closing, completing, log, models, sessions, submitting
+from tinsmith.sql_store import (
+    checkpoint_rows,
+    claiming,
+    closing,
+    completing,
+    log,
+    models,
+    recovering,
+    sessions,
+    submitting,
+)
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.database import Database
 from tinsmith.sql_store.dialect import dialect_of
@@ -22,6 +32,7 @@ from tinsmith.store import (
     Completion,
     EngineRecord,
     EngineState,
+    LiveModel,
     NewOperation,
     OperationRecord,
     RequestStore,
@@ -29,6 +40,7 @@ from tinsmith.store import (
     SamplerRecord,
     SessionEnd,
     SessionRecord,
+    SnapshotRecord,
     StoreContext,
     Waiting,
 )
@@ -185,7 +197,13 @@ class SqlStore(RequestStore):
     # the log, engine side
 
     async def claim(
-        self, base_model: str, *, engine_id: str, max_operations: int, ordered: bool | None = None
+        self,
+        base_model: str,
+        *,
+        engine_id: str,
+        max_operations: int,
+        ordered: bool | None = None,
+        alone: bool = False,
     ) -> list[OperationRecord]:
         self._work_event(base_model)
         if max_operations <= 0 or not await self._reader.read(
@@ -193,7 +211,9 @@ class SqlStore(RequestStore):
         ):
             return []
         return await self._relaxed.write(
-            lambda tx: claiming.claim(tx, base_model, engine_id, max_operations=max_operations, ordered=ordered)
+            lambda tx: claiming.claim(
+                tx, base_model, engine_id, max_operations=max_operations, ordered=ordered, alone=alone
+            )
         )
 
     async def complete(self, completions: Sequence[Completion]) -> None:
@@ -210,9 +230,6 @@ class SqlStore(RequestStore):
             return 0
         return await self._durable.write(lambda tx: closing.fail_gaps(tx, base_model, older_than))
 
-    async def abandon(self, base_model: str, reason: str) -> list[str]:
-        return await self._durable.write(lambda tx: closing.abandon(tx, base_model, reason))
-
     async def wait_for_work(self, base_model: str, timeout_s: float) -> None:
         event = self._work_event(base_model)
         with suppress(TimeoutError):
@@ -227,6 +244,32 @@ class SqlStore(RequestStore):
             self._work[base_model] = self._subscriptions.enter_context(topic)
             self._work[base_model].set()
         return self._work[base_model]
+
+    # recovery, engine side
+
+    async def requeue(self, base_model: str, *, max_attempts: int, reason: str | None) -> list[str]:
+        return await self._durable.write(lambda tx: recovering.requeue(tx, base_model, max_attempts, reason))
+
+    async def live_models(self, base_model: str) -> list[LiveModel]:
+        return await self._reader.read(lambda db: recovering.live_models(db, base_model))
+
+    async def replayable(self, model_id: str, *, after_seq_id: int, limit: int) -> list[OperationRecord]:
+        return await self._reader.read(lambda db: recovering.replayable(db, model_id, after_seq_id, limit))
+
+    async def add_snapshot(self, record: SnapshotRecord, *, keep: int) -> None:
+        await self._durable.write(lambda tx: recovering.add_snapshot(tx, record, keep))
+
+    async def list_snapshots(self, model_id: str) -> list[SnapshotRecord]:
+        return await self._reader.read(lambda db: recovering.list_snapshots(db, model_id))
+
+    async def drop_snapshot(self, model_id: str, seq_id: int) -> None:
+        await self._durable.write(lambda tx: recovering.drop_snapshot(tx, model_id, seq_id))
+
+    async def lose_run(self, model_id: str, reason: str) -> None:
+        await self._durable.write(lambda tx: recovering.lose_run(tx, model_id, reason))
+
+    async def note_run(self, model_id: str, note: str) -> None:
+        await self._durable.write(lambda tx: recovering.note_run(tx, model_id, note))
 
     # engines
 

@@ -106,6 +106,7 @@ def _insert(tx: Transaction, operation: NewOperation) -> str:
         "state": OperationState.QUEUED,
         "created_at": tx.now,
         "attempts": 0,
+        "alone": False,
         "cancel_told": True,
     }
     key = connection.execute(_INSERT, values).inserted_primary_key

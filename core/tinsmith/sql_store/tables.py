@@ -8,7 +8,7 @@ from dataclasses import fields
 from datetime import datetime
 from typing import Any, TypeVar
 
-from sqlalchemy import JSON, BigInteger, Column, ForeignKey, Index, Integer, LargeBinary, MetaData, text
+from sqlalchemy import JSON, BigInteger, Boolean, Column, ForeignKey, Index, Integer, LargeBinary, MetaData, false, text
 from sqlmodel import Field, SQLModel, UniqueConstraint
 
 from tinsmith.backend import Capabilities
@@ -155,7 +155,10 @@ class OperationRow(Table, table=True):
     started_at: datetime | None = _maybe_time()
     finished_at: datetime | None = Field(default=None, sa_type=Microseconds, nullable=True, index=True)
     engine_id: str | None = None  # who claimed it
-    attempts: int = 0  # how often it was claimed
+    attempts: int = 0  # how often it was claimed, orderly stops aside
+    alone: bool = Field(  # an engine died while it ran: nothing else runs beside the next attempt
+        default=False, sa_column=Column(Boolean, nullable=False, server_default=false())
+    )
     cancel_told: bool = True  # False: its engine does not know yet that it was cancelled
 
 
@@ -191,6 +194,16 @@ class EngineRow(Table, table=True):
     pid: int | None = None
     restarts: int
     capabilities: Capabilities | None = _json(Capabilities, nullable=True)
+
+
+class SnapshotRow(Table, table=True):
+    __tablename__ = "snapshots"
+
+    model_id: str = Field(primary_key=True)
+    seq_id: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))
+    directory: str
+    size_bytes: int = Field(sa_type=BigInteger)
+    created_at: datetime = _time()
 
 
 class RetentionRow(Table, table=True):

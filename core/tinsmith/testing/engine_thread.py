@@ -37,7 +37,6 @@ def engine_thread(settings: Settings, model: ModelSettings, plugins: Plugins, st
 
 
 async def _start(settings: Settings, model: ModelSettings, plugins: Plugins, store: RequestStore) -> Engine:
-    await store.abandon(model.name, "the engine was restarted")
     section = model.backend or PluginSection(plugin="toy")
     spec = plugins.backend(section.plugin)
     context = BackendContext(
@@ -47,9 +46,8 @@ async def _start(settings: Settings, model: ModelSettings, plugins: Plugins, sto
         losses=plugins.losses(),
     )
     backend = spec.create(spec.config.model_validate(section.options()), context)
-    await _report_ready(store, model.name, backend.capabilities)
     scheduler = plugins.scheduler(settings.scheduler.plugin)
-    return Engine(
+    engine = Engine(
         base_model=model.name,
         store=store,
         scheduler=scheduler.create(scheduler.config.model_validate(settings.scheduler.options())),
@@ -61,7 +59,11 @@ async def _start(settings: Settings, model: ModelSettings, plugins: Plugins, sto
         gap_timeout_s=settings.server.gap_timeout_s,
         resident_snapshots=model.resident_snapshots,
         on_finished=plugins.operation_finished,
+        recovery=settings.recovery,
     )
+    await engine.recover("the engine was restarted", lambda _what, _share: None)
+    await _report_ready(store, model.name, backend.capabilities)
+    return engine
 
 
 async def _report_ready(store: RequestStore, base_model: str, capabilities: Capabilities) -> None:

@@ -46,6 +46,8 @@ from tinsmith.store import (
     SamplerCreated,
     SamplerRecord,
     SessionRecord,
+    SnapshotRecord,
+    SnapshotTaken,
 )
 
 BASE = "org/base-model"
@@ -112,6 +114,12 @@ def a_checkpoint(name: str = "first", **more: Any) -> CheckpointRecord:  # Any: 
         **more,
     }
     return CheckpointRecord(path=f"tinker://s1:train:0/weights/{name}", **values)
+
+
+def a_snapshot(seq_id: int, model_id: str = "s1:train:0") -> SnapshotRecord:
+    return SnapshotRecord(
+        model_id=model_id, seq_id=seq_id, directory=f"{model_id}/{seq_id}", size_bytes=2**40, created_at=NOW
+    )
 
 
 async def a_model(store: RequestStore, model_id: str = "s1:train:0", tenant: str = "ann") -> str:
@@ -625,39 +633,162 @@ class RequestStoreContract:
         assert (await store.get_run("s1:train:0")).state == RunState.UNLOADED
         assert await claim(store) == []
 
-    async def test_an_abandoned_engine_loses_its_models(self, store: RequestStore) -> None:
+    # recovery
+
+    async def test_what_was_running_is_queued_again(self, store: RequestStore) -> None:
         await a_model(store)
-        running = await store.submit(an_operation(seq_id=1))
+        running = [await store.submit(an_operation(seq_id=seq_id)) for seq_id in (1, 2)]
         await claim(store)
-        queued = await store.submit(an_operation(seq_id=2))
+        await store.complete([done(running[0])])
+        queued = await store.submit(an_operation(seq_id=3))
         sample = await store.submit(a_sample())
         assert await claim(store, ordered=False) == [sample]
-        await store.create_session(a_session("s2"), idempotency_key=None)
-        unborn = await store.create_run(a_run("s2:train:0"), a_creation("s2:train:0"))
-        waiter = asyncio.create_task(store.wait_for(running, LONG_S))
-
-        assert await store.abandon(BASE, "engine 1 died") == ["s1:train:0"]
-        assert (await waiter).state == OperationState.FAILED
-        for request_id in (running, queued):
-            failed = await failure_of(store, request_id)
-            assert failed.category == "server"
-            assert "engine 1 died" in failed.message
-            assert "checkpoint" in failed.message
+        waiter = asyncio.create_task(store.wait_for(running[1], LONG_S))
+        assert await store.requeue(BASE, max_attempts=3, reason="killed") == []
+        assert await state_of(store, running[1]) == OperationState.QUEUED
         run = await store.get_run("s1:train:0")
-        assert (run.state, run.state_reason) == (RunState.LOST, "engine 1 died")
-        later = await store.submit(an_operation(seq_id=3))
-        assert "engine 1 died" in (await failure_of(store, later)).message
-        assert set(await claim(store)) == {sample, unborn}
+        assert (run.state, run.next_seq_id, run.applied_seq_id) == (RunState.READY, 2, 1)
+        # what an engine died of may not take others with it
+        assert await claim(store, 1, alone=True) == [running[1]]
+        assert await claim(store, alone=True) == []
+        assert set(await claim(store)) == {queued, sample}
+        await store.complete([done(running[1])])
+        assert (await waiter).state == OperationState.SUCCEEDED
+
+    async def test_an_operation_that_ends_every_engine_fails_alone(self, store: RequestStore) -> None:
+        await a_model(store)
+        poison = await store.submit(an_operation(seq_id=1))
+        behind = await store.submit(an_operation(seq_id=2))
+        await claim(store, 1)
+        for _ in range(2):
+            assert await store.requeue(BASE, max_attempts=3, reason="killed by signal 9") == []
+            assert await claim(store, alone=True) == [poison]
+        assert await store.requeue(BASE, max_attempts=3, reason="killed by signal 9") == [poison]
+        failed = await failure_of(store, poison)
+        assert failed.category == "server"
+        assert "3 times" in failed.message
+        assert "killed by signal 9" in failed.message
+        run = await store.get_run("s1:train:0")
+        assert (run.state, run.applied_seq_id) == (RunState.READY, 1)
+        assert await claim(store) == [behind]
+
+    async def test_a_creation_that_ends_every_engine_is_a_lost_model(self, store: RequestStore) -> None:
+        await store.create_session(a_session(), idempotency_key=None)
+        created = await store.create_run(a_run(), a_creation())
+        behind = await store.submit(an_operation(seq_id=1))
+        for _ in range(3):
+            await claim(store, 1)
+            await store.requeue(BASE, max_attempts=3, reason="killed by signal 9")
+        for request_id in (created, behind):
+            assert "killed by signal 9" in (await failure_of(store, request_id)).message
+        assert (await store.get_run("s1:train:0")).state == RunState.LOST
+
+    async def test_an_orderly_stop_is_no_attempt(self, store: RequestStore) -> None:
+        request_id = await store.submit(a_sample())
+        for _ in range(10):
+            assert await claim(store) == [request_id]
+            assert await store.requeue(BASE, max_attempts=1, reason=None) == []
+        assert await claim(store, alone=True) == []
+        assert await claim(store) == [request_id]
 
     async def test_a_sample_that_ends_every_engine_is_given_up(self, store: RequestStore) -> None:
         request_id = await store.submit(a_sample())
-        for _ in range(10):
-            if await claim(store) != [request_id]:
-                break
-            await store.abandon(BASE, "killed by signal 9")
+        assert await claim(store) == [request_id]
+        await store.requeue(BASE, max_attempts=3, reason="killed by signal 9")
+        assert await claim(store, alone=True) == []  # many may have been running: they are tried together once more
+        assert await claim(store) == [request_id]
+        await store.requeue(BASE, max_attempts=3, reason="killed by signal 9")
+        assert await claim(store, alone=True) == [request_id]
+        assert await store.requeue(BASE, max_attempts=3, reason="killed by signal 9") == [request_id]
         failed = await failure_of(store, request_id)
         assert failed.category == "server"
         assert "killed by signal 9" in failed.message
+
+    async def test_the_log_and_the_snapshots_of_a_live_model(self, store: RequestStore) -> None:
+        created = await a_model(store)
+        first, second, third = [await store.submit(an_operation(seq_id=seq_id)) for seq_id in (1, 2, 3)]
+        await claim(store)
+        ephemeral = SamplerRecord(
+            sampling_session_id="s1:sample:0",
+            session_id="s1",
+            tenant="ann",
+            base_model=BASE,
+            created_at=NOW,
+            snapshot_id="s1:sample:0",
+            model_id="s1:train:0",
+        )
+        await store.complete([done(first, None, SamplerCreated(record=ephemeral)), done(second, Failed(message="no"))])
+        records = await store.replayable("s1:train:0", after_seq_id=-1, limit=9)
+        assert [record.request_id for record in records] == [created, first]
+        assert records[1].payload == b"s1:train:0 1"
+        assert records[1].result_kind == "optim_step_output"
+        assert await store.replayable("s1:train:0", after_seq_id=0, limit=1) == records[1:]
+        (live,) = await store.live_models(BASE)
+        assert (live.run.applied_seq_id, live.snapshots, live.ephemeral) == (2, (), ("s1:sample:0",))
+
+        snapshots = [a_snapshot(seq_id) for seq_id in range(4)]
+        with pytest.raises(ServerError, match="ahead"):
+            await store.add_snapshot(snapshots[3], keep=2)
+        for snapshot in snapshots[:3]:
+            await store.add_snapshot(snapshot, keep=2)
+        assert await store.list_snapshots("s1:train:0") == [snapshots[2], snapshots[1]]
+        await store.complete([done(third, None, SnapshotTaken(record=snapshots[3], keep=2))])
+        (live,) = await store.live_models(BASE)
+        assert live.snapshots == (snapshots[3], snapshots[2])
+        await store.drop_snapshot("s1:train:0", 3)
+        assert await store.list_snapshots("s1:train:0") == [snapshots[2]]
+
+    async def test_a_model_that_ends_has_no_snapshots(self, store: RequestStore) -> None:
+        for number, ending in enumerate([RunState.UNLOADED, RunState.LOST]):
+            model_id = f"s{number}:train:0"
+            await a_model(store, model_id)
+            await store.add_snapshot(a_snapshot(0, model_id), keep=2)
+            last = await store.submit(an_operation(model_id, seq_id=1))
+            await claim(store)
+            await store.complete([done(last, None, RunStateChanged(model_id=model_id, state=ending))])
+            assert await store.list_snapshots(model_id) == []
+            with pytest.raises(ServerError, match="not live"):
+                await store.add_snapshot(a_snapshot(0, model_id), keep=2)
+        assert await store.live_models(BASE) == []
+
+    async def test_a_model_that_cannot_be_rebuilt_is_lost_alone(self, store: RequestStore) -> None:
+        await a_model(store)
+        await a_model(store, "s2:train:0")
+        running = await store.submit(an_operation(seq_id=1))
+        await claim(store)
+        queued = await store.submit(an_operation(seq_id=2))
+        await store.lose_run("s1:train:0", "its log is incomplete")
+        await store.note_run("s2:train:0", "look at this")
+        await store.note_run("s1:train:0", "no longer")
+        run, other = await store.get_run("s1:train:0"), await store.get_run("s2:train:0")
+        assert (run.state, run.state_reason) == (RunState.LOST, "its log is incomplete")
+        assert (other.state, other.state_reason) == (RunState.READY, "look at this")
+        later = await store.submit(an_operation(seq_id=3))
+        for request_id in (running, queued, later):
+            failed = await failure_of(store, request_id)
+            assert failed.category == "server"
+            assert "its log is incomplete" in failed.message
+            assert "checkpoint" in failed.message
+        assert [live.run.model_id for live in await store.live_models(BASE)] == ["s2:train:0"]
+
+    async def test_what_a_recovery_needs_is_not_pruned(self, store: RequestStore) -> None:
+        await a_model(store)
+        steps = [await store.submit(an_operation(seq_id=seq_id)) for seq_id in range(1, 5)]
+        samples = [await store.submit(a_sample(number)) for number in range(3)]
+        await claim(store)
+        await store.complete([done(each) for each in steps + samples])
+        later = datetime.now(UTC) + timedelta(hours=1)
+        assert await store.prune(later) == len(samples)
+        await store.add_snapshot(a_snapshot(2), keep=2)
+        await store.add_snapshot(a_snapshot(4), keep=2)
+        assert await store.prune(later) == 3
+        kept = await store.replayable("s1:train:0", after_seq_id=-1, limit=9)
+        assert [record.seq_id for record in kept] == [3, 4]
+        assert (await store.live_models(BASE))[0].pruned_seq_id == 2
+        await store.lose_run("s1:train:0", "for some reason")
+        assert await store.prune(later) == 2
+
+    # engines
 
     async def test_engines_are_reported(self, store: RequestStore, other: RequestStore) -> None:
         capabilities = Capabilities(
@@ -705,6 +836,7 @@ class RequestStoreContract:
         pending = await store.submit(a_sample())
         await claim(store)
         await store.complete([done(first)])
+        await store.add_snapshot(a_snapshot(1), keep=2)
         assert await store.prune(NOW) == 0
         assert await store.prune(datetime.now(UTC) + timedelta(hours=1)) == 2
         for request_id in (created, first):

@@ -1,0 +1,149 @@
+"""Rebuilding the models that an engine held: the newest good snapshot, then the operations after it once more.
+
+Training state is a function of the log: creation, passes, optimizer steps and loads that succeeded, in seq_id order.
+What replayed operations return is compared with what was recorded.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tinsmith import operations as ops
+from tinsmith.codec import decode_operation, decode_result
+from tinsmith.errors import ModelLostError, TinsmithError
+from tinsmith.execution import BackendFailedError, Execution
+from tinsmith.replay_comparison import difference
+from tinsmith.snapshots import Snapshots
+from tinsmith.store import LiveModel, OperationRecord, RequestStore
+from tinsmith.training_snapshots import TrainingSnapshots
+
+_PAGE = 32  # operations in memory
+_CHANGING = frozenset({"create_model", "forward_backward", "optim_step", "load_state"})
+
+RecoveryProgress = Callable[[str, float], None]
+"""Called with what is being rebuilt, and the share of the models done, 0 to 1."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Rebuilding:
+    """How far one model has come."""
+
+    live: LiveModel
+    number: int
+    of: int
+    seq_id: int = -1
+    changes: int = 0
+    differences: list[str] = field(default_factory=list)
+
+
+class Recovery:
+    """Runs once, before the engine claims anything."""
+
+    def __init__(
+        self,
+        *,
+        base_model: str,
+        store: RequestStore,
+        execution: Execution,
+        snapshots: Snapshots | None,
+        training_snapshots: TrainingSnapshots,
+        progress: RecoveryProgress,
+    ) -> None:
+        self._base_model = base_model
+        self._store = store
+        self._execution = execution
+        self._snapshots = snapshots
+        self._training_snapshots = training_snapshots
+        self._progress = progress
+
+    async def run(self) -> None:
+        """Rebuild every live model; one that cannot be is lost alone, with the reason.
+
+        Raise BackendFailedError where the backend failed: the model that it failed in is lost, the others are there
+        for the next engine.
+        """
+        models = await self._store.live_models(self._base_model)
+        await self._training_snapshots.keep_only({live.run.model_id for live in models})
+        if self._snapshots is not None:
+            await self._snapshots.adopt({name: live.run.model_id for live in models for name in live.ephemeral})
+        for number, live in enumerate(models, start=1):
+            await self._rebuild_or_lose(_Rebuilding(live, number, len(models)))
+
+    async def _rebuild_or_lose(self, model: _Rebuilding) -> None:
+        run = model.live.run
+        try:
+            await self._rebuild(model)
+        except (TinsmithError, BackendFailedError) as error:
+            reason = f"it could not be rebuilt after its engine had ended: {error}"
+            _log.exception("model %s is lost: %s", run.model_id, reason)
+            await self._store.lose_run(run.model_id, reason)
+            if isinstance(error, BackendFailedError):
+                raise
+            await self._execution.discard(run.model_id, reason)
+            await self._training_snapshots.forget(run.model_id)
+            return
+        _log.info(
+            "rebuilt %s: %d operations replayed, up to seq_id %d", run.model_id, model.changes, run.applied_seq_id
+        )
+        self._training_snapshots.ran(run.model_id, run.applied_seq_id, changes=model.changes)
+        if model.differences:
+            note = (
+                f"{len(model.differences)} operations replayed after a restart gave other results than they gave at "
+                f"first, the first of them {model.differences[0]}"
+            )
+            await self._store.note_run(run.model_id, note)
+
+    async def _rebuild(self, model: _Rebuilding) -> None:
+        self._say(model)
+        await self._restore_newest(model)
+        while page := await self._store.replayable(model.live.run.model_id, after_seq_id=model.seq_id, limit=_PAGE):
+            for record in page:
+                await self._replay(model, record)
+                model.seq_id = record.seq_id
+                self._say(model)
+
+    async def _restore_newest(self, model: _Rebuilding) -> None:
+        run = model.live.run
+        for snapshot in model.live.snapshots:
+            try:
+                state = await self._training_snapshots.read(snapshot)
+            except TinsmithError:
+                _log.exception("snapshot %s is damaged; going back to the one before", snapshot.directory)
+                await self._store.drop_snapshot(run.model_id, snapshot.seq_id)
+                continue
+            await self._execution.restore(run.model_id, run.lora, state)
+            model.seq_id = snapshot.seq_id
+            break
+        if model.live.pruned_seq_id > model.seq_id:
+            msg = (
+                f"there is no good snapshot of it, and its log is incomplete: operations up to seq_id "
+                f"{model.live.pruned_seq_id} are past their retention"
+            )
+            raise ModelLostError(msg)
+
+    async def _replay(self, model: _Rebuilding, record: OperationRecord) -> None:
+        if record.kind not in _CHANGING and record.kind != "save_for_sampler":
+            return
+        if record.payload is None:
+            msg = f"its log is incomplete: the {record.kind} with seq_id {record.seq_id} has no content any more"
+            raise ModelLostError(msg)
+        operation = decode_operation(record.kind, record.payload)
+        if isinstance(operation, ops.SaveForSampler):
+            await self._execution.publish_again(operation)
+            return
+        replayed = await self._execution.replay(operation, record)
+        model.changes += 1
+        if record.result_kind is None or record.result is None:
+            return
+        differs = difference(decode_result(record.result_kind, record.result), replayed)
+        if differs is not None:
+            which = f"{record.kind} with seq_id {record.seq_id}, {differs}"
+            _log.error("the replay of %s differs from the recorded result: %s", record.stream, which)
+            model.differences.append(which)
+
+    def _say(self, model: _Rebuilding) -> None:
+        done, total = model.seq_id + 1, model.live.run.applied_seq_id + 1
+        text = f"rebuilding model {model.number} of {model.of}, at operation {done} of {total}"
+        self._progress(text, (model.number - 1 + min(done / max(total, 1), 1.0)) / model.of)

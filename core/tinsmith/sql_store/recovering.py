@@ -1,0 +1,170 @@
+"""What an engine that starts needs: what was running, the models to rebuild, their snapshots and operations."""
+
+import sqlalchemy
+from sqlalchemy import delete
+from sqlmodel import Session, col, select
+
+from tinsmith.errors import ServerError
+from tinsmith.operations import Failed
+from tinsmith.sql_store import log, submitting
+from tinsmith.sql_store.tables import (
+    OPERATIONS,
+    PAYLOADS,
+    RESULTS,
+    RUNNING,
+    OperationRow,
+    RunRow,
+    SamplerRow,
+    SnapshotRow,
+    to_record,
+    to_row,
+)
+from tinsmith.sql_store.writer import Transaction
+from tinsmith.store import LiveModel, OperationRecord, OperationState, RunRecord, RunState, SnapshotRecord
+
+_CREATION = "create_model"
+
+
+def requeue(tx: Transaction, base_model: str, max_attempts: int, reason: str | None) -> list[str]:
+    running = select(OperationRow).where(OperationRow.base_model == base_model, RUNNING).order_by(col(OperationRow.id))
+    failed = []
+    for row in tx.session.exec(running).all():
+        if reason is not None and row.attempts >= max_attempts:
+            failed.append(row.request_id)
+            _give_up(tx, row, reason)
+            continue
+        if reason is None:
+            row.attempts -= 1
+        else:
+            row.alone = row.ordered or row.attempts >= max_attempts - 1
+        row.state, row.started_at, row.engine_id = OperationState.QUEUED, None, None
+        if row.ordered:
+            run = log.locked_run(tx.session, row.stream)
+            assert run is not None
+            run.next_seq_id = min(run.next_seq_id, row.seq_id)
+    tx.wake.append(log.work_topic(base_model))
+    return failed
+
+
+def _give_up(tx: Transaction, row: OperationRow, reason: str) -> None:
+    """Fail the operation alone. Its number is used up; a model whose creation it was can never be there."""
+    message = f"the engine ended {row.attempts} times while this {row.kind} ran, so it is not tried again: {reason}"
+    log.finish(tx, [row], Failed(message=message, category="server"))
+    run = log.locked_run(tx.session, row.stream) if row.ordered else None
+    if run is not None:
+        run.applied_seq_id = max(run.applied_seq_id, row.seq_id)
+        if row.kind == _CREATION:
+            tx.session.flush()
+            _lose(tx, run, f"it could not be created: {message}")
+
+
+def lose_all(tx: Transaction, base_model: str, reason: str) -> None:
+    """Lose every model that an engine has begun to create."""
+    live = select(RunRow).where(
+        RunRow.base_model == base_model, col(RunRow.state).in_(log.LIVE), col(RunRow.next_seq_id) > 0
+    )
+    for run in tx.session.exec(live.with_for_update()).all():
+        _lose(tx, run, reason)
+
+
+def lose_run(tx: Transaction, model_id: str, reason: str) -> None:
+    run = log.locked_run(tx.session, model_id)
+    if run is not None and run.state in log.LIVE:
+        _lose(tx, run, reason)
+
+
+def _lose(tx: Transaction, run: RunRow, reason: str) -> None:
+    run.state, run.state_reason = RunState.LOST, reason
+    drop_snapshots(tx.session, run.model_id)
+    pending = select(OperationRow).where(
+        OperationRow.stream == run.model_id, col(OperationRow.state).not_in(log.FINISHED)
+    )
+    log.finish(tx, tx.session.exec(pending).all(), submitting.lost(run.model_id, reason))
+    tx.session.flush()
+
+
+def note_run(tx: Transaction, model_id: str, note: str) -> None:
+    run = log.locked_run(tx.session, model_id)
+    if run is not None and run.state in log.LIVE:
+        run.state_reason = note
+
+
+def live_models(session: Session, base_model: str) -> list[LiveModel]:
+    ready = (
+        select(RunRow)
+        .where(RunRow.base_model == base_model, RunRow.state == RunState.READY)
+        .order_by(col(RunRow.created_at), col(RunRow.model_id))
+    )
+    return [
+        LiveModel(
+            run=to_record(run, RunRecord),
+            pruned_seq_id=run.pruned_seq_id,
+            snapshots=tuple(list_snapshots(session, run.model_id)),
+            ephemeral=_ephemeral(session, run),
+        )
+        for run in session.exec(ready).all()
+    ]
+
+
+def _ephemeral(session: Session, run: RunRow) -> tuple[str, ...]:
+    samplers = select(SamplerRow.sampling_session_id).where(
+        SamplerRow.session_id == run.session_id,
+        SamplerRow.model_id == run.model_id,
+        SamplerRow.snapshot_id == SamplerRow.sampling_session_id,
+    )
+    return tuple(session.exec(samplers))
+
+
+def replayable(session: Session, model_id: str, after_seq_id: int, limit: int) -> list[OperationRecord]:
+    query = (
+        sqlalchemy.select(*log.RECORD_COLUMNS, PAYLOADS.c.payload, RESULTS.c.result_kind, RESULTS.c.result)
+        .join_from(OPERATIONS, PAYLOADS, PAYLOADS.c.operation_id == OPERATIONS.c.id, isouter=True)
+        .join(RESULTS, RESULTS.c.operation_id == OPERATIONS.c.id, isouter=True)
+        .where(
+            OPERATIONS.c.stream == model_id,
+            OPERATIONS.c.seq_id > after_seq_id,
+            OPERATIONS.c.state == OperationState.SUCCEEDED,
+        )
+        .order_by(OPERATIONS.c.seq_id)
+        .limit(limit)
+    )
+    return [OperationRecord(**row) for row in session.connection().execute(query).mappings()]
+
+
+def add_snapshot(tx: Transaction, record: SnapshotRecord, keep: int) -> None:
+    run = log.locked_run(tx.session, record.model_id)
+    if run is None or run.state not in log.LIVE:
+        msg = f"model {record.model_id!r} is not live any more, so its snapshot is not kept"
+        raise ServerError(msg)
+    if record.seq_id > run.applied_seq_id:
+        msg = (
+            f"a snapshot of {record.model_id!r} as of seq_id {record.seq_id} is ahead of the recorded results, which "
+            f"end with {run.applied_seq_id}"
+        )
+        raise ServerError(msg)
+    keep_newest(tx.session, record, keep)
+
+
+def keep_newest(session: Session, record: SnapshotRecord, keep: int) -> None:
+    session.merge(to_row(record, SnapshotRow))
+    session.flush()
+    for row in session.exec(_of(record.model_id).offset(keep).limit(1000)).all():
+        session.delete(row)
+
+
+def list_snapshots(session: Session, model_id: str) -> list[SnapshotRecord]:
+    return [to_record(row, SnapshotRecord) for row in session.exec(_of(model_id))]
+
+
+def drop_snapshot(tx: Transaction, model_id: str, seq_id: int) -> None:
+    row = tx.session.get(SnapshotRow, (model_id, seq_id))
+    if row is not None:
+        tx.session.delete(row)
+
+
+def drop_snapshots(session: Session, model_id: str) -> None:
+    session.connection().execute(delete(SnapshotRow).where(col(SnapshotRow.model_id) == model_id))
+
+
+def _of(model_id: str):  # type: ignore[no-untyped-def]  # sqlmodel's select has no public name
+    return select(SnapshotRow).where(SnapshotRow.model_id == model_id).order_by(col(SnapshotRow.seq_id).desc())

@@ -1,0 +1,122 @@
+"""The training snapshots of one engine: when one is due, writing it, and removing what is not needed any more.
+
+A snapshot is a training checkpoint below the recovery root, registered in the store once it is whole.
+"""
+
+import asyncio
+import shutil
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from tinsmith.backend import ModelState
+from tinsmith.checkpoints import delete_checkpoint, read_checkpoint, write_checkpoint
+from tinsmith.settings import RecoverySettings
+from tinsmith.store import RequestStore, SnapshotRecord
+
+
+@dataclass(slots=True)
+class _Model:
+    seq_id: int = -1  # the last operation that has run
+    operations: int = 0  # that changed the state since the last snapshot
+    taken_at_s: float = field(default_factory=time.monotonic)
+    busy: bool = False  # one is being written in the background
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class TrainingSnapshots:
+    """Belongs to one event loop; files are written in other threads."""
+
+    def __init__(self, store: RequestStore, *, root: Path, base_model: str, settings: RecoverySettings) -> None:
+        self._store = store
+        self._root = root
+        self._base_model = base_model
+        self._settings = settings
+        self._models: dict[str, _Model] = {}
+
+    @property
+    def keep(self) -> int:
+        return self._settings.keep_snapshots
+
+    def ran(self, model_id: str, seq_id: int, *, changes: int) -> None:
+        """Note that an operation has run on the backend, and how many changes of the state that makes."""
+        model = self._models.setdefault(model_id, _Model())
+        model.seq_id = seq_id
+        model.operations += changes
+
+    def due(self, model_id: str) -> bool:
+        model = self._models[model_id]
+        if model.busy or model.operations == 0:
+            return False
+        late = time.monotonic() - model.taken_at_s >= self._settings.snapshot_every_s
+        return late or model.operations >= self._settings.snapshot_every_operations
+
+    def begin(self, model_id: str) -> int:
+        """Start a new count; return the operation whose state is to be captured now. `end` must follow."""
+        model = self._models[model_id]
+        model.operations, model.taken_at_s, model.busy = 0, time.monotonic(), True
+        return model.seq_id
+
+    def end(self, model_id: str) -> None:
+        if (model := self._models.get(model_id)) is not None:
+            model.busy = False
+
+    async def write(self, model_id: str, seq_id: int, state: ModelState) -> SnapshotRecord:
+        """Make it durable; it does not count before it is registered. Raise ServerError where the disk refuses."""
+        directory = f"{model_id}/{seq_id}"
+        now = datetime.now(UTC)
+        write = partial(
+            write_checkpoint,
+            kind="training",
+            state=state,
+            base_model=self._base_model,
+            user_metadata={},
+            created_at=now,
+            overwrite=True,
+        )
+        async with self._models.setdefault(model_id, _Model()).writing:
+            size = await asyncio.to_thread(write, self._root, directory)
+        return SnapshotRecord(model_id=model_id, seq_id=seq_id, directory=directory, size_bytes=size, created_at=now)
+
+    async def register(self, record: SnapshotRecord) -> None:
+        """Raise ServerError where the results up to it are not recorded, or the model has ended."""
+        await self._store.add_snapshot(record, keep=self.keep)
+        await self.tidy(record.model_id)
+
+    async def tidy(self, model_id: str) -> None:
+        """Remove the files of those that are not registered."""
+        model = self._models.setdefault(model_id, _Model())
+        async with model.writing:
+            kept = {str(record.seq_id) for record in await self._store.list_snapshots(model_id)}
+            await asyncio.to_thread(_remove_others, self._root, model_id, kept)
+
+    async def forget(self, model_id: str) -> None:
+        """Remove everything of a model that has ended."""
+        model = self._models.pop(model_id, _Model())
+        async with model.writing:
+            await asyncio.to_thread(shutil.rmtree, self._root / model_id, ignore_errors=True)
+
+    async def keep_only(self, model_ids: Collection[str]) -> None:
+        """Remove what earlier engines left of models that have ended since."""
+        found = await asyncio.to_thread(_names, self._root)
+        for model_id in found - set(model_ids):
+            await self.forget(model_id)
+
+    async def read(self, record: SnapshotRecord) -> ModelState:
+        """Raise TinsmithError where it is missing or damaged."""
+        checkpoint = await asyncio.to_thread(read_checkpoint, self._root, record.directory)
+        return checkpoint.state
+
+
+def _remove_others(root: Path, model_id: str, kept: Collection[str]) -> None:
+    for name in _names(root / model_id) - set(kept):
+        delete_checkpoint(root, f"{model_id}/{name}")
+
+
+def _names(directory: Path) -> set[str]:
+    if not directory.is_dir():
+        return set()
+    return {path.name for path in directory.iterdir() if path.is_dir() and not path.name.startswith(".")}
