@@ -26,6 +26,7 @@ from tinsmith.store import StoreContext
 from tinsmith.testing.store_contract import BASE, NOW, a_sample, a_session
 
 WAIT_S = 30.0
+FIRST_SCHEMA = Path(__file__).parent / "schemas" / "0001.sql"  # a created model: one step done, one running, one queued
 
 
 def a_store(data_dir: Path, **config: object) -> SqlStore:
@@ -56,6 +57,20 @@ def _schema(connection: object) -> dict[str, list[str]]:
     skipped = ("sqlite_sequence", "alembic_version")
     parts = {name: "".join(sql.split()).replace('"', "").split(",") for name, sql in rows if name not in skipped}
     return {name: sorted(part.rstrip(")") for part in each) for name, each in parts.items()}
+
+
+async def test_a_run_of_the_first_schema_continues(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "tinsmith.db") as connection:
+        connection.executescript(FIRST_SCHEMA.read_text())
+    connection.close()
+    store = a_store(tmp_path)
+    await store.open()
+    (live,) = await store.live_models(BASE)
+    assert (live.run.model_id, live.run.applied_seq_id, live.snapshots) == ("s1:train:0", 1, ())
+    assert [each.seq_id for each in await store.replayable("s1:train:0", after_seq_id=-1, limit=9)] == [0, 1]
+    assert await store.requeue(BASE, max_attempts=3, reason="killed") == []
+    assert [each.seq_id for each in await store.claim(BASE, engine_id="new", max_operations=9)] == [2, 3]
+    await store.close()
 
 
 async def test_opening_again_changes_nothing(tmp_path: Path) -> None:

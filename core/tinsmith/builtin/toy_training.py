@@ -36,7 +36,8 @@ class TrainedModel:
     def accumulate(self, gradients: Mapping[str, Float64Array]) -> None:
         """Add one datum's gradient: in the order of the log, so that the bits do not depend on batching."""
         self.gradients = {
-            name: (self.gradients.get(name, 0.0) + gradient).astype(np.float32) for name, gradient in gradients.items()
+            name: np.ascontiguousarray(self.gradients.get(name, 0.0) + gradient, np.float32)
+            for name, gradient in gradients.items()
         }
 
     @quiet
@@ -44,7 +45,8 @@ class TrainedModel:
         """Step as torch.optim.AdamW does, clear the gradient, and return its norm before clipping."""
         self.step += 1
         gradients = {name: self.gradients.get(name, np.zeros_like(w)) for name, w in self.weights.items()}
-        norm = float(np.sqrt(sum(np.sum(g.astype(np.float64) ** 2) for g in gradients.values())))
+        # by name: the order in which a checkpoint gives the weights back must not show in the last bit
+        norm = float(np.sqrt(sum(np.sum(gradients[name].astype(np.float64) ** 2) for name in sorted(gradients))))
         clip = min(1.0, adam.grad_clip_norm / (norm + _CLIP_EPS)) if adam.grad_clip_norm > 0 else 1.0
         for name, weight in self.weights.items():
             gradient = gradients[name] * np.float64(clip)

@@ -1,0 +1,533 @@
+"""Engines that die at chosen points, with the toy backend: the next one goes on as if nothing had happened."""
+
+import asyncio
+import shutil
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinsmith import operations as ops
+from tinsmith import training_snapshots
+from tinsmith.backend import BackendContext, ModelState
+from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
+from tinsmith.checkpoints import delete_checkpoint
+from tinsmith.engine import Engine, EngineFailedError
+from tinsmith.errors import ServerError
+from tinsmith.fair_scheduler import FairConfig, FairScheduler
+from tinsmith.losses import BUILTIN_LOSSES
+from tinsmith.settings import RecoverySettings
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.store import SqlStore
+from tinsmith.store import OperationState, RunState, StoreContext
+from tinsmith.testing.engine_driver import WAIT_S, EngineDriver
+
+LOSSES = {loss.name: loss for loss in BUILTIN_LOSSES}
+MODEL = "s1:train:0"
+POISON = 13  # a token
+
+
+class FragileBackend(ToyBackend):
+    """The toy backend; it fails where a pass holds POISON, or where told to."""
+
+    def __init__(self, cache_dir: Path) -> None:
+        super().__init__(
+            ToyConfig(), BackendContext(model_name="toy", model_path=None, cache_dir=cache_dir, losses=LOSSES)
+        )
+        self.calls: list[str] = []
+        self.fail_in: str | None = None
+        self.held: threading.Event | None = None
+        self.drift = 0.0
+
+    def forward_backward(self, ops: Sequence[ops.ForwardBackward]) -> Any:
+        self._called("forward_backward")
+        if self.held is not None:
+            assert self.held.wait(WAIT_S)
+        if any(POISON in datum.tokens_T for op in ops for datum in op.data):
+            raise RuntimeError("poison")
+        results = super().forward_backward(ops)
+        for result in results:
+            assert not isinstance(result, Failed)
+            result.loss_fn_outputs[0]["logprobs"][...] += self.drift
+        return results
+
+    def optim_step(self, ops: Sequence[ops.OptimStep]) -> Any:
+        self._called("optim_step")
+        return super().optim_step(ops)
+
+    def capture_state(self, model_id: str) -> ModelState:
+        self._called("capture_state")
+        return super().capture_state(model_id)
+
+    def publish(self, model_id: str, snapshot_id: str) -> Any:
+        self._called("publish")
+        return super().publish(model_id, snapshot_id)
+
+    async def sample(self, op: ops.Sample) -> Any:
+        self._called("sample")
+        return await super().sample(op)
+
+    def _called(self, what: str) -> None:
+        self.calls.append(what)
+        if self.fail_in == what:
+            raise RuntimeError(f"failed in {what}")
+
+
+Failed = ops.Failed
+
+
+@dataclass
+class Setup:
+    data_dir: Path
+    store: SqlStore
+    backend: FragileBackend = field(init=False)
+    engines: int = 0
+    progress: list[tuple[str, float]] = field(default_factory=list)
+
+    def make_engine(self, **recovery: Any) -> Engine:
+        """Each has a backend of its own, which remembers nothing."""
+        self.engines += 1
+        self.backend = FragileBackend(self.data_dir)
+        self.progress.clear()
+        return Engine(
+            base_model="toy",
+            store=self.store,
+            scheduler=FairScheduler(FairConfig()),
+            backend=self.backend,
+            sampler=self.backend,
+            losses=LOSSES,
+            checkpoint_root=self.data_dir / "checkpoints",
+            engine_id=f"engine-{self.engines}",
+            gap_timeout_s=600.0,
+            resident_snapshots=8,
+            on_finished=lambda _: None,
+            recovery=RecoverySettings(**{"snapshot_every_operations": 1000, **recovery}),
+        )
+
+    @asynccontextmanager
+    async def engine(self, **recovery: Any) -> AsyncIterator[asyncio.Task[None]]:
+        """Run one until the block ends; then it is killed, as far as that can be done to a task."""
+        engine = self.make_engine(**recovery)
+        await engine.recover("killed", lambda what, share: self.progress.append((what, share)))
+        task = asyncio.create_task(engine.run())
+        try:
+            yield task
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError, EngineFailedError):
+                await task
+
+    async def dies(self, **recovery: Any) -> None:
+        """Run an engine until it fails."""
+        async with self.engine(**recovery) as task:
+            await asyncio.wait([task], timeout=WAIT_S)
+            assert task.done()
+
+    def snapshots(self) -> list[str]:
+        directory = self.data_dir / "recovery" / "toy" / MODEL
+        return sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():  # noqa: ASYNC110 - files appear without telling
+                await asyncio.sleep(0.005)
+
+    async def registered(self, client: EngineDriver, number: int = 1) -> None:
+        """Have the model scored, which changes nothing, until the snapshots that are due have been taken."""
+        async with asyncio.timeout(WAIT_S):
+            while len(await self.store.list_snapshots(MODEL)) < number:
+                await client.run(ops.Forward(model_id=MODEL, data=a_pass(client).data))
+
+
+@pytest.fixture
+async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
+    store = SqlStore(SqlStoreConfig(synchronous="off", safety_poll_s=600.0), StoreContext(data_dir=tmp_path))
+    await store.open()
+    yield Setup(tmp_path, store)
+    await store.close()
+
+
+@pytest.fixture
+async def client(setup: Setup) -> EngineDriver:
+    client = EngineDriver(setup.store, "toy")
+    await client.open_session()
+    return client
+
+
+def a_pass(client: EngineDriver, *tokens: int) -> ops.ForwardBackward:
+    targets = np.array(tokens or (1, 2, 3, 4), np.int64)
+    inputs = {"target_tokens": targets, "weights": np.ones(len(targets), np.float32)}
+    datum = ops.Datum(tokens_T=targets.astype(np.int32), loss_inputs=inputs)
+    return ops.ForwardBackward(model_id=client.model_id(), data=(datum,))
+
+
+def a_step(client: EngineDriver) -> ops.OptimStep:
+    return ops.OptimStep(model_id=client.model_id(), adam=ops.AdamParams(learning_rate=0.01))
+
+
+def a_sample(client: EngineDriver, snapshot_id: str | None = None) -> ops.Sample:
+    return ops.Sample(
+        sampling_session_id=f"{client.session_id}:sample:9",
+        snapshot_id=snapshot_id,
+        prompt_P=np.array([1, 2, 3], np.int32),
+        params=ops.SamplingParams(max_tokens=6, seed=1, stop_at_eos=False),
+    )
+
+
+async def train(client: EngineDriver, *numbers: int) -> None:
+    for number in numbers:
+        await client.submit(a_pass(client, number + 1, 2, 3))
+        result = await client.run(a_step(client))
+        assert isinstance(result, ops.OptimStepOutput), result
+
+
+async def publish(client: EngineDriver, name: str) -> None:
+    result = await client.run(ops.SaveForSampler(model_id=MODEL, sampling_session_id=name))
+    assert isinstance(result, ops.WeightsSaved), result
+
+
+def bits(state: ModelState) -> dict[str, bytes | int]:
+    parts = {"weights": state.weights, "m": state.adam_m, "v": state.adam_v, "gradients": state.gradients}
+    arrays = {f"{part} {name}": array.tobytes() for part, named in parts.items() for name, array in named.items()}
+    return {**arrays, "step": state.step}
+
+
+@pytest.fixture
+async def undisturbed(tmp_path: Path) -> dict[str, bytes | int]:
+    """The state after creation, `train(0 .. 5)` and a pass."""
+    data_dir = tmp_path / "undisturbed"
+    data_dir.mkdir()
+    store = SqlStore(SqlStoreConfig(synchronous="off"), StoreContext(data_dir=data_dir))
+    await store.open()
+    setup = Setup(data_dir, store)
+    client = EngineDriver(store, "toy")
+    await client.open_session()
+    async with setup.engine():
+        await client.create_model()
+        await train(client, *range(6))
+        await client.run(a_pass(client))
+        state = bits(setup.backend.capture_state(MODEL))
+    await store.close()
+    return state
+
+
+@pytest.mark.parametrize("every", [1, 3, 1000])
+async def test_a_model_goes_on_bit_for_bit(
+    setup: Setup, client: EngineDriver, undisturbed: dict[str, bytes | int], every: int
+) -> None:
+    async with setup.engine(snapshot_every_operations=every):
+        await client.create_model()
+        await train(client, 0, 1, 2)
+        await client.submit(a_pass(client, 4, 2, 3))
+    async with setup.engine(snapshot_every_operations=every):
+        await client.run(a_step(client))
+        assert len(setup.snapshots()) <= 3
+    async with setup.engine(snapshot_every_operations=every):
+        assert setup.progress[-1][1] == 1.0
+        assert setup.progress[-1][0].endswith("model 1 of 1, at operation 9 of 9")
+        await train(client, 4, 5)
+        await client.run(a_pass(client))
+        assert bits(setup.backend.capture_state(MODEL)) == undisturbed
+    run = await setup.store.get_run(MODEL)
+    assert (run.state, run.state_reason, run.applied_seq_id) == (RunState.READY, None, 13)
+
+
+async def test_only_what_came_after_the_snapshot_is_replayed(setup: Setup, client: EngineDriver) -> None:
+    async with setup.engine(snapshot_every_operations=4):
+        await client.create_model()
+        await train(client, 0, 1, 2)
+        await setup.registered(client)
+    (snapshot,) = await setup.store.list_snapshots(MODEL)
+    assert setup.snapshots() == [str(snapshot.seq_id)]
+    async with setup.engine():
+        assert setup.backend.calls == (["forward_backward", "optim_step"] * 3)[snapshot.seq_id :]
+        assert len(setup.backend.calls) < 3
+
+
+async def test_a_stopped_engine_keeps_its_models(
+    setup: Setup, client: EngineDriver, undisturbed: dict[str, bytes | int]
+) -> None:
+    engine = setup.make_engine()
+    task = asyncio.create_task(engine.run())
+    await client.create_model()
+    await train(client, 0, 1)
+    setup.backend.held = threading.Event()
+    requests = []
+    for number in (2, 3, 4, 5):
+        requests += [await client.submit(a_pass(client, number + 1, 2, 3)), await client.submit(a_step(client))]
+    await setup.until(lambda: len(setup.backend.calls) > 4)
+    engine.stop()
+    setup.backend.held.set()
+    await asyncio.wait_for(task, WAIT_S)
+    states = {(await setup.store.get_operation(request_id)).state for request_id in requests}
+    assert OperationState.RUNNING not in states
+    assert OperationState.QUEUED in states
+    assert await setup.store.claim("toy", engine_id="x", max_operations=9, alone=True) == []
+    async with setup.engine():
+        await client.run(a_pass(client))
+        assert bits(setup.backend.capture_state(MODEL)) == undisturbed
+
+
+async def test_a_damaged_snapshot_falls_back_to_the_one_before(
+    setup: Setup, client: EngineDriver, undisturbed: dict[str, bytes | int]
+) -> None:
+    async with setup.engine(snapshot_every_operations=2):
+        await client.create_model()
+        await train(client, *range(6))
+        await setup.registered(client, 2)
+        await client.run(a_pass(client))
+    for damaged in (1, 2):
+        newest = (await setup.store.list_snapshots(MODEL))[0]
+        weights = setup.data_dir / "recovery" / "toy" / newest.directory / "adapter_model.safetensors"
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(content)
+        async with setup.engine():
+            assert bits(setup.backend.capture_state(MODEL)) == undisturbed
+        assert len(await setup.store.list_snapshots(MODEL)) == 2 - damaged
+
+
+async def test_a_log_that_was_pruned_needs_a_snapshot(setup: Setup, client: EngineDriver) -> None:
+    other = EngineDriver(setup.store, "toy", tenant="bob", session_id="s2")
+    await other.open_session()
+    async with setup.engine(snapshot_every_operations=2):
+        await client.create_model()
+        await other.create_model()
+        await train(client, *range(4))
+        await train(other, 0)
+        await setup.registered(client, 2)
+    assert await setup.store.prune(datetime.now(UTC) + timedelta(hours=1)) > 0
+    async with setup.engine():
+        await train(client, 4)
+    shutil.rmtree(setup.data_dir / "recovery" / "toy" / MODEL)
+    async with setup.engine():
+        failed = await client.run(a_step(client))
+        assert isinstance(failed, ops.Failed)
+        assert "log is incomplete" in failed.message
+        await train(other, 1)
+    assert (await setup.store.get_run(MODEL)).state == RunState.LOST
+
+
+async def test_what_a_model_was_loaded_from_may_go(setup: Setup, client: EngineDriver) -> None:
+    async with setup.engine():
+        await client.create_model()
+        await train(client, 0, 1)
+        await client.run(ops.SaveState(model_id=MODEL, path=client.path("x")))
+        await client.result(await client.create_model(1, checkpoint=client.path("x"), load_optimizer=True))
+        await train(client, 2)
+        await client.run(ops.LoadState(model_id=MODEL, path=client.path("x"), load_optimizer=False))
+        await train(client, 3)
+        wanted = [bits(setup.backend.capture_state(client.model_id(number))) for number in (0, 1)]
+        delete_checkpoint(setup.data_dir / "checkpoints", f"{MODEL}/weights/x")
+    async with setup.engine():
+        assert [bits(setup.backend.capture_state(client.model_id(number))) for number in (0, 1)] == wanted
+
+
+@pytest.mark.parametrize("every", [1, 1000])
+async def test_ephemeral_snapshots_survive(setup: Setup, client: EngineDriver, every: int) -> None:
+    async def sampled() -> list[float]:
+        found = []
+        for name in ("s1:sample:0", "s1:sample:1", None):
+            result = await client.run(a_sample(client, name))
+            assert isinstance(result, ops.SampleOutput), result
+            found += result.sequences[0].logprobs.tolist()
+        return found
+
+    async with setup.engine(snapshot_every_operations=every):
+        await client.create_model()
+        await train(client, 0)
+        await publish(client, "s1:sample:0")
+        await train(client, 1)
+        await publish(client, "s1:sample:1")
+        await train(client, 2)
+        wanted = await sampled()
+    for _ in range(2):
+        async with setup.engine():
+            assert await sampled() == wanted
+    async with setup.engine():
+        await setup.store.end_session("s1", "success", None)
+        await setup.until(lambda: not setup.snapshots() and not list((setup.data_dir / "snapshots").glob("*/*")))
+    assert await setup.store.list_snapshots(MODEL) == []
+
+
+@pytest.mark.parametrize("point", ["capture_state", "written", "registered"])
+async def test_dying_around_a_snapshot(
+    setup: Setup,
+    client: EngineDriver,
+    undisturbed: dict[str, bytes | int],
+    monkeypatch: pytest.MonkeyPatch,
+    point: str,
+) -> None:
+    reached = asyncio.Event()
+
+    async def hang(*_: Any, **__: Any) -> Any:
+        reached.set()
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        if point == "written":
+            patch.setattr(setup.store, "add_snapshot", hang)
+        if point == "registered":
+            patch.setattr(training_snapshots.TrainingSnapshots, "tidy", hang)
+        async with setup.engine(snapshot_every_operations=6) as task:
+            if point == "capture_state":
+                setup.backend.fail_in = point
+            await client.create_model()
+            for number in range(4):
+                await client.submit(a_pass(client, number + 1, 2, 3))
+                last = await client.submit(a_step(client))
+            await asyncio.wait([task, asyncio.create_task(reached.wait())], return_when=asyncio.FIRST_COMPLETED)
+    async with setup.engine():
+        assert isinstance(await client.result(last), ops.OptimStepOutput)
+        await train(client, 4, 5)
+        await client.run(a_pass(client))
+        assert bits(setup.backend.capture_state(MODEL)) == undisturbed
+
+
+async def test_dying_after_the_rename_and_before_the_record(
+    setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = [
+        ops.SaveState(model_id=MODEL, path=client.path("x")),
+        ops.SaveForSampler(model_id=MODEL, path=client.path("x", "sampler_weights")),
+        ops.ExportAdapter(model_id=MODEL, path=client.path("x", "external_weights")),
+    ]
+    async with setup.engine():
+        await client.create_model()
+        await train(client, 0)
+    for save in saves:
+        reached = asyncio.Event()
+
+        async def hang(*_: Any, reached: asyncio.Event = reached) -> None:
+            reached.set()
+            await asyncio.Event().wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(setup.store, "complete", hang)
+            async with setup.engine():
+                running = await client.submit(save)
+                await asyncio.wait_for(reached.wait(), WAIT_S)
+        async with setup.engine():
+            assert isinstance(await client.result(running), ops.WeightsSaved)
+            again = await client.run(save)
+            assert isinstance(again, ops.Failed)
+            assert "exists" in again.message
+
+
+async def test_poison_fails_alone(setup: Setup, client: EngineDriver, undisturbed: dict[str, bytes | int]) -> None:
+    other = EngineDriver(setup.store, "toy", tenant="bob", session_id="s2")
+    await other.open_session()
+    async with setup.engine():
+        await client.create_model()
+        await other.create_model()
+        await train(client, *range(5))
+        await train(other, 0)
+    beside = await other.submit(a_pass(other))
+    before = await client.submit(a_pass(client, 6, 2, 3))
+    poison = await client.submit(a_pass(client, POISON))
+    after = await client.submit(a_step(client))
+    for _ in range(3):
+        await setup.dies()
+    async with setup.engine():
+        failed = await client.failure(poison)
+        assert "3 times" in failed.message
+        for each, request_id in ((client, before), (client, after), (other, beside)):
+            assert not isinstance(await each.result(request_id), ops.Failed)
+        await client.run(a_pass(client))
+        assert bits(setup.backend.capture_state(MODEL)) == undisturbed
+
+
+async def test_a_poisonous_sample_fails_alone(
+    setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = FragileBackend.sample
+
+    async def fragile(self: FragileBackend, op: ops.Sample) -> Any:
+        if POISON in op.prompt_P:
+            raise RuntimeError("no more memory")
+        return await sample(self, op)
+
+    monkeypatch.setattr(FragileBackend, "sample", fragile)
+    async with setup.engine():
+        await client.create_model()
+        await train(client, 0)
+    good = await client.submit(a_sample(client))
+    bad = a_sample(client)
+    poison = await client.submit(
+        ops.Sample(
+            sampling_session_id=bad.sampling_session_id,
+            snapshot_id=None,
+            prompt_P=np.array([POISON], np.int32),
+            params=bad.params,
+        )
+    )
+    for _ in range(3):
+        await setup.dies()
+    async with setup.engine():
+        assert "3 times" in (await client.failure(poison)).message
+        assert isinstance(await client.result(good), ops.SampleOutput)
+        await train(client, 1)
+
+
+async def test_a_model_that_breaks_the_recovery_is_lost_alone(setup: Setup, client: EngineDriver) -> None:
+    other = EngineDriver(setup.store, "toy", tenant="bob", session_id="s2")
+    await other.open_session()
+    async with setup.engine():
+        await client.create_model()
+        await client.run(a_step(client))
+        await other.create_model()
+        await other.run(a_pass(other))
+    engine = setup.make_engine()
+    setup.backend.fail_in = "optim_step"
+    with pytest.raises(EngineFailedError, match="failed in optim_step"):
+        await engine.recover("killed", lambda _what, _share: None)
+    async with setup.engine():
+        assert "failed in optim_step" in (await client.failure(await client.submit(a_step(client)))).message
+        await train(other, 1)
+
+
+async def test_other_results_than_before_are_reported(
+    setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with setup.engine():
+        await client.create_model()
+        await train(client, 0, 1)
+    called = FragileBackend._called
+
+    def drifting(self: FragileBackend, what: str) -> None:
+        self.drift = 0.25
+        called(self, what)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FragileBackend, "_called", drifting)
+        async with setup.engine():
+            pass
+    run = await setup.store.get_run(MODEL)
+    assert run.state == RunState.READY
+    assert run.state_reason is not None
+    assert "2 operations" in run.state_reason
+    assert "forward_backward with seq_id 1, by 0.25 in logprobs of datum 0" in run.state_reason
+    assert "differs from the recorded result" in caplog.text
+
+
+async def test_a_full_disk_costs_a_snapshot_and_nothing_else(
+    setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any, **__: Any) -> int:
+        raise ServerError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training_snapshots, "write_checkpoint", full)
+        async with setup.engine(snapshot_every_operations=1):
+            await client.create_model()
+            await train(client, 0, 1)
+    assert "no space left" in caplog.text
+    async with setup.engine(snapshot_every_operations=1):
+        await train(client, 2)
+        await setup.until(setup.snapshots)
