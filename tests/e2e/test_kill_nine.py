@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,13 @@ import pytest
 import tinker
 
 from tinsmith.checkpoints import read_checkpoint
-from tinsmith.testing.harness import running_server
+from tinsmith.settings import ModelSettings, PluginSection
+from tinsmith.testing.harness import TOY, running_server
 from tinsmith.testing.sdk_data import TOKENS, logprobs, ragged
 from tinsmith.tinker_path import TinkerPath
+from tinsmith.tiny_model import TinyShape, write_tiny_model
+
+pytestmark = pytest.mark.slow
 
 STEPS = 20
 KILLS = 10
@@ -30,10 +35,11 @@ WAIT_S = 120
 
 
 class Served:
-    """`tinsmith serve` with the toy backend on one port, again and again."""
+    """`tinsmith serve` of one model on one port, again and again."""
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, model: ModelSettings) -> None:
         self.data_dir = data_dir
+        self.model = model
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -42,7 +48,7 @@ class Served:
             "server": {"data_dir": str(data_dir), "port": self.port},
             "supervisor": {"restart_backoff_s": 0.05, "restart_backoff_max_s": 0.1, "max_restarts": 1000},
             "recovery": {"snapshot_every_operations": 7},
-            "models": [{"name": "toy", "backend": {"plugin": "toy"}}],
+            "models": [model.model_dump(mode="json", exclude_none=True)],
         }
         self.settings.write_text(json.dumps(content))
         self.log = data_dir.with_suffix(".log").open("wb")
@@ -89,9 +95,9 @@ class Served:
         self.log.close()
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    served = Served(tmp_path / "killed")
+@contextmanager
+def serving(data_dir: Path, model: ModelSettings = TOY) -> Iterator[Served]:
+    served = Served(data_dir, model)
     try:
         served.wait_until_ready()
         yield served
@@ -99,9 +105,9 @@ def served(tmp_path: Path) -> Iterator[Served]:
         served.close()
 
 
-def run(service: tinker.ServiceClient, at_step: Callable[[int], None]) -> tuple[list[Any], str]:
+def run(service: tinker.ServiceClient, base_model: str, at_step: Callable[[int], None]) -> tuple[list[Any], str]:
     """Train with passes, scores, saves and samplers; return all that the client saw, and where the end is saved."""
-    training = service.create_lora_training_client(base_model="toy", rank=4, seed=1).result(timeout=WAIT_S)
+    training = service.create_lora_training_client(base_model=base_model, rank=4, seed=1).result(timeout=WAIT_S)
     seen: list[Any] = []
     sampler = None
     for number in range(STEPS):
@@ -124,10 +130,10 @@ def run(service: tinker.ServiceClient, at_step: Callable[[int], None]) -> tuple[
     return seen, training.save_state("end").result(timeout=WAIT_S).path
 
 
-def undisturbed(data_dir: Path) -> tuple[list[Any], dict[str, bytes]]:
-    with running_server(data_dir) as server:
+def undisturbed(data_dir: Path, model: ModelSettings) -> tuple[list[Any], dict[str, bytes]]:
+    with running_server(data_dir, models=[model]) as server:
         service = tinker.ServiceClient(base_url=server.url, api_key="tml-test")
-        seen, path = run(service, lambda _: None)
+        seen, path = run(service, model.name, lambda _: None)
         service.close("success").result(timeout=WAIT_S)
     return seen, state_at(data_dir, path)
 
@@ -172,11 +178,11 @@ class Killer(threading.Thread):
 def check(served: Served, tmp_path: Path, killer: Killer) -> None:
     killer.start()
     service = tinker.ServiceClient(base_url=served.url, api_key="tml-test")
-    seen, path = run(service, killer.at_step)
+    seen, path = run(service, served.model.name, killer.at_step)
     killer.join(WAIT_S)
     assert killer.error is None
     assert killer.kills == len(killer.moments)
-    expected, state = undisturbed(tmp_path / "undisturbed")
+    expected, state = undisturbed(tmp_path / "undisturbed", served.model)
     assert seen == expected
     assert state_at(served.data_dir, path) == state
     with sqlite3.connect(served.data_dir / "tinsmith.db") as database:
@@ -190,18 +196,33 @@ def check(served: Served, tmp_path: Path, killer: Killer) -> None:
     service.close("success").result(timeout=WAIT_S)
 
 
-def test_the_engine_is_killed_at_random_moments(served: Served, tmp_path: Path) -> None:
+def test_the_engine_is_killed_at_random_moments(tmp_path: Path) -> None:
     random_ = random.Random(20)
     moments = [(2 * number, random_.uniform(0.0, 0.1)) for number in range(KILLS - 3)]
     moments += [(step, random_.uniform(0.3, 2.0)) for step in (4, 8, 12)]  # while the next engine starts or recovers
-    check(served, tmp_path, Killer(served.kill_engine, sorted(moments)))
+    with serving(tmp_path / "killed") as served:
+        check(served, tmp_path, Killer(served.kill_engine, sorted(moments)))
 
 
-def test_everything_is_killed_and_started_again(served: Served, tmp_path: Path) -> None:
-    def kill_and_start() -> bool:
-        served.kill_everything()
-        served.start()
-        return True
+def test_everything_is_killed_and_started_again(tmp_path: Path) -> None:
+    with serving(tmp_path / "killed") as served:
 
-    random_ = random.Random(21)
-    check(served, tmp_path, Killer(kill_and_start, [(step, random_.uniform(0.0, 0.1)) for step in (5, 13)]))
+        def kill_and_start() -> bool:
+            served.kill_everything()
+            served.start()
+            return True
+
+        random_ = random.Random(21)
+        check(served, tmp_path, Killer(kill_and_start, [(step, random_.uniform(0.0, 0.1)) for step in (5, 13)]))
+
+
+def test_an_engine_of_the_jax_backend_is_killed(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "tiny", TinyShape(num_layers=2, hidden_size=64, intermediate_size=96))
+    options = {"plugin": "jax", "max_lora_rank": 8, "max_context_tokens": 256, "max_batch_tokens": 256}
+    model = ModelSettings(
+        name="tiny", path=tmp_path / "tiny", backend=PluginSection.model_validate({**options, "warm_up": False})
+    )
+    random_ = random.Random(22)
+    with serving(tmp_path / "killed", model) as served:
+        moments = [(step, random_.uniform(0.0, 0.3)) for step in (3, 9, 15)]
+        check(served, tmp_path, Killer(served.kill_engine, moments))
