@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState, SamplingBackend, TrainingBackend
+from tinsmith.checkpoint_files import CheckpointFiles
 from tinsmith.checks import check_operation
 from tinsmith.claimed import Claimed, as_pending, failed, finished_event
 from tinsmith.codec import decode_operation
@@ -94,10 +95,9 @@ class Engine:
             base_model=base_model,
             backend=backend,
             snapshots=self._snapshots,
-            checkpoint_root=checkpoint_root,
+            files=CheckpointFiles(checkpoint_root, base_model=base_model, is_recorded=self._is_recorded),
             thread=thread or ThreadPoolExecutor(1, thread_name_prefix="tinsmith-training"),
             training_snapshots=self._training_snapshots,
-            is_recorded=self._is_recorded,
         )
         self._limits = Limits(max_batch_tokens=backend.capabilities.max_batch_tokens)
         self._memory: Mapping[str, float] = {}  # the scheduler's

@@ -5,21 +5,19 @@ model's checkpoint does not hold up another's training.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar, assert_never
 
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState, TrainingBackend
-from tinsmith.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
+from tinsmith.checkpoint_files import CheckpointFiles
 from tinsmith.errors import ServerError, TinsmithError, UserError
 from tinsmith.snapshots import Snapshots
 from tinsmith.store import (
-    CheckpointKind,
     CheckpointRecord,
     CheckpointWritten,
     Effect,
@@ -31,7 +29,6 @@ from tinsmith.store import (
     SamplerRecord,
     SnapshotTaken,
 )
-from tinsmith.tinker_path import TinkerPath
 from tinsmith.training_snapshots import TrainingSnapshots
 
 T = TypeVar("T")
@@ -63,19 +60,16 @@ class Execution:
         base_model: str,
         backend: TrainingBackend,
         snapshots: Snapshots | None,
-        checkpoint_root: Path,
+        files: CheckpointFiles,
         thread: ThreadPoolExecutor,
         training_snapshots: TrainingSnapshots,
-        is_recorded: Callable[[str], Awaitable[bool]],
     ) -> None:
-        """`is_recorded` says whether the store knows a checkpoint of this path."""
         self._base_model = base_model
         self._backend = backend
         self._snapshots = snapshots
-        self._checkpoint_root = checkpoint_root
+        self._files = files
         self._thread = thread
         self._training_snapshots = training_snapshots
-        self._is_recorded = is_recorded
         self._models: dict[str, ops.LoraConfig] = {}
         self._gone: dict[str, str] = {}  # why a model that was asked for is not there
 
@@ -129,7 +123,7 @@ class Execution:
                 return await self._create(operation, record)
             case ops.SaveState():
                 state = await self._call(partial(self._backend.capture_state, operation.model_id))
-                written = await self._write(
+                written = await self._files.write(
                     operation.path,
                     "training",
                     state,
@@ -142,7 +136,9 @@ class Execution:
             case ops.ExportAdapter():
                 state = await self._call(partial(self._backend.capture_state, operation.model_id))
                 return _saved(
-                    await self._write(operation.path, "external", state, record, ttl_seconds=operation.ttl_seconds)
+                    await self._files.write(
+                        operation.path, "external", state, record, ttl_seconds=operation.ttl_seconds
+                    )
                 )
             case ops.LoadState():
                 return await self._load(operation, record)
@@ -157,8 +153,7 @@ class Execution:
         effects: tuple[Effect, ...] = ()
         state: ModelState | None = None
         if operation.checkpoint is not None:
-            checkpoint = await self._read(operation.checkpoint)
-            state = _chosen(checkpoint, load_optimizer=operation.load_optimizer)
+            state = await self._files.state_at(operation.checkpoint, load_optimizer=operation.load_optimizer)
             operation = replace(operation, lora=state.lora)
             taken = await self._snapshot(operation.model_id, state, record)
             effects = (LoraResolved(model_id=operation.model_id, lora=state.lora), taken)
@@ -178,8 +173,7 @@ class Execution:
         self._models[model_id] = operation.lora
 
     async def _load(self, operation: ops.LoadState, record: OperationRecord) -> Outcome:
-        checkpoint = await self._read(operation.path)
-        state = _chosen(checkpoint, load_optimizer=operation.load_optimizer)
+        state = await self._files.state_at(operation.path, load_optimizer=operation.load_optimizer)
         own = self._models[operation.model_id]
         if replace(state.lora, seed=own.seed) != own:
             msg = (
@@ -226,14 +220,14 @@ class Execution:
             case ops.CreateModel():
                 state = None
                 if operation.checkpoint is not None:
-                    checkpoint = await self._read_unchanged(operation.checkpoint, record)
-                    state = _chosen(checkpoint, load_optimizer=operation.load_optimizer)
+                    source, optimizer = operation.checkpoint, operation.load_optimizer
+                    state = await self._files.state_at(source, load_optimizer=optimizer, by=record)
                     operation = replace(operation, lora=state.lora)
                 await self._make(operation, state)
                 return ops.ModelCreated(model_id=operation.model_id)
             case ops.LoadState():
-                checkpoint = await self._read_unchanged(operation.path, record)
-                state = _chosen(checkpoint, load_optimizer=operation.load_optimizer)
+                source, optimizer = operation.path, operation.load_optimizer
+                state = await self._files.state_at(source, load_optimizer=optimizer, by=record)
                 await self._call(partial(self._backend.restore_state, operation.model_id, state))
                 return ops.WeightsLoaded(model_id=operation.model_id, path=operation.path)
             case ops.ForwardBackward() | ops.OptimStep():
@@ -251,13 +245,6 @@ class Execution:
         snapshot = await self._call(partial(self._backend.publish, operation.model_id, snapshot_id))
         await self._snapshots.add(snapshot, model_id=operation.model_id, persisted=False, base_model=self._base_model)
 
-    async def _read_unchanged(self, path: str, record: OperationRecord) -> Checkpoint:
-        checkpoint = await self._read(path)
-        if record.finished_at is None or checkpoint.created_at > record.finished_at:
-            msg = f"{path!r}, which seq_id {record.seq_id} loaded, has been overwritten since"
-            raise ServerError(msg)
-        return checkpoint
-
     async def _publish(self, operation: ops.SaveForSampler, record: OperationRecord) -> Outcome:
         ephemeral_id, effects, size = operation.sampling_session_id, list[Effect](), None
         if ephemeral_id is not None and self._snapshots is None:
@@ -269,7 +256,7 @@ class Execution:
         if operation.path is not None:
             weights = await self._call(snapshot.adapter_weights)
             state = ModelState(lora=snapshot.lora, weights=weights)
-            written = await self._write(
+            written = await self._files.write(
                 operation.path,
                 "sampler",
                 state,
@@ -308,58 +295,6 @@ class Execution:
         unloaded = RunStateChanged(model_id=model_id, state=RunState.UNLOADED)
         return Outcome(result=ops.ModelUnloaded(model_id=model_id), effects=(unloaded,))
 
-    async def _read(self, path: str) -> Checkpoint:
-        directory = TinkerPath.parse(path).directory
-        checkpoint: Checkpoint = await asyncio.to_thread(read_checkpoint, self._checkpoint_root, directory)
-        if checkpoint.kind != "training":
-            msg = f"{path!r} is a {checkpoint.kind} checkpoint; training loads what save_state wrote (.../weights/...)"
-            raise UserError(msg)
-        if checkpoint.base_model != self._base_model:
-            msg = f"{path!r} is of base model {checkpoint.base_model!r}, not of {self._base_model!r}"
-            raise UserError(msg)
-        return checkpoint
-
-    async def _write(
-        self,
-        path: str,
-        kind: CheckpointKind,
-        state: ModelState,
-        record: OperationRecord,
-        *,
-        ttl_seconds: int | None,
-        overwrite: bool = False,
-        user_metadata: Mapping[str, str] | None = None,
-    ) -> CheckpointRecord:
-        """Make it durable, in another thread, and describe it."""
-        # a directory that the store does not know is what an engine that died had written: it is written again
-        overwrite = overwrite or not await self._is_recorded(path)
-        now = datetime.now(UTC)
-        parsed = TinkerPath.parse(path)
-        write = partial(
-            write_checkpoint,
-            kind=kind,
-            state=state,
-            base_model=self._base_model,
-            user_metadata=user_metadata or {},
-            created_at=now,
-            overwrite=overwrite,
-        )
-        size = await asyncio.to_thread(write, self._checkpoint_root, parsed.directory)
-        return CheckpointRecord(
-            path=path,
-            model_id=parsed.model_id,
-            tenant=record.tenant,
-            kind=kind,
-            base_model=self._base_model,
-            lora=state.lora,
-            created_at=now,
-            size_bytes=size,
-            directory=parsed.directory,
-            step=state.step,
-            expires_at=None if ttl_seconds is None else now + timedelta(seconds=ttl_seconds),
-            user_metadata=dict(user_metadata or {}),
-        )
-
     async def _call(self, call: Callable[[], T]) -> T:
         """Call the backend in its thread. A UserError passes; anything else it raises is its failure."""
         try:
@@ -369,12 +304,6 @@ class Execution:
         except Exception as error:
             msg = f"{type(error).__name__}: {error}"
             raise BackendFailedError(msg) from error
-
-
-def _chosen(checkpoint: Checkpoint, *, load_optimizer: bool) -> ModelState:
-    if load_optimizer:
-        return checkpoint.state
-    return replace(checkpoint.state, adam_m={}, adam_v={}, gradients={}, step=0)
 
 
 def _saved(written: CheckpointRecord) -> Outcome:

@@ -22,10 +22,11 @@ from tinsmith.engine import Engine, EngineFailedError
 from tinsmith.errors import ServerError
 from tinsmith.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.losses import BUILTIN_LOSSES
+from tinsmith.server.waiting_reasons import explain
 from tinsmith.settings import RecoverySettings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.store import OperationState, RunState, StoreContext
+from tinsmith.store import EngineRecord, EngineState, OperationRecord, OperationState, RunState, StoreContext, Waiting
 from tinsmith.testing.engine_driver import WAIT_S, EngineDriver
 
 LOSSES = {loss.name: loss for loss in BUILTIN_LOSSES}
@@ -531,3 +532,30 @@ async def test_a_full_disk_costs_a_snapshot_and_nothing_else(
     async with setup.engine(snapshot_every_operations=1):
         await train(client, 2)
         await setup.until(setup.snapshots)
+
+
+def test_waiting_clients_are_told_how_far_the_recovery_is() -> None:
+    now = datetime.now(UTC)
+    waiting = OperationRecord(
+        request_id="r",
+        base_model="toy",
+        kind="optim_step",
+        tenant="ann",
+        session_id="s1",
+        stream=MODEL,
+        seq_id=3,
+        ordered=True,
+        num_tokens=0,
+        state=OperationState.RUNNING,
+        created_at=now,
+    )
+    engine = EngineRecord(
+        base_model="toy",
+        state=EngineState.RECOVERING,
+        updated_at=now,
+        detail="rebuilding model 1 of 2, at operation 5 of 10",
+        progress=0.25,
+    )
+    reason = explain(waiting, Waiting(engine=engine))
+    assert reason.queue_state == "paused_capacity"
+    assert reason.text == "the engine of 'toy' is recovering: rebuilding model 1 of 2, at operation 5 of 10, 25%"
