@@ -309,7 +309,7 @@ class Engine:
         outcomes = [Outcome(result=result) for result in results]
         recorded = group.create_task(self._record(chosen, outcomes, time.monotonic() - started))
         for each in chosen:
-            self._training_snapshots.ran(each.record.stream, each.record.seq_id, changes=kind != "forward")
+            self._training_snapshots.ran(each.record.stream, each.record.seq_id)
         for model_id in dict.fromkeys(each.record.stream for each in chosen):
             if self._training_snapshots.due(model_id):
                 await self._take_snapshot(group, model_id, recorded)
@@ -325,7 +325,7 @@ class Engine:
                 outcome = await self._execution.run_single(cast("SingleOperation", claimed.operation), claimed.record)
         except BackendFailedError as error:
             raise self._failed_on(kind, error) from error
-        self._training_snapshots.ran(stream, claimed.record.seq_id, changes=0)
+        self._training_snapshots.ran(stream, claimed.record.seq_id)
         await self._record([claimed], [outcome], time.monotonic() - started)
         await self._tidy_after(kind, stream, outcome.result)
         self._busy.discard(stream)

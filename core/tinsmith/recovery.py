@@ -87,7 +87,7 @@ class Recovery:
         _log.info(
             "rebuilt %s: %d operations replayed, up to seq_id %d", run.model_id, model.changes, run.applied_seq_id
         )
-        self._training_snapshots.ran(run.model_id, run.applied_seq_id, changes=model.changes)
+        self._training_snapshots.ran(run.model_id, run.applied_seq_id, operations=model.changes)
         if model.differences:
             note = (
                 f"{len(model.differences)} operations replayed after a restart gave other results than they gave at "

@@ -64,7 +64,7 @@ class RecoverySettings(_Section):
     """What a restart of an engine costs: at most so many operations, or seconds of training, are run once more."""
 
     snapshot_every_operations: int = Field(
-        50, ge=1, description="passes and steps of a model until its training state is written again"
+        50, ge=1, description="of a model, until its training state is written again"
     )
     snapshot_every_s: float = Field(60.0, ge=0, description="or so long after the last time, whichever comes first")
     keep_snapshots: int = Field(2, ge=1, description="of each model; the older ones are for a damaged newest")

@@ -21,7 +21,7 @@ from tinsmith.store import RequestStore, SnapshotRecord
 @dataclass(slots=True)
 class _Model:
     seq_id: int = -1  # the last operation that has run
-    operations: int = 0  # that changed the state since the last snapshot
+    operations: int = 0  # since the last snapshot
     taken_at_s: float = field(default_factory=time.monotonic)
     busy: bool = False  # one is being written in the background
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -41,11 +41,14 @@ class TrainingSnapshots:
     def keep(self) -> int:
         return self._settings.keep_snapshots
 
-    def ran(self, model_id: str, seq_id: int, *, changes: int) -> None:
-        """Note that an operation has run on the backend, and how many changes of the state that makes."""
+    def ran(self, model_id: str, seq_id: int, *, operations: int = 1) -> None:
+        """Note that operations up to this one have run on the backend.
+
+        Those count that change nothing, too: what is before the oldest snapshot need not stay in the log.
+        """
         model = self._models.setdefault(model_id, _Model())
         model.seq_id = seq_id
-        model.operations += changes
+        model.operations += operations
 
     def due(self, model_id: str) -> bool:
         model = self._models[model_id]

@@ -74,9 +74,18 @@ def test_the_sdk_fetches_a_large_result(client: tinker.ServiceClient, monkeypatc
 def test_an_expired_result_is_a_410_and_an_unknown_one_a_404(
     http: httpx.Client, model_id: str, toy_server: RunningServer
 ) -> None:
-    request_id = forward(http, model_id)
-    assert retrieve(http, request_id).status_code == 200
+    kept = forward(http, model_id)
+    body = {"session_id": model_id.split(":")[0], "sampling_session_seq_id": 0, "base_model": "toy"}
+    sample = {
+        **http.post("create_sampling_session", json=body).json(),
+        "seq_id": 0,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
+        "sampling_params": {"max_tokens": 2},
+    }
+    request_id = http.post("asample", json=sample).json()["request_id"]
+    assert [retrieve(http, each).status_code for each in (kept, request_id)] == [200, 200]
     toy_server.call(toy_server.store.prune(datetime.now(UTC) + timedelta(seconds=1)))
+    assert retrieve(http, kept).status_code == 200  # a recovery of the model may need it
     gone = retrieve(http, request_id)
     assert gone.status_code == 410
     assert "retention" in gone.json()["detail"]
