@@ -121,12 +121,22 @@ def sample_response(output: ops.SampleOutput) -> pb.SampleResponse:
         message.prompt_logprobs = wire_tensors.float32_bytes(output.prompt_logprobs)
     if output.top_prompt_logprobs is not None:
         message.topk_prompt_logprobs.CopyFrom(_top_logprobs(output.top_prompt_logprobs))
-    scores = output.target_prompt_logprobs
-    if scores is not None:
-        message.target_prompt_logprobs.CopyFrom(
-            pb.Tensor(dense=wire_tensors.float32_bytes(scores), dtype=pb.DTYPE_FLOAT32, shape=scores.shape)
-        )
+    if output.target_prompt_logprobs is not None:
+        message.target_prompt_logprobs.CopyFrom(_targets(output.target_prompt_logprobs, output.target_layout))
     return message
+
+
+def _targets(scores: ops.FloatArray, layout: ops.SparseLayout | None) -> pb.Tensor:
+    """In the layout of the request."""
+    if layout is None:
+        return pb.Tensor(dense=wire_tensors.float32_bytes(scores), dtype=pb.DTYPE_FLOAT32, shape=scores.shape)
+    rows = np.repeat(np.arange(len(scores)), np.diff(layout.crow_indices))
+    sparse = pb.SparseCsr(
+        values=wire_tensors.float32_bytes(scores[rows, layout.col_indices]),
+        crow_indices=wire_tensors.int64_bytes(layout.crow_indices),
+        col_indices=wire_tensors.int64_bytes(layout.col_indices),
+    )
+    return pb.Tensor(sparse_csr=sparse, dtype=pb.DTYPE_FLOAT32, shape=scores.shape)
 
 
 def _sequence(sequence: ops.SampledSequence) -> pb.SampledSequence:

@@ -392,7 +392,10 @@ class Engine:
         if self._sampler is None or self._snapshots is None:
             return ops.Failed(message=f"base model {self._base_model!r} has no sampler; it can only be trained")
         async with self._snapshots.use(operation.snapshot_id, base_model=self._base_model):
-            return await self._sampler.sample(operation)
+            result = await self._sampler.sample(operation)
+        if isinstance(result, ops.SampleOutput) and operation.target_layout is not None:
+            return replace(result, target_layout=operation.target_layout)
+        return result
 
     # results
 

@@ -180,6 +180,14 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SparseLayout:
+    """Which cells of a [rows, columns] matrix a sparse tensor (CSR) lists, in its order."""
+
+    crow_indices: IntArray  # [rows + 1]
+    col_indices: IntArray  # [cells]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """`num_samples` independent continuations of one prompt, and what was asked about the prompt itself."""
 
@@ -193,6 +201,7 @@ class Sample:
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: IntArray | None = None  # [P - 1, K]; row i scores position i + 1; -1 = skip
+    target_layout: SparseLayout | None = None  # where the targets came sparse: the answer has this layout too
 
 
 TrainingOperation = (
@@ -285,6 +294,7 @@ class SampleOutput:
     prompt_logprobs: FloatArray | None = None  # [P]; NaN at 0 and where not scored
     top_prompt_logprobs: TopLogprobs | None = None  # [P, k]; row 0 unused
     target_prompt_logprobs: FloatArray | None = None  # [P - 1, K]; 0 where the target was -1
+    target_layout: SparseLayout | None = None  # of the request; set by the engine, not by samplers
     prompt_cache_hit_tokens: int = 0
 
 

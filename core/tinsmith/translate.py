@@ -258,6 +258,7 @@ def sample(
         target_prompt_logprobs=None
         if targets is None
         else wire_tensors.target_tokens_from_json("target_prompt_logprobs", targets),
+        target_layout=None if targets is None else wire_tensors.layout_from_json("target_prompt_logprobs", targets),
     )
 
 

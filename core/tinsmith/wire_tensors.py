@@ -65,7 +65,7 @@ def tensor_from_proto(name: str, tensor: pb.Tensor) -> ops.Array:
 
 
 def target_tokens_from_json(name: str, tensor: wire.TensorData) -> ops.IntArray:
-    """Return int64; what a sparse tensor does not list is -1, for "skip"."""
+    """Return int64 [rows, columns]; what a sparse tensor does not list is -1, for "skip"."""
     if tensor.dtype != "int64":
         msg = f"{name}: dtype {tensor.dtype!r} is not allowed; send int64"
         raise UserError(msg)
@@ -83,6 +83,16 @@ def target_tokens_from_json(name: str, tensor: wire.TensorData) -> ops.IntArray:
         _indices(name, tensor.sparse_col_indices),
         tensor.shape or [],
         fill=-1,
+    )
+
+
+def layout_from_json(name: str, tensor: wire.TensorData) -> ops.SparseLayout | None:
+    """Return which cells a sparse tensor lists; None of a dense one. `target_tokens_from_json` has checked it."""
+    if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
+        return None
+    return ops.SparseLayout(
+        crow_indices=_indices(name, tensor.sparse_crow_indices),
+        col_indices=_indices(name, tensor.sparse_col_indices),
     )
 
 
@@ -129,6 +139,10 @@ def as_float32(name: str, values: ops.Array) -> ops.FloatArray:
 
 def float32_bytes(values: ops.Array) -> bytes:
     return np.ascontiguousarray(values, "<f4").tobytes()
+
+
+def int64_bytes(values: ops.Array) -> bytes:
+    return np.ascontiguousarray(values, dtype="<i8").tobytes()
 
 
 def int32_bytes(values: ops.Array) -> bytes:

@@ -108,6 +108,24 @@ def test_scores_of_chosen_tokens(base: tinker.SamplingClient) -> None:
     np.testing.assert_array_equal(scores[:, 1], 0.0)
 
 
+def test_scores_of_sparse_targets_keep_their_indices(base: tinker.SamplingClient) -> None:
+    asked = {  # rows 1 and 4, the columns out of order
+        "sparse_crow_indices": [0, 0, 2, 2, 2, *[3] * (len(TOKENS) - 5)],
+        "sparse_col_indices": [5, 2, 0],
+    }
+    targets = tinker.TensorData(data=[TOKENS[2], 11, TOKENS[5]], dtype="int64", shape=[len(TOKENS) - 1, 7], **asked)
+    response = base.sample(
+        PROMPT, 1, SamplingParams(max_tokens=1), include_prompt_logprobs=True, target_prompt_logprobs=targets
+    ).result(timeout=60)
+    scores = response.target_prompt_logprobs
+    assert scores is not None
+    assert (scores.dtype, scores.shape) == ("float32", targets.shape)
+    assert {name: list(getattr(scores, name)) for name in asked} == asked
+    expected = [response.prompt_logprobs[2], response.prompt_logprobs[5]]
+    np.testing.assert_allclose([scores.data[0], scores.data[2]], expected, atol=1e-6)
+    assert scores.data[1] < 0
+
+
 def test_a_snapshot_never_changes(model: tinker.TrainingClient) -> None:
     """Taken at step k it gives the same after training went on; sampling changes no training."""
     step(model, [datum()], learning_rate=0.1)
