@@ -34,7 +34,8 @@ def run_demo(directory: Path, *, backend: str | None = None) -> int:
     """Return the script's exit code, 130 where interrupted. Raise ServerError where the server does not start."""
     console = Console()
     script = find_example(_SCRIPT)
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     try:
         with served_tiny_model(console, directory, backend=backend) as (url, base_model):
             return _run_script(script, url, base_model)
@@ -153,6 +154,6 @@ def _tail(log: Path, *, num_lines: int = 15) -> str:
 
 
 def _interrupt(number: int, frame: object) -> None:
-    """Let SIGTERM stop the demo as Ctrl-C does."""
+    """Let SIGTERM stop the demo as Ctrl-C does, and Ctrl-C also where a shell has started it in the background."""
     del number, frame
     raise KeyboardInterrupt

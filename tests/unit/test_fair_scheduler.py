@@ -101,7 +101,8 @@ def test_a_batch_leaves_out_nothing_that_fits(queue: list[Pending], limits: Limi
 def test_no_backlogged_tenant_gets_ahead_by_size_or_number(sizes: list[int], num_models: list[int]) -> None:
     """Neither longer operations nor more models bring more tokens than another has.
 
-    Shorter ones may: they also fit what is left of a batch that no longer one fits into.
+    Shorter ones may: they also fit what is left of a batch that no longer one fits into. Two batches is what the
+    scheduler promises: debts are capped there, and sizes that do not divide a batch need more than one.
     """
     budget = 100
     served: Counter[str] = Counter()
@@ -124,7 +125,7 @@ def test_no_backlogged_tenant_gets_ahead_by_size_or_number(sizes: list[int], num
     for one, size in enumerate(sizes):
         for other, other_size in enumerate(sizes):
             if size >= other_size:
-                assert served[f"t{one}"] - served[f"t{other}"] <= budget
+                assert served[f"t{one}"] - served[f"t{other}"] <= 2 * budget
 
 
 def test_a_newcomer_starts_level_and_an_idle_tenant_saves_nothing_up() -> None:

@@ -123,6 +123,10 @@ class Setup:
             task.cancel()
             with suppress(asyncio.CancelledError, EngineFailedError):
                 await task
+            # A killed process writes nothing more. A cancelled task does: what it had asked for already (a claim, a
+            # snapshot's registration) must be in before the next engine looks.
+            for writer in (self.store._relaxed, self.store._durable):
+                await writer.write(lambda _: None)
 
     async def dies(self, **recovery: Any) -> None:
         """Run an engine until it fails."""
