@@ -136,7 +136,11 @@ class Setup:
 
     def snapshots(self) -> list[str]:
         directory = self.data_dir / "recovery" / "toy" / MODEL
-        return sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+        if not directory.is_dir():
+            return []
+        return sorted(
+            path.name for path in directory.iterdir() if not path.name.startswith(".")
+        )  # not half-written ones
 
     async def until(self, condition: Callable[[], Any]) -> None:
         async with asyncio.timeout(WAIT_S):
