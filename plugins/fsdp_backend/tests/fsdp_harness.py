@@ -1,0 +1,39 @@
+"""Makers of models and backends for the tests of the fsdp backend."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tinsmith.backend import BackendContext
+from tinsmith.losses import BUILTIN_LOSSES
+from tinsmith.tiny_model import TinyShape, write_tiny_model
+from tinsmith_fsdp.backend import FsdpBackend
+from tinsmith_fsdp.config import FsdpConfig
+
+VOCAB = 300
+LOSSES = {spec.name: spec for spec in BUILTIN_LOSSES}
+
+
+def shape(family: str, **changes: object) -> TinyShape:
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "tied": family == "qwen3",
+    }
+    return TinyShape(family=family, **{**sizes, **changes})  # type: ignore[arg-type]  # checked by the class
+
+
+def write_models(root: Path) -> Mapping[str, Path]:
+    for family in ("qwen3", "llama"):
+        write_tiny_model(root / family, shape(family))
+    return {family: root / family for family in ("qwen3", "llama")}
+
+
+def make_backend(directory: Path, cache_dir: Path, **settings: object) -> FsdpBackend:
+    config = FsdpConfig.model_validate({"device": "cpu", "max_lora_rank": 16, "max_context_tokens": 128, **settings})
+    context = BackendContext(model_name="tiny", model_path=directory, cache_dir=cache_dir, losses=LOSSES)
+    return FsdpBackend(config, context)

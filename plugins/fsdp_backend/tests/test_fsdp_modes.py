@@ -1,0 +1,162 @@
+"""One rank's computation in this process: against transformers, and its modes against each other."""
+
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from fsdp_harness import LOSSES, VOCAB
+
+from tinsmith.operations import AdamParams, Array, ForwardBackward, LoraConfig
+from tinsmith.testing.model_driver import ragged_data
+from tinsmith_fsdp import batching
+from tinsmith_fsdp.architecture import ARCHITECTURES, read_architecture
+from tinsmith_fsdp.backend import FAST_ISOLATION_ERROR
+from tinsmith_fsdp.base_model import BaseModel
+from tinsmith_fsdp.config import FsdpConfig
+from tinsmith_fsdp.lora import MultiLoraLinear
+from tinsmith_fsdp.loss_table import LossTable
+from tinsmith_fsdp.mesh import Mesh, make_mesh
+from tinsmith_fsdp.messages import AdapterState, Setup, Step
+from tinsmith_fsdp.streams import Group, Leaves
+from tinsmith_fsdp.trainer import Trainer
+
+pytestmark = pytest.mark.slow  # imports torch and transformers
+
+LENGTHS = (1, 7, 33, 64)
+TENANTS = (
+    LoraConfig(rank=1, seed=1),
+    LoraConfig(rank=5, seed=2, train_mlp=False),
+    LoraConfig(rank=16, seed=3, train_unembed=False),
+)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    with socket.create_server(("127.0.0.1", 0)) as free, pytest.MonkeyPatch.context() as patch:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "RANK": "0", "WORLD_SIZE": "1"}
+        for name, value in where.items():
+            patch.setenv(name, value)
+        free.close()
+        yield make_mesh(torch.device("cpu"), 1)
+    dist.destroy_process_group()
+
+
+def make_trainer(directory: Path, mesh: Mesh, *, strict: bool = True, checkpointing: bool = False) -> Trainer:
+    setup = Setup(
+        config=FsdpConfig(),
+        architecture=read_architecture(directory),
+        model_path=str(directory),
+        losses=LOSSES,
+        dtype="float32",
+        strict=strict,
+        checkpointing=checkpointing,
+        compile=False,
+    )
+    base = BaseModel(setup, mesh)
+    base.load(lambda _: None)
+    return Trainer(base, mesh, LossTable(LOSSES), setup.architecture, strict=strict)
+
+
+def run(trainer: Trainer, *, backward: bool, num_models: int = len(TENANTS)) -> list[Array]:
+    """One pass of all tenants' data in one micro-batch; the logprobs of every sequence."""
+    ops = [
+        ForwardBackward(model_id=f"m{index}", data=tuple(ragged_data(index, VOCAB, LENGTHS)))
+        for index in range(num_models)
+    ]
+    (micro,) = batching.deal(list(batching.segments(ops, LOSSES)), 1, 4096)
+    scored = trainer.run([micro[0]], [batching.owners(micro)], backward)
+    return [each.logp_TK for each in sorted(scored, key=lambda each: each.index)]
+
+
+def add_tenants(trainer: Trainer) -> None:
+    """Give A and B of every tenant random values."""
+    for index, lora in enumerate(TENANTS):
+        trainer.create_model(f"m{index}", lora)
+        state = trainer.capture_adapter(f"m{index}")
+        assert isinstance(state, AdapterState)
+        weights = (0.1 * np.random.default_rng(index).normal(size=state.weights.shape)).astype(np.float32)
+        trainer.restore_adapter(f"m{index}", replace(state, weights=weights))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_computes_what_transformers_computes(name: str, mesh: Mesh, tmp_path: Path) -> None:
+    config = getattr(transformers, name.replace("ForCausalLM", "Config"))(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, initializer_range=0.15, pad_token_id=0,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(config).eval()
+    for parameter_name, parameter in model.named_parameters():
+        if "norm" in parameter_name or parameter_name.endswith("bias"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(tmp_path)
+    trainer = make_trainer(tmp_path, mesh, strict=False)
+    trainer.create_model("m0", TENANTS[0])
+    results = run(trainer, backward=False, num_models=1)
+    for datum, logp_TK in zip(ragged_data(0, VOCAB, LENGTHS), results, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor(datum.tokens_T.astype(np.int64))[None]).logits[0]
+        expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(datum.targets_TK)).numpy()
+        np.testing.assert_allclose(logp_TK, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_fast_is_close_to_strict(family: str, checkpointing: bool, mesh: Mesh, fsdp_models: Mapping[str, Path]) -> None:
+    """One packed stream, with or without recomputation, against every sequence by itself."""
+    strict = make_trainer(fsdp_models[family], mesh)
+    fast = make_trainer(fsdp_models[family], mesh, strict=False, checkpointing=checkpointing)
+    for trainer in (strict, fast):
+        add_tenants(trainer)
+    for left, right in zip(run(strict, backward=True), run(fast, backward=True), strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=FAST_ISOLATION_ERROR)
+    for index in range(len(TENANTS)):
+        one, two = (trainer.capture_adapter(f"m{index}") for trainer in (strict, fast))
+        assert one is not None
+        assert two is not None
+        size = np.linalg.norm(one.gradients)
+        assert np.linalg.norm(one.gradients - two.gradients) < 1e-5 * size
+
+
+def test_checkpointing_changes_no_bit(mesh: Mesh, fsdp_models: Mapping[str, Path]) -> None:
+    states = []
+    for checkpointing in (False, True):
+        trainer = make_trainer(fsdp_models["qwen3"], mesh, checkpointing=checkpointing)
+        add_tenants(trainer)
+        run(trainer, backward=True)
+        trainer.optim_step([Step(model_id="m1", adam=AdamParams(learning_rate=1e-2))])
+        states.append(trainer.capture_adapter("m1"))
+    np.testing.assert_array_equal(states[0].weights, states[1].weights)
+
+
+def test_grouped_products_equal_the_loop(fsdp_models: Mapping[str, Path]) -> None:
+    """What GPUs use in bfloat16: three ranks and a group without an adapter here, forward and backward."""
+    from tinsmith_fsdp.layout import AdapterLayout
+
+    architecture = read_architecture(fsdp_models["qwen3"])
+    layer = MultiLoraLinear(torch.nn.Linear(32, 64, bias=False), "model.layers.0.self_attn.q_proj")
+    outcomes = []
+    for grouped in (False, True):
+        leaves, start, groups = [], 0, []
+        tenants = (*TENANTS, replace(TENANTS[0], train_attn=False))
+        for index, (lora, count) in enumerate(zip(tenants, (5, 1, 20, 6), strict=True)):
+            layout = AdapterLayout(lora, architecture)
+            rng = torch.Generator().manual_seed(index)
+            leaves.append(Leaves(layout, torch.randn(layout.size, generator=rng), torch.zeros(layout.size)))
+            groups.append(Group(start, start + count, leaves[-1]))
+            start += count
+        layer.groups = groups
+        x = torch.randn(start, 32, generator=torch.Generator().manual_seed(9), requires_grad=True)
+        pairs = [layer._pair(group, 32, 64) for group in groups]
+        y = layer._grouped(x, pairs) if grouped else layer._looped(x, pairs, 64)
+        (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(8))).sum().backward()
+        outcomes.append([y.detach(), x.grad, *(each.gradients for each in leaves)])
+    for left, right in zip(*outcomes, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-4)

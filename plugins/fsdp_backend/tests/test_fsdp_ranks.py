@@ -1,0 +1,177 @@
+"""The ranks as processes: how many there are changes nothing, none holds the whole model, and a dead one is noticed."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fsdp_harness import VOCAB, make_backend, shape
+
+from tinsmith.backend import ModelState
+from tinsmith.errors import CapacityError, ConfigError, NotFoundError, UserError
+from tinsmith.operations import AdamParams, Array, CreateModel, ForwardBackward, LoraConfig, OptimStep
+from tinsmith.testing.contract import assert_same_state
+from tinsmith.testing.model_driver import ModelDriver, logprobs_of, ragged_data, succeeded
+from tinsmith.tiny_model import write_tiny_model
+from tinsmith_fsdp.backend import FsdpBackend
+from tinsmith_fsdp.ranks import RankDiedError
+
+pytestmark = pytest.mark.slow  # starting ranks takes seconds
+
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def one_rank(fsdp_models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[FsdpBackend]:
+    backend = make_backend(fsdp_models["qwen3"], tmp_path_factory.mktemp("cache"), nproc_per_node=1, max_models=4)
+    yield backend
+    backend.close()
+
+
+def train_three_ranks(backend: FsdpBackend) -> tuple[list[Array], list[float], list[ModelState]]:
+    """Five steps of three models of different LoRA ranks, together; what is left is pending."""
+    driver = ModelDriver(backend)
+    models = [driver.create(rank=rank, seed=rank) for rank in (1, 5, 16)]
+    logprobs, losses = [], []
+    for step in range(6):
+        ops = [
+            ForwardBackward(model_id=model_id, data=tuple(ragged_data(10 * step + index, VOCAB, (5, 40, 23, 64, 1))))
+            for index, model_id in enumerate(models)
+        ]
+        for output in succeeded(backend.forward_backward(ops)):
+            logprobs += logprobs_of(output)
+            losses.append(output.metrics["loss:sum"])
+        if step < 5:
+            backend.optim_step([OptimStep(model_id=m, adam=AdamParams(learning_rate=1e-2)) for m in models])
+    states = [driver.state(model_id) for model_id in models]
+    driver.unload_all()
+    return logprobs, losses, states
+
+
+def test_one_rank_and_two_compute_the_same_bits(one_rank: FsdpBackend, two_ranks: FsdpBackend) -> None:
+    """Asked for are 1e-5; every sequence is computed by itself and added in the log's order, so nothing differs."""
+    (logps, losses, states), (more_logps, more_losses, more_states) = map(train_three_ranks, (one_rank, two_ranks))
+    for left, right in zip(logps, more_logps, strict=True):
+        np.testing.assert_array_equal(left, right)
+    assert losses == more_losses
+    for one, two in zip(states, more_states, strict=True):
+        assert_same_state(two, one, "two ranks against one")
+
+
+def test_tensor_parallel_ranks_compute_the_same(
+    one_rank: FsdpBackend, fsdp_models: Mapping[str, Path], tmp_path: Path
+) -> None:
+    backend = make_backend(fsdp_models["qwen3"], tmp_path, nproc_per_node=2, tensor_parallel=2)
+    try:
+        for loaded in backend.loaded:
+            assert loaded.parameter_bytes < loaded.total_bytes
+        (logps, losses, states), (more_logps, more_losses, more_states) = map(train_three_ranks, (one_rank, backend))
+    finally:
+        backend.close()
+    for left, right in zip(logps, more_logps, strict=True):
+        np.testing.assert_allclose(right, left, rtol=0, atol=1e-4)  # after five steps of 1e-2
+    np.testing.assert_allclose(more_losses, losses, rtol=1e-4)
+    for one, two in zip(states, more_states, strict=True):
+        for name, gradient in one.gradients.items():
+            difference = np.linalg.norm(two.gradients[name] - gradient)
+            assert difference <= 1e-4 * np.linalg.norm(gradient), name
+
+
+def test_each_rank_holds_and_reads_its_share(two_ranks: FsdpBackend) -> None:
+    for loaded in two_ranks.loaded:
+        assert loaded.meta_only, "the model had memory before it was divided"
+        assert loaded.parameter_bytes <= 0.51 * loaded.total_bytes
+        assert loaded.read_bytes <= 0.51 * loaded.total_bytes
+    assert sum(loaded.parameter_bytes for loaded in two_ranks.loaded) == two_ranks.loaded[0].total_bytes
+
+
+def test_refusals_are_user_errors_and_harm_nothing(one_rank: FsdpBackend) -> None:
+    driver = ModelDriver(one_rank)
+    model_id = driver.create_trained()
+    before = driver.state(model_id)
+    for _ in range(3):
+        driver.create()
+    with pytest.raises(CapacityError, match="all 4 models are in use"):
+        driver.create()
+    with pytest.raises(NotFoundError, match="'nobody'"):
+        one_rank.publish("nobody", "s")
+    name = min(before.weights)
+    short = {key: value for key, value in before.weights.items() if key != name}
+    for weights, message in (
+        (short, "is missing"),
+        ({**before.weights, "stray": before.weights[name]}, "'stray' and 0 more"),
+        ({**before.weights, name: np.zeros((1, 1), np.float32)}, "has shape"),
+    ):
+        with pytest.raises(UserError, match=message):
+            one_rank.restore_state(model_id, ModelState(lora=before.lora, weights=weights))
+    assert_same_state(driver.state(model_id), before, "after refusals")
+    driver.unload_all()
+
+
+def test_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "m", shape("llama"))
+    config = (tmp_path / "m" / "config.json").read_text().replace("LlamaForCausalLM", "GemmaForCausalLM")
+    (tmp_path / "m" / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match="'GemmaForCausalLM' is not supported"):
+        make_backend(tmp_path / "m", tmp_path)
+
+
+def test_a_dead_rank_ends_the_call_at_once_and_all_ranks(fsdp_models: Mapping[str, Path], tmp_path: Path) -> None:
+    backend = make_backend(fsdp_models["qwen3"], tmp_path, nproc_per_node=2)
+    try:
+        driver = ModelDriver(backend)
+        model_id = driver.create()
+        pids = backend.ranks.pids
+        os.kill(pids[1], signal.SIGKILL)
+        started = time.monotonic()
+        either = "rank 1 of 2 died|rank 0 of 2 failed"  # its death is seen first, or what it does to the other
+        with pytest.raises(RankDiedError, match=either):
+            driver.forward_backward(model_id, ragged_data(1, VOCAB))
+        assert time.monotonic() - started < WAIT_S
+        with pytest.raises(RankDiedError, match=either):
+            backend.create_model(CreateModel(model_id="late", lora=LoraConfig(rank=1, seed=0)))
+    finally:
+        backend.close()
+    wait_until(lambda: not any(map(alive, pids)))
+
+
+def test_ranks_end_with_a_killed_engine(fsdp_models: Mapping[str, Path], tmp_path: Path) -> None:
+    code = f"""
+        import sys, time
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from pathlib import Path
+        from fsdp_harness import make_backend
+        backend = make_backend(Path({str(fsdp_models["qwen3"])!r}), Path({str(tmp_path)!r}), nproc_per_node=2)
+        print(*backend.ranks.pids, flush=True)
+        time.sleep(600)
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as engine:
+        try:
+            assert engine.stdout is not None
+            pids = [int(word) for word in engine.stdout.readline().split()]
+            assert len(pids) == 2
+            assert all(map(alive, pids))
+        finally:
+            engine.kill()
+    wait_until(lambda: not any(map(alive, pids)))
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "ranks are still there"
+        time.sleep(0.05)

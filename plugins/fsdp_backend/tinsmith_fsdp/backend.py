@@ -1,0 +1,234 @@
+"""The fsdp backend as the engine sees it: checks, deals out and collects. The ranks compute."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tinsmith.backend import BackendContext, Capabilities, HostSnapshot, ModelState, Snapshot, TrainingBackend
+from tinsmith.errors import CapacityError, ConfigError, NotFoundError, UserError
+from tinsmith.operations import (
+    Array,
+    CreateModel,
+    Failed,
+    FloatArray,
+    Forward,
+    ForwardBackward,
+    ForwardBackwardOutput,
+    OptimStep,
+    OptimStepOutput,
+)
+from tinsmith_fsdp import batching
+from tinsmith_fsdp.architecture import read_architecture
+from tinsmith_fsdp.config import FsdpConfig
+from tinsmith_fsdp.layout import AdapterLayout
+from tinsmith_fsdp.messages import AdapterState, Hello, Scored, Setup, Step
+from tinsmith_fsdp.ranks import Ranks
+
+_MAX_TARGETS = 128  # per token; [T, K] arrays of a micro-batch must fit
+FAST_ISOLATION_ERROR = 1e-4  # a bound that test_fsdp_modes.py holds on CPU in float32; on GPUs nobody has looked
+
+
+class FsdpBackend(TrainingBackend):
+    """Holds no torch. Called from one thread; an exception other than UserError leaves it unusable."""
+
+    def __init__(self, config: FsdpConfig, context: BackendContext) -> None:
+        if context.model_path is None:
+            msg = f"model {context.model_name!r} has no directory: set its path to a Hugging Face model directory"
+            raise ConfigError(msg)
+        self.architecture = read_architecture(context.model_path)
+        self._losses = dict(context.losses)
+        self._config = config
+        self._models: dict[str, AdapterLayout] = {}
+        self.ranks = Ranks(config, context.progress)
+        try:
+            self._dp_size = self._data_parallel(self.ranks.hellos)
+            self._setup = self._decide(self.ranks.hellos[0], str(context.model_path))
+            self.loaded = self.ranks.load(self._setup)
+            self._capabilities = self._describe(self.ranks.hellos[0])
+        except BaseException:
+            self.ranks.close()
+            raise
+
+    def _data_parallel(self, hellos: Sequence[Hello]) -> int:
+        tp, world, arch = self._config.tensor_parallel, len(hellos), self.architecture
+        if world % tp:
+            msg = f"{world} ranks cannot be divided by tensor_parallel = {tp}"
+            raise ConfigError(msg)
+        for what, size in (("num_key_value_heads", arch.num_kv_heads), ("intermediate_size", arch.intermediate_size)):
+            if size % tp:
+                msg = f"{what} of the model ({size}) must be a multiple of tensor_parallel ({tp})"
+                raise ConfigError(msg)
+        return world // tp
+
+    def _decide(self, hello: Hello, model_path: str) -> Setup:
+        """Fill in what the settings leave open."""
+        config, on_cpu = self._config, hello.device_type == "cpu"
+
+        def default(*, chosen: bool | None) -> bool:
+            return not on_cpu if chosen is None else chosen
+
+        return Setup(
+            config=config,
+            architecture=self.architecture,
+            model_path=model_path,
+            losses=self._losses,
+            dtype=config.dtype or ("float32" if on_cpu else "bfloat16"),
+            strict=on_cpu if config.isolation is None else config.isolation == "strict",
+            checkpointing=default(chosen=config.activation_checkpointing),
+            compile=default(chosen=config.compile),
+        )
+
+    def _describe(self, hello: Hello) -> Capabilities:
+        on_cpu, exact = hello.device_type == "cpu", self._setup.strict and self._setup.dtype == "float32"
+        context = self._config.max_context_tokens or min(self.architecture.max_position, 2048 if on_cpu else 8192)
+        self._rank_tokens = max(context, self._config.max_batch_tokens or (2048 if on_cpu else 16384))
+        return Capabilities(
+            device=f"{len(self.ranks.hellos)} x {hello.device_name}",
+            dtype=self._setup.dtype,
+            vocab_size=self.architecture.vocab_size,
+            max_context_tokens=context,
+            max_batch_tokens=self._rank_tokens * self._dp_size,
+            max_models=self._config.max_models,
+            losses=frozenset(self._losses),
+            max_lora_rank=self._config.max_lora_rank,
+            lora_targets=frozenset({"attn", "mlp", "unembed"}),
+            max_targets_per_token=_MAX_TARGETS,
+            deterministic=on_cpu,
+            isolation="bitwise" if on_cpu and exact else "close",
+            isolation_error=0.0 if not on_cpu or exact else FAST_ISOLATION_ERROR,
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def close(self) -> None:
+        self.ranks.close()
+
+    # life of a model
+
+    def create_model(self, op: CreateModel) -> None:
+        if len(self._models) >= self._config.max_models:
+            msg = f"all {self._config.max_models} models are in use: end a session, or raise the backend's max_models"
+            raise CapacityError(msg)
+        if not 1 <= op.lora.rank <= self._config.max_lora_rank:
+            allowed = f"1 to {self._config.max_lora_rank}, the backend's max_lora_rank"
+            msg = f"LoRA rank {op.lora.rank} is not served: allowed are {allowed}"
+            raise UserError(msg)
+        self.ranks.call("create_model", op.model_id, op.lora)
+        self._models[op.model_id] = AdapterLayout(op.lora, self.architecture)
+
+    def unload_model(self, model_id: str) -> None:
+        if self._models.pop(model_id, None) is not None:
+            self.ranks.call("unload_model", model_id)
+
+    def capture_state(self, model_id: str) -> ModelState:
+        layout = self._layout(model_id)
+        state = self._captured(model_id)
+
+        def named(flat: FloatArray | None) -> dict[str, Array]:
+            return {} if flat is None else layout.to_canonical(flat)
+
+        return ModelState(
+            lora=layout.lora,
+            weights=named(state.weights),
+            adam_m=named(state.adam_m),
+            adam_v=named(state.adam_v),
+            gradients=named(state.gradients),
+            step=state.step,
+        )
+
+    def restore_state(self, model_id: str, state: ModelState) -> None:
+        layout = self._layout(model_id)
+        flat = AdapterState(
+            lora=layout.lora,
+            weights=layout.from_canonical(state.weights),
+            adam_m=layout.from_canonical(state.adam_m) if state.adam_m else None,
+            adam_v=layout.from_canonical(state.adam_v) if state.adam_v else None,
+            gradients=layout.from_canonical(state.gradients) if state.gradients else None,
+            step=state.step,
+        )
+        self.ranks.call("restore_adapter", model_id, flat)
+
+    def publish(self, model_id: str, snapshot_id: str) -> Snapshot:
+        layout = self._layout(model_id)
+        weights = self.ranks.call("adapter_weights", model_id)[0]
+        return HostSnapshot(snapshot_id, layout.lora, layout.to_canonical(weights))
+
+    def _captured(self, model_id: str) -> AdapterState:
+        state = self.ranks.call("capture_adapter", model_id)[0]
+        assert isinstance(state, AdapterState)
+        return state
+
+    def _layout(self, model_id: str) -> AdapterLayout:
+        if model_id not in self._models:
+            raise NotFoundError(_unknown(model_id).message)
+        return self._models[model_id]
+
+    # training
+
+    def forward(self, ops: Sequence[Forward]) -> list[ForwardBackwardOutput | Failed]:
+        return self._run(ops, backward=False)
+
+    def forward_backward(self, ops: Sequence[ForwardBackward]) -> list[ForwardBackwardOutput | Failed]:
+        return self._run(ops, backward=True)
+
+    def optim_step(self, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
+        known = [op for op in ops if op.model_id in self._models]
+        steps = [Step(model_id=op.model_id, adam=op.adam) for op in known]
+        norms = iter(self.ranks.call("optim_step", steps)[0] if steps else ())
+        return [
+            OptimStepOutput(metrics={"grad_norm": next(norms)})
+            if op.model_id in self._models
+            else _unknown(op.model_id)
+            for op in ops
+        ]
+
+    def _run(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput | Failed]:
+        refused = {index: failure for index, op in enumerate(ops) if (failure := self._refusal(op)) is not None}
+        good = [op for index, op in enumerate(ops) if index not in refused]
+        found: dict[int, Scored] = {}
+        work = list(batching.segments(good, self._losses))
+        micros = list(batching.deal(work, self._dp_size, self._rank_tokens))
+        if micros:
+            tp, owners = self._config.tensor_parallel, [batching.owners(micro) for micro in micros]
+            shares = [
+                ([micro[rank // tp] for micro in micros], owners, backward) for rank in range(len(self.ranks.hellos))
+            ]
+            for scored in self.ranks.call_each("run", shares):
+                found |= {each.index: each for each in scored}
+        outputs = iter(_outputs(good, [found[index] for index in range(len(found))]))
+        return [refused[index] if index in refused else next(outputs) for index in range(len(ops))]
+
+    def _refusal(self, op: ForwardBackward) -> Failed | None:
+        """Refuse what cannot be computed; core has checked everything else."""
+        if op.model_id not in self._models:
+            return _unknown(op.model_id)
+        if op.loss_fn not in self._losses:
+            return Failed(message=f"no loss named {op.loss_fn!r}, known: {', '.join(sorted(self._losses))}")
+        context = self._capabilities.max_context_tokens
+        for index, datum in enumerate(op.data):
+            if not 0 < len(datum.tokens_T) <= context:
+                return Failed(message=f"datum {index} has {len(datum.tokens_T)} tokens, allowed are 1 to {context}")
+            if (count := datum.targets_TK.shape[1]) > _MAX_TARGETS:
+                return Failed(message=f"datum {index} has {count} targets per token, allowed are {_MAX_TARGETS}")
+        return None
+
+
+def _unknown(model_id: str) -> Failed:
+    return Failed(message=f"no model {model_id!r} in training: it was never created, or has been unloaded")
+
+
+def _outputs(ops: Sequence[ForwardBackward], scored: Sequence[Scored]) -> list[ForwardBackwardOutput]:
+    """Give each datum's logprobs the shape of its targets; sum the losses in order, in float64."""
+    results, start = [], 0
+    for op in ops:
+        own = scored[start : start + len(op.data)]
+        start += len(op.data)
+        logprobs = tuple(
+            {"logprobs": np.ascontiguousarray(each.logp_TK.reshape(np.shape(datum.loss_inputs["target_tokens"])))}
+            for datum, each in zip(op.data, own, strict=True)
+        )
+        loss = float(sum(each.loss for each in own))
+        results.append(ForwardBackwardOutput(loss_fn_outputs=logprobs, metrics={"loss:sum": loss}))
+    return results

@@ -1,0 +1,203 @@
+"""From a Hugging Face directory to sharded weights: built on the meta device, divided, and only then given memory.
+
+Each rank reads its own rows of every tensor from the safetensors files: none ever holds the whole model.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from tinsmith.errors import ConfigError
+from tinsmith_fsdp import attention
+from tinsmith_fsdp.architecture import ATTENTION, MLP
+from tinsmith_fsdp.head import Scores
+from tinsmith_fsdp.lora import MultiLoraLinear
+from tinsmith_fsdp.loss_table import LossTable
+from tinsmith_fsdp.mesh import Mesh
+from tinsmith_fsdp.messages import Setup
+from tinsmith_fsdp.packed_model import PackedModel, canonical_name
+from tinsmith_fsdp.streams import Stream
+
+_COLUMN = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})  # the others are row-parallel
+Report = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A parameter's shard on this rank: which rows and columns of the whole tensor it holds."""
+
+    name: str  # canonical
+    parameter: nn.Parameter
+    shape: tuple[int, ...]  # of the whole
+    rows: slice
+    columns: slice | None
+
+    @property
+    def local(self) -> torch.Tensor:
+        tensor = self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter
+        return tensor.detach()
+
+
+class BaseModel:
+    """The sharded model and the list of its shards."""
+
+    def __init__(self, setup: Setup, mesh: Mesh) -> None:
+        self._setup, self._mesh = setup, mesh
+        self._directory = Path(setup.model_path)
+        self.dtype = getattr(torch, setup.dtype)
+        attention.register()
+        config = transformers.AutoConfig.from_pretrained(self._directory)
+        with torch.device("meta"):
+            causal_lm = getattr(transformers, setup.architecture.name)(config)
+        causal_lm.to(self.dtype)
+        causal_lm.tie_weights()
+        config._attn_implementation = attention.NAME  # noqa: SLF001  (where transformers' layers look)
+        causal_lm.eval().requires_grad_(requires_grad=False)
+        rotary = type(causal_lm.model.rotary_emb)(config=config)  # has buffers, which would be empty from meta
+        shapes = {name: tuple(p.shape) for name, p in causal_lm.named_parameters()}
+        self._adapt(causal_lm)
+        self.model = PackedModel(causal_lm, checkpointing=setup.checkpointing)
+        self.model.counts_head = mesh.tp_rank == 0
+        self.all_meta = all(parameter.is_meta for parameter in self.model.parameters())
+        self._shard()
+        self.model.to_empty(device=mesh.device)
+        self.model.set_rotary(rotary.to(mesh.device))
+        self.parts = list(self._parts(shapes))
+        self.read_bytes = 0
+        if setup.compile:
+            for layer in self.model.layers:
+                layer.inner.compile(dynamic=True)  # type: ignore[union-attr]  # one code for all layers
+
+    def _adapt(self, causal_lm: nn.Module) -> None:
+        """Put an adaptable layer in the place of every linear one, its matrix divided over the tp axis."""
+        tp = self._mesh.tp_size
+        for index, layer in enumerate(causal_lm.model.layers):  # type: ignore[union-attr, arg-type]  # a ModuleList
+            for path in (*ATTENTION, *MLP):
+                parent_path, _, leaf = path.rpartition(".")
+                parent = layer.get_submodule(parent_path)
+                cut = 0 if leaf in _COLUMN else 1
+                linear = MultiLoraLinear(getattr(parent, leaf), f"model.layers.{index}.{path}", cut)
+                if tp > 1:
+                    linear.group, linear.tp_rank = self._mesh.tp.get_group(), self._mesh.tp_rank
+                    linear.weight = self._divided(linear.weight, cut)
+                    if linear.bias is not None and cut == 0:
+                        linear.bias = self._divided(linear.bias, 0)
+                setattr(parent, leaf, linear)
+
+    def _divided(self, parameter: torch.Tensor, dim: int) -> nn.Parameter:
+        local = torch.chunk(parameter.detach(), self._mesh.tp_size, dim)[self._mesh.tp_rank].contiguous()
+        return nn.Parameter(
+            DTensor.from_local(local, self._mesh.tp, [Shard(dim)], run_check=False), requires_grad=False
+        )
+
+    def _shard(self) -> None:
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # weights are stored as they are used
+        keep = self._setup.config.reshard_after_forward
+        for layer in self.model.layers:
+            fully_shard(layer, mesh=self._mesh.dp, reshard_after_forward=keep, mp_policy=policy)
+        fully_shard(self.model, mesh=self._mesh.dp, reshard_after_forward=False, mp_policy=policy)
+
+    def _parts(self, shapes: dict[str, tuple[int, ...]]) -> Iterator[Part]:
+        """Say what this rank holds: its tp part, and of that its dp chunk along dimension 0, as fully_shard cuts it."""
+        dp_size, dp_rank = self._mesh.dp_size, self._mesh.dp_rank
+        cuts = {
+            f"{linear.module}.{kind}": linear.cut
+            for linear in self.model.modules()
+            if isinstance(linear, MultiLoraLinear) and linear.group is not None
+            for kind in ("weight", "bias")
+        }
+        for name, parameter in self.model.named_parameters():
+            full = canonical_name(name)
+            shape = shapes[full]
+            cut = cuts.get(full)
+            if full.endswith(".bias") and cut == 1:
+                cut = None  # whole on every tp rank
+            first, last = self._range(shape[0]) if cut == 0 else (0, shape[0])
+            chunk = -(-(last - first) // dp_size)
+            start = min(first + dp_rank * chunk, last)
+            rows = slice(start, min(start + chunk, last))
+            columns = slice(*self._range(shape[1])) if cut == 1 else None
+            part = Part(full, parameter, shape, rows, columns)
+            width = part.local.numel() // max(1, part.local.shape[0])
+            assert part.local.shape[0] == rows.stop - rows.start, (full, part.local.shape, rows)
+            assert len(shape) == 1 or columns is None or width == columns.stop - columns.start, full
+            yield part
+
+    def _range(self, size: int) -> tuple[int, int]:
+        each = size // self._mesh.tp_size
+        return self._mesh.tp_rank * each, (self._mesh.tp_rank + 1) * each
+
+    def run(
+        self, streams: Sequence[Stream], losses: LossTable, *, backward: bool
+    ) -> tuple[list[torch.Tensor], list[Scores]]:
+        """Pass streams through the model; see PackedModel.forward. All ranks must do so at the same time."""
+        totals, scores = self.model(streams, losses, backward=backward)
+        return totals, scores
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(part.local.numel() * part.local.element_size() for part in self.parts)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(torch.Size(part.shape).numel() * part.local.element_size() for part in self.parts)
+
+    def load(self, report: Report) -> None:
+        """Read this rank's part of every tensor. Raise ConfigError for missing files, tensors or wrong shapes."""
+        files = _tensor_files(self._directory)
+        with ExitStack() as stack:
+            handles: dict[Path, Any] = {}  # Any: safetensors' handle is untyped
+            for number, part in enumerate(self.parts):
+                name = part.name
+                if name not in files:
+                    msg = f"{str(self._directory)!r}: tensor {name!r} is missing from the weight files"
+                    raise ConfigError(msg)
+                path = files[name]
+                try:
+                    if path not in handles:
+                        handles[path] = stack.enter_context(safe_open(path, framework="pt"))
+                    whole = handles[path].get_slice(name)
+                    shape = tuple(whole.get_shape())
+                    if shape == part.shape:
+                        self._read(part, whole)
+                except (OSError, SafetensorError) as error:
+                    msg = f"{str(path)!r}: tensor {name!r} cannot be read: {error}"
+                    raise ConfigError(msg) from error
+                if shape != part.shape:
+                    msg = f"{str(path)!r}: tensor {name!r} has shape {shape}, config.json says {part.shape}"
+                    raise ConfigError(msg)
+                report((number + 1) / len(self.parts))
+
+    def _read(self, part: Part, whole: Any) -> None:
+        if part.rows.start == part.rows.stop:
+            return
+        piece = whole[part.rows] if part.columns is None else whole[part.rows, part.columns]
+        self.read_bytes += piece.numel() * piece.element_size()
+        part.local.copy_(piece)
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    """Map every tensor name to its file: one file, or many with an index."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    try:
+        if index.is_file():
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {name: directory / file for name, file in weight_map.items()}
+        if single.is_file():
+            with safe_open(single, framework="pt") as handle:
+                return dict.fromkeys(handle.keys(), single)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        msg = f"{str(directory)!r}: the weight files cannot be read: {error}"
+        raise ConfigError(msg) from error
+    msg = f"{str(directory)!r} has neither model.safetensors nor model.safetensors.index.json"
+    raise ConfigError(msg)

@@ -1,0 +1,69 @@
+"""From operations to micro-batches dealt out over the ranks. No torch.
+
+A sequence stays whole, on one rank. All ranks get the same number of micro-batches, since gathering a layer takes all
+of them; one without work gets an empty one.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tinsmith.losses import LossSpec
+from tinsmith.operations import Datum, ForwardBackward
+from tinsmith_fsdp.messages import Owner, Segment
+
+MicroBatch = list[list[Segment]]  # by data-parallel rank
+
+
+def segments(ops: Iterable[ForwardBackward], losses: Mapping[str, LossSpec]) -> Iterator[Segment]:
+    """Yield every sequence in order; `index` counts them, `position` is set when they are dealt."""
+    pairs = [(op, datum) for op in ops for datum in op.data]
+    for index, (op, datum) in enumerate(pairs):
+        spec = losses[op.loss_fn]
+        yield _segment(op, datum, spec, index)
+
+
+def _segment(op: ForwardBackward, datum: Datum, spec: LossSpec, index: int) -> Segment:
+    targets = datum.targets_TK
+    return Segment(
+        model_id=op.model_id,
+        index=index,
+        position=0,
+        tokens_T=np.asarray(datum.tokens_T),
+        targets_TK=targets,
+        loss_fn=op.loss_fn,
+        loss_inputs={
+            name: np.asarray(datum.loss_inputs[name], np.float32).reshape(targets.shape) for name in spec.inputs
+        },
+        loss_config={**spec.config, **op.loss_fn_config},
+    )
+
+
+def deal(work: Sequence[Segment], num_ranks: int, max_tokens: int) -> Iterator[MicroBatch]:
+    """Fill micro-batches in order, each sequence to the rank with the fewest tokens, until it would not fit there."""
+    batch, loads, position = _empty(num_ranks), [0] * num_ranks, 0
+    for segment in work:
+        lightest = min(range(num_ranks), key=loads.__getitem__)
+        if loads[lightest] and loads[lightest] + segment.num_tokens > max_tokens:
+            yield batch
+            batch, loads, position, lightest = _empty(num_ranks), [0] * num_ranks, 0, 0
+        batch[lightest].append(replace(segment, position=position))
+        loads[lightest] += segment.num_tokens
+        position += 1
+    if position:
+        yield batch
+
+
+def owners(micro: MicroBatch) -> list[Owner]:
+    """Tell for each position who has it."""
+    placed = {
+        segment.position: Owner(model_id=segment.model_id, dp_rank=dp_rank)
+        for dp_rank, share in enumerate(micro)
+        for segment in share
+    }
+    return [placed[position] for position in range(len(placed))]
+
+
+def _empty(num_ranks: int) -> MicroBatch:
+    return [[] for _ in range(num_ranks)]

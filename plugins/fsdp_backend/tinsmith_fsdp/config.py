@@ -1,0 +1,71 @@
+"""Settings of the fsdp backend: the `backend:` section of a model. No torch."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from tinsmith.backend import BackendConfig
+
+
+class FsdpConfig(BackendConfig):
+    """`None` means: chosen for the device found."""
+
+    device: Literal["cpu", "cuda"] | None = Field(None, description="default cuda where there is one, else cpu")
+    nproc_per_node: int | None = Field(
+        None, ge=1, description="ranks on each machine; default one per GPU, or one on a machine without"
+    )
+    nnodes: int = Field(1, ge=1, description="machines; with the torchrun launcher each joins by itself")
+    tensor_parallel: int = Field(1, ge=1, description="ranks that share each layer's matrices; divides the ranks")
+    launcher: Literal["torchrun", "ray"] = Field(
+        "torchrun", description="who starts the ranks: torch.distributed's elastic agent, or a Ray cluster"
+    )
+    ray_address: str | None = Field(
+        None, description="of the Ray cluster; unset: RAY_ADDRESS, or a cluster of this machine alone"
+    )
+    rdzv_endpoint: str = Field(
+        "localhost:0", description="host:port at which the nodes meet; only for several nodes is it more than local"
+    )
+    control_address: str | None = Field(
+        None, description="host:port at which ranks of other machines reach the engine; needed for several nodes"
+    )
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="of base weights and activations; default float32 on CPU, else bfloat16"
+    )
+    isolation: Literal["strict", "fast"] | None = Field(
+        None,
+        description="strict computes each sequence by itself, so that no bit depends on company; fast packs all "
+        "sequences into one stream; default strict on CPU, else fast",
+    )
+    max_lora_rank: int = Field(32, ge=1, le=512)
+    max_models: int = Field(64, ge=1, description="models in training at a time")
+    max_context_tokens: int | None = Field(
+        None, ge=64, description="of one sequence; default the model's, at most 2048 on CPU, else 8192"
+    )
+    max_batch_tokens: int | None = Field(
+        None, ge=64, description="of one micro-batch of one rank; default 2048 on CPU, else 16384"
+    )
+    activation_checkpointing: bool | None = Field(
+        None, description="recompute activations in the backward pass to save memory; default off on CPU, else on"
+    )
+    reshard_after_forward: bool = Field(
+        default=True, description="free gathered layers between forward and backward; off is faster and needs more"
+    )
+    compile: bool | None = Field(None, description="compile each layer with torch.compile; default off on CPU, else on")
+    start_timeout_s: float = Field(900, gt=0, description="until all ranks have loaded the model")
+
+    @model_validator(mode="after")
+    def _several_nodes_need_addresses(self) -> Self:
+        local_meeting = self.launcher == "torchrun" and self.rdzv_endpoint == "localhost:0"
+        if self.nnodes > 1 and (self.control_address is None or local_meeting):
+            msg = (
+                f"nnodes is {self.nnodes}: set control_address and, for torchrun, rdzv_endpoint to host:port of this "
+                "machine as the others see it"
+            )
+            raise ValueError(msg)
+        if self.nproc_per_node is not None and (self.nproc_per_node * self.nnodes) % self.tensor_parallel:
+            msg = (
+                f"nproc_per_node ({self.nproc_per_node}) * nnodes ({self.nnodes}) must be a multiple of "
+                f"tensor_parallel ({self.tensor_parallel})"
+            )
+            raise ValueError(msg)
+        return self

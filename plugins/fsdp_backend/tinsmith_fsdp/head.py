@@ -1,0 +1,136 @@
+"""The output head in chunks of rows: logprobs of given targets, losses and, in the same pass, all gradients.
+
+Every loss gives its derivative by the logprob along with its value, so the gradient of the logits is known as soon as a
+chunk's logits are, and no more than one chunk of them ever exists (the idea of Liger-Kernel's fused linear cross
+entropy).
+
+Legend: C = rows of a chunk, T = tokens, K = targets per token, H = hidden, V = vocabulary, r = rank.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tinsmith_fsdp.architecture import HEAD
+from tinsmith_fsdp.loss_table import LossBatch, LossTable
+from tinsmith_fsdp.streams import Group, Stream
+
+_CPU_LOGITS = 1 << 22  # of one chunk: 16 MiB stay near the caches
+_GPU_LOGITS = 1 << 27
+_MIN_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Detached results of a stream, float32 [T, K]."""
+
+    logp_TK: torch.Tensor
+    loss_TK: torch.Tensor
+
+
+class _Head(torch.autograd.Function):
+    """Returns the summed loss; its gradients were computed on the way and only wait to be asked for.
+
+    The adapters' are added to their leaves at once: this runs once per pass, never again for recomputation.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        stream: Stream,
+        losses: LossTable,
+        counts: bool,  # noqa: FBT001
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        d_hidden = torch.zeros_like(hidden_TH)
+        scores = _score(hidden_TH, weight_VH, stream, losses, _Gradients(d_hidden, counts))
+        ctx.save_for_backward(d_hidden)
+        ctx.mark_non_differentiable(scores.logp_TK, scores.loss_TK)
+        return scores.loss_TK.sum(), scores.logp_TK, scores.loss_TK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (d_hidden,) = ctx.saved_tensors
+        return d_hidden * grads[0], None, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradients:
+    """Where gradients go; the head itself is frozen.
+
+    `counts`: whether this rank is the one of its tp group that counts the adapters'.
+    """
+
+    d_hidden_TH: torch.Tensor
+    counts: bool
+
+
+def score(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, stream: Stream, losses: LossTable) -> Scores:
+    """Compute logprobs and losses."""
+    return _score(hidden_TH, weight_VH, stream, losses, None)
+
+
+def score_with_gradients(
+    hidden_TH: torch.Tensor, weight_VH: torch.Tensor, stream: Stream, losses: LossTable, *, counts: bool
+) -> tuple[torch.Tensor, Scores]:
+    """Return the summed loss as a tensor to call backward on, and the scores."""
+    total, logp_TK, loss_TK = _Head.apply(hidden_TH, weight_VH, stream, losses, counts)  # type: ignore[no-untyped-call]
+    return total, Scores(logp_TK, loss_TK)
+
+
+def _score(
+    hidden_TH: torch.Tensor, weight_VH: torch.Tensor, stream: Stream, losses: LossTable, gradients: _Gradients | None
+) -> Scores:
+    budget = _GPU_LOGITS if hidden_TH.is_cuda else _CPU_LOGITS
+    size = max(_MIN_ROWS, budget // weight_VH.shape[0])
+    logp, loss = [], []
+    for group in stream.groups:
+        for start in range(group.start, group.stop, size):
+            stop = min(start + size, group.stop)
+            chunk = stream.batch.rows(start, stop)
+            logp_CK, loss_CK = _chunk(hidden_TH, weight_VH, group, (start, stop), chunk, losses, gradients)
+            logp.append(logp_CK)
+            loss.append(loss_CK)
+    return Scores(torch.cat(logp), torch.cat(loss))
+
+
+def _chunk(
+    hidden_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    group: Group,
+    rows: tuple[int, int],
+    batch: LossBatch,
+    losses: LossTable,
+    gradients: _Gradients | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden_CH = hidden_TH[rows[0] : rows[1]]
+    # 1. Logits, the adapter's part in float32.
+    logits_CV = (hidden_CH @ weight_VH.T).float()
+    pair = None if group.leaves is None else group.leaves.pairs.get(HEAD)
+    if pair is not None:
+        assert group.leaves is not None
+        (A_rH, B_Vr), scale = pair, group.leaves.scale
+        h_Cr = hidden_CH.float() @ A_rH.T
+        logits_CV += (h_Cr @ B_Vr.T) * scale
+    # 2. Logprobs, losses, and the losses' derivatives.
+    lse_C1 = torch.logsumexp(logits_CV, dim=-1, keepdim=True)
+    logp_CK = logits_CV.gather(1, batch.targets_TK) - lse_C1
+    loss_CK, d_logp_CK = losses.per_token(logp_CK, batch)
+    if gradients is None:
+        return logp_CK, loss_CK
+    # 3. d logp_k / d logits = onehot(target_k) - softmax, in the memory of the logits.
+    d_logits_CV = logits_CV.sub_(lse_C1).exp_().mul_(-d_logp_CK.sum(dim=-1, keepdim=True))
+    d_logits_CV.scatter_add_(1, batch.targets_TK, d_logp_CK)
+    d_hidden_CH = d_logits_CV.to(weight_VH.dtype) @ weight_VH
+    if pair is not None:
+        d_h_Cr = (d_logits_CV @ B_Vr) * scale
+        d_hidden_CH = d_hidden_CH + (d_h_Cr @ A_rH).to(d_hidden_CH.dtype)
+        if gradients.counts:
+            assert A_rH.grad is not None
+            assert B_Vr.grad is not None
+            A_rH.grad += d_h_Cr.T @ hidden_CH.float()
+            B_Vr.grad += (d_logits_CV.T @ h_Cr) * scale
+    gradients.d_hidden_TH[rows[0] : rows[1]] = d_hidden_CH
+    return logp_CK, loss_CK

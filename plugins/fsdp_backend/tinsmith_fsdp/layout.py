@@ -1,0 +1,116 @@
+"""An adapter as one flat float32 vector: which weight lies where, its first values, and its canonical (PEFT) names.
+
+One vector per adapter makes an optimizer step, a reduction over ranks and a transfer to the host one operation each.
+Front and ranks compute the same layout from the same facts. No torch.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from tinsmith.errors import UserError
+from tinsmith.operations import Array, FloatArray, LoraConfig
+from tinsmith_fsdp.architecture import ATTENTION, HEAD, MLP, Architecture
+
+_ALIGNMENT = (
+    16  # numbers: a weight starts on 64 bytes, as matrix kernels like it and so that its bits never depend on it
+)
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A weight's place in the vector."""
+
+    offset: int
+    shape: tuple[int, int]
+
+    @property
+    def stop(self) -> int:
+        return self.offset + math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A [rank, in] and B [out, rank] of one linear module."""
+
+    module: str  # such as model.layers.0.self_attn.q_proj
+    kind: str  # its path within a layer, or lm_head
+    layer: int  # 0 for the head
+    A: Slot
+    B: Slot
+
+
+class AdapterLayout:
+    """The places of all weights of an adapter; untrained modules have none."""
+
+    def __init__(self, lora: LoraConfig, architecture: Architecture) -> None:
+        self.lora = lora
+        self.pairs: dict[str, Pair] = {}
+        self.size = 0
+        shapes = architecture.linear_shapes()
+        for module, kind, layer in _modules(lora, architecture.num_layers):
+            d_in, d_out = shapes[kind]
+            A, B = self._place(lora.rank, d_in), self._place(d_out, lora.rank)
+            self.pairs[module] = Pair(module, kind, layer, A, B)
+
+    def _place(self, rows: int, columns: int) -> Slot:
+        slot = Slot(self.size, (rows, columns))
+        self.size = -(-slot.stop // _ALIGNMENT) * _ALIGNMENT
+        return slot
+
+    def slots(self) -> Iterator[tuple[str, Slot]]:
+        """Yield canonical names and places, in order."""
+        for pair in self.pairs.values():
+            yield f"{_PREFIX}{pair.module}.lora_A.weight", pair.A
+            yield f"{_PREFIX}{pair.module}.lora_B.weight", pair.B
+
+    def fresh(self) -> FloatArray:
+        """Make first weights: A uniform within 1 / sqrt(in), B zero.
+
+        Each module of each layer draws from its own stream of the seed: the same numbers whichever other modules are
+        trained, and the same as of the jax backend.
+        """
+        flat = np.zeros(self.size, np.float32)
+        kinds = (*ATTENTION, *MLP, HEAD)
+        for pair in self.pairs.values():
+            stream = np.random.SeedSequence(self.lora.seed % 2**64, spawn_key=(kinds.index(pair.kind), pair.layer))
+            rank, d_in = pair.A.shape
+            drawn = np.random.default_rng(stream).uniform(-(d_in**-0.5), d_in**-0.5, (d_in, rank))
+            flat[pair.A.offset : pair.A.stop] = drawn.T.astype(np.float32).ravel()
+        return flat
+
+    def to_canonical(self, flat: FloatArray) -> dict[str, Array]:
+        """Name the weights; they are views of `flat`."""
+        return {name: flat[slot.offset : slot.stop].reshape(slot.shape) for name, slot in self.slots()}
+
+    def from_canonical(self, named: Mapping[str, Array]) -> FloatArray:
+        """Lay weights out. Raise UserError where one is missing, of another shape, or unknown."""
+        flat = np.zeros(self.size, np.float32)
+        left = set(named)
+        for name, slot in self.slots():
+            if name not in named:
+                msg = f"adapter weight {name!r} is missing"
+                raise UserError(msg)
+            value = np.asarray(named[name], np.float32)
+            if value.shape != slot.shape:
+                msg = f"adapter weight {name!r} has shape {value.shape}, this model and LoRA need {slot.shape}"
+                raise UserError(msg)
+            flat[slot.offset : slot.stop] = value.ravel()
+            left.discard(name)
+        if left:
+            first = min(left)
+            msg = f"adapter weights {first!r} and {len(left) - 1} more do not belong to this model and LoRA"
+            raise UserError(msg)
+        return flat
+
+
+def _modules(lora: LoraConfig, num_layers: int) -> Iterator[tuple[str, str, int]]:
+    kinds = (*(ATTENTION if lora.train_attn else ()), *(MLP if lora.train_mlp else ()))
+    for layer in range(num_layers):
+        for kind in kinds:
+            yield f"model.layers.{layer}.{kind}", kind, layer
+    if lora.train_unembed:
+        yield HEAD, HEAD, 0

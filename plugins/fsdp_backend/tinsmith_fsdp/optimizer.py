@@ -1,0 +1,64 @@
+"""AdamW for several models in one pass over their tensors, each with its own hyper-parameters, as torch.optim.AdamW.
+
+torch.optim itself takes one set of hyper-parameters per group of tensors and keeps its own step counts; here they
+belong to one step of one tenant. Bias corrections are computed in float64, once per step.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tinsmith.operations import AdamParams
+
+_CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by the norm plus this
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """One tensor in one step; all four are float32 of one shape, changed in place but for the gradient's value."""
+
+    weights: torch.Tensor
+    gradient: torch.Tensor  # used up
+    m: torch.Tensor
+    v: torch.Tensor
+    adam: AdamParams
+    norm: float  # of the whole model's gradient
+    step: int  # counted from 1
+
+
+def square_norm(gradient: torch.Tensor) -> float:
+    """Sum the squares in float64."""
+    return float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
+
+
+@torch.no_grad()
+def adamw_(tensors: Sequence[Stepped]) -> None:
+    """Step all tensors in place."""
+    if not tensors:
+        return
+    weights, gradients = [t.weights for t in tensors], [t.gradient for t in tensors]
+    m, v = [t.m for t in tensors], [t.v for t in tensors]
+    adams = [t.adam for t in tensors]
+    clipped = [(t, factor) for t in tensors if (factor := _clip_factor(t)) != 1.0]
+    if clipped:
+        torch._foreach_mul_([t.gradient for t, _ in clipped], [factor for _, factor in clipped])
+    # the moments
+    torch._foreach_mul_(m, [adam.beta1 for adam in adams])
+    scaled = torch._foreach_mul(gradients, [1.0 - adam.beta1 for adam in adams])  # noqa: SLF001
+    torch._foreach_add_(m, scaled)
+    torch._foreach_mul_(v, [adam.beta2 for adam in adams])
+    torch._foreach_addcmul_(v, gradients, gradients, [1.0 - adam.beta2 for adam in adams])
+    # decay, then move
+    torch._foreach_mul_(weights, [1.0 - adam.learning_rate * adam.weight_decay for adam in adams])
+    roots = torch._foreach_sqrt(v)  # noqa: SLF001
+    torch._foreach_div_(roots, [math.sqrt(1.0 - t.adam.beta2**t.step) for t in tensors])
+    torch._foreach_add_(roots, [adam.eps for adam in adams])
+    sizes = [-t.adam.learning_rate / (1.0 - t.adam.beta1**t.step) for t in tensors]
+    torch._foreach_addcdiv_(weights, m, roots, sizes)
+
+
+def _clip_factor(tensor: Stepped) -> float:
+    limit = tensor.adam.grad_clip_norm
+    return min(1.0, limit / (tensor.norm + _CLIP_EPS)) if limit > 0.0 else 1.0

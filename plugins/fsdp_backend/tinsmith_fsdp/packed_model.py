@@ -1,0 +1,96 @@
+"""A transformers decoder taken apart and put together for streams: embedding, its own layers, norm, head and loss.
+
+A pass takes several streams. Each goes through a layer by itself, and the layer's weights are gathered once for all.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tinsmith_fsdp import head
+from tinsmith_fsdp.head import Scores
+from tinsmith_fsdp.lora import MultiLoraLinear
+from tinsmith_fsdp.loss_table import LossTable
+from tinsmith_fsdp.streams import Stream
+
+
+class PackedLayer(nn.Module):
+    """One decoder layer of transformers, stream by stream."""
+
+    def __init__(self, inner: nn.Module, *, checkpointing: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        self.checkpointing = checkpointing
+        self.linears = tuple(module for module in inner.modules() if isinstance(module, MultiLoraLinear))
+
+    def forward(self, hiddens: Sequence[torch.Tensor], streams: Sequence[Stream]) -> list[torch.Tensor]:
+        if self.checkpointing and torch.is_grad_enabled():
+            return [
+                checkpoint(self._run, hidden, stream, use_reentrant=False, preserve_rng_state=False)
+                for hidden, stream in zip(hiddens, streams, strict=True)
+            ]
+        return [self._run(hidden, stream) for hidden, stream in zip(hiddens, streams, strict=True)]
+
+    def _run(self, hidden: torch.Tensor, stream: Stream) -> torch.Tensor:
+        for linear in self.linears:  # here, and so again where the backward pass recomputes
+            linear.groups = stream.groups
+        out = self.inner(hidden, attention_mask=None, position_embeddings=stream.rope, stream=stream)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+
+class PackedModel(nn.Module):
+    """The whole model. Its parameters' canonical names: `canonical_name`."""
+
+    def __init__(self, causal_lm: nn.Module, *, checkpointing: bool) -> None:
+        super().__init__()
+        trunk = causal_lm.model
+        assert isinstance(trunk, nn.Module)
+        self.embed_tokens = _module(trunk.embed_tokens)
+        self.layers = nn.ModuleList(PackedLayer(layer, checkpointing=checkpointing) for layer in trunk.layers)  # type: ignore[union-attr]  # a ModuleList
+        self.norm = _module(trunk.norm)
+        self.lm_head = _module(causal_lm.lm_head)
+        self.counts_head = True  # whether this rank counts the head adapters' gradients
+
+    def set_rotary(self, rotary: nn.Module) -> None:
+        """Give the rotary embedding, which has no parameters and stays outside of sharding."""
+        self._rotary = [rotary]
+
+    def forward(
+        self, streams: Sequence[Stream], losses: LossTable, *, backward: bool
+    ) -> tuple[list[torch.Tensor], list[Scores]]:
+        """Return each stream's summed loss, to call backward on (none without `backward`), and its scores."""
+        hiddens = []
+        for stream in streams:
+            hidden = self.embed_tokens(stream.tokens_T[None])
+            if backward:
+                hidden.requires_grad_()  # the base is frozen: gradients flow for the adapters' sake
+            stream.rope = self._rotary[0](hidden, stream.positions_T[None])
+            hiddens.append(hidden)
+        for layer in self.layers:
+            hiddens = layer(hiddens, streams)
+        totals, scores = [], []
+        weight = self.lm_head.weight
+        assert isinstance(weight, torch.Tensor)
+        for hidden, stream in zip(hiddens, streams, strict=True):
+            normed = self.norm(hidden)[0]
+            if backward:
+                total, score = head.score_with_gradients(normed, weight, stream, losses, counts=self.counts_head)
+                totals.append(total)
+            else:
+                score = head.score(normed, weight, stream, losses)
+            scores.append(score)
+        return totals, scores
+
+
+def _module(child: object) -> nn.Module:
+    assert isinstance(child, nn.Module)
+    return child
+
+
+def canonical_name(name: str) -> str:
+    """Turn a parameter's name into that of the Hugging Face checkpoint."""
+    name = name.replace(".inner.", ".")
+    return name if name.startswith("lm_head.") else f"model.{name}"

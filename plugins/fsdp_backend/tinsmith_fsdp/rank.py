@@ -1,0 +1,133 @@
+"""The process of one rank: connects to the engine, loads its part of the model, answers calls until told to end.
+
+It never outlives the engine: when the connection closes, whatever it is doing, it is gone.
+"""
+
+import ctypes
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from tinsmith.errors import ConfigError
+from tinsmith_fsdp.base_model import BaseModel
+from tinsmith_fsdp.loss_table import LossTable
+from tinsmith_fsdp.mesh import find_device, make_mesh
+from tinsmith_fsdp.messages import Answer, Call, Hello, Loaded, Part, ProgressMade, RankFailed, Setup
+from tinsmith_fsdp.ranks import CONTROL, DEVICE, KEY
+from tinsmith_fsdp.trainer import Trainer
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def main() -> None:
+    """Run as the launcher's environment says (RANK, WORLD_SIZE, MASTER_ADDR, ...)."""
+    _die_with_parent()
+    serve(os.environ[CONTROL], bytes(os.environ[KEY], "ascii"))
+
+
+def serve(address: str, key: bytes) -> None:
+    """Answer the engine at `address` until it says the end."""
+    device = find_device(os.environ.get(DEVICE))
+    connection = _connect(address, key)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU rank"
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    connection.send(Hello(rank=rank, world_size=world_size, pid=os.getpid(), device_type=device.type, device_name=name))
+    calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, calls), name="calls", daemon=True).start()
+    worker = Worker(connection, device)
+    while (call := calls.get()) is not None:
+        try:
+            worker.answer(call)
+        except Exception as error:  # noqa: BLE001  (told to the engine, which ends all ranks)
+            config = isinstance(error, ConfigError)
+            connection.send(RankFailed(str(error) if config else traceback.format_exc(), config))
+            sys.exit(1)
+    if dist.is_initialized():
+        dist.barrier()  # a rank that leaves first would look like one that died
+    os._exit(0)  # nothing is left to be tidied up, and the interpreter's end takes its time
+
+
+class Worker:
+    """Turns calls into the trainer's methods."""
+
+    def __init__(self, connection: Connection, device: torch.device) -> None:
+        self._connection = connection
+        self._device = device
+        self._trainer: Trainer | None = None
+
+    def answer(self, call: Call) -> None:
+        if call.method == "load":
+            self._connection.send(Answer(self._load(*call.arguments)))
+            return
+        value = getattr(self._trainer, call.method)(*call.arguments)
+        if isinstance(value, Iterator):
+            for part in value:
+                self._connection.send(Part(part))
+            value = None
+        self._connection.send(Answer(value))
+
+    def _load(self, setup: Setup) -> Loaded:
+        torch.use_deterministic_algorithms(mode=True, warn_only=True)
+        warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
+        mesh = make_mesh(self._device, setup.config.tensor_parallel)
+        rank = dist.get_rank()
+
+        def report(fraction: float) -> None:
+            if rank == 0:
+                self._connection.send(ProgressMade("loading weights", fraction))
+
+        base = BaseModel(setup, mesh)
+        base.load(report)
+        self._trainer = Trainer(base, mesh, LossTable(setup.losses), setup.architecture, strict=setup.strict)
+        return Loaded(
+            rank=rank,
+            meta_only=base.all_meta,
+            parameter_bytes=base.parameter_bytes,
+            total_bytes=base.total_bytes,
+            read_bytes=base.read_bytes,
+        )
+
+
+def _read(connection: Connection, calls: "queue.SimpleQueue[Call | None]") -> None:
+    """Take calls off the connection; its end is ours, even where the main thread waits for a rank that died."""
+    try:
+        while True:
+            message: Any = connection.recv()
+            calls.put(message)
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _connect(address: str, key: bytes) -> Connection:
+    kind, _, where = address.partition(":")
+    if kind == "unix":
+        peer = socket.socket(socket.AF_UNIX)
+        peer.connect(where)
+    else:
+        host, _, port = where.rpartition(":")
+        peer = socket.create_connection((host, int(port)))
+    connection = Connection(peer.detach())
+    answer_challenge(connection, key)
+    deliver_challenge(connection, key)
+    return connection
+
+
+def _die_with_parent() -> None:
+    """Where the elastic agent is killed, nobody else would end us before the connection closes."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""A stream: sequences laid end to end, those of one adapter side by side, as one forward pass takes them.
+
+Legend: T = tokens of the stream, K = targets per token.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from tinsmith.operations import Array
+from tinsmith_fsdp.layout import AdapterLayout
+from tinsmith_fsdp.loss_table import LossBatch, LossTable
+from tinsmith_fsdp.messages import Segment
+
+Pairs = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+class Leaves:
+    """An adapter's weights as autograd leaves whose gradients are added into one flat vector."""
+
+    def __init__(self, layout: AdapterLayout, weights: torch.Tensor, gradients: torch.Tensor | None) -> None:
+        self.scale = layout.lora.scale
+        self.gradients = gradients
+        self.pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for module, pair in layout.pairs.items():
+            A, B = (_leaf(weights, gradients, slot.offset, slot.stop, slot.shape) for slot in (pair.A, pair.B))
+            self.pairs[module] = (A, B)
+
+
+def _leaf(
+    weights: torch.Tensor, gradients: torch.Tensor | None, start: int, stop: int, shape: tuple[int, int]
+) -> torch.Tensor:
+    leaf = weights[start:stop].view(shape)
+    if gradients is not None:
+        leaf.requires_grad_()
+        leaf.grad = gradients[start:stop].view(shape)  # autograd adds in place to what is there
+    return leaf
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Neighbouring tokens of one adapter."""
+
+    start: int
+    stop: int
+    leaves: Leaves | None  # None: the base model as it is
+
+
+@dataclass(slots=True)
+class Stream:
+    """One forward pass's tokens and everything about them. `rope` is filled in by the model."""
+
+    tokens_T: torch.Tensor
+    positions_T: torch.Tensor
+    bounds: tuple[tuple[int, int], ...]  # of the sequences
+    ends: torch.Tensor  # int32 [sequences + 1], from 0
+    longest: int
+    groups: tuple[Group, ...]
+    batch: LossBatch
+    rope: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+def make_stream(
+    segments: Sequence[Segment], leaves: Sequence[Leaves], losses: LossTable, device: torch.device
+) -> Stream:
+    """Lay segments end to end; those with the same leaves must be neighbours."""
+    lengths = [segment.num_tokens for segment in segments]
+    ends = np.cumsum([0, *lengths])
+    return Stream(
+        tokens_T=_long(np.concatenate([segment.tokens_T for segment in segments]), device),
+        positions_T=_long(np.concatenate([np.arange(length) for length in lengths]), device),
+        bounds=tuple(pairwise(ends.tolist())),
+        ends=torch.from_numpy(ends.astype(np.int32)).to(device),
+        longest=max(lengths),
+        groups=_groups(ends.tolist(), leaves),
+        batch=losses.batch(segments, device),
+    )
+
+
+def empty_stream(losses: LossTable, device: torch.device) -> Stream:
+    """Make one token without a loss: for a rank that only helps to gather the layers."""
+    zero = torch.zeros(1, dtype=torch.long, device=device)
+    ends = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    group = Group(0, 1, None)
+    batch = losses.empty(device)
+    return Stream(zero, zero, ((0, 1),), ends, 1, (group,), batch)
+
+
+def _groups(ends: Sequence[int], leaves: Sequence[Leaves]) -> tuple[Group, ...]:
+    groups: list[Group] = []
+    for (start, stop), own in zip(pairwise(ends), leaves, strict=True):
+        if groups and groups[-1].leaves is own:
+            groups[-1] = Group(groups[-1].start, stop, own)
+        else:
+            groups.append(Group(start, stop, own))
+    return tuple(groups)
+
+
+def _long(array: Array, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array.astype(np.int64)).to(device)

@@ -1,0 +1,219 @@
+"""What one rank does: passes over its share of the sequences, and optimizer steps that all ranks make alike.
+
+Adapters, their moments and their pending gradients are whole and equal on every rank; only the base model is sharded.
+A pending gradient is complete after every call: the ranks' contributions are added before it returns.
+
+- strict: each sequence is a stream of its own, and its gradient is added by itself, in the order of the log. So neither
+  company, nor how calls were merged, nor the number of ranks changes any bit.
+- fast: all sequences of a micro-batch are one stream, and gradients are summed per adapter.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from tinsmith.operations import FloatArray, LoraConfig
+from tinsmith_fsdp.architecture import Architecture
+from tinsmith_fsdp.base_model import BaseModel
+from tinsmith_fsdp.head import Scores
+from tinsmith_fsdp.layout import AdapterLayout
+from tinsmith_fsdp.loss_table import LossTable
+from tinsmith_fsdp.mesh import Mesh
+from tinsmith_fsdp.messages import AdapterState, Owner, Scored, Segment, Step
+from tinsmith_fsdp.optimizer import Stepped, adamw_, square_norm
+from tinsmith_fsdp.streams import Leaves, Stream, empty_stream, make_stream
+
+
+@dataclass(slots=True)
+class _Adapter:
+    """All of one LoRA model, as flat float32 vectors. `gradients` is None while nothing is pending."""
+
+    layout: AdapterLayout
+    weights: torch.Tensor
+    m: torch.Tensor | None = None  # None: no step was made
+    v: torch.Tensor | None = None
+    gradients: torch.Tensor | None = None
+    step: int = 0
+
+
+class Trainer:
+    """Called by the engine, method by method, with the same calls on every rank."""
+
+    def __init__(
+        self, base: BaseModel, mesh: Mesh, losses: LossTable, architecture: Architecture, *, strict: bool
+    ) -> None:
+        self._base, self._mesh, self._losses = base, mesh, losses
+        self._architecture = architecture
+        self._strict = strict
+        self._adapters: dict[str, _Adapter] = {}
+
+    # life of a model
+
+    def create_model(self, model_id: str, lora: LoraConfig) -> None:
+        layout = AdapterLayout(lora, self._architecture)
+        self._adapters[model_id] = _Adapter(layout, self._placed(layout.fresh()))
+
+    def unload_model(self, model_id: str) -> None:
+        del self._adapters[model_id]
+
+    def capture_adapter(self, model_id: str) -> AdapterState | None:
+        """Copy the state to the host; every rank has it, so the first one answers for all."""
+        adapter = self._adapters[model_id]
+        if dist.get_rank() != 0:
+            return None
+        return AdapterState(
+            lora=adapter.layout.lora,
+            weights=_to_host(adapter.weights),
+            adam_m=None if adapter.m is None else _to_host(adapter.m),
+            adam_v=None if adapter.v is None else _to_host(adapter.v),
+            gradients=None if adapter.gradients is None else _to_host(adapter.gradients),
+            step=adapter.step,
+        )
+
+    def adapter_weights(self, model_id: str) -> FloatArray | None:
+        return _to_host(self._adapters[model_id].weights) if dist.get_rank() == 0 else None
+
+    def restore_adapter(self, model_id: str, state: AdapterState) -> None:
+        adapter = self._adapters[model_id]
+        adapter.weights = self._placed(state.weights)
+        adapter.m = None if state.adam_m is None else self._placed(state.adam_m)
+        adapter.v = None if state.adam_v is None else self._placed(state.adam_v)
+        adapter.gradients = None if state.gradients is None else self._placed(state.gradients)
+        adapter.step = state.step
+
+    def _placed(self, flat: FloatArray) -> torch.Tensor:
+        return torch.tensor(flat, device=self._mesh.device)
+
+    # passes
+
+    def run(
+        self,
+        micros: Sequence[Sequence[Segment]],
+        owners: Sequence[Sequence[Owner]],
+        backward: bool,  # noqa: FBT001  (over the wire)
+    ) -> list[Scored]:
+        """Score this rank's segments, micro-batch by micro-batch; `owners` tells for each who has which sequence."""
+        scored: list[Scored] = []
+        sums: dict[str, torch.Tensor] = {}
+        for segments, owned in zip(micros, owners, strict=True):
+            if self._strict:
+                single = {segment.position: self._leaves(segment.model_id, backward) for segment in segments}
+                streams = [self._stream([s], [single[s.position]]) for s in segments]
+                results = self._pass(streams, backward=backward)
+                scored += [_scored(segment, score, 0) for segment, score in zip(segments, results, strict=False)]
+                if backward:
+                    self._fold(owned, {position: _gradients(leaves) for position, leaves in single.items()})
+            else:
+                ordered = sorted(segments, key=lambda segment: segment.model_id)
+                models = {segment.model_id: None for segment in ordered}
+                shared = {model: self._leaves(model, backward, sums) for model in models}
+                streams = [self._stream(ordered, [shared[s.model_id] for s in ordered])] if ordered else []
+                results = self._pass(streams, backward=backward)
+                start = 0
+                for segment in ordered:
+                    scored.append(_scored(segment, results[0], start))
+                    start += segment.num_tokens
+        if backward and not self._strict:
+            self._add_sums(sorted({owner.model_id for owned in owners for owner in owned}), sums)
+        return scored
+
+    def _leaves(self, model_id: str, backward: bool, sums: dict[str, torch.Tensor] | None = None) -> Leaves:  # noqa: FBT001
+        """Make leaves; their gradients go to a vector of their own, or add up in the model's of `sums`."""
+        adapter = self._adapters[model_id]
+        gradients: torch.Tensor | None = None
+        if backward:
+            gradients = None if sums is None else sums.get(model_id)
+            gradients = torch.zeros_like(adapter.weights) if gradients is None else gradients
+            if sums is not None:
+                sums[model_id] = gradients
+        return Leaves(adapter.layout, adapter.weights, gradients)
+
+    def _stream(self, segments: Sequence[Segment], leaves: Sequence[Leaves]) -> Stream:
+        return make_stream(segments, leaves, self._losses, self._mesh.device)
+
+    def _pass(self, streams: Sequence[Stream], *, backward: bool) -> list[Scores]:
+        streams = streams or [empty_stream(self._losses, self._mesh.device)]
+        with torch.set_grad_enabled(backward):
+            totals, scores = self._base.run(streams, self._losses, backward=backward)
+        if backward:
+            torch.autograd.backward(totals)
+        return scores
+
+    def _fold(self, owned: Sequence[Owner], own: dict[int, torch.Tensor]) -> None:
+        """Add every sequence's gradient to its model's, one after the other, wherever it was computed."""
+        everything = self._exchanged(owned, own)
+        for position, owner in enumerate(owned):
+            adapter = self._adapters[owner.model_id]
+            gradient = everything[position]
+            adapter.gradients = gradient if adapter.gradients is None else adapter.gradients.add_(gradient)
+
+    def _exchanged(self, owned: Sequence[Owner], own: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Give every rank all gradients: each dp rank in turn sends its own, its tp ranks' parts added in order."""
+        if dist.get_world_size() == 1:
+            return own
+        everything: dict[int, torch.Tensor] = {}
+        for dp_rank in range(self._mesh.dp_size):
+            positions = [position for position, owner in enumerate(owned) if owner.dp_rank == dp_rank]
+            if not positions:
+                continue
+            sizes = [self._adapters[owned[position].model_id].layout.size for position in positions]
+            total: torch.Tensor | None = None
+            for tp_rank in range(self._mesh.tp_size):
+                source = dp_rank * self._mesh.tp_size + tp_rank
+                if source == dist.get_rank():
+                    sent = torch.cat([own[position] for position in positions])
+                else:
+                    sent = torch.empty(sum(sizes), device=self._mesh.device)
+                dist.broadcast(sent, source)
+                total = sent if total is None else total + sent
+            assert total is not None
+            everything |= dict(zip(positions, (part.clone() for part in torch.split(total, sizes)), strict=True))
+        return everything
+
+    def _add_sums(self, models: Sequence[str], sums: dict[str, torch.Tensor]) -> None:
+        sizes = [self._adapters[model].layout.size for model in models]
+        device = self._mesh.device
+        flat = torch.cat(
+            [sums[m] if m in sums else torch.zeros(n, device=device) for m, n in zip(models, sizes, strict=True)]
+        )
+        if dist.get_world_size() > 1:
+            dist.all_reduce(flat)
+        for model, part in zip(models, torch.split(flat, sizes), strict=True):
+            adapter = self._adapters[model]
+            adapter.gradients = part.clone() if adapter.gradients is None else adapter.gradients.add_(part)
+
+    # steps
+
+    def optim_step(self, steps: Sequence[Step]) -> list[float]:
+        """Step the models and return the norms of their gradients before clipping."""
+        tensors = []
+        for step in steps:
+            adapter = self._adapters[step.model_id]
+            if adapter.m is None or adapter.v is None:
+                adapter.m, adapter.v = torch.zeros_like(adapter.weights), torch.zeros_like(adapter.weights)
+            gradient = torch.zeros_like(adapter.weights) if adapter.gradients is None else adapter.gradients
+            norm = square_norm(gradient) ** 0.5
+            adapter.step += 1
+            adapter.gradients = None
+            tensors.append(Stepped(adapter.weights, gradient, adapter.m, adapter.v, step.adam, norm, adapter.step))
+        adamw_(tensors)
+        return [tensor.norm for tensor in tensors]
+
+
+def _gradients(leaves: Leaves) -> torch.Tensor:
+    assert leaves.gradients is not None
+    return leaves.gradients
+
+
+def _scored(segment: Segment, scores: Scores, start: int) -> Scored:
+    rows, width = slice(start, start + segment.num_tokens), segment.targets_TK.shape[1]
+    loss_TK = scores.loss_TK[rows, :width]
+    logp_TK = _to_host(scores.logp_TK[rows, :width])
+    return Scored(index=segment.index, logp_TK=logp_TK, loss=float(loss_TK.sum(dtype=torch.float64)))
+
+
+def _to_host(tensor: torch.Tensor) -> FloatArray:
+    host: FloatArray = tensor.detach().to("cpu", copy=True).numpy()
+    return host
