@@ -1,0 +1,36 @@
+"""Tiny models, and one vLLM process for all tests that do not harm it."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # here and in the children: more threads only wait for each other
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from vllm_harness import SHAPES, make_sampler
+
+from tinsmith.tiny_model import write_tiny_model
+from tinsmith_vllm.sampler import VllmSampler
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    for name, shape in SHAPES.items():
+        write_tiny_model(root / name, shape)
+    return {name: root / name for name in SHAPES}
+
+
+@pytest.fixture(scope="session")
+def jax_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One compile cache for all backends of the run: JAX keeps the first directory that it has used."""
+    return tmp_path_factory.mktemp("jax_cache")
+
+
+@pytest.fixture(scope="session")
+def qwen3(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSampler]:
+    """Two adapters fit on the device and two in host memory: a third evicts one."""
+    sampler = make_sampler(tiny_models["qwen3"], tmp_path_factory.mktemp("vllm-qwen3"))
+    yield sampler
+    sampler.close()

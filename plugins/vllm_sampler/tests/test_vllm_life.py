@@ -1,0 +1,227 @@
+"""Snapshots that come and go, samples that are given up, processes that die."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllm_harness import CONTEXT, blank_adapter, draw, make_sampler, op, prompt, random_adapter
+
+from tinsmith.backend import HostSnapshot
+from tinsmith.errors import UnsupportedError, UserError
+from tinsmith.operations import Failed, LoraConfig, SampleOutput
+from tinsmith.stopping import StopRules
+from tinsmith.testing.sampling_suite import in_one_loop
+from tinsmith_vllm.sampler import VllmSampler
+
+pytestmark = pytest.mark.slow  # it starts vLLM
+
+_ids = count()
+
+
+def adapter(seed: int) -> HostSnapshot:
+    return random_adapter(f"life-{next(_ids)}", blank_adapter(), seed=seed)
+
+
+def assert_same(left: SampleOutput, right: SampleOutput) -> None:
+    for one, other in zip(left.sequences, right.sequences, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.stop_reason == other.stop_reason
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4, rtol=0)
+
+
+@in_one_loop
+async def test_fifty_publishes_of_one_tenant_leave_another_alone(qwen3: VllmSampler) -> None:
+    """No sample of the neighbour fails, is cut, or changes, while adapters come, are used and go."""
+    own = adapter(0)
+    await qwen3.load_snapshot(own)
+    wanted = [op(prompt(n), own.snapshot_id, max_tokens=40, seed=n, num_samples=2) for n in range(4)]
+    expected = [await draw(qwen3, each) for each in wanted]
+    published = asyncio.Event()
+    during = 0
+
+    async def neighbour() -> None:
+        nonlocal during
+        while not published.is_set():
+            outputs = await asyncio.gather(*(draw(qwen3, each) for each in wanted))
+            for output, right in zip(outputs, expected, strict=True):
+                assert_same(output, right)
+                during += 1
+
+    async def publisher() -> None:
+        seen = set()
+        for number in range(50):
+            snapshot = adapter(100 + number)
+            await qwen3.load_snapshot(snapshot)
+            output = await draw(qwen3, op(prompt(9), snapshot.snapshot_id, max_tokens=4, temperature=0.0))
+            seen.add(tuple(output.sequences[0].logprobs.tolist()))
+            await qwen3.drop_snapshot(snapshot.snapshot_id)
+        assert len(seen) == 50, "every publish must be sampled with its own weights"
+        published.set()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(neighbour())
+        group.create_task(publisher())
+    assert during >= 8
+    await qwen3.drop_snapshot(own.snapshot_id)
+
+
+@in_one_loop
+async def test_evicted_adapters_come_back(qwen3: VllmSampler) -> None:
+    """Six adapters where two fit on the device and two in host memory: in turn, and all at once."""
+    snapshots = [adapter(n) for n in range(6)]
+    for snapshot in snapshots:
+        await qwen3.load_snapshot(snapshot)
+    wanted = [op(prompt(20), snapshot.snapshot_id, max_tokens=12) for snapshot in snapshots]
+    first = [await draw(qwen3, each) for each in wanted]
+    assert len({tuple(output.sequences[0].logprobs.tolist()) for output in first}) == 6
+    for each, right in reversed(list(zip(wanted, first, strict=True))):
+        assert_same(await draw(qwen3, each), right)
+    for output, right in zip(await asyncio.gather(*(draw(qwen3, each) for each in wanted)), first, strict=True):
+        assert_same(output, right)
+    for snapshot in snapshots:
+        await qwen3.drop_snapshot(snapshot.snapshot_id)
+
+
+@in_one_loop
+async def test_the_base_model_stays_itself_where_every_place_has_an_adapter(qwen3: VllmSampler) -> None:
+    """Its draws and its prompt, in a batch of its own and beside adapters; vLLM's CPU operators alone get it wrong."""
+    wanted = op(prompt(25), max_tokens=12, prompt_logprobs=True)
+    before = await draw(qwen3, wanted)
+    snapshots = [adapter(n) for n in range(2)]
+    for snapshot in snapshots:
+        await qwen3.load_snapshot(snapshot)
+    company = [op(prompt(26), snapshot.snapshot_id, max_tokens=30) for snapshot in snapshots]
+    beside, *others = await asyncio.gather(*(draw(qwen3, each) for each in [wanted, *company]))
+    after = await draw(qwen3, wanted)
+    for output in (beside, after):
+        assert_same(output, before)
+        assert output.prompt_logprobs is not None
+        np.testing.assert_allclose(output.prompt_logprobs, before.prompt_logprobs, atol=1e-4, rtol=0)
+    assert others[0].sequences[0].logprobs.tolist() != others[1].sequences[0].logprobs.tolist()
+    for snapshot in snapshots:
+        await qwen3.drop_snapshot(snapshot.snapshot_id)
+
+
+@in_one_loop
+async def test_a_cancelled_sample_leaves_vllm(qwen3: VllmSampler) -> None:
+    doomed = [
+        asyncio.create_task(draw(qwen3, op(prompt(30, 5), max_tokens=CONTEXT - 5, seed=n, num_samples=4)))
+        for n in range(25)
+    ]
+    while not await qwen3.num_running():
+        pass  # each question is a round trip to the process
+    for task in doomed:
+        task.cancel()
+    ended = await asyncio.gather(*doomed, return_exceptions=True)
+    assert any(isinstance(end, asyncio.CancelledError) for end in ended)
+    assert await qwen3.num_running() == 0
+
+
+@in_one_loop
+async def test_snapshots_that_vllm_cannot_take_are_refused_by_name(qwen3: VllmSampler) -> None:
+    too_large = random_adapter("too large", blank_adapter(rank=16), seed=1)
+    with pytest.raises(UserError, match=r"'too large' has rank 16; .* up to 8: its setting max_lora_rank"):
+        await qwen3.load_snapshot(too_large)
+    odd = HostSnapshot(
+        "odd",
+        LoraConfig(rank=4, seed=0),
+        {
+            "base_model.model.model.layers.0.self_attn.z_proj.lora_A.weight": np.zeros((4, 64), np.float32),
+            "base_model.model.model.layers.0.self_attn.z_proj.lora_B.weight": np.zeros((64, 4), np.float32),
+        },
+    )
+    with pytest.raises(UnsupportedError, match=r"does not take the adapter of snapshot 'odd': .*z_proj"):
+        await qwen3.load_snapshot(odd)
+    assert isinstance(await qwen3.sample(op(prompt(1), "odd")), Failed)
+
+
+@in_one_loop
+async def test_what_it_cannot_do_is_refused_by_name(qwen3: VllmSampler) -> None:
+    cold = await qwen3.sample(op(prompt(1), temperature=0.005))
+    assert isinstance(cold, Failed)
+    assert "temperature 0.005" in cold.message
+    long = await qwen3.sample(op(prompt(1, 9), max_tokens=CONTEXT))
+    assert isinstance(long, Failed)
+    assert "the context window is 128 tokens" in long.message
+
+
+@in_one_loop
+async def test_the_end_of_sequence_stays_and_an_empty_stop_list_runs_over_it(
+    qwen3: VllmSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = await draw(qwen3, op(prompt(40), max_tokens=12))
+    tokens = free.sequences[0].tokens.tolist()
+    monkeypatch.setattr(qwen3, "_rules", StopRules({tokens[5]}, None))
+    (ended,) = (await draw(qwen3, op(prompt(40), max_tokens=12, stop_at_eos=True))).sequences
+    assert (ended.tokens.tolist(), ended.stop_reason) == (tokens[: tokens.index(tokens[5]) + 1], "stop")
+    assert_same(await draw(qwen3, op(prompt(40), max_tokens=12)), free)
+
+
+@in_one_loop
+async def test_a_stop_string_in_the_first_tokens_still_answers_about_the_prompt(qwen3: VllmSampler) -> None:
+    assert qwen3._rules.tokenizer is not None
+    free = await draw(qwen3, op(prompt(41), max_tokens=12, num_samples=2))
+    texts = [qwen3._rules.tokenizer.decode(each.tokens.tolist()[:1]) for each in free.sequences]
+    wanted = op(prompt(41), max_tokens=100, num_samples=2, stop_strings=tuple(texts), prompt_logprobs=True)
+    output = await draw(qwen3, wanted)
+    assert output.prompt_logprobs is not None
+    assert np.isfinite(output.prompt_logprobs[1:]).all()
+    assert output.sequences[0].stop_reason == "stop"
+    while await qwen3.num_running():
+        pass  # the order to end what runs past the string is under way
+
+
+@in_one_loop
+async def test_a_killed_process_is_replaced_and_its_samples_drawn_again(qwen3: VllmSampler) -> None:
+    snapshot = adapter(7)
+    await qwen3.load_snapshot(snapshot)
+    wanted = [op(prompt(50 + n), snapshot.snapshot_id, max_tokens=60, seed=n) for n in range(6)]
+    expected = [await draw(qwen3, each) for each in wanted]
+    running = [asyncio.create_task(draw(qwen3, each)) for each in wanted]
+    while not await qwen3.num_running():
+        pass
+    (killed,) = qwen3.process_ids
+    os.kill(killed, signal.SIGKILL)
+    for output, right in zip(await asyncio.gather(*running), expected, strict=True):
+        assert_same(output, right)
+    assert qwen3.process_ids != [killed]
+    await qwen3.drop_snapshot(snapshot.snapshot_id)
+
+
+@pytest.fixture(scope="module")
+def two_replicas(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSampler]:
+    sampler = make_sampler(tiny_models["qwen3"], tmp_path_factory.mktemp("vllm-two"), replicas=2)
+    yield sampler
+    sampler.close()
+
+
+@in_one_loop
+async def test_two_replicas_stand_behind_each_snapshot(two_replicas: VllmSampler, qwen3: VllmSampler) -> None:
+    """Both draw, they draw the same, and one carries on where the other dies."""
+    snapshot = adapter(8)
+    for sampler in (two_replicas, qwen3):
+        await sampler.load_snapshot(snapshot)
+    wanted = [op(prompt(60 + n), snapshot.snapshot_id, max_tokens=30, seed=n) for n in range(8)]
+    expected = [await draw(qwen3, each) for each in wanted]
+    running = [asyncio.create_task(draw(two_replicas, each)) for each in wanted]
+    await asyncio.sleep(0)
+    assert [replica.num_sequences for replica in two_replicas._replicas] == [4, 4]
+    for output, right in zip(await asyncio.gather(*running), expected, strict=True):
+        assert_same(output, right)
+    running = [asyncio.create_task(draw(two_replicas, each)) for each in wanted]
+    await asyncio.sleep(0)
+    os.kill(two_replicas.process_ids[0], signal.SIGKILL)
+    for output, right in zip(await asyncio.gather(*running), expected, strict=True):
+        assert_same(output, right)
+    for sampler in (two_replicas, qwen3):
+        await sampler.drop_snapshot(snapshot.snapshot_id)
+
+
+def test_nothing_stays_in_shared_memory(qwen3: VllmSampler) -> None:
+    """Of snapshots that were dropped: what is left is the lock of the directory."""
+    assert [path.name for path in qwen3._files._root.iterdir()] == ["owner.lock"]

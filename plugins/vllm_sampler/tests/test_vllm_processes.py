@@ -1,0 +1,153 @@
+"""Starting and watching processes, with small ones in the place of vLLM; settings, versions and files."""
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from vllm_harness import blank_adapter, make_sampler, op, prompt, settings
+
+from tinsmith.errors import ConfigError, ServerError
+from tinsmith.operations import Failed
+from tinsmith_vllm import compat
+from tinsmith_vllm.adapters import AdapterFiles
+from tinsmith_vllm.config import VllmConfig
+from tinsmith_vllm.launching import launches
+from tinsmith_vllm.replica import ReplicaGoneError
+
+WAIT_S = 200
+
+
+def program(directory: Path, body: str) -> Path:
+    """Write an interpreter that runs `body` instead of the module it is told to; `channel` is connected."""
+    source = directory / "stand_in.py"
+    head = """
+        import socket, sys
+        from tinsmith_vllm.channel import Channel
+        from tinsmith_vllm.messages import *
+        channel = Channel(socket.socket(fileno=int(sys.argv[-1])), ToVllm)
+        ready = Ready(version="0", device="cpu", vocab_size=300, max_model_len=128, dtype="float32")
+    """
+    source.write_text(textwrap.dedent(head) + textwrap.dedent(body))
+    script = directory / "python"
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{source}" "$3"\n')
+    script.chmod(0o755)
+    return script
+
+
+ANSWERS = """
+    channel.receive()
+    channel.send(ready)
+    while (message := channel.receive()) is not None:
+        if isinstance(message, Generate):
+            {then}
+"""
+
+
+async def test_a_process_that_falls_silent_is_replaced_and_then_the_sample_fails(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    python = program(tmp_path, ANSWERS.format(then="pass"))
+    sampler = make_sampler(tiny_models["qwen3"], tmp_path, python=python, step_timeout_s=0.5)
+    try:
+        (first,) = sampler.process_ids
+        result = await asyncio.wait_for(sampler.sample(op(prompt(1))), WAIT_S)
+        assert isinstance(result, Failed)
+        assert result.category == "server"
+        assert "died 3 times over this sample" in result.message
+        assert sampler.process_ids != [first]
+    finally:
+        sampler.close()
+
+
+async def test_a_process_that_dies_again_and_again_is_given_up(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """What is raised then is no TinsmithError: the engine takes it for the end of its sampler."""
+    python = program(tmp_path, ANSWERS.format(then="sys.exit('out of memory')"))
+    sampler = make_sampler(tiny_models["qwen3"], tmp_path, python=python)
+    try:
+        for _ in range(2):
+            assert isinstance(await asyncio.wait_for(sampler.sample(op(prompt(1))), WAIT_S), Failed)
+        with pytest.raises(ReplicaGoneError, match=r"ended with status 1; .*out of memory"):
+            await asyncio.wait_for(sampler.sample(op(prompt(1))), WAIT_S)
+    finally:
+        sampler.close()
+
+
+def test_what_keeps_vllm_from_starting_is_said(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    python = program(tmp_path, "sys.exit('no device')")
+    with pytest.raises(ServerError, match=r"ended with status 1; the end of its log .*no device"):
+        make_sampler(tiny_models["qwen3"], tmp_path, python=python)
+    python = program(tmp_path, "channel.send(Unstartable(message='vllm 0.9 is installed'))")
+    with pytest.raises(ConfigError, match=r"vllm replica 0 cannot start: vllm 0.9 is installed"):
+        make_sampler(tiny_models["qwen3"], tmp_path, python=python)
+    with pytest.raises(ConfigError, match="No such file"):
+        make_sampler(tiny_models["qwen3"], tmp_path, python=tmp_path / "nothing")
+
+
+def test_an_environment_without_tinsmith_has_all_that_the_process_imports(tmp_path: Path) -> None:
+    """The package's directory on the path is enough: a second environment needs vLLM alone."""
+    config = VllmConfig.model_validate(settings())
+    (launch,) = launches(config, Path("/model"), tmp_path)
+    code = f"""
+        import importlib.abc, sys
+        class Without(importlib.abc.MetaPathFinder):
+            def find_spec(self, name, path, target=None):
+                if name.split(".")[0] in ("tinsmith", "pydantic"):
+                    raise ImportError(name)
+        sys.path = [{str(launch.package_path)!r}, *sys.path]
+        sys.meta_path.insert(0, Without())
+        import tinsmith_vllm.channel, tinsmith_vllm.compat, tinsmith_vllm.messages
+        assert tinsmith_vllm.__file__.startswith({str(launch.package_path)!r})
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0"])
+def test_other_versions_are_refused(version: str) -> None:
+    with pytest.raises(compat.UnsupportedVllmError, match=rf"vllm {version} is installed .* needs >=0.32,<0.33"):
+        compat.check_version(version)
+    compat.check_version("0.32.5+cpu")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"engine_args": {"max_loras": 3}}, "max_loras: tinsmith sets these itself"),
+        ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras is 2; it must be at least max_loras, 4"),
+        ({"replicas": 2, "devices": ("0",)}, "1 devices are named; 2 replicas of tensor_parallel_size 1 need 2"),
+        ({"max_lora_rank": 24}, "max_lora_rank"),
+        ({"tensor_parallel": 2}, "Extra inputs are not permitted"),
+    ],
+)
+def test_settings_that_contradict_each_other(changed: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        VllmConfig.model_validate(settings(**changed))
+
+
+def test_replicas_get_devices_of_their_own(tmp_path: Path) -> None:
+    def devices(**changed: object) -> list[str | None]:
+        config = VllmConfig.model_validate(settings(**changed))
+        return [each.environment.get("CUDA_VISIBLE_DEVICES") for each in launches(config, Path("/model"), tmp_path)]
+
+    assert devices() == [None]
+    assert devices(replicas=2, tensor_parallel_size=2) == ["0,1", "2,3"]
+    assert devices(replicas=2, devices=("5", "7")) == ["5", "7"]
+
+
+def test_files_of_a_process_that_was_killed_are_removed_by_the_next(tmp_path: Path) -> None:
+    living = AdapterFiles(tmp_path, tmp_path)
+    _, directory = living.write(blank_adapter(), "base")
+    orphan = tmp_path / "tinsmith-vllm-orphan"
+    orphan.mkdir()
+    next_one = AdapterFiles(tmp_path, tmp_path)
+    assert not orphan.exists()
+    assert sorted(path.name for path in directory.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    for files in (living, next_one):
+        files.close()
+    assert list(tmp_path.iterdir()) == []

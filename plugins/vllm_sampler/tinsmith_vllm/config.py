@@ -1,0 +1,86 @@
+"""Settings of the vllm sampler: the `sampler:` section of a model. No vLLM."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from tinsmith.backend import BackendConfig
+
+LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
+
+_OURS = frozenset(
+    {
+        "model", "tokenizer", "skip_tokenizer_init", "dtype", "max_model_len", "enforce_eager", "max_num_seqs", "seed",
+        "tensor_parallel_size", "data_parallel_size", "gpu_memory_utilization", "kv_cache_memory_bytes",
+        "kv_cache_dtype", "enable_prefix_caching", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank",
+        "logprobs_mode", "max_logprobs", "worker_extension_cls", "generation_config", "speculative_config",
+    }
+)  # fmt: skip
+
+
+class VllmConfig(BackendConfig):
+    """Defaults suit one GPU; `None` means: chosen for the device found, or by vLLM."""
+
+    python: Path | None = Field(
+        None, description="interpreter of the environment that has vLLM; default the engine's own"
+    )
+    replicas: int = Field(1, ge=1, le=64, description="vLLM processes behind each snapshot, each with all weights")
+    tensor_parallel_size: int = Field(1, ge=1, description="accelerators of one replica")
+    devices: tuple[str, ...] = Field(
+        (), description="ids for CUDA_VISIBLE_DEVICES, tensor_parallel_size for each replica; default the first ones"
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None, description="of weights and activations; default float32 on CPU, else bfloat16"
+    )
+    max_model_len: int | None = Field(
+        None, ge=16, description="tokens of one sequence, prompt plus sampled; default the model's"
+    )
+    max_num_seqs: int = Field(256, ge=1, description="sequences sampled at a time by one replica; more wait in line")
+    max_loras: int = Field(8, ge=1, description="adapters on the device at a time; requests for others wait")
+    max_cpu_loras: int | None = Field(
+        None, ge=1, description="adapters in host memory, at least max_loras; default twice max_loras"
+    )
+    max_lora_rank: LoraRank = Field(32, description="greatest rank of an adapter; memory and time grow with it")
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="share of the device's memory, weights included; leave room for a trainer beside"
+    )
+    kv_cache_bytes: int | None = Field(
+        None, ge=1 << 20, description="memory for keys and values; default what gpu_memory_utilization leaves"
+    )
+    kv_cache_dtype: str = Field("auto", description="of keys and values, as vLLM names it; auto: that of the model")
+    prefix_caching: bool = Field(default=True, description="share keys and values between prompts that begin alike")
+    enforce_eager: bool | None = Field(
+        None, description="no compilation and no CUDA graphs; default on on CPU, else off"
+    )
+    max_topk_logprobs: int = Field(128, ge=1, description="alternatives per token that a sample may ask for")
+    seed: int = Field(0, ge=0, description="of vLLM itself; every sample has a seed of its own")
+    start_timeout_s: float = Field(1800.0, gt=0, description="until vLLM answers; loading and compiling take long")
+    step_timeout_s: float = Field(300.0, gt=0, description="without a word from a busy vLLM; then it is restarted")
+    shared_memory_dir: Path | None = Field(
+        None, description="where adapters are handed over; default /dev/shm, else the cache directory"
+    )
+    engine_args: dict[str, Any] = Field({}, description="more of vLLM's EngineArgs, by their names")
+
+    @field_validator("engine_args")
+    @classmethod
+    def _not_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted(_OURS & value.keys())
+        if taken:
+            msg = f"{', '.join(taken)}: tinsmith sets these itself; see the settings beside engine_args"
+            raise ValueError(msg)
+        return value
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> "VllmConfig":
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            msg = f"max_cpu_loras is {self.max_cpu_loras}; it must be at least max_loras, {self.max_loras}"
+            raise ValueError(msg)
+        wanted = self.replicas * self.tensor_parallel_size
+        if self.devices and len(self.devices) != wanted:
+            msg = (
+                f"{len(self.devices)} devices are named; {self.replicas} replicas of tensor_parallel_size "
+                f"{self.tensor_parallel_size} need {wanted}"
+            )
+            raise ValueError(msg)
+        return self

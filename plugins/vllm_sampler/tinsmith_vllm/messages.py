@@ -1,0 +1,137 @@
+"""What sampler and vLLM process say to each other. Imported by both, so nothing but msgspec is imported here.
+
+Arrays travel as bytes: tokens int32, logprobs float32, in C order. Shapes follow from the request:
+P = tokens of the prompt, k = alternatives asked for, K = targets per position.
+"""
+
+import msgspec
+
+
+class Message(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
+    """Base of all messages; each is a tagged msgpack array."""
+
+
+# To vLLM
+
+
+class Start(Message, frozen=True):
+    """The first message, once."""
+
+    engine_args: dict[str, object]
+    float32_on_cpu: bool  # dtype and eagerness were left open: the child knows the device
+    eager_on_cpu: bool
+
+
+class Load(Message, frozen=True):
+    """Make an adapter known; `prepare` has it read now, and answered with Loaded."""
+
+    adapter_id: int
+    name: str
+    path: str
+    prepare: bool
+
+
+class Unload(Message, frozen=True):
+    adapter_id: int
+
+
+class PromptQuestion(Message, frozen=True):
+    """What is asked about the prompt. Row i scores position i + 1."""
+
+    first_row: int
+    num_top: int
+    num_targets: int  # K
+    targets: bytes  # int64 [P - 1, K]; -1 = skip
+
+
+class Generate(Message, frozen=True):
+    """Draw one sequence per seed."""
+
+    request_id: int
+    prompt: bytes
+    seeds: list[int]
+    max_tokens: int
+    temperature: float
+    top_k: int  # 0 = off
+    top_p: float
+    stop_tokens: list[int]
+    num_top: int
+    adapter_id: int  # 0 = the base model
+    stream: bool  # Drawn after every token, not only at the end
+    question: PromptQuestion | None
+
+
+class Abort(Message, frozen=True):
+    """End sequences of a request, unanswered."""
+
+    request_id: int
+    indices: list[int]
+
+
+class Count(Message, frozen=True):
+    """Asks how many sequences vLLM holds."""
+
+    request_id: int
+
+
+# From vLLM
+
+
+class Ready(Message, frozen=True):
+    version: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    dtype: str  # of weights and activations
+
+
+class Unstartable(Message, frozen=True):
+    """It cannot start, and trying again would not help."""
+
+    message: str
+
+
+class Beat(Message, frozen=True):
+    """Said from time to time while it works."""
+
+
+class Loaded(Message, frozen=True):
+    adapter_id: int
+    error: str  # empty: it is there
+
+
+class PromptScores(Message, frozen=True):
+    logprobs: bytes  # [P - 1]; NaN where not scored
+    top_ids: bytes  # [P - 1, k]
+    top_logprobs: bytes  # [P - 1, k]
+    targets: bytes  # [P - 1, K]
+
+
+class Drawn(Message, frozen=True):
+    """Tokens of one sequence: all of them, or with `stream` those since the last message."""
+
+    request_id: int
+    index: int
+    tokens: bytes
+    logprobs: bytes
+    top_ids: bytes  # [length, k]
+    top_logprobs: bytes
+    ended: str  # "stop", "length", or empty where it goes on
+    cached_tokens: int
+    scores: PromptScores | None  # with the first tokens of sequence 0, where a question was asked
+
+
+class Refused(Message, frozen=True):
+    """vLLM does not take the request."""
+
+    request_id: int
+    message: str
+
+
+class Counted(Message, frozen=True):
+    request_id: int
+    num_sequences: int
+
+
+ToVllm = Start | Load | Unload | Generate | Abort | Count
+FromVllm = Ready | Unstartable | Beat | Loaded | Drawn | Refused | Counted

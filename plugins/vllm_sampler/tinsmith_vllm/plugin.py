@@ -1,0 +1,22 @@
+"""The hooks of tinsmith-vllm. Imported in every process: no vLLM here, nor in any other part of the parent's side."""
+
+import tinsmith
+from tinsmith.backend import BackendContext, SamplerSpec, SamplingBackend
+from tinsmith_vllm.config import VllmConfig
+
+
+def create(config: VllmConfig, context: BackendContext) -> SamplingBackend:
+    """Start vLLM and wait until it answers."""
+    from tinsmith_vllm.sampler import VllmSampler
+
+    return VllmSampler(config, context)
+
+
+@tinsmith.hookimpl
+def tinsmith_register_samplers() -> SamplerSpec[VllmConfig]:
+    return SamplerSpec(
+        name="vllm",
+        config=VllmConfig,
+        create=create,
+        description="samples with vLLM in a process of its own, one LoRA adapter per snapshot",
+    )

@@ -1,0 +1,290 @@
+"""One vLLM process, seen from the engine: started, spoken to, watched, and started again when it dies."""
+
+import asyncio
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Final
+
+import msgspec
+
+from tinsmith_vllm.channel import Channel
+from tinsmith_vllm.messages import Beat, FromVllm, Load, Ready, Start, Unload, Unstartable
+
+_LOOK_S: Final = 1.0
+_LEAVING_S: Final = 10.0
+_END_TIMEOUT_S: Final = 30.0
+_MAX_DEATHS: Final = 8
+_DEATHS_WITHIN_S: Final = 600.0
+_LOG_LINES: Final = 12
+
+
+class ReplicaDiedError(Exception):
+    """The process died while it had work. The same work may be asked for again."""
+
+
+class ReplicaGoneError(Exception):
+    """The process is not coming back."""
+
+
+Answer = FromVllm | ReplicaDiedError | ReplicaGoneError
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to start the process."""
+
+    python: Path
+    start: Start
+    environment: Mapping[str, str]
+    log: Path
+    package_path: Path  # a directory with this package and nothing else, for environments that lack it
+    start_timeout_s: float
+    step_timeout_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """Somebody who waits for answers on an event loop."""
+
+    answers: asyncio.Queue[Answer] = field(default_factory=asyncio.Queue)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+
+    def put(self, answer: Answer) -> None:
+        with suppress(RuntimeError):  # the loop closed: nobody waits
+            self.loop.call_soon_threadsafe(self.answers.put_nowait, answer)
+
+
+class Replica:
+    """Calls are kept by a key that its messages carry: ("request", id) or ("adapter", id).
+
+    One thread lives as long as the process is wanted: it starts it, reads from it, and starts it again. Another one
+    sends, so that no caller is ever held up by a busy process.
+    """
+
+    def __init__(self, launch: Launch, name: str) -> None:
+        self.name = name
+        self.num_sequences = 0  # under way, as the router counts
+        self.is_unstartable = False  # as it is configured: trying again would not help
+        self._launch = launch
+        self._lock = threading.Lock()
+        self._calls: dict[tuple[str, int], Call] = {}
+        self._adapters: dict[int, Load] = {}  # what a new process must know
+        self._outbox: queue.SimpleQueue[msgspec.Struct | None] = queue.SimpleQueue()
+        self._gone = ""
+        self._closing = False
+        self._is_silent = False  # the process that ran last, and was therefore ended
+        self._process: subprocess.Popen[bytes] | None = None
+        self._deaths: deque[float] = deque(maxlen=_MAX_DEATHS)
+        self._ready = threading.Event()
+        self._description: Ready | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def wait_until_ready(self, look: Callable[[], None]) -> Ready:
+        """Wait for the first start, calling `look` every second. Raise ReplicaGoneError where there is none."""
+        while not self._ready.wait(_LOOK_S):
+            look()
+        if self._description is None:
+            raise ReplicaGoneError(self._gone)
+        return self._description
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def ask(self, key: tuple[str, int], message: msgspec.Struct) -> Call:
+        """Send a message, now or as soon as the process runs; answers come until `forget`."""
+        call = Call()
+        with self._lock:
+            if self._gone:
+                raise ReplicaGoneError(self._gone)
+            self._calls[key] = call
+            if isinstance(message, Load):
+                self._adapters[message.adapter_id] = msgspec.structs.replace(message, prepare=False)
+            self._outbox.put(message)
+        return call
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """Send a message that has no answer."""
+        with self._lock:
+            if isinstance(message, Unload):
+                self._adapters.pop(message.adapter_id, None)
+            self._outbox.put(message)
+
+    def forget(self, key: tuple[str, int]) -> None:
+        with self._lock:
+            self._calls.pop(key, None)
+
+    def close(self) -> None:
+        """End the process; calls that wait get ReplicaGoneError."""
+        with self._lock:
+            self._closing = True
+            process = self._process
+        if process is not None:
+            process.kill()  # it holds nothing that is worth an orderly end
+        self._thread.join(_END_TIMEOUT_S)
+
+    # The thread -----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        reason = f"the thread of {self.name} failed"
+        try:
+            reason = self._lives()
+        finally:  # nobody may wait for a process that is not coming back
+            with self._lock:
+                self._gone = reason
+            self._tell_all(ReplicaGoneError(reason))
+            self._ready.set()
+
+    def _lives(self) -> str:
+        """Run process after process; return why there is no other."""
+        while True:
+            reason, again = self._one_life()
+            self._deaths.append(time.monotonic())
+            many = len(self._deaths) == _MAX_DEATHS and self._deaths[-1] - self._deaths[0] < _DEATHS_WITHIN_S
+            if self._closing or many or not again:
+                return reason
+            self._tell_all(ReplicaDiedError(reason))
+
+    def _tell_all(self, error: ReplicaDiedError | ReplicaGoneError) -> None:
+        """What was asked of the process before is answered with the error; what is asked from now on is sent."""
+        with self._lock:
+            calls, self._calls = self._calls, {}
+            self._outbox = queue.SimpleQueue()
+            for load in self._adapters.values():
+                self._outbox.put(load)
+        for call in calls.values():
+            call.put(error)
+
+    def _one_life(self) -> tuple[str, bool]:
+        """Run the process to its end. Return how it ended, and whether to start it again."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs, self._launch.log.open("wb") as log:
+            with self._lock:
+                if self._closing:
+                    return "it was closed", False
+                try:
+                    self._process = self._popen(theirs, log)
+                except OSError as error:
+                    self.is_unstartable = True
+                    return f"{self.name} cannot start: {error}", False
+            theirs.close()
+            channel: Channel[FromVllm] = Channel(ours, FromVllm)
+            ours.settimeout(_LOOK_S)
+            sender = threading.Thread(target=self._send, args=(channel, self._outbox), name="sender", daemon=True)
+            sender.start()
+            try:
+                ready, trouble = self._read(channel)
+            finally:
+                self._end(self._process)
+                self._outbox.put(None)
+        if trouble:
+            self.is_unstartable = True
+            return f"{self.name} cannot start: {trouble}", False
+        if self._is_silent:
+            return f"{self.name} fell silent and was ended; {_tail(self._launch.log)}", ready
+        return f"{self.name} ended with {_status(self._process.returncode)}; {_tail(self._launch.log)}", ready
+
+    def _end(self, process: "subprocess.Popen[bytes]") -> None:
+        """A process that closed its socket is about to leave by itself, with its own status and last words."""
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0 if self._is_silent else _LEAVING_S)
+        process.kill()
+        process.wait()
+
+    def _popen(self, theirs: socket.socket, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        """Called in this thread, which outlives the process: the kernel kills it with the thread that started it."""
+        environment = {**os.environ, **self._launch.environment}
+        paths = [str(self._launch.package_path), *filter(None, [environment.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+        command = [str(self._launch.python), "-m", "tinsmith_vllm.child", str(theirs.fileno())]
+        return subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+    def _send(self, channel: Channel[FromVllm], outbox: "queue.SimpleQueue[msgspec.Struct | None]") -> None:
+        with suppress(OSError):  # its end is seen by the reader
+            channel.send(self._launch.start)
+            while (message := outbox.get()) is not None:
+                channel.send(message)
+
+    def _read(self, channel: Channel[FromVllm]) -> tuple[bool, str]:
+        """Deliver what comes until the end. Return whether it was ready, and why it never will be."""
+        ready, heard = False, time.monotonic()
+        self._is_silent = False
+        while True:
+            try:
+                message = channel.receive()
+            except TimeoutError:
+                if ready and self._idle():
+                    heard = time.monotonic()  # it has nothing to say
+                limit_s = self._launch.step_timeout_s if ready else self._launch.start_timeout_s
+                if time.monotonic() - heard > limit_s:
+                    self._is_silent = True
+                    return ready, ""
+                continue
+            match message:
+                case None:
+                    return ready, ""
+                case Unstartable():
+                    return ready, message.message
+                case Ready():
+                    ready, self._description = True, message
+                    self._ready.set()
+                case Beat():
+                    pass
+                case _:
+                    self._deliver(message)
+            heard = time.monotonic()
+
+    def _deliver(self, message: FromVllm) -> None:
+        adapter_id = getattr(message, "adapter_id", None)
+        key = ("request", message.request_id) if adapter_id is None else ("adapter", adapter_id)  # type: ignore[union-attr]
+        with self._lock:
+            call = self._calls.get(key)
+        if call is not None:
+            call.put(message)
+
+    def _idle(self) -> bool:
+        with self._lock:
+            return not self._calls
+
+
+def package_path(cache_dir: Path) -> Path:
+    """Return a directory whose only content is this package, for an interpreter that does not have it."""
+    directory = cache_dir / "package"
+    directory.mkdir(parents=True, exist_ok=True)
+    link = directory / "tinsmith_vllm"
+    own = Path(__file__).resolve().parent
+    if not link.exists() or link.resolve() != own:
+        link.unlink(missing_ok=True)
+        link.symlink_to(own, target_is_directory=True)
+    return directory
+
+
+def interpreter(configured: Path | None) -> Path:
+    return Path(sys.executable) if configured is None else configured.expanduser()
+
+
+def _status(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"status {code}"
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
+    return f"the end of its log {str(log)!r}: " + (" | ".join(lines) or "(empty)")

@@ -1,0 +1,271 @@
+"""The sampling backend: snapshots become adapters of every replica, samples go to the replica with the least to do."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+from tinsmith.backend import BackendContext, Capabilities, SamplingBackend, Snapshot
+from tinsmith.errors import ConfigError, ServerError, UnsupportedError, UserError
+from tinsmith.operations import Failed, Sample, SampleOutput
+from tinsmith.stopping import StopRules
+from tinsmith_vllm.adapters import AdapterFiles
+from tinsmith_vllm.compat import MIN_TEMPERATURE
+from tinsmith_vllm.config import VllmConfig
+from tinsmith_vllm.drawing import Drawing
+from tinsmith_vllm.launching import launches
+from tinsmith_vllm.messages import Abort, Count, Counted, Drawn, Load, Loaded, Ready, Refused, Unload
+from tinsmith_vllm.replica import Answer, Replica, ReplicaDiedError, ReplicaGoneError
+
+_ATTEMPTS: Final = 3  # the last one alone, so that what kills vLLM fails by itself
+_MAX_TARGETS: Final = 1024  # per prompt position
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Adapter:
+    """A loaded snapshot; `idle` is set while nothing is sampled from it."""
+
+    adapter_id: int
+    directory: Path
+    num_samples: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class VllmSampler(SamplingBackend):
+    """Ready from its construction on. A replica that dies is started again; its samples are drawn once more."""
+
+    def __init__(self, config: VllmConfig, context: BackendContext) -> None:
+        if context.model_path is None:
+            msg = f"model {context.model_name!r} has no directory: set its path to a Hugging Face model directory"
+            raise ConfigError(msg)
+        self._config = config
+        self._model_path = context.model_path
+        self._rules = StopRules.of_model(context.model_path)
+        self._files = AdapterFiles(config.shared_memory_dir, context.cache_dir / "adapters")
+        self._adapters: dict[str, _Adapter] = {}
+        self._loading: dict[str, asyncio.Lock] = {}
+        self._request_ids = count(1)
+        self._alone = asyncio.Lock()
+        self._replicas = [
+            Replica(launch, f"vllm replica {number}")
+            for number, launch in enumerate(launches(config, context.model_path, context.cache_dir))
+        ]
+        try:
+            described = [
+                replica.wait_until_ready(lambda: context.progress("starting vllm", None)) for replica in self._replicas
+            ]
+        except ReplicaGoneError as error:
+            self.close()
+            if any(replica.is_unstartable for replica in self._replicas):
+                raise ConfigError(str(error)) from error
+            raise ServerError(str(error)) from error
+        except BaseException:
+            self.close()
+            raise
+        _log.info("vllm %s answers on %s", described[0].version, described[0].device)
+        self._capabilities = self._describe(described[0])
+
+    def _describe(self, ready: Ready) -> Capabilities:
+        bounded = ready.device == "cpu" and ready.dtype == "float32"
+        return Capabilities(
+            device=ready.device,
+            dtype=ready.dtype,
+            vocab_size=ready.vocab_size,
+            max_context_tokens=ready.max_model_len,
+            max_batch_tokens=ready.max_model_len,
+            max_lora_rank=self._config.max_lora_rank,
+            lora_targets=frozenset({"attn", "mlp", "unembed"}),
+            max_targets_per_token=_MAX_TARGETS,
+            # vLLM's kernels round differently with the number of rows in a batch: a bound that the contract suite holds
+            # on CPU in float32, and nothing elsewhere, so nothing is claimed there
+            isolation="close" if bounded else "none",
+            isolation_error=2e-5 if bounded else 0.0,
+            sampling=True,
+            prompt_logprobs=True,
+            target_prompt_logprobs=True,
+            max_topk_logprobs=min(self._config.max_topk_logprobs, ready.vocab_size),
+            stop_strings=self._rules.tokenizer is not None,
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the replicas that run now."""
+        return [replica.pid for replica in self._replicas if replica.pid is not None]
+
+    async def load_snapshot(self, snapshot: Snapshot) -> None:
+        """Write the adapter to shared memory, and have every replica read it beside its running batch."""
+        async with self._loading.setdefault(snapshot.snapshot_id, asyncio.Lock()):
+            if snapshot.snapshot_id in self._adapters:
+                return
+            self._check(snapshot)
+            adapter_id, directory = await asyncio.to_thread(self._files.write, snapshot, str(self._model_path))
+            try:
+                await self._load_everywhere(snapshot.snapshot_id, adapter_id, directory)
+            except BaseException:
+                self._forget(adapter_id, directory)
+                raise
+            adapter = _Adapter(adapter_id=adapter_id, directory=directory)
+            adapter.idle.set()
+            self._adapters[snapshot.snapshot_id] = adapter
+
+    def _check(self, snapshot: Snapshot) -> None:
+        if snapshot.lora.rank == 0:
+            msg = (
+                f"snapshot {snapshot.snapshot_id!r} holds all weights of a model; the vllm sampler takes LoRA "
+                "adapters, of a rank above 0"
+            )
+            raise UnsupportedError(msg)
+        if snapshot.lora.rank > self._config.max_lora_rank:
+            msg = (
+                f"snapshot {snapshot.snapshot_id!r} has rank {snapshot.lora.rank}; this sampler takes up to "
+                f"{self._config.max_lora_rank}: its setting max_lora_rank"
+            )
+            raise UserError(msg)
+
+    async def _load_everywhere(self, snapshot_id: str, adapter_id: int, directory: Path) -> None:
+        # the prefix cache goes by the name
+        load = Load(adapter_id=adapter_id, name=f"{snapshot_id}#{adapter_id}", path=str(directory), prepare=True)
+        answers = await asyncio.gather(*(self._load(replica, load) for replica in self._replicas))
+        for answer in answers:
+            if isinstance(answer, Loaded) and answer.error:
+                msg = f"vllm does not take the adapter of snapshot {snapshot_id!r}: {answer.error}"
+                raise UnsupportedError(msg)
+
+    @staticmethod
+    async def _load(replica: Replica, load: Load) -> Answer:
+        """Return its answer. A replica that dies over it is told of the adapter again, and reads it when needed."""
+        key = ("adapter", load.adapter_id)
+        call = replica.ask(key, load)
+        try:
+            answer = await call.answers.get()
+        finally:
+            replica.forget(key)
+        if isinstance(answer, ReplicaGoneError):
+            raise answer
+        return answer
+
+    def _forget(self, adapter_id: int, directory: Path) -> None:
+        for replica in self._replicas:
+            replica.tell(Unload(adapter_id=adapter_id))
+        self._files.remove(directory)
+
+    async def drop_snapshot(self, snapshot_id: str) -> None:
+        adapter = self._adapters.pop(snapshot_id, None)
+        self._loading.pop(snapshot_id, None)
+        if adapter is not None:
+            await adapter.idle.wait()
+            self._forget(adapter.adapter_id, adapter.directory)
+
+    async def sample(self, op: Sample) -> SampleOutput | Failed:
+        refusal = self._refusal(op)
+        if refusal is not None:
+            return refusal
+        adapter = None if op.snapshot_id is None else self._adapters.get(op.snapshot_id)
+        if op.snapshot_id is not None and adapter is None:
+            return Failed(message=f"no snapshot {op.snapshot_id!r} is loaded, load it first", category="server")
+        async with _using(adapter):
+            return await self._insist(op, 0 if adapter is None else adapter.adapter_id)
+
+    def _refusal(self, op: Sample) -> Failed | None:
+        context, wanted = self._capabilities.max_context_tokens, len(op.prompt_P) + op.params.max_tokens
+        if wanted > context:
+            return Failed(message=f"prompt length plus max_tokens is {wanted}, the context window is {context} tokens")
+        if 0 < op.params.temperature < MIN_TEMPERATURE:
+            return Failed(
+                message=f"temperature {op.params.temperature} is more than vllm can do: 0 (greedy) or at least "
+                f"{MIN_TEMPERATURE}"
+            )
+        try:
+            self._rules.watch(op.params)
+        except UnsupportedError as error:
+            return Failed(message=str(error))
+        return None
+
+    async def _insist(self, op: Sample, adapter_id: int) -> SampleOutput | Failed:
+        """Draw it again where its replica dies: the same seeds give the same tokens."""
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return await self._draw(op, adapter_id)
+            except ReplicaDiedError as error:
+                _log.warning("a sample is drawn again: %s", error)
+        async with self._alone:
+            try:
+                return await self._draw(op, adapter_id)
+            except ReplicaDiedError as error:
+                return Failed(message=f"vllm died {_ATTEMPTS} times over this sample: {error}", category="server")
+
+    async def _draw(self, op: Sample, adapter_id: int) -> SampleOutput | Failed:
+        replica = min(self._replicas, key=lambda each: each.num_sequences)
+        drawing = Drawing(next(self._request_ids), op, self._rules)
+        key = ("request", drawing.request_id)
+        call = replica.ask(key, drawing.generate(adapter_id))
+        replica.num_sequences += op.num_samples
+        ended = False
+        try:
+            while not drawing.is_done:
+                answer = await call.answers.get()
+                match answer:
+                    case Drawn():
+                        if surplus := drawing.take(answer):
+                            replica.tell(Abort(request_id=drawing.request_id, indices=surplus))
+                    case Refused():
+                        ended = True
+                        return Failed(message=f"vllm refuses the sample: {answer.message}")
+                    case ReplicaDiedError() | ReplicaGoneError():
+                        ended = True
+                        raise answer
+                    case _:
+                        raise AssertionError(answer)
+            ended = True
+            return drawing.output()
+        finally:
+            if not ended:  # cancelled
+                replica.tell(Abort(request_id=drawing.request_id, indices=list(range(op.num_samples))))
+            replica.num_sequences -= op.num_samples
+            replica.forget(key)
+
+    async def num_running(self) -> int:
+        """Ask every replica how many sequences it holds, waiting ones included."""
+        total = 0
+        for replica in self._replicas:
+            request_id = next(self._request_ids)
+            call = replica.ask(("request", request_id), Count(request_id=request_id))
+            try:
+                answer = await call.answers.get()
+            finally:
+                replica.forget(("request", request_id))
+            if isinstance(answer, ReplicaDiedError | ReplicaGoneError):
+                raise answer
+            assert isinstance(answer, Counted), answer
+            total += answer.num_sequences
+        return total
+
+    def close(self) -> None:
+        for replica in self._replicas:
+            replica.close()
+        self._files.close()
+
+
+@asynccontextmanager
+async def _using(adapter: _Adapter | None) -> AsyncIterator[None]:
+    if adapter is None:
+        yield
+        return
+    adapter.num_samples += 1
+    adapter.idle.clear()
+    try:
+        yield
+    finally:
+        adapter.num_samples -= 1
+        if not adapter.num_samples:
+            adapter.idle.set()

@@ -1,0 +1,149 @@
+"""What runs inside vLLM's workers, beside the model: scoring prompts, reading adapters beside the running batch.
+
+Array suffixes: R = rows scored, P = tokens of the prompt, V = vocabulary, K = targets per position, k = alternatives.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from tinsmith_vllm import compat
+
+QUESTION = "tinsmith_question"  # key of SamplingParams.extra_args
+
+Scores = tuple[Any, Any, Any, Any]  # float32 [P - 1], int32 and float32 [P - 1, k], float32 [P - 1, K]
+
+
+class TinsmithWorker:
+    """Mixed into vLLM's worker class; its methods are called by `collective_rpc`."""
+
+    model_runner: Any  # vLLM's
+
+    def tinsmith_install(self) -> None:
+        """Hook into the model runner; once, before the first request."""
+        runner = self.model_runner
+        self.tinsmith_scorer = PromptScorer(runner)
+        compat.score_whole_vocabulary(runner, lambda logits: logits.log_softmax(dim=-1, dtype=torch.float32))
+        compat.replace_prompt_scoring(runner, self.tinsmith_scorer.score)
+        if runner.lora_config is not None:
+            compat.leave_base_rows_alone()
+            self.tinsmith_adapters = PreparedAdapters(runner.lora_config.max_cpu_loras)
+            compat.replace_adapter_loading(runner, self.tinsmith_adapters.wrap)
+
+    def tinsmith_scores(self, key: int) -> Scores | None:
+        """Return what was asked about a prompt, once; None on ranks that have no logits."""
+        return self.tinsmith_scorer.take(key)
+
+    def tinsmith_prepare(self, adapter_id: int, name: str, path: str) -> None:
+        """Begin to read an adapter, beside the running batch."""
+        self.tinsmith_adapters.prepare(compat.lora_request(adapter_id, name, path))
+
+    def tinsmith_prepared(self, adapter_id: int) -> str | None:
+        """Return None while it is being read, then what went wrong, or an empty string."""
+        return self.tinsmith_adapters.outcome(adapter_id)
+
+
+class PromptScorer:
+    """Scores prompts as their rows are computed, chunk by chunk, whatever adapter they have."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._max_rows = compat.max_rows(runner)
+        self._scores: dict[int, Scores] = {}
+
+    def take(self, key: int) -> Scores | None:
+        return self._scores.pop(key, None)
+
+    def score(self, hidden_states: torch.Tensor, num_scheduled_tokens: Mapping[str, int]) -> dict[str, None]:
+        """Stand in for the runner's own method; what it returns would go to the requests' outputs, and stays empty."""
+        runner = self._runner
+        for req_id in list(runner.num_prompt_logprobs):
+            num_tokens = num_scheduled_tokens.get(req_id)
+            if num_tokens is None:
+                continue  # preempted
+            request = runner.requests[req_id]
+            question = request.sampling_params.extra_args[QUESTION]
+            start, P = request.num_computed_tokens, len(request.prompt_token_ids)
+            if question["key"] not in self._scores or start == 0:
+                self._scores[question["key"]] = _unscored(P, question)
+            offset = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[req_id]]) - start
+            last = min(start + num_tokens, P - 1)
+            for first in range(max(start, question["first_row"]), last, self._max_rows):
+                rows = slice(first, min(first + self._max_rows, last))
+                self._score_rows(hidden_states[offset + rows.start : offset + rows.stop], rows, request, question)
+            if start + num_tokens >= P:
+                del runner.num_prompt_logprobs[req_id]
+        return {}
+
+    def _score_rows(self, hidden: torch.Tensor, rows: slice, request: Any, question: Mapping[str, Any]) -> None:
+        adapter = request.lora_request
+        compat.use_adapter_for_rows(self._runner, 0 if adapter is None else adapter.lora_int_id, len(hidden))
+        logits_RV = self._runner.model.compute_logits(hidden)
+        if logits_RV is None:
+            return  # another rank of this replica has them
+        logp_RV = logits_RV.log_softmax(dim=-1, dtype=torch.float32)
+        logprobs, top_ids, top_logprobs, target_logprobs = self._scores[question["key"]]
+        following = torch.tensor(request.prompt_token_ids[rows.start + 1 : rows.stop + 1], device=logp_RV.device)
+        logprobs[rows] = logp_RV.gather(-1, following[:, None])[:, 0].cpu().numpy()
+        if top_ids.shape[1]:
+            best = torch.topk(logp_RV, top_ids.shape[1], dim=-1)
+            top_ids[rows], top_logprobs[rows] = best.indices.cpu().numpy(), best.values.cpu().numpy()
+        if target_logprobs.shape[1]:
+            wanted_RK = torch.from_numpy(question["targets"][rows]).to(logp_RV.device)
+            found_RK = logp_RV.gather(-1, wanted_RK.clamp_min(0)).masked_fill(wanted_RK < 0, 0.0)
+            target_logprobs[rows] = found_RK.cpu().numpy()
+
+
+def _unscored(P: int, question: Mapping[str, Any]) -> Scores:
+    k, K = question["num_top"], question["targets"].shape[1]
+    return (
+        np.full(P - 1, np.nan, np.float32),
+        np.zeros((P - 1, k), np.int32),
+        np.full((P - 1, k), np.nan, np.float32),
+        np.zeros((P - 1, K), np.float32),
+    )
+
+
+class PreparedAdapters:
+    """Adapters read in threads of their own, until vLLM asks for them: its own loader would hold up the batch."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most  # the ones prepared first are forgotten; vLLM reads those itself when it needs them
+        self._lock = threading.Lock()
+        self._models: OrderedDict[int, Any] = OrderedDict()
+        self._outcomes: dict[int, str] = {}
+        self._load: Callable[[Any], Any]
+
+    def wrap(self, load: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        self._load = load
+
+        def take_or_load(request: Any) -> Any:
+            with self._lock:
+                model = self._models.pop(request.lora_int_id, None)
+            return load(request) if model is None else model
+
+        return take_or_load
+
+    def prepare(self, request: Any) -> None:
+        threading.Thread(target=self._read, args=(request,), name="adapter", daemon=True).start()
+
+    def outcome(self, adapter_id: int) -> str | None:
+        with self._lock:
+            return self._outcomes.pop(adapter_id, None)
+
+    def _read(self, request: Any) -> None:
+        error, model = "", None
+        try:
+            model = self._load(request)
+        except Exception as failure:  # noqa: BLE001 - whatever vLLM has against it is for whoever published it
+            error = f"{type(failure).__name__}: {failure}"
+        with self._lock:
+            if model is not None:
+                self._models[request.lora_int_id] = model
+                while len(self._models) > self._most:
+                    self._models.popitem(last=False)
+            self._outcomes[request.lora_int_id] = error
