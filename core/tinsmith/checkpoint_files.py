@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from tinsmith.backend import ModelState
-from tinsmith.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
+from tinsmith.checkpoints import SHARD_BYTES, Checkpoint, delete_checkpoint, read_checkpoint, write_checkpoint
 from tinsmith.errors import ServerError, UserError
+from tinsmith.failpoints import durable_boundary
 from tinsmith.store import CheckpointKind, CheckpointRecord, OperationRecord
 from tinsmith.tinker_path import TinkerPath
 
@@ -17,12 +18,23 @@ from tinsmith.tinker_path import TinkerPath
 class CheckpointFiles:
     """Of one base model. Files are written and read in other threads, one model's beside another's training."""
 
-    def __init__(self, root: Path, *, base_model: str, is_recorded: Callable[[str], Awaitable[bool]]) -> None:
-        """`is_recorded` says whether the store knows a checkpoint of this path."""
+    def __init__(
+        self,
+        root: Path,
+        *,
+        base_model: str,
+        is_recorded: Callable[[str], Awaitable[bool]],
+        model_path: Path | None = None,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        """`is_recorded` says whether the store knows a checkpoint of this path; `model_path` is the base model's."""
         self._root = root
         self._base_model = base_model
+        self._model_path = model_path
+        self._shard_bytes = shard_bytes
         self._is_recorded = is_recorded
 
+    @durable_boundary("checkpoint.write")
     async def write(
         self,
         path: str,
@@ -47,6 +59,8 @@ class CheckpointFiles:
             user_metadata=user_metadata or {},
             created_at=now,
             overwrite=overwrite,
+            model_path=self._model_path,
+            shard_bytes=self._shard_bytes,
         )
         size = await asyncio.to_thread(write, self._root, parsed.directory)
         return CheckpointRecord(
@@ -63,6 +77,10 @@ class CheckpointFiles:
             expires_at=None if ttl_seconds is None else now + timedelta(seconds=ttl_seconds),
             user_metadata=dict(user_metadata or {}),
         )
+
+    async def remove(self, path: str) -> None:
+        """Delete the files of a checkpoint that was not recorded after all."""
+        await asyncio.to_thread(delete_checkpoint, self._root, TinkerPath.parse(path).directory)
 
     async def state_at(self, path: str, *, load_optimizer: bool, by: OperationRecord | None = None) -> ModelState:
         """Return what loading it gives. `by` loaded it once, and must find what it found then."""

@@ -38,14 +38,14 @@ def adapter_config(base_model: str, lora: LoraConfig, weights: Mapping[str, Arra
 
 def target_modules(weights: Mapping[str, Array]) -> list[str]:
     """Return the last parts of the module paths that have weights, such as `q_proj`, sorted."""
-    return sorted({_parse(name)[0].rpartition(".")[2] for name in weights})
+    return sorted({parse(name)[0].rpartition(".")[2] for name in weights})
 
 
 def check_weights(lora: LoraConfig, weights: Mapping[str, Array]) -> None:
     """Raise ServerError, naming the tensor, where names or shapes are not those of an adapter of this rank."""
-    sides = {_parse(name) for name in weights}
+    sides = {parse(name) for name in weights}
     for name, array in weights.items():
-        module, side = _parse(name)
+        module, side = parse(name)
         rank_axis = -2 if side == "A" else -1
         if array.ndim not in (2, 3) or array.shape[rank_axis] != lora.rank:
             msg = f"tensor {name!r} has the shape {list(array.shape)}; rank {lora.rank} needs it at axis {rank_axis}"
@@ -56,8 +56,8 @@ def check_weights(lora: LoraConfig, weights: Mapping[str, Array]) -> None:
             raise ServerError(msg)
 
 
-def _parse(name: str) -> tuple[str, str]:
-    """Split a name into module path and side, "A" or "B"."""
+def parse(name: str) -> tuple[str, str]:
+    """Split a name into module path and side, "A" or "B". Raise ServerError where it is no such name."""
     match = _NAME.fullmatch(name)
     if match is None:
         msg = f"tensor {name!r} is not named base_model.model.<module path>.lora_A.weight or .lora_B.weight"

@@ -128,7 +128,7 @@ def test_external_checkpoint_is_a_plain_peft_directory(tmp_path: Path) -> None:
     with safetensors.safe_open(weights, "numpy") as file:
         assert file.metadata() == {"format": "pt"}
         assert set(file.keys()) == set(make_arrays(0))
-    with pytest.raises(UnsupportedError, match=r"exported adapter without tinsmith\.json"):
+    with pytest.raises(UnsupportedError, match=r"export without tinsmith\.json"):
         read_checkpoint(tmp_path, NAME)
 
 
@@ -142,7 +142,7 @@ def test_snapshot_reads_the_weights(tmp_path: Path) -> None:
 
 def test_existing_name_is_refused_and_kept(tmp_path: Path) -> None:
     write(tmp_path, make_state())
-    with pytest.raises(UserError, match=r"exists already.*overwrite=True"):
+    with pytest.raises(UserError, match=r"checkpoint 'tinker://.*' exists already.*overwrite=True"):
         write(tmp_path, make_state(9))
     assert_same(read_checkpoint(tmp_path, NAME).state, make_state())
 
@@ -196,7 +196,7 @@ def test_damaged_file_is_named(tmp_path: Path, file: str, damage: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "error", "message"),
     [
-        ("format_version", 2, UnsupportedError, "format version 2 is newer than 1"),
+        ("format_version", 3, UnsupportedError, "format version 3 is newer than 2"),
         ("format_version", "x", ServerError, "tinsmith.json is damaged"),
         ("kind", "other", ServerError, "tinsmith.json is damaged"),
         ("files", {}, ServerError, "does not list adapter_model"),

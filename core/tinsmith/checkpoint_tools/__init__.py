@@ -1,0 +1,1 @@
+"""What `tinsmith checkpoint` does: reading, checking and rewriting checkpoints without an engine."""

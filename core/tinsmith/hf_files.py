@@ -1,0 +1,41 @@
+"""What lies beside the weights in a Hugging Face directory, and copies of it for what is written here."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+from tinsmith.errors import UserError
+
+_PATTERNS: Final = ("*.json", "*.model", "*.txt", "*.jinja")
+_NOT_OURS: Final = ("adapter_config.json", "tinsmith.json")
+
+
+def read_model_config(directory: Path) -> dict[str, Any]:  # Any: JSON
+    """Read config.json. Raise UserError where the directory is no model's."""
+    file = directory / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        msg = f"{str(directory)!r} is not a Hugging Face model directory: it has no config.json"
+        raise UserError(msg) from error
+    except ValueError as error:
+        msg = f"{str(file)!r} cannot be read: {error}"
+        raise UserError(msg) from error
+    if not isinstance(config, dict):
+        msg = f"{str(file)!r} holds no JSON object"
+        raise UserError(msg)
+    return config
+
+
+def copy_model_files(source: Path, target: Path, *, dtype: str, tied: bool | None = None) -> None:
+    """Copy configuration and tokenizer, so that the target loads by itself; config.json says the new dtype."""
+    config = read_model_config(source)
+    config.pop("torch_dtype", None)
+    config["dtype"] = dtype
+    if tied is not None:
+        config["tie_word_embeddings"] = tied
+    for file in sorted({file for pattern in _PATTERNS for file in source.glob(pattern)}):
+        if file.is_file() and not file.name.endswith(".index.json") and file.name not in _NOT_OURS:
+            shutil.copyfile(file, target / file.name)
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,246 @@
+"""Safetensors files read and written one tensor at a time, in shards, in the dtypes that language models come in.
+
+The `safetensors` package writes a file from a dict that holds all of it, and its NumPy side has no bfloat16; models
+that barely fit in memory need neither. Format: https://huggingface.co/docs/safetensors, metadata parsing.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Final, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from tinsmith.errors import ServerError
+from tinsmith.operations import Array, FloatArray
+
+DTYPES: Final[Mapping[str, tuple[str, str]]] = {
+    "float32": ("F32", "<f4"),
+    "float16": ("F16", "<f2"),
+    "bfloat16": ("BF16", "<u2"),
+}
+"""By name: as the format calls it, and how its bytes lie in an array."""
+
+_STORED: Final = dict(DTYPES.values())
+_MAX_HEADER: Final = 100_000_000  # bytes, as the safetensors package has it
+_HEADER_PER_TENSOR: Final = 200  # bytes besides the name: dtype, shape, two offsets
+_CHUNK: Final = 1 << 24  # elements that are converted at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """Where a tensor lies. `dtype` is the format's name, such as BF16."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # byte offset in the file
+    num_bytes: int
+
+    def load(self) -> FloatArray:
+        """Read it as float32. Raise ServerError where it has another kind of numbers or the file is cut short."""
+        if self.dtype not in _STORED:
+            msg = f"{self.file.name}: tensor {self.name!r} is {self.dtype}; known are {', '.join(sorted(_STORED))}"
+            raise ServerError(msg)
+        stored = np.dtype(_STORED[self.dtype])
+        try:
+            raw = np.fromfile(self.file, stored, math.prod(self.shape), offset=self.start)
+        except OSError as error:
+            msg = f"{self.file.name} cannot be read: {error.strerror or error}"
+            raise ServerError(msg) from error
+        if raw.nbytes != self.num_bytes:
+            msg = f"{self.file.name} is damaged: tensor {self.name!r} is cut short"
+            raise ServerError(msg)
+        return _from_stored(raw, self.dtype).reshape(self.shape)
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """List what a file holds. Raise ServerError where it is no whole safetensors file."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header: Any = json.loads(opened.read(length)) if length <= min(_MAX_HEADER, size) else None
+    except FileNotFoundError as error:
+        msg = f"{file.name} is missing"
+        raise ServerError(msg) from error
+    except (OSError, ValueError, struct.error) as error:
+        msg = f"{file.name} is no safetensors file, or damaged: {error}"
+        raise ServerError(msg) from error
+    if not isinstance(header, dict):
+        msg = f"{file.name} is no safetensors file, or damaged: its header is not readable"
+        raise ServerError(msg)
+    header.pop("__metadata__", None)
+    found = {name: _stored_tensor(file, name, entry, 8 + length) for name, entry in header.items()}
+    if any(each.start + each.num_bytes > size for each in found.values()):
+        msg = f"{file.name} is damaged: it is cut short"
+        raise ServerError(msg)
+    return found
+
+
+def _stored_tensor(file: Path, name: str, entry: Any, data_start: int) -> StoredTensor:  # Any: JSON
+    try:
+        start, end = entry["data_offsets"]
+        return StoredTensor(
+            name=name,
+            file=file,
+            dtype=str(entry["dtype"]),
+            shape=tuple(int(size) for size in entry["shape"]),
+            start=data_start + int(start),
+            num_bytes=int(end) - int(start),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        msg = f"{file.name} is damaged: the header entry of {name!r} is not readable"
+        raise ServerError(msg) from error
+
+
+class StoredTensors(Mapping[str, Array]):
+    """The tensors of one or more files; each is read, as float32, when it is asked for, and not kept."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+        self.stored = dict(stored)
+
+    @classmethod
+    def of(cls, directory: Path, stem: str) -> Self:
+        """Open `<stem>.safetensors`, or the shards that `<stem>.safetensors.index.json` names; neither: empty."""
+        return cls(
+            {name: tensor for file in shard_files(directory, stem) for name, tensor in read_header(file).items()}
+        )
+
+    def __getitem__(self, name: str) -> Array:
+        return self.stored[name].load()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.stored
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self.stored.items()}
+
+    def renamed(self, prefix: str) -> "StoredTensors":
+        """Return those whose names start with `prefix`, without it."""
+        return StoredTensors(
+            {name.removeprefix(prefix): each for name, each in self.stored.items() if name.startswith(prefix)}
+        )
+
+
+def shard_files(directory: Path, stem: str) -> list[Path]:
+    """List the files of one set of tensors, in order; empty where there are none."""
+    single, index = directory / f"{stem}.safetensors", directory / f"{stem}.safetensors.index.json"
+    if single.exists():
+        return [single]
+    if not index.exists():
+        return []
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError) as error:
+        msg = f"{index.name} is damaged: {error}"
+        raise ServerError(msg) from error
+    if any("/" in name or name.startswith(".") for name in names):
+        msg = f"{index.name} is damaged: it names files outside its directory"
+        raise ServerError(msg)
+    return [directory / name for name in sorted(names)]
+
+
+class ShardWriter:
+    """Writes tensors as they come into `<stem>-00001-of-0000N.safetensors` and an index, as transformers does.
+
+    At most one tensor is held. The number of shards is known at the end: files get their names then.
+    """
+
+    def __init__(
+        self, directory: Path, stem: str, names: Collection[str], *, shard_bytes: int, dtype: str = "float32"
+    ) -> None:
+        """`names`: of everything that may be added; room is kept for them in each header."""
+        self._directory = directory
+        self._stem = stem
+        self._shard_bytes = shard_bytes
+        self._dtype = dtype
+        self._room = sum(len(json.dumps(name)) + _HEADER_PER_TENSOR for name in names) + 100
+        self._room += -self._room % 8
+        self._shards: list[list[str]] = []
+        self._file: BinaryIO | None = None
+        self._header: dict[str, Any] = {}  # Any: JSON
+        self._end = 0
+        self._total = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._finish()
+        elif self._file is not None:
+            self._file.close()
+
+    def add(self, name: str, array: Array) -> None:
+        """Append one tensor, in the writer's dtype."""
+        kind, stored = DTYPES[self._dtype]
+        size = array.size * np.dtype(stored).itemsize
+        if self._file is not None and self._end and self._end + size > self._shard_bytes:
+            self._close_shard()
+        if self._file is None:
+            self._file = self._part(len(self._shards)).open("wb")
+            self._file.write(bytes(8 + self._room))
+        self._header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [self._end, self._end + size]}
+        flat = np.ascontiguousarray(array).reshape(-1)
+        for start in range(0, flat.size, _CHUNK):
+            _to_stored(flat[start : start + _CHUNK], self._dtype).tofile(self._file)
+        self._end += size
+        self._total += size
+
+    def _close_shard(self) -> None:
+        assert self._file is not None
+        header = json.dumps({"__metadata__": {"format": "pt"}, **self._header}).encode()
+        assert len(header) <= self._room
+        self._file.seek(0)
+        self._file.write(struct.pack("<Q", self._room) + header.ljust(self._room))
+        self._file.close()
+        self._shards.append(list(self._header))
+        self._file, self._header, self._end = None, {}, 0
+
+    def _finish(self) -> None:
+        if self._file is not None:
+            self._close_shard()
+        if not self._shards:
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            final = f"{self._stem}-{number + 1:05}-of-{len(self._shards):05}.safetensors"
+            self._part(number).rename(self._directory / final)
+            weight_map |= dict.fromkeys(names, final)
+        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+        path = self._directory / f"{self._stem}.safetensors.index.json"
+        path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def _part(self, number: int) -> Path:
+        return self._directory / f"{self._stem}-part-{number:05}"
+
+
+def _from_stored(raw: npt.NDArray[Any], dtype: str) -> FloatArray:
+    if dtype == "BF16":
+        return (raw.astype(np.uint32) << 16).view(np.float32)
+    return raw.astype(np.float32, copy=False)
+
+
+def _to_stored(flat: Array, dtype: str) -> npt.NDArray[Any]:
+    values = flat.astype("<f4", copy=False)
+    if dtype != "bfloat16":
+        with np.errstate(over="ignore"):  # infinite in float16; whoever asks for it is told by `verify`
+            return values.astype(DTYPES[dtype][1], copy=False)
+    bits = values.view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")  # to nearest, ties to even
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded).astype("<u2")

@@ -1,0 +1,117 @@
+"""What a trainer and a sampler must be as a pair: the consistency gate passes their saves, and catches planted faults.
+
+Subclass `ConsistencyContract` and give it a `backend` fixture, the trainer; and `sampler`, where that is another
+object.
+"""
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pytest
+
+from tinsmith.backend import SamplingBackend, TrainingBackend
+from tinsmith.consistency_gate import ConsistencyGate
+from tinsmith.operations import AdamParams, Consistency
+from tinsmith.settings import ConsistencySettings
+from tinsmith.testing.contract import assert_same_state, need
+from tinsmith.testing.model_driver import ModelDriver, ragged_data
+from tinsmith.testing.sampling_suite import in_one_loop
+from tinsmith.testing.snapshot_faults import FAULTS, FaultySampler
+from tinsmith.testing.training_suite import TrainingSuite
+
+_A_STEP = AdamParams(learning_rate=1e-4)  # the API's default: one such step is the smallest adapter of interest
+_A_LARGE_STEP = AdamParams(learning_rate=1e-2)
+
+_ids = count()
+
+
+class _Pair:
+    """A trainer, a sampler that may be faulty, and the gate between them."""
+
+    def __init__(self, driver: ModelDriver, sampler: SamplingBackend) -> None:
+        self.driver = driver
+        self.sampler = FaultySampler(sampler)
+        self.gate = ConsistencyGate(driver.backend, self.sampler, ConsistencySettings(), call=_call)
+        self._loaded: list[str] = []
+
+    def train(self, model_id: str, adam: AdamParams = _A_STEP, *, seed: int = 0, steps: int = 1) -> None:
+        for step in range(steps):
+            self.driver.forward_backward(model_id, ragged_data(seed + step, self.driver.capabilities.vocab_size))
+            self.driver.optim_step(model_id, adam)
+
+    async def save(self, model_id: str) -> Consistency:
+        snapshot_id = f"contract-consistency-{next(_ids)}"
+        self._loaded.append(snapshot_id)
+        snapshot = self.driver.backend.publish(model_id, snapshot_id)
+        await self.sampler.load_snapshot(snapshot)
+        found = await self.gate.check(model_id, snapshot_id, snapshot.lora)
+        assert found is not None
+        return found
+
+    async def drop_all(self) -> None:
+        for snapshot_id in self._loaded:
+            await self.sampler.drop_snapshot(snapshot_id)
+
+
+class ConsistencyContract(TrainingSuite):
+    @pytest.fixture
+    def sampler(self, backend: TrainingBackend) -> SamplingBackend:
+        """Override where the trainer does not sample itself. May have scope="class"."""
+        if not isinstance(backend, SamplingBackend):
+            pytest.skip("override the fixture 'sampler' to have the pair tested")
+        return backend
+
+    @pytest.fixture
+    def pair(self, driver: ModelDriver, sampler: SamplingBackend) -> _Pair:
+        need(sampler.capabilities.prompt_logprobs, "prompt_logprobs")
+        return _Pair(driver, sampler)
+
+    @in_one_loop
+    async def test_honest_saves_are_consistent(self, pair: _Pair) -> None:
+        """Untrained, after small steps and after large ones, of several models in turn."""
+        models = [pair.driver.create(rank=4, seed=1), pair.driver.create_trained(rank=2, seed=2)]
+        for adam in (_A_STEP, _A_STEP, _A_LARGE_STEP, _A_LARGE_STEP):
+            for seed, model_id in enumerate(models):
+                found = await pair.save(model_id)
+                assert found.verdict == "consistent", found
+                assert found.max_difference is not None
+                assert found.base_difference is not None
+                pair.train(model_id, adam, seed=seed)
+        await pair.drop_all()
+
+    @pytest.mark.parametrize("steps", [1, 5])
+    @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+    @pytest.mark.parametrize("fault", FAULTS)
+    @in_one_loop
+    async def test_a_fault_is_caught_at_its_first_save(self, pair: _Pair, fault: str, large: bool, steps: int) -> None:
+        """However small the adapter is: after one step at the smallest usual learning rate too."""
+        adam = _A_LARGE_STEP if large else _A_STEP
+        other, model_id = (pair.driver.create(rank=4, seed=seed) for seed in (3, 4))
+        pair.train(other, adam, seed=50, steps=steps)
+        assert (await pair.save(other)).verdict == "consistent"
+        pair.train(model_id, adam, steps=steps)
+        assert (await pair.save(model_id)).verdict == "consistent"
+        pair.train(model_id, adam, seed=80)
+        pair.sampler.fault = FAULTS[fault]
+        found = await pair.save(model_id)
+        assert found.verdict == "inconsistent", found
+        assert found.reason
+        pair.sampler.fault = None
+        assert (await pair.save(model_id)).verdict == "consistent"
+        await pair.drop_all()
+
+    @in_one_loop
+    async def test_a_check_changes_nothing(self, pair: _Pair) -> None:
+        """Weights, moments and pending gradients stay as they are, bit for bit."""
+        model_id = pair.driver.create(rank=4, seed=5)
+        pair.train(model_id)
+        pair.driver.forward_backward(model_id, ragged_data(6, pair.driver.capabilities.vocab_size))
+        before = pair.driver.state(model_id)
+        await pair.save(model_id)
+        assert_same_state(pair.driver.state(model_id), before, "after a check")
+        await pair.drop_all()
+
+
+async def _call(call: Callable[[], Any]) -> Any:  # Any: whatever the backend returns
+    return call()

@@ -1,0 +1,109 @@
+"""What one backend saved, another takes up: 20 steps here, 20 there, 20 here again, through the SDK and real servers.
+
+Runs over the trainers that are installed. A server of its own per leg: nothing but the data directory goes from one
+backend to the next.
+"""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+
+from tinsmith.plugins import Plugins
+from tinsmith.settings import ModelSettings, PluginSection
+from tinsmith.testing.harness import running_server
+from tinsmith.testing.sdk_data import ragged
+from tinsmith.tiny_model import TinyShape, write_tiny_model
+
+STEPS = 20
+WAIT_S = 240
+ADAM = tinker.AdamParams(learning_rate=1e-3)
+OPTIONS: dict[str, dict[str, object]] = {
+    "jax": {"warm_up": False, "max_context_tokens": 128, "max_batch_tokens": 512, "max_lora_rank": 8},
+    "fsdp": {},
+    "toy": {},
+}
+INSTALLED = sorted(OPTIONS.keys() & Plugins.load().backends().keys())
+REAL = [name for name in INSTALLED if name != "toy"]  # they train the same model
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("cross") / "a" / "tiny"
+    shape = TinyShape(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
+    )
+    write_tiny_model(directory, shape)
+    return directory
+
+
+@contextmanager
+def served(data_dir: Path, backend: str, model_path: Path) -> Iterator[tinker.ServiceClient]:
+    section = PluginSection.model_validate({"plugin": backend, **OPTIONS[backend]})
+    path = None if backend == "toy" else model_path
+    model = ModelSettings(name=str(model_path), path=path, backend=section)
+    with running_server(data_dir, models=[model]) as server:
+        client = tinker.ServiceClient(base_url=server.url, api_key="tml-cross")
+        yield client
+        client.close("success").result(timeout=30)
+
+
+def train(model: tinker.TrainingClient, steps: range) -> list[float]:
+    """Return the mean loss per token of each step."""
+    losses = []
+    for seed in steps:
+        data = ragged(3, seed)
+        passed = model.forward_backward(data, "cross_entropy")
+        stepped = model.optim_step(ADAM)
+        total = passed.result(timeout=WAIT_S).metrics["loss:sum"]
+        stepped.result(timeout=WAIT_S)
+        losses.append(total / sum(each.model_input.length for each in data))
+    return losses
+
+
+def legs(data_dir: Path, backends: list[str], model_path: Path, rank: int) -> list[list[float]]:
+    """Train STEPS on each in turn, and one step more on the last; return the losses of each leg."""
+    path, losses = None, list[list[float]]()
+    for number, backend in enumerate(backends):
+        last = number == len(backends) - 1
+        steps = range(number * STEPS, (number + 1) * STEPS + last)
+        with served(data_dir, backend, model_path) as client:
+            if path is None:
+                creating = client.create_lora_training_client(base_model=str(model_path), rank=rank, seed=5)
+            else:
+                creating = client.create_training_client_from_state_with_optimizer(path)
+            model = creating.result(timeout=WAIT_S)
+            losses.append(train(model, steps))
+            path = model.save_state(f"leg-{number}").result(timeout=WAIT_S).path
+    return losses
+
+
+def staying(data_dir: Path, backend: str, model_path: Path, rank: int) -> list[float]:
+    with served(data_dir, backend, model_path) as client:
+        creating = client.create_lora_training_client(base_model=str(model_path), rank=rank, seed=5)
+        return train(creating.result(timeout=WAIT_S), range(3 * STEPS + 1))
+
+
+@pytest.mark.parametrize(("backend", "rank"), [*((name, 4) for name in INSTALLED if name != "fsdp"), ("toy", 0)])
+def test_the_same_backend_resumes_bit_for_bit(tmp_path: Path, model_path: Path, backend: str, rank: int) -> None:
+    stayed = staying(tmp_path / "stay", backend, model_path, rank)
+    moved = legs(tmp_path / "move", [backend, backend, backend], model_path, rank)
+    assert list(itertools.chain(*moved)) == stayed
+
+
+@pytest.mark.skipif(len(REAL) < 2, reason=f"needs two trainers of Hugging Face models, installed are {REAL}")
+@pytest.mark.parametrize(("home", "away"), list(itertools.permutations(REAL, 2)))
+def test_another_backend_goes_on_where_the_first_one_was(
+    tmp_path: Path, model_path: Path, home: str, away: str
+) -> None:
+    """Every loss after each move, the very next one above all, is that of never having moved."""
+    stayed = staying(tmp_path / "stay", home, model_path, rank=4)
+    moved = legs(tmp_path / "move", [home, away, home], model_path, rank=4)
+    np.testing.assert_allclose(list(itertools.chain(*moved)), stayed, rtol=0, atol=1e-4)
+    assert abs(stayed[0] - stayed[-1]) > 0.1, "it must have learnt something"

@@ -1,0 +1,274 @@
+"""The gate inside the engine: what a refused save leaves behind, what is recorded, and what clients are told."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinsmith import operations as ops
+from tinsmith.backend import BackendContext, Capabilities
+from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
+from tinsmith.consistency_gate import _PROBE_ID
+from tinsmith.engine import Engine
+from tinsmith.errors import NotFoundError
+from tinsmith.events import OperationFinished
+from tinsmith.fair_scheduler import FairConfig, FairScheduler
+from tinsmith.losses import BUILTIN_LOSSES
+from tinsmith.settings import ConsistencySettings
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.store import SqlStore
+from tinsmith.store import StoreContext
+from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, take_over
+from tinsmith.testing.snapshot_faults import FaultySampler, wrong_alpha
+
+LOSSES = {loss.name: loss for loss in BUILTIN_LOSSES}
+MODEL = "s1:train:0"
+
+
+class Sampler(FaultySampler):
+    """Counts what is loaded; may say that it cannot score prompts, or fail to."""
+
+    def __init__(self, toy: ToyBackend) -> None:
+        super().__init__(toy)
+        self.loaded: set[str] = set()
+        self.scores_prompts = True
+        self.broken = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, prompt_logprobs=self.scores_prompts)
+
+    async def load_snapshot(self, snapshot: Any) -> None:
+        await super().load_snapshot(snapshot)
+        self.loaded.add(snapshot.snapshot_id)
+
+    async def drop_snapshot(self, snapshot_id: str) -> None:
+        await super().drop_snapshot(snapshot_id)
+        self.loaded.discard(snapshot_id)
+
+    async def sample(self, op: ops.Sample) -> ops.SampleOutput | ops.Failed:
+        if self.broken and op.snapshot_id is not None:
+            return ops.Failed(message="out of slots", category="server")
+        return await super().sample(op)
+
+
+class Setup:
+    def __init__(self, data_dir: Path, store: SqlStore) -> None:
+        context = BackendContext(model_name="toy", model_path=None, cache_dir=data_dir, losses=LOSSES)
+        self.toy = ToyBackend(ToyConfig(max_models=3), context)
+        self.sampler = Sampler(self.toy)
+        self.data_dir = data_dir
+        self.store = store
+        self.events: list[OperationFinished] = []
+
+    @asynccontextmanager
+    async def running(self, **consistency: Any) -> AsyncIterator[EngineDriver]:
+        engine = Engine(
+            lease=await take_over(self.store, "toy"),
+            store=self.store,
+            scheduler=FairScheduler(FairConfig()),
+            backend=self.toy,
+            sampler=self.sampler,
+            losses=LOSSES,
+            checkpoint_root=self.data_dir / "checkpoints",
+            gap_timeout_s=600.0,
+            resident_snapshots=8,
+            on_finished=self.events.append,
+            consistency=ConsistencySettings(**consistency),
+        )
+        task = asyncio.create_task(engine.run())
+        client = EngineDriver(self.store, "toy")
+        await client.open_session()
+        await client.result(await client.create_model())
+        try:
+            yield client
+        finally:
+            engine.stop()
+            await asyncio.wait_for(task, WAIT_S)
+
+    def files(self) -> list[str]:
+        root = self.data_dir / "checkpoints"
+        return sorted(path.name for path in root.rglob("*") if path.is_file()) if root.exists() else []
+
+
+@pytest.fixture
+async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
+    store = SqlStore(SqlStoreConfig(synchronous="off", safety_poll_s=600.0), StoreContext(data_dir=tmp_path))
+    await store.open()
+    yield Setup(tmp_path, store)
+    await store.close()
+
+
+async def train(client: EngineDriver, steps: int = 2, model_id: str = MODEL, rate: float = 1e-3) -> None:
+    targets = np.arange(3, 33)
+    inputs = {"target_tokens": targets, "weights": np.ones(30, np.float32)}
+    data = (ops.Datum(tokens_T=targets.astype(np.int32), loss_inputs=inputs),)
+    for _ in range(steps):
+        await client.run(ops.ForwardBackward(model_id=model_id, data=data))
+        await client.run(ops.OptimStep(model_id=model_id, adam=ops.AdamParams(learning_rate=rate)))
+
+
+def persisted(client: EngineDriver, name: str) -> ops.SaveForSampler:
+    return ops.SaveForSampler(model_id=MODEL, path=client.path(name, "sampler_weights"))
+
+
+def ephemeral(number: int) -> ops.SaveForSampler:
+    return ops.SaveForSampler(model_id=MODEL, sampling_session_id=f"s1:sample:{number}")
+
+
+async def test_a_refused_save_leaves_nothing_and_says_why(setup: Setup) -> None:
+    async with setup.running() as client:
+        await train(client)
+        setup.sampler.fault = wrong_alpha
+        for operation in (persisted(client, "x"), ephemeral(0)):
+            failure = await client.failure(await client.submit(operation))
+            assert failure.category == "server"
+            for said in ("does not serve what was trained", "probe tokens differ by at most", "models[].consistency"):
+                assert said in failure.message
+        assert setup.files() == []
+        assert setup.sampler.loaded == set()
+        with pytest.raises(NotFoundError):
+            await setup.store.get_checkpoint(client.path("x", "sampler_weights"))
+        with pytest.raises(NotFoundError):
+            await setup.store.get_sampler("s1:sample:0")
+        setup.sampler.fault = None
+        saved = await client.run(persisted(client, "x"))  # the name is free, and the model goes on
+        assert isinstance(saved, ops.WeightsSaved)
+        assert saved.consistency is not None
+        assert saved.consistency.verdict == "consistent"
+        await train(client)
+        assert isinstance(await client.run(ephemeral(1)), ops.WeightsSaved)
+    refused = [e.consistency for e in setup.events if e.failed is not None]
+    assert [found is not None and found.verdict for found in refused] == ["inconsistent", "inconsistent"]
+
+
+async def test_with_warn_the_save_goes_through_and_the_figures_are_kept(
+    setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with setup.running(action="warn") as client:
+        await train(client)
+        setup.sampler.fault = wrong_alpha
+        request_id = await client.submit(persisted(client, "x"))
+        saved = await client.result(request_id)
+    assert isinstance(saved, ops.WeightsSaved)
+    assert saved.consistency is not None
+    assert saved.consistency.verdict == "inconsistent"
+    assert saved.consistency.max_difference is not None
+    assert "adapter_model.safetensors" in setup.files()
+    (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
+    assert "is not what was trained" in record.getMessage()
+
+
+async def test_off_compares_nothing(setup: Setup) -> None:
+    async with setup.running(action="off") as client:
+        await train(client)
+        setup.sampler.fault = wrong_alpha
+        saved = await client.run(ephemeral(0))
+    assert isinstance(saved, ops.WeightsSaved)
+    assert saved.consistency is None
+
+
+async def test_a_sampler_that_scores_no_prompts_is_said_not_to_be_compared(
+    setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    setup.sampler.scores_prompts = False
+    async with setup.running() as client:
+        saved = await client.run(ephemeral(0))
+    assert isinstance(saved, ops.WeightsSaved)
+    assert saved.consistency is not None
+    assert saved.consistency.verdict == "not compared"
+    assert "cannot score prompts" in str(saved.consistency.reason)
+    assert "was not compared with its trainer" in caplog.text
+
+
+async def test_a_sampler_that_fails_on_the_snapshot_is_refused(setup: Setup) -> None:
+    setup.sampler.broken = True
+    async with setup.running() as client:
+        failure = await client.failure(await client.submit(ephemeral(0)))
+    assert "the sampler could not score the probes: out of slots" in failure.message
+
+
+async def test_a_model_that_has_diverged_is_its_owners_business(setup: Setup) -> None:
+    async with setup.running() as client:
+        await train(client, rate=1e38)
+        saved = await client.run(ephemeral(0))
+    assert isinstance(saved, ops.WeightsSaved)
+    assert saved.consistency is not None
+    assert "it has diverged" in str(saved.consistency.reason)
+
+
+async def test_a_configured_bound_holds(setup: Setup) -> None:
+    async with setup.running(max_difference=1e-12) as client:
+        await train(client)
+        setup.sampler.fault = lambda snapshot, _: shaken(snapshot)
+        failure = await client.failure(await client.submit(ephemeral(0)))
+    assert "allowed are 1e-12" in failure.message
+
+
+def shaken(snapshot: Any) -> Any:
+    return type(snapshot)(
+        snapshot.snapshot_id, snapshot.lora, {k: v * np.float32(1.00001) for k, v in snapshot.adapter_weights().items()}
+    )
+
+
+async def test_the_base_model_is_scored_once_there_is_room_for_a_fresh_adapter(setup: Setup) -> None:
+    async with setup.running() as client:
+        for number in (1, 2):  # all places are taken
+            await client.result(await client.create_model(number))
+        await train(client)
+        first = await client.run(ephemeral(0))
+        await client.run(ops.UnloadModel(model_id=client.model_id(2)))
+        second = await client.run(ephemeral(1))
+        last_one_fits = await client.result(await client.create_model(3))
+    found = [saved.consistency for saved in (first, second) if isinstance(saved, ops.WeightsSaved)]
+    assert [each is not None and each.verdict for each in found] == ["consistent", "consistent"]
+    assert [each is not None and each.base_difference for each in found] == [None, 0.0]
+    assert isinstance(last_one_fits, ops.ModelCreated), "the probes' own adapter must not stay"
+
+
+async def test_saving_changes_no_bit_of_any_tenants_training(tmp_path: Path) -> None:
+    """With the gate and without: the same losses, weights and moments, also of the neighbour."""
+    states = []
+    for action in ("refuse", "off"):
+        directory = tmp_path / action
+        store = SqlStore(SqlStoreConfig(synchronous="off", safety_poll_s=600.0), StoreContext(data_dir=directory))
+        await store.open()
+        setup = Setup(directory, store)
+        async with setup.running(action=action) as client:
+            await client.result(await client.create_model(1))
+            for number in range(3):
+                await asyncio.gather(train(client, 1), train(client, 1, client.model_id(1)))
+                await client.run(ephemeral(number))
+            states.append([setup.toy.capture_state(client.model_id(each)) for each in (0, 1)])
+        await store.close()
+    for gated, alone in zip(*states, strict=True):
+        assert_same(gated, alone)
+
+
+def assert_same(left: Any, right: Any) -> None:
+    for what in ("weights", "adam_m", "adam_v", "gradients"):
+        ours, theirs = getattr(left, what), getattr(right, what)
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            np.testing.assert_array_equal(ours[name], theirs[name])
+
+
+async def test_forward_is_the_only_thing_that_touches_the_model(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: list[str] = []
+    forward = setup.toy.forward
+
+    def noted(operations: Sequence[ops.Forward]) -> Any:
+        touched.extend(each.model_id for each in operations)
+        return forward(operations)
+
+    monkeypatch.setattr(setup.toy, "forward", noted)
+    async with setup.running() as client:
+        await client.run(ephemeral(0))
+        await client.run(ephemeral(1))
+    assert touched == [_PROBE_ID, MODEL, MODEL]
