@@ -120,7 +120,7 @@ def test_bad_passes_fail_alone(client: Client) -> None:
 def test_bad_models_are_refused(client: Client) -> None:
     for fields, words in (
         ({"base_model": "gpt-9"}, "base_model 'gpt-9' is not served here"),
-        ({"rank": 0}, "rank 0 is not allowed"),
+        ({"rank": -1}, "rank -1 is not allowed"),
         ({"rank": 10_000}, "rank 10000 is not allowed"),
     ):
         with pytest.raises(tinker.BadRequestError, match=words):

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,11 @@ import numpy as np
 import pytest
 import zstandard
 
+from tinsmith.engine_reports import EngineReports
+from tinsmith.operations import Consistency
 from tinsmith.proto import tinker_public_pb2 as pb
+from tinsmith.store import EngineRecord, EngineState
+from tinsmith.testing.engine_driver import take_over
 from tinsmith.testing.harness import RunningServer, running_server
 
 KEY, OTHER_KEY = {"X-API-Key": "tml-mine"}, {"X-API-Key": "tml-other"}
@@ -314,6 +319,34 @@ def test_a_packed_body_works_and_a_bomb_does_not(http: httpx.Client, model: str)
     assert http.post("forward_backward", content=bomb, headers=packed).status_code == 413
 
 
+def test_a_forward_backward_that_cannot_be_read_keeps_its_number(http: httpx.Client, model: str) -> None:
+    """Its beginning says whose it is; what comes after it has not to wait for a number that was refused."""
+    packed = {**PROTOBUF, "Content-Encoding": "zstd"}
+    large = [number % 50 for number in range(100_000)]
+    refusals = (
+        (forward_backward(model, 1, large), PROTOBUF, 413, "over the limit of 1048576 bytes"),
+        (zstandard.compress(forward_backward(model, 2, large)), packed, 413, "over the limit of 1048576 bytes"),
+        (forward_backward(model, 3)[:-5], PROTOBUF, 400, "is not a protobuf ForwardBackwardRequest"),
+    )
+    for body, headers, status, words in refusals:
+        strangers = http.post("forward_backward", content=body, headers={**headers, **OTHER_KEY})
+        assert (strangers.status_code, words in strangers.json()["detail"]) == (status, True)
+        submitted = ok(http.post("forward_backward", content=body, headers=headers))
+        assert submitted == ok(http.post("forward_backward", content=body, headers=headers))
+        failed = ok(http.post("retrieve_future", json={"request_id": submitted["request_id"]}))
+        assert (failed["category"], words in failed["error"]) == ("user", True)
+    cut = forward_backward(model, 4)[:20]
+    assert http.post("forward_backward", content=cut, headers=PROTOBUF).status_code == 400
+
+
+def test_a_run_says_how_it_is(http: httpx.Client, server: RunningServer, model: str) -> None:
+    assert ok(http.get(f"training_runs/{model}"))["state"] == "creating"
+    lease = server.call(take_over(server.store, "toy"))
+    server.call(server.store.lose_run(lease, model, "the disk burnt"))
+    lost = ok(http.get(f"training_runs/{model}"))
+    assert (lost["state"], lost["state_reason"], lost["corrupted"]) == ("lost", "the disk burnt", True)
+
+
 def test_unknown_endpoints_have_a_detail(http: httpx.Client) -> None:
     answer = http.post("no_such_thing", json={})
     assert answer.status_code == 404
@@ -324,7 +357,7 @@ def test_unknown_endpoints_have_a_detail(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("POST", "copy_weights"), ("POST", "create_custom_loss"), ("POST", "sessions/search"), ("POST", "auth/token"),
+        ("POST", "copy_weights"), ("POST", "create_custom_loss"), ("POST", "sessions/search"),
         ("POST", "unload_model"), ("POST", "forward"), ("GET", "audit"),
     ],
 )  # fmt: skip
@@ -413,13 +446,34 @@ def test_what_needs_no_engine(server: RunningServer, http: httpx.Client) -> None
     ready = httpx.get(f"{server.url}/readyz")
     assert ready.status_code == 503
     assert ready.json()["engines"] == {"toy": {"state": "starting"}}
-    assert ok(http.post("client/config", json={"sdk_version": "0.38.0"}))["pjwt_auth_enabled"] is False
+    assert ok(http.post("client/config", json={"sdk_version": "0.38.0"}))["pjwt_auth_enabled"] is True
     assert ok(http.post("client/dynamic_config", json={"sdk_version": "0.38.0"}))["sample_cancel_enabled"] is True
     assert ok(http.get("get_server_capabilities")) == {"supported_models": [{"model_name": "toy"}]}
     assert ok(http.post("telemetry", json={"events": [{"event": "X"}], "session_id": "s"})) == {"status": "accepted"}
     assert ok(http.get("auth/apikey/me"))["details"]["org_details"]["name"].startswith("key-")
     metrics = httpx.get(f"{server.url}/metrics").text
     assert 'route="/api/v1/healthz",status="200"' in metrics
+
+
+def test_metrics_say_how_saves_for_sampling_compared(tmp_path: Path) -> None:
+    """Counted by the engine's process, kept in the store, shown by the server's."""
+    with running_server(tmp_path, engines=False) as server:
+        record = EngineRecord(base_model="toy", state=EngineState.READY, updated_at=datetime.now(UTC))
+        reports = EngineReports(server.store, server.call(take_over(server.store, "toy")), record)
+        good = Consistency(verdict="consistent", num_tokens=94, max_difference=2e-6, mean_difference=5e-7)
+        bad = Consistency(verdict="inconsistent", num_tokens=94, max_difference=0.5, mean_difference=0.1)
+        for found in (bad, good, good, Consistency(verdict="not compared", reason="why")):
+            reports.saved_for_sampling(found)
+        server.call(reports.say(EngineState.READY))
+        text = httpx.get(f"{server.url}/metrics").text
+    for line in (
+        'tinsmith_saves_compared_total{base_model="toy",verdict="consistent"} 2.0',
+        'tinsmith_saves_compared_total{base_model="toy",verdict="inconsistent"} 1.0',
+        'tinsmith_saves_compared_total{base_model="toy",verdict="not compared"} 1.0',
+        'tinsmith_consistency_difference_nats{base_model="toy",of="max"} 2e-06',
+        'tinsmith_consistency_difference_nats{base_model="toy",of="largest"} 0.5',
+    ):
+        assert line in text
 
 
 def test_configured_keys_keep_strangers_out(tmp_path: Path) -> None:

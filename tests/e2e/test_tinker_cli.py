@@ -89,6 +89,15 @@ def test_a_training_checkpoint_is_downloaded_as_an_adapter(cli: Cli, model: tink
     assert exports == []  # the one made for the download is gone
 
 
+def test_who_one_is(cli: Cli) -> None:
+    identity = cli("auth", "whoami")
+    assert identity["user_urn"].startswith("key-")
+    assert identity["org_urn"] == f"tml:organization:{identity['user_urn']}"
+    unmatched = cli.run("model", "list", "NOMATCH")
+    assert isinstance(unmatched.exception, TinkerCliError)
+    assert f"No model name contains 'NOMATCH' for organization {identity['org_urn']}" in str(unmatched.exception)
+
+
 def test_errors_are_shown(cli: Cli) -> None:
     result = cli.run("run", "info", "nobody:train:0")
     assert isinstance(result.exception, TinkerCliError)

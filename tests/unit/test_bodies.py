@@ -15,6 +15,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from tinsmith.builtin.api_keys import ApiKeys
+from tinsmith.builtin.key_tokens import KeyTokens
 from tinsmith.errors import AuthenticationError
 from tinsmith.principal import Principal
 from tinsmith.server.bodies import STRANGER_BYTES, BodyLimit
@@ -133,7 +134,7 @@ async def test_what_cannot_be_unpacked_is_refused_with_a_detail(client: httpx.As
 
 
 def test_without_configured_keys_each_key_is_a_tenant_of_its_own() -> None:
-    keys = ApiKeys(())
+    keys = ApiKeys((), KeyTokens(b"s" * 32, 60))
     first = keys.tinsmith_authenticate({"x-api-key": "tml-a"})
     assert first == keys.tinsmith_authenticate({"x-api-key": "tml-a"})
     assert first.tenant != keys.tinsmith_authenticate({"x-api-key": "tml-b"}).tenant
@@ -145,7 +146,8 @@ def test_without_configured_keys_each_key_is_a_tenant_of_its_own() -> None:
 
 def test_configured_keys_are_the_only_ones() -> None:
     keys = ApiKeys(
-        (ApiKey(key=SecretStr("tml-one"), tenant="one"), ApiKey(key=SecretStr("tml-two"), tenant="two", admin=True))
+        (ApiKey(key=SecretStr("tml-one"), tenant="one"), ApiKey(key=SecretStr("tml-two"), tenant="two", admin=True)),
+        KeyTokens(b"s" * 32, 60),
     )
     assert keys.tinsmith_authenticate({"x-api-key": "tml-two"}) == Principal(tenant="two", name="two", admin=True)
     for key in ("tml-three", "tml-", "tml-on", "tml-one "):

@@ -29,6 +29,8 @@ def _line(event: OperationFinished) -> str:
         f"run={event.run_s * 1000:.1f}ms",
         f"batch={event.batch_size}",
     ]
+    if event.consistency is not None:
+        words.append(f"consistency={event.consistency.verdict}")
     if event.failed is not None:
         words.append(f"failed={event.failed.category}: {event.failed.message}")
     return " ".join(words)

@@ -59,12 +59,14 @@ class ToyBackend(TrainingBackend, SamplingBackend):
         self._snapshots: dict[str | None, Adapter] = {None: Adapter(weights={}, scale=1.0)}  # None: the base model
         self._capabilities = Capabilities(
             device="cpu",
+            dtype="float32",  # of what it returns; inside it is more exact
             vocab_size=config.vocab_size,
             max_context_tokens=config.max_context_tokens,
             max_batch_tokens=config.max_batch_tokens,
             max_models=config.max_models,
             losses=frozenset(context.losses),
             max_lora_rank=config.max_lora_rank,
+            full_fine_tuning=True,
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
             max_targets_per_token=config.vocab_size,
             deterministic=True,
@@ -84,8 +86,8 @@ class ToyBackend(TrainingBackend, SamplingBackend):
 
     def create_model(self, op: CreateModel) -> None:
         limits = self._capabilities
-        if not 1 <= op.lora.rank <= limits.max_lora_rank:
-            msg = f"rank {op.lora.rank} is not supported; it may be 1 to {limits.max_lora_rank}"
+        if not 0 <= op.lora.rank <= limits.max_lora_rank:
+            msg = f"rank {op.lora.rank} is not supported; it may be 1 to {limits.max_lora_rank}, or 0: all weights"
             raise UserError(msg)
         if len(self._models) >= limits.max_models:
             msg = f"all {limits.max_models} places for models are taken; end a session first"
@@ -152,7 +154,7 @@ class ToyBackend(TrainingBackend, SamplingBackend):
     # Sampling ---------------------------------------------------------------------------------------------------------
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:
-        adapter = Adapter(weights=snapshot.adapter_weights(), scale=snapshot.lora.scale)
+        adapter = Adapter(weights=dict(snapshot.adapter_weights()), scale=snapshot.lora.scale)
         self._snapshots.setdefault(snapshot.snapshot_id, adapter)
 
     async def drop_snapshot(self, snapshot_id: str) -> None:

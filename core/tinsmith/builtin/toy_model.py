@@ -3,7 +3,8 @@
     x = embedding[token]        q = q_proj(x)        h_t = 0.8 * h_(t-1) + q_t
     u = tanh(up_proj(h))        logits = lm_head(h + u)
 
-The three projections carry LoRA deltas under the names that PEFT would give them. Everything is computed in float64.
+The three projections carry LoRA deltas under the names that PEFT would give them; in full fine-tuning the weights have
+the names of a Hugging Face model. Everything is computed in float64.
 
 Array suffixes: T = tokens, H = hidden size, V = vocabulary.
 """
@@ -21,6 +22,7 @@ Float64Array = npt.NDArray[np.float64]
 _Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
 _UP_PROJ = "base_model.model.model.layers.0.mlp.up_proj"
 _LM_HEAD = "base_model.model.lm_head"
+_EMBEDDING = "model.embed_tokens.weight"
 _MEMORY = 0.8
 
 # Weights that have become infinite or NaN are their owner's business: they give NaN, and neither warn nor raise.
@@ -29,7 +31,7 @@ quiet = np.errstate(all="ignore")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """What a forward pass needs of a model: LoRA weights by canonical name, and alpha / rank."""
+    """What a forward pass needs of a model: LoRA weights by canonical name, and alpha / rank; or all weights."""
 
     weights: Mapping[str, Array]
     scale: float
@@ -39,6 +41,7 @@ class Adapter:
 class Activations:
     """What `backward` needs of `forward`; the last row of `memory_TH` is where the next token goes on."""
 
+    tokens_T: TokenArray
     embedded_TH: Float64Array
     memory_TH: Float64Array
     hidden_TH: Float64Array
@@ -59,7 +62,13 @@ class ToyModel:
         }
 
     def init_lora(self, lora: LoraConfig) -> dict[str, FloatArray]:
-        """Draw A from the seed, uniform within 1 / sqrt(in); B is zero. Only the modules that the flags name."""
+        """Draw A from the seed, uniform within 1 / sqrt(in); B is zero. Only the modules that the flags name.
+
+        At rank 0 return all weights of the base model.
+        """
+        if lora.rank == 0:
+            every = {_EMBEDDING: self._embedding_VH} | {_full(module): base for module, base in self._base.items()}
+            return {name: weight.astype(np.float32) for name, weight in every.items()}
         trained = {_Q_PROJ: lora.train_attn, _UP_PROJ: lora.train_mlp, _LM_HEAD: lora.train_unembed}
         weights: dict[str, FloatArray] = {}
         for index, (module, base) in enumerate(self._base.items()):
@@ -73,7 +82,7 @@ class ToyModel:
     @quiet
     def forward(self, tokens_T: TokenArray, adapter: Adapter, memory_H: Float64Array | None = None) -> Activations:
         """Run the tokens of one sequence, from the start or from the memory that an earlier call left."""
-        embedded_TH = self._embedding_VH[tokens_T]
+        embedded_TH = np.asarray(adapter.weights.get(_EMBEDDING, self._embedding_VH), np.float64)[tokens_T]
         memory_TH = self._linear(_Q_PROJ, embedded_TH, adapter)
         carried_H = np.zeros(memory_TH.shape[1]) if memory_H is None else memory_H
         for row_H in memory_TH:
@@ -81,7 +90,9 @@ class ToyModel:
             carried_H = row_H
         hidden_TH = np.tanh(self._linear(_UP_PROJ, memory_TH, adapter))
         logits_TV = self._linear(_LM_HEAD, memory_TH + hidden_TH, adapter)
-        return Activations(embedded_TH=embedded_TH, memory_TH=memory_TH, hidden_TH=hidden_TH, logits_TV=logits_TV)
+        return Activations(
+            tokens_T=tokens_T, embedded_TH=embedded_TH, memory_TH=memory_TH, hidden_TH=hidden_TH, logits_TV=logits_TV
+        )
 
     def backward(self, seen: Activations, dlogits_TV: Float64Array, adapter: Adapter) -> dict[str, Float64Array]:
         """Return the gradient of every adapter weight, given that of the logits."""
@@ -92,11 +103,17 @@ class ToyModel:
         dmemory_TH = dsummed_TH + self._linear_backward(_UP_PROJ, seen.memory_TH, dhidden_TH, adapter, gradients)
         for t in range(len(dmemory_TH) - 1, 0, -1):
             dmemory_TH[t - 1] += _MEMORY * dmemory_TH[t]
-        self._linear_backward(_Q_PROJ, seen.embedded_TH, dmemory_TH, adapter, gradients)
+        dembedded_TH = self._linear_backward(_Q_PROJ, seen.embedded_TH, dmemory_TH, adapter, gradients)
+        if _EMBEDDING in adapter.weights:
+            gradients[_EMBEDDING] = np.zeros_like(self._embedding_VH)
+            np.add.at(gradients[_EMBEDDING], seen.tokens_T, dembedded_TH)
         return gradients
 
+    def _matrix(self, module: str, adapter: Adapter) -> Float64Array:
+        return np.asarray(adapter.weights.get(_full(module), self._base[module]), np.float64)
+
     def _linear(self, module: str, x: Float64Array, adapter: Adapter) -> Float64Array:
-        y: Float64Array = x @ self._base[module].T
+        y: Float64Array = x @ self._matrix(module, adapter).T
         if _a(module) in adapter.weights:
             a, b = adapter.weights[_a(module)], adapter.weights[_b(module)]
             y += adapter.scale * (x @ a.T) @ b.T
@@ -106,7 +123,9 @@ class ToyModel:
         self, module: str, x: Float64Array, dy: Float64Array, adapter: Adapter, gradients: dict[str, Float64Array]
     ) -> Float64Array:
         """Add the module's gradients to `gradients` and return that of its input."""
-        dx: Float64Array = dy @ self._base[module]
+        dx: Float64Array = dy @ self._matrix(module, adapter)
+        if _full(module) in adapter.weights:
+            gradients[_full(module)] = dy.T @ x
         if _a(module) in adapter.weights:
             a, b = adapter.weights[_a(module)], adapter.weights[_b(module)]
             dlow = adapter.scale * dy @ b
@@ -130,3 +149,8 @@ def _a(module: str) -> str:
 
 def _b(module: str) -> str:
     return f"{module}.lora_B.weight"
+
+
+def _full(module: str) -> str:
+    """Name the matrix itself, as the model's own files do."""
+    return f"{module.removeprefix('base_model.model.')}.weight"

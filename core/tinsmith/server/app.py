@@ -7,6 +7,7 @@ from fastapi import APIRouter, FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.builtin.api_keys import ApiKeys
+from tinsmith.builtin.key_tokens import KeyTokens
 from tinsmith.errors import PluginError
 from tinsmith.plugins import Plugins
 from tinsmith.server import error_answers, futures, not_offered, runs, sampling, service, sessions, training, weights
@@ -22,18 +23,21 @@ API_PREFIX = "/api/v1"
 _ROUTERS = (not_offered, service, sessions, training, weights, sampling, futures, runs)
 
 
-def create_app(settings: Settings, *, store: RequestStore, plugins: Plugins) -> FastAPI:
+async def create_app(settings: Settings, *, store: RequestStore, plugins: Plugins) -> FastAPI:
     """Build the app over an open store. Opens and closes nothing that it was given.
 
     Each app needs plugins of its own, since its keys become one of them. Raises PluginError where two plugins offer a
     loss of one name.
     """
     app = FastAPI(title="tinsmith", version=version("tinsmith"), docs_url="/docs", redoc_url=None)
-    _add_api_keys(plugins, settings)
+    tokens = KeyTokens(await store.secret("key tokens"), settings.server.token_lifetime_s)
+    api_keys = ApiKeys(settings.server.api_keys, tokens)
+    _add_api_keys(plugins, api_keys)
     context = ServerContext(
         settings=settings,
         store=store,
         plugins=plugins,
+        api_keys=api_keys,
         losses=plugins.losses(),
         signer=UrlSigner.from_file(settings.server.data_dir.expanduser() / "url_secret"),
         engines=Engines(store),
@@ -58,10 +62,10 @@ def create_app(settings: Settings, *, store: RequestStore, plugins: Plugins) -> 
     return app
 
 
-def _add_api_keys(plugins: Plugins, settings: Settings) -> None:
+def _add_api_keys(plugins: Plugins, api_keys: ApiKeys) -> None:
     """Registering never raises; without its keys the server must not start."""
     name = "configured_api_keys"
-    plugins.add(ApiKeys(settings.server.api_keys), name)
+    plugins.add(api_keys, name)
     for row in plugins.report():
         if row.name == name and row.error is not None:
             raise PluginError(row.error)

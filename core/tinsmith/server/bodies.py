@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.errors import UserError
+from tinsmith.server.error_answers import headers_of
 
 STRANGER_BYTES: Final = 1 << 16
 """What is read without asking who sends it; the routes ask again, and of everybody."""
@@ -22,10 +23,19 @@ Authenticate = Callable[[Mapping[str, str]], object]
 """Raises AuthenticationError, by lower-case header names, where nobody knows who sent them."""
 
 
+REFUSED: Final = "tinsmith.refused_body"
+"""In the scope of a forward_backward whose body is too large: the error. The body is its beginning alone."""
+_START_BYTES: Final = 1 << 12
+
+
 class BodyTooLargeError(UserError):
-    """The body, packed or unpacked, is over the limit."""
+    """The body, packed or unpacked, is over the limit. `start` is what there is of its beginning, unpacked."""
 
     http_status = 413
+
+    def __init__(self, message: str, start: bytes = b"") -> None:
+        super().__init__(message)
+        self.start = start
 
 
 class BodyLimit:
@@ -42,9 +52,15 @@ class BodyLimit:
             return
         try:
             body = await self._read(Headers(scope=scope), receive)
+        except BodyTooLargeError as error:
+            if scope["path"].endswith("/forward_backward"):  # its number is used up, so the route has to see it
+                scope[REFUSED] = error
+                await self._app(scope, _replay(error.start, receive), _closing(send))
+            else:
+                await _refuse(error, scope, receive, send)
+            return
         except UserError as error:
-            headers = {"connection": "close"}  # what is left of the body is not read
-            await JSONResponse({"detail": str(error)}, error.http_status, headers)(scope, receive, send)
+            await _refuse(error, scope, receive, send)
             return
         except ConnectionAbortedError:  # the client went away while sending: nobody to answer
             return
@@ -56,9 +72,8 @@ class BodyLimit:
         if announced > STRANGER_BYTES or encoding not in {"identity", ""}:
             self._authenticate(headers)
             known = True
-        if announced > self._max_bytes:
-            raise BodyTooLargeError(self._too_large())
-        parts, size = [], 0
+        parts: list[bytes] = []
+        size = 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -67,9 +82,9 @@ class BodyLimit:
             if size > STRANGER_BYTES and not known:
                 self._authenticate(headers)
                 known = True
-            if size > self._max_bytes:
-                raise BodyTooLargeError(self._too_large())
             parts.append(message.get("body", b""))
+            if max(size, announced) > self._max_bytes and size > 0:
+                raise BodyTooLargeError(self._too_large(), _start(encoding, b"".join(parts[:2])))
             if not message.get("more_body", False):
                 break
         return await self._unpacked(encoding, b"".join(parts))
@@ -93,7 +108,7 @@ class BodyLimit:
                 msg = f"the body is not valid zstd: {error}"
                 raise UserError(msg) from error
         if len(unpacked) > self._max_bytes:
-            raise BodyTooLargeError(self._too_large())
+            raise BodyTooLargeError(self._too_large(), unpacked[:_START_BYTES])
         return unpacked
 
     def _too_large(self) -> str:
@@ -101,6 +116,33 @@ class BodyLimit:
             f"the request body is over the limit of {self._max_bytes} bytes; send less at a time, or raise "
             "server.max_request_bytes"
         )
+
+
+def _start(encoding: str, packed: bytes) -> bytes:
+    """Return the beginning of a body of which only the beginning is there."""
+    if encoding.lower() != "zstd":
+        return packed[:_START_BYTES]
+    with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(packed)) as reader:
+        try:
+            return reader.read(_START_BYTES)
+        except zstandard.ZstdError:
+            return b""
+
+
+async def _refuse(error: UserError, scope: Scope, receive: Receive, send: Send) -> None:
+    answer = JSONResponse({"detail": str(error)}, error.http_status, headers_of(error))
+    await answer(scope, receive, _closing(send))
+
+
+def _closing(send: Send) -> Send:
+    """What is left of the body is not read, so nothing else can come over this connection."""
+
+    async def closing(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+        await send(message)
+
+    return closing
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

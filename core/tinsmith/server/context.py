@@ -12,6 +12,7 @@ from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from tinsmith.backend import Capabilities
+from tinsmith.builtin.api_keys import ApiKeys
 from tinsmith.errors import UserError
 from tinsmith.losses import LossSpec
 from tinsmith.plugins import Plugins
@@ -86,6 +87,7 @@ class ServerContext:
     settings: Settings
     store: RequestStore
     plugins: Plugins
+    api_keys: ApiKeys
     losses: Mapping[str, LossSpec]
     signer: UrlSigner
     engines: Engines

@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from tinsmith.errors import CapacityError, TinsmithError
+from tinsmith.errors import CapacityError, InvalidTokenError, TinsmithError
 from tinsmith.server.refused_bodies import record_refusal
 
 _log = logging.getLogger(__name__)
@@ -27,8 +27,18 @@ async def _tinsmith_error(request: Request, error: Exception) -> JSONResponse:
     status = error.http_status if isinstance(error, TinsmithError) else 500
     if status >= 500:
         _log.error("%s %r: %s", request.method, request.url.path, error)  # %r: a path may hold line breaks
-    headers = {"retry-after": "1"} if isinstance(error, CapacityError) else None
-    return JSONResponse({"detail": str(error)}, status, headers)
+    return JSONResponse({"detail": str(error)}, status, headers_of(error))
+
+
+def headers_of(error: Exception) -> dict[str, str]:
+    """Return what the answer to this error says beside its status and detail."""
+    match error:
+        case CapacityError():
+            return {"retry-after": "1"}
+        case InvalidTokenError():  # at these words the SDK exchanges its key once more, and repeats the request
+            return {"www-authenticate": 'Bearer error="invalid_token"'}
+        case _:
+            return {}
 
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:

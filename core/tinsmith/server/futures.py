@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
-from typing import Final
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
@@ -12,21 +14,26 @@ from tinsmith import answers, wire
 from tinsmith.codec import decode_result
 from tinsmith.errors import ServerError, TinsmithError
 from tinsmith.operations import Failed
-from tinsmith.server.auth import Caller, own_operation
+from tinsmith.server.auth import Caller, own_operation, own_sampler
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.waiting_reasons import explain
-from tinsmith.store import OperationRecord, OperationState
+from tinsmith.store import FinishedSample, OperationRecord, OperationState
 
 router = APIRouter(tags=["futures"], route_class=JsonRoute)
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 INLINE_BYTES: Final = 4 << 20
 """Larger results are announced by their size first, so that the SDK bounds what it downloads at once."""
 _THREAD_BYTES: Final = 1 << 16
 _DAMPING_S: Final = 1.0
 """The SDK repeats a poll that got a 5xx at once and for ever; a store that is down must not be hammered."""
+
+_COMPLETIONS: Final = 1000
+"""Of one answer; the client fetches the rest at once, with the next cursor."""
 
 _FINISHED = {OperationState.SUCCEEDED, OperationState.FAILED, OperationState.CANCELLED}
 
@@ -50,6 +57,36 @@ async def retrieve_future(body: wire.RetrieveFutureRequest, caller: Caller, cont
     return Response(answer.body, media_type=answer.media_type)
 
 
+@router.post("/retrieve_futures", response_model_exclude_none=True)
+async def retrieve_futures(
+    body: wire.RetrieveFuturesRequest, caller: Caller, context: Context
+) -> wire.FuturesRetrieved:
+    """What has finished of one sampling client since its last poll. The cursor moves only with new completions."""
+    target = body.target
+    await own_sampler(context, caller, target.sampling_session_id)
+    find = partial(
+        context.store.finished_samples,
+        target.sampling_session_id,
+        target.cloned_sampler_id,
+        after=body.prev_cursor,
+        limit=_COMPLETIONS,
+    )
+    hold_s = context.settings.server.long_poll_s
+    timeout_s = hold_s if body.timeout is None else min(hold_s, body.timeout)
+    found = await _until_stopping(context, find(timeout_s=timeout_s)) if timeout_s > 0 else await find(timeout_s=0)
+    if found is None:
+        return wire.FuturesRetrieved(completions=[], cursor=body.prev_cursor)
+    return wire.FuturesRetrieved(completions=[_completion(sample) for sample in found.samples], cursor=found.cursor)
+
+
+def _completion(sample: FinishedSample) -> wire.FutureCompletion:
+    if not sample.succeeded:
+        return wire.FutureCompletion(state="failed", request_id=sample.request_id)
+    return wire.FutureCompletion(
+        state="finished", request_id=sample.request_id, response_payload_uncompressed_size=sample.size_bytes
+    )
+
+
 @router.post("/cancel_future")
 async def cancel_future(body: wire.CancelFutureRequest, caller: Caller, context: Context) -> dict[str, str]:
     """Only samples can be cancelled: a training request is part of its model's history."""
@@ -59,14 +96,17 @@ async def cancel_future(body: wire.CancelFutureRequest, caller: Caller, context:
 
 
 async def _wait(context: ServerContext, request_id: str) -> OperationRecord:
-    """Wait for the end of the operation, of the poll's time, or of the server, whichever is first."""
-    wait = asyncio.ensure_future(context.store.wait_for(request_id, context.settings.server.long_poll_s))
+    found = await _until_stopping(context, context.store.wait_for(request_id, context.settings.server.long_poll_s))
+    return await context.store.get_operation(request_id) if found is None else found
+
+
+async def _until_stopping(context: ServerContext, poll: Coroutine[Any, Any, T]) -> T | None:
+    """Return what the poll finds, or None where the server stops before."""
+    wait = asyncio.ensure_future(poll)
     stop = asyncio.ensure_future(context.stopping.wait())
     try:
         await asyncio.wait({wait, stop}, return_when=asyncio.FIRST_COMPLETED)
-        if wait.done():
-            return wait.result()
-        return await context.store.get_operation(request_id)
+        return wait.result() if wait.done() else None
     finally:
         for task in (wait, stop):
             task.cancel()

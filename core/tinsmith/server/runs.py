@@ -11,7 +11,7 @@ from fastapi.responses import FileResponse
 from tinsmith import checkpoints, translate, wire
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.principal import Principal
-from tinsmith.server.auth import AccessScope, Caller, missing, own_checkpoint, own_run, visible_tenant
+from tinsmith.server.auth import AccessScope, Caller, missing, own_checkpoint, own_run, owned, visible_tenant
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.sessions import runs_of
@@ -71,6 +71,9 @@ async def _training_run(context: ServerContext, run: RunRecord) -> wire.Training
         base_model=run.base_model,
         model_owner=run.tenant,
         corrupted=run.state is RunState.LOST,
+        state=run.state.value,
+        state_reason=run.state_reason,
+        is_lora=run.lora.rank > 0,
         lora_rank=run.lora.rank,
         last_request_time=run.last_request_at,
         last_checkpoint=_last(saved, "training"),
@@ -152,9 +155,13 @@ async def set_ttl(
 
 @router.delete(_CHECKPOINT)
 async def delete_checkpoint(model_id: str, kind: str, name: str, caller: Caller, context: Context) -> dict[str, str]:
+    """Asked again, do it again: the client may not have heard the first answer, and files may have been left."""
     path = _path(model_id, kind, name)
-    await own_checkpoint(context, caller, path)
-    record = await context.store.delete_checkpoint(path)
+    try:
+        await own_checkpoint(context, caller, path)
+        record = await context.store.delete_checkpoint(path)
+    except NotFoundError:
+        record = owned(await context.store.deleted_checkpoint(path), caller, lambda: missing("checkpoint", path))
     await asyncio.to_thread(checkpoints.delete_checkpoint, context.checkpoint_root, record.directory)
     return {"deleted": path}
 

@@ -12,12 +12,12 @@ from tinsmith.server.context import Context
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.sessions import refuse_ended
 from tinsmith.server.submitting import count, new_sample
-from tinsmith.store import SamplerRecord
+from tinsmith.store import SEQ_IDS_PER_CLONE, SamplerRecord
 from tinsmith.tinker_path import TinkerPath
 
 router = APIRouter(tags=["sampling"], route_class=JsonRoute)
 
-_MAX_CLIENT_COUNTER = 2**63 // 10**9  # the SDK numbers a clone's samples from client_counter * 10**9, an int64
+_MAX_CLIENT_COUNTER = 2**63 // SEQ_IDS_PER_CLONE  # the SDK numbers a clone's samples from there on, in an int64
 
 
 @router.post("/create_sampling_session")

@@ -1,16 +1,21 @@
 """What a client asks before and beside its work: configuration, capabilities, health, telemetry, its own key."""
 
-from fastapi import APIRouter
+import re
+from typing import Annotated
+
+from fastapi import APIRouter, Header
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from tinsmith import translate, wire
+from tinsmith.errors import AuthenticationError, UnsupportedError
+from tinsmith.principal import Principal
 from tinsmith.server.auth import Caller
-from tinsmith.server.context import Context
+from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
-from tinsmith.store import EngineRecord, EngineState
+from tinsmith.store import ConsistencyCounts, EngineRecord, EngineState
 
 router = APIRouter(tags=["service"], route_class=JsonRoute)
 open_router = APIRouter(tags=["service"])
@@ -18,9 +23,47 @@ open_router = APIRouter(tags=["service"])
 
 
 @router.post("/client/config")
-async def client_config(body: wire.ClientConfigRequest, caller: Caller) -> wire.ClientConfig:
-    del body, caller
-    return wire.ClientConfig()
+async def client_config(
+    body: wire.ClientConfigRequest,
+    caller: Caller,
+    context: Context,
+    x_api_key: Annotated[str, Header()] = "",
+    x_stainless_runtime_version: Annotated[str, Header()] = "",
+) -> wire.ClientConfig:
+    """Asked first by every client, with its key."""
+    del body
+    setting = context.settings.server.poll_samples_together
+    together = polls_together(x_stainless_runtime_version) if setting == "auto" else setting == "always"
+    return wire.ClientConfig(
+        pjwt_auth_enabled=_by_api_key(context, caller, x_api_key), sample_use_retrieve_futures=together
+    )
+
+
+@router.post("/auth/token")
+async def auth_token(caller: Caller, context: Context, x_api_key: Annotated[str, Header()] = "") -> wire.AuthToken:
+    """Exchange an API key for a token that is good in its place for `server.token_lifetime_s`."""
+    if not _by_api_key(context, caller, x_api_key):
+        msg = "tokens are made for API keys only, and a plugin knows this caller otherwise; use the credential itself"
+        raise UnsupportedError(msg)
+    return wire.AuthToken(jwt=context.api_keys.exchange(x_api_key))
+
+
+def _by_api_key(context: ServerContext, caller: Principal, credential: str) -> bool:
+    """Say whether it is the API key that makes the caller known, and not what a plugin goes by."""
+    try:
+        return context.api_keys.principal(credential) == caller
+    except AuthenticationError:
+        return False
+
+
+def polls_together(python_version: str) -> bool:
+    """Say whether an SDK on this Python can be told to poll its samples together.
+
+    On Python 3.11 its `close` hangs now and then: it cancels its poller, and `asyncio.wait_for`, in the transport
+    below, loses a cancellation that meets an answer (mended in Python 3.12).
+    """
+    found = re.match(r"(\d+)\.(\d+)", python_version)
+    return found is not None and (int(found[1]), int(found[2])) >= (3, 12)
 
 
 @router.post("/client/dynamic_config")
@@ -114,4 +157,30 @@ class _EngineCollector(Collector):
         for name, record in self._records.items():
             ready.add_metric([name], float(record.state is EngineState.READY))
             restarts.add_metric([name], record.restarts)
-        return [ready, restarts]
+        return [ready, restarts, *_consistency(self._records)]
+
+
+def _consistency(records: dict[str, EngineRecord]) -> list[Metric]:
+    saves = CounterMetricFamily(
+        "tinsmith_saves_compared",
+        "saves for sampling since the engine started, by what the consistency gate found",
+        labels=["base_model", "verdict"],
+    )
+    difference = GaugeMetricFamily(
+        "tinsmith_consistency_difference_nats",
+        "logprobs of the probes, trainer against sampler: of the last save (max, mean), of all of them (largest)",
+        labels=["base_model", "of"],
+    )
+    for name, record in records.items():
+        counts = record.consistency or ConsistencyCounts()
+        saves.add_metric([name, "consistent"], counts.consistent)
+        saves.add_metric([name, "inconsistent"], counts.inconsistent)
+        saves.add_metric([name, "not compared"], counts.not_compared)
+        for of, value in (
+            ("max", counts.last_max_difference),
+            ("mean", counts.last_mean_difference),
+            ("largest", counts.largest_difference),
+        ):
+            if value is not None:
+                difference.add_metric([name, of], value)
+    return [saves, difference]

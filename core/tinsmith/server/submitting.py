@@ -11,6 +11,7 @@ from tinsmith import translate, wire
 from tinsmith.checks import check_operation
 from tinsmith.codec import encode_operation, kind_of
 from tinsmith.errors import UserError
+from tinsmith.failpoints import durable_boundary
 from tinsmith.principal import Principal
 from tinsmith.server.context import ServerContext
 from tinsmith.store import NewOperation, RunRecord
@@ -19,6 +20,7 @@ LARGE_BYTES: Final = 1 << 18
 """Bodies from here on are taken apart in a thread: the event loop answers heartbeats meanwhile."""
 
 
+@durable_boundary("server.submit")
 async def submit_training(
     context: ServerContext,
     run: RunRecord,

@@ -5,9 +5,11 @@ from fastapi import APIRouter, Request
 from tinsmith import operations as ops
 from tinsmith import translate, wire
 from tinsmith.checks import check_operation
-from tinsmith.errors import UserError
+from tinsmith.errors import NotFoundError, UserError
+from tinsmith.partial_request import address_of
 from tinsmith.principal import Principal
 from tinsmith.server.auth import Caller, own_run, own_session
+from tinsmith.server.bodies import REFUSED
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.sessions import refuse_ended
@@ -66,6 +68,7 @@ async def get_info(body: wire.ModelRequest, caller: Caller, context: Context) ->
     return wire.ModelInfo(
         model_id=run.model_id,
         model_data=wire.ModelData(model_name=run.base_model, tokenizer_id=tokenizer),
+        is_lora=run.lora.rank > 0,
         lora_rank=run.lora.rank,
         model_name=run.base_model,
     )
@@ -81,7 +84,13 @@ async def forward_backward(request: Request, caller: Caller, context: Context) -
         )
         raise UserError(msg)
     body = await request.body()
-    message = translate.parse_forward_backward(body)
+    refused: UserError | None = request.scope.get(REFUSED)
+    if refused is not None:
+        return await _refuse_forward_backward(context, caller, body, refused)
+    try:
+        message = translate.parse_forward_backward(body)
+    except UserError as error:
+        return await _refuse_forward_backward(context, caller, body, error)
     run = await own_run(context, caller, message.model_id)
     return await submit_training(
         context,
@@ -91,6 +100,25 @@ async def forward_backward(request: Request, caller: Caller, context: Context) -
         build=lambda: translate.forward_backward(message),
         body_bytes=len(body),
     )
+
+
+async def _refuse_forward_backward(
+    context: ServerContext, caller: Principal, start: bytes, error: UserError
+) -> wire.Submitted:
+    """Fail it behind its future where the body says whose it is: its number is used up. Else raise the error."""
+    address = address_of(start)
+    if address is None:
+        raise error
+    model_id, seq_id = address
+    try:
+        run = await own_run(context, caller, model_id)
+    except NotFoundError:
+        raise error from None
+
+    def build() -> ops.TrainingOperation:
+        raise error
+
+    return await submit_training(context, run, seq_id, kind="forward_backward", build=build)
 
 
 @router.post("/optim_step", response_model_exclude_none=True)

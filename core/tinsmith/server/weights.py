@@ -108,6 +108,7 @@ async def weights_info(body: wire.WeightsInfoRequest, caller: Caller, context: C
     lora = checkpoint.lora
     return wire.WeightsInfo(
         base_model=checkpoint.base_model,
+        is_lora=lora.rank > 0,
         lora_rank=lora.rank,
         train_unembed=lora.train_unembed,
         train_mlp=lora.train_mlp,

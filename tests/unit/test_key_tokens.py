@@ -1,0 +1,105 @@
+"""Tokens stand for API keys: exactly as long as they are young, ours, and the key is known."""
+
+import base64
+import json
+import time
+from typing import Any
+
+import jwt
+import pytest
+from pydantic import SecretStr
+
+from tinsmith.builtin.api_keys import ApiKeys
+from tinsmith.builtin.key_tokens import KeyTokens
+from tinsmith.errors import AuthenticationError, InvalidTokenError
+from tinsmith.principal import Principal
+from tinsmith.settings import ApiKey
+
+SECRET = b"s" * 32
+ONE = ApiKey(key=SecretStr("tml-one"), tenant="one@example.org")
+TWO = ApiKey(key=SecretStr("tml-two"), tenant="two", admin=True)
+
+
+def keys(*known: ApiKey, secret: bytes = SECRET, lifetime_s: int = 3600) -> ApiKeys:
+    return ApiKeys(known, KeyTokens(secret, lifetime_s))
+
+
+def claims_of(token: str) -> dict[str, Any]:
+    return dict(jwt.decode(token, options={"verify_signature": False}))
+
+
+def test_a_token_is_as_good_as_its_key_on_every_server_of_a_store() -> None:
+    for known, key in (((ONE, TWO), "tml-two"), ((), "tml-anything")):
+        token = keys(*known).exchange(key)
+        assert keys(*known).tinsmith_authenticate({"x-api-key": token}) == keys(*known).principal(key)
+
+
+def test_a_token_has_the_claims_that_the_sdk_reads_and_does_not_tell_the_key() -> None:
+    token = keys(ONE).exchange("tml-one")
+    claims = claims_of(token)
+    assert claims["exp"] - claims["iat"] == 3600
+    assert abs(claims["iat"] - time.time()) < 60
+    assert (claims["sub"], claims["org_id"], claims["email"]) == ("one@example.org",) * 3
+    assert claims_of(keys(TWO).exchange("tml-two"))["email"] == ""
+    assert "tml" not in json.dumps(claims)
+
+
+def test_what_a_key_may_do_is_looked_up_anew() -> None:
+    token = keys(TWO).exchange("tml-two")
+    demoted = TWO.model_copy(update={"admin": False, "tenant": "moved"})
+    assert keys(demoted).principal(token) == Principal(tenant="moved", name="moved")
+
+
+def test_a_removed_key_takes_its_tokens_along() -> None:
+    token, anybodys = keys(ONE, TWO).exchange("tml-one"), keys().exchange("tml-one")
+    for known in ((TWO,), ()):
+        with pytest.raises(InvalidTokenError, match="not known any more"):
+            keys(*known).principal(token)
+    with pytest.raises(InvalidTokenError, match="not known any more"):
+        keys(ONE).principal(anybodys)  # the key is configured now: whoever has it gets a new token
+
+
+def test_an_exchange_of_a_token_does_not_prolong_it() -> None:
+    first = keys(ONE, lifetime_s=1000).exchange("tml-one")
+    second = keys(ONE, lifetime_s=5000).exchange(first)
+    assert claims_of(second)["exp"] == claims_of(first)["exp"]
+    assert keys(ONE).principal(second).tenant == ONE.tenant
+
+
+def forged(**changes: Any) -> str:
+    claims = {**claims_of(keys(ONE).exchange("tml-one")), **changes}
+    return jwt.encode({name: value for name, value in claims.items() if value is not None}, SECRET, algorithm="HS256")
+
+
+def test_bad_tokens_are_refused_by_their_fault() -> None:
+    now = int(time.time())
+    good = forged()
+    head, body, signature = good.split(".")
+    unsigned = base64.urlsafe_b64encode(b'{"alg":"none","typ":"JWT"}').rstrip(b"=").decode()
+    for token, words in (
+        (forged(exp=now - 60, iat=now - 120), "has expired"),
+        (forged(aud="elsewhere"), "not for this server"),
+        (forged(aud=None), "aud"),
+        (forged(iss="elsewhere"), "not made by this server"),
+        (forged(exp=None), "exp"),
+        (forged(iat=now + 3600), "not made by this server"),
+        (forged(key=None), "key"),
+        (f"{head}.{body}.{signature[::-1]}", "not made by this server"),
+        (f"{unsigned}.{body}.", "not made by this server"),
+        (jwt.encode(claims_of(good), b"t" * 32, algorithm="HS256"), "not made by this server"),
+        ("eyJ", "not made by this server"),
+        ("eyJ.é.x", "not made by this server"),
+    ):
+        with pytest.raises(InvalidTokenError, match=words):
+            keys(ONE).principal(token)
+        with pytest.raises(InvalidTokenError):
+            keys().exchange(token)
+    assert keys(ONE).principal(good).tenant == ONE.tenant
+
+
+def test_a_wrong_key_is_no_invalid_token() -> None:
+    """Or the SDK would ask for another token in vain."""
+    for credential in ("tml-three", "", "other"):
+        with pytest.raises(AuthenticationError) as refusal:
+            keys(ONE).principal(credential)
+        assert not isinstance(refusal.value, InvalidTokenError)

@@ -1,0 +1,35 @@
+"""The address of a forward_backward is read from its beginning, or not at all."""
+
+import pytest
+
+from tinsmith.partial_request import address_of
+from tinsmith.proto import tinker_public_pb2 as pb
+
+
+@pytest.mark.parametrize("model_id", ["m", "0123:train:7", "x" * 300])
+@pytest.mark.parametrize("seq_id", [1, 127, 128, 300_000, 2**31 - 1])
+def test_a_beginning_is_enough(model_id: str, seq_id: int) -> None:
+    message = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id)
+    address = message.SerializeToString()
+    message.loss_fn = "cross_entropy"
+    whole = message.SerializeToString()
+    assert address_of(whole) == address_of(address) == address_of(address + b"\xff\xff") == (model_id, seq_id)
+    assert [address_of(whole[:length]) for length in range(len(address))] == [None] * len(address)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"",
+        b"\0" * 100,
+        b"\xff" * 100,
+        b"\x0a\xff\xff\xff\xff\xff\xffm\x10\x01",
+        b"\x0a\x01m\x18\x01",  # another field in the place of seq_id
+        b"\x0a\x01m\x10\x00",  # seq_id 0
+        b"\x0a\x01m\x10\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",  # -1
+        b"\x0a\x01\xff\x10\x01",
+        b'{"model_id": "m", "seq_id": 1}',
+    ],
+)
+def test_anything_else_is_nobodys(start: bytes) -> None:
+    assert address_of(start) is None
