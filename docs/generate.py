@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tinsmith.cli import build_group
+from tinsmith.failpoints import BOUNDARIES
 from tinsmith.plugins import Plugins
 from tinsmith.settings import PluginSection, Settings
 
@@ -79,15 +80,28 @@ def plugin_tables() -> str:
 
 def command_tables() -> str:
     """Return every built-in command with its arguments and options."""
-    group = typer.main.get_command(build_group(Plugins()))
+    group = typer.main.get_command(build_group(Plugins.load()))
     assert isinstance(group, click.Group) or hasattr(group, "commands")
     parts = []
-    for name, command in group.commands.items():  # type: ignore[attr-defined]
+    for name, command in _commands(group):
         parts.append(f"## `tinsmith {name}`\n\n{' '.join((command.help or '').split())}\n")
         rows = [_option(parameter) for parameter in command.params if parameter.name != "help"]
         if rows:
             parts.append("\n".join(["| Option | Default | Meaning |", "|---|---|---|", *rows]) + "\n")
     return "\n".join(parts).rstrip()
+
+
+def failpoint_table() -> str:
+    rows = ["| Boundary | What it is |", "|---|---|"]
+    return "\n".join([*rows, *(f"| `{name}` | {what} |" for name, what in BOUNDARIES.items())])
+
+
+def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:  # Any: typer's click
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", command
 
 
 def _option(parameter: Any) -> str:  # Any: typer's click
@@ -130,6 +144,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "settings": settings_table,
     "plugin-options": plugin_tables,
     "commands": command_tables,
+    "failpoints": failpoint_table,
 }
 
 if __name__ == "__main__":

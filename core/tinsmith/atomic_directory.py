@@ -1,18 +1,27 @@
 """Directories that appear, are replaced and disappear whole, below one root that no name can leave.
 
 Beside `<name>` there may be, after a crash, `.<name>.new-*` (half written: ignored, removed by the next write),
-`.<name>.old` (being replaced: stands in for a missing `<name>`) and `.<name>.deleted-*` (ignored, removed later).
-All writes below one parent directory come from one process at a time; readers and deletions may be anywhere.
+`.<name>.old` (being replaced: stands in for a missing `<name>`), `.<name>.deleted-*` (ignored, removed later) and
+`.made-*` (half written by `write_new`; `sweep` removes them). All calls of `write` below one parent directory come from
+one process at a time; readers, deletions and `write_new` may be anywhere.
 """
 
+import errno
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
+from typing import Final
 
 from tinsmith.errors import NotFoundError, ServerError, UserError
+from tinsmith.failpoints import durable_boundary
+
+_LEFTOVERS: Final = (".*.new-*", ".*.deleted-*", ".made-*")
+_LEFT_BEHIND_S: Final = 3600.0
+_TRIES: Final = 100  # of making a directory whose parents are being removed
 
 
 def locate(root: Path, directory: str) -> Path:
@@ -49,43 +58,135 @@ def write(root: Path, directory: str, fill: Callable[[Path], None], *, overwrite
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         _repair(target.parent)
         if target.exists() and not overwrite:
-            msg = f"checkpoint {directory!r} exists already; choose another name, or pass overwrite=True to replace it"
+            msg = (
+                f"checkpoint 'tinker://{directory}' exists already; choose another name, or pass overwrite=True to "
+                "replace it"
+            )
             raise UserError(msg)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.new-", dir=target.parent))
+        fresh = _make_beside(target, f".{target.name}.new-")
         try:
-            fill(fresh)
-            for path in (*fresh.iterdir(), fresh):
-                _fsync(path)
+            _fill(fill, fresh)
+            _sync(fresh)
             _replace(target, fresh)
         except BaseException:
             shutil.rmtree(fresh, ignore_errors=True)
             raise
-        for parent in target.relative_to(root).parents:
-            _fsync(root / parent)
+        _sync_parents(root, target)
         shutil.rmtree(_old(target), ignore_errors=True)  # what stays is removed by the next write
 
 
+def write_new(root: Path, directory: str, fill: Callable[[Path], None]) -> None:
+    """Like `write`, where other processes write below the same parent: nothing but the new directory is touched.
+
+    Raise UserError where there is anything of that name, ServerError where the disk refuses.
+    """
+    target = locate(root, directory)
+    taken = f"{directory!r} exists already in {str(root)!r}; choose another name"
+    with _disk_errors_named(directory, "written"):
+        if os.path.lexists(target):
+            raise UserError(taken)
+        fresh = _make_beside(target, ".made-")
+        try:
+            fill(fresh)
+            _sync(fresh)
+            try:
+                fresh.rename(target)
+            except OSError as error:
+                if target.exists():
+                    raise UserError(taken) from error
+                raise
+        except BaseException:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
+        _sync_parents(root, target)
+
+
+@durable_boundary("directory.delete")
 def delete(root: Path, directory: str) -> None:
-    """Remove the directory; one that is not there is no error."""
+    """Remove the directory, and those above it that are empty then; one that is not there is no error."""
     target = locate(root, directory)
     with _disk_errors_named(directory, "deleted"):
         for path in (target, _old(target)):
             if path.is_dir():
-                doomed = Path(tempfile.mkdtemp(prefix=f".{target.name}.deleted-", dir=target.parent))
-                path.rename(doomed)  # over the empty directory: readers see all or nothing
-                _fsync(target.parent)
-                shutil.rmtree(doomed, ignore_errors=True)
+                shutil.rmtree(_doom(path, target), ignore_errors=True)
+        _remove_empty(root, target.parent)
+
+
+def sweep(root: Path, *, older_than_s: float = _LEFT_BEHIND_S) -> None:
+    """Remove what crashes left behind below `root` so long ago that nobody can be at it, and what is empty."""
+    now = time.time()
+    for leftover in [path for pattern in _LEFTOVERS for path in root.rglob(pattern)]:
+        with suppress(FileNotFoundError):
+            if leftover.is_dir() and now - leftover.stat().st_ctime > older_than_s:
+                shutil.rmtree(leftover, ignore_errors=True)
+                _remove_empty(root, leftover.parent)
+
+
+def _remove_empty(root: Path, directory: Path) -> None:
+    """Remove a directory and its parents, as far as they are empty, up to `root`. A `write` makes them again."""
+    while directory != root and directory.is_relative_to(root):
+        try:
+            directory.rmdir()
+        except OSError:  # in use
+            return
+        directory = directory.parent
+
+
+def _make_beside(target: Path, prefix: str) -> Path:
+    """Make a directory beside `target`; a deletion may take the empty parents away meanwhile."""
+    for _ in range(_TRIES):
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with suppress(FileNotFoundError):
+            return Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+    msg = f"{target.parent} is removed as often as it is made"
+    raise OSError(msg)
+
+
+@durable_boundary("directory.doom")
+def _doom(path: Path, target: Path) -> Path:
+    """Rename over an empty directory: readers see all or nothing."""
+    doomed = Path(tempfile.mkdtemp(prefix=f".{target.name}.deleted-", dir=target.parent))
+    path.rename(doomed)
+    _fsync(target.parent)
+    return doomed
 
 
 def _old(target: Path) -> Path:
     return target.with_name(f".{target.name}.old")
 
 
+@durable_boundary("directory.fill")
+def _fill(fill: Callable[[Path], None], fresh: Path) -> None:
+    fill(fresh)
+
+
+@durable_boundary("directory.sync")
+def _sync(fresh: Path) -> None:
+    for path in (*fresh.iterdir(), fresh):
+        _fsync(path)
+
+
 def _replace(target: Path, fresh: Path) -> None:
     """Put `fresh` at `target`. Between the two renames `find` answers with the old version."""
     if target.exists():
-        target.rename(_old(target))
+        _set_aside(target)
+    _put(target, fresh)
+
+
+@durable_boundary("directory.set_aside")
+def _set_aside(target: Path) -> None:
+    target.rename(_old(target))
+
+
+@durable_boundary("directory.put")
+def _put(target: Path, fresh: Path) -> None:
     fresh.rename(target)
+
+
+@durable_boundary("directory.sync_parents")
+def _sync_parents(root: Path, target: Path) -> None:
+    for parent in target.relative_to(root).parents:
+        _fsync(root / parent)
 
 
 def _repair(parent: Path) -> None:
@@ -109,10 +210,16 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _remedy(error: OSError) -> str:
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return "what was there before is still there; free space in the server's data directory and try again"
+    return "see that the disk of the server's data directory is whole and writable, and try again"
+
+
 @contextmanager
 def _disk_errors_named(directory: str, done: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        msg = f"checkpoint {directory!r} could not be {done}: {error.strerror or error}"
+        msg = f"checkpoint {directory!r} could not be {done}: {error.strerror or error}; {_remedy(error)}"
         raise ServerError(msg) from error

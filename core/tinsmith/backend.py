@@ -49,10 +49,11 @@ class Capabilities:
     losses: frozenset[str] = frozenset()
     max_lora_rank: int = 0  # 0 = no LoRA
     lora_targets: frozenset[Literal["attn", "mlp", "unembed"]] = frozenset()
-    full_fine_tuning: bool = False
+    full_fine_tuning: bool = False  # rank 0: all weights of the base model are trained
     max_targets_per_token: int = 1  # K of [T, K] targets
     modalities: frozenset[Literal["text", "image"]] = frozenset({"text"})
     device: str = ""  # what it computes on, for people: "cpu", "NVIDIA H200"
+    dtype: str = ""  # of base weights and activations: "float32", "bfloat16"; unsaid, it counts as the latter
     # determinism
     deterministic: bool = False  # the same operations give the same bits after a restart
     isolation: Isolation = "none"  # a tenant's numbers alone against in company
@@ -69,8 +70,12 @@ class Capabilities:
 class ModelState:
     """A model's whole training state in canonical names, as checkpoints hold it (docs/reference/checkpoints.md).
 
-    Names are PEFT's: `base_model.model.<module path>.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank], with
-    the Hugging Face module paths of the base model. Optimizer and gradient mappings have the same keys. All float32.
+    Adapters: names are PEFT's, `base_model.model.<module path>.lora_A.weight` [rank, in] and `.lora_B.weight`
+    [out, rank], with the Hugging Face module paths of the base model. Full fine-tuning (`lora.rank` 0): names and
+    shapes are those of the base model's own safetensors, `<module path>.weight` [out, in]; a tied head is not there.
+    Optimizer and gradient mappings have the same keys. All float32.
+
+    Mappings may be lazy: each tensor is asked for once, is not kept, and may be read or gathered just then.
     """
 
     lora: LoraConfig
@@ -124,6 +129,7 @@ class BackendContext:
     model_path: Path | None  # a Hugging Face directory; None where the backend brings its own model
     cache_dir: Path  # private to this backend and model, kept between starts (mode 0700)
     losses: Mapping[str, LossSpec]  # every registered loss
+    samples: bool = True  # False: the model has a sampler beside this backend, which need not prepare to sample
     progress: Progress = _no_progress
 
 
@@ -131,7 +137,9 @@ class TrainingBackend(ABC):
     """Trains many models on one base. Called from one thread, never concurrently.
 
     A user's fault is a value, `Failed`, for its own operation, or `UserError` raised by a method that handles one
-    model. Any other exception means that the state is unknown: the engine throws the backend away.
+    model. Any method may raise `OutOfMemoryError` where the device has no room for what was asked and nothing has
+    changed: of several operations each is then asked for alone, and the one that does not fit fails. Any other
+    exception means that the state is unknown: the engine throws the backend away.
     """
 
     @property
@@ -141,7 +149,10 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def create_model(self, op: CreateModel) -> None:
-        """Make a fresh adapter (B zero, A from `op.lora.seed`). `op.checkpoint` is core's business."""
+        """Make a fresh adapter (B zero, A from `op.lora.seed`), or at rank 0 a copy of the base weights to train.
+
+        `op.checkpoint` is core's business.
+        """
 
     @abstractmethod
     def unload_model(self, model_id: str) -> None:
@@ -223,6 +234,7 @@ class BackendSpec(Generic[C]):
     create: Callable[[C, BackendContext], TrainingBackend]
     description: str = ""
     needs_model_path: bool = True  # False: brings its own model, and starts without a Hugging Face directory
+    samples: bool = True  # False: only trains, needs a sampler beside it, and so is nobody's default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

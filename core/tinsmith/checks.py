@@ -33,6 +33,9 @@ def check_operation(op: ops.Operation, capabilities: Capabilities, losses: Mappi
 
 
 def _check_lora(lora: ops.LoraConfig, capabilities: Capabilities) -> None:
+    if lora.rank == 0:
+        _check_full(lora, capabilities)
+        return
     if capabilities.max_lora_rank == 0:
         msg = "this base model's backend trains no LoRA adapters (its max_lora_rank is 0)"
         raise UnsupportedError(msg)
@@ -48,6 +51,22 @@ def _check_lora(lora: ops.LoraConfig, capabilities: Capabilities) -> None:
             allowed = ", ".join(f"train_{each}" for each in sorted(capabilities.lora_targets))
             msg = f"lora_config: train_{target} is not offered by this base model's backend, only {allowed}"
             raise UnsupportedError(msg)
+
+
+def _check_full(lora: ops.LoraConfig, capabilities: Capabilities) -> None:
+    if not capabilities.full_fine_tuning:
+        greatest = capabilities.max_lora_rank
+        msg = (
+            f"lora_config: rank 0 asks for full fine-tuning, which this base model's backend does not offer; use a "
+            f"rank of 1 to {greatest}"
+        )
+        raise UnsupportedError(msg)
+    if not (lora.train_attn and lora.train_mlp and lora.train_unembed):
+        msg = (
+            "lora_config: full fine-tuning (rank 0) trains everything; leave train_attn, train_mlp and train_unembed "
+            "set"
+        )
+        raise UnsupportedError(msg)
 
 
 # Training -------------------------------------------------------------------------------------------------------------

@@ -6,22 +6,21 @@ import os
 import sys
 from importlib.metadata import version as distribution_version
 from pathlib import Path
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tinsmith.checkpoint_commands import add_checkpoint_commands
 from tinsmith.errors import TinsmithError
 from tinsmith.flags import settings_flags
 from tinsmith.plugins import Plugins
 from tinsmith.settings import Settings
 from tinsmith.settings_loading import load_settings
-from tinsmith.tiny_model import Family, TinyShape, write_tiny_model
 
 _EXIT_USAGE: Final = 2
-_TINY: Final = TinyShape()
 _ANY_SETTING: Final[dict[str, Any]] = {"allow_extra_args": True, "ignore_unknown_options": True}  # Any: click's
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file; see docs/how-to/configure.md")]
@@ -31,6 +30,8 @@ BaseModel = Annotated[
 Name = Annotated[str | None, typer.Option(help="what clients pass as base_model; default: the directory itself")]
 Backend = Annotated[str | None, typer.Option(help="which installed backend trains the first model")]
 DataDir = Annotated[Path | None, typer.Option(help="where the database and checkpoints live")]
+Limit = Annotated[int, typer.Option(min=1, max=10_000, help="how many to show")]
+AsJson = Annotated[bool, typer.Option("--json", help="for scripts: everything, as one JSON object")]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error")]
 
 
@@ -41,7 +42,9 @@ def app() -> None:
     try:
         group(obj=plugins, prog_name="tinsmith")
     except TinsmithError as error:
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        Console(stderr=True, soft_wrap=True, emoji=False).print(
+            f"[bold red]error:[/] {escape(str(error))}", highlight=False
+        )
         sys.exit(_EXIT_USAGE)
 
 
@@ -56,9 +59,14 @@ def build_group(plugins: Plugins) -> typer.Typer:
     group.command("serve", context_settings=_ANY_SETTING)(serve)
     group.command("engine", context_settings=_ANY_SETTING)(engine)
     group.command("check-config", context_settings=_ANY_SETTING)(check_config)
+    group.command("replay", context_settings=_ANY_SETTING)(replay)
+    runs = typer.Typer(help="Look at runs and their logs.", no_args_is_help=True)
+    runs.command("list", context_settings=_ANY_SETTING)(runs_list)
+    runs.command("show", context_settings=_ANY_SETTING)(runs_show)
+    group.add_typer(runs, name="runs")
     group.command("plugins")(list_plugins)
-    group.command("tiny-model")(tiny_model)
     group.command("demo")(demo)
+    add_checkpoint_commands(group)
     group.command("version")(version)
     plugins.add_commands(group)
     return group
@@ -112,6 +120,61 @@ def engine(
     run_engine(settings, model, _plugins(context))
 
 
+def replay(
+    context: typer.Context,
+    run: Annotated[str, typer.Argument(help="which run, as `tinsmith runs list` names it")],
+    until: Annotated[int, typer.Option(help="the seq_id of the operation after which the state is wanted")],
+    to: Annotated[str, typer.Option(help="a directory, or tinker://RUN/weights/NAME for the SDK to load")],
+    accept_differences: Annotated[
+        bool, typer.Option("--accept-differences", help="write it although results come out otherwise than recorded")
+    ] = False,
+    config: ConfigFile = None,
+    base_model: BaseModel = None,
+    name: Name = None,
+    backend: Backend = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Rebuild a run as it was after an operation in its log, and write that as a training checkpoint."""
+    from tinsmith.replay_command import run_replay
+
+    settings = _settings(context, config, (base_model, name, backend), ("--data-dir", "server.data_dir", data_dir))
+    run_replay(settings, _plugins(context), run=run, until=until, to=to, accept_differences=accept_differences)
+
+
+def runs_list(
+    context: typer.Context,
+    tenant: Annotated[str | None, typer.Option(help="only the runs of this one")] = None,
+    limit: Limit = 50,
+    offset: Annotated[int, typer.Option(min=0, help="leave out so many of the newest")] = 0,
+    json: AsJson = False,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+) -> None:
+    """List the runs that a server keeps, newest first, while it runs or when it is stopped."""
+    from tinsmith.runs_command import list_runs
+
+    settings = _settings_without_models(context, config, data_dir)
+    list_runs(settings, _plugins(context), tenant=tenant, limit=limit, offset=offset, as_json=json)
+
+
+def runs_show(
+    context: typer.Context,
+    run: Annotated[str, typer.Argument(help="which run, as `tinsmith runs list` names it")],
+    from_: Annotated[
+        int | None, typer.Option("--from", min=0, help="the first seq_id to show; default: the last operations")
+    ] = None,
+    limit: Limit = 50,
+    json: AsJson = False,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Show a run and the operations in its log: timing, sizes, what came of them, and what has been retried."""
+    from tinsmith.runs_command import show_run
+
+    settings = _settings_without_models(context, config, data_dir)
+    show_run(settings, _plugins(context), run=run, from_seq_id=from_, limit=limit, as_json=json)
+
+
 def check_config(
     context: typer.Context,
     config: ConfigFile = None,
@@ -133,40 +196,7 @@ def list_plugins(context: typer.Context) -> None:
         name, shown = (f"[red]{escape(row.name)}[/]", f"[red]{escape(row.error)}[/]") if row.error else (row.name, "")
         told = "\n".join(part for part in (escape(offers) if row.offers or not row.error else "", shown) if part)
         table.add_row(name, escape(row.distribution), escape(row.version), told)
-    Console(width=None if sys.stdout.isatty() else 200).print(table, highlight=False)
-
-
-def tiny_model(
-    directory: Annotated[Path, typer.Argument(help="where to write it")],
-    family: Annotated[str, typer.Option(help="qwen3 or llama")] = "qwen3",
-    vocab_size: int = _TINY.vocab_size,
-    hidden_size: int = _TINY.hidden_size,
-    intermediate_size: int = _TINY.intermediate_size,
-    num_layers: int = _TINY.num_layers,
-    num_heads: int = _TINY.num_heads,
-    num_kv_heads: int = _TINY.num_kv_heads,
-    head_dim: int = _TINY.head_dim,
-    max_context_tokens: int = _TINY.max_context_tokens,
-    tied: Annotated[bool, typer.Option(help="use the embedding as output head")] = True,
-    seed: int = _TINY.seed,
-    force: Annotated[bool, typer.Option("--force", help="overwrite what is there")] = False,
-) -> None:
-    """Write a tiny random model with a tokenizer, in Hugging Face format: for trying things out."""
-    shape = TinyShape(
-        family=cast("Family", family),
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_context_tokens=max_context_tokens,
-        tied=tied,
-        seed=seed,
-    )
-    num_parameters = write_tiny_model(directory, shape, overwrite=force)
-    typer.echo(f"wrote a {family} with {num_parameters:,} random parameters to {directory}")
+    Console(width=None if sys.stdout.isatty() else 200, emoji=False).print(table, highlight=False)
 
 
 def demo(
@@ -199,3 +229,9 @@ def _settings(
     base_model, name, backend = model
     flags = settings_flags(base_model=base_model, base_model_name=name, backend=backend, short=short, rest=context.args)
     return load_settings(_plugins(context), file=config, environ=os.environ, flags=flags)
+
+
+def _settings_without_models(context: typer.Context, config: Path | None, data_dir: Path | None) -> Settings:
+    """For commands that look at the data directory alone."""
+    flags = settings_flags(short=[("--data-dir", "server.data_dir", data_dir)], rest=context.args)
+    return load_settings(_plugins(context), file=config, environ=os.environ, flags=flags, needs_models=False)

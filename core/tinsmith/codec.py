@@ -1,6 +1,6 @@
-"""Operations and results to bytes and back: MessagePack by their dataclass, arrays as raw little-endian bytes.
+"""Operations and results to bytes and back: MessagePack by their dataclass, arrays as little-endian bytes.
 
-Decoded arrays are read-only views of the stored bytes: nothing is copied.
+`stored_bytes.py` says how the bytes rest. Decoded arrays are read-only.
 """
 
 from typing import Any
@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from tinsmith import operations as ops
+from tinsmith import stored_bytes
 from tinsmith.errors import ServerError
 
 OPERATION_TYPES: dict[str, type[ops.Operation]] = {
@@ -43,7 +44,13 @@ def kind_of(operation: ops.Operation) -> str:
 
 
 def encode_operation(operation: ops.Operation) -> bytes:
-    return _ENCODER.encode(operation)
+    """Return it as the log stores it. Which bytes those are may change; `canonical_bytes` never do."""
+    return stored_bytes.compress(_ENCODER.encode(operation))
+
+
+def canonical_bytes(operation: ops.Operation) -> bytes:
+    """Return what a repeat of an operation is compared by, over upgrades too: the same content, the same bytes."""
+    return _CANONICAL.encode(operation)
 
 
 def decode_operation(kind: str, payload: bytes) -> ops.Operation:
@@ -53,7 +60,7 @@ def decode_operation(kind: str, payload: bytes) -> ops.Operation:
 
 
 def encode_result(result: ops.Result) -> tuple[str, bytes]:
-    return _RESULT_NAMES[type(result)], _ENCODER.encode(result)
+    return _RESULT_NAMES[type(result)], stored_bytes.compress(_ENCODER.encode(result))
 
 
 def decode_result(kind: str, payload: bytes) -> ops.Result:
@@ -63,13 +70,21 @@ def decode_result(kind: str, payload: bytes) -> ops.Result:
 
 def _decode(types: dict[str, Any], kind: str, payload: bytes) -> Any:  # Any: one of the two unions above
     try:
-        return msgspec.msgpack.decode(payload, type=types[kind], dec_hook=_decode_array)
-    except (KeyError, msgspec.MsgspecError) as error:
+        packed = stored_bytes.decompress(payload)
+        return msgspec.msgpack.decode(packed, type=types[kind], dec_hook=_decode_array)
+    except (KeyError, ValueError, msgspec.MsgspecError) as error:
         msg = f"stored {kind!r} of {len(payload)} bytes cannot be decoded: {error}"
         raise ServerError(msg) from error
 
 
 def _encode_array(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        return stored_bytes.narrow(value)
+    msg = f"{type(value).__name__} cannot be stored"
+    raise NotImplementedError(msg)
+
+
+def _encode_whole_array(value: object) -> object:
     if isinstance(value, np.ndarray):
         little = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("<"))
         return little.dtype.str, value.shape, little.tobytes()
@@ -78,8 +93,8 @@ def _encode_array(value: object) -> object:
 
 
 def _decode_array(_: type, stored: Any) -> np.ndarray[Any, Any]:  # Any: what MessagePack holds
-    dtype, shape, data = stored
-    return np.frombuffer(data, dtype).reshape(shape)
+    return stored_bytes.widen(stored)
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_CANONICAL = msgspec.msgpack.Encoder(enc_hook=_encode_whole_array)

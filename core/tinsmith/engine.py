@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar, cast
@@ -19,18 +19,21 @@ from urllib.parse import quote
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState, SamplingBackend, TrainingBackend
 from tinsmith.checkpoint_files import CheckpointFiles
+from tinsmith.checkpoints import SHARD_BYTES
 from tinsmith.checks import check_operation
 from tinsmith.claimed import Claimed, as_pending, failed, finished_event
 from tinsmith.codec import decode_operation
-from tinsmith.errors import NotFoundError, ServerError, TinsmithError
+from tinsmith.errors import LeaseLostError, NotFoundError, ServerError, TinsmithError
 from tinsmith.events import OperationFinished
 from tinsmith.execution import BackendFailedError, BatchOperation, Execution, Outcome, SingleOperation
+from tinsmith.failpoints import durable_boundary
 from tinsmith.losses import LossSpec
 from tinsmith.recovery import Recovery, RecoveryProgress
 from tinsmith.scheduler import Limits, Scheduler
-from tinsmith.settings import RecoverySettings
+from tinsmith.settings import ConsistencySettings, RecoverySettings
 from tinsmith.snapshots import Snapshots
-from tinsmith.store import Completion, OperationRecord, RequestStore
+from tinsmith.steady_clock import SteadyClock
+from tinsmith.store import Completion, Lease, OperationRecord, RequestStore
 from tinsmith.training_snapshots import TrainingSnapshots
 
 _MAX_CLAIMED: Final = 512  # training operations in memory
@@ -56,35 +59,40 @@ class Engine:
     def __init__(  # noqa: PLR0913 - one per part of an engine
         self,
         *,
-        base_model: str,
+        lease: Lease,
         store: RequestStore,
         scheduler: Scheduler,
         backend: TrainingBackend,
         sampler: SamplingBackend | None,
         losses: Mapping[str, LossSpec],
         checkpoint_root: Path,
-        engine_id: str,
         gap_timeout_s: float,
         resident_snapshots: int,
         on_finished: Callable[[OperationFinished], None],
         recovery: RecoverySettings | None = None,
+        consistency: ConsistencySettings | None = None,
+        model_path: Path | None = None,
+        shard_bytes: int = SHARD_BYTES,
         thread: ThreadPoolExecutor | None = None,
     ) -> None:
-        """`thread` has one worker, in which the backend was made; without it the engine starts one."""
-        self._base_model = base_model
+        """`thread` has one worker, in which the backend was made; without it the engine starts one.
+
+        `model_path` is the base model's directory; full fine-tuning copies its configuration and tokenizer.
+        """
+        self._lease = lease
+        self._base_model = base_model = lease.base_model
         self._store = store
         self._scheduler = scheduler
         self._capabilities = backend.capabilities
         self._sampler = sampler
         self._losses = losses
-        self._engine_id = engine_id
         self._gap_timeout_s = gap_timeout_s
         self._on_finished = on_finished
         self._recovery = recovery or RecoverySettings()
         own = quote(base_model, safe="")
         spilled = checkpoint_root.parent / "snapshots" / own
         self._training_snapshots = TrainingSnapshots(
-            store, root=checkpoint_root.parent / "recovery" / own, base_model=base_model, settings=self._recovery
+            store, lease, root=checkpoint_root.parent / "recovery" / own, settings=self._recovery
         )
         self._snapshots: Snapshots | None = None
         if sampler is not None:
@@ -95,9 +103,17 @@ class Engine:
             base_model=base_model,
             backend=backend,
             snapshots=self._snapshots,
-            files=CheckpointFiles(checkpoint_root, base_model=base_model, is_recorded=self._is_recorded),
+            files=CheckpointFiles(
+                checkpoint_root,
+                base_model=base_model,
+                is_recorded=self._is_recorded,
+                model_path=model_path,
+                shard_bytes=shard_bytes,
+            ),
             thread=thread or ThreadPoolExecutor(1, thread_name_prefix="tinsmith-training"),
             training_snapshots=self._training_snapshots,
+            sampler=sampler,
+            consistency=consistency or ConsistencySettings(),
         )
         self._limits = Limits(max_batch_tokens=backend.capabilities.max_batch_tokens)
         self._memory: Mapping[str, float] = {}  # the scheduler's
@@ -115,29 +131,35 @@ class Engine:
         self._look.set()
         self._plan.set()
 
-    async def recover(self, reason: str, progress: RecoveryProgress) -> None:
+    async def recover(self, reason: str, progress: RecoveryProgress, *, interrupted: bool = False) -> None:
         """Rebuild what the engine before this one held, and queue again what it was running. Call before `run`.
 
-        `reason` is how that engine ended. Raise EngineFailedError where the backend fails.
+        `reason` is how that engine ended, `interrupted` whether it was killed from outside, as far as anybody knows.
+        Raise EngineFailedError where the backend fails.
         """
         recovery = Recovery(
-            base_model=self._base_model,
+            lease=self._lease,
             store=self._store,
             execution=self._execution,
             snapshots=self._snapshots,
             training_snapshots=self._training_snapshots,
             progress=progress,
+            max_attempts=self._recovery.max_retries + 1,
+            interrupted=interrupted,
         )
         try:
             await recovery.run()
         except BackendFailedError as error:
             msg = f"the engine of {self._base_model!r} failed while it rebuilt a model: {error}"
             raise EngineFailedError(msg) from error
-        for request_id in await self._requeue(reason):
+        for request_id in await self._requeue(reason, interrupted=interrupted):
             _log.error("%s is not tried again: %s", request_id, reason)
 
     async def run(self) -> None:
-        """Raise EngineFailedError where the backend failed; the next engine rebuilds its models."""
+        """Raise EngineFailedError where the backend failed, LeaseLostError where another engine has taken over.
+
+        The next engine rebuilds the models.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 beside = [group.create_task(self._watch_store()), group.create_task(self._watch_gaps())]
@@ -149,9 +171,15 @@ class Engine:
             raise _first(failures) from failures
         await self._requeue(None)
 
-    async def _requeue(self, reason: str | None) -> list[str]:
-        attempts = self._recovery.max_retries + 1
-        return await self._insist(lambda: self._store.requeue(self._base_model, max_attempts=attempts, reason=reason))
+    async def _requeue(self, reason: str | None, *, interrupted: bool = False) -> list[str]:
+        requeue = partial(
+            self._store.requeue,
+            self._lease,
+            max_attempts=self._recovery.max_retries + 1,
+            reason=reason,
+            max_interruptions=self._recovery.max_interruptions if interrupted else None,
+        )
+        return await self._insist(requeue)
 
     # claiming
 
@@ -161,12 +189,13 @@ class Engine:
             self._look.set()
 
     async def _watch_gaps(self) -> None:
-        started_at = datetime.now(UTC)
+        clock = SteadyClock()
         while True:
             await asyncio.sleep(min(5.0, self._gap_timeout_s / 4))
-            older_than = datetime.now(UTC) - timedelta(seconds=self._gap_timeout_s)
-            if older_than < started_at:
+            now, steady_s = clock.read()
+            if steady_s < self._gap_timeout_s:
                 continue  # clients may have been unable to send what is missing while nothing ran here
+            older_than = now - timedelta(seconds=self._gap_timeout_s)
             await self._insist(partial(self._store.fail_gaps, self._base_model, older_than=older_than))
 
     async def _claim(self, group: asyncio.TaskGroup) -> None:
@@ -177,7 +206,7 @@ class Engine:
             self._look.clear()
             if self._stopping.is_set():
                 return
-            for request_id in await self._insist(lambda: self._store.cancelled(self._base_model)):
+            for request_id in await self._insist(lambda: self._store.cancelled(self._lease)):
                 if (task := self._samples.get(request_id)) is not None:
                     task.cancel()
             for claimed in await self._claim_what_fits():
@@ -230,8 +259,7 @@ class Engine:
             return []
         claim = partial(
             self._store.claim,
-            self._base_model,
-            engine_id=self._engine_id,
+            self._lease,
             max_operations=room,
             ordered=ordered,
             alone=alone,
@@ -314,6 +342,7 @@ class Engine:
             if self._training_snapshots.due(model_id):
                 await self._take_snapshot(group, model_id, recorded)
 
+    @durable_boundary("engine.run_single")
     async def _run_single(self, claimed: Claimed) -> None:
         """The model stays busy until the result is recorded: a retry must find what the store knows of its files."""
         started = time.monotonic()
@@ -360,6 +389,8 @@ class Engine:
             written = await self._training_snapshots.write(model_id, seq_id, state)
             await asyncio.wait([recorded])  # never ahead of the results
             await self._training_snapshots.register(written)
+        except LeaseLostError:
+            raise
         except TinsmithError as error:
             _log.warning("no snapshot of %s was taken, the next one may be: %s", model_id, error)
         finally:
@@ -388,6 +419,7 @@ class Engine:
             self._look.set()  # there is room for another
         await self._complete([claimed], [Outcome(result=result)], time.monotonic() - started)
 
+    @durable_boundary("engine.sample")
     async def _draw(self, operation: ops.Sample) -> ops.Result:
         if self._sampler is None or self._snapshots is None:
             return ops.Failed(message=f"base model {self._base_model!r} has no sampler; it can only be trained")
@@ -403,21 +435,25 @@ class Engine:
         async with self._recording:
             await self._complete(finished, outcomes, run_s)
 
+    @durable_boundary("engine.record")
     async def _complete(self, finished: Sequence[Claimed], outcomes: Sequence[Outcome], run_s: float) -> None:
         pairs = list(zip(finished, outcomes, strict=True))
         completions = [
             Completion(request_id=each.record.request_id, result=outcome.result, effects=outcome.effects)
             for each, outcome in pairs
         ]
-        await self._insist(lambda: self._store.complete(completions))
+        await self._insist(lambda: self._store.complete(self._lease, completions))
         for each, outcome in pairs:
-            self._on_finished(finished_event(each.record, outcome.result, run_s, batch_size=len(finished)))
+            event = finished_event(each.record, outcome.result, run_s, batch_size=len(finished))
+            self._on_finished(replace(event, consistency=outcome.consistency))
 
     async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
         """Ask the store again for a while where it fails: a full disk or a locked database need not cost the models."""
         for delay_s in _STORE_RETRIES_S:
             try:
                 return await call()
+            except LeaseLostError:
+                raise
             except ServerError as error:
                 _log.warning("the store failed, trying again in %g s: %s", delay_s, error)
                 await asyncio.sleep(delay_s)

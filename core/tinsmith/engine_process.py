@@ -1,10 +1,8 @@
 """The process of one engine: `tinsmith engine`. Loads the backend, runs the engine, and says how far it has come."""
 
 import asyncio
-import fcntl
 import logging
 import os
-import secrets
 import signal
 import sys
 import threading
@@ -16,25 +14,29 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
 import uvloop
 
-from tinsmith.backend import BackendContext, Capabilities, Progress, SamplingBackend, TrainingBackend
-from tinsmith.engine import Engine
+from tinsmith.backend import Progress, SamplingBackend, TrainingBackend
+from tinsmith.engine import Engine, EngineFailedError
+from tinsmith.engine_lease import Taken, give_back, keep_lease, take_lease
 from tinsmith.engine_reports import EngineReports
-from tinsmith.errors import ConfigError, ServerError
+from tinsmith.errors import ConfigError, LeaseLostError, ServerError
 from tinsmith.events import OperationFinished
+from tinsmith.life_sign import LifeSign
+from tinsmith.model_backends import capabilities_of, make_backends
 from tinsmith.plugins import Plugins
 from tinsmith.scheduler import Scheduler
 from tinsmith.settings import ModelSettings, Settings
-from tinsmith.store import EngineRecord, EngineState, RequestStore, StoreContext
-from tinsmith.supervisor import SUPERVISED
+from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore, StoreContext
+from tinsmith.supervisor import CRASHED, ENGINE_ID, EXIT_STORE, EXIT_SUPERSEDED, SUPERVISED, new_engine_id
 
 _UNKNOWN_END: Final = "its engine ended without a word"
-_LOCK_WAIT_S: Final = 20.0  # an engine whose server was killed needs a moment to notice
 _ORPHAN_GRACE_S: Final = 10.0
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ class StoppedWhileLoadingError(Exception):
 
 
 def run_engine(settings: Settings, model_name: str, plugins: Plugins) -> None:
-    """Run until SIGTERM, SIGINT, or the end of the supervisor. Leaves with 1 where trying again may help.
+    """Run until SIGTERM, SIGINT, or the end of the supervisor. Leaves with 1 or EXIT_STORE where trying again may help.
 
     Raise ConfigError or PluginError where it does not.
     """
@@ -56,9 +58,12 @@ def run_engine(settings: Settings, model_name: str, plugins: Plugins) -> None:
     except StoppedWhileLoadingError:
         sys.stderr.flush()
         os._exit(0)  # the thread that loads would be waited for
-    except ServerError as error:
+    except EngineFailedError as error:
         _log.error("%s", error)
         sys.exit(1)
+    except ServerError as error:  # of the store, which nothing that ran can help
+        _log.error("%s", error)
+        sys.exit(EXIT_STORE)
 
 
 async def _until_signalled(settings: Settings, model_name: str, plugins: Plugins) -> None:
@@ -66,9 +71,17 @@ async def _until_signalled(settings: Settings, model_name: str, plugins: Plugins
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    if os.environ.pop(SUPERVISED, None) is not None:
+    before = os.environ.pop(SUPERVISED, None)
+    if before is not None:
         _end_with_parent(partial(loop.call_soon_threadsafe, stopping.set))
-    await serve_engine(settings, model_name, plugins, stopping=stopping)
+    await serve_engine(settings, model_name, plugins, stopping=stopping, interrupted=before != CRASHED, on_lost=_leave)
+
+
+def _leave(error: LeaseLostError) -> None:
+    """End at once: what runs in other threads must not go on beside the engine that serves now."""
+    _log.error("%s; this engine ends", error)
+    sys.stderr.flush()
+    os._exit(EXIT_SUPERSEDED)
 
 
 def _end_with_parent(stop: Callable[[], object]) -> None:
@@ -84,10 +97,20 @@ def _end_with_parent(stop: Callable[[], object]) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-async def serve_engine(settings: Settings, model_name: str, plugins: Plugins, *, stopping: asyncio.Event) -> None:
-    """Serve one of the configured base models until `stopping` is set.
+async def serve_engine(
+    settings: Settings,
+    model_name: str,
+    plugins: Plugins,
+    *,
+    stopping: asyncio.Event,
+    interrupted: bool = True,
+    on_lost: Callable[[LeaseLostError], object] | None = None,
+) -> None:
+    """Serve one of the configured base models until `stopping` is set; wait before where another engine does.
 
-    Raise ConfigError or PluginError where it cannot start as configured, ServerError where it cannot go on.
+    `interrupted`: the engine before it is not known to have crashed.
+    Raise ConfigError or PluginError where it cannot start as configured, ServerError where it cannot go on,
+    LeaseLostError where another engine has taken over; then `on_lost` is called first, at once.
     """
     model = _model_named(settings, model_name)
     data_dir = settings.server.data_dir.expanduser().absolute()
@@ -97,16 +120,50 @@ async def serve_engine(settings: Settings, model_name: str, plugins: Plugins, *,
     )
     scheduler_spec = plugins.scheduler(settings.scheduler.plugin)
     scheduler = scheduler_spec.create(scheduler_spec.config.model_validate(settings.scheduler.options()))
-    async with _only_engine_of(data_dir, model_name):
-        await store.open()
-        try:
-            first, ended = await _first_record(store, model_name)
-            reports = EngineReports(store, first)
-            async with reports.running():
-                process = _EngineProcess(settings, model, data_dir, plugins, store, scheduler, reports, ended)
-                await process.run(stopping)
-        finally:
-            await store.close()
+    engine_id = os.environ.pop(ENGINE_ID, None) or new_engine_id()
+    signs = data_dir / "engines" / quote(model_name, safe="")
+    await store.open()
+    try:
+        with LifeSign(signs, engine_id):
+            try:
+                lease_s = settings.recovery.lease_s
+                taken = await _unless(
+                    stopping, take_lease(store, model_name, engine_id=engine_id, duration_s=lease_s, directory=signs)
+                )
+                if taken is None:
+                    return
+                first, ended = await _first_record(store, taken)
+                reports = EngineReports(store, taken.lease, first)
+                interrupted = interrupted or taken.replaced is not None  # which nobody saw crash
+                process = _EngineProcess(
+                    settings, model, data_dir, plugins, store, taken.lease, scheduler, reports, ended, interrupted
+                )
+                await _while_held(store, taken.lease, process.run(stopping), on_lost)
+            finally:
+                await give_back(store, model_name, engine_id, directory=signs)
+    finally:
+        await store.close()
+
+
+async def _while_held(
+    store: RequestStore,
+    lease: Lease,
+    work: Coroutine[Any, Any, None],
+    on_lost: Callable[[LeaseLostError], object] | None,
+) -> None:
+    """Renew the lease beside the work, which ends where it is lost."""
+    working, keeping = asyncio.create_task(work), asyncio.create_task(keep_lease(store, lease))
+    try:
+        await asyncio.wait([working, keeping], return_when=asyncio.FIRST_COMPLETED)
+        await (working if working.done() else keeping)
+    except LeaseLostError as error:
+        if on_lost is not None:
+            on_lost(error)
+        raise
+    finally:
+        for task in (working, keeping):
+            task.cancel()
+        await asyncio.wait([working, keeping])
 
 
 def _model_named(settings: Settings, name: str) -> ModelSettings:
@@ -118,37 +175,17 @@ def _model_named(settings: Settings, name: str) -> ModelSettings:
     raise ConfigError(msg)
 
 
-async def _first_record(store: RequestStore, base_model: str) -> tuple[EngineRecord, str]:
+async def _first_record(store: RequestStore, taken: Taken) -> tuple[EngineRecord, str]:
     """Take over from the record that the supervisor, or an earlier engine, left; it may say how that one ended."""
+    base_model = taken.lease.base_model
     fresh = EngineRecord(base_model=base_model, state=EngineState.STARTING, updated_at=datetime.now(UTC))
     found = next((record for record in await store.list_engines() if record.base_model == base_model), fresh)
-    engine_id = f"engine-{secrets.token_hex(8)}"
-    ended = found.detail if found.state is EngineState.RESTARTING else _UNKNOWN_END
-    first = replace(found, state=EngineState.STARTING, detail="", progress=None, engine_id=engine_id, pid=os.getpid())
+    ended = found.detail if found.state is EngineState.RESTARTING else taken.replaced or _UNKNOWN_END
+    first = replace(
+        found, state=EngineState.STARTING, detail="", progress=None, engine_id=taken.lease.engine_id, pid=os.getpid()
+    )
+    first = replace(first, consistency=None)  # its counts start again
     return first, ended
-
-
-@asynccontextmanager
-async def _only_engine_of(data_dir: Path, base_model: str) -> AsyncIterator[None]:
-    """Two engines of one base model on one database would take each other's operations."""
-    directory = data_dir / "engines"
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    deadline = time.monotonic() + _LOCK_WAIT_S
-    with (directory / f"{quote(base_model, safe='')}.lock").open("w") as lock:
-        while not _locked(lock.fileno()):
-            if time.monotonic() > deadline:
-                msg = f"another engine serves {base_model!r} from {str(data_dir)!r}; stop it first"
-                raise ConfigError(msg)
-            await asyncio.sleep(0.2)
-        yield
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +195,17 @@ class _EngineProcess:
     data_dir: Path
     plugins: Plugins
     store: RequestStore
+    lease: Lease
     scheduler: Scheduler
     reports: EngineReports
     ended: str  # how the engine before this one ended
+    interrupted: bool  # from outside, as far as anybody knows
 
     async def run(self, stopping: asyncio.Event) -> None:
+        async with self.reports.running():
+            await self._run(stopping)
+
+    async def _run(self, stopping: asyncio.Event) -> None:
         await self.reports.say(EngineState.STARTING)
         await self.reports.say(EngineState.LOADING)
         thread = ThreadPoolExecutor(1, thread_name_prefix="tinsmith-training")
@@ -178,7 +221,8 @@ class _EngineProcess:
         self, thread: ThreadPoolExecutor, stopping: asyncio.Event
     ) -> AsyncIterator[tuple[TrainingBackend, SamplingBackend | None]]:
         loop = asyncio.get_running_loop()
-        making = loop.run_in_executor(thread, partial(self._make_backends, self._progress(loop)))
+        make = partial(make_backends, self.model, self.plugins, self.data_dir, self._progress(loop))
+        making = loop.run_in_executor(thread, make)
         stopped = asyncio.create_task(stopping.wait())
         either: list[asyncio.Future[Any]] = [making, stopped]  # Any: futures of two sorts
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -194,29 +238,8 @@ class _EngineProcess:
                 sampler.close()
             await loop.run_in_executor(thread, backend.close)
 
-    def _make_backends(self, progress: Progress) -> tuple[TrainingBackend, SamplingBackend | None]:
-        """Runs in the thread from which the backend will be called."""
-        section = self.model.backend
-        spec = self.plugins.default_backend() if section is None else self.plugins.backend(section.plugin)
-        config = spec.config.model_validate({} if section is None else section.options())
-        backend = spec.create(config, self._context(spec.name, progress))
-        if self.model.sampler is None:
-            samples = isinstance(backend, SamplingBackend) and backend.capabilities.sampling
-            return backend, backend if samples and isinstance(backend, SamplingBackend) else None
-        sampler_spec = self.plugins.sampler(self.model.sampler.plugin)
-        sampler_config = sampler_spec.config.model_validate(self.model.sampler.options())
-        return backend, sampler_spec.create(sampler_config, self._context(sampler_spec.name, progress))
-
-    def _context(self, plugin: str, progress: Progress) -> BackendContext:
-        cache_dir = self.data_dir / "cache" / plugin / quote(self.model.name, safe="")
-        cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return BackendContext(
-            model_name=self.model.name,
-            model_path=self.model.path or self.plugins.resolve_base_model(self.model.name),
-            cache_dir=cache_dir,
-            losses=self.plugins.losses(),
-            progress=progress,
-        )
+    def _model_path(self) -> Path | None:
+        return self.model.path or self.plugins.resolve_base_model(self.model.name)
 
     def _progress(self, loop: asyncio.AbstractEventLoop) -> Progress:
         def progress(stage: str, fraction: float | None) -> None:
@@ -232,30 +255,31 @@ class _EngineProcess:
         thread: ThreadPoolExecutor,
         stopping: asyncio.Event,
     ) -> None:
-        record = self.reports.record
-        assert record.engine_id is not None
-
         def finished(event: OperationFinished) -> None:
             self.reports.progress("", None)  # whatever was going on is over
+            if event.consistency is not None:
+                self.reports.saved_for_sampling(event.consistency)
             self.plugins.operation_finished(event)
 
         engine = Engine(
-            base_model=self.model.name,
+            lease=self.lease,
             store=self.store,
             scheduler=self.scheduler,
             backend=backend,
             sampler=sampler,
             losses=self.plugins.losses(),
             checkpoint_root=self.data_dir / "checkpoints",
-            engine_id=record.engine_id,
             gap_timeout_s=self.settings.server.gap_timeout_s,
             resident_snapshots=self.model.resident_snapshots,
             on_finished=finished,
             recovery=self.settings.recovery,
+            consistency=self.model.consistency,
+            model_path=self._model_path(),
+            shard_bytes=self.model.checkpoint_shard_bytes,
             thread=thread,
         )
-        await self.reports.say(EngineState.RECOVERING, capabilities=_both(backend.capabilities, sampler))
-        if not await _unless(stopping, engine.recover(self.ended, self.reports.progress)):
+        await self.reports.say(EngineState.RECOVERING, capabilities=capabilities_of(backend, sampler))
+        if await _unless(stopping, self._recovered(engine)) is None:
             return
         await self.reports.say(EngineState.READY)
         _log.info("ready: %s", self.model.name)
@@ -265,36 +289,23 @@ class _EngineProcess:
         finally:
             stop.cancel()
 
+    async def _recovered(self, engine: Engine) -> bool:
+        await engine.recover(self.ended, self.reports.progress, interrupted=self.interrupted)
+        return True
 
-async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Do the work, and return whether it was done before `stopping` was set; then it is given up."""
+
+async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """Do the work, and return what it returns; None where `stopping` was set before, and it was given up."""
     doing, stopped = asyncio.create_task(work), asyncio.create_task(stopping.wait())
     await asyncio.wait([doing, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if doing.done():
-        await doing
-        return True
+        return await doing
     doing.cancel()
     await asyncio.wait([doing])
-    return False
+    return None
 
 
 async def _call_when_set(event: asyncio.Event, call: Callable[[], None]) -> None:
     await event.wait()
     call()
-
-
-def _both(training: Capabilities, sampler: SamplingBackend | None) -> Capabilities:
-    """Describe the pair: what is said of sampling is the sampler's."""
-    if sampler is None:
-        return replace(training, sampling=False)
-    sampling = sampler.capabilities
-    return replace(
-        training,
-        max_context_tokens=min(training.max_context_tokens, sampling.max_context_tokens),
-        sampling=True,
-        prompt_logprobs=sampling.prompt_logprobs,
-        target_prompt_logprobs=sampling.target_prompt_logprobs,
-        max_topk_logprobs=sampling.max_topk_logprobs,
-        stop_strings=sampling.stop_strings,
-    )

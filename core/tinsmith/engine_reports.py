@@ -8,8 +8,9 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from tinsmith.backend import Capabilities
-from tinsmith.errors import ServerError
-from tinsmith.store import EngineRecord, EngineState, RequestStore
+from tinsmith.errors import LeaseLostError, ServerError
+from tinsmith.operations import Consistency
+from tinsmith.store import ConsistencyCounts, EngineRecord, EngineState, Lease, RequestStore
 
 _log = logging.getLogger(__name__)
 
@@ -17,8 +18,9 @@ _log = logging.getLogger(__name__)
 class EngineReports:
     """Belongs to one event loop."""
 
-    def __init__(self, store: RequestStore, record: EngineRecord) -> None:
+    def __init__(self, store: RequestStore, lease: Lease, record: EngineRecord) -> None:
         self._store = store
+        self._lease = lease
         self.record = record
         self._changed = asyncio.Event()
 
@@ -45,15 +47,32 @@ class EngineReports:
             self.record = replace(self.record, detail=stage, progress=fraction)
             self._changed.set()
 
+    def saved_for_sampling(self, found: Consistency) -> None:
+        """Count a save that was compared, or should have been; sent soon."""
+        before = self.record.consistency or ConsistencyCounts()
+        field = found.verdict.replace(" ", "_")
+        counts = replace(before, **{field: getattr(before, field) + 1})
+        if found.max_difference is not None:
+            counts = replace(
+                counts,
+                last_max_difference=found.max_difference,
+                last_mean_difference=found.mean_difference,
+                largest_difference=max(found.max_difference, before.largest_difference or 0.0),
+            )
+        self.record = replace(self.record, consistency=counts)
+        self._changed.set()
+
     async def _send_changes(self) -> None:
         while True:
             await self._changed.wait()
             self._changed.clear()
             try:
                 await self._send()
+            except LeaseLostError:
+                return  # the engine is told elsewhere
             except ServerError:
                 _log.exception("could not report progress")
 
     async def _send(self) -> None:
         self.record = replace(self.record, updated_at=datetime.now(UTC))
-        await self._store.report_engine(self.record)
+        await self._store.report_engine(self.record, lease=self._lease)

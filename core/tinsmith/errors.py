@@ -5,10 +5,13 @@
     |   |-- NotFoundError         no such thing, or not yours           404
     |   |-- ConflictError         same key, other content               400 (the SDK retries a 409 for minutes)
     |   |-- AuthenticationError   missing or wrong key                  401
+    |   |   `-- InvalidTokenError an expired, forged or foreign token   401, and the SDK gets another one
     |   |-- CapacityError         try again later                       429
+    |   |-- OutOfMemoryError      does not fit on the device            400
     |   `-- UnsupportedError      a field or value this server refuses  400
     |-- ServerError               we are at fault                       500, category "server"
     |   |-- ModelLostError        the training state is gone            500
+    |   |-- LeaseLostError        another engine serves the base model  500
     |   `-- ResultExpiredError    the result is past its retention      410
     |-- ConfigError               the configuration is at fault         (start-up only)
     `-- PluginError               a plugin is broken or misused         (start-up only)
@@ -51,10 +54,18 @@ class AuthenticationError(UserError):
     http_status: ClassVar[int] = 401
 
 
+class InvalidTokenError(AuthenticationError):
+    """A token that is not, or no longer, good; the API key it was made for may be."""
+
+
 class CapacityError(UserError):
     """A limit is reached for now; the client may try again."""
 
     http_status: ClassVar[int] = 429
+
+
+class OutOfMemoryError(UserError):
+    """A request needs more memory than the device has left. A backend that raises it has changed nothing."""
 
 
 class UnsupportedError(UserError):
@@ -69,6 +80,10 @@ class ServerError(TinsmithError):
 
 class ModelLostError(ServerError):
     """The training state of a model is gone; a new model can be created from a checkpoint."""
+
+
+class LeaseLostError(ServerError):
+    """Another engine serves the base model now: what this one does any more must not count, so it ends."""
 
 
 class ResultExpiredError(ServerError):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tinsmith.operations import Failed
+from tinsmith.operations import Consistency, Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,3 +28,4 @@ class OperationFinished:
     run_s: float  # in the backend, shared by the whole batch
     batch_size: int
     failed: Failed | None = None
+    consistency: Consistency | None = None  # of a save for sampling, also where it was refused

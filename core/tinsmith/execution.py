@@ -13,9 +13,12 @@ from functools import partial
 from typing import Any, TypeVar, assert_never
 
 from tinsmith import operations as ops
-from tinsmith.backend import ModelState, TrainingBackend
+from tinsmith.backend import ModelState, SamplingBackend, Snapshot, TrainingBackend
 from tinsmith.checkpoint_files import CheckpointFiles
-from tinsmith.errors import ServerError, TinsmithError, UserError
+from tinsmith.consistency_gate import ConsistencyGate, refusal
+from tinsmith.errors import OutOfMemoryError, ServerError, TinsmithError, UserError
+from tinsmith.failpoints import durable_boundary
+from tinsmith.settings import ConsistencySettings
 from tinsmith.snapshots import Snapshots
 from tinsmith.store import (
     CheckpointRecord,
@@ -49,6 +52,7 @@ class Outcome:
 
     result: ops.Result
     effects: tuple[Effect, ...] = ()
+    consistency: ops.Consistency | None = None  # of a save for sampling, also where it was refused
 
 
 class Execution:
@@ -62,11 +66,15 @@ class Execution:
         snapshots: Snapshots | None,
         files: CheckpointFiles,
         thread: ThreadPoolExecutor,
-        training_snapshots: TrainingSnapshots,
+        training_snapshots: TrainingSnapshots | None,
+        sampler: SamplingBackend | None,
+        consistency: ConsistencySettings,
     ) -> None:
+        """Without `training_snapshots` operations can be replayed, and none run for the first time."""
         self._base_model = base_model
         self._backend = backend
         self._snapshots = snapshots
+        self._gate = None if sampler is None else ConsistencyGate(backend, sampler, consistency, call=self._call)
         self._files = files
         self._thread = thread
         self._training_snapshots = training_snapshots
@@ -80,10 +88,13 @@ class Execution:
         reason = self._gone.get(model_id, "this engine does not hold it")
         return ops.Failed(message=f"model {model_id!r} is not there: {reason}", category="server")
 
+    @durable_boundary("engine.run_batch")
     async def run_batch(self, kind: str, operations: Sequence[BatchOperation]) -> list[BatchResult]:
         """Run passes or optimizer steps together. Raise BackendFailedError where the backend breaks its contract."""
         try:
             results = await self._call(partial(self._batch_call(kind), operations))
+        except OutOfMemoryError as error:
+            return await self._run_one_by_one(kind, operations, error)
         except UserError as error:  # nobody could say which operation it is about
             msg = f"{kind} raised {type(error).__name__}, where it must return Failed: {error}"
             raise BackendFailedError(msg) from error
@@ -91,6 +102,14 @@ class Execution:
             msg = f"{kind} of {len(operations)} operations returned {len(results)} results"
             raise BackendFailedError(msg)
         return results
+
+    async def _run_one_by_one(
+        self, kind: str, operations: Sequence[BatchOperation], error: OutOfMemoryError
+    ) -> list[BatchResult]:
+        """What does not fit together may fit alone; what does not fails, and nothing else with it."""
+        if len(operations) == 1:
+            return [ops.Failed(message=str(error), category=error.category)]
+        return [result for each in operations for result in await self.run_batch(kind, [each])]
 
     def _batch_call(self, kind: str) -> Callable[[Any], list[BatchResult]]:  # Any: of the kind
         calls: Mapping[str, Callable[[Any], Any]] = {  # Any: results are invariant in lists
@@ -188,6 +207,7 @@ class Execution:
 
     async def _snapshot(self, model_id: str, state: ModelState, record: OperationRecord) -> SnapshotTaken:
         """Keep what is about to be loaded: a recovery must not need the checkpoint, which may be gone by then."""
+        assert self._training_snapshots is not None
         await self.persist_ephemeral(model_id)
         taken = await self._training_snapshots.write(model_id, record.seq_id, state)
         return SnapshotTaken(record=taken, keep=self._training_snapshots.keep)
@@ -202,6 +222,7 @@ class Execution:
         if self._snapshots is not None:
             await self._snapshots.persist(model_id, self._base_model)
 
+    @durable_boundary("recovery.restore")
     async def restore(self, model_id: str, lora: ops.LoraConfig, state: ModelState) -> None:
         """Make the model as a snapshot has it."""
         await self._make(ops.CreateModel(model_id=model_id, lora=lora), state)
@@ -214,6 +235,7 @@ class Execution:
         if self._snapshots is not None:
             await self._snapshots.drop_model(model_id)
 
+    @durable_boundary("recovery.replay")
     async def replay(self, operation: ops.Operation, record: OperationRecord) -> ops.Result:
         """Run an operation that has succeeded before, for what it does to the model alone."""
         match operation:
@@ -232,6 +254,9 @@ class Execution:
                 return ops.WeightsLoaded(model_id=operation.model_id, path=operation.path)
             case ops.ForwardBackward() | ops.OptimStep():
                 (result,) = await self.run_batch(record.kind, [operation])
+                if isinstance(result, ops.Failed):
+                    msg = f"its {record.kind} with seq_id {record.seq_id} went well, and fails now: {result.message}"
+                    raise ServerError(msg)
                 return result
             case _:
                 msg = f"{record.kind} changes no training state"
@@ -266,14 +291,35 @@ class Execution:
             )
             effects.append(CheckpointWritten(record=written))
             size = written.size_bytes
+        found: ops.Consistency | None = None
         if self._snapshots is not None:
             await self._snapshots.add(
                 snapshot, model_id=operation.model_id, persisted=ephemeral_id is None, base_model=self._base_model
             )
+            found = await self._check(operation.model_id, snapshot)
+            if found is not None and found.verdict == "inconsistent" and self._gate is not None and self._gate.refuses:
+                await self._take_back(snapshot_id, operation.path)
+                return Outcome(result=ops.Failed(message=refusal(found), category="server"), consistency=found)
         if ephemeral_id is not None:
             effects.append(SamplerCreated(record=self._sampler_record(ephemeral_id, operation.model_id, record)))
-        saved = ops.WeightsSaved(path=operation.path, sampling_session_id=ephemeral_id, size_bytes=size)
-        return Outcome(result=saved, effects=tuple(effects))
+        saved = ops.WeightsSaved(
+            path=operation.path, sampling_session_id=ephemeral_id, size_bytes=size, consistency=found
+        )
+        return Outcome(result=saved, effects=tuple(effects), consistency=found)
+
+    async def _check(self, model_id: str, snapshot: Snapshot) -> ops.Consistency | None:
+        """Compare trainer and sampler. The model is busy: it does not train meanwhile."""
+        if self._gate is None or self._snapshots is None:
+            return None
+        async with self._snapshots.use(snapshot.snapshot_id, base_model=self._base_model):
+            return await self._gate.check(model_id, snapshot.snapshot_id, snapshot.lora)
+
+    async def _take_back(self, snapshot_id: str, path: str | None) -> None:
+        """Nobody knows the snapshot yet: its result has not been recorded."""
+        if self._snapshots is not None:
+            await self._snapshots.discard(snapshot_id)
+        if path is not None:
+            await self._files.remove(path)
 
     def _sampler_record(self, sampling_session_id: str, model_id: str, record: OperationRecord) -> SamplerRecord:
         return SamplerRecord(
@@ -289,6 +335,8 @@ class Execution:
     async def _unload(self, model_id: str) -> Outcome:
         if self._models.pop(model_id, None) is not None:
             await self._call(partial(self._backend.unload_model, model_id))
+        if self._gate is not None:
+            self._gate.forget(model_id)
         self._gone.pop(model_id, None)
         if self._snapshots is not None:
             await self._snapshots.drop_model(model_id)

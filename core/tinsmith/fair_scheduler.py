@@ -2,6 +2,20 @@
 
 Each tenant has a debt: the tokens served to it beyond those of the least served tenant that wants something. The
 tenant with the smallest debt chooses what kind of batch runs, and every place in it goes to the smallest debt again.
+
+How far tenants can drift apart: let tenants i and j start level, and always have more passes of one kind waiting than a
+batch holds, those of j no longer than those of i. Then the tokens served to i are never ahead of those of j by more
+than the longest operation of i, L. Proof:
+
+1. A place goes to i while j has one in hand, too: j leaves a batch where what it has does not fit into the room that is
+   left, and then nothing of i does, since the room only shrinks. So i's debt was not above j's, and is not above it by
+   more than L afterwards.
+2. Debts are tokens served, up to what `_settle` does: it takes the same from all, and shortens what lies between two
+   neighbours where that is longer than the cap. Where L is within the cap, nothing between i and a j below it is
+   shortened. What lies between i and a j above it may be: i's debt then counts more than was served to it, never less.
+
+It is exact: of two that are level, one is served first. Nothing of the kind holds for j, whose shorter operations may
+also fill what no operation of i fits into; that costs i nothing.
 """
 
 import heapq
@@ -28,12 +42,15 @@ class FairConfig(BackendConfig):
         64, ge=1, description="what any operation costs its tenant at least, however few tokens it has"
     )
     max_debt_batches: float = Field(
-        2.0, gt=0, description="debts are forgiven beyond this many full batches, so that nobody saves up for a burst"
+        2.0,
+        gt=0,
+        description="what a tenant has been served beyond the next one is forgiven from this many full batches on, so "
+        "that nobody saves up for a burst",
     )
 
 
 class FairScheduler(Scheduler):
-    """Every tenant that has work waits for at most `max_debt_batches` full batches and those of its own length."""
+    """Of tenants that always have work none gets ahead of one with shorter operations by more than one operation."""
 
     def __init__(self, config: FairConfig) -> None:
         self._config = config
@@ -84,11 +101,22 @@ class FairScheduler(Scheduler):
         return chosen
 
     def _settle(self, debts: Mapping[str, float], active: set[str], limits: Limits) -> dict[str, float]:
-        """Count debts from the least served active tenant, and forget what no longer matters."""
-        least = min(debts[tenant] for tenant in active)
+        """Count debts from the least served active tenant, and forget what no longer matters.
+
+        The distance between neighbours has a bound, not each debt: two tenants far above a third would be made equal
+        after every batch, and which of them got more in it would be forgotten every time.
+        """
         cap = self._config.max_debt_batches * limits.max_batch_tokens
-        settled = {tenant: min(debt - least, cap) for tenant, debt in debts.items()}
-        return {tenant: debt for tenant, debt in settled.items() if debt > 0}
+        below = min(debts[tenant] for tenant in active)
+        settled: dict[str, float] = {}
+        level = 0.0
+        for tenant, debt in sorted(debts.items(), key=lambda each: each[1]):
+            if debt > below:
+                level += min(debt - below, cap)
+                settled[tenant], below = level, debt
+            elif level > 0 and debt == below:
+                settled[tenant] = level
+        return settled
 
 
 def _heads(pending: Iterable[Pending]) -> list[Pending]:

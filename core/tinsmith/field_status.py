@@ -237,10 +237,17 @@ FIELDS: dict[str, dict[str, Status]] = {
     },
     # Futures
     "FutureRetrieveRequest": {"request_id": _honoured(), "allow_metadata_only": _honoured("results over 4 MiB")},
-    "FuturesRetrieveRequest": dict.fromkeys(
-        ("target", "prev_cursor", "timeout", "retrieved_request_ids"), _NO_ENDPOINT
-    ),
-    "SamplingSessionFuturesTarget": dict.fromkeys(("type", "sampling_session_id", "cloned_sampler_id"), _NO_ENDPOINT),
+    "FuturesRetrieveRequest": {
+        "target": _honoured(),
+        "prev_cursor": _honoured("valid across restarts; one that is ahead of the records is refused"),
+        "timeout": _honoured("0 answers at once; more than `server.long_poll_s` is answered after that"),
+        "retrieved_request_ids": _no_meaning("results stay readable for `server.result_retention_s`"),
+    },
+    "SamplingSessionFuturesTarget": {
+        "type": _honoured(),
+        "sampling_session_id": _honoured(),
+        "cloned_sampler_id": _honoured("every clone has completions and a cursor of its own"),
+    },
     # Beside the work
     "TelemetrySendRequest": dict.fromkeys(
         ("events", "platform", "sdk_version", "session_id", "process_uuid"), _DROPPED

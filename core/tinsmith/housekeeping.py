@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
+from tinsmith.atomic_directory import sweep
 from tinsmith.checkpoints import delete_checkpoint
 from tinsmith.errors import NotFoundError, TinsmithError
-from tinsmith.settings import ServerSettings
+from tinsmith.settings import RecoverySettings, ServerSettings
+from tinsmith.steady_clock import SteadyClock
 from tinsmith.store import RequestStore
 
 _log = logging.getLogger(__name__)
-
-
-def _now() -> datetime:
-    return datetime.now(UTC)
 
 
 class Housekeeping:
@@ -29,40 +26,45 @@ class Housekeeping:
         store: RequestStore,
         checkpoint_root: Path,
         *,
-        now: Callable[[], datetime] = _now,
+        recovery: RecoverySettings | None = None,
+        clock: SteadyClock | None = None,
     ) -> None:
         self._settings = settings
+        self._keep_log_s = (recovery or RecoverySettings()).keep_log_s
         self._store = store
         self._checkpoint_root = checkpoint_root
-        self._now = now
-        self._started_at = now()
+        self._clock = clock or SteadyClock()
 
     @property
     def interval_s(self) -> float:
         return min(self._settings.session_timeout_s, self._settings.result_retention_s) / 10
 
     async def run(self) -> None:
-        while True:
-            await asyncio.sleep(self.interval_s)
+        while True:  # the first round at once: a server that is started again often has to come to it, too
             try:
                 await self.round()
             except (TinsmithError, OSError) as error:
                 _log.error("housekeeping failed, trying again in %.0f s: %s", self.interval_s, error)
+            await asyncio.sleep(self.interval_s)
 
     async def round(self) -> None:
-        """Do everything that is due."""
-        now = self._now()
-        await self._expire_sessions(now)
-        num_pruned = await self._store.prune(now - timedelta(seconds=self._settings.result_retention_s))
+        """Do everything that is due. Where the clock has jumped, nothing ends by it until it has been steady."""
+        now, steady_s = self._clock.read()
+        if steady_s >= self._settings.session_timeout_s:  # else clients could not send heartbeats, or at other times
+            await self._expire_sessions(now)
+        elif self._clock.jumped:
+            return
+        finished_before = now - timedelta(seconds=self._settings.result_retention_s)
+        idle_since = min(finished_before, now - timedelta(seconds=self._keep_log_s))
+        num_pruned = await self._store.prune(finished_before, idle_since=idle_since)
         if num_pruned:
-            _log.debug("dropped %d results past their retention", num_pruned)
+            _log.debug("dropped %d operations past their retention", num_pruned)
         for record in await self._store.expired_checkpoints(now):
             await self._delete(record.path)
+        await asyncio.to_thread(sweep, self._checkpoint_root)
 
     async def _expire_sessions(self, now: datetime) -> None:
         timeout = timedelta(seconds=self._settings.session_timeout_s)
-        if now - self._started_at < timeout:
-            return  # clients could not send heartbeats while no server ran
         for session_id in await self._store.expire_sessions(now - timeout):
             _log.info("session %s expired: no heartbeat for %s", session_id, timeout)
 

@@ -29,7 +29,7 @@ LORA_ALPHA = 32.0
 class LoraConfig:
     """Which adapter a model trains. `seed` is always set: the server draws one where the client sent none."""
 
-    rank: int
+    rank: int  # 0: no adapter, all weights are trained; the flags are then all set
     seed: int
     alpha: float = LORA_ALPHA
     train_attn: bool = True  # q, k, v and o projections
@@ -38,7 +38,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        return self.alpha / self.rank
+        return self.alpha / self.rank if self.rank else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,12 +251,29 @@ class OptimStepOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Consistency:
+    """What the trainer and the sampler make of the same probe tokens, compared when a snapshot is saved.
+
+    Differences are absolute, of log-probabilities in nats; None where nothing was compared.
+    """
+
+    verdict: Literal["consistent", "inconsistent", "not compared"]
+    reason: str | None = None  # of the last two
+    num_tokens: int = 0  # scored
+    max_difference: float | None = None
+    mean_difference: float | None = None
+    effect: float | None = None  # of the adapter: the trainer's mean difference to the base model
+    base_difference: float | None = None  # the largest one without an adapter; None where it could not be measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsSaved:
     """Of SaveState, SaveForSampler and ExportAdapter."""
 
     path: str | None = None
     sampling_session_id: str | None = None
     size_bytes: int | None = None
+    consistency: Consistency | None = None  # of SaveForSampler, where the model has a sampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,16 @@ HOOK_PREFIX: Final = "tinsmith_"
 HOOK_NAMES: Final = tuple(name for name in vars(hookspecs) if name.startswith(HOOK_PREFIX))
 BUILTINS: Final = tuple(
     EntryPoint(name=name, value=f"tinsmith.builtin.{name}", group=GROUP)
-    for name in ("losses", "schedulers", "sql_store", "toy_backend", "hugging_face_cache", "metrics_log")
+    for name in (
+        "losses",
+        "schedulers",
+        "sql_store",
+        "toy_backend",
+        "hugging_face_cache",
+        "metrics_log",
+        "systemd",
+        "tiny_model_command",
+    )
 )
 
 _log = logging.getLogger(__name__)
@@ -102,8 +111,12 @@ class Plugins:
         return self._find(self._backends, name)
 
     def default_backend(self) -> AnyBackendSpec:
-        """Return the one installed backend that is not core's own. Raise PluginError where that is none or several."""
+        """Return the one installed backend that is not core's own and also samples, or else the only one at all.
+
+        Raise PluginError where that is none or several.
+        """
         theirs = {name: self._backends.get(name) for name in self._backends.names_beside("tinsmith")}
+        theirs = {name: spec for name, spec in theirs.items() if spec.samples} or theirs
         if len(theirs) == 1:
             return next(iter(theirs.values()))
         if theirs:

@@ -9,16 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tinsmith import operations as ops
-from tinsmith.codec import decode_operation, decode_result
+from tinsmith.codec import decode_operation
 from tinsmith.errors import ModelLostError, TinsmithError
 from tinsmith.execution import BackendFailedError, Execution
-from tinsmith.replay_comparison import difference
+from tinsmith.replaying import CHANGING, replay
 from tinsmith.snapshots import Snapshots
-from tinsmith.store import LiveModel, OperationRecord, RequestStore
+from tinsmith.store import Lease, LiveModel, OperationRecord, RequestStore
 from tinsmith.training_snapshots import TrainingSnapshots
 
 _PAGE = 32  # operations in memory
-_CHANGING = frozenset({"create_model", "forward_backward", "optim_step", "load_state"})
 
 RecoveryProgress = Callable[[str, float], None]
 """Called with what is being rebuilt, and the share of the models done, 0 to 1."""
@@ -44,19 +43,24 @@ class Recovery:
     def __init__(
         self,
         *,
-        base_model: str,
+        lease: Lease,
         store: RequestStore,
         execution: Execution,
         snapshots: Snapshots | None,
         training_snapshots: TrainingSnapshots,
         progress: RecoveryProgress,
+        max_attempts: int,
+        interrupted: bool,
     ) -> None:
-        self._base_model = base_model
+        """`interrupted`: the engine before was killed from outside. `max_attempts` bounds the rebuilds of a model."""
+        self._lease = lease
         self._store = store
         self._execution = execution
         self._snapshots = snapshots
         self._training_snapshots = training_snapshots
         self._progress = progress
+        self._max_attempts = max_attempts
+        self._interrupted = interrupted
 
     async def run(self) -> None:
         """Rebuild every live model; one that cannot be is lost alone, with the reason.
@@ -64,7 +68,7 @@ class Recovery:
         Raise BackendFailedError where the backend failed: the model that it failed in is lost, the others are there
         for the next engine.
         """
-        models = await self._store.live_models(self._base_model)
+        models = await self._store.live_models(self._lease.base_model)
         await self._training_snapshots.keep_only({live.run.model_id for live in models})
         if self._snapshots is not None:
             await self._snapshots.adopt({name: live.run.model_id for live in models for name in live.ephemeral})
@@ -74,11 +78,12 @@ class Recovery:
     async def _rebuild_or_lose(self, model: _Rebuilding) -> None:
         run = model.live.run
         try:
+            await self._refuse_what_kills(run.model_id)
             await self._rebuild(model)
         except (TinsmithError, BackendFailedError) as error:
             reason = f"it could not be rebuilt after its engine had ended: {error}"
             _log.exception("model %s is lost: %s", run.model_id, reason)
-            await self._store.lose_run(run.model_id, reason)
+            await self._store.lose_run(self._lease, run.model_id, reason)
             if isinstance(error, BackendFailedError):
                 raise
             await self._execution.discard(run.model_id, reason)
@@ -87,13 +92,20 @@ class Recovery:
         _log.info(
             "rebuilt %s: %d operations replayed, up to seq_id %d", run.model_id, model.changes, run.applied_seq_id
         )
+        await self._store.end_rebuild(self._lease, run.model_id)
         self._training_snapshots.ran(run.model_id, run.applied_seq_id, operations=model.changes)
         if model.differences:
             note = (
                 f"{len(model.differences)} operations replayed after a restart gave other results than they gave at "
                 f"first, the first of them {model.differences[0]}"
             )
-            await self._store.note_run(run.model_id, note)
+            await self._store.note_run(self._lease, run.model_id, note)
+
+    async def _refuse_what_kills(self, model_id: str) -> None:
+        begun = await self._store.begin_rebuild(self._lease, model_id, interrupted=self._interrupted)
+        if begun > self._max_attempts:
+            msg = f"its engine ended {begun - 1} times while it was rebuilt"
+            raise ModelLostError(msg)
 
     async def _rebuild(self, model: _Rebuilding) -> None:
         self._say(model)
@@ -111,7 +123,7 @@ class Recovery:
                 state = await self._training_snapshots.read(snapshot)
             except TinsmithError:
                 _log.exception("snapshot %s is damaged; going back to the one before", snapshot.directory)
-                await self._store.drop_snapshot(run.model_id, snapshot.seq_id)
+                await self._store.drop_snapshot(self._lease, run.model_id, snapshot.seq_id)
                 continue
             await self._execution.restore(run.model_id, run.lora, state)
             model.seq_id = snapshot.seq_id
@@ -124,22 +136,15 @@ class Recovery:
             raise ModelLostError(msg)
 
     async def _replay(self, model: _Rebuilding, record: OperationRecord) -> None:
-        if record.kind not in _CHANGING and record.kind != "save_for_sampler":
-            return
-        if record.payload is None:
-            msg = f"its log is incomplete: the {record.kind} with seq_id {record.seq_id} has no content any more"
-            raise ModelLostError(msg)
-        operation = decode_operation(record.kind, record.payload)
-        if isinstance(operation, ops.SaveForSampler):
+        if record.kind == "save_for_sampler" and record.payload is not None:
+            operation = decode_operation(record.kind, record.payload)
+            assert isinstance(operation, ops.SaveForSampler)
             await self._execution.publish_again(operation)
+        if record.kind not in CHANGING:
             return
-        replayed = await self._execution.replay(operation, record)
+        which = await replay(self._execution, record)
         model.changes += 1
-        if record.result_kind is None or record.result is None:
-            return
-        differs = difference(decode_result(record.result_kind, record.result), replayed)
-        if differs is not None:
-            which = f"{record.kind} with seq_id {record.seq_id}, {differs}"
+        if which is not None:
             _log.error("the replay of %s differs from the recorded result: %s", record.stream, which)
             model.differences.append(which)
 

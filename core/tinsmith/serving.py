@@ -100,7 +100,7 @@ async def _serve(settings: Settings, plugins: Plugins, listener: socket.socket, 
     store = _create_store(settings, plugins)
     await store.open()
     try:
-        app = create_app(settings, store=store, plugins=plugins)
+        app = await create_app(settings, store=store, plugins=plugins)
         http = _HttpServer(app)
         supervisor = Supervisor(settings, store)
         console = Console(stderr=True)
@@ -131,7 +131,8 @@ def _create_store(settings: Settings, plugins: Plugins) -> RequestStore:
 
 
 async def _housekeeping(settings: Settings, store: RequestStore) -> None:
-    await Housekeeping(settings.server, store, settings.server.data_dir / "checkpoints").run()
+    root = settings.server.data_dir / "checkpoints"
+    await Housekeeping(settings.server, store, root, recovery=settings.recovery).run()
 
 
 async def _announce(http: _HttpServer, settings: Settings, plugins: Plugins, url: str, lock: DataDirLock) -> None:

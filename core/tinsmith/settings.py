@@ -5,7 +5,7 @@ against the config class that the plugin registers.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
@@ -39,7 +39,15 @@ class ServerSettings(_Section):
     data_dir: Path = Field(Path("~/.tinsmith"), description="database, checkpoints and caches; one server each")
     public_url: str | None = Field(None, description="where clients reach the server; for download links")
     api_keys: tuple[ApiKey, ...] = Field((), description="empty: on loopback any key that starts with tml-")
+    token_lifetime_s: int = Field(
+        3600, ge=1, description="how long a token lasts that stands for an API key; the SDK renews it at half of that"
+    )
     long_poll_s: float = Field(30.0, gt=0, lt=45, description="the SDK gives up at 45 s")
+    poll_samples_together: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="one long poll per sampling client instead of one per sample; auto: where the client's Python is "
+        "3.12 or newer, see the protocol page",
+    )
     session_timeout_s: float = Field(
         900.0, ge=60, description="heartbeats come every 10 s while the client's loop runs"
     )
@@ -56,7 +64,7 @@ class SupervisorSettings(_Section):
     )
     restart_backoff_max_s: float = Field(60.0, gt=0, description="the longest wait between restarts")
     max_restarts: int = Field(
-        5, ge=0, description="without ten minutes of health in between; then the engine is failed"
+        5, ge=0, description="of an engine that ends before it is ready, in a row; then it is failed"
     )
 
 
@@ -68,7 +76,35 @@ class RecoverySettings(_Section):
     )
     snapshot_every_s: float = Field(60.0, ge=0, description="or so long after the last time, whichever comes first")
     keep_snapshots: int = Field(2, ge=1, description="of each model; the older ones are for a damaged newest")
-    max_retries: int = Field(2, ge=1, description="of an operation whose engine died; then it fails alone")
+    keep_log_s: float = Field(
+        0.0,
+        ge=0,
+        description="a model's log stays from its creation on, until so long after its last request: for `tinsmith "
+        "replay`; 0: only what a recovery needs",
+    )
+    lease_s: float = Field(
+        30.0, ge=1, description="another engine may take over from one that the database has not heard of for so long"
+    )
+    max_retries: int = Field(2, ge=1, description="of an operation that its engine crashed on; then it fails alone")
+    max_interruptions: int = Field(
+        20,
+        ge=1,
+        description="of an operation, or of an engine's start, by a death from outside (kill -9, a machine that "
+        "stops); then as if it had crashed too often",
+    )
+
+
+class ConsistencySettings(_Section):
+    """Each save for sampling scores the same probe tokens in trainer and sampler, and compares."""
+
+    action: Literal["refuse", "warn", "off"] = Field(
+        "refuse", description="what happens to a save whose sampler does not score what the trainer scores"
+    )
+    probes: int = Field(2, ge=1, le=16, description="sequences that are scored")
+    tokens: int = Field(48, ge=8, le=1024, description="of each, or as many as the context holds")
+    max_difference: float | None = Field(
+        None, gt=0, description="of any token's logprob; default 0.01 where both compute in float32, else 1.0"
+    )
 
 
 class ModelSettings(_Section):
@@ -79,6 +115,10 @@ class ModelSettings(_Section):
     backend: PluginSection | None = Field(None, description="default: the installed backend, if there is just one")
     sampler: PluginSection | None = Field(None, description="default: the backend samples itself")
     resident_snapshots: int = Field(256, ge=1, description="sampling snapshots kept in memory; older ones go to disk")
+    consistency: ConsistencySettings = ConsistencySettings()
+    checkpoint_shard_bytes: int = Field(
+        2 << 30, ge=1 << 16, description="greatest size of one weights file in checkpoints of full fine-tuning"
+    )
 
 
 class Settings(_Section):

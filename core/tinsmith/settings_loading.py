@@ -47,9 +47,11 @@ def load_settings(
     file: Path | None = None,
     environ: Mapping[str, str],
     flags: Iterable[Flag] = (),
+    needs_models: bool = True,
 ) -> Settings:
     """Return settings in which every model has its backend named, and its path found where the backend needs one.
 
+    Without `needs_models` there may be none, and those that there are stay as they were written.
     Raise ConfigError with one line per problem: source, key, what is wrong, value, remedy.
     """
     layers = Layers()
@@ -64,7 +66,7 @@ def load_settings(
     settings: Settings | None = _validate(Settings, layers.tree(), (), problems)
     _check_plugin_sections(layers.tree(), plugins, problems)
     if settings is not None:
-        settings = _resolve(settings, plugins, problems)
+        settings = _resolve(settings, plugins, problems, needs_models=needs_models)
     problems.raise_if_any()
     assert settings is not None
     return settings
@@ -189,12 +191,14 @@ def _check_plugin_sections(tree: dict[str, Any], plugins: Plugins, problems: _Pr
 # What one section alone cannot tell -----------------------------------------------------------------------------------
 
 
-def _resolve(settings: Settings, plugins: Plugins, problems: _Problems) -> Settings:
+def _resolve(settings: Settings, plugins: Plugins, problems: _Problems, *, needs_models: bool) -> Settings:
+    server = settings.server.model_copy(update={"data_dir": settings.server.data_dir.expanduser().absolute()})
+    if not needs_models:
+        return settings.model_copy(update={"server": server})
     _check_keys(settings, problems)
     if not settings.models:
         problems.add(("models",), "no model to serve; give `--base-model PATH`, or `models:` in the file")
     models = tuple(_resolve_model(index, model, plugins, problems) for index, model in enumerate(settings.models))
-    server = settings.server.model_copy(update={"data_dir": settings.server.data_dir.expanduser().absolute()})
     return settings.model_copy(update={"models": models, "server": server})
 
 

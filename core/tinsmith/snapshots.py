@@ -11,6 +11,7 @@ from typing import TypeVar
 from tinsmith.backend import ModelState, SamplingBackend, Snapshot
 from tinsmith.checkpoints import delete_checkpoint, read_snapshot, write_checkpoint
 from tinsmith.errors import ServerError
+from tinsmith.failpoints import durable_boundary
 from tinsmith.tinker_path import TinkerPath
 
 T = TypeVar("T")
@@ -103,6 +104,13 @@ class Snapshots:
         finally:
             held.users -= 1
 
+    async def discard(self, snapshot_id: str) -> None:
+        """Forget a snapshot that nobody has been told of. A persisted one stays on disk."""
+        held = self._held.pop(snapshot_id, None)
+        await self._sampler.drop_snapshot(snapshot_id)
+        if held is not None and held.on_disk and held.root == self._spill_root:
+            await asyncio.to_thread(delete_checkpoint, held.root, held.directory)
+
     async def drop_model(self, model_id: str) -> None:
         """Forget the ephemeral snapshots of a model; samples that run from them end first."""
         for snapshot_id, held in list(self._held.items()):
@@ -152,6 +160,7 @@ class Snapshots:
                 held.snapshot = None
                 await self._sampler.drop_snapshot(snapshot_id)
 
+    @durable_boundary("snapshot.persist")
     async def _write_out(self, held: _Held, snapshot: Snapshot, base_model: str) -> None:
         async with self._writing:
             await asyncio.to_thread(self._write, held, snapshot, base_model)

@@ -14,12 +14,15 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar
 
 from tinsmith.backend import BackendConfig, Capabilities
 from tinsmith.operations import Failed, LoraConfig, Result
 
 Metadata = dict[str, Any]  # Any: JSON values the client chose
+
+SEQ_IDS_PER_CLONE: Final = 10**9
+"""Every clone of a sampling client has as many numbers of its sampling session to itself: clone = seq_id // this."""
 
 
 class OperationState(StrEnum):
@@ -137,6 +140,62 @@ class LiveModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConsistencyCounts:
+    """What came of the saves for sampling since the engine started, and the differences found, in nats."""
+
+    consistent: int = 0
+    inconsistent: int = 0  # refused, unless configured otherwise
+    not_compared: int = 0
+    last_max_difference: float | None = None  # of the last save that was compared
+    last_mean_difference: float | None = None
+    largest_difference: float | None = None  # of all of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLog:
+    """What there is of a model's log, and where a replay of it can start."""
+
+    run: RunRecord
+    pruned_seq_id: int  # the highest one that retention has removed; -1: the log begins with the creation
+    snapshots: tuple[SnapshotRecord, ...]  # newest first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedOperation:
+    """An operation of the log as people look at it: what it was, what it cost, what came of it."""
+
+    seq_id: int
+    request_id: str
+    kind: str
+    state: OperationState
+    num_tokens: int
+    created_at: datetime
+    started_at: datetime | None  # when an engine claimed it
+    finished_at: datetime | None  # when its result was recorded
+    attempts: int  # more than one: it crashed its engine, or an engine crashed beside it
+    interruptions: int  # how often its engine was killed from outside
+    payload_bytes: int  # as stored
+    result_bytes: int
+    result_kind: str | None
+    result: bytes | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogTotals:
+    """The operations of one kind and state that are in a model's log."""
+
+    kind: str
+    state: OperationState
+    number: int
+    num_tokens: int
+    payload_bytes: int
+    result_bytes: int
+    queued_s: float  # from arrival to claim, of those claimed
+    run_s: float  # from claim to record, of those finished
+    retried: int  # how many an engine died with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRecord:
     """What the engine of one base model last said of itself."""
 
@@ -149,6 +208,26 @@ class EngineRecord:
     pid: int | None = None
     restarts: int = 0
     capabilities: Capabilities | None = None
+    consistency: ConsistencyCounts | None = None  # None: nothing has been saved for sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The right to serve one base model. A takeover raises the epoch: what comes with a lower one is refused."""
+
+    base_model: str
+    engine_id: str
+    epoch: int
+    duration_s: float  # from each renewal, by the store's clock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseHeld:
+    """Another engine has it."""
+
+    base_model: str
+    engine_id: str
+    remaining_s: float  # where it is not renewed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +322,23 @@ class Waiting:
     engine: EngineRecord | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedSample:
+    """That an unordered operation has a result, not the result itself."""
+
+    request_id: str
+    succeeded: bool
+    size_bytes: int  # of the recorded result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedSamples:
+    """`cursor` is the place of the last of them; without any it is the one that was asked with."""
+
+    samples: tuple[FinishedSample, ...]
+    cursor: int
+
+
 class RequestStore(ABC):
     """Every method may be called concurrently from the process's event loop.
 
@@ -327,7 +423,28 @@ class RequestStore(ABC):
     async def delete_checkpoint(self, path: str) -> CheckpointRecord: ...
 
     @abstractmethod
+    async def deleted_checkpoint(self, path: str) -> CheckpointRecord:
+        """Return what `delete_checkpoint` has deleted, until `prune` removes the last trace of it."""
+
+    @abstractmethod
     async def expired_checkpoints(self, now: datetime) -> list[CheckpointRecord]: ...
+
+    @abstractmethod
+    async def add_checkpoint(self, record: CheckpointRecord) -> None:
+        """Record one that no operation has written. Raise UserError where its path is taken."""
+
+    # a model's log, for people
+
+    @abstractmethod
+    async def run_log(self, model_id: str) -> RunLog: ...
+
+    @abstractmethod
+    async def list_log(self, model_id: str, *, from_seq_id: int | None, limit: int) -> list[LoggedOperation]:
+        """Return operations in order, from `from_seq_id` on; None returns the last ones."""
+
+    @abstractmethod
+    async def log_totals(self, model_id: str) -> list[LogTotals]:
+        """Return one per kind and state that there is, by kind."""
 
     # the log, server side
 
@@ -336,7 +453,8 @@ class RequestStore(ABC):
         """Record durably and return the request_id.
 
         The same (stream, seq_id) and digest returns the first request_id; another digest raises ConflictError. What
-        can never run is recorded as failed at once: of a lost model, or for an engine that has been given up. Raise
+        cannot run is recorded as failed at once: of a lost model; for an engine that has been given up, unless it is
+        of a model that has been created, which waits for the next one. Raise
         NotFoundError for a model that does not exist, UserError where its session has ended.
         """
 
@@ -349,6 +467,19 @@ class RequestStore(ABC):
         """Return as soon as it is finished, or its record as it stands after `timeout_s`."""
 
     @abstractmethod
+    async def finished_samples(
+        self, sampling_session_id: str, clone: int, *, after: int, limit: int, timeout_s: float
+    ) -> FinishedSamples:
+        """Return at most `limit` of what finished after the cursor `after` (0 is the start), in order.
+
+        Where there is nothing yet, wait for it up to `timeout_s`. Succeeded, failed and cancelled ones get their place
+        in the transaction that finishes them (in order of arrival where it finishes several) and become visible in this
+        order, whoever finishes them: nothing ever appears behind a cursor. An entry outlives its operation by hours, so
+        that a client that was away learns that a result is gone instead of waiting for it. Raise UserError for a cursor
+        that is ahead of all that is recorded.
+        """
+
+    @abstractmethod
     async def waiting(self, request_id: str) -> Waiting: ...
 
     @abstractmethod
@@ -359,14 +490,41 @@ class RequestStore(ABC):
     async def cancel(self, request_id: str) -> OperationRecord:
         """Cancel an unordered operation that is queued or running; anything else is left as it is."""
 
-    # the log, engine side
+    # leases: at most one engine of a base model records anything
+
+    @abstractmethod
+    async def acquire_lease(
+        self, base_model: str, *, engine_id: str, duration_s: float, dead: str | None = None
+    ) -> Lease | LeaseHeld:
+        """Take the lease where it is free, was released, or has run out; durable, with an epoch that only grows.
+
+        `dead` names an engine that is known to have ended: its lease counts as released. An engine that holds the
+        lease already renews it.
+        """
+
+    @abstractmethod
+    async def renew_lease(self, lease: Lease) -> None:
+        """Have it last for `duration_s` from now, also where it had run out and nobody has taken it since.
+
+        Raise LeaseLostError where another engine has, or it was released.
+        """
+
+    @abstractmethod
+    async def release_lease(self, base_model: str, engine_id: str) -> None:
+        """Free the lease where this engine holds it, and wake who waits for it."""
+
+    @abstractmethod
+    async def wait_for_lease(self, base_model: str, timeout_s: float) -> None:
+        """Return when the lease may have been released, or after `timeout_s`."""
+
+    # the log, engine side. With a lease, everything raises LeaseLostError, and changes nothing, once another engine has
+    # taken it over. A lease that has merely run out is renewed in the same transaction.
 
     @abstractmethod
     async def claim(
         self,
-        base_model: str,
+        lease: Lease,
         *,
-        engine_id: str,
         max_operations: int,
         ordered: bool | None = None,
         alone: bool = False,
@@ -374,19 +532,18 @@ class RequestStore(ABC):
         """Take what is runnable: of each model what is queued from `next_seq_id` on without a gap, and any sample.
 
         With `ordered` only operations of models (True) or only samples (False); with `alone` only what `requeue` has
-        marked to run by itself. Tenants take turns, each with its oldest first. Returns at once, maybe empty. Raise
-        ServerError where a later engine has reported itself.
+        marked to run by itself. Tenants take turns, each with its oldest first. Returns at once, maybe empty.
         """
 
     @abstractmethod
-    async def complete(self, completions: Sequence[Completion]) -> None:
+    async def complete(self, lease: Lease, completions: Sequence[Completion]) -> None:
         """Record results, effects and the models' applied positions in one transaction; wake who waits.
 
-        Operations that were cancelled meanwhile are skipped.
+        Operations that were cancelled meanwhile are skipped, and those that another engine has claimed.
         """
 
     @abstractmethod
-    async def cancelled(self, base_model: str) -> list[str]:
+    async def cancelled(self, lease: Lease) -> list[str]:
         """Return the request_ids of claimed operations cancelled since the last call."""
 
     @abstractmethod
@@ -400,12 +557,15 @@ class RequestStore(ABC):
     # recovery, engine side
 
     @abstractmethod
-    async def requeue(self, base_model: str, *, max_attempts: int, reason: str | None) -> list[str]:
+    async def requeue(
+        self, lease: Lease, *, max_attempts: int, reason: str | None, max_interruptions: int | None = None
+    ) -> list[str]:
         """Put what was running back into the queue; return the request_ids that failed instead.
 
         Where an engine died (`reason` says how) any of them may be what killed it: those of models, and a sample that
         has one attempt left, are marked to run alone; what has had `max_attempts` fails, and its model goes on from
-        the state before it. `reason` None is an orderly stop, which does not count as an attempt.
+        the state before it. With `max_interruptions` the engine was killed from outside: that counts as an
+        interruption, not as an attempt. `reason` None is an orderly stop, which counts as neither.
         """
 
     @abstractmethod
@@ -413,11 +573,22 @@ class RequestStore(ABC):
         """Return the models that have been created and neither lost nor unloaded, oldest first."""
 
     @abstractmethod
+    async def begin_rebuild(self, lease: Lease, model_id: str, *, interrupted: bool) -> int:
+        """Count one more rebuild of the model, and return how many were begun since the last one that was finished.
+
+        With `interrupted` the engine before was killed from outside, so that what it had begun does not count.
+        """
+
+    @abstractmethod
+    async def end_rebuild(self, lease: Lease, model_id: str) -> None:
+        """The model is there: forget the count."""
+
+    @abstractmethod
     async def replayable(self, model_id: str, *, after_seq_id: int, limit: int) -> list[OperationRecord]:
         """Return the succeeded operations after `after_seq_id` in order, with payloads and results."""
 
     @abstractmethod
-    async def add_snapshot(self, record: SnapshotRecord, *, keep: int) -> None:
+    async def add_snapshot(self, lease: Lease, record: SnapshotRecord, *, keep: int) -> None:
         """Register a snapshot, and forget all but the newest `keep` of its model.
 
         Raise ServerError where the results up to its seq_id are not recorded yet, or its model is not live any more.
@@ -428,33 +599,47 @@ class RequestStore(ABC):
         """Newest first. A model that is lost or unloaded has none."""
 
     @abstractmethod
-    async def drop_snapshot(self, model_id: str, seq_id: int) -> None:
+    async def drop_snapshot(self, lease: Lease, model_id: str, seq_id: int) -> None:
         """Forget one that turned out to be damaged."""
 
     @abstractmethod
-    async def lose_run(self, model_id: str, reason: str) -> None:
+    async def lose_run(self, lease: Lease, model_id: str, reason: str) -> None:
         """Mark a model lost, and fail what waits for it."""
 
     @abstractmethod
-    async def note_run(self, model_id: str, note: str) -> None:
+    async def note_run(self, lease: Lease, model_id: str, note: str) -> None:
         """Show `note` as the `state_reason` of a model that lives on."""
 
     # engines
 
     @abstractmethod
-    async def report_engine(self, record: EngineRecord) -> None:
-        """Upsert by base_model. With state FAILED everything pending of the base model fails, with `detail`."""
+    async def report_engine(self, record: EngineRecord, *, lease: Lease | None = None) -> None:
+        """Upsert by base_model.
+
+        Without a lease (a supervisor's report) it is ignored while an engine holds one.
+
+        With state FAILED everything pending of the base model fails, with `detail`, except the operations of models
+        that have been created: these are kept, and go on when an engine starts again.
+        """
 
     @abstractmethod
     async def list_engines(self) -> list[EngineRecord]: ...
 
+    # secrets
+
+    @abstractmethod
+    async def secret(self, name: str) -> bytes:
+        """Return the 32 random bytes of that name: made once, the same for every process on this database."""
+
     # housekeeping
 
     @abstractmethod
-    async def prune(self, finished_before: datetime) -> int:
+    async def prune(self, finished_before: datetime, *, idle_since: datetime | None = None) -> int:
         """Delete operations finished before then (payload and result); return how many.
 
         What the recovery of a live model could need stays: the operations after its oldest snapshot, or all of them.
+        With `idle_since` the whole log of a model stays, too, to which a request came after then. What is deleted
+        must be gone from the disk when this returns, as far as the database can do that: unreadable in its files.
         """
 
 

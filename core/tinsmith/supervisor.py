@@ -5,9 +5,9 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import signal
 import sys
-import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -16,18 +16,32 @@ from typing import Final
 from urllib.parse import quote
 
 from tinsmith.errors import ServerError
+from tinsmith.failpoints import durable_boundary
 from tinsmith.setting_sources import environment_path
 from tinsmith.settings import ModelSettings, Settings
 from tinsmith.store import EngineRecord, EngineState, RequestStore
 
 SUPERVISED: Final = "_TINSMITH_SUPERVISED"
-"""Set in an engine's environment: its standard input is a pipe that closes when the supervisor dies."""
+"""Set in an engine's environment: its standard input is a pipe that closes when the supervisor dies.
 
-_HEALTHY_S: Final = 600.0  # a process that ran so long starts a new count
+The value is how the engine before it ended: CRASHED, KILLED from outside, or empty where this supervisor saw none.
+"""
+CRASHED: Final = "crashed"
+KILLED: Final = "killed"
+
+ENGINE_ID: Final = "_TINSMITH_ENGINE_ID"
+"""Set in an engine's environment: the name under which it takes its lease."""
+
+EXIT_HOPELESS: Final = 2  # the configuration is wrong: starting again does not help
+EXIT_STORE: Final = 3  # the store failed for too long: nothing that ran is at fault
+EXIT_SUPERSEDED: Final = 4  # another engine serves the base model: the next one waits as a standby
+
+_FROM_OUTSIDE: Final = {-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
 _STOP_S: Final = 20.0  # to finish the running batch
 _LAST_WORDS_S: Final = 2.0
-_EXIT_HOPELESS: Final = 2  # the configuration is wrong: starting again does not help
 _LINE_BYTES: Final = 1 << 16
+_COUNTERS: Final = Path("/proc/vmstat")
+_REMEDY: Final = "mend it and start the server again: models that have been created go on then"
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +53,10 @@ class _Child:
     model: ModelSettings
     settings_file: Path
     process: asyncio.subprocess.Process | None = None
-    restarts: int = 0
+    restarts: int = 0  # since this supervisor started
+    failures: int = 0  # crashes before it was ready, in a row
+    interruptions: int = 0  # the same, killed from outside
+    ended: str = ""  # CRASHED or KILLED
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=20))
 
 
@@ -83,16 +100,24 @@ class Supervisor:
         limits = self._settings.supervisor
         backoff_s = limits.restart_backoff_s
         while not self._stopping.is_set():
-            started_at = time.monotonic()
+            killed_before = _killed_for_memory()
             code = await self._run_once(child)
             if self._stopping.is_set():
                 break
-            if time.monotonic() - started_at >= _HEALTHY_S:
-                child.restarts, backoff_s = 0, limits.restart_backoff_s
-            reason = _why(child, code)
+            for_memory = code == -signal.SIGKILL and _killed_for_memory() != killed_before
+            child.ended = (
+                KILLED
+                if code in (EXIT_STORE, EXIT_SUPERSEDED) or (code in _FROM_OUTSIDE and not for_memory)
+                else CRASHED
+            )
+            reason = _why(child, code, for_memory=for_memory)
             _log.error("%s", reason)
-            if code == _EXIT_HOPELESS or child.restarts >= limits.max_restarts:
-                await self._report(child, EngineState.FAILED, reason)
+            if code == EXIT_SUPERSEDED:  # no fault of its own
+                continue
+            if await self._was_ready(child):  # what was running is charged with it, and fails if it goes on like this
+                child.failures, child.interruptions, backoff_s = 0, 0, limits.restart_backoff_s
+            elif self._is_hopeless(child, code):
+                await self._report(child, EngineState.FAILED, f"{reason}; {_REMEDY}")
                 return
             child.restarts += 1
             await self._report(child, EngineState.RESTARTING, f"{reason}; starting again in {backoff_s:g} s")
@@ -101,29 +126,51 @@ class Supervisor:
             backoff_s = min(2 * backoff_s, limits.restart_backoff_max_s)
         await self._report(child, EngineState.STOPPED)
 
+    def _is_hopeless(self, child: _Child, code: int) -> bool:
+        """Count one that ended before it was ready; say whether it was the last one."""
+        if child.ended == KILLED:
+            child.interruptions += 1
+        else:
+            child.failures += 1
+        return (
+            code == EXIT_HOPELESS
+            or child.failures > self._settings.supervisor.max_restarts
+            or child.interruptions > self._settings.recovery.max_interruptions
+        )
+
+    async def _was_ready(self, child: _Child) -> bool:
+        """Say whether the process that has just ended had come so far: nobody else has reported since."""
+        try:
+            records = await self._store.list_engines()
+        except ServerError:
+            _log.exception("could not see how far the engine of %r had come", child.model.name)
+            return False
+        return any(each.base_model == child.model.name and each.state is EngineState.READY for each in records)
+
     async def _run_once(self, child: _Child) -> int:
         """Start the process, pass its output on, and return its exit code."""
         _write_settings(self._settings, child)
         child.last_lines.clear()
-        child.process = await asyncio.create_subprocess_exec(
-            *_command(child),
-            stdin=asyncio.subprocess.PIPE,  # closes when this process dies, however it dies
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=_environment(),
-            start_new_session=True,  # Ctrl-C in the terminal is for us; we stop our engines in order
-            limit=_LINE_BYTES,
-        )
+        engine_id = new_engine_id()
+        child.process = await _start(_command(child), {**_environment(child), ENGINE_ID: engine_id})
         if self._stopping.is_set():
             _signal(child, signal.SIGTERM)
         output = asyncio.create_task(_pass_on(child))
         try:
             code = await child.process.wait()
             await asyncio.wait([output], timeout=_LAST_WORDS_S)  # what it started may hold its output open
+            await self._free(child, engine_id)
             return code
         finally:
             output.cancel()
             child.settings_file.unlink(missing_ok=True)
+
+    async def _free(self, child: _Child, engine_id: str) -> None:
+        """The process is dead for certain: nobody needs to wait for the end of its lease."""
+        try:
+            await self._store.release_lease(child.model.name, engine_id)
+        except ServerError as error:
+            _log.warning("the lease of a dead engine of %r has to run out: %s", child.model.name, error)
 
     async def _report(self, child: _Child, state: EngineState, detail: str = "") -> None:
         name = child.model.name
@@ -147,6 +194,23 @@ class Supervisor:
             _log.exception("could not report that the engine of %r is %s", name, state)
 
 
+@durable_boundary("supervisor.start_engine")
+async def _start(command: tuple[str, ...], environment: dict[str, str]) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,  # closes when this process dies, however it dies
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,  # Ctrl-C in the terminal is for us; we stop our engines in order
+        limit=_LINE_BYTES,
+    )
+
+
+def new_engine_id() -> str:
+    return f"engine-{secrets.token_hex(8)}"
+
+
 def _command(child: _Child) -> tuple[str, ...]:
     return sys.executable, "-m", "tinsmith", "engine", child.model.name, "--config", str(child.settings_file)
 
@@ -157,7 +221,7 @@ def _signal(child: _Child, number: signal.Signals) -> None:
             child.process.send_signal(number)
 
 
-def _environment() -> dict[str, str]:
+def _environment(child: _Child) -> dict[str, str]:
     """Return ours without the settings in it: the file says them all."""
     settings = set(Settings.model_fields)
     kept = {
@@ -165,7 +229,7 @@ def _environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if (path := environment_path(name)) is None or path[0] not in settings
     }
-    return {**kept, SUPERVISED: "1", "PYTHONUNBUFFERED": "1"}
+    return {**kept, SUPERVISED: child.ended, "PYTHONUNBUFFERED": "1"}
 
 
 def _write_settings(settings: Settings, child: _Child) -> None:
@@ -177,6 +241,15 @@ def _write_settings(settings: Settings, child: _Child) -> None:
     descriptor = os.open(child.settings_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         json.dump(own.model_dump(mode="json", exclude_none=True), file)
+
+
+def _killed_for_memory() -> int | None:
+    """Return how many processes the kernel has killed for want of memory, or None where it does not say."""
+    try:
+        counters = _COUNTERS.read_text(encoding="ascii").split()
+    except OSError:
+        return None
+    return int(counters[counters.index("oom_kill") + 1]) if "oom_kill" in counters else None
 
 
 async def _pass_on(child: _Child) -> None:
@@ -196,7 +269,9 @@ async def _pass_on(child: _Child) -> None:
         print(f"[{child.model.name}] {line}", file=sys.stderr, flush=True)  # noqa: T201 - the engine's own output
 
 
-def _why(child: _Child, code: int) -> str:
+def _why(child: _Child, code: int, *, for_memory: bool) -> str:
     how = f"was killed by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if for_memory:
+        how += ", while this machine was out of memory"
     last = f": {child.last_lines[-1]}" if child.last_lines and code > 0 else ""
     return f"the engine of {child.model.name!r} {how}{last}"

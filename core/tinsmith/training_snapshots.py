@@ -1,9 +1,12 @@
 """The training snapshots of one engine: when one is due, writing it, and removing what is not needed any more.
 
-A snapshot is a training checkpoint below the recovery root, registered in the store once it is whole.
+A snapshot is a training checkpoint below the recovery root, registered in the store once it is whole. Its directory is
+named for its seq_id and its engine: an engine that has been superseded may still write for a moment, and never where
+another one does.
 """
 
 import asyncio
+import secrets
 import shutil
 import time
 from collections.abc import Collection
@@ -14,8 +17,9 @@ from pathlib import Path
 
 from tinsmith.backend import ModelState
 from tinsmith.checkpoints import delete_checkpoint, read_checkpoint, write_checkpoint
+from tinsmith.failpoints import durable_boundary
 from tinsmith.settings import RecoverySettings
-from tinsmith.store import RequestStore, SnapshotRecord
+from tinsmith.store import Lease, RequestStore, SnapshotRecord
 
 
 @dataclass(slots=True)
@@ -23,18 +27,19 @@ class _Model:
     seq_id: int = -1  # the last operation that has run
     operations: int = 0  # since the last snapshot
     taken_at_s: float = field(default_factory=time.monotonic)
-    busy: bool = False  # one is being written in the background
+    taking: int | None = None  # the seq_id of what is being written in the background
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class TrainingSnapshots:
     """Belongs to one event loop; files are written in other threads."""
 
-    def __init__(self, store: RequestStore, *, root: Path, base_model: str, settings: RecoverySettings) -> None:
+    def __init__(self, store: RequestStore, lease: Lease, *, root: Path, settings: RecoverySettings) -> None:
         self._store = store
         self._root = root
-        self._base_model = base_model
+        self._lease = lease
         self._settings = settings
+        self._engine = secrets.token_hex(4)
         self._models: dict[str, _Model] = {}
 
     @property
@@ -52,7 +57,7 @@ class TrainingSnapshots:
 
     def due(self, model_id: str) -> bool:
         model = self._models[model_id]
-        if model.busy or model.operations == 0:
+        if model.taking is not None or model.operations == 0:
             return False
         late = time.monotonic() - model.taken_at_s >= self._settings.snapshot_every_s
         return late or model.operations >= self._settings.snapshot_every_operations
@@ -60,22 +65,23 @@ class TrainingSnapshots:
     def begin(self, model_id: str) -> int:
         """Start a new count; return the operation whose state is to be captured now. `end` must follow."""
         model = self._models[model_id]
-        model.operations, model.taken_at_s, model.busy = 0, time.monotonic(), True
+        model.operations, model.taken_at_s, model.taking = 0, time.monotonic(), model.seq_id
         return model.seq_id
 
     def end(self, model_id: str) -> None:
         if (model := self._models.get(model_id)) is not None:
-            model.busy = False
+            model.taking = None
 
+    @durable_boundary("snapshot.write")
     async def write(self, model_id: str, seq_id: int, state: ModelState) -> SnapshotRecord:
         """Make it durable; it does not count before it is registered. Raise ServerError where the disk refuses."""
-        directory = f"{model_id}/{seq_id}"
+        directory = f"{model_id}/{seq_id}-{self._engine}"
         now = datetime.now(UTC)
         write = partial(
             write_checkpoint,
             kind="training",
             state=state,
-            base_model=self._base_model,
+            base_model=self._lease.base_model,
             user_metadata={},
             created_at=now,
             overwrite=True,
@@ -84,17 +90,27 @@ class TrainingSnapshots:
             size = await asyncio.to_thread(write, self._root, directory)
         return SnapshotRecord(model_id=model_id, seq_id=seq_id, directory=directory, size_bytes=size, created_at=now)
 
+    @durable_boundary("snapshot.register")
     async def register(self, record: SnapshotRecord) -> None:
         """Raise ServerError where the results up to it are not recorded, or the model has ended."""
-        await self._store.add_snapshot(record, keep=self.keep)
+        await self._store.add_snapshot(self._lease, record, keep=self.keep)
         await self.tidy(record.model_id)
 
     async def tidy(self, model_id: str) -> None:
-        """Remove the files of those that are not registered."""
+        """Remove the files of what is not registered, but not of what may be about to be: it is newer, or our own."""
         model = self._models.setdefault(model_id, _Model())
         async with model.writing:
-            kept = {str(record.seq_id) for record in await self._store.list_snapshots(model_id)}
-            await asyncio.to_thread(_remove_others, self._root, model_id, kept)
+            registered = await self._store.list_snapshots(model_id)
+            if registered:
+                kept = {Path(record.directory).name for record in registered}
+                await asyncio.to_thread(self._remove_older, model_id, registered[0].seq_id, kept)
+
+    def _remove_older(self, model_id: str, newest: int, kept: Collection[str]) -> None:
+        taking = self._models.get(model_id, _Model()).taking
+        for name in _names(self._root / model_id) - set(kept):
+            seq_id = int(name.split("-")[0])
+            if seq_id <= newest and seq_id != taking:
+                delete_checkpoint(self._root, f"{model_id}/{name}")
 
     async def forget(self, model_id: str) -> None:
         """Remove everything of a model that has ended."""
@@ -112,11 +128,6 @@ class TrainingSnapshots:
         """Raise TinsmithError where it is missing or damaged."""
         checkpoint = await asyncio.to_thread(read_checkpoint, self._root, record.directory)
         return checkpoint.state
-
-
-def _remove_others(root: Path, model_id: str, kept: Collection[str]) -> None:
-    for name in _names(root / model_id) - set(kept):
-        delete_checkpoint(root, f"{model_id}/{name}")
 
 
 def _names(directory: Path) -> set[str]:

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from tinsmith import operations as ops
 from tinsmith import wire, wire_tensors
-from tinsmith.codec import encode_operation, kind_of
+from tinsmith.codec import canonical_bytes, kind_of
 from tinsmith.errors import CapacityError, UnsupportedError, UserError
 from tinsmith.proto import tinker_public_pb2 as pb
 from tinsmith.tinker_path import TinkerPath
@@ -27,7 +27,7 @@ _SEED_RANGE = 2**63 - 1
 def digest(op: ops.Operation) -> bytes:
     """Hash what a repeat must match: the operation, but for ids that a retry of the SDK draws anew."""
     content = replace(op, sampling_session_id="") if isinstance(op, ops.SaveForSampler) and not op.path else op
-    return hashlib.sha256(kind_of(op).encode() + b"\0" + encode_operation(content)).digest()
+    return hashlib.sha256(kind_of(op).encode() + b"\0" + canonical_bytes(content)).digest()
 
 
 def model_id(session_id: str, model_seq_id: int) -> str:
@@ -45,7 +45,7 @@ def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
 def create_model(request: wire.CreateModelRequest) -> ops.CreateModel:
     check_optimizer(request.optimizer_config)
     if request.lora_config is None:
-        msg = "lora_config is missing; full fine-tuning is not offered, send a LoRA configuration"
+        msg = "lora_config is missing; send one, with rank 0 for full fine-tuning where the base model offers it"
         raise UnsupportedError(msg)
     config, name = request.lora_config, model_id(request.session_id, request.model_seq_id)
     seed = _derived_seed(name) if config.seed is None else config.seed % _SEED_RANGE

@@ -226,6 +226,21 @@ class RetrieveFutureRequest(_Body):
     allow_metadata_only: bool = False
 
 
+class SamplingSessionTarget(_Body):
+    """One client of a sampling session; each clone numbers its samples from `cloned_sampler_id` * 10**9."""
+
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: str
+    cloned_sampler_id: Annotated[int, Field(ge=0, le=2**63 // 10**9)] = 0
+
+
+class RetrieveFuturesRequest(_Body):
+    target: SamplingSessionTarget
+    prev_cursor: Int64 = 0
+    timeout: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    retrieved_request_ids: list[str] = []
+
+
 class CancelFutureRequest(_Body):
     request_id: str
 
@@ -242,7 +257,7 @@ class TelemetryRequest(_Body):
 class ClientConfig(BaseModel):
     """What the server asks of the SDK. Defaults are the SDK's where not said otherwise."""
 
-    pjwt_auth_enabled: bool = False
+    pjwt_auth_enabled: bool = True  # the key is exchanged for a token; `tinker auth whoami` reads it
     parallel_fwdbwd_chunks: bool = True
     proto_compress_fwdbwd: bool = False
     fwdbwd_max_chunk_len: int = 1024
@@ -253,10 +268,27 @@ class ClientConfig(BaseModel):
     custom_loss_server_side: bool = False
 
 
+class AuthToken(BaseModel):
+    jwt: str
+
+
 class DynamicConfig(BaseModel):
     refresh_interval_sec: int = 300
     sample_cancel_enabled: bool = True
     sample_cancel_max_batch_size: int = 64
+
+
+class FutureCompletion(BaseModel):
+    """`retrieve_future` has the result, or the failure, at once."""
+
+    state: Literal["finished", "failed"]
+    request_id: str
+    response_payload_uncompressed_size: int | None = None
+
+
+class FuturesRetrieved(BaseModel):
+    completions: list[FutureCompletion]
+    cursor: int
 
 
 class SupportedModel(BaseModel):
@@ -363,11 +395,15 @@ class CheckpointList(BaseModel):
 
 
 class TrainingRun(BaseModel):
+    """`state` and `state_reason` are ours: the SDK's own type has `corrupted` alone, and leaves them out."""
+
     training_run_id: str
     base_model: str
     model_owner: str
     is_lora: bool = True
     corrupted: bool = False
+    state: str
+    state_reason: str | None = None
     lora_rank: int
     last_request_time: datetime
     last_checkpoint: Checkpoint | None = None

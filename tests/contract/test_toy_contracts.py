@@ -9,7 +9,7 @@ from tinsmith.backend import BackendContext
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.builtin.toy_sampling import text_of
 from tinsmith.losses import BUILTIN_LOSSES
-from tinsmith.testing import CheckpointContract, SamplingBackendContract, TrainingBackendContract
+from tinsmith.testing import CheckpointContract, ConsistencyContract, SamplingBackendContract, TrainingBackendContract
 
 
 @pytest.fixture
@@ -25,6 +25,12 @@ class TestToyTraining(TrainingBackendContract):
 
 
 class TestToyCheckpoints(CheckpointContract):
+    @pytest.fixture
+    def backend(self, toy: ToyBackend) -> ToyBackend:
+        return toy
+
+
+class TestToyConsistency(ConsistencyContract):
     @pytest.fixture
     def backend(self, toy: ToyBackend) -> ToyBackend:
         return toy

@@ -37,7 +37,7 @@ WAIT_S = 120
 class Served:
     """`tinsmith serve` of one model on one port, again and again."""
 
-    def __init__(self, data_dir: Path, model: ModelSettings) -> None:
+    def __init__(self, data_dir: Path, model: ModelSettings, **server: str) -> None:
         self.data_dir = data_dir
         self.model = model
         with socket.socket() as free:
@@ -45,7 +45,7 @@ class Served:
             self.port = free.getsockname()[1]
         self.settings = data_dir.with_suffix(".yaml")
         content = {
-            "server": {"data_dir": str(data_dir), "port": self.port},
+            "server": {"data_dir": str(data_dir), "port": self.port, **server},
             "supervisor": {"restart_backoff_s": 0.05, "restart_backoff_max_s": 0.1, "max_restarts": 1000},
             "recovery": {"snapshot_every_operations": 7},
             "models": [model.model_dump(mode="json", exclude_none=True)],
@@ -96,8 +96,8 @@ class Served:
 
 
 @contextmanager
-def serving(data_dir: Path, model: ModelSettings = TOY) -> Iterator[Served]:
-    served = Served(data_dir, model)
+def serving(data_dir: Path, model: ModelSettings = TOY, **server: str) -> Iterator[Served]:
+    served = Served(data_dir, model, **server)
     try:
         served.wait_until_ready()
         yield served
@@ -214,6 +214,41 @@ def test_everything_is_killed_and_started_again(tmp_path: Path) -> None:
 
         random_ = random.Random(21)
         check(served, tmp_path, Killer(kill_and_start, [(step, random_.uniform(0.0, 0.1)) for step in (5, 13)]))
+
+
+def test_everything_is_killed_while_a_client_waits_for_many_samples(tmp_path: Path) -> None:
+    """The client polls for all its samples with one cursor, which the kill does not take from it."""
+    prompt = tinker.ModelInput.from_ints(TOKENS)
+
+    def samples(sampler: tinker.SamplingClient, seeds: range) -> list[Any]:
+        params = [tinker.SamplingParams(max_tokens=8, seed=seed) for seed in seeds]
+        return [sampler.sample(prompt, num_samples=1, sampling_params=each) for each in params]
+
+    def tokens(futures: list[Any]) -> list[list[int]]:
+        return [future.result(timeout=WAIT_S).sequences[0].tokens for future in futures]
+
+    with serving(tmp_path / "killed", poll_samples_together="always") as served:
+        service = tinker.ServiceClient(base_url=served.url, api_key="tml-test")
+        sampler = service.create_sampling_client(base_model="toy").result(timeout=WAIT_S)
+        futures = samples(sampler, range(40))
+        futures[0].result(timeout=WAIT_S)
+        served.kill_everything()
+        futures += samples(sampler, range(40, 80))
+        served.start()
+        seen = tokens(futures)
+        with sqlite3.connect(served.data_dir / "tinsmith.db") as database:
+            finished = database.execute("SELECT number, request_id FROM finished_samples ORDER BY number").fetchall()
+            states = database.execute("SELECT state, count(*) FROM operations GROUP BY state").fetchall()
+        database.close()
+        time.sleep(0.5)  # on Python 3.11 an SDK that is closed while an answer arrives may hang
+        service.close("success").result(timeout=WAIT_S)
+    assert states == [("succeeded", 80)]  # nothing was sent again under another number
+    assert [number for number, _ in finished] == list(range(1, 81))
+    assert len({request_id for _, request_id in finished}) == 80
+    with running_server(tmp_path / "undisturbed", models=[TOY]) as server:
+        service = tinker.ServiceClient(base_url=server.url, api_key="tml-test")
+        assert tokens(samples(service.create_sampling_client(base_model="toy").result(), range(80))) == seen
+        service.close("success").result(timeout=WAIT_S)
 
 
 def test_an_engine_of_the_jax_backend_is_killed(tmp_path: Path) -> None:

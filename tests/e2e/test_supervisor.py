@@ -1,7 +1,9 @@
 """Engine processes: started, watched, restarted, given up, and never left behind."""
 
 import asyncio
+import contextlib
 import json
+import logging
 import os
 import signal
 import stat
@@ -15,12 +17,24 @@ import pytest
 
 from tinsmith import operations as ops
 from tinsmith import supervisor as supervisor_module
-from tinsmith.settings import ApiKey, ModelSettings, PluginSection, ServerSettings, Settings, SupervisorSettings
+from tinsmith.engine_process import serve_engine
+from tinsmith.errors import ConfigError, LeaseLostError
+from tinsmith.plugins import Plugins
+from tinsmith.server.waiting_reasons import explain
+from tinsmith.settings import (
+    ApiKey,
+    ModelSettings,
+    PluginSection,
+    RecoverySettings,
+    ServerSettings,
+    Settings,
+    SupervisorSettings,
+)
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import EngineRecord, EngineState, RunState, StoreContext
 from tinsmith.supervisor import Supervisor
-from tinsmith.testing.engine_driver import WAIT_S, EngineDriver
+from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, take_over
 
 TOY = ModelSettings(name="org/toy", backend=PluginSection(plugin="toy"))
 
@@ -45,13 +59,14 @@ async def store(tmp_path: Path) -> AsyncIterator[SqlStore]:
 
 @asynccontextmanager
 async def supervised(settings: Settings, store: SqlStore) -> AsyncIterator[Supervisor]:
+    before = psutil.Process().children()  # of tests that share this process
     supervisor = Supervisor(settings, store)
     await supervisor.start()
     try:
         yield supervisor
     finally:
         await supervisor.stop()
-    assert psutil.Process().children() == []
+    assert [child for child in psutil.Process().children() if child not in before] == []
 
 
 async def until(store: SqlStore, condition: Callable[[EngineRecord], bool], base_model: str = TOY.name) -> EngineRecord:
@@ -62,6 +77,14 @@ async def until(store: SqlStore, condition: Callable[[EngineRecord], bool], base
                 if record.base_model == base_model and condition(record):
                     return record
             await asyncio.sleep(0.02)  # the engine needs the processor, too
+
+
+async def end_of(process: psutil.Process) -> None:
+    """Wait without reaping: whoever started the process has to learn how it ended."""
+    async with asyncio.timeout(WAIT_S):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while process.status() != psutil.STATUS_ZOMBIE:
+                await asyncio.sleep(0.02)
 
 
 async def ready(store: SqlStore) -> EngineRecord:
@@ -128,6 +151,67 @@ async def test_an_engine_that_dies_again_and_again_is_given_up(
         assert (engine.state, engine.restarts) == (EngineState.FAILED, 2)
         assert "exit code 7" in (await client.failure(await client.create_model(1))).message
     assert capfd.readouterr().err.count("[org/toy] no such device") == 3
+
+
+async def test_the_models_of_an_engine_that_was_given_up_go_on_when_it_is_started_again(
+    tmp_path: Path, store: SqlStore
+) -> None:
+    client = EngineDriver(store, TOY.name)
+    await client.open_session()
+    step = ops.OptimStep(model_id=client.model_id(), adam=ops.AdamParams())
+    async with supervised(settings_for(tmp_path), store):
+        await client.result(await client.create_model())
+        await client.run(step)
+    wrong = TOY.model_copy(update={"path": tmp_path / "missing"})
+    async with supervised(settings_for(tmp_path, wrong), store):
+        await until(store, lambda record: record.state == EngineState.FAILED)
+        waiting = await client.submit(step)
+        reason = explain(await store.get_operation(waiting), await store.waiting(waiting))
+        assert reason.queue_state == "paused_capacity"
+        assert "there is no directory" in reason.text
+        assert "start the server again" in reason.text
+    async with supervised(settings_for(tmp_path), store):
+        assert isinstance(await client.result(waiting), ops.OptimStepOutput)
+    run = await store.get_run(client.model_id())
+    assert (run.state, run.state_reason, run.applied_seq_id) == (RunState.READY, None, 2)
+
+
+async def test_deaths_from_outside_do_not_use_up_the_restarts(
+    tmp_path: Path, store: SqlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = tmp_path / "seen"
+    script = f"""
+import os, signal
+with open({str(seen)!r}, "a") as seen:
+    seen.write(os.environ["_TINSMITH_SUPERVISED"] + ".")
+number = open({str(seen)!r}).read().count(".")
+if number % 3 == 0:
+    os.abort()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    use_command(monkeypatch, script)
+    settings = settings_for(tmp_path, max_restarts=2)
+    settings = settings.model_copy(update={"recovery": RecoverySettings(max_interruptions=5)})
+    async with supervised(settings, store):
+        failed = await until(store, lambda record: record.state == EngineState.FAILED)
+        assert "SIGKILL" in failed.detail
+    # three crashes are too many, and so are six deaths from outside: these come first
+    assert seen.read_text() == ".killed.killed.crashed.killed.killed.crashed.killed."
+
+
+async def test_an_engine_that_was_killed_for_memory_has_crashed(
+    tmp_path: Path, store: SqlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counters = tmp_path / "vmstat"
+    counters.write_text("nr_free_pages 1\noom_kill 3\n")
+    monkeypatch.setattr(supervisor_module, "_COUNTERS", counters)
+    use_command(
+        monkeypatch,
+        f"import os, signal; open({str(counters)!r}, 'w').write('oom_kill 4'); os.kill(os.getpid(), signal.SIGKILL)",
+    )
+    async with supervised(settings_for(tmp_path, max_restarts=0), store):
+        failed = await until(store, lambda record: record.state == EngineState.FAILED)
+        assert "was killed by signal SIGKILL, while this machine was out of memory" in failed.detail
 
 
 async def test_the_settings_reach_the_engine_privately_and_without_keys(
@@ -200,25 +284,84 @@ async def test_an_engine_ends_with_its_supervisor(tmp_path: Path, store: SqlStor
             await process.wait()
 
 
-async def test_a_second_engine_of_a_base_model_is_refused(
-    tmp_path: Path, store: SqlStore, monkeypatch: pytest.MonkeyPatch
+async def test_a_second_engine_of_a_base_model_waits_for_the_end_of_the_first(
+    tmp_path: Path, store: SqlStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from tinsmith import engine_process
-    from tinsmith.errors import ConfigError
-    from tinsmith.plugins import Plugins
-
-    monkeypatch.setattr(engine_process, "_LOCK_WAIT_S", 0.0)
-    settings = settings_for(tmp_path)
+    caplog.set_level(logging.INFO)
+    client = EngineDriver(store, TOY.name)
+    await client.open_session()
+    settings, stopping = settings_for(tmp_path), asyncio.Event()
     async with supervised(settings, store):
-        await ready(store)
-        with pytest.raises(ConfigError, match="another engine serves 'org/toy'"):
-            await engine_process.serve_engine(settings, TOY.name, Plugins.load(), stopping=asyncio.Event())
+        first = await ready(store)
+        await client.result(await client.create_model())
+        standby = asyncio.create_task(serve_engine(settings, TOY.name, Plugins.load(), stopping=stopping))
+        async with asyncio.timeout(WAIT_S):
+            while f"standby: engine {first.engine_id} serves" not in caplog.text:  # noqa: ASYNC110 - logged by a task
+                await asyncio.sleep(0.02)
+        assert (await client.engine()).pid == first.pid
+    await until(store, lambda record: record.state == EngineState.READY and record.pid == os.getpid())
+    step = ops.OptimStep(model_id=client.model_id(), adam=ops.AdamParams())
+    assert isinstance(await client.run(step), ops.OptimStepOutput)
+    stopping.set()
+    await standby
+    assert (await client.engine()).state == EngineState.STOPPED
+
+
+async def test_a_superseded_engine_ends(tmp_path: Path, store: SqlStore) -> None:
+    settings = settings_for(tmp_path).model_copy(update={"recovery": RecoverySettings(lease_s=1.0)})
+    lost: list[LeaseLostError] = []
+    engine = asyncio.create_task(
+        serve_engine(settings, TOY.name, Plugins.load(), stopping=asyncio.Event(), on_lost=lost.append)
+    )
+    await ready(store)
+    other = await take_over(store, TOY.name)
+    with pytest.raises(LeaseLostError, match=other.engine_id):
+        await engine
+    assert len(lost) == 1
+
+
+async def test_an_engine_that_was_stopped_past_its_lease_is_replaced_and_refused(
+    tmp_path: Path, store: SqlStore
+) -> None:
+    settings = settings_for(tmp_path).model_copy(update={"recovery": RecoverySettings(lease_s=1.0)})
+    client = EngineDriver(store, TOY.name)
+    await client.open_session()
+    step = ops.OptimStep(model_id=client.model_id(), adam=ops.AdamParams())
+    stopping = asyncio.Event()
+    async with supervised(settings, store):
+        first = await ready(store)
+        assert first.pid is not None
+        await client.result(await client.create_model())
+        assert isinstance(await client.run(step), ops.OptimStepOutput)
+        stopped = psutil.Process(first.pid)
+        stopped.suspend()
+        standby = asyncio.create_task(serve_engine(settings, TOY.name, Plugins.load(), stopping=stopping))
+        assert isinstance(await client.run(step), ops.OptimStepOutput)
+        assert (await client.engine()).pid == os.getpid()
+        stopped.resume()
+        await end_of(stopped)
+        assert isinstance(await client.run(step), ops.OptimStepOutput)
+        assert (await client.engine()).pid == os.getpid()
+        stopping.set()
+        await standby
+        third = await until(store, lambda record: record.state == EngineState.READY and record.pid != os.getpid())
+        assert third.pid != first.pid
+        assert isinstance(await client.run(step), ops.OptimStepOutput)
+        run = await store.get_run(client.model_id())
+        assert (run.state, run.state_reason, run.applied_seq_id) == (RunState.READY, None, 4)
+
+
+async def test_a_supervised_engine_that_was_superseded_is_started_again(tmp_path: Path, store: SqlStore) -> None:
+    settings = settings_for(tmp_path, max_restarts=0).model_copy(update={"recovery": RecoverySettings(lease_s=1.0)})
+    async with supervised(settings, store):
+        first = await ready(store)
+        other = await take_over(store, TOY.name)
+        await end_of(psutil.Process(first.pid))
+        await store.release_lease(TOY.name, other.engine_id)
+        second = await until(store, lambda record: record.state == EngineState.READY and record.pid != first.pid)
+        assert second.restarts == 0
 
 
 async def test_an_engine_of_no_configured_model(tmp_path: Path) -> None:
-    from tinsmith.engine_process import serve_engine
-    from tinsmith.errors import ConfigError
-    from tinsmith.plugins import Plugins
-
     with pytest.raises(ConfigError, match="no model named 'x'; configured: 'org/toy'"):
         await serve_engine(settings_for(tmp_path), "x", Plugins.load(), stopping=asyncio.Event())

@@ -44,7 +44,8 @@ def test_a_good_adapter_passes() -> None:
 @pytest.mark.parametrize(
     ("op", "words"),
     [
-        (lora(rank=0), "rank 0 is not allowed; use 1 to 4"),
+        (lora(rank=-1), "rank -1 is not allowed; use 1 to 4"),
+        (lora(rank=0), "rank 0 asks for full fine-tuning, which this base model's backend does not offer"),
         (lora(rank=-1), "rank -1"),
         (lora(rank=5), "rank 5"),
         (lora(train_attn=False, train_mlp=False), "all false"),

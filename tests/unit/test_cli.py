@@ -35,7 +35,7 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 def test_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(monkeypatch, capsys, "--help")
     assert code == 0
-    for command in ("serve", "engine", "plugins", "demo", "tiny-model", "check-config", "version"):
+    for command in ("serve", "engine", "plugins", "demo", "tiny-model", "check-config", "version", "replay", "runs"):
         assert command in out
 
 

@@ -1,5 +1,6 @@
 """Every operation and result survives the round trip through bytes, whatever its arrays hold."""
 
+import hashlib
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tinsmith import operations as ops
+from tinsmith import stored_bytes
 from tinsmith.codec import (
     OPERATION_TYPES,
     RESULT_TYPES,
+    canonical_bytes,
     decode_operation,
     decode_result,
     encode_operation,
@@ -182,6 +185,47 @@ def test_arrays_of_any_layout_come_back() -> None:
         np.testing.assert_array_equal(decoded, array)
         assert decoded.dtype == np.dtype("<f4")
         assert not decoded.flags.writeable
+
+
+@unhurried
+@given(st.one_of(*OPERATIONS.values()))
+def test_the_first_layout_is_read_still(operation: Any) -> None:
+    """Logs of before the layouts had numbers hold the canonical bytes."""
+    assert_equal(decode_operation(kind_of(operation), canonical_bytes(operation)), operation)
+
+
+def a_pass(num_tokens: int) -> ops.ForwardBackward:
+    rng = np.random.default_rng(num_tokens)
+    tokens = rng.integers(0, 151_936, num_tokens + 1)
+    inputs = {"target_tokens": tokens[1:], "weights": rng.random(num_tokens, np.float32)}
+    datum = ops.Datum(tokens_T=tokens[:-1].astype(np.int32), loss_inputs=inputs)
+    return ops.ForwardBackward(model_id="s1:train:0", data=(datum,))
+
+
+def test_what_a_repeat_is_compared_by_does_not_change_with_versions() -> None:
+    """A client may repeat a request after an upgrade; other bytes would make it a conflict."""
+    digest = hashlib.sha256(canonical_bytes(a_pass(1000))).hexdigest()
+    assert digest == "79958bd55317dc02d75ed6b54d3eb4c5a9c423875c9bcbda69ed90c0ea63522f"
+
+
+def test_a_pass_is_stored_in_few_bytes() -> None:
+    """Of any vocabulary up to 2**24: 3 bytes a token and 4 a weight at most; the targets are the tokens, shifted."""
+    operation = a_pass(1000)
+    stored = encode_operation(operation)
+    assert len(stored) / 1000 < 7.3
+    assert len(canonical_bytes(operation)) / 1000 > 16
+    assert_equal(decode_operation("forward_backward", stored), operation)
+    assert stored[:2] == b"\xc1\x01"
+    with pytest.raises(ServerError, match="layout 9 is not known, a newer tinsmith may have written it"):
+        decode_operation("forward_backward", b"\xc1\x09" + stored[2:])
+    with pytest.raises(ServerError, match="the compressed bytes are damaged"):
+        decode_operation("forward_backward", stored[:-1])
+
+
+@unhurried
+@given(arrays.arrays(np.int64, st.integers(0, 5), elements=st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2**33)))
+def test_narrow_integers_come_back(array: Any) -> None:
+    assert_equal(stored_bytes.widen(stored_bytes.narrow(array)), array)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from tinsmith.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.store import OperationState, RunState, StoreContext
-from tinsmith.testing.engine_driver import WAIT_S, EngineDriver
+from tinsmith.store import Lease, OperationState, RunState, StoreContext
+from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, take_over
 
 LOSSES = {loss.name: loss for loss in BUILTIN_LOSSES}
 ADAM = ops.AdamParams(learning_rate=0.01)
@@ -97,25 +97,24 @@ class Setup:
     def client(self, **who: str) -> EngineDriver:
         return EngineDriver(self.store, "toy", **who)
 
-    def make_engine(self, **settings: Any) -> Engine:
+    async def make_engine(self, **settings: Any) -> Engine:
         self.engines += 1
         values: dict[str, Any] = {"gap_timeout_s": 600.0, "resident_snapshots": 8, **settings}
         return Engine(
-            base_model="toy",
+            lease=await take_over(self.store, "toy"),
             store=self.store,
             scheduler=FairScheduler(FairConfig()),
             backend=self.backend,
             sampler=self.backend,
             losses=LOSSES,
             checkpoint_root=self.data_dir / "checkpoints",
-            engine_id=f"engine-{self.engines}",
             on_finished=self.note,
             **values,
         )
 
     @asynccontextmanager
     async def running(self, **settings: Any) -> AsyncIterator[Engine]:
-        engine = self.make_engine(**settings)
+        engine = await self.make_engine(**settings)
         await engine.recover("killed", lambda _what, _share: None)
         task = asyncio.create_task(engine.run())
         try:
@@ -202,22 +201,25 @@ async def test_a_model_is_created_and_trained(setup: Setup, client: EngineDriver
 async def test_what_was_queued_runs_in_order_and_merged(setup: Setup, client: EngineDriver) -> None:
     other = setup.client(tenant="bob", session_id="s2")
     await other.open_session()
-    async with setup.running():
+    async with setup.running() as engine:
         for each in (client, other):
             await each.create_model()
             await each.run(a_step(each))
+        setup.backend.batches.clear()
         setup.backend.training_held = threading.Event()
         held = await client.submit(a_step(client))
+        while not setup.backend.batches:  # noqa: ASYNC110 - it runs in a thread that tells nobody
+            await asyncio.sleep(0)
         for each in (client, other):
             for operation in (a_pass(each), a_pass(each), a_step(each)):
                 last = await each.submit(operation)
-        while (await setup.store.get_operation(last)).state == OperationState.QUEUED:
-            continue  # until the engine has seen them all
-        setup.backend.batches.clear()
+        while len(engine._pending) < 6:  # noqa: ASYNC110 - it is the engine's own, and tells nobody
+            await asyncio.sleep(0)  # until the engine has seen them all
         setup.backend.training_held.set()
         await client.result(held)
         await other.result(last)
     assert [(kind, sorted(models)) for kind, models in setup.backend.batches] == [
+        ("optim_step", ["s1:train:0"]),
         ("forward_backward", ["s1:train:0", "s1:train:0", "s2:train:0", "s2:train:0"]),
         ("optim_step", ["s1:train:0", "s2:train:0"]),
     ]
@@ -315,7 +317,9 @@ async def test_a_snapshot_does_not_change(setup: Setup, client: EngineDriver) ->
         await client.create_model()
         await train(client, steps=3)
         save = ops.SaveForSampler(model_id="s1:train:0", sampling_session_id="s1:sample:0")
-        assert await client.run(save) == ops.WeightsSaved(sampling_session_id="s1:sample:0")
+        saved = await client.run(save)
+        assert isinstance(saved, ops.WeightsSaved)
+        assert (saved.sampling_session_id, saved.path) == ("s1:sample:0", None)
         sampler = await setup.store.get_sampler("s1:sample:0")
         assert (sampler.snapshot_id, sampler.model_id, sampler.tenant) == ("s1:sample:0", "s1:train:0", "ann")
         early = await client.run(a_sample(client, "s1:sample:0"))
@@ -434,7 +438,7 @@ async def test_a_bad_sample_fails_alone(setup: Setup, client: EngineDriver) -> N
 
 
 async def test_a_batch_may_not_raise_user_errors(setup: Setup, client: EngineDriver) -> None:
-    task = asyncio.create_task(setup.make_engine().run())
+    task = asyncio.create_task((await setup.make_engine()).run())
     await client.result(await client.create_model())
     setup.backend.fail_next = UserError("of whom")
     running = await client.submit(a_pass(client))
@@ -449,10 +453,10 @@ async def test_a_store_that_fails_for_a_moment_costs_nothing(
     monkeypatch.setattr(engine_module, "_STORE_RETRIES_S", (0.0, 0.0, 0.0))
     complete, failures = setup.store.complete, itertools.count()
 
-    async def sometimes(completions: Any) -> None:
+    async def sometimes(lease: Lease, completions: Any) -> None:
         if next(failures) % 3:
             raise ServerError("disk full")
-        await complete(completions)
+        await complete(lease, completions)
 
     monkeypatch.setattr(setup.store, "complete", sometimes)
     async with setup.running():
@@ -471,7 +475,7 @@ async def test_a_gap_fails_what_waits_behind_it(setup: Setup, client: EngineDriv
 
 
 async def test_a_stopping_engine_records_what_was_running(setup: Setup, client: EngineDriver) -> None:
-    engine = setup.make_engine()
+    engine = await setup.make_engine()
     task = asyncio.create_task(engine.run())
     await client.result(await client.create_model())
     requests = [await client.submit(a_step(client)) for _ in range(20)]

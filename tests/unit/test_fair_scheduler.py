@@ -1,4 +1,5 @@
 from collections import Counter
+from collections.abc import Iterator
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,39 +94,65 @@ def test_a_batch_leaves_out_nothing_that_fits(queue: list[Pending], limits: Limi
         assert used + head.num_tokens > limits.max_batch_tokens
 
 
-@settings(deadline=None, max_examples=40)
-@given(
-    sizes=st.lists(st.integers(1, 60), min_size=2, max_size=6),
-    num_models=st.lists(st.integers(1, 4), min_size=6, max_size=6),
-)
-def test_no_backlogged_tenant_gets_ahead_by_size_or_number(sizes: list[int], num_models: list[int]) -> None:
-    """Neither longer operations nor more models bring more tokens than another has.
+def serve(tenants: list[tuple[list[int], int]], *, batches: int, budget: int = 100) -> Iterator[Counter[str]]:
+    """Yield what has been served to each tenant after every batch.
 
-    Shorter ones may: they also fit what is left of a batch that no longer one fits into. Two batches is what the
-    scheduler promises: debts are capped there, and sizes that do not divide a batch need more than one.
+    Each has the sizes of its operations, in turn, and a number of models, which always have more waiting than fits.
     """
-    budget = 100
     served: Counter[str] = Counter()
     memory: dict[str, float] = {}
-    next_seq_id: Counter[str] = Counter()
+    done: Counter[str] = Counter()
     scheduler = FairScheduler(FairConfig(min_cost_tokens=1))
-    for _ in range(60):
+    for _ in range(batches):
         queue = [
-            pending(f"t{t}/m{m}/{next_seq_id[f't{t}/m{m}'] + n}", tokens=size)
-            for t, size in enumerate(sizes)
-            for m in range(num_models[t])
-            for n in range(120 // size + 1)
+            pending(f"t{t}/m{m}/{seq_id}", tokens=sizes[seq_id % len(sizes)])
+            for t, (sizes, num_models) in enumerate(tenants)
+            for m in range(num_models)
+            for seq_id in range(done[f"t{t}/m{m}"], done[f"t{t}/m{m}"] + budget // min(sizes) + 1)
         ]
         batch = scheduler.plan(queue, limits=Limits(max_batch_tokens=budget), now_s=0.0, memory=memory)
         memory = dict(batch.memory)
+        tokens = {each.request_id: each.num_tokens for each in queue}
         for request_id in batch.request_ids:
             tenant, model, _ = request_id.split("/")
-            served[tenant] += sizes[int(tenant[1:])]
-            next_seq_id[f"{tenant}/{model}"] += 1
-    for one, size in enumerate(sizes):
-        for other, other_size in enumerate(sizes):
-            if size >= other_size:
-                assert served[f"t{one}"] - served[f"t{other}"] <= 2 * budget
+            served[tenant] += tokens[request_id]
+            done[f"{tenant}/{model}"] += 1
+        yield served
+
+
+TENANTS = st.lists(
+    st.tuples(st.lists(st.integers(4, 100), min_size=1, max_size=3), st.integers(1, 3)), min_size=2, max_size=5
+)
+
+
+@settings(deadline=None, max_examples=30)
+@given(tenants=TENANTS)
+def test_no_backlogged_tenant_gets_ahead_by_more_than_one_operation(tenants: list[tuple[list[int], int]]) -> None:
+    """The bound that the module derives, after every batch: neither size nor number of models brings more."""
+    for served in serve(tenants, batches=25):
+        for one, (sizes, _) in enumerate(tenants):
+            for other, (other_sizes, _) in enumerate(tenants):
+                if max(other_sizes) <= min(sizes):
+                    assert served[f"t{one}"] - served[f"t{other}"] <= max(sizes)
+
+
+def test_the_bound_is_reached() -> None:
+    after = [dict(served) for served in serve([([60], 1), ([60], 1)], batches=2)]
+    assert after[0] == {"t0": 60}
+    assert after[1] == {"t0": 60, "t1": 60}
+
+
+def test_equal_tenants_stay_equal_beside_one_that_wants_little() -> None:
+    memory: dict[str, float] = {}
+    served: Counter[str] = Counter()
+    for seq_id in range(200):
+        heavy = [pending(f"{name}/m/{served[name] // 33 + n}", tokens=33) for name in ("ann", "bob") for n in range(4)]
+        batch = plan(*heavy, pending(f"mouse/m/{seq_id}", tokens=1), memory=memory)
+        memory = dict(batch.memory)
+        for request_id in batch.request_ids:
+            served[request_id.split("/")[0]] += 1 if request_id.startswith("mouse") else 33
+        assert abs(served["ann"] - served["bob"]) <= 33
+    assert max(memory.values()) <= 2 * 100 + 33
 
 
 def test_a_newcomer_starts_level_and_an_idle_tenant_saves_nothing_up() -> None:

@@ -11,7 +11,9 @@ from tinsmith.errors import ConfigError, NotFoundError
 from tinsmith.housekeeping import Housekeeping
 from tinsmith.plugins import Plugins
 from tinsmith.settings import ServerSettings
-from tinsmith.store import RequestStore, SessionRecord, StoreContext
+from tinsmith.steady_clock import SteadyClock
+from tinsmith.store import EngineRecord, EngineState, OperationState, RequestStore, SessionRecord, StoreContext
+from tinsmith.testing.engine_driver import EngineDriver
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 SETTINGS = ServerSettings(session_timeout_s=60, result_retention_s=60)
@@ -33,7 +35,12 @@ async def create_session(store: RequestStore, session_id: str, last_seen_at: dat
 
 async def test_silent_sessions_end_and_live_ones_do_not(store: RequestStore, tmp_path: Path) -> None:
     clock = [NOW]
-    housekeeping = Housekeeping(SETTINGS, store, tmp_path, now=lambda: clock[0])
+
+    def seconds() -> float:
+        return clock[0].timestamp()
+
+    steady = SteadyClock(lambda: clock[0], seconds)
+    housekeeping = Housekeeping(SETTINGS, store, tmp_path, clock=steady)
     await create_session(store, "silent", NOW - timedelta(days=1))
     await create_session(store, "live", NOW + timedelta(seconds=80))
     await housekeeping.round()
@@ -42,6 +49,38 @@ async def test_silent_sessions_end_and_live_ones_do_not(store: RequestStore, tmp
     await housekeeping.round()
     assert (await store.get_session("silent")).ended == "expired"
     assert (await store.get_session("live")).ended is None
+
+
+@pytest.mark.parametrize("jump", [timedelta(hours=1), timedelta(hours=-1)])
+async def test_a_clock_that_jumps_ends_nothing(store: RequestStore, tmp_path: Path, jump: timedelta) -> None:
+    start = datetime.now(UTC)
+    wall, running_s = [start], [0.0]
+    clock = SteadyClock(lambda: wall[0], lambda: running_s[0])
+    housekeeping = Housekeeping(SETTINGS, store, tmp_path, clock=clock)
+    client = EngineDriver(store, "toy")
+    await create_session(store, client.session_id, start)
+    made = await client.create_model()
+    await store.report_engine(EngineRecord(base_model="toy", state=EngineState.FAILED, updated_at=NOW, detail="x"))
+
+    async def a_minute(*, heartbeats: bool) -> None:
+        for _ in range(6):
+            wall[0] += timedelta(seconds=10)
+            running_s[0] += 10.0
+            if heartbeats:
+                await store.touch_session(client.session_id, wall[0])
+            await housekeeping.round()
+
+    await a_minute(heartbeats=True)
+    wall[0] += jump
+    await housekeeping.round()  # before the next heartbeat: every session looks an hour old
+    assert (await store.get_session(client.session_id)).ended is None
+    assert (await store.get_operation(made)).state == OperationState.FAILED  # and its result is there to be read
+    await a_minute(heartbeats=True)
+    assert (await store.get_session(client.session_id)).ended is None
+    if jump > timedelta(0):  # set back, the session was last seen in the future, and lives an hour longer
+        await a_minute(heartbeats=False)
+        await a_minute(heartbeats=False)
+        assert (await store.get_session(client.session_id)).ended == "expired"
 
 
 async def test_a_round_on_an_empty_store(store: RequestStore, tmp_path: Path) -> None:

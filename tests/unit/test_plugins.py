@@ -94,7 +94,9 @@ def test_a_broken_import_hurts_only_who_asks(install: Install) -> None:
     with pytest.raises(PluginError) as caught:
         plugins.backend("broken")
     message = str(caught.value)
-    assert "no backend named 'broken', installed: good" in message.replace("jax, ", "").replace(", toy", "")
+    installed = message.partition("no backend named 'broken', installed: ")[2].partition(";")[0].split(", ")
+    assert "good" in installed
+    assert "broken" not in installed
     assert "plugin 'broken' of tin-broken 1.2 is broken: No module named 'no_such_module_at_all'" in message
     assert "install what provides 'no_such_module_at_all'" in message
     assert row(plugins, "broken").error in message
@@ -288,7 +290,7 @@ def test_routes_commands_and_paths_of_a_good_plugin_survive_a_bad_one() -> None:
     plugins = Plugins.load([Extender(fails=False), Extender(fails=True)])
     group = typer.Typer()
     plugins.add_commands(group)
-    assert [command.name for command in group.registered_commands] == ["mine"]
+    assert sorted(command.name or "" for command in group.registered_commands) == ["mine", "tiny-model"]
     assert [router.prefix for router in plugins.routes(Settings())] == ["/8000"]
     assert plugins.resolve_base_model("a/b") == Path("/models/a/b")
     assert any("must return a APIRouter" in str(each.error) for each in plugins.report())

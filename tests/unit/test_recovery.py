@@ -19,15 +19,25 @@ from tinsmith.backend import BackendContext, ModelState
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.checkpoints import delete_checkpoint
 from tinsmith.engine import Engine, EngineFailedError
-from tinsmith.errors import ServerError
+from tinsmith.errors import OutOfMemoryError, ServerError
 from tinsmith.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.server.waiting_reasons import explain
 from tinsmith.settings import RecoverySettings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.store import EngineRecord, EngineState, OperationRecord, OperationState, RunState, StoreContext, Waiting
-from tinsmith.testing.engine_driver import WAIT_S, EngineDriver
+from tinsmith.store import (
+    EngineRecord,
+    EngineState,
+    Lease,
+    OperationRecord,
+    OperationState,
+    RunState,
+    StoreContext,
+    Waiting,
+)
+from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, take_over
+from tinsmith.training_snapshots import TrainingSnapshots
 
 LOSSES = {loss.name: loss for loss in BUILTIN_LOSSES}
 MODEL = "s1:train:0"
@@ -88,23 +98,24 @@ class Setup:
     data_dir: Path
     store: SqlStore
     backend: FragileBackend = field(init=False)
+    lease: Lease = field(init=False)
     engines: int = 0
     progress: list[tuple[str, float]] = field(default_factory=list)
 
-    def make_engine(self, **recovery: Any) -> Engine:
+    async def make_engine(self, **recovery: Any) -> Engine:
         """Each has a backend of its own, which remembers nothing."""
         self.engines += 1
         self.backend = FragileBackend(self.data_dir)
         self.progress.clear()
+        self.lease = await take_over(self.store, "toy")
         return Engine(
-            base_model="toy",
+            lease=self.lease,
             store=self.store,
             scheduler=FairScheduler(FairConfig()),
             backend=self.backend,
             sampler=self.backend,
             losses=LOSSES,
             checkpoint_root=self.data_dir / "checkpoints",
-            engine_id=f"engine-{self.engines}",
             gap_timeout_s=600.0,
             resident_snapshots=8,
             on_finished=lambda _: None,
@@ -114,7 +125,7 @@ class Setup:
     @asynccontextmanager
     async def engine(self, **recovery: Any) -> AsyncIterator[asyncio.Task[None]]:
         """Run one until the block ends; then it is killed, as far as that can be done to a task."""
-        engine = self.make_engine(**recovery)
+        engine = await self.make_engine(**recovery)
         await engine.recover("killed", lambda what, share: self.progress.append((what, share)))
         task = asyncio.create_task(engine.run())
         try:
@@ -253,16 +264,40 @@ async def test_only_what_came_after_the_snapshot_is_replayed(setup: Setup, clien
         await train(client, 0, 1, 2)
         await setup.registered(client)
     snapshot, *_ = await setup.store.list_snapshots(MODEL)
-    assert str(snapshot.seq_id) in setup.snapshots()
+    assert Path(snapshot.directory).name in setup.snapshots()
     async with setup.engine():
         assert setup.backend.calls == (["forward_backward", "optim_step"] * 3)[snapshot.seq_id :]
         assert len(setup.backend.calls) < 4
 
 
+async def test_an_engine_leaves_alone_what_another_writes(setup: Setup, client: EngineDriver) -> None:
+    """One that has been superseded may go on for a moment, in the same directory."""
+    async with setup.engine():
+        await client.create_model()
+        await train(client, 0)
+        run = await setup.store.get_run(MODEL)
+        old, new = (
+            TrainingSnapshots(
+                setup.store, setup.lease, root=setup.data_dir / "recovery" / "toy", settings=RecoverySettings()
+            )
+            for _ in range(2)
+        )
+        state = setup.backend.capture_state(MODEL)
+        first = await old.write(MODEL, 1, state)
+        await old.register(first)
+        second, same = await new.write(MODEL, run.applied_seq_id, state), await old.write(MODEL, 2, state)
+        await old.tidy(MODEL)
+        assert second.directory != same.directory
+        await new.register(second)
+        for record in await setup.store.list_snapshots(MODEL):
+            assert (await new.read(record)).weights.keys() == state.weights.keys()
+        assert setup.snapshots() == sorted(Path(each.directory).name for each in (first, second))
+
+
 async def test_a_stopped_engine_keeps_its_models(
     setup: Setup, client: EngineDriver, undisturbed: dict[str, bytes | int]
 ) -> None:
-    engine = setup.make_engine()
+    engine = await setup.make_engine()
     task = asyncio.create_task(engine.run())
     await client.create_model()
     await train(client, 0, 1)
@@ -277,7 +312,7 @@ async def test_a_stopped_engine_keeps_its_models(
     states = {(await setup.store.get_operation(request_id)).state for request_id in requests}
     assert OperationState.RUNNING not in states
     assert OperationState.QUEUED in states
-    assert await setup.store.claim("toy", engine_id="x", max_operations=9, alone=True) == []
+    assert await setup.store.claim(await take_over(setup.store, "toy"), max_operations=9, alone=True) == []
     async with setup.engine():
         await client.run(a_pass(client))
         assert bits(setup.backend.capture_state(MODEL)) == undisturbed
@@ -452,6 +487,41 @@ async def test_poison_fails_alone(setup: Setup, client: EngineDriver, undisturbe
         assert bits(setup.backend.capture_state(MODEL)) == undisturbed
 
 
+async def test_a_request_that_does_not_fit_fails_alone_and_at_once(
+    setup: Setup, client: EngineDriver, undisturbed: dict[str, bytes | int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = EngineDriver(setup.store, "toy", tenant="bob", session_id="s2")
+    await other.open_session()
+    passes = ToyBackend.forward_backward
+    sizes: list[int] = []
+
+    def starved(self: ToyBackend, ops: Sequence[ops.ForwardBackward]) -> Any:
+        sizes.append(len(ops))
+        if any(POISON in datum.tokens_T for op in ops for datum in op.data):
+            raise OutOfMemoryError("no room for 13")
+        return passes(self, ops)
+
+    async with setup.engine():
+        await client.create_model()
+        await other.create_model()
+        await train(client, *range(6))
+        await train(other, 0)
+        setup.backend.held = threading.Event()
+        plug = await other.submit(a_pass(other))
+        await setup.until(lambda: setup.backend.calls[-1] == "forward_backward")
+        monkeypatch.setattr(FragileBackend, "forward_backward", starved)
+        beside = [await other.submit(a_pass(other)) for _ in range(2)]
+        greedy = await client.submit(a_pass(client, POISON))
+        after = await client.submit(a_pass(client))
+        setup.backend.held.set()
+        failed = await client.failure(greedy)
+        assert (failed.category, failed.message) == ("user", "no room for 13")
+        for each, request_id in ((other, plug), (other, beside[0]), (other, beside[1]), (client, after)):
+            assert isinstance(await each.result(request_id), ops.ForwardBackwardOutput)
+        assert bits(setup.backend.capture_state(MODEL)) == undisturbed
+        assert max(sizes) > 1
+
+
 async def test_a_poisonous_sample_fails_alone(
     setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,6 +554,36 @@ async def test_a_poisonous_sample_fails_alone(
         await train(client, 1)
 
 
+async def test_a_model_that_ends_its_engine_while_it_is_rebuilt_is_lost_alone(
+    setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = EngineDriver(setup.store, "toy", tenant="bob", session_id="s2")
+    await other.open_session()
+    async with setup.engine():
+        await client.create_model()
+        await other.create_model()
+        await client.run(a_step(client))
+        await other.run(a_pass(other))
+    begun: list[str] = []
+
+    def die(self: FragileBackend, op: ops.CreateModel) -> None:
+        begun.append(op.model_id)
+        if op.model_id == MODEL:
+            raise asyncio.CancelledError  # as sudden as a death: nothing is said and nothing is recorded
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FragileBackend, "create_model", die)
+        for interrupted in (True, True, True, True, False, False):
+            with pytest.raises(asyncio.CancelledError):
+                await (await setup.make_engine()).recover("killed", lambda _what, _share: None, interrupted=interrupted)
+    assert begun == [MODEL] * 6
+    async with setup.engine():
+        assert isinstance(await other.run(a_step(other)), ops.OptimStepOutput)
+    lost = await setup.store.get_run(MODEL)
+    assert lost.state == RunState.LOST
+    assert "its engine ended 3 times while it was rebuilt" in (lost.state_reason or "")
+
+
 async def test_a_model_that_breaks_the_recovery_is_lost_alone(setup: Setup, client: EngineDriver) -> None:
     other = EngineDriver(setup.store, "toy", tenant="bob", session_id="s2")
     await other.open_session()
@@ -492,7 +592,7 @@ async def test_a_model_that_breaks_the_recovery_is_lost_alone(setup: Setup, clie
         await client.run(a_step(client))
         await other.create_model()
         await other.run(a_pass(other))
-    engine = setup.make_engine()
+    engine = await setup.make_engine()
     setup.backend.fail_in = "optim_step"
     with pytest.raises(EngineFailedError, match="failed in optim_step"):
         await engine.recover("killed", lambda _what, _share: None)

@@ -1,5 +1,6 @@
 """Reading, merging and checking the configuration."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -261,5 +262,13 @@ def test_the_default_backend_is_the_one_installed(tmp_path: Path) -> None:
     assert spec.name == "pathy"
     message = failure(Plugins.load([Gauge()]), flags=flags)
     assert "several backends are installed: gauge, " in message
+
+    class TrainsOnly:
+        @tinsmith.hookimpl
+        def tinsmith_register_backends(self) -> tinsmith.BackendSpec[GaugeConfig]:
+            return replace(Gauge().tinsmith_register_backends()[1], name="trainer", samples=False)
+
+    only.add(TrainsOnly())
+    assert only.default_backend().name == "pathy"
     none = Plugins()
     assert "no backend is installed" in failure(none, flags=flags)

@@ -16,6 +16,7 @@ from sqlmodel import Session
 from tinsmith.errors import ConfigError, ServerError, UserError
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.dialect import dialect_of
+from tinsmith.sql_store.grouping import Grouping
 from tinsmith.sql_store.request_ids import created_at, new_request_id
 from tinsmith.sql_store.socket_wakeups import SocketWakeUps
 from tinsmith.sql_store.sqlite import SqliteDialect
@@ -23,6 +24,7 @@ from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.tables import SessionRow, Table, to_row
 from tinsmith.sql_store.writer import Transaction
 from tinsmith.store import StoreContext
+from tinsmith.testing.engine_driver import take_over
 from tinsmith.testing.store_contract import BASE, NOW, a_sample, a_session
 
 WAIT_S = 30.0
@@ -68,8 +70,9 @@ async def test_a_run_of_the_first_schema_continues(tmp_path: Path) -> None:
     (live,) = await store.live_models(BASE)
     assert (live.run.model_id, live.run.applied_seq_id, live.snapshots) == ("s1:train:0", 1, ())
     assert [each.seq_id for each in await store.replayable("s1:train:0", after_seq_id=-1, limit=9)] == [0, 1]
-    assert await store.requeue(BASE, max_attempts=3, reason="killed") == []
-    assert [each.seq_id for each in await store.claim(BASE, engine_id="new", max_operations=9)] == [2, 3]
+    lease = await take_over(store, BASE)
+    assert await store.requeue(lease, max_attempts=3, reason="killed") == []
+    assert [each.seq_id for each in await store.claim(lease, max_operations=9)] == [2, 3]
     await store.close()
 
 
@@ -194,7 +197,7 @@ async def test_the_safety_poll_finds_what_no_wake_up_told(tmp_path: Path, monkey
     waiter = asyncio.create_task(store.wait_for(request_id, WAIT_S))
     await other.cancel(request_id)
     assert (await waiter).finished_at is not None
-    await store.claim(BASE, engine_id="e", max_operations=1)
+    await store.claim(await take_over(store, BASE), max_operations=1)
     await store.wait_for_work(BASE, WAIT_S)
     async with asyncio.timeout(WAIT_S):
         await store.wait_for_work(BASE, 10 * WAIT_S)
@@ -281,3 +284,25 @@ async def test_a_directory_that_others_can_open_is_refused(tmp_path: Path) -> No
     directory.chmod(0o755)
     with pytest.raises(ServerError, match="nobody else"):
         await SocketWakeUps(directory).open()
+
+
+async def test_who_asks_while_the_event_loop_ends_is_refused() -> None:
+    answering = asyncio.Event()
+
+    async def never(_: list[int]) -> list[int]:
+        answering.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    group = Grouping(never, max_group=1)
+    group.open("test")
+    asked = [asyncio.create_task(group.ask(number)) for number in range(3)]
+    await answering.wait()  # one is being answered, the others wait
+    for task in group._tasks:
+        task.cancel()
+    async with asyncio.timeout(WAIT_S):
+        for each in asked:
+            with pytest.raises(ServerError, match="is closed"):
+                await each
+        with pytest.raises(ServerError, match="is closed"):
+            await group.ask(3)

@@ -6,14 +6,13 @@ from itertools import groupby
 
 import sqlalchemy
 from sqlalchemy import bindparam, func
-from sqlmodel import Session, select
+from sqlmodel import Session, col, select
 
-from tinsmith.errors import ServerError
 from tinsmith.operations import Failed
-from tinsmith.sql_store import log
-from tinsmith.sql_store.tables import ENGINES, OPERATIONS, PAYLOADS, QUEUED, RUNS, UNTOLD, OperationRow
+from tinsmith.sql_store import leases, log
+from tinsmith.sql_store.tables import OPERATIONS, PAYLOADS, QUEUED, RUNS, UNTOLD, OperationRow
 from tinsmith.sql_store.writer import Transaction
-from tinsmith.store import OperationRecord, OperationState
+from tinsmith.store import Lease, OperationRecord, OperationState
 
 _PART = 500  # values of one IN list
 
@@ -23,7 +22,6 @@ _Place = tuple[int, int, int]
 _OURS = OPERATIONS.c.base_model == bindparam("base_model")
 _ANY_QUEUED = sqlalchemy.select(OPERATIONS.c.id).where(_OURS, QUEUED).limit(1)
 _SOME_QUEUED = _ANY_QUEUED.where(OPERATIONS.c.ordered == bindparam("ordered"))
-_ENGINE = sqlalchemy.select(ENGINES.c.engine_id).where(ENGINES.c.base_model == bindparam("base_model"))
 _ALONE = sqlalchemy.or_(sqlalchemy.not_(bindparam("alone", type_=sqlalchemy.Boolean)), OPERATIONS.c.alone)
 _SAMPLES = (
     sqlalchemy.select(
@@ -52,6 +50,8 @@ _IN_ORDER = (
     .order_by(OPERATIONS.c.stream, OPERATIONS.c.seq_id)
 )
 _AMONG = OPERATIONS.c.id.in_(bindparam("ids", expanding=True))
+_STREAMS = sqlalchemy.select(OPERATIONS.c.stream).where(_OURS, OPERATIONS.c.ordered, QUEUED).distinct()
+_LOCK = sqlalchemy.select(OPERATIONS.c.id).where(_AMONG, QUEUED).with_for_update(skip_locked=True)
 _START = (
     OPERATIONS.update()
     .where(_AMONG)
@@ -77,27 +77,35 @@ def something_queued(session: Session, base_model: str, *, ordered: bool | None 
     return session.connection().execute(query, values).first() is not None
 
 
+def models_to_claim(session: Session, base_model: str) -> list[str]:
+    return list(session.connection().execute(_STREAMS, {"base_model": base_model}).scalars())
+
+
 def claim(
-    tx: Transaction, base_model: str, engine_id: str, *, max_operations: int, ordered: bool | None, alone: bool
+    tx: Transaction, lease: Lease, *, max_operations: int, ordered: bool | None, alone: bool
 ) -> list[OperationRecord]:
-    _refuse_superseded(tx.session, base_model, engine_id)
+    leases.fence(tx, lease)
     found: list[_Place] = []
     if ordered is not False:
-        found += _runnable_in_order(tx.session, base_model, alone=alone)
+        found += _runnable_in_order(tx.session, lease.base_model, alone=alone)
     if ordered is not True:
-        found += _samples(tx.session, base_model, max_operations, alone=alone)
+        found += _samples(tx.session, lease.base_model, max_operations, alone=alone)
     found.sort(key=lambda each: each[:2])  # stable, as below
     ids = [operation_id for _, _, operation_id in found[:max_operations]]
     records: dict[int, OperationRecord] = {}
     for start in range(0, len(ids), _PART):
-        records |= _start(tx, ids[start : start + _PART], engine_id)
-    claimed = [records[operation_id] for operation_id in ids]
+        records |= _start(tx, ids[start : start + _PART], lease.engine_id)
+    claimed = [records[operation_id] for operation_id in ids if operation_id in records]
     _advance_models(tx.session, claimed)
     return claimed
 
 
 def _start(tx: Transaction, ids: Sequence[int], engine_id: str) -> dict[int, OperationRecord]:
+    """Leave out samples that are being cancelled at this moment; models' operations are locked with their model."""
     connection = tx.session.connection()
+    ids = connection.execute(_LOCK, {"ids": ids}).scalars().all()
+    if not ids:
+        return {}
     connection.execute(_START, {"ids": ids, "now": tx.now, "engine": engine_id})
     records = {}
     for row in connection.execute(_CLAIMED, {"ids": ids}).mappings():
@@ -105,16 +113,6 @@ def _start(tx: Transaction, ids: Sequence[int], engine_id: str) -> dict[int, Ope
         key = values.pop("key")
         records[key] = OperationRecord(**values)
     return records
-
-
-def _refuse_superseded(session: Session, base_model: str, engine_id: str) -> None:
-    current = session.connection().execute(_ENGINE, {"base_model": base_model}).scalar()
-    if current not in (None, engine_id):
-        msg = (
-            f"engine {engine_id!r} of {base_model!r} was superseded by {current!r}: only one engine may serve a base "
-            "model of one database"
-        )
-        raise ServerError(msg)
 
 
 def _samples(session: Session, base_model: str, limit: int, *, alone: bool) -> list[_Place]:
@@ -156,7 +154,7 @@ def _advance_models(session: Session, claimed: Sequence[OperationRecord]) -> Non
 
 
 def cancel(tx: Transaction, request_id: str) -> OperationRecord:
-    row = log.find(tx.session, request_id)
+    row = log.find(tx.session, request_id, lock=True)
     if row.ordered or row.state in log.FINISHED:
         return log.get(tx.session, request_id)
     row.cancel_told = row.state != OperationState.RUNNING
@@ -171,12 +169,13 @@ def untold_cancellations(session: Session, base_model: str) -> bool:
     return session.exec(_untold(base_model).limit(1)).first() is not None
 
 
-def cancelled(tx: Transaction, base_model: str) -> list[str]:
-    rows = tx.session.exec(_untold(base_model)).all()
+def cancelled(tx: Transaction, lease: Lease) -> list[str]:
+    leases.fence(tx, lease)
+    rows = tx.session.exec(_untold(lease.base_model).with_for_update()).all()
     for row in rows:
         row.cancel_told = True
     return [row.request_id for row in rows]
 
 
 def _untold(base_model: str):  # type: ignore[no-untyped-def]  # sqlmodel's select has no public name
-    return select(OperationRow).where(OperationRow.base_model == base_model, UNTOLD)
+    return select(OperationRow).where(OperationRow.base_model == base_model, UNTOLD).order_by(col(OperationRow.id))

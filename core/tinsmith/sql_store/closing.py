@@ -7,11 +7,11 @@ from sqlmodel import Session, col, or_, select
 
 from tinsmith.codec import encode_operation, kind_of
 from tinsmith.operations import Failed, UnloadModel
-from tinsmith.sql_store import log, recovering, submitting
+from tinsmith.sql_store import leases, log, submitting
 from tinsmith.sql_store.request_ids import new_request_id
 from tinsmith.sql_store.tables import QUEUED, RUNNING, EngineRow, OperationRow, PayloadRow, RunRow, to_record, to_row
 from tinsmith.sql_store.writer import Transaction
-from tinsmith.store import EngineRecord, EngineState, OperationState, RunState
+from tinsmith.store import EngineRecord, EngineState, Lease, OperationState, RunState
 
 
 def waiting_since(session: Session, base_model: str, older_than: datetime) -> bool:
@@ -29,8 +29,13 @@ def fail_gaps(tx: Transaction, base_model: str, older_than: datetime) -> int:
 
 
 def _fail_gaps_of(tx: Transaction, run: RunRow, older_than: datetime) -> int:
-    """Where the gap is open too long, everything up to the youngest of those that waited so long fails."""
+    """Where the gap is open too long, everything up to the youngest of those that waited so long fails.
+
+    What runs comes first: were it put back into the queue after that, the model would come to the same gap again.
+    """
     failed = 0
+    if tx.session.exec(select(OperationRow.id).where(OperationRow.stream == run.model_id, RUNNING)).first() is not None:
+        return failed
     while True:
         rows = tx.session.exec(_from(run.model_id, run.next_seq_id)).all()
         present = _contiguous(rows, run.next_seq_id)
@@ -58,7 +63,7 @@ def _fail_behind(tx: Transaction, rows: Sequence[OperationRow], model_id: str, m
 def unload_models(tx: Transaction, session_id: str) -> None:
     """Put an UnloadModel behind the last operation that can run. What comes now is refused, so a gap is its place."""
     live = select(RunRow.model_id).where(RunRow.session_id == session_id, col(RunRow.state).in_(log.LIVE))
-    for model_id in tx.session.exec(live).all():
+    for model_id in tx.session.exec(live.order_by(RunRow.model_id)).all():
         run = log.locked_run(tx.session, model_id)
         assert run is not None
         rows = tx.session.exec(_from(model_id, run.next_seq_id)).all()
@@ -91,14 +96,21 @@ def _queue_unload(tx: Transaction, run: RunRow, seq_id: int) -> None:
     tx.wake.append(log.work_topic(run.base_model))
 
 
-def report_engine(tx: Transaction, record: EngineRecord) -> None:
+def report_engine(tx: Transaction, record: EngineRecord, lease: Lease | None) -> None:
+    if lease is not None:
+        leases.fence(tx, lease)
+    elif leases.is_held(tx.session, record.base_model):
+        return  # what a supervisor says of its own engine is not what serves
+    if record.state == EngineState.FAILED:
+        tx.session.get(EngineRow, record.base_model, with_for_update=True)  # submits look at it, see there
     tx.session.merge(to_row(record, EngineRow))
     if record.state == EngineState.FAILED:
-        recovering.lose_all(tx, record.base_model, record.detail)
         unfinished = or_(QUEUED, RUNNING)
         pending = select(OperationRow).where(OperationRow.base_model == record.base_model, unfinished)
-        for row in tx.session.exec(pending).all():
+        for row in tx.session.exec(pending.order_by(col(OperationRow.id)).with_for_update()).all():
             run = tx.session.get(RunRow, row.stream) if row.ordered else None
+            if run is not None and run.state == RunState.READY:
+                continue  # the next engine has its state and its log: it goes on there
             if run is not None:
                 run.state, run.state_reason = RunState.LOST, record.detail
             log.finish(tx, [row], submitting.no_engine(record.base_model, record.detail))

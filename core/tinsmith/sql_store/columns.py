@@ -6,6 +6,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 from sqlalchemy import JSON, BigInteger, Dialect, String, TypeDecorator
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
@@ -65,3 +67,22 @@ class AsJson(TypeDecorator[T], Generic[T]):
     def process_result_value(self, value: Any | None, dialect: Dialect) -> T | None:  # Any: JSON
         del dialect
         return None if value is None else msgspec.convert(value, self.python)
+
+
+class DatabaseNow(FunctionElement[datetime]):
+    """The time by the database's own clock, which is the same for all machines; exact to a millisecond at least."""
+
+    type = Microseconds()
+    inherit_cache = True
+
+
+@compiles(DatabaseNow, "sqlite")
+def _now_in_sqlite(element: DatabaseNow, compiler: object, **options: object) -> str:
+    del element, compiler, options
+    return "CAST((julianday('now') - 2440587.5) * 86400000000 AS INTEGER)"
+
+
+@compiles(DatabaseNow, "postgresql")
+def _now_in_postgresql(element: DatabaseNow, compiler: object, **options: object) -> str:
+    del element, compiler, options
+    return "CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS BIGINT)"

@@ -8,7 +8,8 @@ from sqlmodel import Session
 
 from tinsmith.codec import encode_result
 from tinsmith.operations import Failed
-from tinsmith.sql_store import log, recovering
+from tinsmith.sql_store import leases, log, recovering
+from tinsmith.sql_store.finished_samples import Finished
 from tinsmith.sql_store.tables import (
     OPERATIONS,
     RESULTS,
@@ -24,6 +25,7 @@ from tinsmith.store import (
     CheckpointWritten,
     Completion,
     Effect,
+    Lease,
     LoraResolved,
     OperationState,
     RunStateChanged,
@@ -32,9 +34,21 @@ from tinsmith.store import (
 )
 
 _PART = 500  # values of one IN list
-_RUNNING = sqlalchemy.select(
-    OPERATIONS.c.id, OPERATIONS.c.request_id, OPERATIONS.c.stream, OPERATIONS.c.seq_id, OPERATIONS.c.ordered
-).where(OPERATIONS.c.request_id.in_(bindparam("request_ids", expanding=True)), RUNNING)
+_RUNNING = (
+    sqlalchemy.select(
+        OPERATIONS.c.id, OPERATIONS.c.request_id, OPERATIONS.c.stream, OPERATIONS.c.seq_id, OPERATIONS.c.ordered
+    )
+    .where(
+        OPERATIONS.c.request_id.in_(bindparam("request_ids", expanding=True)),
+        RUNNING,
+        OPERATIONS.c.engine_id == bindparam("engine"),
+    )
+    .order_by(OPERATIONS.c.id)
+    .with_for_update()
+)
+_MODELS = sqlalchemy.select(OPERATIONS.c.stream).where(
+    OPERATIONS.c.request_id.in_(bindparam("request_ids", expanding=True)), OPERATIONS.c.ordered
+)
 _FINISH = (
     OPERATIONS.update()
     .where(OPERATIONS.c.id == bindparam("key"))
@@ -48,16 +62,25 @@ _APPLY = (
 _INSERT = RESULTS.insert()
 
 
-def complete(tx: Transaction, completions: Sequence[Completion]) -> None:
+def models_of(session: Session, completions: Sequence[Completion]) -> set[str]:
+    models: set[str] = set()
     for start in range(0, len(completions), _PART):
-        _complete(tx, {each.request_id: each for each in completions[start : start + _PART]})
+        part = [each.request_id for each in completions[start : start + _PART]]
+        models.update(session.connection().execute(_MODELS, {"request_ids": part}).scalars())
+    return models
 
 
-def _complete(tx: Transaction, completions: dict[str, Completion]) -> None:
+def complete(tx: Transaction, lease: Lease, completions: Sequence[Completion]) -> None:
+    leases.fence(tx, lease)
+    for start in range(0, len(completions), _PART):
+        _complete(tx, lease.engine_id, {each.request_id: each for each in completions[start : start + _PART]})
+
+
+def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion]) -> None:
     connection = tx.session.connection()
     finished, results = [], []
     applied: dict[str, int] = {}
-    for row in connection.execute(_RUNNING, {"request_ids": list(completions)}).all():
+    for row in connection.execute(_RUNNING, {"request_ids": list(completions), "engine": engine_id}).all():
         completion = completions[row.request_id]
         kind, encoded = encode_result(completion.result)
         state = OperationState.FAILED if isinstance(completion.result, Failed) else OperationState.SUCCEEDED
@@ -65,6 +88,9 @@ def _complete(tx: Transaction, completions: dict[str, Completion]) -> None:
         results.append({"operation_id": row.id, "result_kind": kind, "result": encoded})
         if row.ordered:
             applied[row.stream] = max(applied.get(row.stream, -1), row.seq_id)
+        else:
+            succeeded = state is OperationState.SUCCEEDED
+            tx.finished.append(Finished(row.stream, row.seq_id, row.request_id, succeeded, len(encoded)))
         for effect in completion.effects:
             _apply(tx.session, effect)
         tx.wake.append(log.done_topic(row.request_id))

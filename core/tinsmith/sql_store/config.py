@@ -17,6 +17,9 @@ class SqlStoreConfig(BackendConfig):
     )
     max_readers: int = Field(4, ge=1, le=64, description="connections for reading, per process")
     busy_timeout_s: float = Field(30.0, gt=0, description="how long a write waits for another process's")
+    outage_s: float = Field(
+        30.0, gt=0, description="PostgreSQL: how long calls wait for a database that cannot be reached"
+    )
     safety_poll_s: float = Field(
         2.0, gt=0, description="how often waiting calls look at the database although no wake-up came"
     )

@@ -29,7 +29,8 @@ class Dialect(ABC):
     def writer(self, *, durable: bool) -> Database:
         """Make a connection whose commits are durable, or only visible to every process at once.
 
-        What a durable commit follows is durable with it.
+        What a durable commit follows is durable with it. Commits that are not may be lost only together with every
+        process that has seen them.
         """
 
     @abstractmethod
@@ -45,11 +46,25 @@ def dialect_of(config: SqlStoreConfig, context: StoreContext) -> Dialect:
     try:
         url = default if config.url is None else make_url(config.url)
     except ArgumentError as error:
-        msg = f"store.url {config.url!r} is not a database URL; expected for instance sqlite:////var/lib/tinsmith.db"
+        msg = (
+            f"store.url {config.url!r} is not a database URL; expected for instance sqlite:////var/lib/tinsmith.db "
+            "or postgresql://user@host/database"
+        )
         raise ConfigError(msg) from error
     match url.get_backend_name():
         case "sqlite":
             return SqliteDialect(url, config)
+        case "postgresql":
+            return _postgres(url, config)
         case other:
-            msg = f"store.url: no support for {other!r}; supported: sqlite"
+            msg = f"store.url: no support for {other!r}; supported: sqlite, postgresql"
             raise ConfigError(msg)
+
+
+def _postgres(url: URL, config: SqlStoreConfig) -> Dialect:
+    try:
+        from tinsmith.sql_store.postgres import PostgresDialect
+    except ImportError as error:
+        msg = f'store.url: PostgreSQL needs a driver: pip install "tinsmith[postgres]" ({error})'
+        raise ConfigError(msg) from error
+    return PostgresDialect(url, config)

@@ -1,13 +1,15 @@
 """Answering many callers at once: what has queued up while one group was worked on becomes the next group."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.errors import ServerError
+
+_CLOSED: Final = "the request store is closed"
 
 Q = TypeVar("Q")
 
@@ -39,6 +41,8 @@ class Grouping(Generic[Q]):
     def open(self, name: str) -> None:
         self._is_open = True
         self._tasks = [asyncio.create_task(self._work(answer), name=name) for answer in self._answers]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
 
     async def close(self) -> None:
         """Answer what is queued, then stop."""
@@ -50,22 +54,33 @@ class Grouping(Generic[Q]):
 
     async def ask(self, question: Q) -> Any:  # Any: results of every type
         if not self._is_open:
-            msg = "the request store is closed"
-            raise ServerError(msg)
+            raise ServerError(_CLOSED)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait(_Asked(question, future))
         return await future
 
     async def _work(self, answer: Callable[[list[Q]], Awaitable[list[Any]]]) -> None:
-        while (first := await self._queue.get()) is not None:
-            group = [first, *self._more()]
-            group = [asked for asked in group if not asked.future.cancelled()] or [first]
-            try:
-                results = await answer([asked.question for asked in group])
-            except Exception as error:  # noqa: BLE001 - it is told to everybody who asked
-                results = [Failure(error)] * len(group)
-            for asked, result in zip(group, results, strict=True):
-                _settle(asked.future, result)
+        group: list[_Asked[Q]] = []
+        try:
+            while (first := await self._queue.get()) is not None:
+                group = [first, *self._more()]
+                group = [asked for asked in group if not asked.future.cancelled()] or [first]
+                try:
+                    results = await answer([asked.question for asked in group])
+                except Exception as error:  # noqa: BLE001 - it is told to everybody who asked
+                    results = [Failure(error)] * len(group)
+                for asked, result in zip(group, results, strict=True):
+                    _settle(asked.future, result)
+        finally:
+            _refuse(group)  # those that have been answered stay so
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """The event loop ends: who asks while it does must not wait for ever."""
+        if task.cancelled():
+            self._is_open = False
+            while not self._queue.empty():
+                asked = self._queue.get_nowait()
+                _refuse([] if asked is None else [asked])
 
     def _more(self) -> list[_Asked[Q]]:
         more: list[_Asked[Q]] = []
@@ -76,6 +91,11 @@ class Grouping(Generic[Q]):
                 break
             more.append(asked)
         return more
+
+
+def _refuse(group: Sequence[_Asked[Any]]) -> None:
+    for asked in group:
+        _settle(asked.future, Failure(ServerError(_CLOSED)))
 
 
 def _settle(future: asyncio.Future[Any], result: Any) -> None:
@@ -89,7 +109,7 @@ def _settle(future: asyncio.Future[Any], result: Any) -> None:
 
 def _store_error(error: Exception) -> Exception:
     """Turn what the database raised into a ServerError, and leave everything else as it is."""
-    if not isinstance(error, SQLAlchemyError):
+    if not isinstance(error, SQLAlchemyError | OSError):
         return error
     wrapped = ServerError(f"the request store failed: {error}; see that its disk has space and is not locked")
     wrapped.__cause__ = error

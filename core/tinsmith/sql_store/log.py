@@ -2,15 +2,15 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import fields
-from datetime import datetime
 
 import sqlalchemy
 from sqlalchemy import bindparam
-from sqlmodel import Session, and_, col, func, or_, select, update
+from sqlmodel import Session, col, func, or_, select
 
 from tinsmith.codec import encode_result
 from tinsmith.errors import NotFoundError, ResultExpiredError
 from tinsmith.operations import Failed, Result
+from tinsmith.sql_store.finished_samples import Finished
 from tinsmith.sql_store.request_ids import created_at
 from tinsmith.sql_store.tables import (
     OPERATIONS,
@@ -19,11 +19,9 @@ from tinsmith.sql_store.tables import (
     RUNNING,
     EngineRow,
     OperationRow,
-    PayloadRow,
     ResultRow,
     RetentionRow,
     RunRow,
-    SnapshotRow,
     to_record,
 )
 from tinsmith.sql_store.writer import Transaction
@@ -39,6 +37,7 @@ _GET = (
     .join_from(OPERATIONS, RESULTS, OPERATIONS.c.id == RESULTS.c.operation_id, isouter=True)
     .where(OPERATIONS.c.request_id == bindparam("request_id"))
 )
+_ADVISORY_LOCK = sqlalchemy.text("SELECT pg_advisory_xact_lock(hashtextextended(:what, 0))")
 FINISHED = (OperationState.SUCCEEDED, OperationState.FAILED, OperationState.CANCELLED)
 LIVE = (RunState.CREATING, RunState.READY)
 _DONE = "done "
@@ -64,8 +63,9 @@ def get(session: Session, request_id: str) -> OperationRecord:
     return OperationRecord(**found._mapping)  # noqa: SLF001 - the public name of a row's mapping
 
 
-def find(session: Session, request_id: str) -> OperationRow:
-    row = session.exec(select(OperationRow).where(OperationRow.request_id == request_id)).first()
+def find(session: Session, request_id: str, *, lock: bool = False) -> OperationRow:
+    query = select(OperationRow).where(OperationRow.request_id == request_id)
+    row = session.exec(query.with_for_update() if lock else query).first()
     if row is None:
         raise _missing(session, request_id)
     return row
@@ -94,11 +94,21 @@ def finish(tx: Transaction, rows: Iterable[OperationRow], result: Result, state:
         row.finished_at = tx.now
         tx.session.add(ResultRow(operation_id=row.id, result_kind=kind, result=encoded))
         tx.wake.append(done_topic(row.request_id))
+        if not row.ordered:
+            succeeded = row.state == OperationState.SUCCEEDED
+            tx.finished.append(Finished(row.stream, row.seq_id, row.request_id, succeeded, len(encoded)))
 
 
 def locked_run(session: Session, model_id: str) -> RunRow | None:
     """Take the model's row for this transaction: every change of a model's log starts here."""
     return session.exec(select(RunRow).where(RunRow.model_id == model_id).with_for_update()).first()
+
+
+def one_at_a_time(session: Session, what: str) -> None:
+    """Wait until no other process does the same, and keep it from doing so for the rest of the transaction."""
+    connection = session.connection()
+    if connection.dialect.name == "postgresql":  # elsewhere there is one writer anyway
+        connection.execute(_ADVISORY_LOCK, {"what": f"tinsmith {what}"})
 
 
 def waiting(session: Session, request_id: str) -> Waiting:
@@ -132,45 +142,6 @@ def _first_missing(session: Session, row: OperationRow) -> int | None:
     )
     arrived = set(session.exec(between))
     return next((seq_id for seq_id in range(run.next_seq_id, row.seq_id) if seq_id not in arrived), None)
-
-
-def prune(tx: Transaction, finished_before: datetime, limit: int) -> int:
-    """Delete at most `limit`; remember how far, so that their ids are known to have existed."""
-    oldest = select(func.min(SnapshotRow.seq_id)).where(SnapshotRow.model_id == RunRow.model_id).scalar_subquery()
-    old = (
-        select(OperationRow)
-        .join(RunRow, col(RunRow.model_id) == OperationRow.stream, isouter=True)
-        .where(
-            col(OperationRow.finished_at) < finished_before,
-            or_(
-                col(RunRow.model_id).is_(None),
-                # a refused operation whose turn has not come holds its number: without its row there would be a gap
-                and_(
-                    col(OperationRow.seq_id) < col(RunRow.next_seq_id),
-                    or_(col(RunRow.state).not_in(LIVE), col(OperationRow.seq_id) <= oldest),
-                ),
-            ),
-        )
-        .order_by(col(OperationRow.finished_at))
-        .limit(limit)
-    )
-    rows = tx.session.exec(old).all()
-    for row in rows:
-        if row.ordered:
-            behind = col(RunRow.model_id) == row.stream, col(RunRow.pruned_seq_id) < row.seq_id
-            tx.session.exec(update(RunRow).where(*behind).values(pruned_seq_id=row.seq_id))
-        for part in (PayloadRow, ResultRow):
-            if (found := tx.session.get(part, row.id)) is not None:
-                tx.session.delete(found)
-    tx.session.flush()
-    for row in rows:
-        tx.session.delete(row)
-    retention = tx.session.get(RetentionRow, 1)
-    if retention is None:
-        tx.session.add(RetentionRow(id=1, finished_before=finished_before))
-    elif retention.finished_before < finished_before:
-        retention.finished_before = finished_before
-    return len(rows)
 
 
 def _missing(session: Session, request_id: str) -> NotFoundError | ResultExpiredError:

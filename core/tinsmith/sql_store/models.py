@@ -11,7 +11,7 @@ from tinsmith.store import NewOperation, RunRecord, SamplerRecord
 
 def create_run(tx: Transaction, run: RunRecord, operation: NewOperation) -> str:
     if tx.session.get(RunRow, run.model_id) is None:
-        submitting.refuse_ended_session(tx.session, run.session_id)
+        submitting.refuse_ended_session(tx.session, run.session_id, lock=True)
         tx.session.add(to_row(run, RunRow))
         tx.session.flush()
     return submitting.submit(tx, operation)

@@ -41,13 +41,15 @@ class Reader:
 
 async def _answer(database: Database, reads: list[_Read]) -> list[Any]:
     def run(session: Session) -> list[Any]:
-        return [_attempt(read, session) for read in reads]
+        return [_attempt(read, session, database) for read in reads]
 
     return await database.run(run)
 
 
-def _attempt(read: _Read, session: Session) -> Any:
+def _attempt(read: _Read, session: Session, database: Database) -> Any:
     try:
         return read(session)
-    except Exception as error:  # noqa: BLE001 - it belongs to the one who asked
-        return Failure(error)
+    except Exception as error:
+        if database.spoils(error):
+            raise
+        return Failure(error)  # it belongs to the one who asked

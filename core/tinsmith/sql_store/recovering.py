@@ -6,7 +6,7 @@ from sqlmodel import Session, col, select
 
 from tinsmith.errors import ServerError
 from tinsmith.operations import Failed
-from tinsmith.sql_store import log, submitting
+from tinsmith.sql_store import leases, log, submitting
 from tinsmith.sql_store.tables import (
     OPERATIONS,
     PAYLOADS,
@@ -20,22 +20,30 @@ from tinsmith.sql_store.tables import (
     to_row,
 )
 from tinsmith.sql_store.writer import Transaction
-from tinsmith.store import LiveModel, OperationRecord, OperationState, RunRecord, RunState, SnapshotRecord
+from tinsmith.store import Lease, LiveModel, OperationRecord, OperationState, RunRecord, RunState, SnapshotRecord
 
 _CREATION = "create_model"
 
 
-def requeue(tx: Transaction, base_model: str, max_attempts: int, reason: str | None) -> list[str]:
+def requeue(
+    tx: Transaction, lease: Lease, max_attempts: int, reason: str | None, max_interruptions: int | None
+) -> list[str]:
+    leases.fence(tx, lease)
+    base_model = lease.base_model
     running = select(OperationRow).where(OperationRow.base_model == base_model, RUNNING).order_by(col(OperationRow.id))
+    running = running.with_for_update()
     failed = []
     for row in tx.session.exec(running).all():
-        if reason is not None and row.attempts >= max_attempts:
+        if reason is None or max_interruptions is not None:
+            row.attempts -= 1
+        if max_interruptions is not None:
+            row.interruptions += 1
+        too_often = row.interruptions >= max_interruptions if max_interruptions else row.attempts >= max_attempts
+        if reason is not None and too_often:
             failed.append(row.request_id)
             _give_up(tx, row, reason)
             continue
-        if reason is None:
-            row.attempts -= 1
-        else:
+        if reason is not None:
             row.alone = row.ordered or row.attempts >= max_attempts - 1
         row.state, row.started_at, row.engine_id = OperationState.QUEUED, None, None
         if row.ordered:
@@ -48,7 +56,8 @@ def requeue(tx: Transaction, base_model: str, max_attempts: int, reason: str | N
 
 def _give_up(tx: Transaction, row: OperationRow, reason: str) -> None:
     """Fail the operation alone. Its number is used up; a model whose creation it was can never be there."""
-    message = f"the engine ended {row.attempts} times while this {row.kind} ran, so it is not tried again: {reason}"
+    times = row.attempts + row.interruptions
+    message = f"the engine ended {times} times while this {row.kind} ran, so it is not tried again: {reason}"
     log.finish(tx, [row], Failed(message=message, category="server"))
     run = log.locked_run(tx.session, row.stream) if row.ordered else None
     if run is not None:
@@ -58,16 +67,8 @@ def _give_up(tx: Transaction, row: OperationRow, reason: str) -> None:
             _lose(tx, run, f"it could not be created: {message}")
 
 
-def lose_all(tx: Transaction, base_model: str, reason: str) -> None:
-    """Lose every model that an engine has begun to create."""
-    live = select(RunRow).where(
-        RunRow.base_model == base_model, col(RunRow.state).in_(log.LIVE), col(RunRow.next_seq_id) > 0
-    )
-    for run in tx.session.exec(live.with_for_update()).all():
-        _lose(tx, run, reason)
-
-
-def lose_run(tx: Transaction, model_id: str, reason: str) -> None:
+def lose_run(tx: Transaction, lease: Lease, model_id: str, reason: str) -> None:
+    leases.fence(tx, lease)
     run = log.locked_run(tx.session, model_id)
     if run is not None and run.state in log.LIVE:
         _lose(tx, run, reason)
@@ -83,7 +84,24 @@ def _lose(tx: Transaction, run: RunRow, reason: str) -> None:
     tx.session.flush()
 
 
-def note_run(tx: Transaction, model_id: str, note: str) -> None:
+def begin_rebuild(tx: Transaction, lease: Lease, model_id: str, *, interrupted: bool) -> int:
+    leases.fence(tx, lease)
+    run = log.locked_run(tx.session, model_id)
+    assert run is not None
+    if not (interrupted and run.rebuilds):
+        run.rebuilds += 1
+    return run.rebuilds
+
+
+def end_rebuild(tx: Transaction, lease: Lease, model_id: str) -> None:
+    leases.fence(tx, lease)
+    run = log.locked_run(tx.session, model_id)
+    assert run is not None
+    run.rebuilds = 0
+
+
+def note_run(tx: Transaction, lease: Lease, model_id: str, note: str) -> None:
+    leases.fence(tx, lease)
     run = log.locked_run(tx.session, model_id)
     if run is not None and run.state in log.LIVE:
         run.state_reason = note
@@ -131,7 +149,8 @@ def replayable(session: Session, model_id: str, after_seq_id: int, limit: int) -
     return [OperationRecord(**row) for row in session.connection().execute(query).mappings()]
 
 
-def add_snapshot(tx: Transaction, record: SnapshotRecord, keep: int) -> None:
+def add_snapshot(tx: Transaction, lease: Lease, record: SnapshotRecord, keep: int) -> None:
+    leases.fence(tx, lease)
     run = log.locked_run(tx.session, record.model_id)
     if run is None or run.state not in log.LIVE:
         msg = f"model {record.model_id!r} is not live any more, so its snapshot is not kept"
@@ -156,7 +175,8 @@ def list_snapshots(session: Session, model_id: str) -> list[SnapshotRecord]:
     return [to_record(row, SnapshotRecord) for row in session.exec(_of(model_id))]
 
 
-def drop_snapshot(tx: Transaction, model_id: str, seq_id: int) -> None:
+def drop_snapshot(tx: Transaction, lease: Lease, model_id: str, seq_id: int) -> None:
+    leases.fence(tx, lease)
     row = tx.session.get(SnapshotRow, (model_id, seq_id))
     if row is not None:
         tx.session.delete(row)

@@ -34,19 +34,19 @@ def list_all(session: Session, tenant: str | None, limit: int, offset: int) -> l
 
 
 def touch(tx: Transaction, session_id: str, at: datetime) -> SessionRecord:
-    row = _row(tx.session, session_id)
+    row = _row(tx.session, session_id, lock=True)
     row.last_seen_at = max(row.last_seen_at, at)
     return to_record(row, SessionRecord)
 
 
 def update(tx: Transaction, session_id: str, project_id: str | None) -> SessionRecord:
-    row = _row(tx.session, session_id)
+    row = _row(tx.session, session_id, lock=True)
     row.project_id = project_id
     return to_record(row, SessionRecord)
 
 
 def end(tx: Transaction, session_id: str, reason: SessionEnd, detail: str | None) -> SessionRecord:
-    row = _row(tx.session, session_id)
+    row = _row(tx.session, session_id, lock=True)
     if row.ended is None:
         row.ended, row.end_detail = reason, detail
         closing.unload_models(tx, session_id)
@@ -56,14 +56,14 @@ def end(tx: Transaction, session_id: str, reason: SessionEnd, detail: str | None
 def expire(tx: Transaction, last_seen_before: datetime) -> list[str]:
     silent = select(SessionRow).where(col(SessionRow.ended).is_(None), col(SessionRow.last_seen_at) < last_seen_before)
     expired = []
-    for row in tx.session.exec(silent).all():
+    for row in tx.session.exec(silent.order_by(SessionRow.session_id).with_for_update()).all():
         end(tx, row.session_id, "expired", f"no heartbeat since {row.last_seen_at:%Y-%m-%d %H:%M:%S} UTC")
         expired.append(row.session_id)
     return expired
 
 
-def _row(session: Session, session_id: str) -> SessionRow:
-    row = session.get(SessionRow, session_id)
+def _row(session: Session, session_id: str, *, lock: bool = False) -> SessionRow:
+    row = session.get(SessionRow, session_id, with_for_update=True if lock else None)
     if row is None:
         msg = f"no session {session_id!r}"
         raise NotFoundError(msg)

@@ -1,18 +1,20 @@
 """SQLite: one file in WAL mode, on a disk of this machine."""
 
 import asyncio
+import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from sqlalchemy import Connection, create_engine, event
 from sqlalchemy.engine import URL
 from sqlalchemy.pool import StaticPool
 from sqlmodel import Session
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, ServerError
+from tinsmith.sql_store import sqlite_scrubbing
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.database import Database
 from tinsmith.sql_store.dialect import Dialect
@@ -54,6 +56,8 @@ class SqliteDialect(Dialect):
     def _database(self, begin: str, synchronous: str) -> Database:
         pragmas = (
             f"busy_timeout = {int(self._config.busy_timeout_s * 1000)}",
+            "auto_vacuum = INCREMENTAL",  # before anything is written, or it changes nothing
+            "secure_delete = ON",  # what is deleted is overwritten
             "journal_mode = WAL",
             f"synchronous = {synchronous}",
             "foreign_keys = ON",
@@ -74,13 +78,13 @@ class SqliteDatabase(Database):
         event.listen(self._engine, "connect", partial(_prepare, pragmas))
         event.listen(self._engine, "begin", partial(_begin, begin))
 
-    async def run(self, work: Callable[[Session], T]) -> T:
-        return await self._in_thread(partial(self._run, work))
+    async def run(self, work: Callable[[Session], T], *, commit: Callable[[Session], None] = Session.commit) -> T:
+        return await self._in_thread(partial(self._run, work, commit))
 
-    def _run(self, work: Callable[[Session], T]) -> T:
+    def _run(self, work: Callable[[Session], T], commit: Callable[[Session], None]) -> T:
         with Session(self._engine, expire_on_commit=False) as session:
             result = work(session)
-            session.commit()
+            commit(session)
             return result
 
     async def migrate(self, work: Callable[[Connection], None]) -> None:
@@ -91,6 +95,21 @@ class SqliteDatabase(Database):
         self._path.touch(mode=0o600)  # it holds the users' data; SQLite copies the mode to its log
         with self._engine.begin() as connection:
             work(connection)
+        self._raw(sqlite_scrubbing.convert)
+
+    async def scrub(self) -> None:
+        await self._in_thread(partial(self._raw, sqlite_scrubbing.scrub))
+
+    def _raw(self, work: Callable[[sqlite3.Connection], None]) -> None:
+        """Work on the driver's connection, without a transaction around it."""
+        connection = self._engine.raw_connection()
+        try:
+            work(cast("sqlite3.Connection", connection.driver_connection))
+        except sqlite3.Error as error:
+            msg = f"the database {str(self._path)!r} could not be scrubbed: {error}"
+            raise ServerError(msg) from error
+        finally:
+            connection.close()
 
     async def close(self) -> None:
         await self._in_thread(self._engine.dispose)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from functools import partial
@@ -10,14 +10,20 @@ from functools import partial
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.errors import ServerError
+from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store import (
     checkpoint_rows,
     claiming,
     closing,
     completing,
+    finished_samples,
+    leases,
     log,
+    log_reading,
     models,
+    pruning,
     recovering,
+    secret_rows,
     sessions,
     submitting,
 )
@@ -32,10 +38,16 @@ from tinsmith.store import (
     Completion,
     EngineRecord,
     EngineState,
+    FinishedSamples,
+    Lease,
+    LeaseHeld,
     LiveModel,
+    LoggedOperation,
+    LogTotals,
     NewOperation,
     OperationRecord,
     RequestStore,
+    RunLog,
     RunRecord,
     SamplerRecord,
     SessionEnd,
@@ -106,6 +118,7 @@ class SqlStore(RequestStore):
 
     # sessions
 
+    @durable_boundary("store.create_session")
     async def create_session(self, session: SessionRecord, *, idempotency_key: str | None) -> SessionRecord:
         return await self._durable.write(lambda tx: sessions.create(tx, session, idempotency_key))
 
@@ -121,6 +134,7 @@ class SqlStore(RequestStore):
     async def update_session(self, session_id: str, *, project_id: str | None) -> SessionRecord:
         return await self._durable.write(lambda tx: sessions.update(tx, session_id, project_id))
 
+    @durable_boundary("store.end_session")
     async def end_session(self, session_id: str, reason: SessionEnd, detail: str | None) -> SessionRecord:
         return await self._durable.write(lambda tx: sessions.end(tx, session_id, reason, detail))
 
@@ -129,8 +143,11 @@ class SqlStore(RequestStore):
 
     # models, samplers, checkpoints
 
+    @durable_boundary("store.create_run")
     async def create_run(self, run: RunRecord, operation: NewOperation) -> str:
-        return await self._durable.write(lambda tx: models.create_run(tx, run, operation))
+        return await self._durable.write(
+            lambda tx: models.create_run(tx, run, operation), models=lambda _: (run.model_id,)
+        )
 
     async def get_run(self, model_id: str) -> RunRecord:
         return await self._reader.read(lambda db: models.get_run(db, model_id))
@@ -140,6 +157,7 @@ class SqlStore(RequestStore):
     ) -> tuple[list[RunRecord], int]:
         return await self._reader.read(lambda db: models.list_runs(db, tenant, session_id, limit, offset))
 
+    @durable_boundary("store.create_sampler")
     async def create_sampler(self, sampler: SamplerRecord) -> SamplerRecord:
         return await self._durable.write(lambda tx: models.create_sampler(tx, sampler))
 
@@ -162,16 +180,36 @@ class SqlStore(RequestStore):
     ) -> CheckpointRecord:
         return await self._durable.write(lambda tx: checkpoint_rows.update(tx, path, change))
 
+    @durable_boundary("store.delete_checkpoint")
     async def delete_checkpoint(self, path: str) -> CheckpointRecord:
         return await self._durable.write(lambda tx: checkpoint_rows.delete(tx, path))
+
+    async def deleted_checkpoint(self, path: str) -> CheckpointRecord:
+        return await self._reader.read(lambda db: checkpoint_rows.deleted(db, path))
 
     async def expired_checkpoints(self, now: datetime) -> list[CheckpointRecord]:
         return await self._reader.read(lambda db: checkpoint_rows.expired(db, now))
 
+    async def add_checkpoint(self, record: CheckpointRecord) -> None:
+        await self._durable.write(lambda tx: checkpoint_rows.add(tx, record))
+
+    # a model's log, for people
+
+    async def run_log(self, model_id: str) -> RunLog:
+        return await self._reader.read(lambda db: log_reading.run_log(db, model_id))
+
+    async def list_log(self, model_id: str, *, from_seq_id: int | None, limit: int) -> list[LoggedOperation]:
+        return await self._reader.read(lambda db: log_reading.list_log(db, model_id, from_seq_id, limit))
+
+    async def log_totals(self, model_id: str) -> list[LogTotals]:
+        return await self._reader.read(lambda db: log_reading.totals(db, model_id))
+
     # the log, server side
 
+    @durable_boundary("store.submit")
     async def submit(self, operation: NewOperation) -> str:
-        return await self._durable.write(lambda tx: submitting.submit(tx, operation))
+        models = (operation.stream,) if operation.ordered else ()
+        return await self._durable.write(lambda tx: submitting.submit(tx, operation), models=lambda _: models)
 
     async def get_operation(self, request_id: str) -> OperationRecord:
         return await self._reader.read(lambda db: log.get(db, request_id))
@@ -185,6 +223,24 @@ class SqlStore(RequestStore):
                 return record
         return await self.get_operation(request_id)
 
+    async def finished_samples(
+        self, sampling_session_id: str, clone: int, *, after: int, limit: int, timeout_s: float
+    ) -> FinishedSamples:
+        def read() -> Awaitable[FinishedSamples]:
+            return self._reader.read(
+                lambda db: finished_samples.after(db, sampling_session_id, clone, cursor=after, limit=limit)
+            )
+
+        if timeout_s > 0:
+            topic = finished_samples.topic(sampling_session_id, clone)
+            with self._wakeups.subscribe(topic) as told, suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    while not (found := await read()).samples:
+                        await told.wait()
+                        told.clear()
+                    return found
+        return await read()
+
     async def waiting(self, request_id: str) -> Waiting:
         return await self._reader.read(lambda db: log.waiting(db, request_id))
 
@@ -194,36 +250,59 @@ class SqlStore(RequestStore):
     async def cancel(self, request_id: str) -> OperationRecord:
         return await self._durable.write(lambda tx: claiming.cancel(tx, request_id))
 
+    # leases
+
+    @durable_boundary("store.acquire_lease")
+    async def acquire_lease(
+        self, base_model: str, *, engine_id: str, duration_s: float, dead: str | None = None
+    ) -> Lease | LeaseHeld:
+        return await self._durable.write(lambda tx: leases.acquire(tx, base_model, engine_id, duration_s, dead))
+
+    async def renew_lease(self, lease: Lease) -> None:
+        await self._relaxed.write(lambda tx: leases.renew(tx, lease))
+
+    async def release_lease(self, base_model: str, engine_id: str) -> None:
+        await self._durable.write(lambda tx: leases.release(tx, base_model, engine_id))
+
+    async def wait_for_lease(self, base_model: str, timeout_s: float) -> None:
+        with self._wakeups.subscribe(leases.topic(base_model)) as told, suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await told.wait()
+
     # the log, engine side
 
+    @durable_boundary("store.claim")
     async def claim(
         self,
-        base_model: str,
+        lease: Lease,
         *,
-        engine_id: str,
         max_operations: int,
         ordered: bool | None = None,
         alone: bool = False,
     ) -> list[OperationRecord]:
+        base_model = lease.base_model
         self._work_event(base_model)
         if max_operations <= 0 or not await self._reader.read(
             lambda db: claiming.something_queued(db, base_model, ordered=ordered)
         ):
             return []
         return await self._relaxed.write(
-            lambda tx: claiming.claim(
-                tx, base_model, engine_id, max_operations=max_operations, ordered=ordered, alone=alone
-            )
+            lambda tx: claiming.claim(tx, lease, max_operations=max_operations, ordered=ordered, alone=alone),
+            models=None if ordered is False else lambda db: claiming.models_to_claim(db, base_model),
         )
 
-    async def complete(self, completions: Sequence[Completion]) -> None:
+    @durable_boundary("store.complete")
+    async def complete(self, lease: Lease, completions: Sequence[Completion]) -> None:
         if completions:
-            await self._durable.write(lambda tx: completing.complete(tx, completions))
+            await self._durable.write(
+                lambda tx: completing.complete(tx, lease, completions),
+                models=lambda db: completing.models_of(db, completions),
+            )
 
-    async def cancelled(self, base_model: str) -> list[str]:
-        if not await self._reader.read(lambda db: claiming.untold_cancellations(db, base_model)):
+    async def cancelled(self, lease: Lease) -> list[str]:
+        if not await self._reader.read(lambda db: claiming.untold_cancellations(db, lease.base_model)):
             return []
-        return await self._relaxed.write(lambda tx: claiming.cancelled(tx, base_model))
+        return await self._relaxed.write(lambda tx: claiming.cancelled(tx, lease))
 
     async def fail_gaps(self, base_model: str, *, older_than: datetime) -> int:
         if not await self._reader.read(lambda db: closing.waiting_since(db, base_model, older_than)):
@@ -247,45 +326,74 @@ class SqlStore(RequestStore):
 
     # recovery, engine side
 
-    async def requeue(self, base_model: str, *, max_attempts: int, reason: str | None) -> list[str]:
-        return await self._durable.write(lambda tx: recovering.requeue(tx, base_model, max_attempts, reason))
+    @durable_boundary("store.requeue")
+    async def requeue(
+        self, lease: Lease, *, max_attempts: int, reason: str | None, max_interruptions: int | None = None
+    ) -> list[str]:
+        return await self._durable.write(
+            lambda tx: recovering.requeue(tx, lease, max_attempts, reason, max_interruptions)
+        )
 
     async def live_models(self, base_model: str) -> list[LiveModel]:
         return await self._reader.read(lambda db: recovering.live_models(db, base_model))
 
+    async def begin_rebuild(self, lease: Lease, model_id: str, *, interrupted: bool) -> int:
+        return await self._relaxed.write(
+            lambda tx: recovering.begin_rebuild(tx, lease, model_id, interrupted=interrupted)
+        )
+
+    async def end_rebuild(self, lease: Lease, model_id: str) -> None:
+        await self._relaxed.write(lambda tx: recovering.end_rebuild(tx, lease, model_id))
+
     async def replayable(self, model_id: str, *, after_seq_id: int, limit: int) -> list[OperationRecord]:
         return await self._reader.read(lambda db: recovering.replayable(db, model_id, after_seq_id, limit))
 
-    async def add_snapshot(self, record: SnapshotRecord, *, keep: int) -> None:
-        await self._durable.write(lambda tx: recovering.add_snapshot(tx, record, keep))
+    @durable_boundary("store.add_snapshot")
+    async def add_snapshot(self, lease: Lease, record: SnapshotRecord, *, keep: int) -> None:
+        await self._durable.write(lambda tx: recovering.add_snapshot(tx, lease, record, keep))
 
     async def list_snapshots(self, model_id: str) -> list[SnapshotRecord]:
         return await self._reader.read(lambda db: recovering.list_snapshots(db, model_id))
 
-    async def drop_snapshot(self, model_id: str, seq_id: int) -> None:
-        await self._durable.write(lambda tx: recovering.drop_snapshot(tx, model_id, seq_id))
+    async def drop_snapshot(self, lease: Lease, model_id: str, seq_id: int) -> None:
+        await self._durable.write(lambda tx: recovering.drop_snapshot(tx, lease, model_id, seq_id))
 
-    async def lose_run(self, model_id: str, reason: str) -> None:
-        await self._durable.write(lambda tx: recovering.lose_run(tx, model_id, reason))
+    async def lose_run(self, lease: Lease, model_id: str, reason: str) -> None:
+        await self._durable.write(lambda tx: recovering.lose_run(tx, lease, model_id, reason))
 
-    async def note_run(self, model_id: str, note: str) -> None:
-        await self._durable.write(lambda tx: recovering.note_run(tx, model_id, note))
+    async def note_run(self, lease: Lease, model_id: str, note: str) -> None:
+        await self._durable.write(lambda tx: recovering.note_run(tx, lease, model_id, note))
 
     # engines
 
-    async def report_engine(self, record: EngineRecord) -> None:
+    @durable_boundary("store.report_engine")
+    async def report_engine(self, record: EngineRecord, *, lease: Lease | None = None) -> None:
         writer = self._durable if record.state == EngineState.FAILED else self._relaxed
-        await writer.write(lambda tx: closing.report_engine(tx, record))
+        await writer.write(lambda tx: closing.report_engine(tx, record, lease))
 
     async def list_engines(self) -> list[EngineRecord]:
         return await self._reader.read(closing.list_engines)
 
+    # secrets
+
+    async def secret(self, name: str) -> bytes:
+        found = await self._reader.read(lambda db: secret_rows.find(db, name))
+        if found is not None:
+            return found
+        return await self._durable.write(lambda tx: secret_rows.find_or_make(tx.session, name))
+
     # housekeeping
 
-    async def prune(self, finished_before: datetime) -> int:
+    @durable_boundary("store.prune")
+    async def prune(self, finished_before: datetime, *, idle_since: datetime | None = None) -> int:
         pruned = 0
-        while part := await self._durable.write(lambda tx: log.prune(tx, finished_before, _PRUNE_AT_A_TIME)):
+        while part := await self._durable.write(
+            lambda tx: pruning.prune(tx, finished_before, idle_since or finished_before, _PRUNE_AT_A_TIME)
+        ):
             pruned += part
+        await self._durable.write(lambda tx: finished_samples.prune(tx.session, finished_before))
+        await self._durable.write(lambda tx: checkpoint_rows.forget_deleted(tx, finished_before))
+        await self._durable.scrub()
         return pruned
 
     async def _sweep(self) -> None:

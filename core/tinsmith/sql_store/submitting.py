@@ -15,7 +15,12 @@ from tinsmith.store import EngineState, NewOperation, OperationState, RunState
 _SAME = sqlalchemy.select(OPERATIONS.c.request_id, OPERATIONS.c.digest).where(
     OPERATIONS.c.stream == bindparam("stream"), OPERATIONS.c.seq_id == bindparam("seq_id")
 )
-_ENGINE = sqlalchemy.select(ENGINES.c.state, ENGINES.c.detail).where(ENGINES.c.base_model == bindparam("base_model"))
+# The lock waits for nothing but an engine that is being given up, which fails what has been submitted until then.
+_ENGINE = (
+    sqlalchemy.select(ENGINES.c.state, ENGINES.c.detail)
+    .where(ENGINES.c.base_model == bindparam("base_model"))
+    .with_for_update(read=True, key_share=True)
+)
 _INSERT, _INSERT_PAYLOAD = OPERATIONS.insert(), PAYLOADS.insert()
 
 
@@ -37,8 +42,9 @@ def submit(tx: Transaction, operation: NewOperation) -> str:
     return request_id
 
 
-def refuse_ended_session(session: Session, session_id: str) -> None:
-    row = session.get(SessionRow, session_id)
+def refuse_ended_session(session: Session, session_id: str, *, lock: bool = False) -> None:
+    """With `lock` it cannot end before the transaction does."""
+    row = session.get(SessionRow, session_id, with_for_update={"read": True} if lock else None)
     if row is not None and row.ended is not None:
         detail = f": {row.end_detail}" if row.end_detail else ""
         msg = f"session {session_id!r} has ended ({row.ended}{detail}); create a new one"
@@ -71,6 +77,8 @@ def _hopeless(session: Session, operation: NewOperation, run: RunRow | None) -> 
             )
         if run.state == RunState.LOST:
             return lost(run.model_id, run.state_reason)
+        if run.state == RunState.READY:
+            return None  # if its engine has been given up, it waits for the next one
     engine = session.connection().execute(_ENGINE, {"base_model": operation.base_model}).first()
     if engine is not None and engine.state == EngineState.FAILED:
         return no_engine(operation.base_model, engine.detail)

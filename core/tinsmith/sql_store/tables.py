@@ -14,7 +14,7 @@ from sqlmodel import Field, SQLModel, UniqueConstraint
 from tinsmith.backend import Capabilities
 from tinsmith.operations import LoraConfig
 from tinsmith.sql_store.columns import AsJson, AsText, Microseconds
-from tinsmith.store import EngineState, OperationState, RunState
+from tinsmith.store import ConsistencyCounts, EngineState, OperationState, RunState
 
 R = TypeVar("R")
 Row = TypeVar("Row", bound=SQLModel)
@@ -33,6 +33,10 @@ def _maybe_time() -> Any:  # Any: as sqlmodel.Field itself
 def _json(python: Any = None, *, nullable: bool = False) -> Any:  # Any: as sqlmodel.Field itself
     kind = JSON(none_as_null=True) if python is None else AsJson(python)
     return Field(default=None, sa_column=Column(kind, nullable=nullable))
+
+
+def _count() -> Any:  # Any: as sqlmodel.Field itself
+    return Field(default=0, sa_column=Column(Integer, nullable=False, server_default="0"))
 
 
 class Table(SQLModel):
@@ -82,6 +86,7 @@ class RunRow(Table, table=True):
     next_seq_id: int = Field(sa_type=BigInteger)
     applied_seq_id: int = Field(sa_type=BigInteger)
     pruned_seq_id: int = Field(default=-1, sa_type=BigInteger)  # the highest one that retention has removed
+    rebuilds: int = _count()  # begun and not finished: how often an engine died while it rebuilt this model
 
 
 class SamplerRow(Table, table=True):
@@ -113,6 +118,7 @@ class CheckpointRow(Table, table=True):
     public: bool
     expires_at: datetime | None = Field(default=None, sa_type=Microseconds, nullable=True, index=True)
     user_metadata: dict[str, str] = _json()
+    deleted_at: datetime | None = Field(default=None, sa_type=Microseconds, nullable=True)  # kept for repeated requests
 
 
 # Written out, since SQLite uses a partial index only where the query shows its condition as a literal.
@@ -155,7 +161,8 @@ class OperationRow(Table, table=True):
     started_at: datetime | None = _maybe_time()
     finished_at: datetime | None = Field(default=None, sa_type=Microseconds, nullable=True, index=True)
     engine_id: str | None = None  # who claimed it
-    attempts: int = 0  # how often it was claimed, orderly stops aside
+    attempts: int = 0  # how often it was claimed, but for orderly stops and interruptions
+    interruptions: int = _count()  # how often its engine was killed from outside
     alone: bool = Field(  # an engine died while it ran: nothing else runs beside the next attempt
         default=False, sa_column=Column(Boolean, nullable=False, server_default=false())
     )
@@ -182,6 +189,30 @@ class ResultRow(Table, table=True):
     result: bytes = Field(sa_type=LargeBinary)
 
 
+class FinishedSampleRow(Table, table=True):
+    """That a sample finished, and when among the others of its client."""
+
+    __tablename__ = "finished_samples"
+
+    stream: str = Field(primary_key=True)
+    clone: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))
+    number: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))  # from 1 on
+    request_id: str
+    succeeded: bool
+    size_bytes: int = Field(sa_type=BigInteger)
+    finished_at: datetime = _time(index=True)
+
+
+class SampleCountRow(Table, table=True):
+    """Where the numbers of `finished_samples` come from."""
+
+    __tablename__ = "sample_counts"
+
+    stream: str = Field(primary_key=True)
+    clone: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))
+    last: int = Field(sa_type=BigInteger)
+
+
 class EngineRow(Table, table=True):
     __tablename__ = "engines"
 
@@ -194,6 +225,18 @@ class EngineRow(Table, table=True):
     pid: int | None = None
     restarts: int
     capabilities: Capabilities | None = _json(Capabilities, nullable=True)
+    consistency: ConsistencyCounts | None = _json(ConsistencyCounts, nullable=True)
+
+
+class LeaseRow(Table, table=True):
+    """Never deleted: the epoch must grow for ever."""
+
+    __tablename__ = "leases"
+
+    base_model: str = Field(primary_key=True)
+    epoch: int = Field(sa_type=BigInteger)
+    engine_id: str | None = None  # None: released
+    expires_at: datetime = _time()
 
 
 class SnapshotRow(Table, table=True):
@@ -206,6 +249,13 @@ class SnapshotRow(Table, table=True):
     created_at: datetime = _time()
 
 
+class SecretRow(Table, table=True):
+    __tablename__ = "secrets"
+
+    name: str = Field(primary_key=True)
+    value: bytes = Field(sa_type=LargeBinary)
+
+
 class RetentionRow(Table, table=True):
     """One row: operations finished before `finished_before` have been removed."""
 
@@ -216,8 +266,9 @@ class RetentionRow(Table, table=True):
 
 
 # The hot paths use the bare tables: a mapped object costs several times what its statement does.
-OPERATIONS, PAYLOADS, RESULTS, ENGINES, RUNS = (
-    row.metadata.tables[str(row.__tablename__)] for row in (OperationRow, PayloadRow, ResultRow, EngineRow, RunRow)
+OPERATIONS, PAYLOADS, RESULTS, ENGINES, RUNS, FINISHED_SAMPLES, SAMPLE_COUNTS, LEASES = (
+    row.metadata.tables[str(row.__tablename__)]
+    for row in (OperationRow, PayloadRow, ResultRow, EngineRow, RunRow, FinishedSampleRow, SampleCountRow, LeaseRow)
 )
 
 

@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from sqlmodel import Session
+
 
 class WakeUps(ABC):
     """The topics of one process: what it waits for, and what it tells."""
@@ -32,8 +34,11 @@ class WakeUps(ABC):
         """Return what this process waits for."""
         return list(self._waiting)
 
+    def enlist(self, session: Session, topics: list[str]) -> None:
+        """Have the transaction itself tell the other processes when it commits, where the database can."""
+
     def tell(self, topics: Iterable[str]) -> None:
-        """Wake who waits for one of the topics, in every process. Does not block."""
+        """Wake who waits for one of the topics, in every process, once they are committed. Does not block."""
         distinct = list(dict.fromkeys(topics))
         self.wake(distinct)
         if distinct:

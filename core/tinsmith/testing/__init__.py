@@ -17,12 +17,14 @@ pytest.register_assert_rewrite(  # before they are imported, or a failure would 
     "tinsmith.testing.sampling_snapshots",
     "tinsmith.testing.sampling_suite",
     "tinsmith.testing.checkpoint_contract",
+    "tinsmith.testing.consistency_contract",
     "tinsmith.testing.store_contract",
     "tinsmith.testing.scheduler_contract",
 )
 
 from tinsmith.testing.checkpoint_contract import CheckpointContract  # noqa: E402 - see above
+from tinsmith.testing.consistency_contract import ConsistencyContract  # noqa: E402
 from tinsmith.testing.sampling_contract import SamplingBackendContract  # noqa: E402
 from tinsmith.testing.training_contract import TrainingBackendContract  # noqa: E402
 
-__all__ = ["CheckpointContract", "SamplingBackendContract", "TrainingBackendContract"]
+__all__ = ["CheckpointContract", "ConsistencyContract", "SamplingBackendContract", "TrainingBackendContract"]

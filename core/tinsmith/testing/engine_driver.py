@@ -1,14 +1,26 @@
 """Driving an engine without HTTP: submit operations to a store, and read their results, as the server does."""
 
 import hashlib
+import secrets
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 
 from tinsmith import operations as ops
 from tinsmith.codec import decode_result, encode_operation, kind_of
-from tinsmith.store import EngineRecord, NewOperation, RequestStore, RunRecord, SessionRecord
+from tinsmith.store import EngineRecord, Lease, NewOperation, RequestStore, RunRecord, SessionRecord
 
 WAIT_S = 60.0  # a test that waits so long has failed
+
+
+async def take_over(store: RequestStore, base_model: str, *, engine_id: str | None = None) -> Lease:
+    """Take the lease from whichever engine holds it, which counts as dead from now on."""
+    own = engine_id or f"engine-{secrets.token_hex(4)}"
+    dead: str | None = None
+    while True:
+        found = await store.acquire_lease(base_model, engine_id=own, duration_s=3600.0, dead=dead)
+        if isinstance(found, Lease):
+            return found
+        dead = found.engine_id
 
 
 class EngineDriver:

@@ -3,14 +3,16 @@
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 
-from tinsmith.backend import BackendContext, Capabilities, SamplingBackend
+from tinsmith.backend import Capabilities, SamplingBackend, TrainingBackend
 from tinsmith.engine import Engine
+from tinsmith.model_backends import capabilities_of, make_backends
 from tinsmith.plugins import Plugins
 from tinsmith.settings import ModelSettings, PluginSection, Settings
-from tinsmith.store import EngineRecord, EngineState, RequestStore
+from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore
+from tinsmith.testing.engine_driver import take_over
 from tinsmith.testing.loop_thread import LoopThread
 
 _STOP_TIMEOUT_S = 30.0
@@ -18,57 +20,60 @@ _STOP_TIMEOUT_S = 30.0
 
 @contextmanager
 def engine_thread(settings: Settings, model: ModelSettings, plugins: Plugins, store: RequestStore) -> Iterator[None]:
-    """Run the engine of one model until the block ends. The store is opened and closed on the engine's loop.
-
-    The backend must be able to sample by itself where the test samples: a `sampler` section is not looked at.
-    """
-    with LoopThread.running(f"tinsmith-engine-{model.name}") as loop:
-        loop.call(store.open())
-        try:
-            engine = loop.call(_start(settings, model, plugins, store))
-            running: Future[None] = asyncio.run_coroutine_threadsafe(engine.run(), loop.loop)
-            try:
-                yield
-            finally:
-                loop.loop.call_soon_threadsafe(engine.stop)
-                running.result(_STOP_TIMEOUT_S)
-        finally:
-            loop.call(store.close())
-
-
-async def _start(settings: Settings, model: ModelSettings, plugins: Plugins, store: RequestStore) -> Engine:
+    """Run the engine of one model until the block ends. The store is opened and closed on the engine's loop."""
     section = model.backend or PluginSection(plugin="toy")
-    spec = plugins.backend(section.plugin)
-    context = BackendContext(
-        model_name=model.name,
-        model_path=model.path,
-        cache_dir=settings.server.data_dir / "cache" / section.plugin,
-        losses=plugins.losses(),
-    )
-    backend = spec.create(spec.config.model_validate(section.options()), context)
+    model = model.model_copy(update={"backend": section})
+    backend, sampler = make_backends(model, plugins, settings.server.data_dir, lambda _what, _share: None)
+    with LoopThread.running(f"tinsmith-engine-{model.name}") as loop, ExitStack() as stack:
+        stack.callback(backend.close)
+        if sampler is not None and not isinstance(sampler, TrainingBackend):
+            stack.callback(sampler.close)
+        loop.call(store.open())
+        stack.callback(lambda: loop.call(store.close()))
+        lease = loop.call(take_over(store, model.name))
+        stack.callback(lambda: loop.call(store.release_lease(model.name, lease.engine_id)))
+        engine = loop.call(_start(settings, model, plugins, store, lease, backend, sampler))
+        running: Future[None] = asyncio.run_coroutine_threadsafe(engine.run(), loop.loop)
+        try:
+            yield
+        finally:
+            loop.loop.call_soon_threadsafe(engine.stop)
+            running.result(_STOP_TIMEOUT_S)
+
+
+async def _start(
+    settings: Settings,
+    model: ModelSettings,
+    plugins: Plugins,
+    store: RequestStore,
+    lease: Lease,
+    backend: TrainingBackend,
+    sampler: SamplingBackend | None,
+) -> Engine:
     scheduler = plugins.scheduler(settings.scheduler.plugin)
     engine = Engine(
-        base_model=model.name,
+        lease=lease,
         store=store,
         scheduler=scheduler.create(scheduler.config.model_validate(settings.scheduler.options())),
         backend=backend,
-        sampler=backend if isinstance(backend, SamplingBackend) else None,
+        sampler=sampler,
         losses=plugins.losses(),
         checkpoint_root=settings.server.data_dir / "checkpoints",
-        engine_id=f"thread-{model.name}",
         gap_timeout_s=settings.server.gap_timeout_s,
         resident_snapshots=model.resident_snapshots,
         on_finished=plugins.operation_finished,
         recovery=settings.recovery,
+        consistency=model.consistency,
+        model_path=model.path,
+        shard_bytes=model.checkpoint_shard_bytes,
     )
     await engine.recover("the engine was restarted", lambda _what, _share: None)
-    await _report_ready(store, model.name, backend.capabilities)
+    await _report_ready(store, lease, capabilities_of(backend, sampler))
     return engine
 
 
-async def _report_ready(store: RequestStore, base_model: str, capabilities: Capabilities) -> None:
-    await store.report_engine(
-        EngineRecord(
-            base_model=base_model, state=EngineState.READY, updated_at=datetime.now(UTC), capabilities=capabilities
-        )
+async def _report_ready(store: RequestStore, lease: Lease, capabilities: Capabilities) -> None:
+    record = EngineRecord(
+        base_model=lease.base_model, state=EngineState.READY, updated_at=datetime.now(UTC), capabilities=capabilities
     )
+    await store.report_engine(record, lease=lease)

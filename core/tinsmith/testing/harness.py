@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from tinsmith.plugins import Plugins
 from tinsmith.server.app import begin_shutdown, create_app
 from tinsmith.server.bounded_http import BoundedHttp
-from tinsmith.settings import ModelSettings, PluginSection, ServerSettings, Settings
+from tinsmith.settings import ModelSettings, PluginSection, RecoverySettings, ServerSettings, Settings
 from tinsmith.store import RequestStore, StoreContext
 from tinsmith.testing.engine_thread import engine_thread
 from tinsmith.testing.loop_thread import LoopThread
@@ -54,22 +54,29 @@ def running_server(
     *,
     models: Sequence[ModelSettings] = (TOY,),
     server: Mapping[str, object] | None = None,
+    recovery: Mapping[str, object] | None = None,
+    store_options: Mapping[str, object] | None = None,
     extra_plugins: Sequence[object] = (),
     engines: bool = True,
 ) -> Iterator[RunningServer]:
-    """Serve until the block ends. `server` overrides fields of ServerSettings; without `engines` all work stays queued.
+    """Serve until the block ends. Without `engines` all work stays queued.
+
+    `server` and `recovery` override fields of ServerSettings and RecoverySettings, `store_options` those of the store.
 
     A second server on the same `data_dir` sees what the first one left.
     """
     settings = Settings(
-        server=ServerSettings.model_validate({"data_dir": data_dir, "port": 0, **(server or {})}), models=tuple(models)
+        server=ServerSettings.model_validate({"data_dir": data_dir, "port": 0, **(server or {})}),
+        store=PluginSection.model_validate({"plugin": "sql", **(store_options or {})}),
+        recovery=RecoverySettings.model_validate(recovery or {}),
+        models=tuple(models),
     )
     with ExitStack() as stack:
         loop = stack.enter_context(LoopThread.running("tinsmith-server"))
         store = create_store(settings, Plugins.load(extra_plugins))
         loop.call(store.open())
         stack.callback(lambda: loop.call(store.close()))
-        app = create_app(settings, store=store, plugins=Plugins.load(extra_plugins))
+        app = loop.call(create_app(settings, store=store, plugins=Plugins.load(extra_plugins)))
         url = stack.enter_context(_http(app, loop))
         for model in settings.models if engines else ():
             own = Plugins.load(extra_plugins)

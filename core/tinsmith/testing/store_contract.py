@@ -9,7 +9,7 @@ Needs the `testing` extra (pytest, pytest-asyncio in auto mode).
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 
 from tinsmith.backend import Capabilities
 from tinsmith.codec import decode_operation, decode_result, encode_operation
-from tinsmith.errors import ConflictError, NotFoundError, ResultExpiredError, ServerError, UserError
+from tinsmith.errors import ConflictError, LeaseLostError, NotFoundError, ResultExpiredError, ServerError, UserError
 from tinsmith.operations import (
     CreateModel,
     Failed,
@@ -31,11 +31,14 @@ from tinsmith.operations import (
     UnloadModel,
 )
 from tinsmith.store import (
+    SEQ_IDS_PER_CLONE,
     CheckpointRecord,
     CheckpointWritten,
     Completion,
     EngineRecord,
     EngineState,
+    Lease,
+    LeaseHeld,
     LoraResolved,
     NewOperation,
     OperationState,
@@ -129,17 +132,36 @@ async def a_model(store: RequestStore, model_id: str = "s1:train:0", tenant: str
     request_id = await store.create_run(a_run(model_id, tenant=tenant), a_creation(model_id, tenant=tenant))
     await claim(store)
     ready = RunStateChanged(model_id=model_id, state=RunState.READY)
-    await store.complete([done(request_id, ModelCreated(model_id=model_id), ready)])
+    await complete(store, [done(request_id, ModelCreated(model_id=model_id), ready)])
     return request_id
 
 
 async def claim(store: RequestStore, max_operations: int = 100, **more: Any) -> list[str]:  # Any: claim's keywords
-    records = await store.claim(BASE, engine_id="engine-1", max_operations=max_operations, **more)
+    records = await store.claim(await lease_of(store), max_operations=max_operations, **more)
     return [record.request_id for record in records]
+
+
+async def lease_of(store: RequestStore, engine_id: str = "engine-1", duration_s: float = 3600.0) -> Lease:
+    """Return the lease of an engine that no other one disputes."""
+    lease = await store.acquire_lease(BASE, engine_id=engine_id, duration_s=duration_s)
+    assert isinstance(lease, Lease), lease
+    return lease
+
+
+async def complete(store: RequestStore, completions: Sequence[Completion]) -> None:
+    await store.complete(await lease_of(store), completions)
 
 
 def done(request_id: str, result: Result | None = None, *effects: Any) -> Completion:  # Any: Effect
     return Completion(request_id=request_id, result=result or OptimStepOutput(), effects=effects)
+
+
+async def finished(
+    store: RequestStore, stream: str = "s1:sample:0", clone: int = 0, *, after: int = 0, timeout_s: float = 0
+) -> tuple[list[tuple[str, bool]], int]:
+    """Return who finished and whether it succeeded, and the cursor."""
+    found = await store.finished_samples(stream, clone, after=after, limit=100, timeout_s=timeout_s)
+    return [(sample.request_id, sample.succeeded) for sample in found.samples], found.cursor
 
 
 async def state_of(store: RequestStore, request_id: str) -> OperationState:
@@ -274,7 +296,7 @@ class RequestStoreContract:
         save = await store.submit(an_operation(seq_id=1, kind="save_state"))
         await claim(store)
         written = [CheckpointWritten(record=first), CheckpointWritten(record=second)]
-        await store.complete([done(save, None, *written)])
+        await complete(store, [done(save, None, *written)])
         assert await store.get_checkpoint(first.path) == first
         assert await store.list_checkpoints("ann") == ([second, first], 2)
         assert await store.list_checkpoints("ann", limit=1, offset=1) == ([first], 2)
@@ -289,12 +311,34 @@ class RequestStoreContract:
             with pytest.raises(NotFoundError, match="first"):
                 await missing(first.path)
         assert await state_of(store, request_id) == OperationState.SUCCEEDED
+        assert await store.list_checkpoints("ann") == ([second], 1)
+        assert await store.expired_checkpoints(expires_at) == []
+        # a client that did not hear the answer asks again
+        assert await store.deleted_checkpoint(first.path) == changed
+        for never in (second.path, "tinker://s1:train:0/weights/never"):
+            with pytest.raises(NotFoundError, match=never):
+                await store.deleted_checkpoint(never)
+        again = await store.submit(an_operation(seq_id=2, kind="save_state"))
+        await claim(store)
+        await complete(store, [done(again, None, CheckpointWritten(record=first))])
+        assert await store.get_checkpoint(first.path) == first
+        await store.delete_checkpoint(first.path)
+        await store.prune(datetime.now(UTC) + timedelta(hours=1))
+        with pytest.raises(NotFoundError):
+            await store.deleted_checkpoint(first.path)
+
+    async def test_a_checkpoint_that_no_operation_wrote(self, store: RequestStore) -> None:
+        await store.add_checkpoint(a_checkpoint())
+        assert await store.get_checkpoint(a_checkpoint().path) == a_checkpoint()
+        with pytest.raises(UserError, match=r"weights/first.*exists already"):
+            await store.add_checkpoint(replace(a_checkpoint(), step=9))
+        assert (await store.get_checkpoint(a_checkpoint().path)).step == a_checkpoint().step
 
     async def test_a_refused_change_changes_nothing(self, store: RequestStore) -> None:
         await a_model(store)
         save = await store.submit(an_operation(seq_id=1))
         await claim(store)
-        await store.complete([done(save, None, CheckpointWritten(record=a_checkpoint()))])
+        await complete(store, [done(save, None, CheckpointWritten(record=a_checkpoint()))])
 
         def refuse(record: CheckpointRecord) -> CheckpointRecord:
             raise UserError(record.path)
@@ -345,7 +389,7 @@ class RequestStoreContract:
         request_id = await store.submit(operation)
         record = await other.get_operation(request_id)
         assert (record.state, record.seq_id, record.stream) == (OperationState.QUEUED, 1, "s1:train:0")
-        (claimed,) = await other.claim(BASE, engine_id="engine-1", max_operations=9)
+        (claimed,) = await other.claim(await lease_of(other), max_operations=9)
         assert (claimed.payload, claimed.num_tokens, claimed.tenant) == (operation.payload, 11, "ann")
         assert claimed.started_at is not None
 
@@ -439,13 +483,6 @@ class RequestStoreContract:
         await store.submit(a_sample(base_model="another"))
         assert await claim(store) == []
 
-    async def test_a_superseded_engine_claims_nothing(self, store: RequestStore) -> None:
-        await store.submit(a_sample())
-        record = EngineRecord(base_model=BASE, state=EngineState.READY, updated_at=NOW, engine_id="engine-2")
-        await store.report_engine(record)
-        with pytest.raises(ServerError, match="engine-2"):
-            await claim(store)
-
     # complete
 
     async def test_a_completion_records_result_effects_and_position(
@@ -464,7 +501,7 @@ class RequestStoreContract:
             CheckpointWritten(record=a_checkpoint()),
             SamplerCreated(record=sampler),
         )
-        await store.complete([done(request_id, ModelCreated(model_id="s1:train:0"), *effects)])
+        await complete(store, [done(request_id, ModelCreated(model_id="s1:train:0"), *effects)])
         run = await other.get_run("s1:train:0")
         assert (run.state, run.lora, run.next_seq_id, run.applied_seq_id) == (RunState.READY, lora, 1, 0)
         assert await other.get_checkpoint(a_checkpoint().path) == a_checkpoint()
@@ -478,15 +515,15 @@ class RequestStoreContract:
         await a_model(store)
         request_id = await store.submit(an_operation(seq_id=1))
         await claim(store)
-        await store.complete([done(request_id, OptimStepOutput(metrics={"a": 1.0}))])
-        await store.complete([done(request_id, Failed(message="late"), CheckpointWritten(record=a_checkpoint()))])
+        await complete(store, [done(request_id, OptimStepOutput(metrics={"a": 1.0}))])
+        await complete(store, [done(request_id, Failed(message="late"), CheckpointWritten(record=a_checkpoint()))])
         assert await state_of(store, request_id) == OperationState.SUCCEEDED
         assert (await store.list_checkpoints(None))[1] == 0
 
     async def test_results_can_be_read_again(self, store: RequestStore) -> None:
         request_id = await store.submit(a_sample())
         await claim(store)
-        await store.complete([done(request_id, SampleOutput(sequences=()))])
+        await complete(store, [done(request_id, SampleOutput(sequences=()))])
         first = await store.wait_for(request_id, LONG_S)
         assert await store.wait_for(request_id, LONG_S) == first
         assert first.state == OperationState.SUCCEEDED
@@ -497,7 +534,7 @@ class RequestStoreContract:
         request_id = await store.submit(a_sample())
         waiter = asyncio.create_task(store.wait_for(request_id, LONG_S))
         await claim(other)
-        await other.complete([done(request_id)])
+        await complete(other, [done(request_id)])
         assert (await waiter).state == OperationState.SUCCEEDED
 
     async def test_a_wait_ends_with_the_record_as_it_stands(self, store: RequestStore) -> None:
@@ -510,7 +547,7 @@ class RequestStoreContract:
         ids = await asyncio.gather(*[store.submit(a_sample(seq_id)) for seq_id in range(200)])
         waiters = [asyncio.create_task(store.wait_for(request_id, LONG_S)) for request_id in ids]
         claimed = await claim(other, 1000)
-        await other.complete([done(request_id) for request_id in claimed])
+        await complete(other, [done(request_id) for request_id in claimed])
         assert {record.state for record in await asyncio.gather(*waiters)} == {OperationState.SUCCEEDED}
 
     async def test_an_engine_is_woken_by_a_submit(self, store: RequestStore, other: RequestStore) -> None:
@@ -554,7 +591,7 @@ class RequestStoreContract:
         ids = [await store.submit(a_sample(seq_id)) for seq_id in range(3)]
         await claim(store, 1)
         engine = EngineRecord(base_model=BASE, state=EngineState.LOADING, updated_at=NOW, detail="loading weights")
-        await store.report_engine(engine)
+        await store.report_engine(engine, lease=await lease_of(store))
         waiting = await store.waiting(ids[2])
         assert (waiting.num_ahead, waiting.engine, waiting.missing_seq_id) == (2, engine, None)
 
@@ -564,7 +601,7 @@ class RequestStoreContract:
         request_id = await store.submit(a_sample())
         assert (await store.cancel(request_id)).state == OperationState.CANCELLED
         assert await claim(store) == []
-        assert await store.cancelled(BASE) == []
+        assert await store.cancelled(await lease_of(store)) == []
 
     async def test_a_running_sample_is_cancelled_and_its_engine_told_once(
         self, store: RequestStore, other: RequestStore
@@ -575,9 +612,9 @@ class RequestStoreContract:
         await store.cancel(request_id)
         assert (await waiter).state == OperationState.CANCELLED
         await other.wait_for_work(BASE, LONG_S)
-        assert await other.cancelled(BASE) == [request_id]
-        assert await other.cancelled(BASE) == []
-        await other.complete([done(request_id, SampleOutput(sequences=()))])
+        assert await other.cancelled(await lease_of(other)) == [request_id]
+        assert await other.cancelled(await lease_of(other)) == []
+        await complete(other, [done(request_id, SampleOutput(sequences=()))])
         assert await state_of(store, request_id) == OperationState.CANCELLED
 
     async def test_training_cannot_be_cancelled(self, store: RequestStore) -> None:
@@ -585,6 +622,120 @@ class RequestStoreContract:
         request_id = await store.submit(an_operation(seq_id=1))
         assert (await store.cancel(request_id)).state == OperationState.QUEUED
         assert await claim(store) == [request_id]
+
+    # finished samples
+
+    async def test_samples_are_announced_in_the_order_in_which_they_finish(
+        self, store: RequestStore, other: RequestStore
+    ) -> None:
+        """Whatever their end was, each client its own, and what is not announced does not move the cursor."""
+        ids = [await store.submit(a_sample(seq_id)) for seq_id in range(5)]
+        clone = await store.submit(a_sample(3 * SEQ_IDS_PER_CLONE + 1))
+        neighbour = await store.submit(a_sample(0, "s2:sample:0"))
+        assert await finished(store) == ([], 0)
+        await claim(other)
+        bad = done(ids[0], Failed(message="no"))
+        sampled = [done(request_id, SampleOutput(sequences=())) for request_id in (neighbour, ids[2], clone)]
+        await complete(other, [bad, *sampled])
+        await store.cancel(ids[4])
+        await store.cancel(ids[4])
+        await complete(other, [done(ids[4], SampleOutput(sequences=()))])  # too late
+        assert await finished(store) == ([(ids[0], False), (ids[2], True), (ids[4], False)], 3)
+        assert await finished(other, clone=3) == ([(clone, True)], 1)
+        assert await finished(other, "s2:sample:0") == ([(neighbour, True)], 1)
+        assert await finished(store, clone=1) == ([], 0)
+        assert await finished(store, after=3) == ([], 3)
+        given_up = EngineRecord(base_model=BASE, state=EngineState.FAILED, updated_at=NOW, detail="broken")
+        await other.release_lease(BASE, "engine-1")
+        await other.report_engine(given_up)
+        hopeless = await store.submit(a_sample(5))
+        assert await finished(store, after=3) == ([(ids[1], False), (ids[3], False), (hopeless, False)], 6)
+
+    async def test_finished_samples_come_in_pages_with_their_sizes(self, store: RequestStore) -> None:
+        ids = [await store.submit(a_sample(seq_id)) for seq_id in range(5)]
+        await claim(store)
+        for request_id in reversed(ids):
+            await complete(store, [done(request_id, SampleOutput(sequences=()))])
+        seen: list[str] = []
+        cursor = 0
+        for size in (2, 2, 1):
+            page = await store.finished_samples("s1:sample:0", 0, after=cursor, limit=2, timeout_s=0)
+            assert len(page.samples) == size
+            for sample in page.samples:
+                result = (await store.get_operation(sample.request_id)).result
+                assert result is not None
+                assert sample.size_bytes == len(result)
+                seen.append(sample.request_id)
+            cursor = page.cursor
+        assert seen == ids[::-1]
+
+    async def test_who_waits_for_samples_is_woken_by_another_process(
+        self, store: RequestStore, other: RequestStore
+    ) -> None:
+        first, second = [await store.submit(a_sample(seq_id)) for seq_id in range(2)]
+        await claim(other)
+        waiter = asyncio.create_task(finished(store, timeout_s=LONG_S))
+        elsewhere = asyncio.create_task(finished(store, clone=1, timeout_s=LONG_S))
+        await asyncio.sleep(0)
+        await complete(other, [done(first, SampleOutput(sequences=()))])
+        assert await waiter == ([(first, True)], 1)
+        waiter = asyncio.create_task(finished(store, after=1, timeout_s=LONG_S))
+        await other.cancel(second)
+        assert await waiter == ([(second, False)], 2)
+        assert not elsewhere.done()
+        elsewhere.cancel()
+        assert await finished(store, after=2, timeout_s=0.05) == ([], 2)
+
+    async def test_nothing_appears_behind_a_cursor(self, store: RequestStore, other: RequestStore) -> None:
+        """Two processes finish samples of several clients at once, and a third one follows each of them."""
+        streams = [f"s1:sample:{number}" for number in range(3)]
+        ids = {stream: [await store.submit(a_sample(seq_id, stream)) for seq_id in range(40)] for stream in streams}
+        await claim(store, 1000)
+
+        async def finish(process: RequestStore, numbers: range) -> None:
+            for number in numbers:
+                order = streams if number % 2 else streams[::-1]
+                mixed = [done(ids[stream][number], SampleOutput(sequences=())) for stream in order]
+                await asyncio.gather(complete(process, mixed[:2]), complete(process, mixed[2:]))
+
+        async def follow(stream: str) -> list[str]:
+            seen: list[str] = []
+            cursor = 0
+            while len(seen) < len(ids[stream]):
+                page = await other.finished_samples(stream, 0, after=cursor, limit=7, timeout_s=LONG_S)
+                assert page.samples, f"{stream}: nothing came after {cursor}, and only {len(seen)} before"
+                seen += [sample.request_id for sample in page.samples]
+                assert page.cursor == len(seen)
+                cursor = page.cursor
+            return seen
+
+        followed, *_ = await asyncio.gather(
+            asyncio.gather(*[follow(stream) for stream in streams]),
+            finish(store, range(0, 40, 2)),
+            finish(other, range(1, 40, 2)),
+        )
+        for stream, seen in zip(streams, followed, strict=True):
+            assert sorted(seen) == sorted(ids[stream])
+
+    async def test_a_cursor_outlives_restarts_and_results(self, store: RequestStore, make_store: MakeStore) -> None:
+        ids = [await store.submit(a_sample(seq_id)) for seq_id in range(2)]
+        await claim(store)
+        await complete(store, [done(ids[0], SampleOutput(sequences=()))])
+        await store.close()
+        again = make_store()
+        await again.open()
+        try:
+            await complete(again, [done(ids[1], SampleOutput(sequences=()))])
+            assert await finished(again, after=1) == ([(ids[1], True)], 2)
+            assert await again.prune(datetime.now(UTC) + timedelta(seconds=1)) == 2
+            with pytest.raises(ResultExpiredError):
+                await again.get_operation(ids[1])
+            assert await finished(again, after=1) == ([(ids[1], True)], 2)  # or its client would wait for ever
+            for clone, cursor in ((0, 3), (1, 1)):
+                with pytest.raises(UserError, match=f"cursor {cursor} of 's1:sample:0' is ahead"):
+                    await finished(again, clone=clone, after=cursor)
+        finally:
+            await again.close()
 
     # gaps, ends, engines
 
@@ -617,19 +768,37 @@ class RequestStoreContract:
         assert await store.fail_gaps(BASE, older_than=datetime.now(UTC) + timedelta(hours=1)) == 0
         assert await claim(store) == [first]
 
+    async def test_a_gap_stays_open_while_an_operation_before_it_runs(self, store: RequestStore) -> None:
+        """Once the model has moved on it never comes back to the gap, also where its engine dies."""
+        await a_model(store)
+        first = await store.submit(an_operation(seq_id=1))
+        assert await claim(store) == [first]
+        behind = await store.submit(an_operation(seq_id=3))
+        late = datetime.now(UTC) + timedelta(hours=1)
+        assert await store.fail_gaps(BASE, older_than=late) == 0
+        assert (await store.get_run("s1:train:0")).applied_seq_id == 0
+        await store.requeue(await lease_of(store), max_attempts=3, reason="it was killed")
+        assert await claim(store) == [first]
+        await complete(store, [done(first)])
+        assert await store.fail_gaps(BASE, older_than=late) == 1
+        assert await state_of(store, behind) == OperationState.FAILED
+        fourth = await store.submit(an_operation(seq_id=4))
+        await store.requeue(await lease_of(store), max_attempts=3, reason="it was killed")
+        assert await claim(store) == [fourth]
+
     async def test_an_ended_session_unloads_its_models_last(self, store: RequestStore) -> None:
         await a_model(store)
         first = await store.submit(an_operation(seq_id=1))
         behind_a_gap = await store.submit(an_operation(seq_id=3))
         await store.end_session("s1", "success", None)
         assert "seq_id 2 " in (await failure_of(store, behind_a_gap)).message
-        records = await store.claim(BASE, engine_id="engine-1", max_operations=9)
+        records = await store.claim(await lease_of(store), max_operations=9)
         assert [record.request_id for record in records][:1] == [first]
         unload = records[-1]
         assert unload.payload is not None
         assert decode_operation(unload.kind, unload.payload) == UnloadModel(model_id="s1:train:0")
         unloaded = RunStateChanged(model_id="s1:train:0", state=RunState.UNLOADED)
-        await store.complete([done(unload.request_id, ModelUnloaded(model_id="s1:train:0"), unloaded)])
+        await complete(store, [done(unload.request_id, ModelUnloaded(model_id="s1:train:0"), unloaded)])
         assert (await store.get_run("s1:train:0")).state == RunState.UNLOADED
         assert await claim(store) == []
 
@@ -639,12 +808,12 @@ class RequestStoreContract:
         await a_model(store)
         running = [await store.submit(an_operation(seq_id=seq_id)) for seq_id in (1, 2)]
         await claim(store)
-        await store.complete([done(running[0])])
+        await complete(store, [done(running[0])])
         queued = await store.submit(an_operation(seq_id=3))
         sample = await store.submit(a_sample())
         assert await claim(store, ordered=False) == [sample]
         waiter = asyncio.create_task(store.wait_for(running[1], LONG_S))
-        assert await store.requeue(BASE, max_attempts=3, reason="killed") == []
+        assert await store.requeue(await lease_of(store), max_attempts=3, reason="killed") == []
         assert await state_of(store, running[1]) == OperationState.QUEUED
         run = await store.get_run("s1:train:0")
         assert (run.state, run.next_seq_id, run.applied_seq_id) == (RunState.READY, 2, 1)
@@ -652,8 +821,34 @@ class RequestStoreContract:
         assert await claim(store, 1, alone=True) == [running[1]]
         assert await claim(store, alone=True) == []
         assert set(await claim(store)) == {queued, sample}
-        await store.complete([done(running[1])])
+        await complete(store, [done(running[1])])
         assert (await waiter).state == OperationState.SUCCEEDED
+
+    async def test_deaths_from_outside_are_counted_for_themselves(self, store: RequestStore) -> None:
+        await a_model(store)
+        innocent = await store.submit(an_operation(seq_id=1))
+        await claim(store, 1)
+        for _ in range(4):
+            assert (
+                await store.requeue(await lease_of(store), max_attempts=2, reason="killed", max_interruptions=5) == []
+            )
+            assert await claim(store, alone=True) == [innocent]
+        assert await store.requeue(await lease_of(store), max_attempts=2, reason="crashed") == []
+        await claim(store)
+        assert await store.requeue(await lease_of(store), max_attempts=2, reason="killed", max_interruptions=5) == [
+            innocent
+        ]
+        assert "6 times" in (await failure_of(store, innocent)).message
+
+    async def test_rebuilds_are_counted_until_one_is_finished(self, store: RequestStore) -> None:
+        await a_model(store)
+        model_id = "s1:train:0"
+        assert await store.begin_rebuild(await lease_of(store), model_id, interrupted=True) == 1
+        assert await store.begin_rebuild(await lease_of(store), model_id, interrupted=True) == 1
+        assert await store.begin_rebuild(await lease_of(store), model_id, interrupted=False) == 2
+        assert await store.begin_rebuild(await lease_of(store), model_id, interrupted=True) == 2
+        await store.end_rebuild(await lease_of(store), model_id)
+        assert await store.begin_rebuild(await lease_of(store), model_id, interrupted=False) == 1
 
     async def test_an_operation_that_ends_every_engine_fails_alone(self, store: RequestStore) -> None:
         await a_model(store)
@@ -661,9 +856,9 @@ class RequestStoreContract:
         behind = await store.submit(an_operation(seq_id=2))
         await claim(store, 1)
         for _ in range(2):
-            assert await store.requeue(BASE, max_attempts=3, reason="killed by signal 9") == []
+            assert await store.requeue(await lease_of(store), max_attempts=3, reason="killed by signal 9") == []
             assert await claim(store, alone=True) == [poison]
-        assert await store.requeue(BASE, max_attempts=3, reason="killed by signal 9") == [poison]
+        assert await store.requeue(await lease_of(store), max_attempts=3, reason="killed by signal 9") == [poison]
         failed = await failure_of(store, poison)
         assert failed.category == "server"
         assert "3 times" in failed.message
@@ -678,7 +873,7 @@ class RequestStoreContract:
         behind = await store.submit(an_operation(seq_id=1))
         for _ in range(3):
             await claim(store, 1)
-            await store.requeue(BASE, max_attempts=3, reason="killed by signal 9")
+            await store.requeue(await lease_of(store), max_attempts=3, reason="killed by signal 9")
         for request_id in (created, behind):
             assert "killed by signal 9" in (await failure_of(store, request_id)).message
         assert (await store.get_run("s1:train:0")).state == RunState.LOST
@@ -687,19 +882,19 @@ class RequestStoreContract:
         request_id = await store.submit(a_sample())
         for _ in range(10):
             assert await claim(store) == [request_id]
-            assert await store.requeue(BASE, max_attempts=1, reason=None) == []
+            assert await store.requeue(await lease_of(store), max_attempts=1, reason=None) == []
         assert await claim(store, alone=True) == []
         assert await claim(store) == [request_id]
 
     async def test_a_sample_that_ends_every_engine_is_given_up(self, store: RequestStore) -> None:
         request_id = await store.submit(a_sample())
         assert await claim(store) == [request_id]
-        await store.requeue(BASE, max_attempts=3, reason="killed by signal 9")
+        await store.requeue(await lease_of(store), max_attempts=3, reason="killed by signal 9")
         assert await claim(store, alone=True) == []  # many may have been running: they are tried together once more
         assert await claim(store) == [request_id]
-        await store.requeue(BASE, max_attempts=3, reason="killed by signal 9")
+        await store.requeue(await lease_of(store), max_attempts=3, reason="killed by signal 9")
         assert await claim(store, alone=True) == [request_id]
-        assert await store.requeue(BASE, max_attempts=3, reason="killed by signal 9") == [request_id]
+        assert await store.requeue(await lease_of(store), max_attempts=3, reason="killed by signal 9") == [request_id]
         failed = await failure_of(store, request_id)
         assert failed.category == "server"
         assert "killed by signal 9" in failed.message
@@ -717,7 +912,7 @@ class RequestStoreContract:
             snapshot_id="s1:sample:0",
             model_id="s1:train:0",
         )
-        await store.complete([done(first, None, SamplerCreated(record=ephemeral)), done(second, Failed(message="no"))])
+        await complete(store, [done(first, None, SamplerCreated(record=ephemeral)), done(second, Failed(message="no"))])
         records = await store.replayable("s1:train:0", after_seq_id=-1, limit=9)
         assert [record.request_id for record in records] == [created, first]
         assert records[1].payload == b"s1:train:0 1"
@@ -728,27 +923,27 @@ class RequestStoreContract:
 
         snapshots = [a_snapshot(seq_id) for seq_id in range(4)]
         with pytest.raises(ServerError, match="ahead"):
-            await store.add_snapshot(snapshots[3], keep=2)
+            await store.add_snapshot(await lease_of(store), snapshots[3], keep=2)
         for snapshot in snapshots[:3]:
-            await store.add_snapshot(snapshot, keep=2)
+            await store.add_snapshot(await lease_of(store), snapshot, keep=2)
         assert await store.list_snapshots("s1:train:0") == [snapshots[2], snapshots[1]]
-        await store.complete([done(third, None, SnapshotTaken(record=snapshots[3], keep=2))])
+        await complete(store, [done(third, None, SnapshotTaken(record=snapshots[3], keep=2))])
         (live,) = await store.live_models(BASE)
         assert live.snapshots == (snapshots[3], snapshots[2])
-        await store.drop_snapshot("s1:train:0", 3)
+        await store.drop_snapshot(await lease_of(store), "s1:train:0", 3)
         assert await store.list_snapshots("s1:train:0") == [snapshots[2]]
 
     async def test_a_model_that_ends_has_no_snapshots(self, store: RequestStore) -> None:
         for number, ending in enumerate([RunState.UNLOADED, RunState.LOST]):
             model_id = f"s{number}:train:0"
             await a_model(store, model_id)
-            await store.add_snapshot(a_snapshot(0, model_id), keep=2)
+            await store.add_snapshot(await lease_of(store), a_snapshot(0, model_id), keep=2)
             last = await store.submit(an_operation(model_id, seq_id=1))
             await claim(store)
-            await store.complete([done(last, None, RunStateChanged(model_id=model_id, state=ending))])
+            await complete(store, [done(last, None, RunStateChanged(model_id=model_id, state=ending))])
             assert await store.list_snapshots(model_id) == []
             with pytest.raises(ServerError, match="not live"):
-                await store.add_snapshot(a_snapshot(0, model_id), keep=2)
+                await store.add_snapshot(await lease_of(store), a_snapshot(0, model_id), keep=2)
         assert await store.live_models(BASE) == []
 
     async def test_a_model_that_cannot_be_rebuilt_is_lost_alone(self, store: RequestStore) -> None:
@@ -757,9 +952,9 @@ class RequestStoreContract:
         running = await store.submit(an_operation(seq_id=1))
         await claim(store)
         queued = await store.submit(an_operation(seq_id=2))
-        await store.lose_run("s1:train:0", "its log is incomplete")
-        await store.note_run("s2:train:0", "look at this")
-        await store.note_run("s1:train:0", "no longer")
+        await store.lose_run(await lease_of(store), "s1:train:0", "its log is incomplete")
+        await store.note_run(await lease_of(store), "s2:train:0", "look at this")
+        await store.note_run(await lease_of(store), "s1:train:0", "no longer")
         run, other = await store.get_run("s1:train:0"), await store.get_run("s2:train:0")
         assert (run.state, run.state_reason) == (RunState.LOST, "its log is incomplete")
         assert (other.state, other.state_reason) == (RunState.READY, "look at this")
@@ -776,17 +971,229 @@ class RequestStoreContract:
         steps = [await store.submit(an_operation(seq_id=seq_id)) for seq_id in range(1, 5)]
         samples = [await store.submit(a_sample(number)) for number in range(3)]
         await claim(store)
-        await store.complete([done(each) for each in steps + samples])
+        await complete(store, [done(each) for each in steps + samples])
         later = datetime.now(UTC) + timedelta(hours=1)
         assert await store.prune(later) == len(samples)
-        await store.add_snapshot(a_snapshot(2), keep=2)
-        await store.add_snapshot(a_snapshot(4), keep=2)
+        await store.add_snapshot(await lease_of(store), a_snapshot(2), keep=2)
+        await store.add_snapshot(await lease_of(store), a_snapshot(4), keep=2)
         assert await store.prune(later) == 3
         kept = await store.replayable("s1:train:0", after_seq_id=-1, limit=9)
         assert [record.seq_id for record in kept] == [3, 4]
         assert (await store.live_models(BASE))[0].pruned_seq_id == 2
-        await store.lose_run("s1:train:0", "for some reason")
+        await store.lose_run(await lease_of(store), "s1:train:0", "for some reason")
         assert await store.prune(later) == 2
+
+    async def test_a_log_is_kept_since_its_creation_while_requests_come(self, store: RequestStore) -> None:
+        await a_model(store)
+        step = await store.submit(an_operation(seq_id=1))
+        await claim(store)
+        await complete(store, [done(step)])
+        await store.add_snapshot(await lease_of(store), a_snapshot(1), keep=2)
+        later = datetime.now(UTC) + timedelta(hours=1)
+        assert await store.prune(later, idle_since=datetime.now(UTC) - timedelta(hours=1)) == 0
+        assert (await store.run_log("s1:train:0")).pruned_seq_id == -1
+        assert await store.prune(later, idle_since=later) == 2
+        log = await store.run_log("s1:train:0")
+        assert (log.pruned_seq_id, log.snapshots, log.run) == (1, (a_snapshot(1),), await store.get_run("s1:train:0"))
+
+    async def test_a_log_as_people_look_at_it(self, store: RequestStore) -> None:
+        await a_model(store)
+        steps = [await store.submit(an_operation(seq_id=seq_id, num_tokens=seq_id)) for seq_id in (1, 2, 3)]
+        await store.submit(a_sample())
+        await claim(store)
+        await complete(store, [done(steps[0]), done(steps[1], Failed(message="no"))])
+        first, second, third = await store.list_log("s1:train:0", from_seq_id=1, limit=9)
+        assert (first.seq_id, first.request_id, first.state, first.attempts) == (1, steps[0], "succeeded", 1)
+        assert first.created_at <= (first.started_at or NOW) <= (first.finished_at or NOW)
+        assert (first.payload_bytes, first.result_kind) == (len(b"s1:train:0 1"), "optim_step_output")
+        assert first.result is not None
+        assert first.result_bytes == len(first.result)
+        assert decode_result(second.result_kind or "", second.result or b"") == Failed(message="no")
+        assert (third.state, third.finished_at, third.result, third.result_bytes) == ("running", None, None, 0)
+        page = await store.list_log("s1:train:0", from_seq_id=None, limit=2)
+        assert [each.seq_id for each in page] == [2, 3]
+        assert [each.seq_id for each in await store.list_log("s1:train:0", from_seq_id=1, limit=1)] == [1]
+        totals = {(each.kind, each.state): each for each in await store.log_totals("s1:train:0")}
+        assert [(*key, each.number, each.num_tokens) for key, each in totals.items()] == [
+            ("create_model", "succeeded", 1, 0),
+            ("optim_step", "failed", 1, 2),
+            ("optim_step", "running", 1, 3),
+            ("optim_step", "succeeded", 1, 1),
+        ]
+        done_once = totals["optim_step", OperationState.SUCCEEDED]
+        assert (done_once.payload_bytes, done_once.result_bytes) == (first.payload_bytes, first.result_bytes)
+        assert done_once.queued_s >= 0 <= done_once.run_s
+        assert await store.log_totals("nobody") == []
+        assert await store.list_log("nobody", from_seq_id=0, limit=9) == []
+        with pytest.raises(NotFoundError):
+            await store.run_log("nobody")
+
+    # leases
+
+    async def test_one_engine_holds_the_lease(self, store: RequestStore, other: RequestStore) -> None:
+        first = await lease_of(store, "engine-1")
+        held = await other.acquire_lease(BASE, engine_id="engine-2", duration_s=3600.0)
+        assert isinstance(held, LeaseHeld)
+        assert held.engine_id == "engine-1"
+        assert 3000.0 < held.remaining_s <= 3600.0
+        assert await lease_of(store, "engine-1") == first
+        another = await other.acquire_lease("another", engine_id="engine-2", duration_s=3600.0)
+        assert isinstance(another, Lease)
+
+    async def test_one_of_many_gets_the_lease(self, store: RequestStore, other: RequestStore) -> None:
+        asked = [
+            each.acquire_lease(BASE, engine_id=f"engine-{number}", duration_s=3600.0)
+            for number, each in enumerate([store, other] * 4)
+        ]
+        found = await asyncio.gather(*asked)
+        (lease,) = [each for each in found if isinstance(each, Lease)]
+        assert {each.engine_id for each in found} == {lease.engine_id}
+
+    async def test_a_released_lease_is_free_and_wakes_who_waits(self, store: RequestStore, other: RequestStore) -> None:
+        first = await lease_of(store, "engine-1")
+        waiting = asyncio.create_task(other.wait_for_lease(BASE, LONG_S))
+        await asyncio.sleep(0)  # it has subscribed
+        await store.release_lease(BASE, "engine-9")  # not its
+        await store.renew_lease(first)
+        await store.release_lease(BASE, "engine-1")
+        await waiting
+        second = await lease_of(other, "engine-2")
+        assert second.epoch > first.epoch
+        with pytest.raises(LeaseLostError, match=f"'engine-1'.*'engine-2' with epoch {second.epoch}"):
+            await store.renew_lease(first)
+        await other.release_lease(BASE, "engine-2")
+        with pytest.raises(LeaseLostError, match="nobody"):
+            await other.renew_lease(second)
+
+    async def test_the_lease_of_a_dead_engine_is_free(self, store: RequestStore, other: RequestStore) -> None:
+        first = await lease_of(store, "engine-1")
+        wrong = await other.acquire_lease(BASE, engine_id="engine-2", duration_s=3600.0, dead="engine-9")
+        assert isinstance(wrong, LeaseHeld)
+        second = await other.acquire_lease(BASE, engine_id="engine-2", duration_s=3600.0, dead="engine-1")
+        assert isinstance(second, Lease)
+        assert second.epoch == first.epoch + 1
+
+    async def test_a_lease_that_ran_out_may_be_taken_or_go_on(self, store: RequestStore, other: RequestStore) -> None:
+        for number in range(3):  # nobody wants it: the engine goes on with the same epoch, whatever it does first
+            short = await lease_of(store, "engine-1", 0.001)
+            await self._until_it_ran_out(other)
+            long = replace(short, duration_s=3600.0)
+            if number == 0:
+                await store.renew_lease(long)
+            elif number == 1:
+                await store.requeue(long, max_attempts=1, reason=None)
+            else:
+                await store.report_engine(self._record("engine-1"), lease=long)
+            assert isinstance(await other.acquire_lease(BASE, engine_id="engine-2", duration_s=1.0), LeaseHeld)
+        short = await lease_of(store, "engine-1", 0.001)
+        await self._until_it_ran_out(other)
+        second = await lease_of(other, "engine-2")
+        assert second.epoch == short.epoch + 1
+        with pytest.raises(LeaseLostError):
+            await store.renew_lease(short)
+
+    async def _until_it_ran_out(self, store: RequestStore) -> None:
+        """Without taking it: a supervisor's report is ignored until then."""
+        probe = replace(self._record(None), detail=f"probe {id(asyncio.current_task())} {datetime.now(UTC)}")
+        async with asyncio.timeout(LONG_S):
+            while probe not in await store.list_engines():
+                await store.report_engine(probe)
+
+    @staticmethod
+    def _record(engine_id: str | None) -> EngineRecord:
+        return EngineRecord(base_model=BASE, state=EngineState.READY, updated_at=NOW, engine_id=engine_id)
+
+    async def test_a_superseded_engine_changes_nothing(self, store: RequestStore, other: RequestStore) -> None:
+        await a_model(store)
+        running = await store.submit(an_operation(seq_id=1))
+        sample = await store.submit(a_sample())
+        await claim(store)
+        old = await lease_of(store)
+        await store.cancel(sample)
+        new = await other.acquire_lease(BASE, engine_id="engine-2", duration_s=3600.0, dead="engine-1")
+        assert isinstance(new, Lease)
+        await other.report_engine(self._record("engine-2"), lease=new)
+        assert await other.requeue(new, max_attempts=3, reason="it was silent") == []
+        queued = await store.submit(a_sample(1))
+
+        late = done(running, None, CheckpointWritten(record=a_checkpoint()))
+        for attempt in (
+            store.claim(old, max_operations=9),
+            store.complete(old, [late]),
+            store.cancelled(old),
+            store.requeue(old, max_attempts=3, reason=None),
+            store.add_snapshot(old, a_snapshot(0), keep=2),
+            store.drop_snapshot(old, "s1:train:0", 0),
+            store.lose_run(old, "s1:train:0", "why not"),
+            store.note_run(old, "s1:train:0", "look"),
+            store.report_engine(replace(self._record("engine-1"), state=EngineState.FAILED), lease=old),
+            store.begin_rebuild(old, "s1:train:0", interrupted=False),
+            store.end_rebuild(old, "s1:train:0"),
+            store.renew_lease(old),
+        ):
+            with pytest.raises(LeaseLostError, match="'engine-1'"):
+                await attempt
+        assert await state_of(other, running) == OperationState.QUEUED
+        assert await state_of(other, queued) == OperationState.QUEUED
+        assert (await other.list_checkpoints(None))[1] == 0
+        assert await other.list_snapshots("s1:train:0") == []
+        assert (await other.get_run("s1:train:0")).state_reason is None
+        assert await other.list_engines() == [self._record("engine-2")]
+        assert await other.cancelled(new) == [sample]
+
+        claimed = await other.claim(new, max_operations=9)
+        assert {each.request_id for each in claimed} == {running, queued}
+        with pytest.raises(LeaseLostError):
+            await store.complete(old, [late])
+        await other.complete(new, [done(running)])
+        assert await state_of(store, running) == OperationState.SUCCEEDED
+
+    async def test_only_what_an_engine_claimed_is_its_to_complete(self, store: RequestStore) -> None:
+        first = await store.submit(a_sample())
+        await claim(store)
+        await store.release_lease(BASE, "engine-1")
+        second = await lease_of(store, "engine-2")
+        await store.complete(second, [done(first)])
+        assert await state_of(store, first) == OperationState.RUNNING
+
+    async def test_takeovers_and_completions_at_once(self, store: RequestStore, other: RequestStore) -> None:
+        """Whichever comes first: what was completed is never queued again, and what was queued again not completed."""
+        for number in range(8):
+            engine_id = f"engine-{number}"
+            lease = await lease_of(store, engine_id)
+            ids = [await store.submit(a_sample(10 * number + each)) for each in range(3)]
+            assert len(await store.claim(lease, max_operations=9)) == 3
+
+            async def take_over(dead: str) -> list[str]:
+                new = await other.acquire_lease(BASE, engine_id="engine-x", duration_s=3600.0, dead=dead)
+                assert isinstance(new, Lease)
+                await other.requeue(new, max_attempts=99, reason="silent")
+                claimed = await other.claim(new, max_operations=9)
+                await other.complete(new, [done(each.request_id) for each in claimed])
+                await other.release_lease(BASE, "engine-x")
+                return [each.request_id for each in claimed]
+
+            completing = store.complete(lease, [done(each, Failed(message="the first")) for each in ids])
+            again, completed = await asyncio.gather(take_over(engine_id), completing, return_exceptions=True)
+            assert isinstance(again, list)
+            assert sorted(again) == ([] if completed is None else sorted(ids))
+            for each in ids:
+                expected = OperationState.FAILED if completed is None else OperationState.SUCCEEDED
+                assert await state_of(store, each) == expected
+
+    async def test_a_supervisor_does_not_speak_for_an_engine_that_holds_the_lease(
+        self, store: RequestStore, other: RequestStore
+    ) -> None:
+        pending = await store.submit(a_sample())
+        lease = await lease_of(store)
+        await store.report_engine(self._record("engine-1"), lease=lease)
+        given_up = replace(self._record(None), state=EngineState.FAILED, detail="no GPU here")
+        await other.report_engine(given_up)
+        assert await other.list_engines() == [self._record("engine-1")]
+        assert await state_of(other, pending) == OperationState.QUEUED
+        await store.release_lease(BASE, "engine-1")
+        await other.report_engine(given_up)
+        assert await state_of(other, pending) == OperationState.FAILED
 
     # engines
 
@@ -815,18 +1222,44 @@ class RequestStoreContract:
         await store.report_engine(record)
         assert await other.list_engines() == [record]
 
-    async def test_an_engine_that_is_given_up_fails_everything(self, store: RequestStore) -> None:
+    async def test_an_engine_that_is_given_up_fails_all_but_its_models(self, store: RequestStore) -> None:
         await a_model(store)
-        pending = [await store.submit(an_operation(seq_id=1)), await store.submit(a_sample())]
+        kept = [await store.submit(an_operation(seq_id=1))]
+        await claim(store)
+        await store.release_lease(BASE, "engine-1")
+        being_made = a_creation("s1:train:1")
+        pending = [await store.submit(a_sample()), await store.create_run(a_run("s1:train:1"), being_made)]
         given_up = EngineRecord(base_model=BASE, state=EngineState.FAILED, updated_at=NOW, detail="no such directory")
         await store.report_engine(given_up)
+        kept.append(await store.submit(an_operation(seq_id=2)))
         pending.append(await store.submit(a_sample(1)))
         for request_id in pending:
             failed = await failure_of(store, request_id)
             assert failed.category == "server"
             assert "no such directory" in failed.message
-        await store.report_engine(replace(given_up, state=EngineState.STARTING))
+        assert (await store.get_run("s1:train:1")).state == RunState.LOST
+        assert [live.run.model_id for live in await store.live_models(BASE)] == ["s1:train:0"]
+        assert (await store.waiting(kept[1])).engine == given_up
+        await store.requeue(await lease_of(store), max_attempts=3, reason="given up")
+        assert await claim(store) == kept
+        await store.report_engine(replace(given_up, state=EngineState.STARTING), lease=await lease_of(store))
         assert await state_of(store, await store.submit(a_sample(2))) == OperationState.QUEUED
+
+    # secrets
+
+    async def test_a_secret_is_made_once_for_everybody(
+        self, store: RequestStore, other: RequestStore, make_store: MakeStore
+    ) -> None:
+        made = await asyncio.gather(*[each.secret("tokens") for each in (store, other) * 5])
+        assert len(set(made)) == 1
+        assert len(made[0]) == 32
+        assert await store.secret("links") != made[0]
+        again = make_store()
+        await again.open()
+        try:
+            assert await again.secret("tokens") == made[0]
+        finally:
+            await again.close()
 
     # housekeeping
 
@@ -835,8 +1268,8 @@ class RequestStoreContract:
         first = await store.submit(an_operation(seq_id=1))
         pending = await store.submit(a_sample())
         await claim(store)
-        await store.complete([done(first)])
-        await store.add_snapshot(a_snapshot(1), keep=2)
+        await complete(store, [done(first)])
+        await store.add_snapshot(await lease_of(store), a_snapshot(1), keep=2)
         assert await store.prune(NOW) == 0
         assert await store.prune(datetime.now(UTC) + timedelta(hours=1)) == 2
         for request_id in (created, first):

@@ -8,7 +8,7 @@ import pytest
 from jax_harness import make_backend
 from tokenizers import Tokenizer
 
-from tinsmith.testing import CheckpointContract, SamplingBackendContract, TrainingBackendContract
+from tinsmith.testing import CheckpointContract, ConsistencyContract, SamplingBackendContract, TrainingBackendContract
 from tinsmith.tiny_model import TinyShape, write_tiny_model
 from tinsmith_jax.backend import JaxBackend
 
@@ -47,6 +47,12 @@ class TestJaxCheckpoints(CheckpointContract):
     @pytest.fixture
     def model_path(self, contract_model: Path) -> Path:
         return contract_model
+
+
+class TestJaxConsistency(ConsistencyContract):
+    @pytest.fixture
+    def backend(self, jax_backend: JaxBackend) -> JaxBackend:
+        return jax_backend
 
 
 class TestJaxSampling(SamplingBackendContract):

@@ -18,7 +18,6 @@ from tinsmith.errors import ConfigError
 from tinsmith.operations import Forward, LoraConfig
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
-from tinsmith_jax.model_config import read_model_config
 from tinsmith_jax.rope import read_rope
 
 ROPES: Mapping[str, dict[str, Any]] = {
@@ -117,11 +116,3 @@ def test_a_model_needs_a_directory(jax_cache: Path) -> None:
     context = BackendContext(model_name="tiny", model_path=None, cache_dir=jax_cache, losses=LOSSES)
     with pytest.raises(ConfigError, match="'tiny' has no directory"):
         JaxBackend(JaxConfig(), context)
-
-
-def test_end_of_sequence_tokens(directory: Path) -> None:
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
-    assert read_model_config(directory).eos_token_ids == (5, 6)
-    (directory / "generation_config.json").unlink()
-    edit(directory, eos_token_id=2)
-    assert read_model_config(directory).eos_token_ids == (2,)

@@ -6,7 +6,7 @@ from itertools import chain, zip_longest
 import jax
 
 from tinsmith.backend import BackendContext, Capabilities, ModelState, SamplingBackend, Snapshot, TrainingBackend
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, ServerError
 from tinsmith.operations import (
     CreateModel,
     Failed,
@@ -18,19 +18,19 @@ from tinsmith.operations import (
     Sample,
     SampleOutput,
 )
+from tinsmith.stopping import StopRules
 from tinsmith_jax import runtime
 from tinsmith_jax.buckets import TARGETS
-from tinsmith_jax.compilation import Programs
+from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.loss_table import LossTable
 from tinsmith_jax.model_config import read_model_config
 from tinsmith_jax.sampler import Sampler
-from tinsmith_jax.sampling_device import SamplingDevice, SamplingShape
-from tinsmith_jax.stopping import StopRules
+from tinsmith_jax.sampling_only import sampling_device
 from tinsmith_jax.train_step import TrainPrograms
 from tinsmith_jax.trainer import Trainer
 from tinsmith_jax.turns import Turns
-from tinsmith_jax.weights import Base, load_base
+from tinsmith_jax.weights import load_base
 
 
 class JaxBackend(TrainingBackend, SamplingBackend):
@@ -52,28 +52,22 @@ class JaxBackend(TrainingBackend, SamplingBackend):
         turns = Turns()
         self.train_programs = train
         self._trainer = Trainer(base, self.programs, train, config.max_models, turns.turn)
-        rules = StopRules.read(context.model_path, self.model_config.eos_token_ids)
-        device = self._sampling_device(config, base, turns)
-        self._sampler = Sampler(device, self.model_config, rules=rules, prefill_tokens=config.prefill_tokens)
+        rules = StopRules.of_model(context.model_path)
+        self._own_sampler: Sampler | None = None
+        sampling_programs: list[Program] = []
+        if context.samples:
+            device = sampling_device(config, self.limits, self.model_config, base, programs=self.programs, turns=turns)
+            self._own_sampler = Sampler(device, self.model_config, rules=rules, prefill_tokens=config.prefill_tokens)
+            sampling_programs = device.all_programs()
         self._capabilities = self._describe(config, losses, stop_strings=rules.tokenizer is not None)
         if config.warm_up:
-            in_turn = chain.from_iterable(zip_longest(train.all(), device.all_programs()))
+            in_turn = chain.from_iterable(zip_longest(train.all(), sampling_programs))
             self.programs.start_warm_up([program for program in in_turn if program is not None])
-
-    def _sampling_device(self, config: JaxConfig, base: Base, turns: Turns) -> SamplingDevice:
-        shape = SamplingShape(
-            num_slots=config.decode_slots,
-            max_context_tokens=self.limits.max_context_tokens,
-            max_lora_rank=config.max_lora_rank,
-            max_steps=config.decode_steps or (4 if self.limits.platform == "cpu" else 8),
-            max_top=min(config.max_topk_logprobs, self.model_config.vocab_size),
-            dtype=self.limits.dtype,
-        )
-        return SamplingDevice(base, self.model_config, shape, programs=self.programs, turns=turns)
 
     def _describe(self, config: JaxConfig, losses: LossTable, *, stop_strings: bool) -> Capabilities:
         return Capabilities(
             device=jax.devices()[0].device_kind,
+            dtype=self.limits.dtype,
             vocab_size=self.model_config.vocab_size,
             max_context_tokens=self.limits.max_context_tokens,
             max_batch_tokens=self.limits.max_batch_tokens,
@@ -85,7 +79,7 @@ class JaxBackend(TrainingBackend, SamplingBackend):
             deterministic=self.limits.platform == "cpu",
             # elsewhere nobody has measured it: no claim of bits, and no isolation_error to report
             isolation="bitwise" if self.limits.exact else "close",
-            sampling=True,
+            sampling=self._own_sampler is not None,
             prompt_logprobs=True,
             target_prompt_logprobs=True,
             max_topk_logprobs=min(config.max_topk_logprobs, self.model_config.vocab_size),
@@ -129,7 +123,15 @@ class JaxBackend(TrainingBackend, SamplingBackend):
     async def sample(self, op: Sample) -> SampleOutput | Failed:
         return await self._sampler.sample(op)
 
+    @property
+    def _sampler(self) -> Sampler:
+        if self._own_sampler is None:
+            msg = "this model has another sampler; the jax backend only trains it"
+            raise ServerError(msg)
+        return self._own_sampler
+
     def close(self) -> None:
         """End samples and the warm-up; the arrays go with the object."""
-        self._sampler.close()
+        if self._own_sampler is not None:
+            self._own_sampler.close()
         self.programs.close()

@@ -31,3 +31,22 @@ class JaxConfig(BackendConfig):
         None, description="recompute activations in the backward pass to save memory; default off on CPU, else on"
     )
     warm_up: bool = Field(default=True, description="compile everything in the background after the start")
+
+
+class JaxSamplerConfig(BackendConfig):
+    """Settings of the jax sampler beside another backend's trainer: those of JaxConfig that concern sampling."""
+
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="of base weights and activations; default float32 on CPU, else bfloat16"
+    )
+    max_lora_rank: int = Field(32, ge=1, le=512, description="at least that of the trainer")
+    max_context_tokens: int | None = Field(
+        None, ge=64, description="of one sequence; default the model's, at most 2048 on CPU, else 8192"
+    )
+    decode_slots: int = Field(16, ge=1, le=1024, description="sequences sampled at a time; more wait in line")
+    decode_steps: int | None = Field(
+        None, ge=1, le=64, description="tokens per sampling dispatch, after which others join; default 4 on CPU, else 8"
+    )
+    prefill_tokens: int = Field(512, ge=64, description="prompt tokens read between two sampling dispatches")
+    max_topk_logprobs: int = Field(128, ge=1, description="alternatives per token that a sample may ask for")
+    warm_up: bool = Field(default=True, description="compile everything in the background after the start")

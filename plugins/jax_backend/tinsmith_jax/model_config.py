@@ -28,7 +28,6 @@ class ModelConfig:
     rope: Rope
     tied: bool  # the head is the embedding
     qk_norm: bool  # Qwen3
-    eos_token_ids: tuple[int, ...] = ()
 
     @property
     def q_size(self) -> int:
@@ -64,7 +63,6 @@ def read_model_config(directory: Path) -> ModelConfig:
             rope=read_rope(config, head_dim, str(path)),
             tied=bool(config.get("tie_word_embeddings", False)),
             qk_norm=architecture == "Qwen3ForCausalLM",
-            eos_token_ids=_read_eos(directory, config),
         )
     except KeyError as error:
         msg = f"{path}: {error.args[0]!r} is missing"
@@ -79,15 +77,6 @@ def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
     if config.get("hidden_act", "silu") != "silu":
         msg = f"{path}: hidden_act {config['hidden_act']!r} is not supported, only 'silu'"
         raise ConfigError(msg)
-
-
-def _read_eos(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    generation = directory / "generation_config.json"
-    named = _read_json(generation).get("eos_token_id") if generation.is_file() else None
-    eos = config.get("eos_token_id") if named is None else named
-    if eos is None:
-        return ()
-    return tuple(int(token) for token in eos) if isinstance(eos, list) else (int(eos),)
 
 
 def _read_json(path: Path) -> dict[str, Any]:  # Any: parsed JSON

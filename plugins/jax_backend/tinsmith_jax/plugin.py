@@ -1,8 +1,8 @@
 """The hooks of tinsmith-jax. Imported in every process: no jax here."""
 
 import tinsmith
-from tinsmith.backend import BackendContext, BackendSpec, TrainingBackend
-from tinsmith_jax.config import JaxConfig
+from tinsmith.backend import BackendContext, BackendSpec, SamplerSpec, SamplingBackend, TrainingBackend
+from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
 
 
 def create(config: JaxConfig, context: BackendContext) -> TrainingBackend:
@@ -12,6 +12,13 @@ def create(config: JaxConfig, context: BackendContext) -> TrainingBackend:
     return JaxBackend(config, context)
 
 
+def create_sampler(config: JaxSamplerConfig, context: BackendContext) -> SamplingBackend:
+    """Load the model for sampling alone."""
+    from tinsmith_jax.sampling_only import JaxSampler
+
+    return JaxSampler(config, context)
+
+
 @tinsmith.hookimpl
 def tinsmith_register_backends() -> BackendSpec[JaxConfig]:
     return BackendSpec(
@@ -19,4 +26,14 @@ def tinsmith_register_backends() -> BackendSpec[JaxConfig]:
         config=JaxConfig,
         create=create,
         description="trains and samples dense Qwen3 and Llama 3 models with JAX on CPU, GPU or TPU",
+    )
+
+
+@tinsmith.hookimpl
+def tinsmith_register_samplers() -> SamplerSpec[JaxSamplerConfig]:
+    return SamplerSpec(
+        name="jax",
+        config=JaxSamplerConfig,
+        create=create_sampler,
+        description="samples dense Qwen3 and Llama 3 models with JAX, beside another backend's trainer",
     )

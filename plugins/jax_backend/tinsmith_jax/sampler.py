@@ -17,13 +17,13 @@ import numpy as np
 from tinsmith.backend import Snapshot
 from tinsmith.errors import UnsupportedError, UserError
 from tinsmith.operations import Failed, Sample, SampleOutput
+from tinsmith.stopping import StopRules
 from tinsmith_jax import adapters
 from tinsmith_jax.decode import STOP_TABLE
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.sampling_device import Drawn, PromptTile, SamplingDevice, SlotInput, prefill_sizes
 from tinsmith_jax.slots import Draw, Line, LoadedSnapshot, Request, Slot
-from tinsmith_jax.stopping import StopRules
 
 logger = logging.getLogger(__name__)
 

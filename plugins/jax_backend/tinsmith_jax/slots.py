@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tinsmith.operations import FloatArray, IntArray, Sample, SampledSequence, SampleOutput, StopReason, TopLogprobs
+from tinsmith.stopping import StopRules, StopWatch
 from tinsmith_jax.adapters import Adapter
-from tinsmith_jax.stopping import StopRules, StopWatch
 
 UNUSED_LOGPROB = -99999.0
 """What the API puts into cells of top-k matrices that hold nothing; their token is 0."""

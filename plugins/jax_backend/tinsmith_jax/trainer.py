@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from tinsmith.backend import ModelState
-from tinsmith.errors import CapacityError, NotFoundError
+from tinsmith.errors import CapacityError, NotFoundError, OutOfMemoryError
 from tinsmith.operations import (
     Array,
     CreateModel,
@@ -29,6 +29,7 @@ from tinsmith_jax import adapters, optimizer
 from tinsmith_jax.adapters import Adapter, JaxSnapshot
 from tinsmith_jax.buckets import STEPS, TARGETS, Bucket
 from tinsmith_jax.compilation import Compiled, Program, Programs
+from tinsmith_jax.memory import out_of_memory_named
 from tinsmith_jax.packing import MicroBatch, Piece, Stream, pack, plan
 from tinsmith_jax.train_step import TrainPrograms
 from tinsmith_jax.weights import Base
@@ -71,7 +72,8 @@ class Trainer:
             msg = f"all {self._max_models} models are in use: end a session, or raise the backend's max_models"
             raise CapacityError(msg)
         rank = adapters.class_of(op.lora.rank, self._train.limits.max_lora_rank)
-        weights = jax.device_put(adapters.fresh(op.lora, self._config, rank))
+        with out_of_memory_named(f"a model of rank {op.lora.rank}", "end a session, or take a smaller rank"):
+            weights = jax.block_until_ready(jax.device_put(adapters.fresh(op.lora, self._config, rank)))
         self._models[op.model_id] = _Model(op.lora, rank, self._fresh_state(weights, rank))
 
     def unload_model(self, model_id: str) -> None:
@@ -105,9 +107,11 @@ class Trainer:
             return jax.device_put(host)
 
         zeros = self._zeros[model.padded_rank]
-        m, v = (placed(named) if named else zeros for named in (state.adam_m, state.adam_v))
-        gradients = placed(state.gradients) if state.gradients else None
-        model.state = optimizer.State(placed(state.weights), m, v)
+        with out_of_memory_named("the state of a model", "end a session"):
+            m, v = (placed(named) if named else zeros for named in (state.adam_m, state.adam_v))
+            gradients = placed(state.gradients) if state.gradients else None
+            loaded = jax.block_until_ready(optimizer.State(placed(state.weights), m, v))
+        model.state = loaded
         model.gradients, model.step = gradients, state.step
 
     # Training ---------------------------------------------------------------------------------------------------------
@@ -129,10 +133,19 @@ class Trainer:
         for rank, group in by_rank.items():
             for start in range(0, len(group), STEPS[-1]):
                 part = group[start : start + STEPS[-1]]
-                norms = self._step([op for _, op in part], rank)
-                for (index, _), norm in zip(part, norms, strict=True):
-                    results[index] = OptimStepOutput(metrics={"grad_norm": norm})
+                stepped = self._step_what_fits([op for _, op in part], rank)
+                results |= {index: result for (index, _), result in zip(part, stepped, strict=True)}
         return [results[index] for index in range(len(ops))]
+
+    def _step_what_fits(self, ops: Sequence[OptimStep], rank: int) -> list[OptimStepOutput | Failed]:
+        """Together, or one by one where the device has no room for all."""
+        try:
+            with out_of_memory_named(f"the optimizer steps of {len(ops)} models", "end a session"):
+                return [OptimStepOutput(metrics={"grad_norm": norm}) for norm in self._step(ops, rank)]
+        except OutOfMemoryError as error:
+            if len(ops) == 1:
+                return [Failed(message=str(error), category=error.category)]
+            return [result for op in ops for result in self._step_what_fits([op], rank)]
 
     def _step(self, ops: Sequence[OptimStep], rank: int) -> list[float]:
         models = [self._models[op.model_id] for op in ops]
@@ -164,13 +177,30 @@ class Trainer:
         failed = {index: failure for index, op in enumerate(ops) if (failure := self._refusal(op)) is not None}
         pieces = [piece for index, op in enumerate(ops) if index not in failed for piece in self._pieces(index, op)]
         outputs: list[list[tuple[Array, Array]]] = [[] for _ in ops]
+        before = {piece.op.model_id: self._models[piece.op.model_id].gradients for piece in pieces}
+        try:
+            self._run_all(pieces, outputs, run)
+        except OutOfMemoryError:
+            for model_id, gradients in before.items():
+                self._models[model_id].gradients = gradients  # nothing was added
+            raise
+        return [failed.get(index) or _output(op, outputs[index]) for index, op in enumerate(ops)]
+
+    def _run_all(
+        self,
+        pieces: Sequence[Piece],
+        outputs: list[list[tuple[Array, Array]]],
+        run: Callable[[MicroBatch], tuple[Array, Array]],
+    ) -> None:
+        """Run every piece in micro-batches, and append what came of it to its operation's outputs."""
         for micro in plan(pieces, self._train.buckets, self._train.limits.call_tokens):
-            logp_TK, loss_TK = run(micro)
+            num_tokens = sum(piece.num_tokens for piece in micro.pieces)
+            with out_of_memory_named(f"a pass over {num_tokens} tokens", "send shorter sequences"):
+                logp_TK, loss_TK = run(micro)
             for start, piece in zip(micro.starts(), micro.pieces, strict=True):
                 rows = slice(start, start + piece.num_tokens)
                 cells = (logp_TK[rows, : piece.num_targets], loss_TK[rows, : piece.num_targets])
                 outputs[piece.op_index].append(cells)
-        return [failed.get(index) or _output(op, outputs[index]) for index, op in enumerate(ops)]
 
     def _refusal(self, op: ForwardBackward) -> Failed | None:
         """Refuse what cannot be packed; core has checked everything else."""

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tinsmith.errors import UnsupportedError
+from tinsmith.errors import ConfigError, UnsupportedError
 from tinsmith.operations import SamplingParams
-from tinsmith_jax.stopping import DecodedTail, StopRules
+from tinsmith.stopping import DecodedTail, StopRules
 
 CORPUS = [
     "the cat sat on the mat",
@@ -105,8 +105,21 @@ def test_stop_strings_need_a_tokenizer() -> None:
 
 @pytest.mark.parametrize("described", ["<|end|>", {"content": "<|end|>", "special": True}])
 def test_the_tokenizer_names_one_more_end(tmp_path: Path, tokenizer: Tokenizer, described: object) -> None:
-    assert StopRules.read(tmp_path, (5,)).tokenizer is None
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    assert StopRules.of_model(tmp_path).tokenizer is None
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert StopRules.read(tmp_path, (5, 6)).eos_tokens == {5, 6}
+    assert StopRules.of_model(tmp_path).eos_tokens == {5}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": described}))
-    assert StopRules.read(tmp_path, (5,)).eos_tokens == {5, tokenizer.token_to_id("<|end|>")}
+    assert StopRules.of_model(tmp_path).eos_tokens == {5, tokenizer.token_to_id("<|end|>")}
+
+
+def test_the_generation_config_names_the_ends_before_the_config(tmp_path: Path) -> None:
+    assert StopRules.of_model(tmp_path).eos_tokens == set()
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert StopRules.of_model(tmp_path).eos_tokens == {5, 6}
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert StopRules.of_model(tmp_path).eos_tokens == {2}
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config.json' cannot be read as JSON"):
+        StopRules.of_model(tmp_path)

@@ -3,10 +3,11 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from tinsmith.errors import UnsupportedError
+from tinsmith.errors import ConfigError, UnsupportedError
 from tinsmith.operations import SamplingParams, StopReason
 
 TAIL_MARGIN_TOKENS = 4
@@ -21,11 +22,13 @@ class StopRules:
         self.tokenizer = tokenizer
 
     @classmethod
-    def read(cls, model_path: Path, config_eos_tokens: Iterable[int]) -> "StopRules":
-        """Read the tokenizer of a Hugging Face directory; it may be absent.
+    def of_model(cls, model_path: Path) -> "StopRules":
+        """Read a Hugging Face directory; its tokenizer may be absent.
 
-        What the tokenizer calls `eos_token` ends a sequence beside the ids of the model's configuration.
+        What the tokenizer calls `eos_token` ends a sequence beside the ids of `generation_config.json`, or where that
+        names none, of `config.json`. Raise ConfigError where one of them is broken.
         """
+        config_eos_tokens = _configured_eos(model_path)
         tokenizer_file = model_path / "tokenizer.json"
         tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.exists() else None
         return cls({*config_eos_tokens, *_tokenizer_eos(model_path, tokenizer)}, tokenizer)
@@ -88,11 +91,29 @@ class StopWatch:
         return "length" if self._left <= 0 else None
 
 
+def _configured_eos(model_path: Path) -> tuple[int, ...]:
+    for name in ("generation_config.json", "config.json"):
+        eos = _read_json(model_path / name).get("eos_token_id")
+        if eos is not None:
+            return tuple(int(token) for token in eos) if isinstance(eos, list) else (int(eos),)
+    return ()
+
+
+def _read_json(path: Path) -> dict[str, Any]:  # Any: parsed JSON
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        msg = f"{str(path)!r} cannot be read as JSON: {error}"
+        raise ConfigError(msg) from error
+    return parsed if isinstance(parsed, dict) else {}
+
+
 def _tokenizer_eos(model_path: Path, tokenizer: Tokenizer | None) -> set[int]:
-    path = model_path / "tokenizer_config.json"
-    if tokenizer is None or not path.exists():
+    if tokenizer is None:
         return set()
-    eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    eos = _read_json(model_path / "tokenizer_config.json").get("eos_token")
     text = eos.get("content") if isinstance(eos, dict) else eos  # older files hold the token's whole description
     token = tokenizer.token_to_id(text) if isinstance(text, str) else None
     return set() if token is None else {token}

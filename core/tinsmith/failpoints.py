@@ -1,0 +1,193 @@
+"""Named points around what must survive a crash, where tests end the process, fail the disk or hold time up.
+
+A boundary is a function that makes something durable, or tells somebody that it is. `@durable_boundary(name)` gives it
+two failpoints, `name.before` and `name.after`. Unless `_TINSMITH_FAILPOINTS` is set when tinsmith is imported, the
+decorator returns the very function that it was given: nothing is left of it in production.
+
+The variable holds `point=action[@when]`, separated by `;`. Actions: `kill` (SIGKILL to this process), `stop` (SIGSTOP),
+`enospc`, `eio` (an OSError), `delay:SECONDS`. When: `N` (the Nth time, 1 where it is left out), `N+` (from then on),
+`N-M`, or `pP:SEED` (each time with probability P). `log=FILE` appends the name of each point that acts. An empty value
+watches, and does nothing until `arm` is called.
+"""
+
+import asyncio
+import errno
+import functools
+import inspect
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar, cast
+
+VARIABLE: Final = "_TINSMITH_FAILPOINTS"
+
+BOUNDARIES: Final = {
+    "store.migrate": "bringing the schema to the newest version",
+    "store.commit": "the commit of any transaction that writes",
+    "store.create_session": "a session is recorded",
+    "store.end_session": "a session ends, and its models are queued to be unloaded",
+    "store.create_run": "a model and its creation are recorded",
+    "store.create_sampler": "a sampling session is recorded",
+    "store.submit": "an operation is recorded",
+    "store.acquire_lease": "an engine becomes the one that serves its base model",
+    "store.claim": "an engine takes operations",
+    "store.complete": "results, what follows from them, and how far the model has come",
+    "store.add_snapshot": "a training snapshot is registered",
+    "store.requeue": "what a dead engine was running is queued again",
+    "store.report_engine": "an engine, or its supervisor, says what it is at",
+    "store.delete_checkpoint": "a checkpoint is forgotten",
+    "store.prune": "results past their retention are deleted",
+    "server.submit": "a training request is taken in and acknowledged",
+    "directory.fill": "the files of a directory are written, not yet durable",
+    "directory.sync": "its files are made durable",
+    "directory.set_aside": "the version that is about to be replaced is renamed",
+    "directory.put": "the new version is renamed to its name",
+    "directory.sync_parents": "the renames are made durable",
+    "directory.doom": "a directory that is to be deleted is renamed",
+    "directory.delete": "a directory is deleted",
+    "checkpoint.write": "a checkpoint that a client asked for",
+    "snapshot.write": "a training snapshot",
+    "snapshot.register": "a training snapshot that is whole starts to count, and older ones go",
+    "snapshot.persist": "sampling snapshots that were in memory only",
+    "engine.run_batch": "the backend runs a batch",
+    "engine.run_single": "an operation that runs by itself, with its files",
+    "engine.sample": "a sample is drawn",
+    "engine.record": "results are handed to the store",
+    "recovery.restore": "a model is made from its newest good snapshot",
+    "recovery.replay": "one operation runs once more",
+    "supervisor.start_engine": "the process of an engine is started",
+}
+"""Every boundary: each has `.before` and `.after`."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_ON: Final = VARIABLE in os.environ
+
+
+@dataclass(slots=True)
+class _Armed:
+    action: str
+    argument: str
+    first: int
+    last: int
+    probability: float
+    random: random.Random
+    passed: int = 0
+
+    def acts(self) -> bool:
+        self.passed += 1
+        if self.probability < 1.0:
+            return self.random.random() < self.probability
+        return self.first <= self.passed <= self.last
+
+
+@dataclass(slots=True)
+class _Plan:
+    armed: dict[str, _Armed] = field(default_factory=dict)
+    log: str | None = None
+
+
+_plan = _Plan()
+
+
+def durable_boundary(name: str) -> Callable[[F], F]:
+    """Give a function, or a coroutine function, the failpoints `name.before` and `name.after`."""
+    if name not in BOUNDARIES:
+        msg = f"{name!r} is not among failpoints.BOUNDARIES; describe it there"
+        raise ValueError(msg)
+
+    def mark(function: F) -> F:
+        return _watched(name, function) if _ON else function
+
+    return mark
+
+
+def points() -> list[str]:
+    return [f"{name}.{side}" for name in BOUNDARIES for side in ("before", "after")]
+
+
+def arm(specification: str) -> None:
+    """Replace what is armed, as the variable would say it. Raise ValueError where it cannot be read."""
+    plan = _Plan()
+    for part in filter(None, specification.split(";")):
+        point, _, what = part.partition("=")
+        if point == "log":
+            plan.log = what
+            continue
+        if point not in points():
+            msg = f"no failpoint {point!r}; there are: {', '.join(points())}"
+            raise ValueError(msg)
+        plan.armed[point] = _parse(what)
+    _plan.armed, _plan.log = plan.armed, plan.log
+
+
+def _parse(text: str) -> _Armed:
+    what, _, when = text.partition("@")
+    action, _, argument = what.partition(":")
+    if action not in {"kill", "stop", "enospc", "eio", "delay"}:
+        msg = f"no action {action!r}; there are: kill, stop, enospc, eio, delay:SECONDS"
+        raise ValueError(msg)
+    first, last, probability, seed = 1, 1, 1.0, ""
+    if when.startswith("p"):
+        share, _, seed = when[1:].partition(":")
+        probability = float(share)
+    elif when:
+        low, dash, high = when.removesuffix("+").partition("-")
+        first = int(low)
+        last = int(high) if dash else (1 << 62 if when.endswith("+") else first)
+    return _Armed(action, argument, first, last, probability, random.Random(seed))
+
+
+def _watched(name: str, function: F) -> F:
+    before, after = f"{name}.before", f"{name}.after"
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def watched_coroutine(*args: Any, **kwargs: Any) -> Any:  # Any: of any function
+            if delay_s := _pass(before):
+                await asyncio.sleep(delay_s)
+            result = await function(*args, **kwargs)
+            if delay_s := _pass(after):
+                await asyncio.sleep(delay_s)
+            return result
+
+        return cast("F", watched_coroutine)
+
+    @functools.wraps(function)
+    def watched(*args: Any, **kwargs: Any) -> Any:  # Any: as above
+        if delay_s := _pass(before):
+            time.sleep(delay_s)
+        result = function(*args, **kwargs)
+        if delay_s := _pass(after):
+            time.sleep(delay_s)
+        return result
+
+    return cast("F", watched)
+
+
+def _pass(point: str) -> float:
+    """Do what is armed at a point; return for how long to wait there."""
+    armed = _plan.armed.get(point)
+    if armed is None or not armed.acts():
+        return 0.0
+    if _plan.log is not None:
+        with open(_plan.log, "a", encoding="utf-8") as log:  # noqa: PTH123 - one write, whole even when several die
+            log.write(f"{point}\n")
+    match armed.action:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+            signal.pause()  # it takes effect at any moment
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "delay":
+            return float(armed.argument)
+        case "enospc" | "eio":
+            number = errno.ENOSPC if armed.action == "enospc" else errno.EIO
+            raise OSError(number, f"{os.strerror(number)} (failpoint {point})")
+    return 0.0
+
+
+arm(os.environ.get(VARIABLE, ""))

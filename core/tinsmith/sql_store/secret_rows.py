@@ -1,0 +1,29 @@
+"""Secrets that all processes on one database share."""
+
+import secrets
+
+from sqlalchemy.exc import IntegrityError
+from sqlmodel import Session
+
+from tinsmith.sql_store.tables import SecretRow
+
+_SECRET_BYTES = 32
+
+
+def find(session: Session, name: str) -> bytes | None:
+    row = session.get(SecretRow, name)
+    return None if row is None else row.value
+
+
+def find_or_make(session: Session, name: str) -> bytes:
+    if (found := find(session, name)) is not None:
+        return found
+    value = secrets.token_bytes(_SECRET_BYTES)
+    try:
+        with session.begin_nested():
+            session.add(SecretRow(name=name, value=value))
+    except IntegrityError:  # another process was faster
+        theirs = find(session, name)
+        assert theirs is not None
+        return theirs
+    return value

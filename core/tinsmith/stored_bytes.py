@@ -1,0 +1,66 @@
+"""How MessagePack rests in the log: compressed, with integers as narrow as their values. Earlier layouts stay readable.
+
+    0x80-0x8f, 0xde, 0xdf ...   plain MessagePack of a map: every log before this layout, and whatever is short
+    0xc1 0x01 ...               a zstd frame of MessagePack; 0xc1 begins no MessagePack, the second byte is the layout
+
+Tokens and targets of one datum are mostly the same bytes once they have the same width: the frame holds them once.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+import zstandard
+
+_MARK: Final = 0xC1
+_ZSTD: Final = 1
+_SHORT_BYTES: Final = 256  # below, a frame saves nothing
+_LEVEL: Final = 1
+_NARROW: Final = (1, 2, 3, 4)  # bytes of an integer
+
+StoredArray = tuple[str, tuple[int, ...], bytes] | tuple[str, tuple[int, ...], bytes, int]
+"""dtype, shape, little-endian bytes; and, of non-negative integers, the bytes that each was cut to."""
+
+
+def compress(packed: bytes) -> bytes:
+    """Return MessagePack as it is stored."""
+    if len(packed) < _SHORT_BYTES:
+        return packed
+    return bytes((_MARK, _ZSTD)) + zstandard.ZstdCompressor(level=_LEVEL).compress(packed)
+
+
+def decompress(stored: bytes) -> bytes:
+    """Return the MessagePack. Raise ValueError where the bytes are damaged, or of a layout that is not known."""
+    if not stored or stored[0] != _MARK:
+        return stored
+    if stored[1:2] != bytes((_ZSTD,)):
+        msg = f"layout {stored[1] if len(stored) > 1 else 'missing'} is not known, a newer tinsmith may have written it"
+        raise ValueError(msg)
+    try:
+        return zstandard.ZstdDecompressor().decompress(stored[2:])
+    except zstandard.ZstdError as error:
+        msg = f"the compressed bytes are damaged: {error}"
+        raise ValueError(msg) from error
+
+
+def narrow(array: np.ndarray[Any, Any]) -> StoredArray:
+    """Take an array apart; nothing is lost."""
+    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    dtype, shape, size = little.dtype, little.shape, little.dtype.itemsize
+    if dtype.kind in "iu" and little.size and little.min() >= 0:
+        width = next((each for each in _NARROW if int(little.max()) < 1 << 8 * each), size)
+        if width < size:
+            cut = little.reshape(-1, 1).view(np.uint8)[:, :width]
+            return dtype.str, shape, cut.tobytes(), width
+    return dtype.str, shape, little.tobytes()
+
+
+def widen(stored: StoredArray) -> np.ndarray[Any, Any]:
+    """Put it together: a read-only array, a view of the bytes where they were not cut."""
+    dtype, shape, data = np.dtype(stored[0]), stored[1], stored[2]
+    if len(stored) == 3:
+        return np.frombuffer(data, dtype).reshape(shape)
+    wide = np.zeros((len(data) // stored[3], dtype.itemsize), np.uint8)
+    wide[:, : stored[3]] = np.frombuffer(data, np.uint8).reshape(-1, stored[3])
+    array = wide.view(dtype).reshape(shape)
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,25 @@
+"""Mistakes that the checker must find: each is one rule of the protocol left out, and the world in which it shows."""
+
+MUTATIONS = {
+    "complete_unfenced": ("`complete` does not ask whether a later engine has taken over", "small:takeover"),
+    "complete_twice": ("`complete` does not ask whether the operation is still running", "small:answers"),
+    "claim_unfenced": ("`claim` does not ask whether a later engine has taken over", "small:takeover"),
+    "claim_not_atomic": (
+        "`claim` reads in one transaction, and marks in another",
+        "small:takeover",
+    ),
+    "claim_answer_lost": ("an engine without an answer to `claim` does not ask what it was given", "small:answers"),
+    "requeue_unfenced": ("`requeue` does not ask whether a later engine has taken over", "small:takeover"),
+    "requeue_without_attempts": ("`requeue` does not count", "small:poison"),
+    "requeue_in_company": ("`requeue` does not mark what must run alone", "small:poison"),
+    "requeue_keeps_position": ("`requeue` leaves `next_seq_id` where it is", "small:takeover"),
+    "no_requeue": ("an engine that starts does not put back what was running", "small:takeover"),
+    "resubmit_runs_again": ("a repeat queues the operation once more", "small:takeover"),
+    "snapshot_early": ("a snapshot is registered before the results up to it are recorded", "small:snapshots"),
+    "snapshot_unfenced": ("`add_snapshot` does not ask whether a later engine has taken over", "small:snapshots"),
+    "snapshot_shared_names": ("engines write their snapshots of one seq_id to one directory", "small:given-up"),
+    "tidy_removes_newer": ("what is not registered is removed, though it is newer than what is", "small:snapshots"),
+    "prune_past_oldest": ("`prune` keeps what comes after the newest snapshot, not the oldest", "small:damage"),
+    "gap_closed_while_running": ("`fail_gaps` goes on while an operation before the gap runs", "small:gaps"),
+    "replay_from_start": ("recovery replays the whole log on top of the snapshot", "small:snapshots"),
+}

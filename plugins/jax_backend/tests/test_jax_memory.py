@@ -1,0 +1,89 @@
+"""A request that does not fit on the device fails alone, typed; what ran beside it never notices.
+
+The allocation that fails is XLA's own: more bytes than any machine has.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from jax_harness import add_model, make_backend, make_op
+
+from tinsmith.backend import ModelState
+from tinsmith.errors import OutOfMemoryError
+from tinsmith.operations import AdamParams, Failed, LoraConfig, OptimStep, OptimStepOutput
+from tinsmith_jax.backend import JaxBackend
+from tinsmith_jax.packing import MicroBatch
+
+HUGE = 77  # a pass over a sequence of this length asks for too much
+
+
+@pytest.fixture
+def backend(tiny_models: dict[str, Path], jax_cache: Path) -> JaxBackend:
+    backend = make_backend(tiny_models["qwen3"], jax_cache)
+    for name in ("a", "b"):
+        add_model(backend, name, LoraConfig(rank=4, seed=1), random_B=True)
+    return backend
+
+
+def too_much() -> Any:
+    return jnp.zeros((1 << 50,), jnp.float32).block_until_ready()
+
+
+@pytest.fixture
+def starved(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> JaxBackend:
+    """Let passes over HUGE sequences run out of memory, in XLA."""
+    for name in ("_run_gradients", "_run_score"):
+        run: Callable[[MicroBatch], Any] = getattr(backend._trainer, name)
+
+        def hungry(micro: MicroBatch, run: Callable[[MicroBatch], Any] = run) -> Any:
+            return too_much() if any(piece.num_tokens == HUGE for piece in micro.pieces) else run(micro)
+
+        monkeypatch.setattr(backend._trainer, name, hungry)
+    return backend
+
+
+def bits(state: ModelState) -> dict[str, bytes]:
+    parts = {"weights": state.weights, "gradients": state.gradients, "m": state.adam_m}
+    return {f"{part} {name}": array.tobytes() for part, named in parts.items() for name, array in named.items()}
+
+
+def test_a_pass_that_does_not_fit_changes_nothing(starved: JaxBackend) -> None:
+    starved.forward_backward([make_op("a", 1, [9])])
+    before = bits(starved.capture_state("a")), bits(starved.capture_state("b"))
+    batch = [make_op("b", 2, [300, 290]), make_op("a", 3, [300, HUGE]), make_op("b", 4, [20])]
+    with pytest.raises(OutOfMemoryError, match=r"no memory left for a pass over \d+ tokens: RESOURCE_EXHAUSTED"):
+        starved.forward_backward(batch)
+    assert (bits(starved.capture_state("a")), bits(starved.capture_state("b"))) == before
+    with pytest.raises(OutOfMemoryError):
+        starved.forward([make_op("a", 3, [HUGE])])
+
+
+def test_steps_that_do_not_fit_together_are_made_one_by_one(
+    backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = backend._trainer._step
+
+    def hungry(ops: Any, rank: int) -> Any:
+        return too_much() if len(ops) > 1 or ops[0].model_id == "b" else step(ops, rank)
+
+    monkeypatch.setattr(backend._trainer, "_step", hungry)
+    backend.forward_backward([make_op("a", 1, [9]), make_op("b", 1, [9])])
+    before = bits(backend.capture_state("b"))
+    stepped, failed = backend.optim_step([OptimStep(model_id=name, adam=AdamParams()) for name in ("a", "b")])
+    assert isinstance(stepped, OptimStepOutput)
+    assert isinstance(failed, Failed)
+    assert failed.category == "user"
+    assert "RESOURCE_EXHAUSTED" in failed.message
+    assert backend.capture_state("a").step == 1
+    assert bits(backend.capture_state("b")) == before
+
+
+def test_a_model_that_does_not_fit_is_not_there(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinsmith_jax.trainer.jax.device_put", lambda _: too_much())
+    with pytest.raises(OutOfMemoryError, match="a model of rank 4"):
+        add_model(backend, "c", LoraConfig(rank=4, seed=1))
+    monkeypatch.undo()
+    add_model(backend, "c", LoraConfig(rank=4, seed=1))

@@ -1,0 +1,64 @@
+"""`tinsmith replay` on the jax backend: another process's instance gives the same bits."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinsmith import operations as ops
+from tinsmith.checkpoints import read_checkpoint
+from tinsmith.plugins import Plugins
+from tinsmith.replay_command import run_replay
+from tinsmith.settings import ModelSettings, PluginSection
+from tinsmith.testing.engine_driver import EngineDriver
+from tinsmith.testing.harness import running_server
+from tinsmith.tiny_model import TinyShape, write_tiny_model
+
+MODEL = "s1:train:0"
+
+
+def bits(root: Path, directory: str) -> dict[str, Any]:
+    state = read_checkpoint(root, directory).state
+    parts = {"weights": state.weights, "m": state.adam_m, "v": state.adam_v, "gradients": state.gradients}
+    arrays = {f"{part} {name}": array.tobytes() for part, named in parts.items() for name, array in named.items()}
+    return {**arrays, "step": state.step}
+
+
+def a_pass(number: int) -> ops.ForwardBackward:
+    def datum(length: int) -> ops.Datum:
+        tokens = np.random.default_rng([number, length]).integers(3, 300, length + 1)
+        inputs = {"target_tokens": tokens[1:], "weights": np.ones(length, np.float32)}
+        return ops.Datum(tokens_T=tokens[:-1].astype(np.int32), loss_inputs=inputs)
+
+    return ops.ForwardBackward(model_id=MODEL, data=(datum(17), datum(30)))
+
+
+@pytest.mark.slow
+def test_every_saved_state_is_rebuilt(tmp_path: Path) -> None:
+    shape = TinyShape(num_layers=1, hidden_size=32, intermediate_size=48, num_heads=2, num_kv_heads=1, head_dim=16)
+    write_tiny_model(tmp_path / "tiny", shape)
+    options = {"plugin": "jax", "max_lora_rank": 4, "max_context_tokens": 64, "max_batch_tokens": 128, "warm_up": False}
+    model = ModelSettings(name="tiny", path=tmp_path / "tiny", backend=PluginSection.model_validate(options))
+    saves = []
+    with running_server(tmp_path / "data", models=[model], recovery={"snapshot_every_operations": 5}) as server:
+        client = EngineDriver(server.store, "tiny")
+        server.call(client.open_session())
+        server.call(client.result(server.call(client.create_model())))
+        step = ops.OptimStep(model_id=MODEL, adam=ops.AdamParams(learning_rate=0.01, grad_clip_norm=0.5))
+        seq_id = 0
+        for number in range(4):
+            for operation in (a_pass(number), step, a_pass(number + 9)):
+                server.call(client.run(operation))
+                seq_id += 1
+            while number == 2 and not server.call(server.store.list_snapshots(MODEL)):
+                server.call(client.run(step))  # snapshots are written beside the training
+                seq_id += 1
+            seq_id += 1
+            saves.append(seq_id)
+            server.call(client.run(ops.SaveState(model_id=MODEL, path=client.path(f"at-{seq_id}"))))
+        for until in (saves[0], saves[-1] - 1):
+            run_replay(server.settings, Plugins.load(), run=MODEL, until=until, to=str(tmp_path / f"at-{until}"))
+            number = saves[0] if until == saves[0] else saves[-1]
+            expected = bits(server.settings.server.data_dir / "checkpoints", f"{MODEL}/weights/at-{number}")
+            assert bits(tmp_path, f"at-{until}") == expected

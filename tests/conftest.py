@@ -1,0 +1,24 @@
+"""What tests of every kind share: a real PostgreSQL, started once, with a fresh database for each test."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tinsmith.testing.postgres import Postgres, PostgresMissingError, running_postgres
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    try:
+        with running_postgres() as server:
+            yield server
+    except PostgresMissingError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def postgres_url(postgres: Postgres) -> str:
+    return postgres.new_database()

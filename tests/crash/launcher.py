@@ -1,0 +1,200 @@
+"""Starts servers and engines quickly: a process that has imported tinsmith already, and forks where asked to.
+
+Campaigns kill hundreds of processes; importing takes a second each time, forking milliseconds. What is started is a
+process of its own, with its own memory, files and signals, whose death by SIGKILL is as sudden as any other's.
+
+`python launcher.py SOCKET` listens on a Unix socket. A connection asks for one process: three descriptors (its standard
+input, output and error) and NUL-separated text: number of arguments, arguments, environment. The answer is the process
+id and, when it has died, its wait status. A connection that says `watch` is told of every birth and death instead.
+"""
+
+import gc
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+POISONED = "CRASH_POISONED"
+LABEL = "CRASH_LABEL"  # in a process's environment: which campaign run it belongs to
+_HERE = Path(__file__).parent
+_MESSAGE_BYTES = 1 << 20
+
+
+@dataclass
+class _Child:
+    pid: int
+    pidfd: int
+    connection: socket.socket
+    label: str
+    role: str
+
+
+class Launcher:
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(path)
+        self.listener.listen(128)
+        self.selector = selectors.DefaultSelector()
+        self.watchers: list[socket.socket] = []
+        self.children: dict[int, _Child] = {}
+        self.watch(self.listener, self.accept)
+        self.watch(sys.stdin.fileno(), self.leave)  # closes when the campaign ends, however it ends
+
+    def watch(self, what: socket.socket | int, call: Callable[[], None]) -> None:
+        self.selector.register(what, selectors.EVENT_READ, call)
+
+    def run(self) -> None:
+        while True:
+            for key, _ in self.selector.select():
+                key.data()
+
+    def leave(self) -> None:
+        for child in self.children.values():
+            os.kill(child.pid, signal.SIGKILL)
+        os._exit(0)
+
+    def accept(self) -> None:
+        connection, _ = self.listener.accept()
+        self.watch(connection, lambda: self.asked(connection))
+
+    def asked(self, connection: socket.socket) -> None:
+        message, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 3)
+        self.selector.unregister(connection)
+        if message == b"watch":
+            self.watchers.append(connection)
+            return
+        if not message:
+            connection.close()
+            return
+        count, *rest = message.decode().split("\0")
+        arguments, environ = rest[: int(count)], dict(each.split("=", 1) for each in rest[int(count) :])
+        plan = self.take_plan(environ[LABEL], arguments[0])  # before anybody hears of the birth and writes the next
+        pid = os.fork()
+        if pid == 0:
+            self.become(arguments, environ, descriptors, plan)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        child = _Child(pid, os.pidfd_open(pid), connection, environ[LABEL], arguments[0])
+        self.children[pid] = child
+        self.watch(child.pidfd, lambda: self.died(child))
+        self.watch(connection, lambda: self.abandoned(child))
+        self.tell("born", child)
+        connection.send(str(pid).encode())
+
+    def died(self, child: _Child) -> None:
+        _, status = os.waitpid(child.pid, 0)
+        self.selector.unregister(child.pidfd)
+        os.close(child.pidfd)
+        del self.children[child.pid]
+        self.tell("died", child, status)
+        try:
+            self.selector.unregister(child.connection)
+            child.connection.send(str(status).encode())
+        except (KeyError, OSError):
+            pass  # nobody is there to hear it
+        child.connection.close()
+
+    def abandoned(self, child: _Child) -> None:
+        """Who asked for it is gone. A supervisor kills an engine by killing what stands for it."""
+        self.selector.unregister(child.connection)
+        os.kill(child.pid, signal.SIGKILL)
+
+    def tell(self, what: str, child: _Child, status: int = 0) -> None:
+        message = f"{what} {child.pid} {child.role} {status} {time.monotonic()} {child.label}".encode()
+        for watcher in list(self.watchers):
+            try:
+                watcher.send(message)
+            except OSError:
+                self.watchers.remove(watcher)
+
+    def become(self, arguments: list[str], environ: dict[str, str], descriptors: list[int], plan: str) -> None:
+        """Be the new process; does not return."""
+        from tinsmith import failpoints
+
+        code = 1
+        try:
+            os.setsid()
+            for number, descriptor in enumerate(descriptors):
+                os.dup2(descriptor, number)
+            os.closerange(3, 4096)
+            os.environ.clear()
+            os.environ.update(environ)
+            failpoints.arm(plan)
+            if arguments[0] == "serve":
+                self.start_engines_here()
+            if POISONED in environ:
+                self.poison(int(environ[POISONED]))
+            sys.argv = ["tinsmith", *arguments]
+            from tinsmith.cli import app
+
+            app()
+            code = 0
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else 1
+        except BaseException:  # noqa: BLE001 - the process ends with it
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def take_plan(self, label: str, role: str) -> str:
+        """What the campaign has written down is for one process."""
+        file = Path(f"{label}.{role}.arm")
+        try:
+            plan = file.read_text()
+            file.unlink()
+        except FileNotFoundError:
+            return ""
+        return plan
+
+    def poison(self, token: int) -> None:
+        """Have the toy backend abort the process where a pass holds the token."""
+        from tinsmith.builtin.toy_backend import ToyBackend
+
+        passes = ToyBackend.forward_backward
+
+        def poisonous(self: ToyBackend, ops: Any) -> Any:
+            if any(token in datum.tokens_T for op in ops for datum in op.data):
+                os.abort()
+            return passes(self, ops)
+
+        ToyBackend.forward_backward = poisonous
+
+    def start_engines_here(self) -> None:
+        from tinsmith import supervisor
+
+        stand_in = sys.executable, "-S", "-E", "-s", str(_HERE / "stand_in.py"), self.path
+        own = supervisor._command
+        supervisor._command = lambda child: (*stand_in, *own(child)[3:])  # without: python -m tinsmith
+
+
+def _import_everything() -> None:
+    from tinsmith.plugins import Plugins
+    from tinsmith.server.app import create_app
+    from tinsmith.settings import Settings
+    from tinsmith.store import StoreContext
+
+    plugins = Plugins.load()
+    spec = plugins.store("sql")
+    store = spec.create(spec.config(), StoreContext(data_dir=Path("/nowhere")))
+    create_app(Settings(), store=store, plugins=plugins)
+    plugins.backends()
+
+
+if __name__ == "__main__":
+    _import_everything()
+    launcher = Launcher(sys.argv[1])
+    gc.collect()
+    gc.freeze()
+    print("ready", flush=True)
+    launcher.run()

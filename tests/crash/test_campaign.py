@@ -1,0 +1,103 @@
+"""An SDK client trains while processes are killed: no error, and bit for bit the run that nobody disturbed.
+
+`make test-crash` runs the campaign that passes every failpoint (two minutes), and the one of a thousand kills.
+CRASH_SEED, CRASH_KILLS and CRASH_PARALLEL change it.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from campaign import Expected, Tally, disturbed, undisturbed
+from processes import Launcher, launching
+
+from tinsmith.settings import ModelSettings, PluginSection
+from tinsmith.tiny_model import TinyShape, write_tiny_model
+
+SEED = int(os.environ.get("CRASH_SEED", "20"))
+KILLS = int(os.environ.get("CRASH_KILLS", "1000"))
+PARALLEL = int(os.environ.get("CRASH_PARALLEL", "3"))
+MOMENTS_PER_RUN = 14
+MOST_RUNS = 4
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    with launching() as launcher:
+        yield launcher
+
+
+@pytest.fixture(scope="module")
+def expected(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    return undisturbed(launcher, tmp_path_factory.mktemp("undisturbed") / "run")
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(900)
+def test_every_failpoint_kills_once(launcher: Launcher, expected: Expected, tmp_path: Path) -> None:
+    tally = Tally(wanted=60, seed=SEED)
+    number = 0
+    while number < MOST_RUNS and not tally.enough:
+        with ThreadPoolExecutor(2) as pool:
+            runs = [
+                pool.submit(disturbed, launcher, tmp_path / str(each), expected, tally, number=each, arm_all=True)
+                for each in range(number, number + 2)
+            ]
+            for run in runs:
+                run.result()
+        number += 2
+    print(tally.table())
+    assert not tally.never_hit
+    assert len(tally.kills) >= tally.wanted
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(3 * 3600)
+def test_a_thousand_kills(launcher: Launcher, expected: Expected, tmp_path: Path) -> None:
+    tally = Tally(wanted=KILLS, seed=SEED)
+    started = time.monotonic()
+
+    def show(line: str) -> None:
+        print(f"{time.monotonic() - started:7.1f} s  {line}", file=sys.stderr, flush=True)
+
+    tally.show = show
+
+    def worker(first: int) -> None:
+        number = first
+        while not tally.enough:
+            disturbed(
+                launcher,
+                tmp_path / str(number),
+                expected,
+                tally,
+                number=number,
+                num_moments=MOMENTS_PER_RUN,
+                share_at_points=0.7,
+            )
+            number += PARALLEL
+
+    try:
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            for each in [pool.submit(worker, first) for first in range(PARALLEL)]:
+                each.result()
+    finally:
+        print(f"\n{tally.table()}\n  {time.monotonic() - started:.0f} s in all", file=sys.stderr)
+    assert not tally.never_hit
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(3600)
+def test_the_jax_backend_is_killed(launcher: Launcher, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "tiny", TinyShape(num_layers=2, hidden_size=64, intermediate_size=96))
+    options = {"plugin": "jax", "max_lora_rank": 8, "max_context_tokens": 256, "max_batch_tokens": 256}
+    backend = PluginSection.model_validate({**options, "warm_up": False})
+    model = ModelSettings(name="tiny", path=tmp_path / "tiny", backend=backend)
+    expected = undisturbed(launcher, tmp_path / "undisturbed", model)
+    tally = Tally(wanted=30, seed=SEED)
+    for number in range(3):
+        disturbed(launcher, tmp_path / str(number), expected, tally, number=number, num_moments=10, model=model)
+    print(tally.table(), file=sys.stderr)

@@ -1,0 +1,108 @@
+"""A run that an earlier schema left goes on: what was waiting runs, and the SDK trains on, bit for bit."""
+
+import importlib.util
+import sqlite3
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tinker
+from tinker import types
+
+from tinsmith import operations as ops
+from tinsmith.checkpoints import read_checkpoint
+from tinsmith.sql_store.migrate import alembic_config
+from tinsmith.store import OperationState
+from tinsmith.testing.engine_driver import EngineDriver
+from tinsmith.testing.harness import running_server
+
+SCHEMAS = Path(__file__).parent / "schemas"
+FIXTURES = sorted(SCHEMAS.glob("*.sql"))
+RUN = "s1:train:0"
+MORE = 2  # steps that the SDK adds
+KEYS = {"api_keys": [{"key": "tml-ann", "tenant": "ann"}]}
+
+
+@pytest.fixture(scope="module")
+def made() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_schema_fixture", SCHEMAS / "make.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def bits(data_dir: Path, name: str) -> dict[str, Any]:
+    state = read_checkpoint(data_dir / "checkpoints", f"{RUN}/weights/{name}").state
+    parts = {"weights": state.weights, "m": state.adam_m, "v": state.adam_v}
+    arrays = {f"{part} {name}": array.tobytes() for part, named in parts.items() for name, array in named.items()}
+    return {**arrays, "step": state.step}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(made: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What all the steps give, in one go."""
+    data_dir = tmp_path_factory.mktemp("undisturbed")
+    with running_server(data_dir) as server:
+        client = EngineDriver(server.store, "toy")
+        server.call(client.open_session())
+        server.call(client.result(server.call(client.create_model())))
+        for number in range(made.DONE + made.WAITING + MORE):
+            server.call(client.submit(made.a_pass(number)))
+            server.call(client.run(made.a_step()))
+        server.call(client.run(ops.SaveState(model_id=RUN, path=client.path("end"))))
+    return bits(data_dir, "end")
+
+
+def as_the_sdk_says_it(operation: ops.ForwardBackward) -> types.Datum:
+    (datum,) = operation.data
+    inputs = {name: array.tolist() for name, array in datum.loss_inputs.items()}
+    return types.Datum(model_input=types.ModelInput.from_ints(datum.tokens_T.tolist()), loss_fn_inputs=inputs)
+
+
+@pytest.mark.parametrize("fixture", FIXTURES, ids=lambda path: path.stem)
+def test_a_run_of_an_earlier_schema_goes_on(
+    fixture: Path, made: ModuleType, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    with sqlite3.connect(tmp_path / "tinsmith.db") as database:
+        database.executescript(fixture.read_text())
+    database.close()
+    logged = 1 + 2 * (made.DONE + made.WAITING)
+    with running_server(tmp_path, server=KEYS) as server:
+        waiting = server.call(server.store.list_log(RUN, from_seq_id=2 * made.DONE + 1, limit=100))
+        assert len(waiting) == 2 * made.WAITING
+        for each in waiting:
+            record = server.call(server.store.wait_for(each.request_id, 60))
+            assert record.state == OperationState.SUCCEEDED, record
+        service = tinker.ServiceClient(base_url=server.url, api_key="tml-ann")
+        other = service.create_lora_training_client(base_model="toy", rank=4).result(timeout=60)
+        training = tinker.TrainingClient(other.holder, 0, RUN, info=other._info)
+        # as a client that has sent all that is logged; the SDK adds one to its numbers
+        training._request_id_counter = training._turn_counter = logged - 1
+        for number in range(made.DONE + made.WAITING, made.DONE + made.WAITING + MORE):
+            passed = training.forward_backward([as_the_sdk_says_it(made.a_pass(number))], "cross_entropy")
+            stepped = training.optim_step(tinker.AdamParams(**_adam(made.a_step())))
+            passed.result(timeout=60)
+            stepped.result(timeout=60)
+        training.save_state("end").result(timeout=60)
+        run = server.call(server.store.get_run(RUN))
+        if fixture.stem != "0001":  # whose version summed the norm of the gradient in another order
+            assert run.state_reason is None
+        service.close("success").result(timeout=60)
+    assert bits(tmp_path, "end") == undisturbed
+
+
+def _adam(operation: ops.OptimStep) -> dict[str, float]:
+    names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+    return {name: getattr(operation.adam, name) for name in names}
+
+
+def test_every_earlier_schema_is_tried() -> None:
+    """`make.py` writes the newest one before a migration is added."""
+    from alembic.script import ScriptDirectory
+
+    revisions = {script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions()}
+    head = max(revisions)
+    assert revisions - {head} <= {fixture.stem for fixture in FIXTURES} <= revisions

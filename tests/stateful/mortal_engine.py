@@ -1,0 +1,182 @@
+"""A real store and a real engine, whose engine dies before or after any call of the store, and is started again."""
+
+import asyncio
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from plain_protocol import POISON
+
+from tinsmith import operations as ops
+from tinsmith.backend import BackendContext
+from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
+from tinsmith.engine import Engine, EngineFailedError
+from tinsmith.errors import ServerError
+from tinsmith.fair_scheduler import FairConfig, FairScheduler
+from tinsmith.losses import BUILTIN_LOSSES
+from tinsmith.settings import RecoverySettings
+from tinsmith.store import RequestStore
+from tinsmith.testing.engine_driver import take_over
+
+LOSSES = {loss.name: loss for loss in BUILTIN_LOSSES}
+_QUIET = frozenset({"wait_for_work"})  # it is no boundary: nothing is read or written
+
+How = Literal["before", "after", "unanswered"]
+"""The engine dies before the call, or after it; or it lives, and is told that the call failed, which it did not."""
+
+
+class KilledError(Exception):
+    """Nothing in the engine may catch this, and nothing of it reaches the store any more."""
+
+
+@dataclass
+class MortalStore:
+    """The store as one engine sees it."""
+
+    store: RequestStore
+    dies_in: int | None = None  # calls
+    how: How = "before"
+    dead: bool = False
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._call(name, args, kwargs)
+
+    async def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.dead:
+            raise KilledError
+        call = getattr(self.store, name)
+        if name in _QUIET or self.dies_in is None:
+            return await call(*args, **kwargs)
+        self.dies_in -= 1
+        if self.dies_in >= 0 or (name == "claim" and self.how == "unanswered"):  # see docs/explanation/exactly-once.md
+            return await call(*args, **kwargs)
+        self.dies_in, self.dead = None, self.how != "unanswered"
+        if self.how != "before":
+            await asyncio.shield(call(*args, **kwargs))
+        if self.dead:
+            raise KilledError
+        msg = "the connection was lost"
+        raise ServerError(msg)
+
+
+class FragileBackend(ToyBackend):
+    """The toy backend; it fails where a pass holds POISON."""
+
+    def forward_backward(self, ops: Sequence[ops.ForwardBackward]) -> Any:
+        if any(POISON in datum.tokens_T for op in ops for datum in op.data):
+            raise RuntimeError("poison")
+        return super().forward_backward(ops)
+
+
+def a_backend(kind: type[ToyBackend], cache_dir: Path) -> ToyBackend:
+    return kind(ToyConfig(), BackendContext(model_name="toy", model_path=None, cache_dir=cache_dir, losses=LOSSES))
+
+
+@dataclass
+class MortalEngine:
+    """One engine after the other, as a supervisor starts them."""
+
+    data_dir: Path
+    make_store: Callable[[Path], RequestStore]
+    store: RequestStore = field(init=False)
+    backend: ToyBackend = field(init=False)
+    seen: MortalStore | None = None
+    task: asyncio.Task[None] | None = None
+    engines: int = 0
+    crashed: bool = False  # the last one, by itself
+
+    async def open(self) -> None:
+        self.store = self.make_store(self.data_dir)
+        await self.store.open()
+
+    async def close(self) -> None:
+        await self.kill()
+        await self.store.close()
+
+    async def restart_server(self) -> None:
+        await self.close()
+        await self.open()
+
+    @property
+    def alive(self) -> bool:
+        return self.task is not None and not self.task.done()
+
+    async def start(self, dies_in: int | None = None, how: How = "before") -> None:
+        """Does nothing where one is alive."""
+        if self.alive:
+            return
+        await self._ended()
+        self.engines += 1
+        self.seen = MortalStore(self.store, dies_in, how)
+        self.task = asyncio.create_task(self._live(self.seen))
+
+    async def _live(self, seen: Any) -> None:  # Any: it stands in for a RequestStore
+        self.backend = a_backend(FragileBackend, self.data_dir)
+        engine = Engine(
+            lease=await take_over(self.store, "toy", engine_id=f"engine-{self.engines}"),
+            store=seen,
+            scheduler=FairScheduler(FairConfig()),
+            backend=self.backend,
+            sampler=self.backend,
+            losses=LOSSES,
+            checkpoint_root=self.data_dir / "checkpoints",
+            gap_timeout_s=600.0,
+            resident_snapshots=2,
+            on_finished=lambda _: None,
+            recovery=RecoverySettings(snapshot_every_operations=2, max_interruptions=1000),
+        )
+        self._stop = engine.stop
+        await engine.recover("it died", lambda _what, _share: None, interrupted=not self.crashed)
+        await engine.run()
+
+    async def stop(self) -> None:
+        """In order, where it comes to that before something kills it."""
+        if self.alive and hasattr(self, "_stop"):
+            self._stop()
+            assert self.task is not None
+            await asyncio.wait([self.task], timeout=60)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """Nothing that it does from here on reaches the store."""
+        if self.seen is not None:
+            self.seen.dead = True
+        if self.alive:
+            assert self.task is not None
+            self.task.cancel()
+            await asyncio.wait([self.task])
+        await self._ended()
+
+    async def _ended(self) -> None:
+        if self.task is None:
+            return
+        self.crashed = False
+        with suppress(KilledError, asyncio.CancelledError):
+            try:
+                await self.task
+            except EngineFailedError:
+                self.crashed = True
+        self.task = None
+        for writer in (self.store._relaxed, self.store._durable):  # type: ignore[attr-defined]  # what it had asked for is in
+            await writer.write(lambda _: None)
+
+    async def finished(self, request_id: str) -> Any:
+        """Wait for an operation, with one engine after the other."""
+        async with asyncio.timeout(60):
+            while True:
+                await self.start()
+                assert self.task is not None
+                waiting = asyncio.create_task(self.store.wait_for(request_id, 60))
+                await asyncio.wait([waiting, self.task], return_when=asyncio.FIRST_COMPLETED)
+                if waiting.done():
+                    return waiting.result()
+                waiting.cancel()
+                await asyncio.wait([waiting])
+
+
+def copied(template: Path, to: Path) -> Path:
+    shutil.copytree(template, to, dirs_exist_ok=True)
+    return to

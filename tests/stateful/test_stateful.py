@@ -1,0 +1,371 @@
+"""Clients, deaths and retries in any order: every answer and every final state is what the plain protocol says."""
+
+import asyncio
+import tempfile
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from mortal_engine import MortalEngine, a_backend, copied
+from plain_protocol import POISON, Entry, PlainModel
+
+from tinsmith import operations as ops
+from tinsmith.builtin.toy_backend import ToyBackend
+from tinsmith.codec import decode_result, encode_result
+from tinsmith.errors import ConflictError, ResultExpiredError, UserError
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.store import SqlStore
+from tinsmith.store import OperationRecord, OperationState, RequestStore, StoreContext
+from tinsmith.testing.engine_driver import EngineDriver
+
+NUM_MODELS = 2
+LATER = timedelta(hours=1)
+
+MODELS = st.integers(0, NUM_MODELS - 1)
+NAMES = st.sampled_from("ab")
+TOKENS = st.lists(st.integers(1, POISON - 1), min_size=1, max_size=4)
+CONTENTS = st.one_of(
+    st.tuples(st.just("pass"), TOKENS),
+    st.tuples(st.just("pass"), TOKENS),
+    st.tuples(st.just("score"), TOKENS),
+    st.tuples(st.just("step"), st.sampled_from([0.1, 0.01])),
+    st.tuples(st.just("step"), st.sampled_from([0.1, 0.01])),
+    st.tuples(st.just("save"), NAMES),
+    st.tuples(st.just("load"), st.tuples(NAMES, st.booleans())),
+    st.tuples(st.just("publish"), NAMES),
+    st.tuples(st.just("poison"), st.none()),
+)
+
+
+def make_sqlite(data_dir: Path) -> RequestStore:
+    return SqlStore(SqlStoreConfig(synchronous="off", safety_poll_s=600.0), StoreContext(data_dir=data_dir))
+
+
+def an_operation(model_id: str, kind: str, value: Any) -> ops.Operation:
+    path = f"tinker://{model_id}/weights/"
+    match kind:
+        case "pass":
+            return ops.ForwardBackward(model_id=model_id, data=(a_datum(value),))
+        case "score":
+            return ops.Forward(model_id=model_id, data=(a_datum(value),))
+        case "poison":
+            return ops.ForwardBackward(model_id=model_id, data=(a_datum([POISON]),))
+        case "step":
+            return ops.OptimStep(model_id=model_id, adam=ops.AdamParams(learning_rate=value, grad_clip_norm=1.0))
+        case "save":
+            return ops.SaveState(model_id=model_id, path=path + value)
+        case "load":
+            return ops.LoadState(model_id=model_id, path=path + value[0], load_optimizer=value[1])
+        case "publish":
+            return ops.SaveForSampler(model_id=model_id, sampling_session_id=f"{model_id}:sample:{value}")
+    raise AssertionError(kind)
+
+
+def a_datum(tokens: list[int]) -> ops.Datum:
+    targets = np.array(tokens, np.int64)
+    inputs = {"target_tokens": targets, "weights": np.ones(len(targets), np.float32)}
+    return ops.Datum(tokens_T=targets.astype(np.int32), loss_inputs=inputs)
+
+
+class Protocol(RuleBasedStateMachine):
+    template: ClassVar[Path]  # a directory with an empty database
+
+    @initialize()
+    def begin(self) -> None:
+        self.runner = asyncio.Runner()
+        self.directory = tempfile.TemporaryDirectory()
+        data_dir = copied(self.template, Path(self.directory.name) / "data")
+        self.world = MortalEngine(data_dir, make_sqlite)
+        self.runner.run(self.world.open())
+        reference = a_backend(ToyBackend, data_dir)
+        self.plain: list[PlainModel] = []
+        self.clients: list[EngineDriver] = []
+        self.samples: list[tuple[str, ops.Result, bool]] = []  # request_id, answer, cancelled
+        self.pruned = False
+        self.publications = 0
+        for number in range(NUM_MODELS):
+            client = EngineDriver(self.world.store, "toy", session_id=f"s{number}", tenant=f"t{number}")
+            self.clients.append(client)
+            self.runner.run(client.open_session())
+            request_id = self.runner.run(client.create_model())
+            model = PlainModel(client.model_id(), reference)
+            created = ops.CreateModel(model_id=client.model_id(), lora=ops.LoraConfig(rank=4, seed=0))
+            model.accept(0, created, request_id)
+            self.plain.append(model)
+
+    # clients
+
+    @rule(number=MODELS, content=CONTENTS, skip=st.sampled_from([0, 0, 0, 0, 1, 2]))
+    def submit(self, number: int, content: tuple[str, Any], skip: int) -> None:
+        """The next number, or one that is early."""
+        model = self.plain[number]
+        free = [
+            n for n in range(model.next_seq_id, model.next_seq_id + len(model.entries) + 3) if n not in model.entries
+        ]
+        self._submit(number, free[skip], content)
+
+    @rule(number=MODELS, content=CONTENTS, seq_id=st.integers(0, 12))
+    def submit_anything(self, number: int, content: tuple[str, Any], seq_id: int) -> None:
+        """A number that may have been used, passed over, or not come up."""
+        self._submit(number, seq_id, content)
+
+    @rule(number=MODELS, which=st.integers(0, 99))
+    def repeat(self, number: int, which: int) -> None:
+        model = self.plain[number]
+        seq_id = sorted(model.entries)[which % len(model.entries)]
+        if seq_id > 0:  # the creation has a call of its own
+            self._send(number, seq_id, model.entries[seq_id].operation)
+
+    def _submit(self, number: int, seq_id: int, content: tuple[str, Any]) -> None:
+        if seq_id == 0:
+            return
+        operation = an_operation(self.plain[number].model_id, *content)
+        if isinstance(operation, ops.SaveForSampler):  # the server gives every sampling session an id of its own
+            self.publications += 1
+            name = f"{operation.sampling_session_id}{self.publications}"
+            operation = ops.SaveForSampler(model_id=operation.model_id, sampling_session_id=name)
+        self._send(number, seq_id, operation)
+
+    def _send(self, number: int, seq_id: int, operation: ops.Operation) -> None:
+        model, client = self.plain[number], self.clients[number]
+        expected = model.says(seq_id, operation)
+        try:
+            request_id = self.runner.run(client.submit(operation, seq_id=seq_id))
+        except ConflictError:
+            assert expected == "conflict"
+        except ResultExpiredError:
+            assert self.pruned
+            assert seq_id < model.next_seq_id or model.ended  # the unloading has a number of its own
+        except UserError:
+            assert model.ended
+            assert expected in {"ended", "conflict"}
+        else:
+            if expected == "same":
+                assert request_id == model.entries[seq_id].request_id
+            else:
+                assert expected == "new"
+                model.accept(seq_id, operation, request_id)
+
+    @rule(number=MODELS, which=st.integers(0, 99))
+    def wait(self, number: int, which: int) -> None:
+        answered = [entry for entry in self.plain[number].entries.values() if entry.answer is not None]
+        self._compare(answered[which % len(answered)])
+
+    @rule(number=MODELS, which=st.none() | st.integers(0, 9), seed=st.integers(0, 3), wait=st.booleans())
+    def sample(self, number: int, which: int | None, seed: int, wait: bool) -> None:
+        """From the base model, or from what the client was told is published."""
+        model, snapshot_id = self.plain[number], None
+        if model.ended:
+            return
+        if which is not None and model.published:
+            snapshot_id = model.published[which % len(model.published)]
+            for entry in list(model.entries.values()):
+                if isinstance(entry.answer, ops.WeightsSaved) and entry.answer.sampling_session_id == snapshot_id:
+                    self._compare(entry)
+        operation = ops.Sample(
+            sampling_session_id=f"{self.clients[number].session_id}:sample:base",
+            snapshot_id=snapshot_id,
+            prompt_P=np.array([1, 2, 3], np.int32),
+            params=ops.SamplingParams(max_tokens=4, seed=seed, stop_at_eos=False),
+        )
+        request_id = self.runner.run(self.clients[number].submit(operation))
+        answer = asyncio.run(model.backend.sample(operation))
+        self.samples.append((request_id, answer, False))
+        if wait:
+            self._compare_sample(len(self.samples) - 1)
+
+    @precondition(lambda self: self.samples)
+    @rule(which=st.integers(0, 99))
+    def cancel(self, which: int) -> None:
+        number = which % len(self.samples)
+        request_id, answer, cancelled = self.samples[number]
+        try:
+            record = self.runner.run(self.world.store.cancel(request_id))
+        except ResultExpiredError:
+            assert self.pruned
+            return
+        assert record.state in {OperationState.CANCELLED, OperationState.SUCCEEDED}
+        assert not cancelled or record.state == OperationState.CANCELLED
+        self.samples[number] = (request_id, answer, record.state == OperationState.CANCELLED)
+
+    @precondition(lambda self: not any(model.ended for model in self.plain))
+    @rule(number=st.sampled_from([1]))
+    def end_session(self, number: int) -> None:
+        self.runner.run(self.world.store.end_session(self.clients[number].session_id, "success", None))
+        self.plain[number].end()
+
+    # deaths
+
+    @rule(dies_in=st.none() | st.integers(0, 25), how=st.sampled_from(["before", "after", "unanswered"]))
+    def start(self, dies_in: int | None, how: Any) -> None:
+        self.runner.run(self.world.start(dies_in, how))
+
+    @rule(dies_in=st.integers(0, 8), how=st.sampled_from(["before", "after", "unanswered"]))
+    def doom(self, dies_in: int, how: Any) -> None:
+        """The engine that lives dies soon."""
+        if self.world.seen is not None:
+            self.world.seen.dies_in, self.world.seen.how = dies_in, how
+
+    @rule(cycles=st.integers(1, 60))
+    def go_on(self, cycles: int) -> None:
+        async def some_cycles() -> None:
+            for _ in range(cycles):
+                await asyncio.sleep(0)
+
+        self.runner.run(some_cycles())
+
+    @rule()
+    def kill(self) -> None:
+        self.runner.run(self.world.kill())
+
+    @rule()
+    def stop(self) -> None:
+        self.runner.run(self.world.stop())
+
+    @rule()
+    def restart_server(self) -> None:
+        self.runner.run(self.world.restart_server())
+        for client in self.clients:
+            client.store = self.world.store
+
+    # time
+
+    @rule()
+    def wait_too_long_for_a_gap(self) -> None:
+        """Nothing that can run stands before the gap any more."""
+        self._drain()
+        failed = self.runner.run(self.world.store.fail_gaps("toy", older_than=datetime.now(UTC) + LATER))
+        assert failed == sum(model.give_up_gap() for model in self.plain)
+
+    @rule()
+    def look_for_gaps_too_early(self) -> None:
+        assert self.runner.run(self.world.store.fail_gaps("toy", older_than=datetime.now(UTC) - LATER)) == 0
+
+    @rule()
+    def prune(self) -> None:
+        self.runner.run(self.world.store.prune(datetime.now(UTC) + LATER))
+        self.pruned = True
+
+    # comparing
+
+    def _compare(self, entry: Entry) -> None:
+        assert entry.answer is not None
+        record = self._finished(entry.request_id)
+        if record is not None:
+            compare(record, entry.answer)
+
+    def _compare_sample(self, number: int) -> None:
+        request_id, answer, cancelled = self.samples[number]
+        record = self._finished(request_id)
+        if record is None:
+            return
+        if cancelled:
+            assert record.state == OperationState.CANCELLED
+        else:
+            compare(record, answer)
+
+    def _finished(self, request_id: str) -> OperationRecord | None:
+        try:
+            return self.runner.run(self.world.finished(request_id))
+        except ResultExpiredError:
+            assert self.pruned
+            return None
+
+    def _drain(self) -> None:
+        for model in self.plain:
+            for entry in model.entries.values():
+                if entry.answer is not None:
+                    self._compare(entry)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        try:
+            if self.world.seen is not None:
+                self.world.seen.dies_in = None
+            self._drain()
+            for number in range(len(self.samples)):
+                self._compare_sample(number)
+            self._score_once_more()
+            self._compare_states()
+            self.runner.run(self.world.kill())  # and again, from what is stored
+            self._score_once_more()
+            self._compare_states()
+        finally:
+            self.runner.run(self.world.close())
+            self.runner.close()
+            self.directory.cleanup()
+
+    def _score_once_more(self) -> None:
+        """Something to wait for, so that an engine lives and has recovered. The first model's session never ends."""
+        model = self.plain[0]
+        seq_id = model.next_seq_id
+        self._send(0, seq_id, an_operation(model.model_id, "score", [1]))
+        self._compare(model.entries[seq_id])
+
+    def _compare_states(self) -> None:
+        for model in self.plain:
+            run = self.runner.run(self.world.store.get_run(model.model_id))
+            assert run.state_reason is None
+            if not model.ended:
+                assert run.applied_seq_id <= model.next_seq_id - 1
+                assert bits(self.world.backend, model.model_id) == bits(model.backend, model.model_id)
+
+
+def compare(record: OperationRecord, answer: ops.Result) -> None:
+    assert record.result_kind is not None
+    assert record.result is not None
+    found = decode_result(record.result_kind, record.result)
+    match answer:
+        case ops.Failed():
+            assert isinstance(found, ops.Failed), (answer, found)
+            assert answer.message in found.message
+            assert found.category == answer.category or not answer.message
+        case ops.WeightsSaved():
+            assert isinstance(found, ops.WeightsSaved), found
+            assert (found.path, found.sampling_session_id) == (answer.path, answer.sampling_session_id)
+        case _:
+            assert encode_result(found) == encode_result(answer), (answer, found)
+
+
+def bits(backend: ToyBackend, model_id: str) -> dict[str, Any]:
+    state = backend.capture_state(model_id)
+    parts = {"weights": state.weights, "m": state.adam_m, "v": state.adam_v, "gradients": state.gradients}
+    arrays = {f"{part} {name}": array.tobytes() for part, named in parts.items() for name, array in named.items()}
+    return {**arrays, "step": state.step}
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty database is the same for every example."""
+    directory = tmp_path_factory.mktemp("template")
+
+    async def make() -> None:
+        store = make_sqlite(directory)
+        await store.open()
+        await store.close()
+
+    asyncio.run(make())
+    return directory
+
+
+def check(template: Path, **more: Any) -> None:
+    machine = type("SqliteProtocol", (Protocol,), {"template": template})
+    profile = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None, print_blob=True, **more)
+    run_state_machine_as_test(machine, settings=profile)
+
+
+def test_every_answer_is_what_the_protocol_says(template: Path) -> None:
+    """Without shrinking: where something hangs, every attempt at it would take a minute. The long one shrinks."""
+    check(template, max_examples=20, stateful_step_count=30, derandomize=True, phases=[Phase.generate])
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(3600)
+def test_every_answer_is_what_the_protocol_says_at_length(template: Path) -> None:
+    check(template, max_examples=1000, stateful_step_count=60)

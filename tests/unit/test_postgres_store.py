@@ -1,0 +1,215 @@
+"""What the store contract cannot see of PostgreSQL: starts at once, outages, commits whose answer is lost, wake-ups."""
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import Connection, create_engine
+from sqlalchemy.exc import OperationalError
+from sqlmodel import Session
+
+from tinsmith.errors import ConfigError, ServerError
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.dialect import dialect_of
+from tinsmith.sql_store.migrate import alembic_config, known_revisions
+from tinsmith.sql_store.notify_wakeups import _MAX_PAYLOAD_BYTES, NotifyWakeUps, _payloads
+from tinsmith.sql_store.postgres import PostgresDatabase
+from tinsmith.sql_store.store import SqlStore
+from tinsmith.sql_store.tables import SessionRow, Table, to_row
+from tinsmith.store import OperationState, StoreContext
+from tinsmith.testing.postgres import Postgres, running_postgres
+from tinsmith.testing.store_contract import a_sample, a_session, claim, complete, done
+
+WAIT_S = 60.0
+
+
+def a_store(url: str, **config: object) -> SqlStore:
+    config = {"url": url, "safety_poll_s": 600.0, **config}
+    return SqlStore(SqlStoreConfig.model_validate(config), StoreContext(data_dir=Path("unused")))
+
+
+def a_writer(url: str) -> PostgresDatabase:
+    dialect = dialect_of(SqlStoreConfig(url=url), StoreContext(data_dir=Path("unused")))
+    database = dialect.writer(durable=True)
+    assert isinstance(database, PostgresDatabase)
+    return database
+
+
+@pytest.fixture
+def own_postgres(postgres: Postgres) -> Iterator[Postgres]:
+    """One that a test may kill."""
+    del postgres  # skips where there is none
+    with running_postgres() as server:
+        yield server
+
+
+async def test_processes_that_start_at_once_make_one_schema(postgres_url: str) -> None:
+    stores = [a_store(postgres_url) for _ in range(3)]
+    await asyncio.gather(*[store.open() for store in stores])
+    request_id = await stores[0].submit(a_sample())
+    assert (await stores[2].get_operation(request_id)).state == OperationState.QUEUED
+    for store in stores:
+        await store.close()
+    engine = create_engine(postgres_url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, Table.metadata) == []
+    engine.dispose()
+
+
+@pytest.mark.parametrize("revision", known_revisions()[:-1])
+async def test_every_earlier_schema_is_brought_up_to_date(postgres_url: str, revision: str) -> None:
+    def upgrade(connection: Connection) -> None:
+        config = alembic_config()
+        config.attributes["connection"] = connection
+        command.upgrade(config, revision)
+
+    database = a_writer(postgres_url)
+    await database.migrate(upgrade)
+    await database.close()
+    store = a_store(postgres_url)
+    await store.open()
+    assert await claim(store) == []
+    await store.submit(a_sample())
+    await store.close()
+
+
+async def test_a_crash_of_the_database_only_delays(own_postgres: Postgres) -> None:
+    url = own_postgres.new_database()
+    server, engine = a_store(url), a_store(url)
+    await server.open()
+    await engine.open()
+    first = await server.submit(a_sample())
+    assert await claim(engine) == [first]
+    waiter = asyncio.create_task(server.wait_for(first, WAIT_S))
+    await asyncio.to_thread(own_postgres.stop, signal.SIGKILL)
+    writes = [asyncio.create_task(server.submit(a_sample(seq_id))) for seq_id in range(1, 5)]
+    reading = asyncio.create_task(server.get_operation(first))
+    completing = asyncio.create_task(complete(engine, [done(first)]))
+    await asyncio.to_thread(own_postgres.start)
+    assert (await reading).state in (OperationState.RUNNING, OperationState.SUCCEEDED)
+    ids = await asyncio.gather(*writes)
+    await completing
+    assert (await waiter).state == OperationState.SUCCEEDED
+    async with asyncio.timeout(WAIT_S):  # both listen again
+        while not (claimed := await claim(engine)):
+            await engine.wait_for_work("org/base-model", WAIT_S)
+    assert sorted(claimed) == sorted(ids)
+    waiter = asyncio.create_task(server.wait_for(ids[0], WAIT_S))
+    await complete(engine, [done(ids[0])])
+    assert (await waiter).state == OperationState.SUCCEEDED
+    await server.close()
+    await engine.close()
+
+
+async def test_a_database_that_stays_away_is_named(own_postgres: Postgres) -> None:
+    url = own_postgres.new_database()
+    store = a_store(url, outage_s=0.1)
+    await store.open()
+    own_postgres.stop()
+    with pytest.raises(ServerError, match=r"postgresql.*has not been reachable.*store\.url"):
+        await store.submit(a_sample())
+    with pytest.raises(ServerError, match="cannot open the database"):
+        await a_store(url).open()
+    own_postgres.start()
+    await store.submit(a_sample())
+    await store.close()
+
+
+@pytest.mark.parametrize("committed", [True, False])
+async def test_a_commit_whose_answer_is_lost_happens_once(postgres_url: str, committed: bool) -> None:
+    """The connection breaks during the commit: the database itself says what became of it."""
+    store = a_store(postgres_url)
+    await store.open()
+    database = a_writer(postgres_url)
+    runs: list[str] = []
+
+    def insert(session: Session) -> str:
+        runs.append(f"s{len(runs)}")
+        session.add(to_row(a_session(runs[-1]), SessionRow, idempotency_key=None))
+        session.flush()
+        return runs[-1]
+
+    def commit(session: Session) -> None:
+        if committed or len(runs) > 1:
+            session.commit()
+        if len(runs) == 1:
+            raise OperationalError("COMMIT", {}, psycopg.OperationalError("the connection is lost"))
+
+    last = await database.run(insert, commit=commit)
+    assert runs == (["s0"] if committed else ["s0", "s1"])
+    assert [session.session_id for session in await store.list_sessions(None, limit=9, offset=0)] == [last]
+    await database.close()
+    await store.close()
+
+
+async def test_deadlocks_are_tried_again(postgres_url: str) -> None:
+    store = a_store(postgres_url)
+    await store.open()
+    for session_id in ("s1", "s2"):
+        await store.create_session(a_session(session_id), idempotency_key=None)
+    databases = [a_writer(postgres_url) for _ in range(2)]
+    both_hold_one = asyncio.Barrier(2)
+    loop = asyncio.get_running_loop()
+
+    def touching(order: list[str]) -> Callable[[Session], str]:
+        tries = 0
+
+        def work(session: Session) -> str:
+            nonlocal tries
+            tries += 1
+            for number, session_id in enumerate(order):
+                session.get_one(SessionRow, session_id, with_for_update=True)
+                if tries == 1 and number == 0:
+                    asyncio.run_coroutine_threadsafe(both_hold_one.wait(), loop).result(WAIT_S)
+            return "done"
+
+        return work
+
+    orders = (["s1", "s2"], ["s2", "s1"])
+    found = [database.run(touching(order)) for database, order in zip(databases, orders, strict=True)]
+    assert await asyncio.gather(*found) == ["done", "done"]
+    for database in databases:
+        await database.close()
+    await store.close()
+
+
+async def test_wake_ups_come_with_the_commit_and_in_parts(postgres_url: str) -> None:
+    topics = [f"done {number} {'x' * 200}" for number in range(500)]
+    assert all(len(payload.encode()) <= _MAX_PAYLOAD_BYTES for payload in _payloads("me", topics))
+    one, two = NotifyWakeUps(postgres_url), NotifyWakeUps(postgres_url)
+    await one.open()
+    await two.open()
+    database = a_writer(postgres_url)
+    with two.subscribe(topics[0]) as first, two.subscribe(topics[-1]) as last, one.subscribe(topics[0]) as own:
+        await database.run(lambda session: one.enlist(session, topics))
+        async with asyncio.timeout(WAIT_S):
+            await first.wait()
+            await last.wait()
+        assert not own.is_set()  # `tell` wakes its own process
+    await database.close()
+    await one.close()
+    await two.close()
+
+
+async def test_a_listener_that_was_cut_off_looks_again_at_everything(postgres: Postgres) -> None:
+    url = postgres.new_database()
+    wakeups = NotifyWakeUps(url)
+    await wakeups.open()
+    with wakeups.subscribe("anything") as event:
+        cut = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'LISTEN%'"
+        assert await asyncio.to_thread(postgres.execute, url, cut) == [(True,)]
+        async with asyncio.timeout(WAIT_S):
+            await event.wait()
+    await wakeups.close()
+
+
+def test_other_drivers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="postgresql://"):
+        a_store("postgresql+asyncpg://user:secret@host/database")

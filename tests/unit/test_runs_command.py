@@ -1,0 +1,133 @@
+"""`tinsmith runs`: what people and scripts see."""
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from tinsmith import cli
+from tinsmith import operations as ops
+from tinsmith.errors import TinsmithError
+from tinsmith.plugins import Plugins
+from tinsmith.testing.engine_driver import EngineDriver
+from tinsmith.testing.harness import RunningServer, running_server
+
+RUN = "s1:train:0"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("runs") / "data") as server:
+        for tenant in ("ann", "bob"):
+            client = EngineDriver(server.store, "toy", tenant=tenant, session_id="s1" if tenant == "ann" else "s2")
+            server.call(client.open_session())
+            server.call(client.result(server.call(client.create_model())))
+            server.call(train(client))
+        with sqlite3.connect(server.settings.server.data_dir / "tinsmith.db") as database:
+            database.execute("UPDATE operations SET attempts = 2 WHERE stream = ? AND seq_id = 2", (RUN,))
+        database.close()
+        yield server
+
+
+async def train(client: EngineDriver) -> None:
+    tokens = np.arange(5)
+    inputs = {"target_tokens": tokens + 1, "weights": np.ones(5, np.float32)}
+    datum = ops.Datum(tokens_T=tokens.astype(np.int32), loss_inputs=inputs)
+    await client.run(ops.ForwardBackward(model_id=client.model_id(), data=(datum,)))
+    await client.run(ops.OptimStep(model_id=client.model_id(), adam=ops.AdamParams()))
+    await client.run(ops.SaveState(model_id=client.model_id(), path=client.path("x")))
+    await client.run(ops.LoadState(model_id=client.model_id(), path=client.path("gone"), load_optimizer=False))
+
+
+def runs(server: RunningServer | Path, *arguments: str) -> str:
+    data_dir = server if isinstance(server, Path) else server.settings.server.data_dir
+    group = cli.build_group(Plugins.load())
+    done = CliRunner().invoke(
+        group, ["runs", *arguments, "--data-dir", str(data_dir)], obj=Plugins.load(), catch_exceptions=False
+    )
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_runs_are_listed(server: RunningServer) -> None:
+    shown = runs(server, "list")
+    newest, oldest = [line for line in shown.splitlines() if ":train:" in line]
+    assert newest.split()[:6] == ["s2:train:0", "toy", "bob", "ready", "4", "5"]
+    assert oldest.startswith("s1:train:0")
+    assert "s2:train:0" not in runs(server, "list", "--tenant", "ann")
+    assert "no runs of tenant 'eve'" in runs(server, "list", "--tenant", "eve")
+    assert "1 to 1 of 2; the next: --offset 1" in runs(server, "list", "--limit", "1")
+    assert "--offset 7 is past the last" in runs(server, "list", "--offset", "7")
+    listed = json.loads(runs(server, "list", "--json", "--limit", "1"))
+    assert (listed["total"], [run["model_id"] for run in listed["runs"]]) == (2, ["s2:train:0"])
+
+
+def test_a_run_is_shown(server: RunningServer) -> None:
+    shown = runs(server, "show", RUN)
+    for line in (
+        "run           s1:train:0",
+        "base model    toy, LoRA of rank 4, seed 0",
+        "tenant        ann, session s1",
+        "state         ready",
+        "applied       up to seq_id 4",
+        "checkpoint    tinker://s1:train:0/weights/x (",
+        "replay        --until 0 to 4",
+        "seq_id 0 to 4; the log has 5 operations",
+        "optim_step         succeeded (attempt 2)",
+    ):
+        assert line in shown, line
+    lines = {line.split()[0]: line for line in shown.splitlines() if line.strip()[:1].isdigit()}
+    assert "loss:sum" in lines["1"]
+    assert "grad_norm" in lines["2"]
+    assert "no checkpoint 'tinker" in lines["4"] or "no checkpoint" in lines["4"]
+    (total,) = [line.split() for line in shown.splitlines() if line.startswith("all ")]
+    assert total[1:4] == ["5", "1", "5"], "operations, retried, tokens"
+
+
+def test_a_page_of_a_run(server: RunningServer) -> None:
+    shown = runs(server, "show", RUN, "--from", "1", "--limit", "2")
+    assert "seq_id 1 to 2; the log has 5 operations; earlier ones: --from 0; later ones: --from 3" in shown
+    assert "seq_id 3 to 4; the log has 5 operations; earlier ones: --from 1" in runs(
+        server, "show", RUN, "--limit", "2"
+    )
+    assert "no operations from there on" in runs(server, "show", RUN, "--from", "99")
+
+
+def test_a_run_for_scripts(server: RunningServer) -> None:
+    found: dict[str, Any] = json.loads(runs(server, "show", RUN, "--json"))
+    assert [each["kind"] for each in found["operations"]] == [
+        "create_model",
+        "forward_backward",
+        "optim_step",
+        "save_state",
+        "load_state",
+    ]
+    passed, failed = found["operations"][1], found["operations"][4]
+    assert passed["metrics"]["loss:sum"] > 0
+    assert passed["num_tokens"] == 5
+    assert passed["queued_s"] >= 0 <= passed["run_s"]
+    assert failed["error"].startswith("user: no checkpoint")
+    assert found["run"]["state"] == "ready"
+    assert found["oldest_replayable"] == 0
+
+
+def test_mistakes_are_explained(server: RunningServer, tmp_path: Path) -> None:
+    with pytest.raises(
+        TinsmithError, match=r"no run 'nope': the newest are 's2:train:0', 's1:train:0'; `tinsmith runs"
+    ):
+        runs(server, "show", "nope")
+    with pytest.raises(TinsmithError, match=r"there is no tinsmith.db in .*--data-dir"):
+        runs(tmp_path, "list")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_without_runs(tmp_path: Path) -> None:
+    with running_server(tmp_path, engines=False):
+        assert "a run begins when a client creates a training client" in runs(tmp_path, "list")
+        with pytest.raises(TinsmithError, match="there is none yet"):
+            runs(tmp_path, "show", "nope")
