@@ -7,7 +7,7 @@ model alone. Samples run at the same time, as many as there are, on the sampler,
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -34,6 +34,7 @@ from tinsmith.settings import ConsistencySettings, RecoverySettings
 from tinsmith.snapshots import Snapshots
 from tinsmith.steady_clock import SteadyClock
 from tinsmith.store import Completion, Lease, OperationRecord, RequestStore
+from tinsmith.store_retries import insist
 from tinsmith.training_snapshots import TrainingSnapshots
 
 _MAX_CLAIMED: Final = 512  # training operations in memory
@@ -42,7 +43,6 @@ _IDLE_S: Final = 60.0
 _BATCHED: Final = frozenset({"forward", "forward_backward", "optim_step"})
 _LARGE_BYTES: Final = 1 << 17  # payloads from here on are decoded and checked beside the event loop
 
-_STORE_RETRIES_S: Final = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 
 T = TypeVar("T")
 
@@ -179,7 +179,7 @@ class Engine:
             reason=reason,
             max_interruptions=self._recovery.max_interruptions if interrupted else None,
         )
-        return await self._insist(requeue)
+        return await insist(requeue)
 
     # claiming
 
@@ -196,7 +196,7 @@ class Engine:
             if steady_s < self._gap_timeout_s:
                 continue  # clients may have been unable to send what is missing while nothing ran here
             older_than = now - timedelta(seconds=self._gap_timeout_s)
-            await self._insist(partial(self._store.fail_gaps, self._base_model, older_than=older_than))
+            await insist(partial(self._store.fail_gaps, self._base_model, older_than=older_than))
 
     async def _claim(self, group: asyncio.TaskGroup) -> None:
         await self._retry_alone(group)
@@ -206,7 +206,7 @@ class Engine:
             self._look.clear()
             if self._stopping.is_set():
                 return
-            for request_id in await self._insist(lambda: self._store.cancelled(self._lease)):
+            for request_id in await insist(lambda: self._store.cancelled(self._lease)):
                 if (task := self._samples.get(request_id)) is not None:
                     task.cancel()
             for claimed in await self._claim_what_fits():
@@ -264,7 +264,7 @@ class Engine:
             ordered=ordered,
             alone=alone,
         )
-        return await self._insist(claim)
+        return await insist(claim)
 
     def _check(self, record: OperationRecord) -> Claimed:
         """Decode and check; what is wrong with an operation is its own."""
@@ -398,7 +398,7 @@ class Engine:
 
     async def _is_recorded(self, path: str) -> bool:
         try:
-            await self._insist(lambda: self._store.get_checkpoint(path))
+            await insist(lambda: self._store.get_checkpoint(path))
         except NotFoundError:
             return False
         return True
@@ -442,22 +442,10 @@ class Engine:
             Completion(request_id=each.record.request_id, result=outcome.result, effects=outcome.effects)
             for each, outcome in pairs
         ]
-        await self._insist(lambda: self._store.complete(self._lease, completions))
+        await insist(lambda: self._store.complete(self._lease, completions))
         for each, outcome in pairs:
             event = finished_event(each.record, outcome.result, run_s, batch_size=len(finished))
             self._on_finished(replace(event, consistency=outcome.consistency))
-
-    async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Ask the store again for a while where it fails: a full disk or a locked database need not cost the models."""
-        for delay_s in _STORE_RETRIES_S:
-            try:
-                return await call()
-            except LeaseLostError:
-                raise
-            except ServerError as error:
-                _log.warning("the store failed, trying again in %g s: %s", delay_s, error)
-                await asyncio.sleep(delay_s)
-        return await call()
 
     def _failed_on(self, what: str, error: Exception) -> EngineFailedError:
         """Leave what was running as it is in the store: the next engine tries it again, alone."""

@@ -10,6 +10,7 @@
     |   |-- OutOfMemoryError      does not fit on the device            400
     |   `-- UnsupportedError      a field or value this server refuses  400
     |-- ServerError               we are at fault                       500, category "server"
+    |   |-- StoreError            the request store cannot be used now  500
     |   |-- ModelLostError        the training state is gone            500
     |   |-- LeaseLostError        another engine serves the base model  500
     |   `-- ResultExpiredError    the result is past its retention      410
@@ -76,6 +77,10 @@ class ServerError(TinsmithError):
     """Something on our side failed; the request may be fine."""
 
     category: ClassVar[Category] = "server"
+
+
+class StoreError(ServerError):
+    """The request store could not be read or written; once it can be, the same call may succeed."""
 
 
 class ModelLostError(ServerError):

@@ -7,14 +7,16 @@ What replayed operations return is compared with what was recorded.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from tinsmith import operations as ops
 from tinsmith.codec import decode_operation
-from tinsmith.errors import ModelLostError, TinsmithError
+from tinsmith.errors import LeaseLostError, ModelLostError, StoreError, TinsmithError
 from tinsmith.execution import BackendFailedError, Execution
 from tinsmith.replaying import CHANGING, replay
 from tinsmith.snapshots import Snapshots
 from tinsmith.store import Lease, LiveModel, OperationRecord, RequestStore
+from tinsmith.store_retries import insist
 from tinsmith.training_snapshots import TrainingSnapshots
 
 _PAGE = 32  # operations in memory
@@ -66,9 +68,10 @@ class Recovery:
         """Rebuild every live model; one that cannot be is lost alone, with the reason.
 
         Raise BackendFailedError where the backend failed: the model that it failed in is lost, the others are there
-        for the next engine.
+        for the next engine. Raise StoreError where the store fails for too long: that costs no model, and the next
+        engine tries again.
         """
-        models = await self._store.live_models(self._lease.base_model)
+        models = await insist(lambda: self._store.live_models(self._lease.base_model))
         await self._training_snapshots.keep_only({live.run.model_id for live in models})
         if self._snapshots is not None:
             await self._snapshots.adopt({name: live.run.model_id for live in models for name in live.ephemeral})
@@ -80,10 +83,12 @@ class Recovery:
         try:
             await self._refuse_what_kills(run.model_id)
             await self._rebuild(model)
+        except (StoreError, LeaseLostError):  # says nothing about the model
+            raise
         except (TinsmithError, BackendFailedError) as error:
             reason = f"it could not be rebuilt after its engine had ended: {error}"
             _log.exception("model %s is lost: %s", run.model_id, reason)
-            await self._store.lose_run(self._lease, run.model_id, reason)
+            await insist(lambda: self._store.lose_run(self._lease, run.model_id, reason))
             if isinstance(error, BackendFailedError):
                 raise
             await self._execution.discard(run.model_id, reason)
@@ -92,17 +97,18 @@ class Recovery:
         _log.info(
             "rebuilt %s: %d operations replayed, up to seq_id %d", run.model_id, model.changes, run.applied_seq_id
         )
-        await self._store.end_rebuild(self._lease, run.model_id)
+        await insist(lambda: self._store.end_rebuild(self._lease, run.model_id))
         self._training_snapshots.ran(run.model_id, run.applied_seq_id, operations=model.changes)
         if model.differences:
             note = (
                 f"{len(model.differences)} operations replayed after a restart gave other results than they gave at "
                 f"first, the first of them {model.differences[0]}"
             )
-            await self._store.note_run(self._lease, run.model_id, note)
+            await insist(lambda: self._store.note_run(self._lease, run.model_id, note))
 
     async def _refuse_what_kills(self, model_id: str) -> None:
-        begun = await self._store.begin_rebuild(self._lease, model_id, interrupted=self._interrupted)
+        begin = self._store.begin_rebuild
+        begun = await insist(lambda: begin(self._lease, model_id, interrupted=self._interrupted))
         if begun > self._max_attempts:
             msg = f"its engine ended {begun - 1} times while it was rebuilt"
             raise ModelLostError(msg)
@@ -110,11 +116,15 @@ class Recovery:
     async def _rebuild(self, model: _Rebuilding) -> None:
         self._say(model)
         await self._restore_newest(model)
-        while page := await self._store.replayable(model.live.run.model_id, after_seq_id=model.seq_id, limit=_PAGE):
+        while page := await self._page(model):
             for record in page:
                 await self._replay(model, record)
                 model.seq_id = record.seq_id
                 self._say(model)
+
+    async def _page(self, model: _Rebuilding) -> list[OperationRecord]:
+        replayable = self._store.replayable
+        return await insist(lambda: replayable(model.live.run.model_id, after_seq_id=model.seq_id, limit=_PAGE))
 
     async def _restore_newest(self, model: _Rebuilding) -> None:
         run = model.live.run
@@ -123,7 +133,7 @@ class Recovery:
                 state = await self._training_snapshots.read(snapshot)
             except TinsmithError:
                 _log.exception("snapshot %s is damaged; going back to the one before", snapshot.directory)
-                await self._store.drop_snapshot(self._lease, run.model_id, snapshot.seq_id)
+                await insist(partial(self._store.drop_snapshot, self._lease, run.model_id, snapshot.seq_id))
                 continue
             await self._execution.restore(run.model_id, run.lora, state)
             model.seq_id = snapshot.seq_id

@@ -342,7 +342,7 @@ class FinishedSamples:
 class RequestStore(ABC):
     """Every method may be called concurrently from the process's event loop.
 
-    Methods raise NotFoundError for an id that does not exist, and ServerError when the database cannot be reached.
+    Methods raise NotFoundError for an id that does not exist, and StoreError when the database cannot be reached.
     """
 
     @abstractmethod

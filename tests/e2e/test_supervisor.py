@@ -83,7 +83,7 @@ async def end_of(process: psutil.Process) -> None:
     """Wait without reaping: whoever started the process has to learn how it ended."""
     async with asyncio.timeout(WAIT_S):
         with contextlib.suppress(psutil.NoSuchProcess):
-            while process.status() != psutil.STATUS_ZOMBIE:
+            while process.status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110 - it tells its parent alone
                 await asyncio.sleep(0.02)
 
 

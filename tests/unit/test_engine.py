@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinsmith import engine as engine_module
 from tinsmith import operations as ops
+from tinsmith import store_retries
 from tinsmith.backend import BackendContext, Snapshot
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.checkpoints import delete_checkpoint, read_checkpoint
 from tinsmith.engine import Engine, EngineFailedError
-from tinsmith.errors import ServerError, UserError
+from tinsmith.errors import StoreError, UserError
 from tinsmith.events import OperationFinished
 from tinsmith.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.losses import BUILTIN_LOSSES
@@ -450,12 +450,12 @@ async def test_a_batch_may_not_raise_user_errors(setup: Setup, client: EngineDri
 async def test_a_store_that_fails_for_a_moment_costs_nothing(
     setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "_STORE_RETRIES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(store_retries, "_DELAYS_S", (0.0, 0.0, 0.0))
     complete, failures = setup.store.complete, itertools.count()
 
     async def sometimes(lease: Lease, completions: Any) -> None:
         if next(failures) % 3:
-            raise ServerError("disk full")
+            raise StoreError("disk full")
         await complete(lease, completions)
 
     monkeypatch.setattr(setup.store, "complete", sometimes)

@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from tinsmith import operations as ops
-from tinsmith import training_snapshots
+from tinsmith import store_retries, training_snapshots
 from tinsmith.backend import BackendContext, ModelState
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.checkpoints import delete_checkpoint
 from tinsmith.engine import Engine, EngineFailedError
-from tinsmith.errors import OutOfMemoryError, ServerError
+from tinsmith.errors import OutOfMemoryError, ServerError, StoreError
 from tinsmith.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.server.waiting_reasons import explain
@@ -163,6 +163,20 @@ class Setup:
         async with asyncio.timeout(WAIT_S):
             while len(await self.store.list_snapshots(MODEL)) < number:
                 await client.run(ops.Forward(model_id=MODEL, data=a_pass(client).data))
+
+
+@dataclass
+class FailingStore:
+    """In place of a store's method: fails a few times, then does what it should."""
+
+    method: Callable[..., Awaitable[Any]]
+    times: int
+
+    async def __call__(self, *args: Any, **options: Any) -> Any:
+        if self.times > 0:
+            self.times -= 1
+            raise StoreError("the disk is full")
+        return await self.method(*args, **options)
 
 
 @pytest.fixture
@@ -599,6 +613,33 @@ async def test_a_model_that_breaks_the_recovery_is_lost_alone(setup: Setup, clie
     async with setup.engine():
         assert "failed in optim_step" in (await client.failure(await client.submit(a_step(client)))).message
         await train(other, 1)
+
+
+async def test_a_store_that_fails_during_recovery_costs_no_model(
+    setup: Setup, client: EngineDriver, undisturbed: dict[str, bytes | int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_retries, "_DELAYS_S", (0.0, 0.0))
+    async with setup.engine(snapshot_every_operations=4):
+        await client.create_model()
+        await train(client, *range(6))
+        await setup.registered(client)
+    engine = await setup.make_engine()
+    with monkeypatch.context() as patch:
+        for method in ("live_models", "begin_rebuild", "replayable", "end_rebuild"):
+            failing = FailingStore(getattr(setup.store, method), times=4)
+            patch.setattr(setup.store, method, failing)
+            with pytest.raises(StoreError, match="the disk is full"):
+                await engine.recover("killed", lambda _what, _share: None)
+            assert failing.times == 1  # it asked again
+            engine = await setup.make_engine()
+            await engine.recover("killed", lambda _what, _share: None)  # once more is nothing to talk about
+            assert failing.times == 0
+            engine = await setup.make_engine()
+    assert (await setup.store.get_run(MODEL)).state == RunState.READY
+    assert len(await setup.store.list_snapshots(MODEL)) > 0
+    async with setup.engine():
+        await client.run(a_pass(client))
+        assert bits(setup.backend.capture_state(MODEL)) == undisturbed
 
 
 async def test_other_results_than_before_are_reported(

@@ -7,7 +7,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.errors import ServerError
+from tinsmith.errors import StoreError
 
 _CLOSED: Final = "the request store is closed"
 
@@ -54,7 +54,7 @@ class Grouping(Generic[Q]):
 
     async def ask(self, question: Q) -> Any:  # Any: results of every type
         if not self._is_open:
-            raise ServerError(_CLOSED)
+            raise StoreError(_CLOSED)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait(_Asked(question, future))
         return await future
@@ -95,7 +95,7 @@ class Grouping(Generic[Q]):
 
 def _refuse(group: Sequence[_Asked[Any]]) -> None:
     for asked in group:
-        _settle(asked.future, Failure(ServerError(_CLOSED)))
+        _settle(asked.future, Failure(StoreError(_CLOSED)))
 
 
 def _settle(future: asyncio.Future[Any], result: Any) -> None:
@@ -108,9 +108,9 @@ def _settle(future: asyncio.Future[Any], result: Any) -> None:
 
 
 def _store_error(error: Exception) -> Exception:
-    """Turn what the database raised into a ServerError, and leave everything else as it is."""
+    """Turn what the database raised into a StoreError, and leave everything else as it is."""
     if not isinstance(error, SQLAlchemyError | OSError):
         return error
-    wrapped = ServerError(f"the request store failed: {error}; see that its disk has space and is not locked")
+    wrapped = StoreError(f"the request store failed: {error}; see that its disk has space and is not locked")
     wrapped.__cause__ = error
     return wrapped

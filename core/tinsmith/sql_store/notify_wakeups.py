@@ -11,7 +11,7 @@ import psycopg
 from sqlalchemy import text
 from sqlmodel import Session
 
-from tinsmith.errors import ServerError
+from tinsmith.errors import StoreError
 from tinsmith.sql_store.wakeups import WakeUps
 
 _CHANNEL: Final = "tinsmith"
@@ -42,7 +42,7 @@ class NotifyWakeUps(WakeUps):
         except TimeoutError as error:
             await self.close()
             msg = f"the database did not let this process listen for wake-ups within {_OPEN_S:.0f} s"
-            raise ServerError(msg) from error
+            raise StoreError(msg) from error
 
     async def close(self) -> None:
         if self._task is not None:

@@ -17,7 +17,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, Operation
 from sqlalchemy.pool import QueuePool
 from sqlmodel import Session
 
-from tinsmith.errors import ConfigError, ServerError
+from tinsmith.errors import ConfigError, StoreError
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.database import Database
 from tinsmith.sql_store.dialect import Dialect
@@ -169,7 +169,7 @@ class PostgresDatabase(Database):
                 return bool(status == "committed")
 
     def _wait(self, error: DBAPIError) -> None:
-        """Give the database a moment. Raise ServerError once that has lasted too long."""
+        """Give the database a moment. Raise StoreError once that has lasted too long."""
         now = time.monotonic()
         if self._down_since is None:
             self._down_since = now
@@ -180,7 +180,7 @@ class PostgresDatabase(Database):
                 f"the database {self._name} has not been reachable for {down_s:.0f} s ({_reason(error)}); see that it "
                 "runs and that store.url is right"
             )
-            raise ServerError(msg) from error
+            raise StoreError(msg) from error
         self._closing.wait(min(max(down_s, _FIRST_DELAY_S), _MAX_DELAY_S))
 
     async def migrate(self, work: Callable[[Connection], None]) -> None:

@@ -13,7 +13,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.pool import StaticPool
 from sqlmodel import Session
 
-from tinsmith.errors import ConfigError, ServerError
+from tinsmith.errors import ConfigError, StoreError
 from tinsmith.sql_store import sqlite_scrubbing
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.database import Database
@@ -107,7 +107,7 @@ class SqliteDatabase(Database):
             work(cast("sqlite3.Connection", connection.driver_connection))
         except sqlite3.Error as error:
             msg = f"the database {str(self._path)!r} could not be scrubbed: {error}"
-            raise ServerError(msg) from error
+            raise StoreError(msg) from error
         finally:
             connection.close()
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.errors import ServerError
+from tinsmith.errors import StoreError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store import (
     checkpoint_rows,
@@ -96,7 +96,7 @@ class SqlStore(RequestStore):
         except (SQLAlchemyError, OSError) as error:
             await durable.close()
             msg = f"cannot open the database {self._dialect.name!r}: {error}"
-            raise ServerError(msg) from error
+            raise StoreError(msg) from error
         except BaseException:
             await durable.close()
             raise
@@ -404,7 +404,7 @@ class SqlStore(RequestStore):
             waited_for = [request_id for topic in topics if (request_id := log.request_of(topic)) is not None]
             try:
                 done = await self._reader.read(partial(log.finished, request_ids=waited_for)) if waited_for else []
-            except ServerError:
+            except StoreError:
                 _log.exception("the database could not be read; trying again in %s s", self._safety_poll_s)
                 continue
             self._wakeups.wake(log.done_topic(request_id) for request_id in done)
