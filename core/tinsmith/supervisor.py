@@ -57,6 +57,7 @@ class _Child:
     failures: int = 0  # crashes before it was ready, in a row
     interruptions: int = 0  # the same, killed from outside
     ended: str = ""  # CRASHED or KILLED
+    was_ready: bool = False  # the process that has ended
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=20))
 
 
@@ -114,7 +115,7 @@ class Supervisor:
             _log.error("%s", reason)
             if code == EXIT_SUPERSEDED:  # no fault of its own
                 continue
-            if await self._was_ready(child):  # what was running is charged with it, and fails if it goes on like this
+            if child.was_ready:  # what was running is charged with it, and fails if it goes on like this
                 child.failures, child.interruptions, backoff_s = 0, 0, limits.restart_backoff_s
             elif self._is_hopeless(child, code):
                 await self._report(child, EngineState.FAILED, f"{reason}; {_REMEDY}")
@@ -138,14 +139,17 @@ class Supervisor:
             or child.interruptions > self._settings.recovery.max_interruptions
         )
 
-    async def _was_ready(self, child: _Child) -> bool:
-        """Say whether the process that has just ended had come so far: nobody else has reported since."""
+    async def _was_ready(self, child: _Child, engine_id: str) -> bool:
+        """Say whether the process that has just ended had come so far. A standby has not, whoever else is ready."""
         try:
             records = await self._store.list_engines()
         except ServerError:
             _log.exception("could not see how far the engine of %r had come", child.model.name)
             return False
-        return any(each.base_model == child.model.name and each.state is EngineState.READY for each in records)
+        return any(
+            each.base_model == child.model.name and each.engine_id == engine_id and each.state is EngineState.READY
+            for each in records
+        )
 
     async def _run_once(self, child: _Child) -> int:
         """Start the process, pass its output on, and return its exit code."""
@@ -159,6 +163,7 @@ class Supervisor:
         try:
             code = await child.process.wait()
             await asyncio.wait([output], timeout=_LAST_WORDS_S)  # what it started may hold its output open
+            child.was_ready = await self._was_ready(child, engine_id)  # before anybody else may report
             await self._free(child, engine_id)
             return code
         finally:

@@ -362,6 +362,24 @@ async def test_a_supervised_engine_that_was_superseded_is_started_again(tmp_path
         assert second.restarts == 0
 
 
+async def test_a_standby_that_keeps_crashing_is_given_up_and_the_engine_that_serves_is_not(
+    tmp_path: Path, store: SqlStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = EngineDriver(store, TOY.name)
+    await client.open_session()
+    async with supervised(settings_for(tmp_path), store):
+        first = await ready(store)
+        await client.result(await client.create_model())
+        use_command(monkeypatch, "raise SystemExit('no such device')")
+        standby = Supervisor(settings_for(tmp_path, max_restarts=2), store)
+        await standby.start()
+        await asyncio.wait_for(asyncio.gather(*standby._tasks), WAIT_S)
+        assert caplog.text.count("no such device") == 3
+        assert (await ready(store)).pid == first.pid
+        step = ops.OptimStep(model_id=client.model_id(), adam=ops.AdamParams())
+        assert isinstance(await client.run(step), ops.OptimStepOutput)
+
+
 async def test_an_engine_of_no_configured_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no model named 'x'; configured: 'org/toy'"):
         await serve_engine(settings_for(tmp_path), "x", Plugins.load(), stopping=asyncio.Event())
