@@ -7,7 +7,7 @@ model alone. Samples run at the same time, as many as there are, on the sampler,
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -120,6 +120,8 @@ class Engine:
         self._pending: dict[str, Claimed] = {}  # training operations whose turn has not come
         self._busy: set[str] = set()  # models with an operation of their own under way
         self._samples: dict[str, asyncio.Task[None]] = {}
+        self._held: set[str] = set()  # claimed, and not recorded yet
+        self._claim_unheard = False
         self._look = asyncio.Event()  # at the store
         self._plan = asyncio.Event()  # something can be planned
         self._stopping = asyncio.Event()
@@ -169,6 +171,7 @@ class Engine:
                     task.cancel()
         except ExceptionGroup as failures:
             raise _first(failures) from failures
+        self._held.clear()
         await self._requeue(None)
 
     async def _requeue(self, reason: str | None, *, interrupted: bool = False) -> list[str]:
@@ -178,6 +181,7 @@ class Engine:
             max_attempts=self._recovery.max_retries + 1,
             reason=reason,
             max_interruptions=self._recovery.max_interruptions if interrupted else None,
+            held=self._held,
         )
         return await insist(requeue)
 
@@ -209,6 +213,7 @@ class Engine:
             for request_id in await insist(lambda: self._store.cancelled(self._lease)):
                 if (task := self._samples.get(request_id)) is not None:
                     task.cancel()
+                    self._held.discard(request_id)
             for claimed in await self._claim_what_fits():
                 request_id = claimed.record.request_id
                 if claimed.record.ordered:
@@ -264,7 +269,18 @@ class Engine:
             ordered=ordered,
             alone=alone,
         )
-        return await insist(claim)
+        records = await insist(partial(self._heard, claim))
+        self._held.update(record.request_id for record in records)
+        return records
+
+    async def _heard(self, claim: Callable[[], Awaitable[list[OperationRecord]]]) -> list[OperationRecord]:
+        """Claim; where the answer to the claim before was lost, put back first what it may have taken."""
+        if self._claim_unheard:
+            await self._requeue(None)
+        self._claim_unheard = True
+        records = await claim()
+        self._claim_unheard = False
+        return records
 
     def _check(self, record: OperationRecord) -> Claimed:
         """Decode and check; what is wrong with an operation is its own."""
@@ -443,6 +459,7 @@ class Engine:
             for each, outcome in pairs
         ]
         await insist(lambda: self._store.complete(self._lease, completions))
+        self._held.difference_update(each.record.request_id for each in finished)
         for each, outcome in pairs:
             event = finished_event(each.record, outcome.result, run_s, batch_size=len(finished))
             self._on_finished(replace(event, consistency=outcome.consistency))

@@ -9,7 +9,7 @@ are not ordered, only unique by (stream, seq_id).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -558,14 +558,21 @@ class RequestStore(ABC):
 
     @abstractmethod
     async def requeue(
-        self, lease: Lease, *, max_attempts: int, reason: str | None, max_interruptions: int | None = None
+        self,
+        lease: Lease,
+        *,
+        max_attempts: int,
+        reason: str | None,
+        max_interruptions: int | None = None,
+        held: Collection[str] = (),
     ) -> list[str]:
         """Put what was running back into the queue; return the request_ids that failed instead.
 
         Where an engine died (`reason` says how) any of them may be what killed it: those of models, and a sample that
         has one attempt left, are marked to run alone; what has had `max_attempts` fails, and its model goes on from
         the state before it. With `max_interruptions` the engine was killed from outside: that counts as an
-        interruption, not as an attempt. `reason` None is an orderly stop, which counts as neither.
+        interruption, not as an attempt. `reason` None is an orderly stop, which counts as neither. What is `held`, by
+        request_id, stays as it is: an engine that did not hear what it had claimed puts the rest back.
         """
 
     @abstractmethod

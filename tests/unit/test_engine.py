@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from tinsmith.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.store import Lease, OperationState, RunState, StoreContext
+from tinsmith.store import Lease, OperationRecord, OperationState, RunState, StoreContext
 from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, take_over
 
 LOSSES = {loss.name: loss for loss in BUILTIN_LOSSES}
@@ -463,6 +464,45 @@ async def test_a_store_that_fails_for_a_moment_costs_nothing(
         await client.create_model()
         await train(client, steps=3)
     assert setup.backend.capture_state(client.model_id()).step == 3
+
+
+async def test_a_claim_whose_answer_is_lost_is_made_again(
+    setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database took it, and the connection broke before it could say so."""
+    monkeypatch.setattr(store_retries, "_DELAYS_S", (0.0, 0.0))
+    claim, lost = setup.store.claim, 0
+
+    async def unheard(lease: Lease, **limits: Any) -> list[OperationRecord]:
+        nonlocal lost
+        records = await claim(lease, **limits)
+        if records and lost % 2 == 0:
+            lost += 1
+            raise StoreError("the connection broke")
+        lost += bool(records)
+        return records
+
+    monkeypatch.setattr(setup.store, "claim", unheard)
+    async with setup.running() as engine:
+        await client.create_model()
+        await train(client, steps=3)
+        assert await tokens_of(client, a_sample(client)) == await tokens_of(client, a_sample(client))
+        setup.backend.batches.clear()
+        setup.backend.training_held = threading.Event()
+        held = await client.submit(a_step(client))
+        while not setup.backend.batches:  # noqa: ASYNC110 - it runs in a thread that tells nobody
+            await asyncio.sleep(0)
+        lost += lost % 2  # the next one is lost
+        behind = await client.submit(a_pass(client))
+        while behind not in engine._pending:  # noqa: ASYNC110 - it is the engine's own, and tells nobody
+            await asyncio.sleep(0)
+        setup.backend.training_held.set()
+        await client.result(held)
+        await client.result(behind)
+    assert lost > 4
+    assert setup.backend.capture_state(client.model_id()).step == 4
+    ran = Counter(kind for kind, models in setup.backend.batches for _ in models)
+    assert ran == {"forward_backward": 1, "optim_step": 1}
 
 
 async def test_a_gap_fails_what_waits_behind_it(setup: Setup, client: EngineDriver) -> None:

@@ -26,7 +26,12 @@ _CREATION = "create_model"
 
 
 def requeue(
-    tx: Transaction, lease: Lease, max_attempts: int, reason: str | None, max_interruptions: int | None
+    tx: Transaction,
+    lease: Lease,
+    max_attempts: int,
+    reason: str | None,
+    max_interruptions: int | None,
+    held: frozenset[str],
 ) -> list[str]:
     leases.fence(tx, lease)
     base_model = lease.base_model
@@ -34,6 +39,8 @@ def requeue(
     running = running.with_for_update()
     failed = []
     for row in tx.session.exec(running).all():
+        if row.request_id in held:
+            continue
         if reason is None or max_interruptions is not None:
             row.attempts -= 1
         if max_interruptions is not None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from functools import partial
@@ -328,10 +328,16 @@ class SqlStore(RequestStore):
 
     @durable_boundary("store.requeue")
     async def requeue(
-        self, lease: Lease, *, max_attempts: int, reason: str | None, max_interruptions: int | None = None
+        self,
+        lease: Lease,
+        *,
+        max_attempts: int,
+        reason: str | None,
+        max_interruptions: int | None = None,
+        held: Collection[str] = (),
     ) -> list[str]:
         return await self._durable.write(
-            lambda tx: recovering.requeue(tx, lease, max_attempts, reason, max_interruptions)
+            lambda tx: recovering.requeue(tx, lease, max_attempts, reason, max_interruptions, frozenset(held))
         )
 
     async def live_models(self, base_model: str) -> list[LiveModel]:

@@ -886,6 +886,18 @@ class RequestStoreContract:
         assert await claim(store, alone=True) == []
         assert await claim(store) == [request_id]
 
+    async def test_what_is_held_is_not_put_back(self, store: RequestStore) -> None:
+        """An engine that did not hear what it claimed last knows what it had claimed before."""
+        await a_model(store)
+        held = [await store.submit(an_operation(seq_id=1)), await store.submit(a_sample())]
+        assert sorted(await claim(store)) == sorted(held)
+        unheard = [await store.submit(an_operation(seq_id=2)), await store.submit(a_sample(1))]
+        assert sorted(await claim(store)) == sorted(unheard)
+        assert await store.requeue(await lease_of(store), max_attempts=1, reason=None, held=held) == []
+        assert sorted(await claim(store)) == sorted(unheard)
+        await complete(store, [done(held[0]), done(unheard[0])])
+        assert (await store.get_run("s1:train:0")).applied_seq_id == 2
+
     async def test_a_sample_that_ends_every_engine_is_given_up(self, store: RequestStore) -> None:
         request_id = await store.submit(a_sample())
         assert await claim(store) == [request_id]
