@@ -34,7 +34,7 @@ from tinsmith.operations import (
 )
 from tinsmith.principal import Principal
 from tinsmith.scheduler import Batch, Limits, Pending, Scheduler, SchedulerSpec
-from tinsmith.store import RequestStore, StoreSpec
+from tinsmith.store import RequestStore, StoreContext, StoreSpec
 
 __all__ = [
     "AdamParams",
@@ -68,6 +68,7 @@ __all__ = [
     "Scheduler",
     "SchedulerSpec",
     "Snapshot",
+    "StoreContext",
     "StoreSpec",
     "TinsmithError",
     "TopLogprobs",

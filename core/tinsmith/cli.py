@@ -11,11 +11,11 @@ from typing import Annotated, Any, Final
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from tinsmith.checkpoint_commands import add_checkpoint_commands
 from tinsmith.errors import TinsmithError
 from tinsmith.flags import settings_flags
+from tinsmith.plugin_commands import add_plugin_commands
 from tinsmith.plugins import Plugins
 from tinsmith.settings import Settings
 from tinsmith.settings_loading import load_settings
@@ -64,7 +64,7 @@ def build_group(plugins: Plugins) -> typer.Typer:
     runs.command("list", context_settings=_ANY_SETTING)(runs_list)
     runs.command("show", context_settings=_ANY_SETTING)(runs_show)
     group.add_typer(runs, name="runs")
-    group.command("plugins")(list_plugins)
+    add_plugin_commands(group)
     group.command("demo")(demo)
     add_checkpoint_commands(group)
     group.command("version")(version)
@@ -185,18 +185,6 @@ def check_config(
     """Check the configuration as `serve` would, and print what it comes to. Starts nothing."""
     settings = _settings(context, config, (base_model, name, backend))
     typer.echo(settings.model_dump_json(indent=2))
-
-
-def list_plugins(context: typer.Context) -> None:
-    """List every plugin: where it comes from, what it offers, and why it is broken where it is."""
-    table = Table("plugin", "distribution", "version", "offers", box=None, pad_edge=False, header_style="bold")
-    rows = _plugins(context).report()
-    for row in rows:
-        offers = ", ".join(row.offers) or "-"
-        name, shown = (f"[red]{escape(row.name)}[/]", f"[red]{escape(row.error)}[/]") if row.error else (row.name, "")
-        told = "\n".join(part for part in (escape(offers) if row.offers or not row.error else "", shown) if part)
-        table.add_row(name, escape(row.distribution), escape(row.version), told)
-    Console(width=None if sys.stdout.isatty() else 200, emoji=False).print(table, highlight=False)
 
 
 def demo(

@@ -30,6 +30,7 @@ class LossSpec:
     inputs: tuple[str, ...]  # besides target_tokens: float32, of the shape of target_tokens, all required
     per_token: LossFunction
     config: Mapping[str, float] = field(default_factory=dict)  # every key of loss_fn_config, with its default
+    stops_gradients: bool = False  # part of the loss counts as constant: dloss_dlogp is not its whole derivative
 
 
 def cross_entropy(
@@ -100,6 +101,7 @@ BUILTIN_LOSSES = (
         inputs=_RL_INPUTS,
         per_token=cispo,
         config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+        stops_gradients=True,
     ),
     LossSpec(name="dro", inputs=_RL_INPUTS, per_token=dro, config={"beta": 0.05}),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from tinsmith.errors import PluginError
 
@@ -23,6 +23,14 @@ class PluginOrigin:
 
     def __str__(self) -> str:
         return f"{self.distribution} {self.version}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """One thing that a plugin offers."""
+
+    kind: str  # "backend"; as messages say it
+    spec: Any  # Any: the spec type of that kind
 
 
 class Named(Protocol):
@@ -52,6 +60,10 @@ class Registry(Generic[S]):
 
     def names_of(self, origin: PluginOrigin) -> tuple[str, ...]:
         return tuple(name for name, offers in self._offers.items() if any(who is origin for _, who in offers))
+
+    def offers_of(self, origin: PluginOrigin) -> list[Offer]:
+        all_offers = (each for offers in self._offers.values() for each in offers)
+        return [Offer(kind=self.kind, spec=spec) for spec, who in all_offers if who is origin]
 
     def names_beside(self, distribution: str) -> list[str]:
         """Return the unambiguous names that other distributions offer, sorted."""

@@ -21,7 +21,7 @@ from tinsmith import hookspecs
 from tinsmith.backend import AnyBackendSpec, AnySamplerSpec, BackendConfig, BackendSpec, SamplerSpec
 from tinsmith.errors import PluginError, TinsmithError
 from tinsmith.losses import LossSpec
-from tinsmith.offers import Named, PluginOrigin, Registry, suggestion
+from tinsmith.offers import Named, Offer, PluginOrigin, Registry, suggestion
 from tinsmith.principal import Principal
 from tinsmith.scheduler import SchedulerSpec
 from tinsmith.store import StoreSpec
@@ -80,6 +80,7 @@ class Plugins:
         self._stores: Registry[StoreSpec[Any]] = Registry("store")
         self._schedulers: Registry[SchedulerSpec[Any]] = Registry("scheduler")
         self._losses: Registry[LossSpec] = Registry("loss")
+        self._registries = (self._backends, self._samplers, self._stores, self._schedulers, self._losses)
 
     @classmethod
     def load(cls, extra: Sequence[object] = ()) -> Plugins:
@@ -196,13 +197,32 @@ class Plugins:
         ]
         return rows + broken
 
+    def offers_of(self, name: str) -> list[Offer]:
+        """Return what the plugin of that name offers, or plugins, where several distributions use it.
+
+        Raise PluginError where there is none, or it is broken.
+        """
+        origins = [origin for origin in self._origins.values() if origin.name == name]
+        if origins:
+            return [offer for who in origins for registry in self._registries for offer in registry.offers_of(who)]
+        for who, error in self._broken().items():
+            if who.name == name:
+                raise error
+        for origin in self._origins.values():
+            for registry in self._registries:
+                if name in registry.names_of(origin):
+                    msg = f"no plugin named {name!r}; the {registry.kind} {name!r} is of the plugin {origin.name!r}"
+                    raise PluginError(msg)
+        names = {origin.name for origin in self._origins.values()}
+        msg = f"no plugin named {name!r}{suggestion(name, names)}; `tinsmith plugins` lists them"
+        raise PluginError(msg)
+
     def _describe(self, plugin: object, origin: PluginOrigin) -> PluginReport:
-        registries = (self._backends, self._samplers, self._stores, self._schedulers, self._losses)
-        offers = [f"{each.kind} {name}" for each in registries for name in each.names_of(origin)]
+        offers = [f"{each.kind} {name}" for each in self._registries for name in each.names_of(origin)]
         hooks = [name for name in HOOK_NAMES if name not in _SPEC_TYPES and plugin in self._implementers(name)]
         problems = [
             message
-            for each in registries
+            for each in self._registries
             for name, message in each.conflicts().items()
             if name in each.names_of(origin)
         ]

@@ -472,6 +472,7 @@ async def run(test: str, backend: ToyBackend, directory: Path, arguments: dict[s
         "tmp_path": directory,
         "eos_token": backend.capabilities.vocab_size - 1,
         "detokenize": lambda tokens: "".join(toy_sampling.text_of(t, backend.capabilities.vocab_size) for t in tokens),
+        "record_property": dict[str, object]().__setitem__,
         "adapter_shapes": {name: array.shape for name, array in driver.state(shapes_of).weights.items()},
         **arguments,
     }

@@ -20,11 +20,25 @@ pytest.register_assert_rewrite(  # before they are imported, or a failure would 
     "tinsmith.testing.consistency_contract",
     "tinsmith.testing.store_contract",
     "tinsmith.testing.scheduler_contract",
+    "tinsmith.testing.loss_contract",
 )
 
-from tinsmith.testing.checkpoint_contract import CheckpointContract  # noqa: E402 - see above
+from tinsmith.testing.backend_context import backend_context  # noqa: E402 - see above
+from tinsmith.testing.checkpoint_contract import CheckpointContract  # noqa: E402
 from tinsmith.testing.consistency_contract import ConsistencyContract  # noqa: E402
+from tinsmith.testing.loss_contract import LossContract  # noqa: E402
 from tinsmith.testing.sampling_contract import SamplingBackendContract  # noqa: E402
+from tinsmith.testing.scheduler_contract import SchedulerContract  # noqa: E402
+from tinsmith.testing.store_contract import RequestStoreContract  # noqa: E402
 from tinsmith.testing.training_contract import TrainingBackendContract  # noqa: E402
 
-__all__ = ["CheckpointContract", "ConsistencyContract", "SamplingBackendContract", "TrainingBackendContract"]
+__all__ = [
+    "CheckpointContract",
+    "ConsistencyContract",
+    "LossContract",
+    "RequestStoreContract",
+    "SamplingBackendContract",
+    "SchedulerContract",
+    "TrainingBackendContract",
+    "backend_context",
+]

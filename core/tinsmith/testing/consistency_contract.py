@@ -57,7 +57,7 @@ class _Pair:
 class ConsistencyContract(TrainingSuite):
     @pytest.fixture
     def sampler(self, backend: TrainingBackend) -> SamplingBackend:
-        """Override where the trainer does not sample itself. May have scope="class"."""
+        """Override where the trainer does not sample itself."""
         if not isinstance(backend, SamplingBackend):
             pytest.skip("override the fixture 'sampler' to have the pair tested")
         return backend

@@ -4,9 +4,11 @@ Subclass `SamplingBackendContract` and give it a `backend` fixture; one that doe
 `adapter_shapes`. With `detokenize` and `eos_token` stop strings and the end of sequence are tested too:
 
     class TestMySampler(SamplingBackendContract):
-        @pytest.fixture(scope="class")
-        def backend(self):
-            return MySampler(MyConfig(), context)
+        @pytest.fixture
+        def backend(self, tmp_path):
+            return MySampler(MyConfig(), backend_context(tmp_path))
+
+One that is slow to make is made once: `backend` returns what a fixture of the whole module made.
 
 Tests of what its capabilities do not claim are skipped.
 """

@@ -29,7 +29,7 @@ _snapshot_ids = count()  # a backend may be shared by many tests: no snapshot id
 class SamplingSuite(Contract):
     @pytest.fixture
     def backend(self) -> SamplingBackend:
-        """Override: the backend under test. May have scope="class": the suites drop what they load."""
+        """Override: the backend under test. One may serve all tests: the suites drop what they load."""
         msg = f"{type(self).__name__} must override the fixture 'backend' and return a SamplingBackend"
         raise NotImplementedError(msg)
 

@@ -12,7 +12,7 @@ from tinsmith.testing.model_driver import ModelDriver
 class TrainingSuite(Contract):
     @pytest.fixture
     def backend(self) -> TrainingBackend:
-        """Override: the backend under test. May have scope="class": the suites unload what they create."""
+        """Override: the backend under test. One may serve all tests: the suites unload what they create."""
         msg = f"{type(self).__name__} must override the fixture 'backend' and return a TrainingBackend"
         raise NotImplementedError(msg)
 

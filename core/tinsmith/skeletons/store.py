@@ -1,0 +1,37 @@
+"""A request store: the SQL store, with its database in a directory of its own.
+
+SQLite wants a local disk; checkpoints may lie on a shared one. A store that is not SQL subclasses
+`tinsmith.RequestStore` instead, and passes the same suite.
+"""
+
+from pathlib import Path
+
+from pydantic import Field
+
+import tinsmith
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.store import SqlStore
+
+
+class SkeletonConfig(SqlStoreConfig):
+    directory: Path | None = Field(None, description="where the database lives; default: the data directory")
+
+
+class SkeletonStore(SqlStore):
+    def __init__(self, config: SkeletonConfig, context: tinsmith.StoreContext) -> None:
+        self._directory = config.directory or context.data_dir
+        super().__init__(config, tinsmith.StoreContext(data_dir=self._directory))
+
+    async def open(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)  # here: creating a store does no I/O
+        await super().open()
+
+
+@tinsmith.hookimpl
+def tinsmith_register_stores() -> tinsmith.StoreSpec[SkeletonConfig]:
+    return tinsmith.StoreSpec(
+        name="skeleton",
+        config=SkeletonConfig,
+        create=SkeletonStore,
+        description="SQLite in a directory of its own",
+    )

@@ -1,0 +1,103 @@
+"""The suite that every loss passes: subclass `LossContract` and give it a `loss` fixture.
+
+    class TestMyLoss(LossContract):
+        @pytest.fixture
+        def loss(self):
+            return my_loss_spec
+
+Array suffixes: T = tokens.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinsmith.losses import LossSpec
+from tinsmith.operations import Array
+from tinsmith.testing.contract import Contract
+
+_STEP = 1e-6  # of the central difference, in float64
+_ONE_OP = 1e-5  # what float32 may differ by after a few operations
+_NUM_TOKENS = 64
+_NAMESPACES = {"torch": "torch", "jax": "jax.numpy"}  # by the package that must be installed
+
+
+class LossContract(Contract):
+    """What `LossSpec.per_token` must hold."""
+
+    @pytest.fixture
+    def loss(self) -> LossSpec:
+        """Override: the loss under test."""
+        msg = f"{type(self).__name__} must override the fixture 'loss' and return a LossSpec"
+        raise NotImplementedError(msg)
+
+    def test_derivative_is_that_of_the_loss(self, loss: LossSpec) -> None:
+        """By central differences, in float64."""
+        if loss.stops_gradients:
+            pytest.skip("part of the loss counts as constant, so its derivative is not that of the whole")
+        logp_T, inputs = _tokens(loss)
+        (_, actual_T), upper, lower = (loss.per_token(np, logp_T + h, inputs, loss.config) for h in (0, _STEP, -_STEP))
+        np.testing.assert_allclose(actual_T, (upper[0] - lower[0]) / (2 * _STEP), rtol=1e-4, atol=1e-6)
+
+    def test_every_token_is_on_its_own(self, loss: LossSpec) -> None:
+        """Backends pack requests of several tenants into one call, and cut it where they like."""
+        logp_T, inputs = _tokens(loss)
+        together = loss.per_token(np, logp_T, inputs, loss.config)
+        for index in range(_NUM_TOKENS):
+            one = {name: array[index : index + 1] for name, array in inputs.items()}
+            apart = loss.per_token(np, logp_T[index : index + 1], one, loss.config)
+            for left, right in zip(apart, together, strict=True):
+                np.testing.assert_allclose(left, right[index : index + 1], rtol=1e-12)
+
+    def test_config_may_differ_from_token_to_token(self, loss: LossSpec) -> None:
+        """Arrays of one value give what that value gives: of a packed batch each request has its own."""
+        logp_T, inputs = _tokens(loss)
+        spread = {name: np.full(_NUM_TOKENS, value) for name, value in loss.config.items()}
+        for left, right in zip(
+            loss.per_token(np, logp_T, inputs, spread), loss.per_token(np, logp_T, inputs, loss.config), strict=True
+        ):
+            np.testing.assert_allclose(left, right, rtol=1e-12)
+
+    def test_shapes_and_precision_are_kept(self, loss: LossSpec) -> None:
+        logp_T, inputs = _tokens(loss)
+        narrow = {name: array.astype(np.float32).reshape(8, 8) for name, array in inputs.items()}
+        for result in loss.per_token(np, logp_T.astype(np.float32).reshape(8, 8), narrow, loss.config):
+            assert result.shape == (8, 8)
+            assert result.dtype == np.float32
+
+    def test_nothing_is_written_into(self, loss: LossSpec) -> None:
+        arrays = logp_T, inputs = _tokens(loss)
+        logp_T.flags.writeable = False
+        for array in inputs.values():
+            array.flags.writeable = False
+        loss.per_token(np, *arrays, loss.config)
+
+    def test_extremes_are_finite(self, loss: LossSpec) -> None:
+        """Tokens that are certain, and tokens that are all but impossible."""
+        logp_T, inputs = _tokens(loss)
+        logp_T[:8], logp_T[8:16] = 0.0, -40.0
+        inputs = {name: logp_T.copy() if name == "logprobs" else array for name, array in inputs.items()}
+        for result in loss.per_token(np, logp_T, inputs, loss.config):
+            assert np.isfinite(result).all()
+
+    @pytest.mark.parametrize("package", _NAMESPACES)
+    def test_any_namespace_gives_the_same(self, loss: LossSpec, package: str) -> None:
+        xp: Any = pytest.importorskip(_NAMESPACES[package])  # Any: array namespaces have no common type
+        logp_T, inputs = _tokens(loss)
+        theirs = {name: xp.asarray(array.astype(np.float32)) for name, array in inputs.items()}
+        config = {name: xp.asarray(np.full(_NUM_TOKENS, value, np.float32)) for name, value in loss.config.items()}
+        results = loss.per_token(xp, xp.asarray(logp_T.astype(np.float32)), theirs, config)
+        for left, right in zip(results, loss.per_token(np, logp_T, inputs, loss.config), strict=True):
+            np.testing.assert_allclose(np.asarray(left), right, rtol=_ONE_OP, atol=_ONE_OP)
+
+
+def _tokens(loss: LossSpec) -> tuple[Array, Mapping[str, Array]]:
+    """Draw logprobs, and inputs of both signs; sampling logprobs are near the model's own."""
+    rng = np.random.default_rng(7)
+    logp_T = -rng.exponential(size=_NUM_TOKENS) - 0.01
+    inputs: dict[str, Array] = {name: rng.normal(size=_NUM_TOKENS) for name in loss.inputs}
+    if "logprobs" in inputs:
+        inputs["logprobs"] = np.minimum(logp_T - rng.normal(scale=0.5, size=_NUM_TOKENS), -1e-3)
+    return logp_T, inputs

@@ -1,0 +1,145 @@
+"""What `tinsmith new-plugin` writes passes its suite as written; `tinsmith check-plugin` finds what is broken in it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinsmith.errors import UserError
+from tinsmith.new_plugin import PluginKind, write_plugin
+from tinsmith.plugins import Plugins
+
+LIMIT_S = 280
+Check = Callable[..., tuple[int, Any]]
+
+
+def run(*arguments: str, cwd: Path, path: list[Path] | None = None) -> "subprocess.CompletedProcess[str]":
+    ours = ("TINSMITH_", "PYTEST_", "PYTHON")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    variables["PYTHONPATH"] = os.pathsep.join(str(each) for each in path or ())
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+@pytest.mark.parametrize("kind", PluginKind)
+def test_a_new_plugin_passes_its_suite(kind: PluginKind, tmp_path: Path) -> None:
+    root = write_plugin("on-trial", kind, tmp_path / "it", installed=())
+    strict = ("-p", "no:cacheprovider", "-W", "error")
+    done = run("pytest", "-q", *strict, cwd=root)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+    test_file = (root / "tests" / "test_contract.py").read_text()
+    _, _, suite = test_file.partition("\n\n\n")
+    assert len(suite.splitlines()) <= 10
+    for text in (path.read_text() for path in root.rglob("*") if path.is_file() and path.suffix != ".pyc"):
+        assert "skeleton" not in text.lower()
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Check:
+    """Install plugins where only a process of ours sees them, and check the first."""
+
+    def check_one(*sources: tuple[str, PluginKind, list[tuple[str, str]]], options: tuple[str, ...] = ()) -> Any:
+        roots = []
+        for name, kind, edits in sources:
+            root = write_plugin(name, kind, tmp_path / name, installed=())
+            module = f"tinsmith_{name.replace('-', '_')}"
+            text = (root / f"{module}.py").read_text()
+            for before, after in edits:
+                assert before in text
+                text = text.replace(before, after)
+            (root / f"{module}.py").write_text(text)
+            info = root / f"{module}-0.1.0.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: tinsmith-{name}\nVersion: 0.1.0\n")
+            (info / "entry_points.txt").write_text(f"[tinsmith]\n{name} = {module}\n")
+            roots.append(root)
+        done = run("tinsmith", "check-plugin", sources[0][0], *options, cwd=tmp_path, path=roots)
+        told = json.loads(done.stdout) if "--json" in options and done.stdout else done.stdout + done.stderr
+        return done.returncode, told
+
+    return check_one
+
+
+def outcomes(offer: dict[str, Any], outcome: str) -> set[str]:
+    return {each["area"] for each in offer["tests"] if each["outcome"] == outcome}
+
+
+def test_a_fault_is_found_in_its_part_of_the_contract(check: Check) -> None:
+    without_decay = ("adam.learning_rate * adam.weight_decay", "0.0")
+    code, (offer,) = check(("faulty", PluginKind.BACKEND, [without_decay]), options=("--json",))
+    assert code == 1
+    assert outcomes(offer, "failed") == {"optimizer"}
+    assert {"numerics", "adapter", "state", "isolation", "checkpoint"} <= outcomes(offer, "passed")
+    reasons = {each["reason"] for each in offer["tests"] if each["outcome"] == "skipped"}
+    assert "the backend's capabilities do not claim the LoRA target 'attn'" in reasons
+    assert "it trains, and does not sample" in reasons
+    assert offer["capabilities"]["isolation"] == "bitwise"
+    assert offer["isolation_difference"] == 0
+
+
+def test_the_difference_that_company_makes_is_measured(check: Check) -> None:
+    """Where bitwise isolation is not claimed the suite allows a difference, and the report says how large it is."""
+    method = "    _company = 0.0\n\n    def _noted(self, ops):\n        self._company = 1e-8 * (len(ops) - 1)\n"
+    method += "        return ops\n\n    @np.errstate"
+    edits = [
+        ('isolation="bitwise"', 'isolation="close", isolation_error=1e-3'),
+        ("backward=True) for op in ops]", "backward=True) for op in self._noted(ops)]"),
+        ("    @np.errstate", method),
+        ("self._embedding_VH[datum.tokens_T]", "self._embedding_VH[datum.tokens_T] * (1 + self._company)"),
+    ]
+    code, told = check(("close", PluginKind.BACKEND, edits))
+    assert code == 0, told
+    _, _, measured = told.partition("isolation: close claimed; logprobs alone and in company differ by ")
+    assert 0 < float(measured.split()[0]) < 1e-3
+
+
+def test_trainer_and_sampler_are_held_together(check: Check) -> None:
+    trainer = ("its-trainer", PluginKind.BACKEND, list[tuple[str, str]]())
+    sampler = ("its-sampler", PluginKind.SAMPLER, list[tuple[str, str]]())
+    code, (offer,) = check(sampler, trainer, options=("--trainer", "its-trainer", "--json"))
+    assert code == 0
+    assert {"consistency", "snapshots", "drawing", "logprobs"} <= outcomes(offer, "passed")
+
+
+def test_options_reach_the_plugin(check: Check) -> None:
+    source = ("wide", PluginKind.BACKEND, list[tuple[str, str]]())
+    code, (offer,) = check(source, options=("--option", "hidden_size=8", "--json"))
+    assert code == 0
+    assert offer["capabilities"]["max_lora_rank"] == 8
+
+
+def test_a_plugin_that_cannot_be_made_fails_every_test_and_says_why(check: Check) -> None:
+    edits = [("        del context\n", "        raise RuntimeError('no device')\n")]
+    code, told = check(("unmade", PluginKind.SAMPLER, edits))
+    assert code == 1
+    assert "RuntimeError: no device" in told
+
+
+@pytest.mark.parametrize("name", ["", "1st", "Upper", "two words", "a--b", "a-", "class", "x" * 41, "a.b", "../a"])
+def test_a_name_that_cannot_be_one_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be the name of a plugin"):
+        write_plugin(name, PluginKind.LOSS, tmp_path / "it", installed=())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("toy", "backend"), ("fair", "scheduler"), ("ppo", "loss"), ("sql", "store")]
+)
+def test_a_name_that_is_taken_is_refused(name: str, kind: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"'{name}' is taken: tinsmith .* offers the {kind} {name}; choose another"):
+        write_plugin(name, PluginKind(kind), tmp_path / "it", installed=Plugins.load().report())
+
+
+def test_what_is_there_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("precious")
+    for directory in (tmp_path, tmp_path / "mine.txt"):
+        with pytest.raises(UserError, match=r"exists already; choose another directory with --directory"):
+            write_plugin("fine", PluginKind.LOSS, directory, installed=())
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    assert (tmp_path / "mine.txt").read_text() == "precious"

@@ -1,0 +1,177 @@
+"""A stranger's path: write a plugin, build it, install it into a clean environment, select it by configuration, train.
+
+Nothing is downloaded: what the core depends on is linked from this environment into the clean one, distribution by
+distribution, so that neither the clone nor anything else that is installed here can be seen from there.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 280
+CONFIG = """\
+server: {port: 0, data_dir: data}
+models:
+  - name: two-letter
+    backend: {plugin: two-letter, vocab_size: 48}
+"""
+TRAIN = """\
+import sys
+
+import tinker
+from tinker import types
+
+service = tinker.ServiceClient(base_url=sys.argv[1], api_key="tml-stranger")
+training = service.create_lora_training_client(
+    base_model="two-letter", rank=8, train_attn=False, train_mlp=False
+).result()
+datum = types.Datum(
+    model_input=types.ModelInput.from_ints([1, 2, 47]),
+    loss_fn_inputs={"target_tokens": [2, 47, 4], "weights": [1.0, 1.0, 1.0]},
+)
+losses = []
+for _ in range(20):
+    passed = training.forward_backward([datum], "cross_entropy")
+    training.optim_step(types.AdamParams(learning_rate=0.05)).result()
+    losses.append(passed.result().metrics["loss:sum"])
+print(losses[0], losses[-1])
+service.close("success").result()
+"""
+
+
+class Environment:
+    """A virtual environment and an empty folder, in which a stranger works."""
+
+    def __init__(self, directory: Path) -> None:
+        self.home = directory / "home"
+        self.home.mkdir()
+        self._bin = directory / "venv" / "bin"
+        self._run([sys.executable, "-m", "venv", str(directory / "venv")])
+        self._link_dependencies(directory / "dependencies")
+
+    def run(self, program: str, *arguments: str, cwd: Path | None = None, code: int = 0) -> str:
+        """Return stdout and stderr."""
+        return self._run([str(self._bin / program), *arguments], cwd=cwd, code=code)
+
+    def start(self, program: str, *arguments: str) -> "subprocess.Popen[str]":
+        command = [str(self._bin / program), *arguments]
+        return subprocess.Popen(command, cwd=self.home, env=self._variables(), stderr=subprocess.PIPE, text=True)
+
+    def _run(self, command: list[str], *, cwd: Path | None = None, code: int = 0) -> str:
+        done = subprocess.run(
+            command,
+            cwd=cwd or self.home,
+            env=self._variables(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert done.returncode == code, done.stdout
+        return done.stdout
+
+    @staticmethod
+    def _variables() -> dict[str, str]:
+        ours = ("TINSMITH_", "PYTHON", "PIP_", "PYTEST_", "VIRTUAL_ENV")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        return {**kept, "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+    def _link_dependencies(self, links: Path) -> None:
+        links.mkdir()
+        for each in closure("tinsmith[testing,examples]", "hatchling"):
+            for top in sorted({file.parts[0] for file in each.files or ()} - {"..", "__pycache__"}):
+                if not (links / top).exists():
+                    (links / top).symlink_to(str(each.locate_file(top)))
+        site = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        (Path(self.run("python", "-c", site).strip()) / "dependencies.pth").write_text(f"{links}\n")
+
+
+def closure(*wanted: str) -> list[Distribution]:
+    """Return all that the wanted requirements come to, but for the core itself."""
+    found: dict[str, Distribution] = {}
+    todo, seen = [Requirement(each) for each in wanted], set[tuple[str, frozenset[str]]]()
+    while todo:
+        each = todo.pop()
+        key = (each.name.lower(), frozenset(each.extras))
+        if key in seen:
+            continue
+        seen.add(key)
+        found[each.name.lower()] = installed = distribution(each.name)
+        for requirement in map(Requirement, installed.requires or ()):
+            extras = each.extras or {""}
+            if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
+                todo.append(requirement)
+    del found["tinsmith"]
+    return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """With the core in it, from its wheel, and a stranger's plugin."""
+    environment = Environment(tmp_path_factory.mktemp("stranger"))
+    build = ("-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", "wheels")
+    environment.run("python", *build, str(ROOT))
+    environment.run("python", "-m", "pip", "install", "--quiet", *wheels(environment, "tinsmith-"))
+    environment.run("tinsmith", "new-plugin", "two-letter", "--kind", "backend")
+    environment.run("python", *build, "./tinsmith-two-letter")
+    environment.run("python", "-m", "pip", "install", "--quiet", *wheels(environment, "tinsmith_two_letter-"))
+    return environment
+
+
+def wheels(environment: Environment, prefix: str) -> list[str]:
+    return [str(path) for path in (environment.home / "wheels").glob(f"{prefix}*.whl")]
+
+
+@pytest.fixture
+def server(environment: Environment) -> Iterator[str]:
+    """The plugin's model, chosen by configuration alone: its URL."""
+    (environment.home / "tinsmith.yaml").write_text(CONFIG)
+    process = environment.start("tinsmith", "serve", "--config", "tinsmith.yaml")
+    assert process.stderr is not None
+    told = []
+    try:
+        for line in process.stderr:
+            told.append(line)
+            if line.startswith("url"):
+                yield line.split()[1]
+                break
+        else:
+            raise AssertionError("".join(told))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.stderr.read()
+        process.stderr.close()
+        assert process.wait(60) == 0
+
+
+def test_nothing_of_the_clone_is_seen(environment: Environment) -> None:
+    where = environment.run("python", "-c", "import tinsmith, tinsmith_two_letter; print(tinsmith.__file__)")
+    assert str(ROOT) not in where
+    assert "site-packages" in where
+    listed = environment.run("tinsmith", "plugins")
+    assert "two-letter" in listed
+    assert "backend two-letter" in listed
+    assert "jax" not in listed
+
+
+def test_its_suites_are_green(environment: Environment) -> None:
+    told = environment.run("tinsmith", "check-plugin", "two-letter")
+    assert ", 0 failed" in told
+    own = environment.run("python", "-m", "pytest", "-q", cwd=environment.home / "tinsmith-two-letter")
+    assert " passed" in own
+    assert "failed" not in own
+
+
+def test_the_sdk_trains_it(environment: Environment, server: str) -> None:
+    (environment.home / "train.py").write_text(TRAIN)
+    first, last = map(float, environment.run("python", "train.py", server).split()[-2:])
+    assert last < 0.5 * first
