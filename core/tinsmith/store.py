@@ -228,6 +228,7 @@ class LeaseHeld:
     base_model: str
     engine_id: str
     remaining_s: float  # where it is not renewed
+    until: datetime  # by the store's clock: another one after each renewal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

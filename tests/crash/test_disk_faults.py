@@ -41,13 +41,13 @@ SERVER = {"store.commit.before": "enospc@p0.02:6"}
 
 
 def train(
-    served: Served, save: Callable[[tinker.TrainingClient, int], list[str]]
+    served: Served, save: Callable[[tinker.TrainingClient, int], list[str]], steps: int = STEPS
 ) -> tuple[list[Any], list[dict[str, bytes | int]], list[str]]:
     """Train with a save after every step; return what the client saw, and what the saves that succeeded hold."""
     service = tinker.ServiceClient(base_url=served.url, api_key="tml-test")
     training = service.create_lora_training_client(base_model="toy", rank=4, seed=1).result(timeout=WAIT_S)
     seen, paths = [], []
-    for number in range(STEPS):
+    for number in range(steps):
         passed = training.forward_backward(ragged(2, number), "cross_entropy")
         stepped = training.optim_step(tinker.AdamParams(learning_rate=0.01, grad_clip_norm=1.0))
         seen += [logprobs(passed.result(timeout=WAIT_S)), stepped.result(timeout=WAIT_S).metrics]

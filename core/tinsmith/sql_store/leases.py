@@ -41,7 +41,7 @@ def acquire(tx: Transaction, base_model: str, engine_id: str, duration_s: float,
     row = connection.execute(_LOCK, {"base_model": base_model}).one()
     if row.engine_id not in (None, engine_id, dead) and row.now < row.expires_at:
         remaining_s = (row.expires_at - row.now).total_seconds()
-        return LeaseHeld(base_model=base_model, engine_id=row.engine_id, remaining_s=remaining_s)
+        return LeaseHeld(base_model=base_model, engine_id=row.engine_id, remaining_s=remaining_s, until=row.expires_at)
     epoch = row.epoch if row.engine_id == engine_id else row.epoch + 1
     lease = Lease(base_model=base_model, engine_id=engine_id, epoch=epoch, duration_s=duration_s)
     _extend(tx.session, lease, row.now)

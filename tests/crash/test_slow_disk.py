@@ -1,0 +1,44 @@
+"""A disk that takes its time: everything is only later, and nobody who looks healthy is replaced."""
+
+from pathlib import Path
+
+import pytest
+from campaign import SETTINGS
+from processes import Served, launching
+from test_disk_faults import save_at_once, succeeded, train
+
+from tinsmith.testing.harness import TOY
+from tinsmith.tinker_path import TinkerPath
+
+LEASE_S = 1.0
+SLOW = {  # longer than the lease, and than what lies between its renewals
+    "directory.sync.before": "delay:1.5@p0.1:1",
+    "store.complete.before": "delay:0.3@p0.1:2",
+    "store.commit.before": "delay:1.2@p0.02:3",
+}
+STEPS = 12
+
+
+@pytest.mark.slow
+def test_a_slow_disk_costs_time_and_nothing_else(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "recovery": {"snapshot_every_operations": 3, "lease_s": LEASE_S}}
+    log = tmp_path / "points"
+
+    def slow(served: Served) -> None:
+        for role in ("engine", "serve"):
+            served.arm(role, ";".join([f"log={log}", *(f"{point}={what}" for point, what in SLOW.items())]))
+
+    runs = []
+    with launching() as launcher:
+        for name, prepare in (("whole", lambda _: None), ("slow", slow)):
+            served = Served(launcher, tmp_path / name, [TOY], settings=settings, prepare=prepare)
+            try:
+                seen, states, paths = train(served, save_at_once, steps=STEPS)
+                kinds = succeeded(served.data_dir, TinkerPath.parse(paths[0]).model_id)
+                assert served.stop() == 0
+            finally:
+                served.close()
+            assert kinds["optim_step"] == kinds["save_state"] == kinds["save_for_sampler"] == STEPS
+            runs.append((seen, states))
+    assert set(log.read_text().splitlines()) == set(SLOW)
+    assert runs[0] == runs[1]
