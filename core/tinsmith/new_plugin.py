@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Final
 
+from tinsmith.contract_version import CONTRACT_VERSION
 from tinsmith.errors import UserError
 from tinsmith.plugins import PluginReport
 
@@ -116,7 +117,8 @@ def _files(name: str, kind: PluginKind) -> Iterator[tuple[str, str]]:
         ("tests/test_contract.py", f"test_{kind}.template"),
     ):
         text = (resources.files("tinsmith.skeletons") / source).read_text(encoding="utf-8")
-        yield path, _filled(text.replace("USAGE", _USAGE[kind]).replace("KIND", _CALLED[kind]), name)
+        text = text.replace("USAGE", _USAGE[kind]).replace("KIND", _CALLED[kind])
+        yield path, _filled(text.replace("CONTRACT", f"v{CONTRACT_VERSION}"), name)
 
 
 def _filled(text: str, name: str) -> str:

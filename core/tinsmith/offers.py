@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from tinsmith.contract_version import CONTRACT_VERSION
 from tinsmith.errors import PluginError
 
 
@@ -20,6 +21,7 @@ class PluginOrigin:
     name: str
     distribution: str
     version: str
+    contract: int | None = CONTRACT_VERSION  # that it was built for; None where what it says is no version
 
     def __str__(self) -> str:
         return f"{self.distribution} {self.version}"

@@ -34,13 +34,16 @@ def add_plugin_commands(group: typer.Typer) -> None:
 
 def list_plugins(context: typer.Context) -> None:
     """List every plugin: where it comes from, what it offers, and why it is broken where it is."""
-    table = Table("plugin", "distribution", "version", "offers", box=None, pad_edge=False, header_style="bold")
+    table = Table(
+        "plugin", "distribution", "version", "contract", "offers", box=None, pad_edge=False, header_style="bold"
+    )
     rows = _plugins(context).report()
     for row in rows:
         offers = ", ".join(row.offers) or "-"
         name, shown = (f"[red]{escape(row.name)}[/]", f"[red]{escape(row.error)}[/]") if row.error else (row.name, "")
         told = "\n".join(part for part in (escape(offers) if row.offers or not row.error else "", shown) if part)
-        table.add_row(name, escape(row.distribution), escape(row.version), told)
+        contract = "?" if row.contract is None else f"v{row.contract}"
+        table.add_row(name, escape(row.distribution), escape(row.version), contract, told)
     _console().print(table, highlight=False)
 
 
@@ -86,7 +89,9 @@ def check(
 def _print_report(console: Console, name: str, plugins: Plugins, report: CheckReport, *, whole: bool) -> None:
     for row in plugins.report():
         if row.name == name:
-            console.print(f"[bold]plugin {escape(row.name)}[/] of {escape(row.distribution)} {escape(row.version)}")
+            built_for = f", built for version {row.contract} of the plugin contract"
+            origin = f"{row.distribution} {row.version}{built_for}"
+            console.print(f"[bold]plugin {escape(row.name)}[/] of {escape(origin)}", soft_wrap=True)
     if not report.findings:
         console.print("it offers nothing that a contract suite holds")
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
@@ -19,7 +19,8 @@ import pluggy
 
 from tinsmith import hookspecs
 from tinsmith.backend import AnyBackendSpec, AnySamplerSpec, BackendConfig, BackendSpec, SamplerSpec
-from tinsmith.errors import PluginError, TinsmithError
+from tinsmith.contract_version import CONTRACT_VERSION, built_for, check_built_for
+from tinsmith.errors import ContractVersionError, PluginError, TinsmithError
 from tinsmith.losses import LossSpec
 from tinsmith.offers import Named, Offer, PluginOrigin, Registry, suggestion
 from tinsmith.principal import Principal
@@ -63,6 +64,7 @@ class PluginReport:
     name: str
     distribution: str
     version: str
+    contract: int | None = CONTRACT_VERSION  # that it was built for; None where what it says is no version
     offers: tuple[str, ...] = ()  # "backend jax", and the other hooks it implements by their short names
     error: str | None = None  # why it is broken, or which of its offers collide with another plugin's
 
@@ -87,9 +89,9 @@ class Plugins:
         """Load the built-ins, everything installed, and `extra` (modules or objects with hooks). Never raises."""
         plugins = cls()
         for entry_point in BUILTINS:
-            plugins._load(entry_point, _core_origin(entry_point.name))
+            plugins._guard(_core_origin(entry_point.name), entry_point.load)
         for entry_point in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-            plugins._load(entry_point, _origin_of(entry_point))
+            plugins._load(entry_point)
         for plugin in extra:
             plugins.add(plugin)
         return plugins
@@ -192,7 +194,13 @@ class Plugins:
         """Describe every plugin, the broken ones included, in load order."""
         rows = [self._describe(plugin, origin) for plugin, origin in self._origins.items()]
         broken = [
-            PluginReport(name=who.name, distribution=who.distribution, version=who.version, error=str(error))
+            PluginReport(
+                name=who.name,
+                distribution=who.distribution,
+                version=who.version,
+                contract=who.contract,
+                error=str(error),
+            )
             for who, error in self._broken().items()
         ]
         return rows + broken
@@ -232,13 +240,27 @@ class Plugins:
             name=origin.name,
             distribution=origin.distribution,
             version=origin.version,
+            contract=origin.contract,
             offers=(*offers, *(name.removeprefix(HOOK_PREFIX) for name in hooks)),
             error="; ".join(problems) or None,
         )
 
     # loading
 
-    def _load(self, entry_point: EntryPoint, origin: PluginOrigin) -> None:
+    def _load(self, entry_point: EntryPoint) -> None:
+        """Load what was built for our contract, and run no code of anything else."""
+        origin = _origin_of(entry_point)
+        try:
+            contract = built_for(entry_point)
+        except PluginError as error:
+            self._errors[replace(origin, contract=None)] = _plugin_error(origin, error)
+            return
+        origin = replace(origin, contract=contract)
+        try:
+            check_built_for(contract, distribution=origin.distribution, core=version("tinsmith"))
+        except ContractVersionError as error:
+            self._errors[origin] = _plugin_error(origin, error)
+            return
         self._guard(origin, entry_point.load)
 
     def _guard(self, origin: PluginOrigin, load: Callable[[], object]) -> None:
@@ -364,7 +386,10 @@ def _origin_of(entry_point: EntryPoint) -> PluginOrigin:
 
 
 def _plugin_error(origin: PluginOrigin, error: BaseException) -> PluginError:
+    kind, what = PluginError, "broken"
     match error:
+        case ContractVersionError():
+            kind, what, reason, remedy = ContractVersionError, "refused", str(error), ""
         case PluginError():
             reason, remedy = str(error), ""
         case pluggy.PluginValidationError():
@@ -373,7 +398,7 @@ def _plugin_error(origin: PluginOrigin, error: BaseException) -> PluginError:
             reason, remedy = str(error), f"; install what provides {missing!r} in this environment, or reinstall it"
         case _:
             reason, remedy = f"{type(error).__name__}: {error}", f"; reinstall or uninstall {origin.distribution}"
-    wrapped = PluginError(f"plugin {origin.name!r} of {origin} is broken: {reason}{remedy}")
+    wrapped = kind(f"plugin {origin.name!r} of {origin} is {what}: {reason}{remedy}")
     wrapped.__cause__ = error
     return wrapped
 

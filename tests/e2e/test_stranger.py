@@ -166,6 +166,7 @@ def test_nothing_of_the_clone_is_seen(environment: Environment) -> None:
 def test_its_suites_are_green(environment: Environment) -> None:
     told = environment.run("tinsmith", "check-plugin", "two-letter")
     assert ", 0 failed" in told
+    assert "of tinsmith-two-letter 0.1.0, built for version 1 of the plugin contract" in told
     own = environment.run("python", "-m", "pytest", "-q", cwd=environment.home / "tinsmith-two-letter")
     assert " passed" in own
     assert "failed" not in own

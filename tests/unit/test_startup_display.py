@@ -3,10 +3,13 @@
 import io
 from datetime import UTC, datetime
 
+import pytest
 from rich.console import Console
 
 from tinsmith.backend import Capabilities
-from tinsmith.startup_display import EngineDisplay
+from tinsmith.plugins import PluginReport, Plugins
+from tinsmith.settings import ModelSettings, Settings
+from tinsmith.startup_display import EngineDisplay, show_banner
 from tinsmith.store import EngineRecord, EngineState
 
 CAPABILITIES = Capabilities(vocab_size=8, max_context_tokens=8, max_batch_tokens=8, device="NVIDIA H200")
@@ -38,6 +41,19 @@ def shown(*, terminal: bool) -> str:
     display.close()
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def test_the_banner_says_in_full_which_plugins_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = PluginReport(name="other", distribution="tin-other", version="1.2", contract=2, error="whole message")
+    broken = PluginReport(name="bad", distribution="tin-bad", version="1.2", error="long story")
+    plugins = Plugins()
+    monkeypatch.setattr(plugins, "report", lambda: [refused, broken])
+    console = Console(file=io.StringIO(), color_system=None, width=200)
+    show_banner(console, Settings(models=(ModelSettings(name="m"),)), plugins, "http://here")
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    assert ["refused", "whole", "message"] in lines
+    assert ["broken", "plugins", "bad;", "see", "`tinsmith", "plugins`"] in lines
 
 
 def test_elsewhere_every_stage_is_a_line() -> None:
