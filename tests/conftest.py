@@ -22,3 +22,11 @@ def postgres() -> Iterator[Postgres]:
 @pytest.fixture
 def postgres_url(postgres: Postgres) -> str:
     return postgres.new_database()
+
+
+@pytest.fixture
+def own_postgres(postgres: Postgres) -> Iterator[Postgres]:
+    """One that a test may stop and kill."""
+    del postgres  # skips where there is none
+    with running_postgres() as server:
+        yield server

@@ -1,4 +1,4 @@
-"""One server per data directory: a lock file, held as long as the process lives, which says who holds it and where."""
+"""One server per data directory, or several that say so: a lock file, held as long as the process lives."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ _FILE_NAME = "server.lock"
 
 
 class DataDirLock:
-    """Hold with `with`. The kernel frees it when the process dies, however it dies."""
+    """Hold with `with`. The kernel frees it when the process dies, however it dies.
 
-    def __init__(self, data_dir: Path) -> None:
+    Its content says who holds it and where; of several servers, which came last.
+    """
+
+    def __init__(self, data_dir: Path, *, shared: bool = False) -> None:
         self._path = data_dir / _FILE_NAME
+        self._shared = shared
         self._file: IO[str] | None = None
 
     def __enter__(self) -> Self:
@@ -29,13 +33,13 @@ class DataDirLock:
             msg = f"server.data_dir: cannot write to {str(self._path.parent)!r}: {error.strerror}; choose another"
             raise ConfigError(msg) from error
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError as error:
             holder = file.read().strip() or "unknown"
             file.close()
             msg = (
                 f"server.data_dir: {str(self._path.parent)!r} is in use by another server ({holder}); stop it, or "
-                "choose another directory with --data-dir"
+                "choose another directory with --data-dir, or have all of them set server.share_data_dir"
             )
             raise ConfigError(msg) from error
         self._file = file
@@ -52,8 +56,9 @@ class DataDirLock:
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
-            self._file.seek(0)
-            self._file.truncate()
+            if not self._shared:
+                self._file.seek(0)
+                self._file.truncate()
             self._file.close()
             self._file = None
 

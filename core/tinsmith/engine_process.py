@@ -115,9 +115,8 @@ async def serve_engine(
     model = _model_named(settings, model_name)
     data_dir = settings.server.data_dir.expanduser().absolute()
     store_spec = plugins.store(settings.store.plugin)
-    store = store_spec.create(
-        store_spec.config.model_validate(settings.store.options()), StoreContext(data_dir=data_dir)
-    )
+    context = StoreContext(data_dir=data_dir, shared=settings.server.share_data_dir)
+    store = store_spec.create(store_spec.config.model_validate(settings.store.options()), context)
     scheduler_spec = plugins.scheduler(settings.scheduler.plugin)
     scheduler = scheduler_spec.create(scheduler_spec.config.model_validate(settings.scheduler.options()))
     engine_id = os.environ.pop(ENGINE_ID, None) or new_engine_id()

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 def serve(settings: Settings, plugins: Plugins) -> None:
     """Serve until SIGINT or SIGTERM; a second one stops at once. Raise ConfigError where it cannot start."""
     configure_logging(settings.server.log_level)
-    with DataDirLock(settings.server.data_dir) as lock:
+    with DataDirLock(settings.server.data_dir, shared=settings.server.share_data_dir) as lock:
         listener = listen(settings.server)
         url = _url(settings.server, listener)
         with listener:
@@ -125,9 +125,9 @@ async def _serve(settings: Settings, plugins: Plugins, listener: socket.socket, 
 
 
 def _create_store(settings: Settings, plugins: Plugins) -> RequestStore:
-    spec = plugins.store(settings.store.plugin)
+    spec, server = plugins.store(settings.store.plugin), settings.server
     config = spec.config.model_validate(settings.store.options())
-    return spec.create(config, StoreContext(data_dir=settings.server.data_dir))
+    return spec.create(config, StoreContext(data_dir=server.data_dir, shared=server.share_data_dir))
 
 
 async def _housekeeping(settings: Settings, store: RequestStore) -> None:

@@ -37,6 +37,9 @@ class ServerSettings(_Section):
     host: str = Field("127.0.0.1", description="address to listen on; other than loopback needs `api_keys`")
     port: int = Field(8000, ge=0, le=65535, description="0 picks a free one")
     data_dir: Path = Field(Path("~/.tinsmith"), description="database, checkpoints and caches; one server each")
+    share_data_dir: bool = Field(
+        default=False, description="several servers use `data_dir` at once, over a shared file system; needs PostgreSQL"
+    )
     public_url: str | None = Field(None, description="where clients reach the server; for download links")
     api_keys: tuple[ApiKey, ...] = Field((), description="empty: on loopback any key that starts with tml-")
     token_lifetime_s: int = Field(
@@ -59,6 +62,9 @@ class ServerSettings(_Section):
 
 
 class SupervisorSettings(_Section):
+    engines: tuple[str, ...] | None = Field(
+        None, description="names of the models whose engines this server starts; default: all; `[]`: none"
+    )
     restart_backoff_s: float = Field(
         1.0, gt=0, description="before an engine is restarted; doubles up to restart_backoff_max_s"
     )

@@ -198,6 +198,7 @@ def _resolve(settings: Settings, plugins: Plugins, problems: _Problems, *, needs
     _check_keys(settings, problems)
     if not settings.models:
         problems.add(("models",), "no model to serve; give `--base-model PATH`, or `models:` in the file")
+    _check_engines(settings, problems)
     models = tuple(_resolve_model(index, model, plugins, problems) for index, model in enumerate(settings.models))
     return settings.model_copy(update={"models": models, "server": server})
 
@@ -213,6 +214,14 @@ def _check_keys(settings: Settings, problems: _Problems) -> None:
     for index, key in enumerate(server.api_keys):
         if not key.key.get_secret_value().startswith("tml-"):
             problems.add(("server", "api_keys", index, "key"), "the SDK refuses keys that do not start with 'tml-'")
+
+
+def _check_engines(settings: Settings, problems: _Problems) -> None:
+    names = [model.name for model in settings.models]
+    for index, name in enumerate(settings.supervisor.engines or ()):
+        if name not in names:
+            configured = ", ".join(map(repr, names)) or "none"
+            problems.add(("supervisor", "engines", index), f"no model named {name!r}, configured: {configured}")
 
 
 def _resolve_model(index: int, model: ModelSettings, plugins: Plugins, problems: _Problems) -> ModelSettings:

@@ -657,6 +657,7 @@ C = TypeVar("C", bound=BackendConfig)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreContext:
     data_dir: Path
+    shared: bool = False  # other servers use the directory, and this store, at the same time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

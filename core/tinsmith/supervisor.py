@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -67,8 +68,7 @@ class Supervisor:
     def __init__(self, settings: Settings, store: RequestStore) -> None:
         self._settings = settings
         self._store = store
-        directory = settings.server.data_dir.expanduser().absolute() / "engines"
-        self._children = [_Child(model, directory / f"{quote(model.name, safe='')}.json") for model in settings.models]
+        self._children = [_Child(model, _settings_file(settings, model)) for model in _models_to_run(settings)]
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
 
@@ -216,6 +216,18 @@ def new_engine_id() -> str:
     return f"engine-{secrets.token_hex(8)}"
 
 
+def _models_to_run(settings: Settings) -> list[ModelSettings]:
+    names = settings.supervisor.engines
+    return [model for model in settings.models if names is None or model.name in names]
+
+
+def _settings_file(settings: Settings, model: ModelSettings) -> Path:
+    """Name the same file at every start, so that one which a crash left is replaced."""
+    server = settings.server
+    own = f"@{socket.gethostname()}-{server.port or os.getpid()}" if server.share_data_dir else ""
+    return server.data_dir.expanduser().absolute() / "engines" / f"{quote(model.name, safe='')}{own}.json"
+
+
 def _command(child: _Child) -> tuple[str, ...]:
     return sys.executable, "-m", "tinsmith", "engine", child.model.name, "--config", str(child.settings_file)
 
@@ -240,7 +252,8 @@ def _environment(child: _Child) -> dict[str, str]:
 def _write_settings(settings: Settings, child: _Child) -> None:
     """Write what this engine needs, for this user alone: the store's URL may hold a password. Keys are not for it."""
     server = settings.server.model_copy(update={"api_keys": (), "host": "127.0.0.1"})
-    own = settings.model_copy(update={"models": (child.model,), "server": server})
+    supervisor = settings.supervisor.model_copy(update={"engines": None})
+    own = settings.model_copy(update={"models": (child.model,), "server": server, "supervisor": supervisor})
     child.settings_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     child.settings_file.unlink(missing_ok=True)
     descriptor = os.open(child.settings_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

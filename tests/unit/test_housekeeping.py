@@ -1,5 +1,6 @@
 """What the server does by the clock, on a real store with a clock of our own."""
 
+import os
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -101,6 +102,21 @@ def test_one_server_per_data_directory(tmp_path: Path) -> None:
         assert read_server_url(directory, pid=-1) is None
     assert read_server_url(directory, pid=-1) is None
     with DataDirLock(directory):
+        pass
+
+
+def test_several_servers_where_all_say_so(tmp_path: Path) -> None:
+    with DataDirLock(tmp_path, shared=True) as first:
+        with DataDirLock(tmp_path, shared=True):
+            first.describe(url="http://127.0.0.1:8000")
+        assert read_server_url(tmp_path, pid=os.getpid()) == "http://127.0.0.1:8000"
+        with pytest.raises(ConfigError, match=r"server\.share_data_dir"), DataDirLock(tmp_path):
+            pass
+    with (
+        DataDirLock(tmp_path),
+        pytest.raises(ConfigError, match="in use by another server"),
+        DataDirLock(tmp_path, shared=True),
+    ):
         pass
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psycopg
@@ -23,7 +23,7 @@ from tinsmith.sql_store.postgres import PostgresDatabase
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.tables import SessionRow, Table, to_row
 from tinsmith.store import OperationState, StoreContext
-from tinsmith.testing.postgres import Postgres, running_postgres
+from tinsmith.testing.postgres import Postgres
 from tinsmith.testing.store_contract import a_sample, a_session, claim, complete, done
 
 WAIT_S = 60.0
@@ -39,14 +39,6 @@ def a_writer(url: str) -> PostgresDatabase:
     database = dialect.writer(durable=True)
     assert isinstance(database, PostgresDatabase)
     return database
-
-
-@pytest.fixture
-def own_postgres(postgres: Postgres) -> Iterator[Postgres]:
-    """One that a test may kill."""
-    del postgres  # skips where there is none
-    with running_postgres() as server:
-        yield server
 
 
 async def test_processes_that_start_at_once_make_one_schema(postgres_url: str) -> None:
@@ -213,3 +205,8 @@ async def test_a_listener_that_was_cut_off_looks_again_at_everything(postgres: P
 def test_other_drivers_are_refused() -> None:
     with pytest.raises(ConfigError, match="postgresql://"):
         a_store("postgresql+asyncpg://user:secret@host/database")
+
+
+def test_sqlite_is_for_one_server() -> None:
+    with pytest.raises(ConfigError, match=r"server\.share_data_dir.*store\.url"):
+        SqlStore(SqlStoreConfig(), StoreContext(data_dir=Path("unused"), shared=True))

@@ -186,6 +186,13 @@ def test_a_plugins_own_variable_is_left_alone(plugins: Plugins, write) -> None:
     assert load(plugins, file=write(GOOD), environ={"TINSMITH_WEATHER_STATION": "7"})
 
 
+def test_engines_are_started_of_configured_models_alone(plugins: Plugins, write) -> None:
+    message = failure(plugins, write(GOOD), flags=[("supervisor.engines", "[tiny, tony]")])
+    assert message == "--supervisor.engines: supervisor.engines.1: no model named 'tony', configured: 'tiny'"
+    assert load(plugins, file=write(GOOD), environ={}).supervisor.engines is None
+    assert load(plugins, file=write(GOOD), environ={"TINSMITH_SUPERVISOR__ENGINES": "[]"}).supervisor.engines == ()
+
+
 def test_other_addresses_need_keys(plugins: Plugins, write) -> None:
     file = write(GOOD)
     message = failure(plugins, file, flags=[("server.host", "0.0.0.0")])

@@ -39,7 +39,7 @@ async def create_app(settings: Settings, *, store: RequestStore, plugins: Plugin
         plugins=plugins,
         api_keys=api_keys,
         losses=plugins.losses(),
-        signer=UrlSigner.from_file(settings.server.data_dir.expanduser() / "url_secret"),
+        signer=UrlSigner(await store.secret("download links")),
         engines=Engines(store),
         sample_limits=SampleLimits(store, settings.server.max_pending_per_tenant),
     )

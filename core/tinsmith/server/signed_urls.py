@@ -2,36 +2,17 @@
 
 import hashlib
 import hmac
-import os
-import secrets
 from datetime import datetime
-from pathlib import Path
-from typing import Self
 from urllib.parse import quote
 
 from tinsmith.errors import AuthenticationError
 
-_SECRET_BYTES = 32
-
 
 class UrlSigner:
-    """Signs (path, expiry) with a secret that all servers on one data directory share."""
+    """Signs (path, expiry) with a secret that all servers on one store share."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-
-    @classmethod
-    def from_file(cls, path: Path) -> Self:
-        """Read the secret, or make one that only its owner can read."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            return cls(path.read_bytes())
-        with os.fdopen(descriptor, "wb") as file:
-            secret = secrets.token_bytes(_SECRET_BYTES)
-            file.write(secret)
-        return cls(secret)
 
     def url_path(self, name: str, expires: datetime) -> str:
         """Return `<expiry>/<signature>/<name>`, escaped for a URL."""

@@ -52,6 +52,12 @@ def dialect_of(config: SqlStoreConfig, context: StoreContext) -> Dialect:
         )
         raise ConfigError(msg) from error
     match url.get_backend_name():
+        case "sqlite" if context.shared:
+            msg = (
+                "server.share_data_dir: several servers need a database that they share, which SQLite is not; set "
+                "store.url, for instance to postgresql://user@host/database"
+            )
+            raise ConfigError(msg)
         case "sqlite":
             return SqliteDialect(url, config)
         case "postgresql":

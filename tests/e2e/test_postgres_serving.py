@@ -1,0 +1,259 @@
+"""Several servers and engines on one PostgreSQL, with the real SDK: processes hang, the database restarts."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tinker
+
+from tinsmith import failpoints
+from tinsmith.checkpoints import read_checkpoint
+from tinsmith.settings import ModelSettings, PluginSection
+from tinsmith.testing.harness import running_server
+from tinsmith.testing.postgres import Postgres
+from tinsmith.testing.sdk_data import TOKENS, logprobs, ragged
+from tinsmith.tinker_path import TinkerPath
+
+STEPS = 8
+WAIT_S = 120
+KEY = "tml-test"
+MODELS = [ModelSettings(name=name, backend=PluginSection(plugin="toy")) for name in ("north", "south")]
+HANGS = "store.complete.before=stop@7"  # with results that are not recorded yet
+
+
+class Replica:
+    """`tinsmith serve` in a process of its own, on a data directory and database that others use, too."""
+
+    def __init__(self, data_dir: Path, url: str, engines: list[str], hangs: str | None) -> None:
+        content = {
+            "server": {"data_dir": str(data_dir), "share_data_dir": True, "port": 0},
+            "store": {"plugin": "sql", "url": url},
+            "supervisor": {"engines": engines, "restart_backoff_s": 0.05},
+            "recovery": {"lease_s": 3.0, "snapshot_every_operations": 5},
+            "models": [model.model_dump(mode="json", exclude_none=True) for model in MODELS],
+        }
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("TINSMITH_")}
+        if hangs is not None:
+            environ[failpoints.VARIABLE] = hangs
+        settings = data_dir.parent / f"{len(list(data_dir.parent.glob('*.yaml')))}.yaml"
+        settings.write_text(json.dumps(content))
+        self.lines: list[str] = []
+        self.said = threading.Condition()
+        command = [sys.executable, "-m", "tinsmith", "serve", "--config", str(settings)]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environ, start_new_session=True)
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+
+    def read(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr:
+            for line in self.process.stderr:
+                with self.said:
+                    self.lines.append(line.decode())
+                    self.said.notify_all()
+
+    def wait_for(self, pattern: str, after: int = 0) -> re.Match[str]:
+        """Wait for a line that has it, after so many others."""
+        found: list[re.Match[str]] = []
+
+        def look() -> bool:
+            found[:] = [match for line in self.lines[after:] if (match := re.search(pattern, line))]
+            return bool(found)
+
+        with self.said:
+            if not self.said.wait_for(look, WAIT_S):
+                raise TimeoutError(f"no {pattern!r} in:\n{''.join(self.lines)}")
+        return found[0]
+
+    def wait_until_it_answers(self) -> None:
+        self.url = self.wait_for(r"http://127\.0\.0\.1:\d+").group()
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            try:
+                with urllib.request.urlopen(f"{self.url}/healthz", timeout=5):
+                    return
+            except OSError:
+                time.sleep(0.05)  # nothing tells when it listens
+        raise TimeoutError("".join(self.lines))
+
+    def close(self) -> None:
+        family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        for each in family:
+            each.kill()
+        self.process.wait()
+        psutil.wait_procs(family)
+        self.reader.join(WAIT_S)
+
+
+@contextmanager
+def replica(data_dir: Path, url: str, engines: list[str], hangs: str | None = None) -> Iterator[Replica]:
+    server = Replica(data_dir, url, engines, hangs)
+    try:
+        server.wait_until_it_answers()
+        for name in engines:
+            server.wait_for(rf"\[{name}\] .*(serving|standby)")
+        yield server
+    finally:
+        server.close()
+
+
+def train(url: str, base_model: str, seed: int, at_step: Callable[[int], None] = lambda _: None) -> tuple[Any, str]:
+    """Train, score and sample; return all that the client saw, and where the end is saved."""
+    service = tinker.ServiceClient(base_url=url, api_key=KEY)
+    model = service.create_lora_training_client(base_model=base_model, rank=4, seed=seed).result(timeout=WAIT_S)
+    seen: list[Any] = []
+    for number in range(STEPS):
+        passed = model.forward_backward(ragged(3, seed + number), "cross_entropy")
+        scored = model.forward(ragged(2, number), "cross_entropy")
+        stepped = model.optim_step(tinker.AdamParams(learning_rate=0.01, grad_clip_norm=1.0))
+        at_step(number)
+        seen += [logprobs(passed.result(timeout=WAIT_S)), logprobs(scored.result(timeout=WAIT_S))]
+        seen.append(stepped.result(timeout=WAIT_S).metrics)
+    sampler = model.save_weights_and_get_sampling_client().result()
+    params = tinker.SamplingParams(max_tokens=5, seed=seed, temperature=1.0)
+    answer = sampler.sample(tinker.ModelInput.from_ints(TOKENS), num_samples=2, sampling_params=params)
+    seen.append([(each.tokens, each.logprobs) for each in answer.result(timeout=WAIT_S).sequences])
+    path = model.save_state("end").result(timeout=WAIT_S).path
+    service.close("success").result(timeout=WAIT_S)
+    return seen, path
+
+
+def state_at(data_dir: Path, path: str) -> dict[str, bytes]:
+    state = read_checkpoint(data_dir / "checkpoints", TinkerPath.parse(path).directory).state
+    assert state.step == STEPS
+    parts = {"weights": state.weights, "m": state.adam_m, "v": state.adam_v}
+    return {f"{part} {name}": array.tobytes() for part, named in parts.items() for name, array in named.items()}
+
+
+Outcome = tuple[Any, dict[str, bytes]]
+Undisturbed = Callable[[str, int], Outcome]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Undisturbed]:
+    data_dir = tmp_path_factory.mktemp("undisturbed")
+    with running_server(data_dir, models=MODELS) as server:
+
+        def run(base_model: str, seed: int) -> Outcome:
+            seen, path = train(server.url, base_model, seed)
+            return seen, state_at(data_dir, path)
+
+        yield run
+
+
+def check_log(postgres: Postgres, url: str, num_models: int) -> None:
+    """Every operation that clients sent is there, once, has succeeded, and nothing is noted of any model."""
+    log = postgres.execute(
+        url,
+        "SELECT stream, seq_id, state FROM operations WHERE ordered AND kind <> 'unload_model' ORDER BY stream, seq_id",
+    )
+    models: dict[object, list[object]] = {}
+    for stream, seq_id, state in log:
+        assert state == "succeeded", (stream, seq_id, state)
+        models.setdefault(stream, []).append(seq_id)
+    assert len(models) == num_models
+    for numbers in models.values():
+        assert numbers == list(range(len(numbers)))
+    assert postgres.execute(url, "SELECT DISTINCT state_reason FROM runs") == [(None,)]
+
+
+def retrieve(url: str, request_id: str) -> bytes:
+    """Poll until there is a result, whatever it is."""
+    body = json.dumps({"request_id": request_id}).encode()
+    headers = {"x-api-key": KEY, "content-type": "application/json"}
+    while True:
+        request = urllib.request.Request(f"{url}/api/v1/retrieve_future", body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=WAIT_S) as response:
+                answer: bytes = response.read()
+                return answer
+        except urllib.error.HTTPError as error:
+            with error:
+                if error.code != 408:  # else the long poll ended
+                    raise
+
+
+def wait_until_stopped(server: Replica) -> psutil.Process:
+    """Return the engine that has stopped itself."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        for child in psutil.Process(server.process.pid).children():
+            if child.status() == psutil.STATUS_STOPPED:
+                return child
+        time.sleep(0.02)  # nothing tells
+    raise TimeoutError("".join(server.lines))
+
+
+def one_that_waits(postgres: Postgres, url: str, base_model: str) -> list[str]:
+    """Return the ids of training requests that have no result; wait until there are some."""
+    deadline = time.monotonic() + WAIT_S
+    query = f"SELECT request_id FROM operations WHERE base_model = '{base_model}' AND state IN ('queued', 'running')"
+    while time.monotonic() < deadline:
+        if found := postgres.execute(url, query):
+            return [str(request_id) for (request_id,) in found]
+        time.sleep(0.02)  # the clients are about to send
+    raise TimeoutError
+
+
+def test_an_engine_hangs_past_its_lease_while_clients_of_two_servers_train(
+    postgres: Postgres, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    """It stops with results in its hands. The other server's engine takes over; when it comes back, it is refused."""
+    url, data_dir = postgres.new_database(), tmp_path / "data"
+    with (
+        replica(data_dir, url, ["north"], HANGS) as one,
+        replica(data_dir, url, ["north", "south"]) as two,
+        ThreadPoolExecutor(4) as threads,
+    ):
+        two.wait_for(r"\[north\] .*standby: engine (\S+) serves 'north'")
+        clients = [("north", 1, one), ("north", 2, two), ("south", 3, two)]
+        runs = [threads.submit(train, server.url, name, seed) for name, seed, server in clients]
+        hung = wait_until_stopped(one)
+        waiting = one_that_waits(postgres, url, "north")
+        polls = [threads.submit(retrieve, one.url, request_id) for request_id in waiting]
+        two.wait_for(r"\[north\] .*serving 'north' with epoch 2")
+        told = len(one.lines)
+        hung.send_signal(signal.SIGCONT)
+        one.wait_for(r"no longer holds its lease \(epoch 1\)", told)
+        one.wait_for(r"standby: engine \S+ serves 'north'", told)  # its successor
+        outcomes = [run.result(WAIT_S) for run in runs]
+        for request_id, poll in zip(waiting, polls, strict=True):
+            assert poll.result(WAIT_S) == retrieve(two.url, request_id)
+        check_log(postgres, url, num_models=len(clients))
+    for (name, seed, _), (seen, path) in zip(clients, outcomes, strict=True):
+        assert (seen, state_at(data_dir, path)) == undisturbed(name, seed), name
+
+
+def test_the_database_restarts_while_a_client_trains(
+    own_postgres: Postgres, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    """It ends at once, with connections and transactions open. The client sees delay."""
+    url, data_dir = own_postgres.new_database(), tmp_path / "data"
+    stops: list[int] = []
+
+    def restart(number: int) -> None:
+        if number in {2, 5}:  # with a step's three requests under way
+            own_postgres.stop(signal.SIGQUIT)
+            own_postgres.start()
+            stops.append(number)
+
+    with replica(data_dir, url, ["north"]) as server:
+        outcome = train(server.url, "north", 1, restart)
+        server.wait_for("is back after")
+        check_log(own_postgres, url, num_models=1)
+    assert stops == [2, 5]
+    assert (outcome[0], state_at(data_dir, outcome[1])) == undisturbed("north", 1)
