@@ -66,8 +66,9 @@ def deleted(session: Session, path: str) -> CheckpointRecord:
     return to_record(row, CheckpointRecord)
 
 
-def forget_deleted(tx: Transaction, before: datetime) -> None:
-    tx.session.connection().execute(delete_rows(CheckpointRow).where(col(CheckpointRow.deleted_at) < before))
+def forget_deleted(tx: Transaction, before: datetime) -> int:
+    old = delete_rows(CheckpointRow).where(col(CheckpointRow.deleted_at) < before)
+    return tx.session.connection().execute(old).rowcount
 
 
 def expired(session: Session, now: datetime) -> list[CheckpointRecord]:

@@ -20,6 +20,13 @@ class SqlStoreConfig(BackendConfig):
     outage_s: float = Field(
         30.0, gt=0, description="PostgreSQL: how long calls wait for a database that cannot be reached"
     )
+    rewrite_share: float = Field(
+        0.02,
+        ge=0,
+        le=1,
+        description="PostgreSQL: share of the time in which tables may be locked to rewrite them without what was "
+        "deleted; 0: never",
+    )
     safety_poll_s: float = Field(
         2.0, gt=0, description="how often waiting calls look at the database although no wake-up came"
     )

@@ -33,8 +33,12 @@ class Database(ABC):
     async def migrate(self, work: Callable[[Connection], None]) -> None:
         """The same, over a plain connection, in a transaction that may change the schema."""
 
-    async def scrub(self) -> None:
-        """Have the files hold nothing that was deleted, as far as this database can."""
+    async def scrub(self, *, deleted: bool) -> None:
+        """Have the files hold nothing that was deleted, as far as this database can.
+
+        `deleted`: whether this process has deleted something since the last call.
+        """
+        del deleted
 
     @abstractmethod
     async def close(self) -> None:

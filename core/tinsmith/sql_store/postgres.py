@@ -22,6 +22,7 @@ from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.database import Database
 from tinsmith.sql_store.dialect import Dialect
 from tinsmith.sql_store.notify_wakeups import NotifyWakeUps
+from tinsmith.sql_store.postgres_scrubbing import Scrubber
 from tinsmith.sql_store.wakeups import WakeUps
 
 T = TypeVar("T")
@@ -71,7 +72,11 @@ class PostgresDialect(Dialect):
         return self._database(isolation_level="READ COMMITTED", read_only=False, synchronous_commit=commit)
 
     def wakeups(self) -> WakeUps:
-        return NotifyWakeUps(self._url.set(drivername="postgresql").render_as_string(hide_password=False))
+        return NotifyWakeUps(self._conninfo)
+
+    @property
+    def _conninfo(self) -> str:
+        return self._url.set(drivername="postgresql").render_as_string(hide_password=False)
 
     def _database(
         self, *, isolation_level: str, read_only: bool, synchronous_commit: str | None = None
@@ -81,7 +86,12 @@ class PostgresDialect(Dialect):
         options = [*([given] if isinstance(given, str) else given or ()), *options]
         url = self._url.update_query_dict({"options": " ".join(options)}) if options else self._url
         return PostgresDatabase(
-            url, self.name, isolation_level=isolation_level, read_only=read_only, outage_s=self._config.outage_s
+            url,
+            self.name,
+            isolation_level=isolation_level,
+            read_only=read_only,
+            outage_s=self._config.outage_s,
+            scrubber=Scrubber(self._conninfo, share=self._config.rewrite_share),
         )
 
 
@@ -102,8 +112,11 @@ class PostgresDatabase(Database):
 
     locks_rows = True
 
-    def __init__(self, url: URL, name: str, *, isolation_level: str, read_only: bool, outage_s: float) -> None:
+    def __init__(
+        self, url: URL, name: str, *, isolation_level: str, read_only: bool, outage_s: float, scrubber: Scrubber
+    ) -> None:
         self._name = name
+        self._scrubber = scrubber
         self._writes = not read_only
         self._outage_s = outage_s
         self._down_since: float | None = None
@@ -194,6 +207,9 @@ class PostgresDatabase(Database):
                 raise ConfigError(msg)
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
             work(connection)
+
+    async def scrub(self, *, deleted: bool) -> None:
+        await self._scrubber.scrub(deleted=deleted)
 
     async def close(self) -> None:
         self._closing.set()

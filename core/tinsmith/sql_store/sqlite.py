@@ -97,7 +97,8 @@ class SqliteDatabase(Database):
             work(connection)
         self._raw(sqlite_scrubbing.convert)
 
-    async def scrub(self) -> None:
+    async def scrub(self, *, deleted: bool) -> None:
+        del deleted  # it costs little
         await self._in_thread(partial(self._raw, sqlite_scrubbing.scrub))
 
     def _raw(self, work: Callable[[sqlite3.Connection], None]) -> None:

@@ -398,8 +398,8 @@ class SqlStore(RequestStore):
         ):
             pruned += part
         await self._durable.write(lambda tx: finished_samples.prune(tx.session, finished_before))
-        await self._durable.write(lambda tx: checkpoint_rows.forget_deleted(tx, finished_before))
-        await self._durable.scrub()
+        forgotten = await self._durable.write(lambda tx: checkpoint_rows.forget_deleted(tx, finished_before))
+        await self._durable.scrub(deleted=pruned + forgotten > 0)
         return pruned
 
     async def _sweep(self) -> None:

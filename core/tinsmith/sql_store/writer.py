@@ -75,9 +75,9 @@ class Writer:
         result: T = await self._grouping.ask(_Write(run, models))
         return result
 
-    async def scrub(self) -> None:
-        """Have the database's files hold nothing that was deleted."""
-        await self._database.scrub()
+    async def scrub(self, *, deleted: bool) -> None:
+        """Have the database's files hold nothing that was deleted, by this process where it says so."""
+        await self._database.scrub(deleted=deleted)
 
     async def _commit(self, writes: list[_Write]) -> list[Any]:  # Any: results of every type
         results, wake = await self._database.run(partial(self._run_group, writes), commit=_commit)

@@ -118,6 +118,11 @@ class Postgres:
             connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
         return f"postgresql://tinsmith@/{name}?host={self._root}"
 
+    @property
+    def data(self) -> Path:
+        """Where its files are; what it has not written to them yet, `CHECKPOINT` writes."""
+        return self._root / "data"
+
     def execute(self, url: str, statement: str) -> list[tuple[object, ...]]:
         """Run one statement, and return its rows."""
         with psycopg.connect(url, autocommit=True) as connection:
