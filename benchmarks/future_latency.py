@@ -1,6 +1,6 @@
 """How long an operation takes from submit to result through the store alone, between two processes.
 
-    python benchmarks/future_latency.py [--synchronous full|normal|off] [--seconds 5]
+    python benchmarks/future_latency.py [--synchronous full|normal|off] [--seconds 5] [--store URL]
 
 The second process claims samples and completes them at once: what remains is the store, its commits and its wake-ups.
 Prints JSON.
@@ -28,14 +28,9 @@ BASE = "base"
 PAYLOAD = bytes(20_000)
 
 
-def open_store(data_dir: str, synchronous: str) -> SqlStore:
-    config = SqlStoreConfig.model_validate({"synchronous": synchronous})
-    return SqlStore(config, StoreContext(data_dir=Path(data_dir)))
-
-
-def engine_main(data_dir: str, synchronous: str, ready: Event) -> None:
+def engine_main(data_dir: str, config: SqlStoreConfig, ready: Event) -> None:
     async def serve() -> None:
-        store = open_store(data_dir, synchronous)
+        store = SqlStore(config, StoreContext(data_dir=Path(data_dir)))
         await store.open()
         lease = await take_over(store, BASE)
         ready.set()
@@ -54,6 +49,7 @@ async def measure(store: SqlStore, concurrency: int, seconds: float) -> dict[str
     latencies: list[float] = []
     submits: list[float] = []
     until = time.perf_counter() + seconds
+    stamp = time.time_ns()  # a database that is used again has the streams of before
 
     async def client(number: int) -> None:
         seq_id = 0
@@ -63,7 +59,7 @@ async def measure(store: SqlStore, concurrency: int, seconds: float) -> dict[str
                 kind="sample",
                 tenant=f"t{number % 8}",
                 session_id="s",
-                stream=f"c{concurrency}:{number}",
+                stream=f"{stamp}:c{concurrency}:{number}",
                 seq_id=seq_id,
                 ordered=False,
                 payload=PAYLOAD,
@@ -90,8 +86,8 @@ async def measure(store: SqlStore, concurrency: int, seconds: float) -> dict[str
     }
 
 
-async def run(data_dir: str, synchronous: str, seconds: float) -> list[dict[str, float]]:
-    store = open_store(data_dir, synchronous)
+async def run(data_dir: str, config: SqlStoreConfig, seconds: float) -> list[dict[str, float]]:
+    store = SqlStore(config, StoreContext(data_dir=Path(data_dir)))
     await store.open()
     try:
         return [await measure(store, concurrency, seconds) for concurrency in (1, 8, 64, 512)]
@@ -103,15 +99,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--synchronous", default="full", choices=["full", "normal", "off"])
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--store", metavar="URL", help="default: SQLite in a temporary directory")
     arguments = parser.parse_args()
+    config = SqlStoreConfig(url=arguments.store, synchronous=arguments.synchronous)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as data_dir:
         ready = context.Event()
-        engine = context.Process(target=engine_main, args=(data_dir, arguments.synchronous, ready), daemon=True)
+        engine = context.Process(target=engine_main, args=(data_dir, config, ready), daemon=True)
         engine.start()
         ready.wait(60)
         try:
-            results = uvloop.run(run(data_dir, arguments.synchronous, arguments.seconds))
+            results = uvloop.run(run(data_dir, config, arguments.seconds))
         finally:
             engine.terminate()
             engine.join()

@@ -1,6 +1,7 @@
 """A run that an earlier schema left goes on: what was waiting runs, and the SDK trains on, bit for bit."""
 
 import importlib.util
+import json
 import sqlite3
 from pathlib import Path
 from types import ModuleType
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 import tinker
+from alembic import command
+from sqlalchemy import JSON, Boolean, Column, MetaData, Table, create_engine, text
 from tinker import types
 
 from tinsmith import operations as ops
@@ -62,15 +65,65 @@ def as_the_sdk_says_it(operation: ops.ForwardBackward) -> types.Datum:
     return types.Datum(model_input=types.ModelInput.from_ints(datum.tokens_T.tolist()), loss_fn_inputs=inputs)
 
 
-@pytest.mark.parametrize("fixture", FIXTURES, ids=lambda path: path.stem)
-def test_a_run_of_an_earlier_schema_goes_on(
-    fixture: Path, made: ModuleType, undisturbed: dict[str, Any], tmp_path: Path
-) -> None:
-    with sqlite3.connect(tmp_path / "tinsmith.db") as database:
+def in_sqlite(fixture: Path, file: Path) -> None:
+    with sqlite3.connect(file) as database:
         database.executescript(fixture.read_text())
     database.close()
+
+
+def in_postgres(fixture: Path, file: Path, url: str) -> None:
+    """Make that version's schema, and put the same rows into it."""
+    in_sqlite(fixture, file)
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with sqlite3.connect(file) as rows, engine.begin() as connection:
+        config = alembic_config()
+        config.attributes["connection"] = connection
+        command.upgrade(config, fixture.stem)
+        schema = MetaData()
+        schema.reflect(connection)
+        rows.row_factory = sqlite3.Row
+        for table in schema.sorted_tables:
+            if table.name != "alembic_version" and (found := rows.execute(f"SELECT * FROM {table}").fetchall()):
+                connection.execute(table.insert(), [_as_typed(table, row) for row in found])
+        connection.execute(text("SELECT setval('operations_id_seq', (SELECT max(id) FROM operations))"))
+    rows.close()
+    engine.dispose()
+    file.unlink()
+
+
+def _as_typed(table: Table, row: sqlite3.Row) -> dict[str, Any]:
+    """SQLite has no type for truth values, nor for JSON."""
+
+    def typed(column: Column[Any]) -> Any:
+        value = row[column.name]
+        match column.type:
+            case Boolean():
+                return bool(value)
+            case JSON() if value is not None:
+                return json.loads(value)
+        return value
+
+    assert set(row.keys()) == {column.name for column in table.columns}
+    return {column.name: typed(column) for column in table.columns}
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def given(request: pytest.FixtureRequest, fixture: Path, tmp_path: Path) -> dict[str, object]:
+    """Put the database that the earlier version left in place, and return the options of its store."""
+    if request.param == "sqlite":
+        in_sqlite(fixture, tmp_path / "tinsmith.db")
+        return {}
+    url: str = request.getfixturevalue("postgres_url")
+    in_postgres(fixture, tmp_path / "rows.db", url)
+    return {"url": url}
+
+
+@pytest.mark.parametrize("fixture", FIXTURES, ids=lambda path: path.stem)
+def test_a_run_of_an_earlier_schema_goes_on(
+    fixture: Path, given: dict[str, object], made: ModuleType, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
     logged = 1 + 2 * (made.DONE + made.WAITING)
-    with running_server(tmp_path, server=KEYS) as server:
+    with running_server(tmp_path, server=KEYS, store_options=given) as server:
         waiting = server.call(server.store.list_log(RUN, from_seq_id=2 * made.DONE + 1, limit=100))
         assert len(waiting) == 2 * made.WAITING
         for each in waiting:
