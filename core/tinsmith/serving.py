@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -35,6 +36,7 @@ _GRACE_S: Final = 10  # for answers under way when the server stops
 _LOADING_REFRESH_S: Final = 0.2
 _WATCH_REFRESH_S: Final = 2.0
 _BACKLOG: Final = 2048
+_FILES: Final = 1 << 16
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ _log = logging.getLogger(__name__)
 def serve(settings: Settings, plugins: Plugins) -> None:
     """Serve until SIGINT or SIGTERM; a second one stops at once. Raise ConfigError where it cannot start."""
     configure_logging(settings.server.log_level)
+    allow_many_connections()
     with DataDirLock(settings.server.data_dir, shared=settings.server.share_data_dir) as lock:
         listener = listen(settings.server)
         url = _url(settings.server, listener)
@@ -56,6 +59,14 @@ def configure_logging(level: str) -> None:
     )
     for noisy in ("uvicorn", "httpx", "alembic"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def allow_many_connections() -> None:
+    """Raise this process's limit of open files: each long poll is one, and 1,024 is a usual default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def listen(server: ServerSettings) -> socket.socket:
