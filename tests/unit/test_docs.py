@@ -14,6 +14,7 @@ import yaml
 
 import tinsmith
 from tinsmith import hookspecs
+from tinsmith.new_plugin import PluginKind, write_plugin
 from tinsmith.plugins import HOOK_NAMES, Plugins
 from tinsmith.setting_sources import Flag
 from tinsmith.settings_loading import load_settings
@@ -107,25 +108,42 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{target} in {page}"
 
 
-@pytest.fixture(scope="module")
-def tutorial(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tutorial's files, as a reader would have them in the end."""
+def tutorials_files() -> dict[str, str]:
+    """Return the tutorial's files, as a reader would have them in the end."""
     text = (DOCS / "tutorial" / "first-backend.md").read_text()
     files: dict[str, list[str]] = {}
     for name, body in re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
         files.setdefault(name, []).append(body)
+    return {name: "\n".join(parts) for name, parts in files.items()}
+
+
+@pytest.fixture(scope="module")
+def tutorial(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("bigram")
-    for name, parts in files.items():
-        (directory / name).write_text("\n".join(parts))
+    for name, text in tutorials_files().items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(text)
     return directory
 
 
 def test_the_tutorials_backend_passes_the_contract(tutorial: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", "."]
-    command += ["-o", "filterwarnings=error", "-o", "asyncio_default_fixture_loop_scope=function", "test_contract.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error"]
     done = subprocess.run(command, cwd=tutorial, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
+
+
+def test_the_tutorial_writes_what_new_plugin_writes(tmp_path: Path) -> None:
+    """But for blank lines; the readme is not worth a tutorial, and the training script is not part of the plugin."""
+    write_plugin("bigram", PluginKind.BACKEND, tmp_path, installed=())
+    written = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    shown = tutorials_files()
+    assert written.keys() - shown.keys() == {"README.md"}
+    assert shown.keys() - written.keys() == {"train.py"}
+    for name in written.keys() & shown.keys():
+        assert [line for line in shown[name].splitlines() if line] == [
+            line for line in written[name].splitlines() if line
+        ]
 
 
 def test_the_tutorials_plugin_is_found(tutorial: Path, monkeypatch: pytest.MonkeyPatch) -> None:
