@@ -3,18 +3,22 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from vllm_harness import CONTEXT, blank_adapter, draw, make_sampler, op, prompt, random_adapter
 
-from tinsmith.backend import HostSnapshot
+from tinsmith.backend import HostSnapshot, Snapshot
 from tinsmith.errors import UnsupportedError, UserError
-from tinsmith.operations import Failed, LoraConfig, SampleOutput
+from tinsmith.operations import Failed, LoraConfig, Sample, SampleOutput
 from tinsmith.stopping import StopRules
+from tinsmith.testing.contract import assert_same_arrays
 from tinsmith.testing.sampling_suite import in_one_loop
 from tinsmith_vllm.sampler import VllmSampler
 
@@ -68,6 +72,47 @@ async def test_fifty_publishes_of_one_tenant_leave_another_alone(qwen3: VllmSamp
         group.create_task(publisher())
     assert during >= 8
     await qwen3.drop_snapshot(own.snapshot_id)
+
+
+@in_one_loop
+async def test_a_publish_that_takes_long_pauses_nobody(qwen3: VllmSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One adapter is read for as long as this test likes: others are sampled, published and dropped meanwhile."""
+    pipes: asyncio.Queue[tuple[Path, str]] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    write = qwen3._files.write
+
+    def with_pipe(snapshot: Snapshot, base_model: str) -> tuple[int, Path]:
+        """Put a pipe in the place of the small file: vLLM's loader waits in it until somebody writes."""
+        adapter_id, directory = write(snapshot, base_model)
+        config = directory / "adapter_config.json"
+        text = config.read_text()
+        config.unlink()
+        os.mkfifo(config)
+        loop.call_soon_threadsafe(pipes.put_nowait, (config, text))
+        return adapter_id, directory
+
+    own, other, slow = adapter(20), adapter(21), adapter(22)
+    await qwen3.load_snapshot(own)
+    wanted = [op(prompt(70 + n), own.snapshot_id, max_tokens=20, seed=n) for n in range(4)]
+    expected = [await draw(qwen3, each) for each in wanted]
+    monkeypatch.setattr(qwen3._files, "write", with_pipe)
+    publishing = asyncio.create_task(qwen3.load_snapshot(slow))
+    path, config = await pipes.get()
+    pipe = await asyncio.to_thread(path.open, "w")  # returns as soon as vLLM has begun to read
+    monkeypatch.setattr(qwen3._files, "write", write)
+    for _ in range(3):
+        for output, right in zip(await asyncio.gather(*(draw(qwen3, each) for each in wanted)), expected, strict=True):
+            assert_same(output, right)
+    await qwen3.load_snapshot(other)
+    await draw(qwen3, op(prompt(9), other.snapshot_id))
+    await qwen3.drop_snapshot(other.snapshot_id)
+    assert not publishing.done()
+    with pipe:
+        pipe.write(config)
+    await publishing
+    await draw(qwen3, op(prompt(9), slow.snapshot_id))
+    for snapshot in (own, slow):
+        await qwen3.drop_snapshot(snapshot.snapshot_id)
 
 
 @in_one_loop
@@ -176,23 +221,6 @@ async def test_a_stop_string_in_the_first_tokens_still_answers_about_the_prompt(
         pass  # the order to end what runs past the string is under way
 
 
-@in_one_loop
-async def test_a_killed_process_is_replaced_and_its_samples_drawn_again(qwen3: VllmSampler) -> None:
-    snapshot = adapter(7)
-    await qwen3.load_snapshot(snapshot)
-    wanted = [op(prompt(50 + n), snapshot.snapshot_id, max_tokens=60, seed=n) for n in range(6)]
-    expected = [await draw(qwen3, each) for each in wanted]
-    running = [asyncio.create_task(draw(qwen3, each)) for each in wanted]
-    while not await qwen3.num_running():
-        pass
-    (killed,) = qwen3.process_ids
-    os.kill(killed, signal.SIGKILL)
-    for output, right in zip(await asyncio.gather(*running), expected, strict=True):
-        assert_same(output, right)
-    assert qwen3.process_ids != [killed]
-    await qwen3.drop_snapshot(snapshot.snapshot_id)
-
-
 @pytest.fixture(scope="module")
 def two_replicas(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSampler]:
     sampler = make_sampler(tiny_models["qwen3"], tmp_path_factory.mktemp("vllm-two"), replicas=2)
@@ -200,28 +228,103 @@ def two_replicas(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPath
     sampler.close()
 
 
+class Undertaker:
+    """Kills processes of replicas, and lets them start again when it is told to."""
+
+    def __init__(self, sampler: VllmSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._replicas = sampler._replicas
+        self._allowed = [threading.Event() for _ in self._replicas]
+        for replica, allowed in zip(self._replicas, self._allowed, strict=True):
+            monkeypatch.setattr(replica, "_one_life", partial(self._live, replica._one_life, allowed))
+
+    @staticmethod
+    def _live(live: Callable[[], tuple[str, bool]], allowed: threading.Event) -> tuple[str, bool]:
+        allowed.wait()
+        return live()
+
+    def kill(self, number: int) -> None:
+        pid = self._replicas[number].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+    async def wait_for(self, number: int, *, running: bool) -> None:
+        """Its end may be seen after its last answer."""
+        while self._replicas[number].is_running != running:  # noqa: ASYNC110 - another thread says so
+            await asyncio.sleep(0.01)
+
+    def allow(self, number: int) -> None:
+        self._allowed[number].set()
+
+
+@pytest.fixture
+def undertaker(two_replicas: VllmSampler, monkeypatch: pytest.MonkeyPatch) -> Iterator[Undertaker]:
+    made = Undertaker(two_replicas, monkeypatch)
+    yield made
+    for number in range(2):
+        made.allow(number)
+
+
 @in_one_loop
-async def test_two_replicas_stand_behind_each_snapshot(two_replicas: VllmSampler, qwen3: VllmSampler) -> None:
-    """Both draw, they draw the same, and one carries on where the other dies."""
-    snapshot = adapter(8)
-    for sampler in (two_replicas, qwen3):
-        await sampler.load_snapshot(snapshot)
-    wanted = [op(prompt(60 + n), snapshot.snapshot_id, max_tokens=30, seed=n) for n in range(8)]
-    expected = [await draw(qwen3, each) for each in wanted]
-    running = [asyncio.create_task(draw(two_replicas, each)) for each in wanted]
+async def test_two_replicas_stand_behind_each_snapshot(
+    two_replicas: VllmSampler, qwen3: VllmSampler, undertaker: Undertaker
+) -> None:
+    """Both draw, and the same. Where one dies the other draws its samples again, and serves all until it is back."""
+    published = [adapter(8), adapter(9)]
+    for snapshot in published:
+        await qwen3.load_snapshot(snapshot)
+    first, second = (
+        [op(prompt(60 + n), snapshot.snapshot_id, max_tokens=30, seed=n) for n in range(8)] for snapshot in published
+    )
+    right = [await draw(qwen3, each) for each in (*first, *second)]
+
+    def start_drawing(wanted: list[Sample]) -> list[asyncio.Task[SampleOutput]]:
+        return [asyncio.create_task(draw(two_replicas, each)) for each in wanted]
+
+    async def assert_right(running: list[asyncio.Task[SampleOutput]], expected: list[SampleOutput]) -> None:
+        for output, wanted in zip(await asyncio.gather(*running), expected, strict=True):
+            assert_same(output, wanted)
+
+    def shares() -> list[int]:
+        return [replica.num_sequences for replica in two_replicas._replicas]
+
+    await two_replicas.load_snapshot(published[0])
+    running = start_drawing(first)
     await asyncio.sleep(0)
-    assert [replica.num_sequences for replica in two_replicas._replicas] == [4, 4]
-    for output, right in zip(await asyncio.gather(*running), expected, strict=True):
-        assert_same(output, right)
-    running = [asyncio.create_task(draw(two_replicas, each)) for each in wanted]
+    assert shares() == [4, 4]
+    await assert_right(running, right[:8])
+
+    running = start_drawing(first)
     await asyncio.sleep(0)
-    os.kill(two_replicas.process_ids[0], signal.SIGKILL)
-    for output, right in zip(await asyncio.gather(*running), expected, strict=True):
-        assert_same(output, right)
-    for sampler in (two_replicas, qwen3):
-        await sampler.drop_snapshot(snapshot.snapshot_id)
+    undertaker.kill(0)
+    await assert_right(running, right[:8])
+    await undertaker.wait_for(0, running=False)
+    await two_replicas.load_snapshot(published[1])  # nor does a publish wait for the process to come back
+    running = start_drawing(second)
+    await asyncio.sleep(0)
+    assert shares() == [0, 8]
+    await assert_right(running, right[8:])
+
+    undertaker.allow(0)
+    await undertaker.wait_for(0, running=True)
+    running = start_drawing([*first, *second])
+    await asyncio.sleep(0)
+    assert shares() == [8, 8]
+    await assert_right(running, right)  # the new process has been told of both snapshots
+    for snapshot in published:
+        for sampler in (two_replicas, qwen3):
+            await sampler.drop_snapshot(snapshot.snapshot_id)
 
 
-def test_nothing_stays_in_shared_memory(qwen3: VllmSampler) -> None:
-    """Of snapshots that were dropped: what is left is the lock of the directory."""
-    assert [path.name for path in qwen3._files._root.iterdir()] == ["owner.lock"]
+@in_one_loop
+async def test_adapters_are_handed_over_in_shared_memory(qwen3: VllmSampler) -> None:
+    """As the plain files that vLLM reads, without archives; what is left of dropped ones is the directory's lock."""
+    root = qwen3._files._root
+    assert root.parent == Path("/dev/shm")
+    snapshot = adapter(10)
+    await qwen3.load_snapshot(snapshot)
+    (directory,) = (path for path in root.iterdir() if path.is_dir())
+    assert sorted(path.name for path in directory.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    written = load_file(directory / "adapter_model.safetensors")
+    assert_same_arrays(written, snapshot.adapter_weights(), "what vLLM reads")
+    await qwen3.drop_snapshot(snapshot.snapshot_id)
+    assert [path.name for path in root.iterdir()] == ["owner.lock"]

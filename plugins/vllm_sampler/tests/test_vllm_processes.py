@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from vllm_harness import blank_adapter, make_sampler, op, prompt, settings
 
 from tinsmith.errors import ConfigError, ServerError
-from tinsmith.operations import Failed
+from tinsmith.operations import Failed, SampleOutput
 from tinsmith_vllm import compat
 from tinsmith_vllm.adapters import AdapterFiles
 from tinsmith_vllm.config import VllmConfig
@@ -25,7 +25,7 @@ def program(directory: Path, body: str) -> Path:
     """Write an interpreter that runs `body` instead of the module it is told to; `channel` is connected."""
     source = directory / "stand_in.py"
     head = """
-        import socket, sys
+        import msgspec, socket, sys
         from tinsmith_vllm.channel import Channel
         from tinsmith_vllm.messages import *
         channel = Channel(socket.socket(fileno=int(sys.argv[-1])), ToVllm)
@@ -58,6 +58,45 @@ async def test_a_process_that_falls_silent_is_replaced_and_then_the_sample_fails
         assert isinstance(result, Failed)
         assert result.category == "server"
         assert "died 3 times over this sample" in result.message
+        assert sampler.process_ids != [first]
+    finally:
+        sampler.close()
+
+
+async def test_samples_wait_for_the_process_that_comes_back(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """Drawn again from the same seeds, by a process that was told of the adapters."""
+    life = """
+    import pathlib
+    def draw(request):
+        died = pathlib.Path(__file__).with_name("died")
+        if not died.exists():
+            died.write_bytes(msgspec.msgpack.encode(request))
+            sys.exit("once")
+        before = msgspec.msgpack.decode(died.read_bytes(), type=Generate)
+        assert msgspec.structs.replace(before, request_id=request.request_id) == request
+        assert request.adapter_id in adapters
+        arrays = {"tokens": bytes(4 * 3), "logprobs": bytes(4 * 3), "top_ids": b"", "top_logprobs": b""}
+        ended = Drawn(index=0, ended="length", cached_tokens=0, scores=None, **arrays, request_id=request.request_id)
+        channel.send(ended)
+
+    adapters = set()
+    channel.receive()
+    channel.send(ready)
+    while (message := channel.receive()) is not None:
+        match message:
+            case Load():
+                adapters.add(message.adapter_id)
+                if message.prepare:
+                    channel.send(Loaded(adapter_id=message.adapter_id, error=""))
+            case Generate():
+                draw(message)
+"""
+    sampler = make_sampler(tiny_models["qwen3"], tmp_path, python=program(tmp_path, life))
+    try:
+        (first,) = sampler.process_ids
+        await sampler.load_snapshot(blank_adapter())
+        output = await asyncio.wait_for(sampler.sample(op(prompt(1), "blank", max_tokens=3)), WAIT_S)
+        assert isinstance(output, SampleOutput), output
         assert sampler.process_ids != [first]
     finally:
         sampler.close()

@@ -74,6 +74,7 @@ class Replica:
     def __init__(self, launch: Launch, name: str) -> None:
         self.name = name
         self.num_sequences = 0  # under way, as the router counts
+        self.is_running = False  # a process that answers; what is asked of another waits until it does
         self.is_unstartable = False  # as it is configured: trying again would not help
         self._launch = launch
         self._lock = threading.Lock()
@@ -109,17 +110,21 @@ class Replica:
             if self._gone:
                 raise ReplicaGoneError(self._gone)
             self._calls[key] = call
-            if isinstance(message, Load):
-                self._adapters[message.adapter_id] = msgspec.structs.replace(message, prepare=False)
+            self._note(message)
             self._outbox.put(message)
         return call
 
     def tell(self, message: msgspec.Struct) -> None:
-        """Send a message that has no answer."""
+        """Send a message that has no answer, or whose answer nobody waits for."""
         with self._lock:
-            if isinstance(message, Unload):
-                self._adapters.pop(message.adapter_id, None)
+            self._note(message)
             self._outbox.put(message)
+
+    def _note(self, message: msgspec.Struct) -> None:
+        if isinstance(message, Load):
+            self._adapters[message.adapter_id] = msgspec.structs.replace(message, prepare=False)
+        elif isinstance(message, Unload):
+            self._adapters.pop(message.adapter_id, None)
 
     def forget(self, key: tuple[str, int]) -> None:
         with self._lock:
@@ -186,6 +191,7 @@ class Replica:
             try:
                 ready, trouble = self._read(channel)
             finally:
+                self.is_running = False
                 self._end(self._process)
                 self._outbox.put(None)
         if trouble:
@@ -244,7 +250,7 @@ class Replica:
                 case Unstartable():
                     return ready, message.message
                 case Ready():
-                    ready, self._description = True, message
+                    ready, self._description, self.is_running = True, message, True
                     self._ready.set()
                 case Beat():
                     pass
