@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 from urllib.parse import quote
 
-from tinsmith.backend import BackendContext, Capabilities, Progress, SamplingBackend, TrainingBackend
+from tinsmith.backend import BackendContext, Capabilities, Isolation, Progress, SamplingBackend, TrainingBackend
 from tinsmith.plugins import Plugins
 from tinsmith.settings import ModelSettings
+
+_WEAKNESS: Final[dict[Isolation, int]] = {"bitwise": 0, "close": 1, "none": 2}
 
 
 def make_backends(
@@ -47,13 +50,16 @@ def _context(
 
 
 def capabilities_of(backend: TrainingBackend, sampler: SamplingBackend | None) -> Capabilities:
-    """Describe the pair: what is said of sampling is the sampler's."""
+    """Describe the pair: what is said of sampling is the sampler's, and isolation is as good as the weaker one's."""
     training = backend.capabilities
     if sampler is None:
         return replace(training, sampling=False)
     sampling = sampler.capabilities
+    weaker = max(training, sampling, key=lambda each: (_WEAKNESS[each.isolation], each.isolation_error))
     return replace(
         training,
+        isolation=weaker.isolation,
+        isolation_error=weaker.isolation_error,
         max_context_tokens=min(training.max_context_tokens, sampling.max_context_tokens),
         sampling=True,
         prompt_logprobs=sampling.prompt_logprobs,

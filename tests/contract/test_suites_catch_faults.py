@@ -349,6 +349,22 @@ def draws_depend_on_earlier_requests(patch: Patch) -> None:
     change_requests(patch, lambda op: replace(op, params=replace(op.params, seed=int(rng.integers(2**40)))))
 
 
+def company_shifts_logprobs(patch: Patch) -> None:
+    running = 0
+
+    async def sample(model: Any, adapter: Any, op: Sample, vocab_size: int) -> SampleOutput:
+        nonlocal running
+        running += 1
+        try:
+            output = await _sample(model, adapter, op, vocab_size)
+            shift = 1e-4 * (running - 1)
+        finally:
+            running -= 1
+        return replace(output, sequences=tuple(replace(s, logprobs=s.logprobs - shift) for s in output.sequences))
+
+    patch.setattr(toy_sampling, "sample", sample)
+
+
 def cancelling_is_swallowed(patch: Patch) -> None:
     async def sample(model: Any, adapter: Any, op: Sample, vocab_size: int) -> SampleOutput:
         try:
@@ -446,6 +462,7 @@ FAULTS: list[tuple[Fault, str, dict[str, Any]]] = [
     (snapshots_are_ignored, "test_snapshots_differ_from_the_base_and_each_other", {}),
     (unknown_snapshots_are_the_base_model, "test_unknown_snapshot_is_a_failure_of_its_own", {}),
     (draws_depend_on_earlier_requests, "test_cancelled_sample_leaves_others_alone", {}),
+    *((company_shifts_logprobs, "test_neighbours_make_no_difference", {"neighbours": n}) for n in (1, 2, 8)),
     (cancelling_is_swallowed, "test_cancelled_sample_leaves_others_alone", {}),
 ]
 
