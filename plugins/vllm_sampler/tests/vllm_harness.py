@@ -1,7 +1,10 @@
 """Makers of samplers, trainers, snapshots and operations for the tests of the vllm sampler."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -192,6 +195,63 @@ async def draw(sampler: SamplingBackend, sample: Sample) -> SampleOutput:
     return output
 
 
+_PLAIN = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+if __name__ == "__main__":
+    work = json.loads(sys.argv[1])
+    llm = LLM(
+        model=work["model"], dtype="float32", max_model_len=work["context"], max_num_seqs=8, enforce_eager=True,
+        kv_cache_memory_bytes=32 << 20, enable_lora=True, max_loras=len(work["adapters"]), max_lora_rank=8,
+    )
+    params = SamplingParams(max_tokens=12, seed=5, logprobs=0, ignore_eos=True)
+    answers = []
+    for number, path in enumerate(work["adapters"], start=1):
+        prompts = [{"prompt_token_ids": tokens} for tokens in work["prompts"]]
+        outputs = llm.generate(prompts, params, lora_request=LoRARequest(f"adapter-{number}", number, path))
+        (drawn,) = zip(*(output.outputs for output in outputs))
+        answers.append(
+            [
+                (list(each.token_ids), [row[token].logprob for token, row in zip(each.token_ids, each.logprobs)])
+                for each in drawn
+            ]
+        )
+    with open(work["answers"], "w") as file:
+        json.dump(answers, file)
+"""
+
+
+def plain_vllm(
+    model_path: Path, adapters: Sequence[Path], prompts: Sequence[Sequence[int]], directory: Path
+) -> list[list[tuple[list[int], list[float]]]]:
+    """Sample with vLLM's own LLM class and LoRARequest, in a process that has nothing of ours.
+
+    Return the tokens and logprobs of each adapter and prompt.
+    """
+    script, answers = directory / "plain.py", directory / "answers.json"
+    script.write_text(_PLAIN)
+    work = {
+        "model": str(model_path),
+        "context": CONTEXT,
+        "adapters": [str(path) for path in adapters],
+        "prompts": prompts,
+        "answers": str(answers),
+    }
+    one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps(work)],
+        env={**os.environ, **one_process},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[list[tuple[list[int], list[float]]]] = json.loads(answers.read_text())
+    return found
+
+
 class Pair(TrainingBackend, SamplingBackend):
     """A trainer and the vllm sampler as the engine has them, as one object for the contract's tests of both."""
 
@@ -200,9 +260,7 @@ class Pair(TrainingBackend, SamplingBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        own = self.sampler.capabilities
-        both = capabilities_of(self.trainer, self.sampler)
-        return replace(both, isolation=own.isolation, isolation_error=own.isolation_error)
+        return capabilities_of(self.trainer, self.sampler)
 
     def create_model(self, op: CreateModel) -> None:
         self.trainer.create_model(op)
