@@ -5,7 +5,8 @@ import pytest
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import StoreContext
-from tinsmith.testing.store_contract import MakeStore, RequestStoreContract
+from tinsmith.testing.store_contract import RequestStoreContract
+from tinsmith.testing.store_records import MakeStore
 
 
 class TestSqlStoreOnSqlite(RequestStoreContract):

@@ -28,7 +28,7 @@ from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.tables import SessionRow, Table, to_row
 from tinsmith.store import OperationState, StoreContext
 from tinsmith.testing.postgres import Postgres
-from tinsmith.testing.store_contract import a_sample, a_session, claim, complete, done
+from tinsmith.testing.store_records import a_sample, a_session, claim, complete, done
 
 WAIT_S = 60.0
 

@@ -25,7 +25,7 @@ from tinsmith.sql_store.tables import SessionRow, Table, to_row
 from tinsmith.sql_store.writer import Transaction
 from tinsmith.store import StoreContext
 from tinsmith.testing.engine_driver import take_over
-from tinsmith.testing.store_contract import BASE, NOW, a_sample, a_session
+from tinsmith.testing.store_records import BASE, NOW, a_sample, a_session
 
 WAIT_S = 30.0
 FIRST_SCHEMA = Path(__file__).parent / "schemas" / "0001.sql"  # a created model: one step done, one running, one queued

@@ -23,7 +23,8 @@ from tinsmith.testing.model_driver import ModelDriver
 from tinsmith.testing.sampling_contract import SamplingBackendContract
 from tinsmith.testing.sampling_suite import Detokenize, Shapes
 from tinsmith.testing.scheduler_contract import SchedulerContract
-from tinsmith.testing.store_contract import MakeStore, RequestStoreContract
+from tinsmith.testing.store_contract import RequestStoreContract
+from tinsmith.testing.store_records import MakeStore
 from tinsmith.testing.training_contract import TrainingBackendContract
 from tinsmith.tiny_model import TinyShape, write_tiny_model
 

@@ -1,0 +1,151 @@
+"""Records, operations and short calls that the suites of request stores share."""
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from tinsmith.codec import decode_result, encode_operation
+from tinsmith.operations import (
+    CreateModel,
+    Failed,
+    LoraConfig,
+    ModelCreated,
+    OptimStepOutput,
+    Result,
+)
+from tinsmith.store import (
+    CheckpointRecord,
+    Completion,
+    Lease,
+    NewOperation,
+    OperationState,
+    RequestStore,
+    RunRecord,
+    RunState,
+    RunStateChanged,
+    SessionRecord,
+    SnapshotRecord,
+)
+
+BASE = "org/base-model"
+NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
+LONG_S = 30.0  # a wait that a test expects to be woken from
+LORA = LoraConfig(rank=8, seed=7)
+
+MakeStore = Callable[[], RequestStore]
+
+
+def a_session(session_id: str = "s1", **more: Any) -> SessionRecord:  # Any: fields of the record
+    values: dict[str, Any] = {"tenant": "ann", "created_at": NOW, "last_seen_at": NOW, **more}
+    return SessionRecord(session_id=session_id, **values)
+
+
+def a_run(model_id: str = "s1:train:0", **more: Any) -> RunRecord:  # Any: as above
+    values: dict[str, Any] = {
+        "session_id": model_id.split(":")[0],
+        "tenant": "ann",
+        "base_model": BASE,
+        "lora": LORA,
+        "created_at": NOW,
+        "last_request_at": NOW,
+        **more,
+    }
+    return RunRecord(model_id=model_id, **values)
+
+
+def an_operation(stream: str = "s1:train:0", seq_id: int = 0, **more: Any) -> NewOperation:  # Any: as above
+    values: dict[str, Any] = {
+        "base_model": BASE,
+        "kind": "optim_step",
+        "tenant": "ann",
+        "session_id": stream.split(":")[0],
+        "ordered": True,
+        "payload": f"{stream} {seq_id}".encode(),
+        "digest": f"digest {seq_id}".encode(),
+        **more,
+    }
+    return NewOperation(stream=stream, seq_id=seq_id, **values)
+
+
+def a_creation(model_id: str = "s1:train:0", **more: Any) -> NewOperation:  # Any: as above
+    payload = encode_operation(CreateModel(model_id=model_id, lora=LORA))
+    return an_operation(model_id, 0, kind="create_model", payload=payload, **more)
+
+
+def a_sample(seq_id: int = 0, stream: str = "s1:sample:0", **more: Any) -> NewOperation:  # Any: as above
+    return an_operation(stream, seq_id, kind="sample", ordered=False, **more)
+
+
+def a_checkpoint(name: str = "first", **more: Any) -> CheckpointRecord:  # Any: as above
+    values: dict[str, Any] = {
+        "model_id": "s1:train:0",
+        "tenant": "ann",
+        "kind": "training",
+        "base_model": BASE,
+        "lora": LORA,
+        "created_at": NOW,
+        "size_bytes": 2**40,
+        "directory": f"s1:train:0/weights/{name}",
+        "step": 3,
+        "user_metadata": {"who": "ann"},
+        **more,
+    }
+    return CheckpointRecord(path=f"tinker://s1:train:0/weights/{name}", **values)
+
+
+def a_snapshot(seq_id: int, model_id: str = "s1:train:0") -> SnapshotRecord:
+    return SnapshotRecord(
+        model_id=model_id, seq_id=seq_id, directory=f"{model_id}/{seq_id}", size_bytes=2**40, created_at=NOW
+    )
+
+
+async def a_model(store: RequestStore, model_id: str = "s1:train:0", tenant: str = "ann") -> str:
+    """Make a session and a model that is ready, and return the creation's request_id."""
+    session_id = model_id.split(":")[0]
+    await store.create_session(a_session(session_id, tenant=tenant), idempotency_key=session_id)
+    request_id = await store.create_run(a_run(model_id, tenant=tenant), a_creation(model_id, tenant=tenant))
+    await claim(store)
+    ready = RunStateChanged(model_id=model_id, state=RunState.READY)
+    await complete(store, [done(request_id, ModelCreated(model_id=model_id), ready)])
+    return request_id
+
+
+async def claim(store: RequestStore, max_operations: int = 100, **more: Any) -> list[str]:  # Any: claim's keywords
+    records = await store.claim(await lease_of(store), max_operations=max_operations, **more)
+    return [record.request_id for record in records]
+
+
+async def lease_of(store: RequestStore, engine_id: str = "engine-1", duration_s: float = 3600.0) -> Lease:
+    """Return the lease of an engine that no other one disputes."""
+    lease = await store.acquire_lease(BASE, engine_id=engine_id, duration_s=duration_s)
+    assert isinstance(lease, Lease), lease
+    return lease
+
+
+async def complete(store: RequestStore, completions: Sequence[Completion]) -> None:
+    await store.complete(await lease_of(store), completions)
+
+
+def done(request_id: str, result: Result | None = None, *effects: Any) -> Completion:  # Any: Effect
+    return Completion(request_id=request_id, result=result or OptimStepOutput(), effects=effects)
+
+
+async def finished(
+    store: RequestStore, stream: str = "s1:sample:0", clone: int = 0, *, after: int = 0, timeout_s: float = 0
+) -> tuple[list[tuple[str, bool]], int]:
+    """Return who finished and whether it succeeded, and the cursor."""
+    found = await store.finished_samples(stream, clone, after=after, limit=100, timeout_s=timeout_s)
+    return [(sample.request_id, sample.succeeded) for sample in found.samples], found.cursor
+
+
+async def state_of(store: RequestStore, request_id: str) -> OperationState:
+    return (await store.get_operation(request_id)).state
+
+
+async def failure_of(store: RequestStore, request_id: str) -> Failed:
+    record = await store.get_operation(request_id)
+    assert record.result_kind is not None
+    assert record.result is not None
+    result = decode_result(record.result_kind, record.result)
+    assert isinstance(result, Failed)
+    return result
