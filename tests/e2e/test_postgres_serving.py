@@ -43,7 +43,7 @@ class Replica:
             "server": {"data_dir": str(data_dir), "share_data_dir": True, "port": 0},
             "store": {"plugin": "sql", "url": url},
             "supervisor": {"engines": engines, "restart_backoff_s": 0.05},
-            "recovery": {"lease_s": 3.0, "snapshot_every_operations": 5},
+            "recovery": {"lease_s": 8.0, "snapshot_every_operations": 5},
             "models": [model.model_dump(mode="json", exclude_none=True) for model in MODELS],
         }
         environ = {name: value for name, value in os.environ.items() if not name.startswith("TINSMITH_")}

@@ -323,7 +323,7 @@ async def test_a_superseded_engine_ends(tmp_path: Path, store: SqlStore) -> None
 async def test_an_engine_that_was_stopped_past_its_lease_is_replaced_and_refused(
     tmp_path: Path, store: SqlStore
 ) -> None:
-    settings = settings_for(tmp_path).model_copy(update={"recovery": RecoverySettings(lease_s=1.0)})
+    settings = settings_for(tmp_path).model_copy(update={"recovery": RecoverySettings(lease_s=5.0)})
     client = EngineDriver(store, TOY.name)
     await client.open_session()
     step = ops.OptimStep(model_id=client.model_id(), adam=ops.AdamParams())
