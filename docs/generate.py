@@ -1,11 +1,14 @@
-"""Write the generated parts of the reference: settings and command line. `make fix` runs it; a test compares.
+"""Write the generated parts of the reference: settings, command line, hooks. `make fix` runs it; a test compares.
 
 A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`.
 """
 
+import ast
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,10 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from tinsmith import hookspecs
 from tinsmith.cli import build_group
 from tinsmith.failpoints import BOUNDARIES
-from tinsmith.plugins import Plugins
+from tinsmith.plugins import HOOK_NAMES, Plugins
 from tinsmith.settings import PluginSection, Settings
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -140,11 +144,22 @@ def _is_list(annotation: Any) -> bool:  # Any: a type expression
     return getattr(annotation, "__origin__", None) in (list, tuple)
 
 
+def hook_section(name: str) -> str:
+    """Return a hook's signature and what its specification says."""
+    specification = getattr(hookspecs, name)
+    [function] = ast.parse(inspect.getsource(specification)).body
+    assert isinstance(function, ast.FunctionDef)
+    assert function.returns is not None
+    signature = f"def {name}({ast.unparse(function.args)}) -> {ast.unparse(function.returns)}"
+    return f"```python\n{signature}\n```\n\n{inspect.getdoc(specification)}"
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "settings": settings_table,
     "plugin-options": plugin_tables,
     "commands": command_tables,
     "failpoints": failpoint_table,
+    **{f"hook-{name}": partial(hook_section, name) for name in HOOK_NAMES},
 }
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tinsmith.events import OperationFinished, ServerStarted, ServerStopping
     from tinsmith.losses import LossSpec
     from tinsmith.principal import Principal
+    from tinsmith.routes_context import RoutesContext
     from tinsmith.scheduler import SchedulerSpec
     from tinsmith.settings import Settings
     from tinsmith.store import StoreSpec
@@ -49,22 +50,33 @@ def tinsmith_register_samplers() -> AnySamplerSpec | Sequence[AnySamplerSpec]:
 
 @hookspec
 def tinsmith_register_stores() -> StoreSpec[Any] | Sequence[StoreSpec[Any]]:
-    """Offer request stores. Chosen by `store.plugin`."""
+    """Offer request stores. Chosen by `store.plugin`. `create` does no I/O; `RequestStore.open` does."""
 
 
 @hookspec
 def tinsmith_register_schedulers() -> SchedulerSpec[Any] | Sequence[SchedulerSpec[Any]]:
-    """Offer schedulers. Chosen by `scheduler.plugin`."""
+    """Offer schedulers. Chosen by `scheduler.plugin`.
+
+    A scheduler keeps nothing to itself: what it must remember is in `Batch.memory`.
+    """
 
 
 @hookspec
 def tinsmith_register_losses() -> LossSpec | Sequence[LossSpec]:
-    """Offer loss functions; every backend that lists their names in its capabilities can run them."""
+    """Offer loss functions; every backend that lists their names in its capabilities can run them.
+
+    `per_token` maps logprobs to losses *and* their derivatives, over any array namespace `xp`; the request's loss is
+    the plain sum.
+    """
 
 
 @hookspec
-def tinsmith_register_routes(settings: Settings) -> APIRouter | Sequence[APIRouter]:
-    """Offer HTTP routes. Called in the server process only; they are added after core's own."""
+def tinsmith_register_routes(settings: Settings, context: RoutesContext) -> APIRouter | Sequence[APIRouter]:
+    """Offer HTTP routes. Called in the server process only; they are added after core's own.
+
+    `context` holds the request store, the registry of `/metrics`, and `caller`, the dependency that says who sent a
+    request. A plugin that fails here is logged and left out.
+    """
 
 
 @hookspec
@@ -79,13 +91,17 @@ def tinsmith_register_commands(group: typer.Typer) -> None:
 def tinsmith_authenticate(headers: Mapping[str, str]) -> Principal | None:
     """Say who sent a request, or None where this plugin does not know. Server process; header names in lower case.
 
-    Raise AuthenticationError to refuse without asking the others.
+    Raise `AuthenticationError` to refuse without asking the others; anything else that is raised refuses too. Core's
+    keys are asked last.
     """
 
 
 @hookspec(firstresult=True)
 def tinsmith_resolve_base_model(name: str) -> Path | None:
-    """Find the Hugging Face directory of a base model by the name in `models[].name`, or None."""
+    """Find the Hugging Face directory of a base model by the name in `models[].name`, or None.
+
+    Core looks for a directory of that name, then in this machine's Hugging Face cache.
+    """
 
 
 # Observation: must not block; an exception is logged and dropped ------------------------------------------------------

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from tinsmith.events import OperationFinished, ServerStarted, ServerStopping
+    from tinsmith.routes_context import RoutesContext
     from tinsmith.settings import Settings
 
 GROUP: Final = "tinsmith"
@@ -46,6 +47,7 @@ BUILTINS: Final = tuple(
         "toy_backend",
         "hugging_face_cache",
         "metrics_log",
+        "metrics_route",
         "systemd",
         "tiny_model_command",
     )
@@ -153,13 +155,14 @@ class Plugins:
             raise PluginError(message)
         return self._losses.unambiguous()
 
-    def routes(self, settings: Settings) -> list[APIRouter]:
+    def routes(self, settings: Settings, context: RoutesContext) -> list[APIRouter]:
         """Collect routers; a plugin that fails is logged, reported, and left out."""
         from fastapi import APIRouter  # here, since engines need no web framework
 
         found: list[APIRouter] = []
-        for plugin in self._implementers("tinsmith_register_routes"):
-            offer = partial(self._offered, plugin, "tinsmith_register_routes", APIRouter, settings=settings)
+        hook = "tinsmith_register_routes"
+        for plugin in self._implementers(hook):
+            offer = partial(self._offered, plugin, hook, APIRouter, settings=settings, context=context)
             found.extend(self._attempt(plugin, offer) or [])
         return found
 

@@ -10,15 +10,20 @@ from pathlib import Path
 import pytest
 import typer
 from fastapi import APIRouter
+from prometheus_client import CollectorRegistry
 
 import tinsmith
 from tinsmith.errors import AuthenticationError, ConfigError, ContractVersionError, PluginError
 from tinsmith.events import ServerStopping
 from tinsmith.offers import PluginOrigin, Registry
 from tinsmith.plugins import BUILTINS, HOOK_NAMES, PluginReport, Plugins
+from tinsmith.routes_context import RoutesContext
 from tinsmith.setting_sources import Flag
 from tinsmith.settings import Settings
 from tinsmith.settings_loading import load_settings
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.store import SqlStore
+from tinsmith.store import StoreContext
 
 Install = Callable[..., None]
 
@@ -356,12 +361,18 @@ class Extender:
         return Path("/models") / name if not self.fails else None
 
 
-def test_routes_commands_and_paths_of_a_good_plugin_survive_a_bad_one() -> None:
+def a_routes_context(data_dir: Path) -> RoutesContext:
+    store = SqlStore(SqlStoreConfig(), StoreContext(data_dir=data_dir))
+    return RoutesContext(store=store, registry=CollectorRegistry(), caller=lambda _: tinsmith.Principal(tenant="ann"))
+
+
+def test_routes_commands_and_paths_of_a_good_plugin_survive_a_bad_one(tmp_path: Path) -> None:
     plugins = Plugins.load([Extender(fails=False), Extender(fails=True)])
     group = typer.Typer()
     plugins.add_commands(group)
     assert sorted(command.name or "" for command in group.registered_commands) == ["mine", "tiny-model"]
-    assert [router.prefix for router in plugins.routes(Settings())] == ["/8000"]
+    routers = {router.prefix for router in plugins.routes(Settings(), a_routes_context(tmp_path))}
+    assert routers == {"/8000", ""}, "its own, and the one of /metrics"
     assert plugins.resolve_base_model("a/b") == Path("/models/a/b")
     assert any("must return a APIRouter" in str(each.error) for each in plugins.report())
 

@@ -3,13 +3,15 @@
 import time
 from importlib.metadata import version
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.builtin.api_keys import ApiKeys
 from tinsmith.builtin.key_tokens import KeyTokens
 from tinsmith.errors import PluginError
 from tinsmith.plugins import Plugins
+from tinsmith.principal import Principal
+from tinsmith.routes_context import RoutesContext
 from tinsmith.server import error_answers, futures, not_offered, runs, sampling, service, sessions, training, weights
 from tinsmith.server.auth import who_sent
 from tinsmith.server.bodies import BodyLimit
@@ -50,7 +52,7 @@ async def create_app(settings: Settings, *, store: RequestStore, plugins: Plugin
     api.include_router(runs.files_router)
     app.include_router(api)
     app.include_router(service.open_router)
-    for router in plugins.routes(settings):
+    for router in plugins.routes(settings, _routes_context(context)):
         app.include_router(router)
     error_answers.install(app)
     app.add_middleware(
@@ -60,6 +62,13 @@ async def create_app(settings: Settings, *, store: RequestStore, plugins: Plugin
     )
     app.add_middleware(_Measured, metrics=context.metrics)
     return app
+
+
+def _routes_context(context: ServerContext) -> RoutesContext:
+    def caller(request: Request) -> Principal:
+        return who_sent(request.headers, context.plugins)
+
+    return RoutesContext(store=context.store, registry=context.metrics.registry, caller=caller)
 
 
 def _add_api_keys(plugins: Plugins, api_keys: ApiKeys) -> None:

@@ -4,10 +4,7 @@ import re
 from typing import Annotated
 
 from fastapi import APIRouter, Header
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector, CollectorRegistry
+from fastapi.responses import JSONResponse, Response
 
 from tinsmith import translate, wire
 from tinsmith.errors import AuthenticationError, UnsupportedError
@@ -15,7 +12,7 @@ from tinsmith.principal import Principal
 from tinsmith.server.auth import Caller
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
-from tinsmith.store import ConsistencyCounts, EngineRecord, EngineState
+from tinsmith.store import EngineRecord, EngineState
 
 router = APIRouter(tags=["service"], route_class=JsonRoute)
 open_router = APIRouter(tags=["service"])
@@ -136,51 +133,3 @@ async def readyz(context: Context) -> Response:
         )
     ready = all(engine["state"] == EngineState.READY for engine in engines.values())
     return JSONResponse({"status": "ok" if ready else "waiting", "engines": engines}, 200 if ready else 503)
-
-
-@open_router.get("/metrics", include_in_schema=False)
-async def metrics(context: Context) -> Response:
-    """Prometheus text. Numbers of requests and tokens, no names of tenants."""
-    engines = CollectorRegistry()
-    engines.register(_EngineCollector(await context.engines.records()))
-    text = generate_latest(context.metrics.registry) + generate_latest(engines)
-    return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
-
-
-class _EngineCollector(Collector):
-    def __init__(self, records: dict[str, EngineRecord]) -> None:
-        self._records = records
-
-    def collect(self) -> list[Metric]:
-        ready = GaugeMetricFamily("tinsmith_engine_ready", "1 while the engine is ready", labels=["base_model"])
-        restarts = GaugeMetricFamily("tinsmith_engine_restarts", "restarts so far", labels=["base_model"])
-        for name, record in self._records.items():
-            ready.add_metric([name], float(record.state is EngineState.READY))
-            restarts.add_metric([name], record.restarts)
-        return [ready, restarts, *_consistency(self._records)]
-
-
-def _consistency(records: dict[str, EngineRecord]) -> list[Metric]:
-    saves = CounterMetricFamily(
-        "tinsmith_saves_compared",
-        "saves for sampling since the engine started, by what the consistency gate found",
-        labels=["base_model", "verdict"],
-    )
-    difference = GaugeMetricFamily(
-        "tinsmith_consistency_difference_nats",
-        "logprobs of the probes, trainer against sampler: of the last save (max, mean), of all of them (largest)",
-        labels=["base_model", "of"],
-    )
-    for name, record in records.items():
-        counts = record.consistency or ConsistencyCounts()
-        saves.add_metric([name, "consistent"], counts.consistent)
-        saves.add_metric([name, "inconsistent"], counts.inconsistent)
-        saves.add_metric([name, "not compared"], counts.not_compared)
-        for of, value in (
-            ("max", counts.last_max_difference),
-            ("mean", counts.last_mean_difference),
-            ("largest", counts.largest_difference),
-        ):
-            if value is not None:
-                difference.add_metric([name, of], value)
-    return [saves, difference]

@@ -1,0 +1,19 @@
+"""The route `/metrics`, added as a stranger's plugin would add one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tinsmith.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+
+    from tinsmith.routes_context import RoutesContext
+
+
+@hookimpl
+def tinsmith_register_routes(context: RoutesContext) -> APIRouter:
+    from tinsmith.prometheus_route import metrics_router  # here, since only the server needs a web framework
+
+    return metrics_router(context)

@@ -1,0 +1,51 @@
+"""Routes that a plugin adds to a server: the documented example, and what the context gives besides."""
+
+import re
+from pathlib import Path
+from types import ModuleType
+
+import httpx
+import tinker
+from fastapi import APIRouter
+from prometheus_client import Counter
+
+import tinsmith
+from tinsmith.routes_context import RoutesContext
+from tinsmith.testing.harness import running_server
+
+HOOKS_PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "hooks.md").read_text()
+
+
+def documented() -> ModuleType:
+    _, _, section = HOOKS_PAGE.partition("### `tinsmith_register_routes`")
+    example = re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)[1]
+    module = ModuleType("documented_routes")
+    exec(compile(example, "documented_routes", "exec"), vars(module))
+    return module
+
+
+class Counting:
+    @tinsmith.hookimpl
+    def tinsmith_register_routes(self, context: RoutesContext) -> APIRouter:
+        router, visits = APIRouter(), Counter("visits", "to this route", registry=context.registry)
+        router.get("/visit")(visits.inc)
+        return router
+
+
+def test_the_documented_route_shows_callers_their_own_runs(tmp_path: Path) -> None:
+    with running_server(tmp_path, extra_plugins=[documented()]) as server:
+        client = tinker.ServiceClient(base_url=server.url, api_key="tml-ann")
+        training = client.create_lora_training_client(base_model="toy", rank=4)
+        model_id = training.result().get_info().model_id
+        url = f"{server.url}/mine/runs"
+        assert httpx.get(url, headers={"x-api-key": "tml-ann"}).json() == [model_id]
+        assert httpx.get(url, headers={"x-api-key": "tml-bob"}).json() == []
+        assert httpx.get(url).status_code == 401
+        client.close("success").result(timeout=30)
+
+
+def test_a_plugins_numbers_are_shown_with_the_servers(tmp_path: Path) -> None:
+    with running_server(tmp_path, extra_plugins=[Counting()], engines=False) as server:
+        assert httpx.get(f"{server.url}/visit").status_code == 200
+        shown = httpx.get(f"{server.url}/metrics").text.splitlines()
+        assert "visits_total 1.0" in shown
