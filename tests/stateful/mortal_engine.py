@@ -24,6 +24,8 @@ from tinsmith.testing.engine_driver import take_over
 LOSSES = {loss.name: loss for loss in BUILTIN_LOSSES}
 _QUIET = frozenset({"wait_for_work"})  # it is no boundary: nothing is read or written
 
+STOP_S = 120.0
+
 How = Literal["before", "after", "unanswered"]
 """The engine dies before the call, or after it; or it lives, and is told that the call failed, which it did not."""
 
@@ -85,6 +87,7 @@ class MortalEngine:
     backend: ToyBackend = field(init=False)
     seen: MortalStore | None = None
     task: asyncio.Task[None] | None = None
+    stopping: asyncio.Event | None = None  # of the engine that lives
     engines: int = 0
     crashed: bool = False  # the last one, by itself
 
@@ -111,9 +114,10 @@ class MortalEngine:
         await self._ended()
         self.engines += 1
         self.seen = MortalStore(self.store, dies_in, how)
-        self.task = asyncio.create_task(self._live(self.seen))
+        self.stopping = asyncio.Event()
+        self.task = asyncio.create_task(self._live(self.seen, self.stopping))
 
-    async def _live(self, seen: Any) -> None:  # Any: it stands in for a RequestStore
+    async def _live(self, seen: Any, stopping: asyncio.Event) -> None:  # Any: it stands in for a RequestStore
         self.backend = a_backend(FragileBackend, self.data_dir)
         engine = Engine(
             lease=await take_over(self.store, "toy", engine_id=f"engine-{self.engines}"),
@@ -128,16 +132,22 @@ class MortalEngine:
             on_finished=lambda _: None,
             recovery=RecoverySettings(snapshot_every_operations=2, max_interruptions=1000),
         )
-        self._stop = engine.stop
-        await engine.recover("it died", lambda _what, _share: None, interrupted=not self.crashed)
-        await engine.run()
+        asked = asyncio.create_task(stopping.wait())  # it may have been set before there was an engine to tell
+        asked.add_done_callback(lambda _: engine.stop())
+        try:
+            await engine.recover("it died", lambda _what, _share: None, interrupted=not self.crashed)
+            await engine.run()
+        finally:
+            asked.cancel()
 
     async def stop(self) -> None:
         """In order, where it comes to that before something kills it."""
-        if self.alive and hasattr(self, "_stop"):
-            self._stop()
+        if self.alive:
             assert self.task is not None
-            await asyncio.wait([self.task], timeout=60)
+            assert self.stopping is not None
+            self.stopping.set()
+            _, pending = await asyncio.wait([self.task], timeout=STOP_S)
+            assert not pending, "the engine does not stop"
         await self.kill()
 
     async def kill(self) -> None:
