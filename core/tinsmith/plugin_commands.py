@@ -67,7 +67,7 @@ def check(
     option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="a setting of what it offers; may be repeated")
     ] = None,
-    trainer: Annotated[str | None, typer.Option(help="the backend whose adapters the plugin's sampler gets")] = None,
+    trainer: Annotated[str | None, typer.Option(help="whose adapters the plugin's sampler gets: a backend")] = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="show the whole of what failed")] = False,
     json: Annotated[bool, typer.Option("--json", help="for programs: everything, as JSON")] = False,
 ) -> None:

@@ -107,6 +107,16 @@ def test_trainer_and_sampler_are_held_together(check: Check) -> None:
     assert {"consistency", "snapshots", "drawing", "logprobs"} <= outcomes(offer, "passed")
 
 
+def test_a_sampler_is_held_together_with_the_trainer_of_its_plugin(check: Check) -> None:
+    hook = "@tinsmith.hookimpl\ndef tinsmith_register_samplers"
+    edits = [(hook, "from tinsmith_its_trainer import tinsmith_register_backends\n\n\n" + hook)]
+    trainer = ("its-trainer", PluginKind.BACKEND, list[tuple[str, str]]())
+    code, offers = check(("both", PluginKind.SAMPLER, edits), trainer, options=("--json",))
+    assert code == 0
+    assert [(offer["kind"], offer["name"]) for offer in offers] == [("backend", "its-trainer"), ("sampler", "both")]
+    assert {"consistency", "snapshots"} <= outcomes(offers[1], "passed")
+
+
 def test_options_reach_the_plugin(check: Check) -> None:
     source = ("wide", PluginKind.BACKEND, list[tuple[str, str]]())
     code, (offer,) = check(source, options=("--option", "hidden_size=8", "--json"))

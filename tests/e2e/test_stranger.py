@@ -117,15 +117,15 @@ def server(environment: Environment) -> Iterator[str]:
     (environment.home / "tinsmith.yaml").write_text(CONFIG)
     process = environment.start("tinsmith", "serve", "--config", "tinsmith.yaml")
     assert process.stderr is not None
-    told = []
+    told: list[str] = []
     try:
         for line in process.stderr:
             told.append(line)
-            if line.startswith("url"):
-                yield line.split()[1]
+            if line.startswith(("ready", "failed")):
                 break
-        else:
-            raise AssertionError("".join(told))
+        assert told[-1].startswith("ready bigram"), "".join(told)
+        [url] = [line.split()[1] for line in told if line.startswith("url")]
+        yield url
     finally:
         process.send_signal(signal.SIGTERM)
         process.stderr.read()

@@ -52,16 +52,18 @@ class _Wanted:
 def suites_of(plugin: str, *, options: Options, trainer: str | None) -> Suites:
     """Return what a test module needs to hold every offer of `plugin`: call it as `globals().update(...)`.
 
-    `trainer` names the backend whose adapters the plugin's sampler samples from.
+    `trainer` names the backend whose adapters the plugin's sampler samples from; by default the plugin's own, if any.
     """
     plugins = Plugins.load()
+    offers = plugins.offers_of(plugin)
+    own = next((offer.spec for offer in offers if offer.kind == "backend"), None)
     suites: Suites = {"tiny_model": _tiny_model}
-    for number, offer in enumerate(plugins.offers_of(plugin)):
+    for number, offer in enumerate(offers):
         wanted = _Wanted(
             number=number,
             offer=offer,
             options=options_for(offer, options),
-            trainer=plugins.backend(trainer) if trainer else None,
+            trainer=plugins.backend(trainer) if trainer else own,
         )
         suites |= _MAKERS[offer.kind](wanted)
     return suites
