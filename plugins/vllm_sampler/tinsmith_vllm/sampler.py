@@ -138,8 +138,9 @@ class VllmSampler(SamplingBackend):
     async def _load_everywhere(self, snapshot_id: str, adapter_id: int, directory: Path) -> None:
         # the prefix cache goes by the name
         load = Load(adapter_id=adapter_id, name=f"{snapshot_id}#{adapter_id}", path=str(directory), prepare=True)
-        running = [replica for replica in self._replicas if replica.is_running] or self._replicas
-        for replica in self._replicas:
+        hoped_for = [replica for replica in self._replicas if not replica.is_gone] or self._replicas
+        running = [replica for replica in hoped_for if replica.is_running] or hoped_for
+        for replica in hoped_for:
             if replica not in running:  # starting again: it reads the adapter when it needs it; nobody waits for that
                 replica.tell(msgspec.structs.replace(load, prepare=False))
         answers = await asyncio.gather(*(self._load(replica, load) for replica in running))
@@ -157,8 +158,6 @@ class VllmSampler(SamplingBackend):
             answer = await call.answers.get()
         finally:
             replica.forget(key)
-        if isinstance(answer, ReplicaGoneError):
-            raise answer
         return answer
 
     def _forget(self, adapter_id: int, directory: Path) -> None:
@@ -200,20 +199,28 @@ class VllmSampler(SamplingBackend):
 
     async def _insist(self, op: Sample, adapter_id: int) -> SampleOutput | Failed:
         """Draw it again where its replica dies: the same seeds give the same tokens."""
+        died: set[Replica] = set()
         for _ in range(_ATTEMPTS - 1):
+            replica = self._choose(died)
             try:
-                return await self._draw(op, adapter_id)
+                return await self._draw(replica, op, adapter_id)
             except ReplicaDiedError as error:
                 _log.warning("a sample is drawn again: %s", error)
+                died.add(replica)
         async with self._alone:
             try:
-                return await self._draw(op, adapter_id)
+                return await self._draw(self._choose(died), op, adapter_id)
             except ReplicaDiedError as error:
                 return Failed(message=f"vllm died {_ATTEMPTS} times over this sample: {error}", category="server")
 
-    async def _draw(self, op: Sample, adapter_id: int) -> SampleOutput | Failed:
-        # one that is starting again has nothing to do either, and minutes to go: only where there is no other
-        replica = min(self._replicas, key=lambda each: (not each.is_running, each.num_sequences))
+    def _choose(self, died: set[Replica]) -> Replica:
+        """Return one that runs, if any does: one that starts again has the least to do, and minutes to go."""
+        return min(
+            self._replicas,
+            key=lambda each: (each.is_gone, not each.is_running, each in died, each.num_sequences),
+        )
+
+    async def _draw(self, replica: Replica, op: Sample, adapter_id: int) -> SampleOutput | Failed:
         drawing = Drawing(next(self._request_ids), op, self._rules)
         key = ("request", drawing.request_id)
         call = replica.ask(key, drawing.generate(adapter_id))
@@ -229,7 +236,7 @@ class VllmSampler(SamplingBackend):
                     case Refused():
                         ended = True
                         return Failed(message=f"vllm refuses the sample: {answer.message}")
-                    case ReplicaDiedError() | ReplicaGoneError():
+                    case ReplicaDiedError():
                         ended = True
                         raise answer
                     case _:
@@ -252,7 +259,7 @@ class VllmSampler(SamplingBackend):
                 answer = await call.answers.get()
             finally:
                 replica.forget(("request", request_id))
-            if isinstance(answer, ReplicaDiedError | ReplicaGoneError):
+            if isinstance(answer, ReplicaDiedError):
                 raise answer
             assert isinstance(answer, Counted), answer
             total += answer.num_sequences
