@@ -9,7 +9,13 @@ from tinsmith.backend import BackendContext
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.builtin.toy_sampling import text_of
 from tinsmith.losses import BUILTIN_LOSSES
-from tinsmith.testing import CheckpointContract, ConsistencyContract, SamplingBackendContract, TrainingBackendContract
+from tinsmith.testing import (
+    CheckpointContract,
+    ConsistencyContract,
+    FullFineTuningContract,
+    SamplingBackendContract,
+    TrainingBackendContract,
+)
 
 
 @pytest.fixture
@@ -19,6 +25,12 @@ def toy(tmp_path: Path) -> ToyBackend:
 
 
 class TestToyTraining(TrainingBackendContract):
+    @pytest.fixture
+    def backend(self, toy: ToyBackend) -> ToyBackend:
+        return toy
+
+
+class TestToyFullFineTuning(FullFineTuningContract):
     @pytest.fixture
     def backend(self, toy: ToyBackend) -> ToyBackend:
         return toy

@@ -8,6 +8,7 @@ import pytest
 pytest.register_assert_rewrite(  # before they are imported, or a failure would read "assert False"
     "tinsmith.testing.contract",
     "tinsmith.testing.model_driver",
+    "tinsmith.testing.full_fine_tuning_contract",
     "tinsmith.testing.training_isolation",
     "tinsmith.testing.training_numerics",
     "tinsmith.testing.training_optimizer",
@@ -31,6 +32,7 @@ pytest.register_assert_rewrite(  # before they are imported, or a failure would 
 from tinsmith.testing.backend_context import backend_context  # noqa: E402 - see above
 from tinsmith.testing.checkpoint_contract import CheckpointContract  # noqa: E402
 from tinsmith.testing.consistency_contract import ConsistencyContract  # noqa: E402
+from tinsmith.testing.full_fine_tuning_contract import FullFineTuningContract  # noqa: E402
 from tinsmith.testing.loss_contract import LossContract  # noqa: E402
 from tinsmith.testing.sampling_contract import SamplingBackendContract  # noqa: E402
 from tinsmith.testing.scheduler_contract import SchedulerContract  # noqa: E402
@@ -40,6 +42,7 @@ from tinsmith.testing.training_contract import TrainingBackendContract  # noqa: 
 __all__ = [
     "CheckpointContract",
     "ConsistencyContract",
+    "FullFineTuningContract",
     "LossContract",
     "RequestStoreContract",
     "SamplingBackendContract",

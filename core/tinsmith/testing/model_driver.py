@@ -37,8 +37,10 @@ class ModelDriver:
         self._loaded: set[str] = set()
 
     def create(self, *, rank: int = 4, seed: int = 0, flags: Mapping[str, bool] | None = None) -> str:
+        return self.create_with(LoraConfig(rank=min(rank, self.capabilities.max_lora_rank), seed=seed, **(flags or {})))
+
+    def create_with(self, lora: LoraConfig) -> str:
         model_id = f"contract:train:{next(_ids)}"
-        lora = LoraConfig(rank=min(rank, self.capabilities.max_lora_rank), seed=seed, **(flags or {}))
         self.backend.create_model(CreateModel(model_id=model_id, lora=lora))
         self._loaded.add(model_id)
         return model_id

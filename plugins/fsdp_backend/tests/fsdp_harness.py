@@ -34,6 +34,7 @@ def write_models(root: Path) -> Mapping[str, Path]:
 
 
 def make_backend(directory: Path, cache_dir: Path, **settings: object) -> FsdpBackend:
-    config = FsdpConfig.model_validate({"device": "cpu", "max_lora_rank": 16, "max_context_tokens": 128, **settings})
+    given = {"device": "cpu", "max_lora_rank": 16, "max_context_tokens": 128, "max_full_models": 6, **settings}
+    config = FsdpConfig.model_validate(given)
     context = BackendContext(model_name="tiny", model_path=directory, cache_dir=cache_dir, losses=LOSSES)
     return FsdpBackend(config, context)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.testing import CheckpointContract, TrainingBackendContract
+from tinsmith.testing import CheckpointContract, FullFineTuningContract, TrainingBackendContract
 from tinsmith_fsdp.backend import FsdpBackend
 
 pytestmark = pytest.mark.slow  # starting ranks takes seconds
@@ -15,6 +15,26 @@ class TestFsdpTrainingQwen3(TrainingBackendContract):
     @pytest.fixture
     def backend(self, two_ranks: FsdpBackend) -> FsdpBackend:
         return two_ranks
+
+
+class TestFsdpFullFineTuningQwen3(FullFineTuningContract):
+    @pytest.fixture
+    def backend(self, two_ranks: FsdpBackend) -> FsdpBackend:
+        return two_ranks
+
+    @pytest.fixture
+    def model_path(self, fsdp_models: Mapping[str, Path]) -> Path:
+        return fsdp_models["qwen3"]
+
+
+class TestFsdpFullFineTuningLlama(FullFineTuningContract):
+    @pytest.fixture
+    def backend(self, two_llama_ranks: FsdpBackend) -> FsdpBackend:
+        return two_llama_ranks
+
+    @pytest.fixture
+    def model_path(self, fsdp_models: Mapping[str, Path]) -> Path:
+        return fsdp_models["llama"]
 
 
 class TestFsdpCheckpoints(CheckpointContract):

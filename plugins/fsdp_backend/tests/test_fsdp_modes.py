@@ -13,6 +13,7 @@ import transformers
 from fsdp_harness import LOSSES, VOCAB
 
 from tinsmith.operations import AdamParams, Array, ForwardBackward, LoraConfig
+from tinsmith.testing.contract import assert_close_arrays
 from tinsmith.testing.model_driver import ragged_data
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.architecture import ARCHITECTURES, read_architecture
@@ -20,7 +21,6 @@ from tinsmith_fsdp.backend import FAST_ISOLATION_ERROR
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.lora import MultiLoraLinear
-from tinsmith_fsdp.loss_table import LossTable
 from tinsmith_fsdp.mesh import Mesh, make_mesh
 from tinsmith_fsdp.messages import AdapterState, Setup, Step
 from tinsmith_fsdp.streams import Group, Leaves
@@ -60,7 +60,7 @@ def make_trainer(directory: Path, mesh: Mesh, *, strict: bool = True, checkpoint
     )
     base = BaseModel(setup, mesh)
     base.load(lambda _: None)
-    return Trainer(base, mesh, LossTable(LOSSES), setup.architecture, strict=strict)
+    return Trainer(base, mesh, setup)
 
 
 def run(trainer: Trainer, *, backward: bool, num_models: int = len(TENANTS)) -> list[Array]:
@@ -123,6 +123,50 @@ def test_fast_is_close_to_strict(family: str, checkpointing: bool, mesh: Mesh, f
         assert two is not None
         size = np.linalg.norm(one.gradients)
         assert np.linalg.norm(one.gradients - two.gradients) < 1e-5 * size
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_fast_full_fine_tuning_is_close_to_strict(
+    checkpointing: bool, mesh: Mesh, fsdp_models: Mapping[str, Path]
+) -> None:
+    """One packed stream, with or without recomputation, against every sequence by itself."""
+    gradients: list[dict[str, Array]] = []
+    (op,) = [ForwardBackward(model_id="m", data=tuple(ragged_data(0, VOCAB, LENGTHS)))]
+    work = list(batching.segments([op], LOSSES))
+    for strict in (True, False):
+        trainer = make_trainer(fsdp_models["qwen3"], mesh, strict=strict, checkpointing=checkpointing and not strict)
+        trainer.create_full_model("m")
+        micros = [micro[0] for micro in (batching.one_by_one(work, 1) if strict else batching.deal(work, 1, 4096))]
+        assert len(micros) == (len(LENGTHS) if strict else 1)
+        trainer.run_full("m", micros, True)
+        gradients.append({piece.name: piece.values for piece in trainer.full_pieces("m", ("gradients",))})
+    assert_close_arrays(gradients[1], gradients[0], 1e-5, "the gradient of a packed stream")
+
+
+def test_full_fine_tuning_steps_as_torch_does(mesh: Mesh, fsdp_models: Mapping[str, Path]) -> None:
+    """The model of transformers under torch's AdamW and clipping, with settings that change from step to step."""
+    trainer = make_trainer(fsdp_models["qwen3"], mesh)
+    trainer.create_full_model("m")
+    model = transformers.AutoModelForCausalLM.from_pretrained(fsdp_models["qwen3"], dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step, (rate, decay, clip) in enumerate(((1e-3, 0.1, 0.5), (3e-4, 0.0, 0.0), (2e-3, 0.5, 1e9))):
+        adam = AdamParams(learning_rate=rate, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=decay, grad_clip_norm=clip)
+        data = ragged_data(step, VOCAB, (7, 33))
+        work = list(batching.segments([ForwardBackward(model_id="m", data=tuple(data))], LOSSES))
+        trainer.run_full("m", [micro[0] for micro in batching.one_by_one(work, 1)], True)
+        (norm,) = trainer.optim_step([Step(model_id="m", adam=adam)])
+        optimizer.zero_grad()
+        for datum in data:
+            logits = model(torch.tensor(datum.tokens_T.astype(np.int64))[None]).logits[0]
+            logp = torch.log_softmax(logits, -1).gather(-1, torch.tensor(datum.targets_TK))[:, 0]
+            (-(logp * torch.tensor(datum.loss_inputs["weights"])).sum()).backward()
+        expected = torch.nn.utils.clip_grad_norm_(model.parameters(), clip if clip else float("inf"))
+        optimizer.param_groups[0].update(lr=rate, betas=(0.8, 0.9), eps=1e-6, weight_decay=decay)
+        optimizer.step()
+        assert norm == pytest.approx(float(expected), rel=1e-5)
+    weights = {piece.name: piece.values for piece in trainer.full_pieces("m", ("weights",))}
+    for name, values in weights.items():
+        np.testing.assert_allclose(values, model.get_parameter(name).numpy(force=True), rtol=0, atol=2e-5)
 
 
 def test_checkpointing_changes_no_bit(mesh: Mesh, fsdp_models: Mapping[str, Path]) -> None:

@@ -1,6 +1,6 @@
 """The fsdp backend as the engine sees it: checks, deals out and collects. The ranks compute."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -20,8 +20,9 @@ from tinsmith.operations import (
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.architecture import read_architecture
 from tinsmith_fsdp.config import FsdpConfig
+from tinsmith_fsdp.full_state import FullModelState
 from tinsmith_fsdp.layout import AdapterLayout
-from tinsmith_fsdp.messages import AdapterState, Hello, Scored, Setup, Step
+from tinsmith_fsdp.messages import AdapterState, Hello, Scored, Segment, Setup, Step
 from tinsmith_fsdp.ranks import Ranks
 
 _MAX_TARGETS = 128  # per token; [T, K] arrays of a micro-batch must fit
@@ -38,7 +39,8 @@ class FsdpBackend(TrainingBackend):
         self.architecture = read_architecture(context.model_path)
         self._losses = dict(context.losses)
         self._config = config
-        self._models: dict[str, AdapterLayout] = {}
+        self._models: dict[str, AdapterLayout | FullModelState] = {}
+        self._spool_directory = context.cache_dir
         self.ranks = Ranks(config, context.progress)
         try:
             self._dp_size = self._data_parallel(self.ranks.hellos)
@@ -91,6 +93,7 @@ class FsdpBackend(TrainingBackend):
             max_models=self._config.max_models,
             losses=frozenset(self._losses),
             max_lora_rank=self._config.max_lora_rank,
+            full_fine_tuning=self._config.max_full_models > 0,
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
             max_targets_per_token=_MAX_TARGETS,
             deterministic=on_cpu,
@@ -111,6 +114,9 @@ class FsdpBackend(TrainingBackend):
         if len(self._models) >= self._config.max_models:
             msg = f"all {self._config.max_models} models are in use: end a session, or raise the backend's max_models"
             raise CapacityError(msg)
+        if op.lora.rank == 0:
+            self._create_full(op)
+            return
         if not 1 <= op.lora.rank <= self._config.max_lora_rank:
             allowed = f"1 to {self._config.max_lora_rank}, the backend's max_lora_rank"
             msg = f"LoRA rank {op.lora.rank} is not served: allowed are {allowed}"
@@ -118,12 +124,24 @@ class FsdpBackend(TrainingBackend):
         self.ranks.call("create_model", op.model_id, op.lora)
         self._models[op.model_id] = AdapterLayout(op.lora, self.architecture)
 
+    def _create_full(self, op: CreateModel) -> None:
+        limit = self._config.max_full_models
+        if sum(isinstance(model, FullModelState) for model in self._models.values()) >= limit:
+            msg = (
+                "no room for one more model of LoRA rank 0 (full fine-tuning): the backend's max_full_models is "
+                f"{limit}; end the session that has one, raise the setting, or train a LoRA adapter"
+            )
+            raise CapacityError(msg)
+        self._models[op.model_id] = FullModelState(op.model_id, op.lora, self.ranks, self._spool_directory)
+
     def unload_model(self, model_id: str) -> None:
         if self._models.pop(model_id, None) is not None:
             self.ranks.call("unload_model", model_id)
 
     def capture_state(self, model_id: str) -> ModelState:
-        layout = self._layout(model_id)
+        layout = self._model(model_id)
+        if isinstance(layout, FullModelState):
+            return layout.capture()
         state = self._captured(model_id)
 
         def named(flat: FloatArray | None) -> dict[str, Array]:
@@ -139,7 +157,10 @@ class FsdpBackend(TrainingBackend):
         )
 
     def restore_state(self, model_id: str, state: ModelState) -> None:
-        layout = self._layout(model_id)
+        layout = self._model(model_id)
+        if isinstance(layout, FullModelState):
+            layout.restore(state)
+            return
         flat = AdapterState(
             lora=layout.lora,
             weights=layout.from_canonical(state.weights),
@@ -151,7 +172,9 @@ class FsdpBackend(TrainingBackend):
         self.ranks.call("restore_adapter", model_id, flat)
 
     def publish(self, model_id: str, snapshot_id: str) -> Snapshot:
-        layout = self._layout(model_id)
+        layout = self._model(model_id)
+        if isinstance(layout, FullModelState):
+            return layout.publish(snapshot_id)
         weights = self.ranks.call("adapter_weights", model_id)[0]
         return HostSnapshot(snapshot_id, layout.lora, layout.to_canonical(weights))
 
@@ -160,7 +183,7 @@ class FsdpBackend(TrainingBackend):
         assert isinstance(state, AdapterState)
         return state
 
-    def _layout(self, model_id: str) -> AdapterLayout:
+    def _model(self, model_id: str) -> AdapterLayout | FullModelState:
         if model_id not in self._models:
             raise NotFoundError(_unknown(model_id).message)
         return self._models[model_id]
@@ -187,18 +210,43 @@ class FsdpBackend(TrainingBackend):
     def _run(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput | Failed]:
         refused = {index: failure for index, op in enumerate(ops) if (failure := self._refusal(op)) is not None}
         good = [op for index, op in enumerate(ops) if index not in refused]
-        found: dict[int, Scored] = {}
-        work = list(batching.segments(good, self._losses))
-        micros = list(batching.deal(work, self._dp_size, self._rank_tokens))
-        if micros:
-            tp, owners = self._config.tensor_parallel, [batching.owners(micro) for micro in micros]
-            shares = [
-                ([micro[rank // tp] for micro in micros], owners, backward) for rank in range(len(self.ranks.hellos))
+        whole = [isinstance(self._models[op.model_id], FullModelState) for op in good]
+        adapted = iter(
+            self._run_adapters([op for op, full in zip(good, whole, strict=True) if not full], backward=backward)
+        )
+        outputs = iter(
+            [
+                self._run_full(op, backward=backward) if full else next(adapted)
+                for op, full in zip(good, whole, strict=True)
             ]
-            for scored in self.ranks.call_each("run", shares):
-                found |= {each.index: each for each in scored}
-        outputs = iter(_outputs(good, [found[index] for index in range(len(found))]))
+        )
         return [refused[index] if index in refused else next(outputs) for index in range(len(ops))]
+
+    def _run_adapters(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput]:
+        """Run those of LoRA models together."""
+        work = list(batching.segments(ops, self._losses))
+        micros = list(batching.deal(work, self._dp_size, self._rank_tokens))
+        if not micros:
+            return _outputs(ops, [])
+        owners = [batching.owners(micro) for micro in micros]
+        shares = [(share, owners, backward) for share in self._shares(micros)]
+        return _outputs(ops, _in_order(self.ranks.call_each("run", shares)))
+
+    def _run_full(self, op: ForwardBackward, *, backward: bool) -> ForwardBackwardOutput:
+        """Run one by itself: its weights are its own, so there is nothing to share with others."""
+        work = list(batching.segments([op], self._losses))
+        if self._setup.strict:
+            micros = list(batching.one_by_one(work, self._dp_size))
+        else:
+            micros = list(batching.deal(work, self._dp_size, self._rank_tokens))
+        shares = [(op.model_id, share, backward) for share in self._shares(micros)]
+        (output,) = _outputs([op], _in_order(self.ranks.call_each("run_full", shares)))
+        return output
+
+    def _shares(self, micros: Sequence[batching.MicroBatch]) -> list[list[list[Segment]]]:
+        """Give each rank its part of every micro-batch; the ranks of one tp group have the same."""
+        tp = self._config.tensor_parallel
+        return [[micro[rank // tp] for micro in micros] for rank in range(len(self.ranks.hellos))]
 
     def _refusal(self, op: ForwardBackward) -> Failed | None:
         """Refuse what cannot be computed; core has checked everything else."""
@@ -213,6 +261,11 @@ class FsdpBackend(TrainingBackend):
             if (count := datum.targets_TK.shape[1]) > _MAX_TARGETS:
                 return Failed(message=f"datum {index} has {count} targets per token, allowed are {_MAX_TARGETS}")
         return None
+
+
+def _in_order(scored: Iterable[Sequence[Scored]]) -> list[Scored]:
+    found = {each.index: each for share in scored for each in share}
+    return [found[index] for index in range(len(found))]
 
 
 def _unknown(model_id: str) -> Failed:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from tinsmith.errors import ConfigError
@@ -24,10 +25,11 @@ from tinsmith_fsdp.head import Scores
 from tinsmith_fsdp.lora import MultiLoraLinear
 from tinsmith_fsdp.loss_table import LossTable
 from tinsmith_fsdp.mesh import Mesh
-from tinsmith_fsdp.messages import Setup
+from tinsmith_fsdp.messages import Loaded, Setup
 from tinsmith_fsdp.packed_model import PackedModel, canonical_name
 from tinsmith_fsdp.streams import Stream
 
+_HEAD_NORMS = (".q_norm.weight", ".k_norm.weight")  # one weight for all heads, which tp divides
 _COLUMN = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})  # the others are row-parallel
 Report = Callable[[float], None]
 
@@ -41,6 +43,7 @@ class Part:
     shape: tuple[int, ...]  # of the whole
     rows: slice
     columns: slice | None
+    across_tp: Literal["divided", "alike", "partial"]  # partial: each tp rank sees its heads' part of the gradient
 
     @property
     def local(self) -> torch.Tensor:
@@ -49,20 +52,23 @@ class Part:
 
 
 class BaseModel:
-    """The sharded model and the list of its shards."""
+    """The sharded model and the list of its shards.
 
-    def __init__(self, setup: Setup, mesh: Mesh) -> None:
-        self._setup, self._mesh = setup, mesh
+    `trainable`: a copy whose own weights are trained. It is kept in float32 and computes in the dtype of the settings;
+    gradients are sums over the ranks, never means, and lie in shards like their weights.
+    """
+
+    def __init__(self, setup: Setup, mesh: Mesh, *, trainable: bool = False) -> None:
+        self._setup, self._mesh, self._trainable = setup, mesh, trainable
         self._directory = Path(setup.model_path)
-        self.dtype = getattr(torch, setup.dtype)
         attention.register()
         config = transformers.AutoConfig.from_pretrained(self._directory)
         with torch.device("meta"):
             causal_lm = getattr(transformers, setup.architecture.name)(config)
-        causal_lm.to(self.dtype)
+        causal_lm.to(torch.float32 if trainable else getattr(torch, setup.dtype))
         causal_lm.tie_weights()
         config._attn_implementation = attention.NAME  # noqa: SLF001  (where transformers' layers look)
-        causal_lm.eval().requires_grad_(requires_grad=False)
+        causal_lm.eval().requires_grad_(requires_grad=trainable)
         rotary = type(causal_lm.model.rotary_emb)(config=config)  # has buffers, which would be empty from meta
         shapes = {name: tuple(p.shape) for name, p in causal_lm.named_parameters()}
         self._adapt(causal_lm)
@@ -96,16 +102,24 @@ class BaseModel:
 
     def _divided(self, parameter: torch.Tensor, dim: int) -> nn.Parameter:
         local = torch.chunk(parameter.detach(), self._mesh.tp_size, dim)[self._mesh.tp_rank].contiguous()
-        return nn.Parameter(
-            DTensor.from_local(local, self._mesh.tp, [Shard(dim)], run_check=False), requires_grad=False
-        )
+        divided = DTensor.from_local(local, self._mesh.tp, [Shard(dim)], run_check=False)
+        return nn.Parameter(divided, requires_grad=self._trainable)
 
     def _shard(self) -> None:
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # weights are stored as they are used
+        if self._trainable:
+            computing = getattr(torch, self._setup.dtype)
+            policy = MixedPrecisionPolicy(computing, reduce_dtype=torch.float32, cast_forward_inputs=False)
         keep = self._setup.config.reshard_after_forward
         for layer in self.model.layers:
             fully_shard(layer, mesh=self._mesh.dp, reshard_after_forward=keep, mp_policy=policy)
         fully_shard(self.model, mesh=self._mesh.dp, reshard_after_forward=False, mp_policy=policy)
+        for module in self._sharded_modules():
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(enable=True)
+
+    def _sharded_modules(self) -> list[FSDPModule]:
+        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     def _parts(self, shapes: dict[str, tuple[int, ...]]) -> Iterator[Part]:
         """Say what this rank holds: its tp part, and of that its dp chunk along dimension 0, as fully_shard cuts it."""
@@ -127,11 +141,17 @@ class BaseModel:
             start = min(first + dp_rank * chunk, last)
             rows = slice(start, min(start + chunk, last))
             columns = slice(*self._range(shape[1])) if cut == 1 else None
-            part = Part(full, parameter, shape, rows, columns)
+            part = Part(full, parameter, shape, rows, columns, self._across_tp(full, cut))
             width = part.local.numel() // max(1, part.local.shape[0])
             assert part.local.shape[0] == rows.stop - rows.start, (full, part.local.shape, rows)
             assert len(shape) == 1 or columns is None or width == columns.stop - columns.start, full
             yield part
+
+    def _across_tp(self, name: str, cut: int | None) -> Literal["divided", "alike", "partial"]:
+        if cut is not None:
+            return "divided"
+        per_head = self._mesh.tp_size > 1 and name.endswith(_HEAD_NORMS)
+        return "partial" if per_head else "alike"
 
     def _range(self, size: int) -> tuple[int, int]:
         each = size // self._mesh.tp_size
@@ -142,6 +162,9 @@ class BaseModel:
     ) -> tuple[list[torch.Tensor], list[Scores]]:
         """Pass streams through the model; see PackedModel.forward. All ranks must do so at the same time."""
         totals, scores = self.model(streams, losses, backward=backward)
+        if self._trainable and not backward:  # what stays gathered would not see the next step
+            for module in self._sharded_modules():
+                module.reshard()
         return totals, scores
 
     @property
@@ -151,6 +174,15 @@ class BaseModel:
     @property
     def total_bytes(self) -> int:
         return sum(torch.Size(part.shape).numel() * part.local.element_size() for part in self.parts)
+
+    def loaded(self) -> Loaded:
+        return Loaded(
+            rank=dist.get_rank(),
+            meta_only=self.all_meta,
+            parameter_bytes=self.parameter_bytes,
+            total_bytes=self.total_bytes,
+            read_bytes=self.read_bytes,
+        )
 
     def load(self, report: Report) -> None:
         """Read this rank's part of every tensor. Raise ConfigError for missing files, tensors or wrong shapes."""

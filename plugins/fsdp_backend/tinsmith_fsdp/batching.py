@@ -55,6 +55,14 @@ def deal(work: Sequence[Segment], num_ranks: int, max_tokens: int) -> Iterator[M
         yield batch
 
 
+def one_by_one(work: Sequence[Segment], num_ranks: int) -> Iterator[MicroBatch]:
+    """Give every sequence a micro-batch of its own, in order: its gradient is then a number by itself."""
+    for number, segment in enumerate(work):
+        batch = _empty(num_ranks)
+        batch[number % num_ranks].append(segment)
+        yield batch
+
+
 def owners(micro: MicroBatch) -> list[Owner]:
     """Tell for each position who has it."""
     placed = {

@@ -38,6 +38,9 @@ class FsdpConfig(BackendConfig):
     )
     max_lora_rank: int = Field(32, ge=1, le=512)
     max_models: int = Field(64, ge=1, description="models in training at a time")
+    max_full_models: int = Field(
+        1, ge=0, description="of them with LoRA rank 0: each is a copy of the base model with all its weights trained"
+    )
     max_context_tokens: int | None = Field(
         None, ge=64, description="of one sequence; default the model's, at most 2048 on CPU, else 8192"
     )

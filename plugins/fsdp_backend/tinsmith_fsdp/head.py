@@ -32,7 +32,8 @@ class Scores:
 class _Head(torch.autograd.Function):
     """Returns the summed loss; its gradients were computed on the way and only wait to be asked for.
 
-    The adapters' are added to their leaves at once: this runs once per pass, never again for recomputation.
+    The adapters' are added to their leaves at once: this runs once per pass, never again for recomputation. The head's
+    own is there where it is trained.
     """
 
     @staticmethod
@@ -45,25 +46,27 @@ class _Head(torch.autograd.Function):
         counts: bool,  # noqa: FBT001
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         d_hidden = torch.zeros_like(hidden_TH)
-        scores = _score(hidden_TH, weight_VH, stream, losses, _Gradients(d_hidden, counts))
-        ctx.save_for_backward(d_hidden)
+        d_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        scores = _score(hidden_TH, weight_VH, stream, losses, _Gradients(d_hidden, d_weight, counts))
+        ctx.save_for_backward(d_hidden, d_weight)
         ctx.mark_non_differentiable(scores.logp_TK, scores.loss_TK)
         return scores.loss_TK.sum(), scores.logp_TK, scores.loss_TK
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        (d_hidden,) = ctx.saved_tensors
-        return d_hidden * grads[0], None, None, None, None
+        d_hidden, d_weight = ctx.saved_tensors
+        return d_hidden * grads[0], None if d_weight is None else d_weight * grads[0], None, None, None
 
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Where gradients go; the head itself is frozen.
+    """Where gradients go.
 
     `counts`: whether this rank is the one of its tp group that counts the adapters'.
     """
 
     d_hidden_TH: torch.Tensor
+    d_weight_VH: torch.Tensor | None  # None: the head itself is frozen
     counts: bool
 
 
@@ -123,7 +126,10 @@ def _chunk(
     # 3. d logp_k / d logits = onehot(target_k) - softmax, in the memory of the logits.
     d_logits_CV = logits_CV.sub_(lse_C1).exp_().mul_(-d_logp_CK.sum(dim=-1, keepdim=True))
     d_logits_CV.scatter_add_(1, batch.targets_TK, d_logp_CK)
-    d_hidden_CH = d_logits_CV.to(weight_VH.dtype) @ weight_VH
+    narrow_CV = d_logits_CV.to(weight_VH.dtype)
+    d_hidden_CH = narrow_CV @ weight_VH
+    if gradients.d_weight_VH is not None:
+        gradients.d_weight_VH.add_(narrow_CV.T @ hidden_CH)
     if pair is not None:
         d_h_Cr = (d_logits_CV @ B_Vr) * scale
         d_hidden_CH = d_hidden_CH + (d_h_Cr @ A_rH).to(d_hidden_CH.dtype)

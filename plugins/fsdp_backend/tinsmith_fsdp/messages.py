@@ -5,12 +5,15 @@ Array suffixes: T = tokens of one sequence, K = targets per token.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from tinsmith.losses import LossSpec
 from tinsmith.operations import AdamParams, Array, FloatArray, LoraConfig
 from tinsmith_fsdp.architecture import Architecture
 from tinsmith_fsdp.config import FsdpConfig
+
+Kind = Literal["weights", "adam_m", "adam_v", "gradients"]
+"""The tensors of a model's training state, as ModelState names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,44 @@ class Loaded:
     parameter_bytes: int  # of its own shards
     total_bytes: int  # of the whole model
     read_bytes: int  # from weight files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Which part of a tensor of the model lies on a rank."""
+
+    name: str  # canonical
+    shape: tuple[int, ...]  # of the whole
+    rows: tuple[int, int]
+    columns: tuple[int, int] | None  # None: all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullyLoaded:
+    """What a rank holds of a copy of the model whose own weights are trained."""
+
+    loaded: Loaded
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullState:
+    """What there is of a fully trained model besides its weights."""
+
+    step: int
+    moments: bool
+    pending: bool  # a gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Some rows of what a rank holds of one tensor."""
+
+    kind: Kind
+    name: str
+    start: int  # row
+    columns: tuple[int, int] | None
+    values: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,7 +66,7 @@ class PackedModel(nn.Module):
         for stream in streams:
             hidden = self.embed_tokens(stream.tokens_T[None])
             if backward:
-                hidden.requires_grad_()  # the base is frozen: gradients flow for the adapters' sake
+                hidden.requires_grad_()  # where the base is frozen, gradients flow for the adapters' sake
             stream.rope = self._rotary[0](hidden, stream.positions_T[None])
             hiddens.append(hidden)
         for layer in self.layers:

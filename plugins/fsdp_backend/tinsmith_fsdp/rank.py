@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from tinsmith.errors import ConfigError
 from tinsmith_fsdp.base_model import BaseModel
-from tinsmith_fsdp.loss_table import LossTable
 from tinsmith_fsdp.mesh import find_device, make_mesh
 from tinsmith_fsdp.messages import Answer, Call, Hello, Loaded, Part, ProgressMade, RankFailed, Setup
 from tinsmith_fsdp.ranks import CONTROL, DEVICE, KEY
@@ -89,14 +88,8 @@ class Worker:
 
         base = BaseModel(setup, mesh)
         base.load(report)
-        self._trainer = Trainer(base, mesh, LossTable(setup.losses), setup.architecture, strict=setup.strict)
-        return Loaded(
-            rank=rank,
-            meta_only=base.all_meta,
-            parameter_bytes=base.parameter_bytes,
-            total_bytes=base.total_bytes,
-            read_bytes=base.read_bytes,
-        )
+        self._trainer = Trainer(base, mesh, setup)
+        return base.loaded()
 
 
 def _read(connection: Connection, calls: "queue.SimpleQueue[Call | None]") -> None:

@@ -64,9 +64,9 @@ class Stream:
 
 
 def make_stream(
-    segments: Sequence[Segment], leaves: Sequence[Leaves], losses: LossTable, device: torch.device
+    segments: Sequence[Segment], leaves: Sequence[Leaves | None], losses: LossTable, device: torch.device
 ) -> Stream:
-    """Lay segments end to end; those with the same leaves must be neighbours."""
+    """Lay segments end to end; those with the same leaves must be neighbours. None: the model has no adapter."""
     lengths = [segment.num_tokens for segment in segments]
     ends = np.cumsum([0, *lengths])
     return Stream(
@@ -89,7 +89,7 @@ def empty_stream(losses: LossTable, device: torch.device) -> Stream:
     return Stream(zero, zero, ((0, 1),), ends, 1, (group,), batch)
 
 
-def _groups(ends: Sequence[int], leaves: Sequence[Leaves]) -> tuple[Group, ...]:
+def _groups(ends: Sequence[int], leaves: Sequence[Leaves | None]) -> tuple[Group, ...]:
     groups: list[Group] = []
     for (start, stop), own in zip(pairwise(ends), leaves, strict=True):
         if groups and groups[-1].leaves is own:

@@ -1,27 +1,39 @@
 """What one rank does: passes over its share of the sequences, and optimizer steps that all ranks make alike.
 
-Adapters, their moments and their pending gradients are whole and equal on every rank; only the base model is sharded.
-A pending gradient is complete after every call: the ranks' contributions are added before it returns.
+Models of LoRA rank 0 are in full_model.py. Adapters, their moments and their pending gradients are whole and equal on
+every rank; only the base model is sharded. A pending gradient is complete after every call: the ranks' contributions
+are added before it returns.
 
 - strict: each sequence is a stream of its own, and its gradient is added by itself, in the order of the log. So neither
   company, nor how calls were merged, nor the number of ranks changes any bit.
 - fast: all sequences of a micro-batch are one stream, and gradients are summed per adapter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from tinsmith.operations import FloatArray, LoraConfig
-from tinsmith_fsdp.architecture import Architecture
 from tinsmith_fsdp.base_model import BaseModel
+from tinsmith_fsdp.full_model import FullModel
 from tinsmith_fsdp.head import Scores
 from tinsmith_fsdp.layout import AdapterLayout
 from tinsmith_fsdp.loss_table import LossTable
 from tinsmith_fsdp.mesh import Mesh
-from tinsmith_fsdp.messages import AdapterState, Owner, Scored, Segment, Step
+from tinsmith_fsdp.messages import (
+    AdapterState,
+    FullState,
+    FullyLoaded,
+    Kind,
+    Owner,
+    Piece,
+    Scored,
+    Segment,
+    Setup,
+    Step,
+)
 from tinsmith_fsdp.optimizer import Stepped, adamw_, square_norm
 from tinsmith_fsdp.streams import Leaves, Stream, empty_stream, make_stream
 
@@ -41,22 +53,29 @@ class _Adapter:
 class Trainer:
     """Called by the engine, method by method, with the same calls on every rank."""
 
-    def __init__(
-        self, base: BaseModel, mesh: Mesh, losses: LossTable, architecture: Architecture, *, strict: bool
-    ) -> None:
-        self._base, self._mesh, self._losses = base, mesh, losses
-        self._architecture = architecture
-        self._strict = strict
+    def __init__(self, base: BaseModel, mesh: Mesh, setup: Setup) -> None:
+        self._base, self._mesh, self._setup = base, mesh, setup
+        self._losses = LossTable(setup.losses)
+        self._strict = setup.strict
         self._adapters: dict[str, _Adapter] = {}
+        self._full: dict[str, FullModel] = {}
 
     # life of a model
 
     def create_model(self, model_id: str, lora: LoraConfig) -> None:
-        layout = AdapterLayout(lora, self._architecture)
+        layout = AdapterLayout(lora, self._setup.architecture)
         self._adapters[model_id] = _Adapter(layout, self._placed(layout.fresh()))
 
+    def create_full_model(self, model_id: str) -> FullyLoaded:
+        """Read the weights again, into shards of their own: adapters go on with the base as it was."""
+        base = BaseModel(self._setup, self._mesh, trainable=True)
+        base.load(lambda _: None)
+        self._full[model_id] = FullModel(base, self._mesh, self._losses)
+        return FullyLoaded(loaded=base.loaded(), places=self._full[model_id].places())
+
     def unload_model(self, model_id: str) -> None:
-        del self._adapters[model_id]
+        if self._full.pop(model_id, None) is None:
+            del self._adapters[model_id]
 
     def capture_adapter(self, model_id: str) -> AdapterState | None:
         """Copy the state to the host; every rank has it, so the first one answers for all."""
@@ -82,6 +101,23 @@ class Trainer:
         adapter.v = None if state.adam_v is None else self._placed(state.adam_v)
         adapter.gradients = None if state.gradients is None else self._placed(state.gradients)
         adapter.step = state.step
+
+    # state of a fully trained model: this rank's part
+
+    def full_state(self, model_id: str) -> FullState:
+        return self._full[model_id].state()
+
+    def full_pieces(self, model_id: str, kinds: Sequence[Kind]) -> Iterator[Piece]:
+        return self._full[model_id].pieces(kinds)
+
+    def take_full(self, model_id: str, kind: Kind, name: str, values: FloatArray) -> None:
+        self._full[model_id].take(kind, name, values)
+
+    def drop_taken(self, model_id: str) -> None:
+        self._full[model_id].drop_taken()
+
+    def restore_full(self, model_id: str, state: FullState) -> None:
+        self._full[model_id].restore(state)
 
     def _placed(self, flat: FloatArray) -> torch.Tensor:
         return torch.tensor(flat, device=self._mesh.device)
@@ -118,6 +154,15 @@ class Trainer:
         if backward and not self._strict:
             self._add_sums(sorted({owner.model_id for owned in owners for owner in owned}), sums)
         return scored
+
+    def run_full(
+        self,
+        model_id: str,
+        micros: Sequence[Sequence[Segment]],
+        backward: bool,  # noqa: FBT001  (over the wire)
+    ) -> list[Scored]:
+        """Score this rank's segments of one operation of a fully trained model."""
+        return [_scored(*found) for found in self._full[model_id].run(micros, backward=backward)]
 
     def _leaves(self, model_id: str, backward: bool, sums: dict[str, torch.Tensor] | None = None) -> Leaves:  # noqa: FBT001
         """Make leaves; their gradients go to a vector of their own, or add up in the model's of `sums`."""
@@ -188,6 +233,14 @@ class Trainer:
 
     def optim_step(self, steps: Sequence[Step]) -> list[float]:
         """Step the models and return the norms of their gradients before clipping."""
+        own = [step for step in steps if step.model_id not in self._full]
+        norms = dict(zip((step.model_id for step in own), self._step_adapters(own), strict=True))
+        for step in steps:
+            if step.model_id in self._full:
+                norms[step.model_id] = self._full[step.model_id].optim_step(step.adam)
+        return [norms[step.model_id] for step in steps]
+
+    def _step_adapters(self, steps: Sequence[Step]) -> list[float]:
         tensors = []
         for step in steps:
             adapter = self._adapters[step.model_id]

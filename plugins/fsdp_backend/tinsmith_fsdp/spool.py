@@ -1,0 +1,98 @@
+"""Tensors of a model too large for anybody's memory, on disk between those who have them and those who read them.
+
+The ranks' rows go into one file as they come; whoever writes a checkpoint or loads a sampler takes a tensor at a time.
+The file has no name: it is gone with the last who holds it, however that ends. No torch.
+"""
+
+import math
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from tinsmith.errors import ServerError
+from tinsmith.operations import Array, FloatArray
+from tinsmith_fsdp.messages import Kind, Piece
+
+_ITEM = 4  # bytes of a float32
+
+
+class Spool:
+    """Room for the tensors of `shapes` once per kind. Written by one thread; then any may read.
+
+    Where the disk refuses, reading says so rather than writing: nobody's training depends on it.
+    """
+
+    def __init__(self, directory: Path, kinds: tuple[Kind, ...], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes = shapes
+        self._file, path = tempfile.mkstemp(dir=directory)
+        os.unlink(path)  # noqa: PTH108  (a str, and nothing to learn from a Path)
+        weakref.finalize(self, os.close, self._file)
+        self._offsets: dict[tuple[Kind, str], int] = {}
+        self._refusal: OSError | None = None
+        end = 0
+        for kind in kinds:
+            for name, shape in shapes.items():
+                self._offsets[kind, name] = end
+                end += math.prod(shape) * _ITEM
+
+    def put(self, piece: Piece) -> None:
+        """Write rows where they belong."""
+        if self._refusal is not None:
+            return
+        row = math.prod(self._shapes[piece.name][1:]) * _ITEM
+        offset = self._offsets[piece.kind, piece.name] + piece.start * row
+        try:
+            if piece.columns is None:
+                self._write(piece.values, offset)
+            else:
+                for number, values in enumerate(piece.values):
+                    self._write(values, offset + number * row + piece.columns[0] * _ITEM)
+        except OSError as error:
+            self._refusal = error
+
+    def _write(self, values: FloatArray, offset: int) -> None:
+        left = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+        while left:
+            written = os.pwrite(self._file, left, offset)
+            left, offset = left[written:], offset + written
+
+    def read(self, kind: Kind, name: str) -> FloatArray:
+        """Raise ServerError where the disk has refused."""
+        if self._refusal is not None:
+            msg = f"the model's state could not be kept on disk: {self._refusal.strerror or self._refusal}"
+            raise ServerError(msg) from self._refusal
+        values: FloatArray = np.empty(self._shapes[name], np.float32)
+        left, offset = values.reshape(-1).view(np.uint8).data, self._offsets[kind, name]
+        while left:
+            count = os.preadv(self._file, [left], offset)
+            assert count, "the file is shorter than what was written"
+            left, offset = left[count:], offset + count
+        return values
+
+    def tensors(self, kind: Kind) -> Mapping[str, Array]:
+        return _Tensors(self, kind, self._shapes)
+
+
+class _Tensors(Mapping[str, Array]):
+    """Those of one kind, each read when it is asked for, and not kept."""
+
+    def __init__(self, spool: Spool, kind: Kind, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._spool, self._kind, self._shapes = spool, kind, shapes
+
+    def __getitem__(self, name: str) -> FloatArray:
+        if name not in self._shapes:
+            raise KeyError(name)
+        return self._spool.read(self._kind, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
