@@ -29,7 +29,6 @@ from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.layout import AdapterLayout
 from tinsmith_fsdp.lora import MultiLoraLinear
-from tinsmith_fsdp.loss_table import LossTable
 from tinsmith_fsdp.mesh import Mesh, make_mesh
 from tinsmith_fsdp.messages import Setup, Step
 from tinsmith_fsdp.streams import Group, Leaves
@@ -41,7 +40,7 @@ TOY = TinyShape(vocab_size=512, num_layers=2)
 
 def main() -> None:
     options = parse_options()
-    device = torch.device("cpu" if options.toy else "cuda", 0) if not options.toy else torch.device("cpu")
+    device = torch.device("cpu") if options.toy else torch.device("cuda", 0)
     dtype = torch.float32 if options.toy else torch.bfloat16
     limit = matmul_limit(device, dtype, 512 if options.toy else 8192)
     report: dict[str, object] = {
@@ -163,7 +162,7 @@ def step(
     base = BaseModel(setup, mesh)
     for part in base.parts:
         part.local.normal_(0, 0.02) if len(part.shape) > 1 else part.local.fill_(1.0)
-    trainer = Trainer(base, mesh, LossTable(LOSSES), architecture, strict=False)
+    trainer = Trainer(base, mesh, setup)
     models = [f"tenant-{index}" for index in range(options.tenants)]
     for index, model_id in enumerate(models):
         trainer.create_model(model_id, LoraConfig(rank=options.rank, seed=index))

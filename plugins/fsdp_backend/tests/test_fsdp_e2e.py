@@ -59,6 +59,17 @@ def test_pig_latin_on_two_ranks_and_the_jax_sampler(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "log").read_text()
 
 
+@pytest.mark.timeout(900)
+def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
+    script = Path(__file__).parents[3] / "benchmarks" / "gpu_training.py"
+    out = tmp_path / "report.json"
+    command = [sys.executable, str(script), "--toy", "--repeats", "1", "--tenants", "2", "--out", str(out)]
+    subprocess.run(command, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL, env=environment())
+    report = json.loads(out.read_text())
+    assert report["G1"]["with_adapters_s"] > 0
+    assert report["G3"]["tokens_per_s"] > 0
+
+
 def wait_for_url(process: "subprocess.Popen[bytes]", data_dir: Path) -> str:
     """Look until the server has written where it answers; it waits for its engine by itself."""
     while not ended(process):
