@@ -159,7 +159,8 @@ class _Collector:
             suite: Any = getattr(item, "cls", None)  # Any: a class of plugin_suites
             kind, name = suite.offer
             function = getattr(item, "originalname", item.name)
-            self._tests[item.nodeid] = (Offered(kind=kind, name=name), _area(suite, function), item.name)
+            area = getattr(suite, "area", None) or _area(suite, function)
+            self._tests[item.nodeid] = (Offered(kind=kind, name=name), area, item.name)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

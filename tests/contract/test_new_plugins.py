@@ -79,6 +79,7 @@ def test_a_fault_is_found_in_its_part_of_the_contract(check: Check) -> None:
     reasons = {each["reason"] for each in offer["tests"] if each["outcome"] == "skipped"}
     assert "the backend's capabilities do not claim the LoRA target 'attn'" in reasons
     assert "it trains, and does not sample" in reasons
+    assert {each["outcome"] for each in offer["tests"] if each["area"] == "full fine-tuning"} == {"skipped"}
     assert offer["capabilities"]["isolation"] == "bitwise"
     assert offer["isolation_difference"] == 0
 

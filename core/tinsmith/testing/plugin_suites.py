@@ -18,6 +18,7 @@ from tinsmith.store import StoreContext, StoreSpec
 from tinsmith.testing.backend_context import backend_context
 from tinsmith.testing.checkpoint_contract import CheckpointContract
 from tinsmith.testing.consistency_contract import ConsistencyContract
+from tinsmith.testing.full_fine_tuning_contract import FullFineTuningContract
 from tinsmith.testing.loss_contract import LossContract
 from tinsmith.testing.model_driver import ModelDriver
 from tinsmith.testing.sampling_contract import SamplingBackendContract
@@ -96,6 +97,18 @@ def _backend_suites(wanted: _Wanted) -> Suites:
         def model_path(self, tiny_model: Path) -> Path | None:
             return tiny_model if spec.needs_model_path else None
 
+    class TestFullFineTuning(FullFineTuningContract):
+        area = "full fine-tuning"
+
+        @pytest.fixture
+        def backend(self, request: pytest.FixtureRequest) -> TrainingBackend:
+            backend: TrainingBackend = _asked(request, shared, TrainingBackend)
+            return backend
+
+        @pytest.fixture
+        def model_path(self, tiny_model: Path) -> Path | None:
+            return tiny_model if spec.needs_model_path else None
+
     class TestSampling(_OfTinyModel, SamplingBackendContract):
         has_tokenizer = spec.needs_model_path
 
@@ -116,7 +129,7 @@ def _backend_suites(wanted: _Wanted) -> Suites:
 
     return {
         shared: _made(spec, wanted.options, needs_model_path=spec.needs_model_path),
-        **_named(wanted, TestTraining, TestSampling, TestConsistency),
+        **_named(wanted, TestTraining, TestFullFineTuning, TestSampling, TestConsistency),
     }
 
 
