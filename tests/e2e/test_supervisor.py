@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import sqlite3
 import stat
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -85,6 +86,20 @@ async def end_of(process: psutil.Process) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             while process.status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110 - it tells its parent alone
                 await asyncio.sleep(0.02)
+
+
+def suspend_between_writes(process: psutil.Process, database: Path) -> None:
+    """A process that stops while it writes keeps SQLite's lock, and everybody waits for it."""
+    while True:
+        process.suspend()
+        with contextlib.closing(sqlite3.connect(database, timeout=1.0, isolation_level=None)) as connection:
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+            except sqlite3.OperationalError:
+                process.resume()
+            else:
+                connection.execute("ROLLBACK")
+                return
 
 
 async def ready(store: SqlStore) -> EngineRecord:
@@ -334,7 +349,7 @@ async def test_an_engine_that_was_stopped_past_its_lease_is_replaced_and_refused
         await client.result(await client.create_model())
         assert isinstance(await client.run(step), ops.OptimStepOutput)
         stopped = psutil.Process(first.pid)
-        stopped.suspend()
+        suspend_between_writes(stopped, tmp_path / "tinsmith.db")
         standby = asyncio.create_task(serve_engine(settings, TOY.name, Plugins.load(), stopping=stopping))
         assert isinstance(await client.run(step), ops.OptimStepOutput)
         assert (await client.engine()).pid == os.getpid()

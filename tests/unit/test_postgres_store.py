@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,7 +19,7 @@ from sqlalchemy.exc import OperationalError
 from sqlmodel import Session
 
 from tinsmith.errors import ConfigError, ServerError
-from tinsmith.sql_store import postgres_scrubbing
+from tinsmith.sql_store import postgres, postgres_scrubbing
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.dialect import dialect_of
 from tinsmith.sql_store.migrate import alembic_config, known_revisions
@@ -172,6 +173,40 @@ async def test_deadlocks_are_tried_again(postgres_url: str) -> None:
     found = [database.run(touching(order)) for database, order in zip(databases, orders, strict=True)]
     assert await asyncio.gather(*found) == ["done", "done"]
     for database in databases:
+        await database.close()
+    await store.close()
+
+
+async def test_a_process_that_stops_within_a_transaction_does_not_hold_up_the_others(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that gets SIGSTOP: the network keeps its connection, and the connection its locks."""
+    store = a_store(postgres_url)
+    await store.open()
+    await store.create_session(a_session("s1"), idempotency_key=None)
+    monkeypatch.setattr(postgres, "_IDLE_MS", 300)
+    one, two = a_writer(postgres_url), a_writer(postgres_url)
+    holds_the_lock, goes_on = threading.Event(), threading.Event()
+    tries: list[str | None] = []
+
+    def stop(session: Session) -> None:
+        row = session.get_one(SessionRow, "s1", with_for_update=True)
+        tries.append(row.display_name)
+        holds_the_lock.set()
+        goes_on.wait(WAIT_S)
+        row.display_name = "one"
+        session.flush()
+
+    def name(session: Session) -> None:
+        session.get_one(SessionRow, "s1", with_for_update=True).display_name = "two"
+
+    stopped = asyncio.create_task(one.run(stop))
+    await asyncio.to_thread(holds_the_lock.wait, WAIT_S)
+    await two.run(name)
+    goes_on.set()
+    await stopped
+    assert tries[:2] == [None, "two"]
+    for database in (one, two):
         await database.close()
     await store.close()
 

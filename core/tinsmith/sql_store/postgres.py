@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 import psycopg
 from psycopg.pq import Format
-from sqlalchemy import Connection, create_engine, text
+from sqlalchemy import Connection, create_engine, event, text
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, OperationalError
 from sqlalchemy.pool import QueuePool
@@ -38,6 +38,8 @@ _KEEPALIVE: Final = {
     "keepalives_count": "3",
     "tcp_user_timeout": "25000",
 }
+_IDLE_MS: Final = 10_000
+"""A transaction in which nothing has happened for so long belongs to a process that was stopped: it holds locks."""
 _GONE: Final = ("08", "57P")  # connection exceptions; a server that shuts down or starts
 _FULL: Final = "53300"  # too many connections
 _OLDEST: Final = (13,)
@@ -132,6 +134,7 @@ class PostgresDatabase(Database):
             connect_args={"cursor_factory": _BinaryCursor},
             execution_options={"postgresql_readonly": True} if read_only else {},
         )
+        event.listen(self._engine, "connect", _prepare)
 
     async def run(self, work: Callable[[Session], T], *, commit: Callable[[Session], None] = Session.commit) -> T:
         return await self._in_thread(partial(self._run, work, commit))
@@ -205,6 +208,7 @@ class PostgresDatabase(Database):
             if version < _OLDEST:
                 msg = f"store.url: PostgreSQL {version[0]} at {self._name} is too old; use {_OLDEST[0]} or later"
                 raise ConfigError(msg)
+            connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))  # it is begun only once
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
             work(connection)
 
@@ -218,6 +222,13 @@ class PostgresDatabase(Database):
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+
+def _prepare(connection: Any, record: object) -> None:  # Any: the driver's connection
+    """Have the database end what this process leaves open; it is done again where the process goes on."""
+    del record
+    connection.execute(f"SET idle_in_transaction_session_timeout = {_IDLE_MS}")
+    connection.commit()
 
 
 def _is_gone(error: DBAPIError) -> bool:
