@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import tinker
 from tinsmith import failpoints
 from tinsmith.checkpoints import read_checkpoint
 from tinsmith.settings import ModelSettings, PluginSection
+from tinsmith.supervisor import EXIT_SUPERSEDED
 from tinsmith.testing.harness import running_server
 from tinsmith.testing.postgres import Postgres
 from tinsmith.testing.sdk_data import TOKENS, logprobs, ragged
@@ -32,13 +33,13 @@ STEPS = 8
 WAIT_S = 120
 KEY = "tml-test"
 MODELS = [ModelSettings(name=name, backend=PluginSection(plugin="toy")) for name in ("north", "south")]
-HANGS = "store.complete.before=stop@7"  # with results that are not recorded yet
+HANGS = "store.commit.before=stop@20"  # within a transaction, whose locks it keeps
 
 
-class Replica:
-    """`tinsmith serve` in a process of its own, on a data directory and database that others use, too."""
+class Process:
+    """`tinsmith serve`, or something else of it, on a data directory and database that others use, too."""
 
-    def __init__(self, data_dir: Path, url: str, engines: list[str], hangs: str | None) -> None:
+    def __init__(self, data_dir: Path, url: str, engines: list[str], *command: str, hangs: str | None = None) -> None:
         content = {
             "server": {"data_dir": str(data_dir), "share_data_dir": True, "port": 0},
             "store": {"plugin": "sql", "url": url},
@@ -53,8 +54,8 @@ class Replica:
         settings.write_text(json.dumps(content))
         self.lines: list[str] = []
         self.said = threading.Condition()
-        command = [sys.executable, "-m", "tinsmith", "serve", "--config", str(settings)]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environ, start_new_session=True)
+        line = [sys.executable, "-m", "tinsmith", *command, "--config", str(settings)]
+        self.process = subprocess.Popen(line, stderr=subprocess.PIPE, env=environ, start_new_session=True)
         self.reader = threading.Thread(target=self.read, daemon=True)
         self.reader.start()
 
@@ -66,12 +67,12 @@ class Replica:
                     self.lines.append(line.decode())
                     self.said.notify_all()
 
-    def wait_for(self, pattern: str, after: int = 0) -> re.Match[str]:
-        """Wait for a line that has it, after so many others."""
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Wait for a line that has it."""
         found: list[re.Match[str]] = []
 
         def look() -> bool:
-            found[:] = [match for line in self.lines[after:] if (match := re.search(pattern, line))]
+            found[:] = [match for line in self.lines if (match := re.search(pattern, line))]
             return bool(found)
 
         with self.said:
@@ -91,17 +92,18 @@ class Replica:
         raise TimeoutError("".join(self.lines))
 
     def close(self) -> None:
-        family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
-        for each in family:
-            each.kill()
-        self.process.wait()
-        psutil.wait_procs(family)
+        if self.process.poll() is None:
+            family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+            for each in family:
+                each.kill()
+            self.process.wait()
+            psutil.wait_procs(family)
         self.reader.join(WAIT_S)
 
 
 @contextmanager
-def replica(data_dir: Path, url: str, engines: list[str], hangs: str | None = None) -> Iterator[Replica]:
-    server = Replica(data_dir, url, engines, hangs)
+def replica(data_dir: Path, url: str, engines: list[str]) -> Iterator[Process]:
+    server = Process(data_dir, url, engines, "serve")
     try:
         server.wait_until_it_answers()
         for name in engines:
@@ -109,6 +111,17 @@ def replica(data_dir: Path, url: str, engines: list[str], hangs: str | None = No
         yield server
     finally:
         server.close()
+
+
+@contextmanager
+def engine(data_dir: Path, url: str, base_model: str, *, hangs: str) -> Iterator[Process]:
+    """It serves before the block begins."""
+    process = Process(data_dir, url, [], "engine", base_model, hangs=hangs)
+    try:
+        process.wait_for("serving")
+        yield process
+    finally:
+        process.close()
 
 
 def train(url: str, base_model: str, seed: int, at_step: Callable[[int], None] = lambda _: None) -> tuple[Any, str]:
@@ -187,49 +200,43 @@ def retrieve(url: str, request_id: str) -> bytes:
                     raise
 
 
-def wait_until_stopped(server: Replica) -> psutil.Process:
-    """Return the engine that has stopped itself."""
+def wait_until_stopped(process: Process) -> None:
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
-        for child in psutil.Process(server.process.pid).children():
-            if child.status() == psutil.STATUS_STOPPED:
-                return child
+        if psutil.Process(process.process.pid).status() == psutil.STATUS_STOPPED:
+            return
         time.sleep(0.02)  # nothing tells
-    raise TimeoutError("".join(server.lines))
+    raise TimeoutError("".join(process.lines))
 
 
-def one_that_waits(postgres: Postgres, url: str, base_model: str) -> list[str]:
-    """Return the ids of training requests that have no result; wait until there are some."""
-    deadline = time.monotonic() + WAIT_S
+def those_that_wait(postgres: Postgres, url: str, base_model: str, runs: list[Future[Any]]) -> list[str]:
+    """Return the ids of requests that have no result; wait until there are some, or the clients are done."""
     query = f"SELECT request_id FROM operations WHERE base_model = '{base_model}' AND state IN ('queued', 'running')"
-    while time.monotonic() < deadline:
-        if found := postgres.execute(url, query):
-            return [str(request_id) for (request_id,) in found]
+    while not (found := postgres.execute(url, query)) and not all(run.done() for run in runs):
         time.sleep(0.02)  # the clients are about to send
-    raise TimeoutError
+    return [str(request_id) for (request_id,) in found]
 
 
 def test_an_engine_hangs_past_its_lease_while_clients_of_two_servers_train(
     postgres: Postgres, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
-    """It stops with results in its hands. The other server's engine takes over; when it comes back, it is refused."""
+    """It stops before a commit. One server's engine takes over, and the other has none; it is refused when it wakes."""
     url, data_dir = postgres.new_database(), tmp_path / "data"
     with (
-        replica(data_dir, url, ["north"], HANGS) as one,
+        engine(data_dir, url, "north", hangs=HANGS) as hung,
+        replica(data_dir, url, []) as one,
         replica(data_dir, url, ["north", "south"]) as two,
         ThreadPoolExecutor(4) as threads,
     ):
-        two.wait_for(r"\[north\] .*standby: engine (\S+) serves 'north'")
         clients = [("north", 1, one), ("north", 2, two), ("south", 3, two)]
         runs = [threads.submit(train, server.url, name, seed) for name, seed, server in clients]
-        hung = wait_until_stopped(one)
-        waiting = one_that_waits(postgres, url, "north")
+        wait_until_stopped(hung)
+        waiting = those_that_wait(postgres, url, "north", runs)
         polls = [threads.submit(retrieve, one.url, request_id) for request_id in waiting]
         two.wait_for(r"\[north\] .*serving 'north' with epoch 2")
-        told = len(one.lines)
-        hung.send_signal(signal.SIGCONT)
-        one.wait_for(r"no longer holds its lease \(epoch 1\)", told)
-        one.wait_for(r"standby: engine \S+ serves 'north'", told)  # its successor
+        hung.process.send_signal(signal.SIGCONT)
+        hung.wait_for(r"no longer holds its lease \(epoch 1\)")
+        assert hung.process.wait(WAIT_S) == EXIT_SUPERSEDED
         outcomes = [run.result(WAIT_S) for run in runs]
         for request_id, poll in zip(waiting, polls, strict=True):
             assert poll.result(WAIT_S) == retrieve(two.url, request_id)
