@@ -28,6 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 _WHOM: list[tuple[str, ...]] = [("engine",), ("serve",), ("serve", "engine"), ()]  # nobody: an orderly stop
 _HOW_OFTEN = [12, 4, 4, 1]
+_DEATHS_PER_STEP = 12  # an operation that is interrupted 20 times fails, as recovery.max_interruptions says
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,10 @@ class Disturber:
         self.ours: set[int] = set()
         self.down_since: float | None = None
         self.step = -1
+        self.deaths_at_step = 0
         self.finished = False
         self.news = threading.Condition()
+        self.planning = threading.Lock()
 
     def attach(self, served: Served) -> None:
         self.served = served
@@ -109,24 +112,28 @@ class Disturber:
 
     def plan(self, role: str) -> None:
         assert self.served is not None
-        with self.tally.lock:
-            rare = sorted(self.tally.never_hit)
-        if self.arm_all:
-            armed = {point: 1 if self.random.random() < 0.7 else 2 + self.random.randrange(3) for point in rare}
-        elif self.random.random() < self.share_at_points:
-            points = self.random.sample(failpoints.points(), 4) + self.random.sample(rare, min(4, len(rare)))
-            armed = {point: 1 if point in rare else 1 + int(self.random.expovariate(1 / 6)) for point in points}
-        else:
-            armed = {}
-        self.served.arm(role, ";".join([f"log={self.log}", *(f"{point}=kill@{at}" for point, at in armed.items())]))
+        with self.planning:
+            with self.tally.lock:
+                rare = sorted(self.tally.never_hit)
+            if self.deaths_at_step >= _DEATHS_PER_STEP:
+                armed = {}
+            elif self.arm_all:
+                armed = dict.fromkeys(rare, 1)  # some are passed once in a run
+            elif self.random.random() < self.share_at_points:
+                points = self.random.sample(failpoints.points(), 4) + self.random.sample(rare, min(4, len(rare)))
+                armed = {point: 1 if point in rare else 1 + int(self.random.expovariate(1 / 6)) for point in points}
+            else:
+                armed = {}
+            self.served.arm(role, ";".join([f"log={self.log}", *(f"{point}=kill@{at}" for point, at in armed.items())]))
 
     def heard(self, event: Event) -> None:
         """Runs where births and deaths are heard of, one at a time."""
-        if event.what == "born":
-            self.plan(event.role)
-        elif event.killed and event.pid not in self.ours:
+        if event.killed:
+            self.deaths_at_step += 1
+        if event.killed and event.pid not in self.ours:
             for point in self.new_points():
                 self.tally.add(point)
+        self.plan(event.role)  # at a death once more: where it died is done
         if event.killed:
             self.down_since = event.at_s
 
@@ -145,7 +152,7 @@ class Disturber:
 
     def at_step(self, number: int) -> None:
         with self.news:
-            self.step = number
+            self.step, self.deaths_at_step = number, 0
             self.news.notify_all()
 
     def kill_at_moments(self, moments: list[tuple[int, float, tuple[str, ...]]]) -> None:
