@@ -22,11 +22,12 @@ demo: $(VENV)/.demo-installed ## Train a tiny model with an ordinary Tinker scri
 
 setup: $(VENV)/.dev-installed ## Create the development environment
 
-# Processes that share the tests, a file each: what a file's tests share (engines, compiled programs) is made once.
+# Processes that share the tests, a file each: what a file's tests share (engines, compiled programs) is made once. The
+# longest files come first (conftest.py).
 TEST_PROCESSES ?= 2
 
 test: $(VENV)/.dev-installed ## Run every test that needs no accelerator; sets up everything it needs
-	$(BIN)/python -m pytest -m "not gpu and not crash" -n $(TEST_PROCESSES) --dist loadfile --durations=15
+	$(BIN)/python -m pytest -m "not gpu and not crash" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=30
 
 check: $(VENV)/.dev-installed ## Ruff, mypy, import contracts, documentation and the fast tests
 	$(BIN)/ruff check

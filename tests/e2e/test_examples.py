@@ -16,7 +16,7 @@ import pytest
 from tinsmith.tiny_model import TinyShape, write_tiny_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LIMIT_S = 280
+LIMIT_S = 600
 
 pytestmark = pytest.mark.slow
 

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 20
 KILLS = 10
-WAIT_S = 120
+WAIT_S = 240
 
 
 class Served:

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = (ROOT / "docs" / "tutorial" / "first-backend.md").read_text()
-LIMIT_S = 280
+LIMIT_S = 600
 CONFIG = """\
 server: {port: 0, data_dir: data}
 models:

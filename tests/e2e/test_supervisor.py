@@ -292,7 +292,7 @@ async def test_an_engine_ends_with_its_supervisor(tmp_path: Path, store: SqlStor
         engine = psutil.Process((await ready(store)).pid)
         os.kill(process.pid, signal.SIGKILL)
         await process.wait()
-        await asyncio.to_thread(engine.wait, WAIT_S)
+        await end_of(engine)
     finally:
         if process.returncode is None:
             process.kill()
