@@ -49,7 +49,9 @@ class Capabilities:
     losses: frozenset[str] = frozenset()
     max_lora_rank: int = 0  # 0 = no LoRA
     lora_targets: frozenset[Literal["attn", "mlp", "unembed"]] = frozenset()
-    full_fine_tuning: bool = False  # rank 0: all weights of the base model are trained
+    full_fine_tuning: bool = (
+        False  # rank 0: all weights of the model are trained; of a sampler: it takes such snapshots
+    )
     max_targets_per_token: int = 1  # K of [T, K] targets
     modalities: frozenset[Literal["text", "image"]] = frozenset({"text"})
     device: str = ""  # what it computes on, for people: "cpu", "NVIDIA H200"

@@ -16,7 +16,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import ModelState, SamplingBackend, Snapshot, TrainingBackend
 from tinsmith.checkpoint_files import CheckpointFiles
 from tinsmith.consistency_gate import ConsistencyGate, refusal
-from tinsmith.errors import OutOfMemoryError, ServerError, TinsmithError, UserError
+from tinsmith.errors import OutOfMemoryError, ServerError, TinsmithError, UnsupportedError, UserError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.settings import ConsistencySettings
 from tinsmith.snapshots import Snapshots
@@ -74,6 +74,7 @@ class Execution:
         self._base_model = base_model
         self._backend = backend
         self._snapshots = snapshots
+        self._samples_full_models = sampler is not None and sampler.capabilities.full_fine_tuning
         self._gate = None if sampler is None else ConsistencyGate(backend, sampler, consistency, call=self._call)
         self._files = files
         self._thread = thread
@@ -275,6 +276,14 @@ class Execution:
         if ephemeral_id is not None and self._snapshots is None:
             msg = "this base model cannot be sampled from: it has no sampler; save with a name instead"
             raise UserError(msg)
+        snapshots = self._snapshots_of(operation.model_id)
+        if ephemeral_id is not None and snapshots is None:
+            msg = (
+                "this base model's sampler takes LoRA adapters, and all weights of this model are trained (LoRA rank "
+                "0); save with a name instead: the checkpoint is a Hugging Face directory, to be served as a model of "
+                "its own"
+            )
+            raise UnsupportedError(msg)
         snapshot_id = ephemeral_id or operation.path
         assert snapshot_id is not None
         snapshot = await self._call(partial(self._backend.publish, operation.model_id, snapshot_id))
@@ -292,8 +301,8 @@ class Execution:
             effects.append(CheckpointWritten(record=written))
             size = written.size_bytes
         found: ops.Consistency | None = None
-        if self._snapshots is not None:
-            await self._snapshots.add(
+        if snapshots is not None:
+            await snapshots.add(
                 snapshot, model_id=operation.model_id, persisted=ephemeral_id is None, base_model=self._base_model
             )
             found = await self._check(operation.model_id, snapshot)
@@ -306,6 +315,10 @@ class Execution:
             path=operation.path, sampling_session_id=ephemeral_id, size_bytes=size, consistency=found
         )
         return Outcome(result=saved, effects=tuple(effects), consistency=found)
+
+    def _snapshots_of(self, model_id: str) -> Snapshots | None:
+        """Return where the model's snapshots go to be sampled; None where the sampler cannot take them."""
+        return self._snapshots if self._models[model_id].rank or self._samples_full_models else None
 
     async def _check(self, model_id: str, snapshot: Snapshot) -> ops.Consistency | None:
         """Compare trainer and sampler. The model is busy: it does not train meanwhile."""

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,20 @@ import pytest
 
 from tinsmith import operations as ops
 from tinsmith import store_retries
-from tinsmith.backend import BackendContext, Snapshot
+from tinsmith.backend import BackendContext, Capabilities, Snapshot
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.checkpoints import delete_checkpoint, read_checkpoint
 from tinsmith.engine import Engine, EngineFailedError
-from tinsmith.errors import StoreError, UserError
+from tinsmith.errors import StoreError, UnsupportedError, UserError
 from tinsmith.events import OperationFinished
 from tinsmith.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import Lease, OperationRecord, OperationState, RunState, StoreContext
+from tinsmith.testing.contract import assert_same_arrays
 from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, take_over
+from tinsmith.tinker_path import TinkerPath
 
 LOSSES = {loss.name: loss for loss in BUILTIN_LOSSES}
 ADAM = ops.AdamParams(learning_rate=0.01)
@@ -100,13 +102,13 @@ class Setup:
 
     async def make_engine(self, **settings: Any) -> Engine:
         self.engines += 1
-        values: dict[str, Any] = {"gap_timeout_s": 600.0, "resident_snapshots": 8, **settings}
+        defaults = {"gap_timeout_s": 600.0, "resident_snapshots": 8, "sampler": self.backend}
+        values: dict[str, Any] = {**defaults, **settings}
         return Engine(
             lease=await take_over(self.store, "toy"),
             store=self.store,
             scheduler=FairScheduler(FairConfig()),
             backend=self.backend,
-            sampler=self.backend,
             losses=LOSSES,
             checkpoint_root=self.data_dir / "checkpoints",
             on_finished=self.note,
@@ -346,6 +348,40 @@ async def test_a_persisted_snapshot_outlives_the_engine(setup: Setup, client: En
     setup.backend = WatchedBackend(tmp_path)
     async with setup.running():
         assert await tokens_of(client, a_sample(client, path)) == before
+
+
+class AdapterSampler(WatchedBackend):
+    """Samples from adapters alone, as samplers that hold one base model do."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, full_fine_tuning=False)
+
+    async def load_snapshot(self, snapshot: Snapshot) -> None:
+        if snapshot.lora.rank == 0:
+            raise UnsupportedError("adapters only")
+        await super().load_snapshot(snapshot)
+
+
+async def test_a_fully_trained_model_is_saved_where_it_cannot_be_sampled(
+    setup: Setup, client: EngineDriver, tmp_path: Path
+) -> None:
+    """A name gives a whole checkpoint, for another server; to sample from it here is refused, and so is no name."""
+    path, model_id = client.path("x", "sampler_weights"), "s1:train:0"
+    sampler = AdapterSampler(tmp_path)
+    async with setup.running(sampler=sampler):
+        await client.create_model(rank=0)
+        await train(client)
+        saved = await client.run(ops.SaveForSampler(model_id=model_id, path=path))
+        assert isinstance(saved, ops.WeightsSaved), saved
+        state = read_checkpoint(setup.data_dir / "checkpoints", TinkerPath.parse(path).directory).state
+        assert_same_arrays(state.weights, setup.backend.capture_state(model_id).weights, "the checkpoint")
+        refused = await client.run(ops.SaveForSampler(model_id=model_id, sampling_session_id="s1:sample:0"))
+        assert isinstance(refused, ops.Failed)
+        assert "save with a name instead" in refused.message
+        sampled = await client.run(a_sample(client, path))
+        assert isinstance(sampled, ops.Failed)
+        assert "adapters only" in sampled.message
 
 
 async def test_a_name_that_was_deleted_and_used_again(setup: Setup, client: EngineDriver) -> None:

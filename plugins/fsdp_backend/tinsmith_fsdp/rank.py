@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ def main() -> None:
     """Run as the launcher's environment says (RANK, WORLD_SIZE, MASTER_ADDR, ...)."""
     _die_with_parent()
     serve(os.environ[CONTROL], bytes(os.environ[KEY], "ascii"))
+    os._exit(0)  # nothing is left to be tidied up, and the interpreter's end takes its time
 
 
 def serve(address: str, key: bytes) -> None:
@@ -43,7 +44,8 @@ def serve(address: str, key: bytes) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     connection.send(Hello(rank=rank, world_size=world_size, pid=os.getpid(), device_type=device.type, device_name=name))
     calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(connection, calls), name="calls", daemon=True).start()
+    served = threading.Event()
+    threading.Thread(target=_read, args=(connection, calls, served), name="calls", daemon=True).start()
     worker = Worker(connection, device)
     while (call := calls.get()) is not None:
         try:
@@ -54,7 +56,9 @@ def serve(address: str, key: bytes) -> None:
             sys.exit(1)
     if dist.is_initialized():
         dist.barrier()  # a rank that leaves first would look like one that died
-    os._exit(0)  # nothing is left to be tidied up, and the interpreter's end takes its time
+    served.set()
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)  # the engine waits for it, and so does the thread that reads
 
 
 class Worker:
@@ -92,14 +96,15 @@ class Worker:
         return base.loaded()
 
 
-def _read(connection: Connection, calls: "queue.SimpleQueue[Call | None]") -> None:
+def _read(connection: Connection, calls: "queue.SimpleQueue[Call | None]", served: threading.Event) -> None:
     """Take calls off the connection; its end is ours, even where the main thread waits for a rank that died."""
     try:
         while True:
-            message: Any = connection.recv()
+            message: Call | None = connection.recv()
             calls.put(message)
     except (EOFError, OSError):
-        os._exit(1)
+        if not served.is_set():
+            os._exit(1)
 
 
 def _connect(address: str, key: bytes) -> Connection:

@@ -15,7 +15,7 @@ from tinsmith_fsdp.ranks import CONTROL, KEY
 
 
 class _Rank:
-    """The actor. It leaves by os._exit when the engine says so or is gone."""
+    """The actor. It has served when the engine says so, and leaves by os._exit when the engine is gone."""
 
     def meeting_point(self) -> tuple[str, int]:
         with socket.create_server(("", 0)) as free:

@@ -156,6 +156,12 @@ class Sampler:
     def _arrays_of(self, snapshot: Snapshot) -> adapters.Adapter:
         if isinstance(snapshot, adapters.JaxSnapshot):
             return snapshot.arrays
+        if snapshot.lora.rank == 0:
+            msg = (
+                f"snapshot {snapshot.snapshot_id!r} holds all weights of a model; the jax sampler takes LoRA adapters. "
+                "Save it under a name: the checkpoint is a Hugging Face directory, to be served as a model of its own"
+            )
+            raise UnsupportedError(msg)
         greatest = self._device.shape.max_lora_rank
         if snapshot.lora.rank > greatest:
             msg = (
