@@ -17,6 +17,7 @@ import inspect
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -181,7 +182,8 @@ def _pass(point: str) -> float:
             os.kill(os.getpid(), signal.SIGKILL)
             signal.pause()  # it takes effect at any moment
         case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # to this thread: one for the process may be taken by another thread, and this one gets further meanwhile
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         case "delay":
             return float(armed.argument)
         case "enospc" | "eio":
