@@ -17,6 +17,7 @@ from tinsmith.tiny_model import TinyShape, write_tiny_model
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "pig_latin.py"
+FULL_SCRIPT = Path(__file__).parent / "fine_tune_fully.py"
 LIMIT_S = 540
 
 
@@ -25,7 +26,7 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.timeout(900)
-def test_pig_latin_on_two_ranks_and_the_jax_sampler(tmp_path: Path) -> None:
+def test_pig_latin_and_full_fine_tuning_on_two_ranks_and_the_jax_sampler(tmp_path: Path) -> None:
     model = tmp_path / "model"
     write_tiny_model(model, TinyShape(num_layers=2))
     settings = {
@@ -45,18 +46,19 @@ def test_pig_latin_on_two_ranks_and_the_jax_sampler(tmp_path: Path) -> None:
         server = subprocess.Popen(command, stderr=log, env=environment(), start_new_session=True)
         try:
             url = wait_for_url(server, tmp_path / "data")
-            done = subprocess.run(
-                [sys.executable, str(SCRIPT), "--base-url", url, "--base-model", "tiny"],
-                capture_output=True,
-                text=True,
-                timeout=LIMIT_S,
-                env=environment(),
-                check=False,
-            )
+            for command in ([str(SCRIPT), "--base-url", url, "--base-model", "tiny"], [str(FULL_SCRIPT), url]):
+                done = subprocess.run(
+                    [sys.executable, *command],
+                    capture_output=True,
+                    text=True,
+                    timeout=LIMIT_S,
+                    env=environment(),
+                    check=False,
+                )
+                assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "log").read_text()
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait(60)
-    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "log").read_text()
 
 
 @pytest.mark.timeout(900)
