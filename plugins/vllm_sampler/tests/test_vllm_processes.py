@@ -216,6 +216,16 @@ def test_settings_that_contradict_each_other(changed: dict[str, object], message
         VllmConfig.model_validate(settings(**changed))
 
 
+@pytest.mark.parametrize(("chosen", "passed", "half_on_cpu"), [(None, 0.9, True), (0.3, 0.3, False)])
+def test_the_share_of_memory_that_was_chosen_stays(
+    tmp_path: Path, chosen: float | None, passed: float, half_on_cpu: bool
+) -> None:
+    config = VllmConfig.model_validate(settings(gpu_memory_utilization=chosen))
+    (launch,) = launches(config, Path("/model"), tmp_path)
+    assert launch.start.engine_args["gpu_memory_utilization"] == passed
+    assert launch.start.half_the_memory_on_cpu is half_on_cpu
+
+
 def test_replicas_get_devices_of_their_own(tmp_path: Path) -> None:
     def devices(**changed: object) -> list[str | None]:
         config = VllmConfig.model_validate(settings(**changed))

@@ -75,6 +75,8 @@ def _engine(start: Start, channel: Channel[ToVllm]) -> Any:
         engine_args["dtype"] = "float32" if cpu else "bfloat16"
     if start.eager_on_cpu:
         engine_args["enforce_eager"] = cpu
+    if start.half_the_memory_on_cpu and cpu:
+        engine_args["gpu_memory_utilization"] = 0.5
     compat.prepare_environment(cpu=cpu, eager=bool(engine_args["enforce_eager"]))
     engine = compat.make_engine(engine_args)
     device, vocab_size, max_model_len, dtype = compat.describe(engine)

@@ -42,8 +42,11 @@ class VllmConfig(BackendConfig):
         None, ge=1, description="adapters in host memory, at least max_loras; default twice max_loras"
     )
     max_lora_rank: LoraRank = Field(32, description="greatest rank of an adapter; memory and time grow with it")
-    gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="share of the device's memory, weights included; leave room for a trainer beside"
+    gpu_memory_utilization: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of the device's memory, weights included; leave room for a trainer; default 0.9, on CPU 0.5",
     )
     kv_cache_bytes: int | None = Field(
         None, ge=1 << 20, description="memory for keys and values; default what gpu_memory_utilization leaves"

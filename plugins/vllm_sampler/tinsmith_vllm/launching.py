@@ -14,6 +14,7 @@ def launches(config: VllmConfig, model_path: Path, cache_dir: Path) -> Iterator[
         engine_args=_engine_args(config, model_path),
         float32_on_cpu=config.dtype is None,
         eager_on_cpu=config.enforce_eager is None,
+        half_the_memory_on_cpu=config.gpu_memory_utilization is None,
     )
     package = package_path(cache_dir)
     for number in range(config.replicas):
@@ -34,7 +35,7 @@ def _engine_args(config: VllmConfig, model_path: Path) -> dict[str, object]:
         "dtype": config.dtype or "auto",
         "tensor_parallel_size": config.tensor_parallel_size,
         "max_num_seqs": config.max_num_seqs,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "gpu_memory_utilization": config.gpu_memory_utilization or 0.9,
         "kv_cache_dtype": config.kv_cache_dtype,
         "enable_prefix_caching": config.prefix_caching,
         "enforce_eager": bool(config.enforce_eager),

@@ -18,8 +18,9 @@ class Start(Message, frozen=True):
     """The first message, once."""
 
     engine_args: dict[str, object]
-    float32_on_cpu: bool  # dtype and eagerness were left open: the child knows the device
+    float32_on_cpu: bool  # dtype, eagerness and memory were left open: the child knows the device
     eager_on_cpu: bool
+    half_the_memory_on_cpu: bool  # it is everybody's there, and vLLM does not start where its share is not free
 
 
 class Load(Message, frozen=True):
