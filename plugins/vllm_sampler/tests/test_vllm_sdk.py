@@ -1,5 +1,6 @@
 """`tinsmith serve` with vLLM beside a JAX and beside an FSDP trainer, used as everybody does: through the SDK."""
 
+import gc
 import json
 import os
 import signal
@@ -84,6 +85,12 @@ def wait_for_url(server: "subprocess.Popen[bytes]", root: Path) -> str:
             return url
         time.sleep(0.1)
     raise AssertionError((root / "log").read_text())
+
+
+@pytest.fixture(autouse=True)
+def _collect_what_the_sdk_left() -> Iterator[None]:
+    yield
+    gc.collect()  # here, where the warning is expected
 
 
 @pytest.fixture
