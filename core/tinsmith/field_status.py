@@ -62,12 +62,14 @@ FIELDS: dict[str, dict[str, Status]] = {
         "model_seq_id": _honoured(),
         "base_model": _honoured("one that is configured, else refused"),
         "user_metadata": _honoured("stored, any JSON values; returned as strings"),
-        "lora_config": _honoured("required: full fine-tuning is refused"),
+        "lora_config": _honoured("required; full fine-tuning is rank 0"),
         "optimizer_config": _honoured("`adamw`; other families are refused"),
         "type": _TAG,
     },
     "LoraConfig": {
-        "rank": _honoured("1 up to the backend's limit, any whole number"),
+        "rank": _honoured(
+            "1 up to the backend's limit, any whole number; 0 is full fine-tuning, where the backend offers it"
+        ),
         "seed": _honoured("drawn from the model id where absent"),
         "train_unembed": _honoured(),
         "train_mlp": _honoured(),
