@@ -14,7 +14,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import BackendContext
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.engine import Engine, EngineFailedError
-from tinsmith.errors import ServerError
+from tinsmith.errors import StoreError
 from tinsmith.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.settings import RecoverySettings
@@ -61,7 +61,7 @@ class MortalStore:
         if self.dead:
             raise KilledError
         msg = "the connection was lost"
-        raise ServerError(msg)
+        raise StoreError(msg)
 
 
 class FragileBackend(ToyBackend):
