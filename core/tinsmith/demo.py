@@ -28,13 +28,14 @@ _START_TIMEOUT_S: Final = 300.0
 _STOP_TIMEOUT_S: Final = 30.0
 _SCRIPT: Final = "pig_latin.py"
 _EXIT_INTERRUPTED: Final = 130
+_INTERRUPTS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_demo(directory: Path, *, backend: str | None = None) -> int:
     """Return the script's exit code, 130 where interrupted. Raise ServerError where the server does not start."""
     console = Console()
     script = find_example(_SCRIPT)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _INTERRUPTS:
         signal.signal(number, _interrupt)
     try:
         with served_tiny_model(console, directory, backend=backend) as (url, base_model):
@@ -75,11 +76,14 @@ def _server(model: Path, directory: Path, backend: str | None) -> Iterator[tuple
     command += ["--data-dir", str(directory / "data"), *(["--backend", backend] if backend else [])]
     with log.open("wb") as output:
         environ = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
-        server = _start(command, output, environ)
+        server: subprocess.Popen[bytes] | None = None
         try:
+            with _interrupted_afterwards():
+                server = _start(command, output, environ)
             yield server, log
         finally:
-            _stop(server)
+            if server is not None:
+                _stop(server)
 
 
 def _start(command: list[str], output: IO[bytes], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -139,18 +143,38 @@ def _readiness(url: str) -> tuple[bool, str]:
 def _run_script(script: Path, url: str, base_model: str) -> int:
     command = [sys.executable, str(script), "--base-url", url, "--base-model", base_model]
     environ = {**os.environ, "TINKER_API_KEY": "tml-demo", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    process = subprocess.Popen(command, env=environ)
+    process: subprocess.Popen[bytes] | None = None
     try:
+        with _interrupted_afterwards():
+            process = subprocess.Popen(command, env=environ)
         return process.wait()
     except KeyboardInterrupt:
-        process.terminate()
-        process.wait(_STOP_TIMEOUT_S)
+        if process is not None:
+            process.terminate()
+            process.wait(_STOP_TIMEOUT_S)
         raise
 
 
 def _tail(log: Path, *, num_lines: int = 15) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return "\n".join(f"  {line}" for line in lines[-num_lines:])
+
+
+@contextmanager
+def _interrupted_afterwards() -> Iterator[None]:
+    """Put SIGINT and SIGTERM off to the end of the block: a Popen they break off forgets the process it has forked.
+
+    The handlers are exchanged, the signals are not blocked: a child would inherit the mask and never hear them.
+    """
+    came: list[int] = []
+    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in _INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt
 
 
 def _interrupt(number: int, frame: object) -> None:

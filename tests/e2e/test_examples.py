@@ -18,6 +18,23 @@ from tinsmith.tiny_model import TinyShape, write_tiny_model
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_S = 600
 
+INTERRUPTED_START = """
+import os, signal, sys
+from pathlib import Path
+from tinsmith import demo
+
+directory, start = Path(sys.argv[1]), demo._start
+
+def interrupted(*args):
+    server = start(*args)
+    (directory / "pid").write_text(str(server.pid))
+    os.kill(os.getpid(), signal.SIGINT)
+    return server
+
+demo._start = interrupted
+sys.exit(demo.run_demo(directory))
+"""
+
 pytestmark = pytest.mark.slow
 
 
@@ -108,3 +125,23 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
     assert demo.wait(LIMIT_S) == 130, rest
     assert "interrupted; everything is stopped" in rest
     assert not psutil.wait_procs(family, 30)[1]
+
+
+def test_a_demo_interrupted_while_it_starts_its_server_stops_it(tmp_path: Path) -> None:
+    """The signal comes when the process is forked and Popen has not returned yet."""
+    script = tmp_path / "demo.py"
+    script.write_text(INTERRUPTED_START)
+    demo = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "demo")],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert demo.returncode == 130, demo.stdout + demo.stderr
+    pid = int((tmp_path / "demo" / "pid").read_text())
+    try:
+        assert not psutil.pid_exists(pid)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
