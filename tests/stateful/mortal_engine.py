@@ -3,7 +3,6 @@
 import asyncio
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -53,7 +52,7 @@ class MortalStore:
         if name in _QUIET or self.dies_in is None:
             return await call(*args, **kwargs)
         self.dies_in -= 1
-        if self.dies_in >= 0 or (name == "claim" and self.how == "unanswered"):  # see docs/explanation/exactly-once.md
+        if self.dies_in >= 0:
             return await call(*args, **kwargs)
         self.dies_in, self.dead = None, self.how != "unanswered"
         if self.how != "before":
@@ -90,6 +89,7 @@ class MortalEngine:
     stopping: asyncio.Event | None = None  # of the engine that lives
     engines: int = 0
     crashed: bool = False  # the last one, by itself
+    interruptions: int = 0  # how many were killed
 
     async def open(self) -> None:
         self.store = self.make_store(self.data_dir)
@@ -164,11 +164,12 @@ class MortalEngine:
         if self.task is None:
             return
         self.crashed = False
-        with suppress(KilledError, asyncio.CancelledError):
-            try:
-                await self.task
-            except EngineFailedError:
-                self.crashed = True
+        try:
+            await self.task
+        except EngineFailedError:
+            self.crashed = True
+        except (KilledError, asyncio.CancelledError):
+            self.interruptions += 1
         self.task = None
         for writer in (self.store._relaxed, self.store._durable):  # type: ignore[attr-defined]  # what it had asked for is in
             await writer.write(lambda _: None)

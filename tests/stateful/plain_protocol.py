@@ -13,6 +13,9 @@ from tinsmith.builtin.toy_backend import ToyBackend
 from tinsmith.codec import encode_operation
 
 POISON = 13  # a token that kills the engine
+KILLED = ops.Failed(message="the engine ended ", category="server")
+"""The answer to what holds POISON, once it has killed MAX_KILLS engines."""
+MAX_KILLS = 3
 
 
 @dataclass
@@ -76,7 +79,7 @@ class PlainModel:
                 self.backend.create_model(operation)
                 return ops.ModelCreated(model_id=self.model_id)
             case ops.ForwardBackward() if any(POISON in datum.tokens_T for datum in operation.data):
-                return ops.Failed(message="the engine ended 3 times", category="server")
+                return KILLED
             case ops.Forward():
                 return self.backend.forward([operation])[0]
             case ops.ForwardBackward():

@@ -1,6 +1,7 @@
 """Clients, deaths and retries in any order: every answer and every final state is what the plain protocol says."""
 
 import asyncio
+import re
 import tempfile
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from mortal_engine import MortalEngine, a_backend, copied
-from plain_protocol import POISON, Entry, PlainModel
+from plain_protocol import KILLED, MAX_KILLS, POISON, Entry, PlainModel
 
 from tinsmith import operations as ops
 from tinsmith.builtin.toy_backend import ToyBackend
@@ -256,8 +257,11 @@ class Protocol(RuleBasedStateMachine):
     def _compare(self, entry: Entry) -> None:
         assert entry.answer is not None
         record = self._finished(entry.request_id)
-        if record is not None:
-            compare(record, entry.answer)
+        if record is None:
+            return
+        compare(record, entry.answer)
+        if entry.answer is KILLED:
+            assert MAX_KILLS <= deaths_of(record) <= MAX_KILLS + self.world.interruptions
 
     def _compare_sample(self, number: int) -> None:
         request_id, answer, cancelled = self.samples[number]
@@ -304,9 +308,8 @@ class Protocol(RuleBasedStateMachine):
     def _score_once_more(self) -> None:
         """Something to wait for, so that an engine lives and has recovered. The first model's session never ends."""
         model = self.plain[0]
-        seq_id = model.next_seq_id
-        self._send(0, seq_id, an_operation(model.model_id, "score", [1]))
-        self._compare(model.entries[seq_id])
+        self._send(0, model.next_seq_id, an_operation(model.model_id, "score", [1]))
+        self._drain()  # its number may have been the one for which others waited
 
     def _compare_states(self) -> None:
         for model in self.plain:
@@ -331,6 +334,17 @@ def compare(record: OperationRecord, answer: ops.Result) -> None:
             assert (found.path, found.sampling_session_id) == (answer.path, answer.sampling_session_id)
         case _:
             assert encode_result(found) == encode_result(answer), (answer, found)
+
+
+def deaths_of(record: OperationRecord) -> int:
+    """Return how many engines are said to have ended while it ran, those included that were killed at that moment."""
+    assert record.result_kind is not None
+    assert record.result is not None
+    found = decode_result(record.result_kind, record.result)
+    assert isinstance(found, ops.Failed)
+    times = re.search(r"the engine ended (\d+) times", found.message)
+    assert times is not None, found
+    return int(times[1])
 
 
 def bits(backend: ToyBackend, model_id: str) -> dict[str, Any]:
