@@ -1,9 +1,10 @@
 """Directories that appear, are replaced and disappear whole, below one root that no name can leave.
 
-Beside `<name>` there may be, after a crash, `.<name>.new-*` (half written: ignored, removed by the next write),
+Beside `<name>` there may be, after a crash, `.<name>.new-<epoch>-*` (half written: ignored, removed by the next write),
 `.<name>.old` (being replaced: stands in for a missing `<name>`), `.<name>.deleted-*` (ignored, removed later) and
 `.made-*` (half written by `write_new`; `sweep` removes them). All calls of `write` below one parent directory come from
-one process at a time; readers, deletions and `write_new` may be anywhere.
+one process at a time; one that was stopped, and goes on after another has taken over, leaves what that one is writing
+under its higher epoch. Readers, deletions and `write_new` may be anywhere.
 """
 
 import errno
@@ -19,9 +20,10 @@ from typing import Final
 from tinsmith.errors import NotFoundError, ServerError, UserError
 from tinsmith.failpoints import durable_boundary
 
-_LEFTOVERS: Final = (".*.new-*", ".*.deleted-*", ".made-*")
+_NEW: Final = ".new-"
+_LEFTOVERS: Final = (f".*{_NEW}*", ".*.deleted-*", ".made-*")
 _LEFT_BEHIND_S: Final = 3600.0
-_TRIES: Final = 100  # of making a directory whose parents are being removed
+_TRIES: Final = 100  # of what another process undoes
 
 
 def locate(root: Path, directory: str) -> Path:
@@ -48,22 +50,23 @@ def find(root: Path, directory: str) -> Path:
     raise NotFoundError(msg)
 
 
-def write(root: Path, directory: str, fill: Callable[[Path], None], *, overwrite: bool) -> None:
+def write(root: Path, directory: str, fill: Callable[[Path], None], *, overwrite: bool, epoch: int = 0) -> None:
     """Let `fill` write files into a new directory, make them durable, and put it at `directory` in one rename.
 
+    `epoch` is that of the lease under which the process writes; whoever comes later has a higher one.
     Raise UserError where it exists and not `overwrite`, ServerError where the disk refuses; then nothing has changed.
     """
     target = locate(root, directory)
     with _disk_errors_named(directory, "written"):
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _repair(target.parent)
+        _repair(target.parent, epoch)
         if target.exists() and not overwrite:
             msg = (
                 f"checkpoint 'tinker://{directory}' exists already; choose another name, or pass overwrite=True to "
                 "replace it"
             )
             raise UserError(msg)
-        fresh = _make_beside(target, f".{target.name}.new-")
+        fresh = _make_beside(target, f".{target.name}{_NEW}{epoch}-")
         try:
             _fill(fill, fresh)
             _sync(fresh)
@@ -168,9 +171,16 @@ def _sync(fresh: Path) -> None:
 
 def _replace(target: Path, fresh: Path) -> None:
     """Put `fresh` at `target`. Between the two renames `find` answers with the old version."""
-    if target.exists():
-        _set_aside(target)
-    _put(target, fresh)
+    for _ in range(_TRIES):
+        if target.exists():
+            _set_aside(target)
+        try:
+            return _put(target, fresh)
+        except OSError:
+            if not target.exists():
+                raise
+    msg = f"{target} is put back as often as it is set aside"  # by processes that clean up, as after a crash
+    raise OSError(msg)
 
 
 @durable_boundary("directory.set_aside")
@@ -189,17 +199,22 @@ def _sync_parents(root: Path, target: Path) -> None:
         _fsync(root / parent)
 
 
-def _repair(parent: Path) -> None:
-    """Undo or finish what a crash left among the children of `parent`."""
+def _repair(parent: Path, epoch: int) -> None:
+    """Undo or finish what a crash left among the children of `parent`. Under a higher epoch somebody is writing."""
     for leftover in parent.glob(".*.old"):
         target = leftover.with_name(leftover.name.removeprefix(".").removesuffix(".old"))
         if target.exists():
             shutil.rmtree(leftover, ignore_errors=True)
         else:
             leftover.rename(target)
-    for pattern in (".*.new-*", ".*.deleted-*"):
-        for leftover in parent.glob(pattern):
-            shutil.rmtree(leftover, ignore_errors=True)
+    doomed = [path for path in parent.glob(f".*{_NEW}*") if _epoch_of(path) <= epoch]
+    for leftover in (*doomed, *parent.glob(".*.deleted-*")):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _epoch_of(half_written: Path) -> int:
+    number, dash, _ = half_written.name.rpartition(_NEW)[2].partition("-")
+    return int(number) if dash else 0
 
 
 def _fsync(path: Path) -> None:

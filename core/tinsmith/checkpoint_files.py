@@ -24,11 +24,16 @@ class CheckpointFiles:
         *,
         base_model: str,
         is_recorded: Callable[[str], Awaitable[bool]],
+        epoch: int = 0,
         model_path: Path | None = None,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        """`is_recorded` says whether the store knows a checkpoint of this path; `model_path` is the base model's."""
+        """`is_recorded` says whether the store knows a checkpoint of this path; `epoch` is the lease's.
+
+        `model_path` is the base model's.
+        """
         self._root = root
+        self._epoch = epoch
         self._base_model = base_model
         self._model_path = model_path
         self._shard_bytes = shard_bytes
@@ -59,6 +64,7 @@ class CheckpointFiles:
             user_metadata=user_metadata or {},
             created_at=now,
             overwrite=overwrite,
+            epoch=self._epoch,
             model_path=self._model_path,
             shard_bytes=self._shard_bytes,
         )

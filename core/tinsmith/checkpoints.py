@@ -92,6 +92,7 @@ def write_checkpoint(  # noqa: PLR0913 - what a checkpoint says, and how it is p
     created_at: datetime,
     overwrite: bool,
     beside_others: bool = False,
+    epoch: int = 0,
     model_path: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
@@ -99,6 +100,8 @@ def write_checkpoint(  # noqa: PLR0913 - what a checkpoint says, and how it is p
 
     Of a fully fine-tuned model tensors are read one at a time, so its mappings may be lazy; `model_path` is the base
     model's directory, whose configuration and tokenizer are copied.
+
+    `epoch` is that of the lease under which an engine writes.
 
     With `beside_others` other processes may be writing below the same parent; nothing can be overwritten then. Raise
     UserError where the directory exists and not `overwrite`; ServerError where the state is malformed or the disk
@@ -129,7 +132,7 @@ def write_checkpoint(  # noqa: PLR0913 - what a checkpoint says, and how it is p
         assert not overwrite
         atomic_directory.write_new(root, directory, fill)
     else:
-        atomic_directory.write(root, directory, fill, overwrite=overwrite)
+        atomic_directory.write(root, directory, fill, overwrite=overwrite, epoch=epoch)
     return sum(sizes)
 
 

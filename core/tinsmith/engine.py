@@ -97,7 +97,11 @@ class Engine:
         self._snapshots: Snapshots | None = None
         if sampler is not None:
             self._snapshots = Snapshots(
-                sampler, checkpoint_root=checkpoint_root, spill_root=spilled, max_resident=resident_snapshots
+                sampler,
+                checkpoint_root=checkpoint_root,
+                spill_root=spilled,
+                max_resident=resident_snapshots,
+                epoch=lease.epoch,
             )
         self._execution = Execution(
             base_model=base_model,
@@ -107,6 +111,7 @@ class Engine:
                 checkpoint_root,
                 base_model=base_model,
                 is_recorded=self._is_recorded,
+                epoch=lease.epoch,
                 model_path=model_path,
                 shard_bytes=shard_bytes,
             ),

@@ -37,8 +37,11 @@ class Snapshots:
     is their tinker:// path) are read from their checkpoint whenever they are asked for.
     """
 
-    def __init__(self, sampler: SamplingBackend, *, checkpoint_root: Path, spill_root: Path, max_resident: int) -> None:
+    def __init__(
+        self, sampler: SamplingBackend, *, checkpoint_root: Path, spill_root: Path, max_resident: int, epoch: int
+    ) -> None:
         self._sampler = sampler
+        self._epoch = epoch
         self._checkpoint_root = checkpoint_root
         self._spill_root = spill_root
         self._max_resident = max_resident
@@ -176,4 +179,5 @@ class Snapshots:
             user_metadata={},
             created_at=datetime.now(UTC),
             overwrite=True,
+            epoch=self._epoch,
         )

@@ -85,6 +85,7 @@ class TrainingSnapshots:
             user_metadata={},
             created_at=now,
             overwrite=True,
+            epoch=self._lease.epoch,
         )
         async with self._models.setdefault(model_id, _Model()).writing:
             size = await asyncio.to_thread(write, self._root, directory)
