@@ -549,7 +549,10 @@ class RequestStore(ABC):
 
     @abstractmethod
     async def fail_gaps(self, base_model: str, *, older_than: datetime) -> int:
-        """Fail what has waited since before `older_than` behind a missing seq_id, naming it; move the model past."""
+        """Fail what has waited since before `older_than` behind a missing seq_id, naming it; move the model past.
+
+        It asks for no lease: the log alone decides, and nothing of a model changes while an operation of it runs.
+        """
 
     @abstractmethod
     async def wait_for_work(self, base_model: str, timeout_s: float) -> None:

@@ -6,7 +6,7 @@ BOUNDS = {
     # every rule once, in a few seconds
     "small:takeover": Bounds(programs=("tt", "t"), faults=Faults(crashes=1, takeovers=1), in_order=True),
     "small:answers": Bounds(programs=("tt", "s"), faults=Faults(takeovers=1, lost_answers=1), in_order=True),
-    "small:gaps": Bounds(programs=("trtt",), faults=Faults(crashes=1, stops=1)),
+    "small:gaps": Bounds(programs=("trtt",), faults=Faults(crashes=1, stops=1, takeovers=1)),
     "small:poison": Bounds(programs=("pt", "t"), faults=Faults(crashes=1), in_order=True),
     "small:snapshots": Bounds(programs=("tt",), faults=Faults(crashes=1, takeovers=1), keep=1, in_order=True),
     "small:damage": Bounds(programs=("ttt",), faults=Faults(crashes=1, damages=1), keep=2, in_order=True),
