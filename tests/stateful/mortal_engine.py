@@ -1,12 +1,12 @@
 """A real store and a real engine, whose engine dies before or after any call of the store, and is started again."""
 
 import asyncio
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from example_databases import Databases
 from plain_protocol import POISON
 
 from tinsmith import operations as ops
@@ -81,7 +81,7 @@ class MortalEngine:
     """One engine after the other, as a supervisor starts them."""
 
     data_dir: Path
-    make_store: Callable[[Path], RequestStore]
+    databases: Databases
     store: RequestStore = field(init=False)
     backend: ToyBackend = field(init=False)
     seen: MortalStore | None = None
@@ -92,7 +92,7 @@ class MortalEngine:
     interruptions: int = 0  # how many were killed
 
     async def open(self) -> None:
-        self.store = self.make_store(self.data_dir)
+        self.store = self.databases.store(self.data_dir)
         await self.store.open()
 
     async def close(self) -> None:
@@ -186,8 +186,3 @@ class MortalEngine:
                     return waiting.result()
                 waiting.cancel()
                 await asyncio.wait([waiting])
-
-
-def copied(template: Path, to: Path) -> Path:
-    shutil.copytree(template, to, dirs_exist_ok=True)
-    return to

@@ -3,26 +3,27 @@
 import asyncio
 import re
 import tempfile
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from example_databases import Databases, PostgresTables, SqliteFiles
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from mortal_engine import MortalEngine, a_backend, copied
+from mortal_engine import MortalEngine, a_backend
 from plain_protocol import KILLED, MAX_KILLS, POISON, Entry, PlainModel
 
 from tinsmith import operations as ops
 from tinsmith.builtin.toy_backend import ToyBackend
 from tinsmith.codec import decode_result, encode_result
 from tinsmith.errors import ConflictError, ResultExpiredError, UserError
-from tinsmith.sql_store.config import SqlStoreConfig
-from tinsmith.sql_store.store import SqlStore
-from tinsmith.store import OperationRecord, OperationState, RequestStore, StoreContext
+from tinsmith.store import OperationRecord, OperationState
 from tinsmith.testing.engine_driver import EngineDriver
+from tinsmith.testing.postgres import Postgres
 
 NUM_MODELS = 2
 LATER = timedelta(hours=1)
@@ -41,10 +42,6 @@ CONTENTS = st.one_of(
     st.tuples(st.just("publish"), NAMES),
     st.tuples(st.just("poison"), st.none()),
 )
-
-
-def make_sqlite(data_dir: Path) -> RequestStore:
-    return SqlStore(SqlStoreConfig(synchronous="off", safety_poll_s=600.0), StoreContext(data_dir=data_dir))
 
 
 def an_operation(model_id: str, kind: str, value: Any) -> ops.Operation:
@@ -74,14 +71,15 @@ def a_datum(tokens: list[int]) -> ops.Datum:
 
 
 class Protocol(RuleBasedStateMachine):
-    template: ClassVar[Path]  # a directory with an empty database
+    databases: ClassVar[Databases]
 
     @initialize()
     def begin(self) -> None:
         self.runner = asyncio.Runner()
         self.directory = tempfile.TemporaryDirectory()
-        data_dir = copied(self.template, Path(self.directory.name) / "data")
-        self.world = MortalEngine(data_dir, make_sqlite)
+        data_dir = Path(self.directory.name) / "data"
+        self.databases.empty(data_dir)
+        self.world = MortalEngine(data_dir, self.databases)
         self.runner.run(self.world.open())
         reference = a_backend(ToyBackend, data_dir)
         self.plain: list[PlainModel] = []
@@ -320,6 +318,15 @@ class Protocol(RuleBasedStateMachine):
                 assert bits(self.world.backend, model.model_id) == bits(model.backend, model.model_id)
 
 
+class ProtocolOnPostgres(Protocol):
+    databases: ClassVar[PostgresTables]
+
+    @rule()
+    def break_connections(self) -> None:
+        """Of the server and of the engine, which notice nothing but delay."""
+        self.databases.break_connections()
+
+
 def compare(record: OperationRecord, answer: ops.Result) -> None:
     assert record.result_kind is not None
     assert record.result is not None
@@ -355,31 +362,40 @@ def bits(backend: ToyBackend, model_id: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty database is the same for every example."""
-    directory = tmp_path_factory.mktemp("template")
-
-    async def make() -> None:
-        store = make_sqlite(directory)
-        await store.open()
-        await store.close()
-
-    asyncio.run(make())
-    return directory
+def on_sqlite(tmp_path_factory: pytest.TempPathFactory) -> type[Protocol]:
+    return type("OnSqlite", (Protocol,), {"databases": SqliteFiles(tmp_path_factory.mktemp("template"))})
 
 
-def check(template: Path, **more: Any) -> None:
-    machine = type("SqliteProtocol", (Protocol,), {"template": template})
+@pytest.fixture(scope="module")
+def on_postgres(postgres: Postgres) -> Iterator[type[Protocol]]:
+    databases = PostgresTables(postgres.new_database())
+    yield type("OnPostgres", (ProtocolOnPostgres,), {"databases": databases})
+    databases.close()
+
+
+def check(machine: type[Protocol], **more: Any) -> None:
     profile = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None, print_blob=True, **more)
     run_state_machine_as_test(machine, settings=profile)
 
 
-def test_every_answer_is_what_the_protocol_says(template: Path) -> None:
-    """Without shrinking: where something hangs, every attempt at it would take a minute. The long one shrinks."""
-    check(template, max_examples=20, stateful_step_count=30, derandomize=True, phases=[Phase.generate])
+# The short ones do not shrink: where something hangs, every attempt at it would take a minute. The long ones do.
+
+
+def test_every_answer_is_what_the_protocol_says(on_sqlite: type[Protocol]) -> None:
+    check(on_sqlite, max_examples=20, stateful_step_count=30, derandomize=True, phases=[Phase.generate])
+
+
+def test_every_answer_on_postgres_is_what_the_protocol_says(on_postgres: type[Protocol]) -> None:
+    check(on_postgres, max_examples=12, stateful_step_count=30, derandomize=True, phases=[Phase.generate])
 
 
 @pytest.mark.crash
 @pytest.mark.timeout(3600)
-def test_every_answer_is_what_the_protocol_says_at_length(template: Path) -> None:
-    check(template, max_examples=1000, stateful_step_count=60)
+def test_every_answer_is_what_the_protocol_says_at_length(on_sqlite: type[Protocol]) -> None:
+    check(on_sqlite, max_examples=1000, stateful_step_count=60)
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(3600)
+def test_every_answer_on_postgres_is_what_the_protocol_says_at_length(on_postgres: type[Protocol]) -> None:
+    check(on_postgres, max_examples=250, stateful_step_count=60)
