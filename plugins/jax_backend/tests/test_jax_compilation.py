@@ -150,6 +150,44 @@ def test_progress_tells_of_loading_and_compiling(tiny_models: Mapping[str, Path]
     assert told == [("compiling", None)]
 
 
+@pytest.mark.slow
+def test_programs_that_a_killed_engine_had_half_written_are_compiled_again(
+    tiny_models: Mapping[str, Path], jax_cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the same numbers, and once: JAX alone would warn, compile and leave the damage there at every start."""
+    compiled, op = jax_cache / "compiled", make_op("m", 0, (5, 60))
+
+    def start_and_score() -> Mapping[str, Array]:
+        backend = make_backend(tiny_models["qwen3"], jax_cache)
+        add_model(backend, "m", LoraConfig(rank=4, seed=1), random_B=True)
+        (scored,) = backend.forward([Forward(model_id="m", data=op.data)])
+        return scored.loss_fn_outputs[0]
+
+    start_and_score()  # JAX has its directory now
+    aside = {entry: entry.rename(tmp_path / entry.name) for entry in compiled.iterdir()}
+    expected = start_and_score()
+    whole = {entry: entry.read_bytes() for entry in compiled.iterdir()}
+    assert whole
+    for damage in (
+        lambda data: data[:0],
+        lambda data: data[:8],
+        lambda data: data[: len(data) // 2],
+        lambda data: data[:-1],
+        lambda data: bytes(len(data)),  # a file system that lost its power may leave zeros
+    ):
+        for entry, data in whole.items():
+            entry.write_bytes(damage(data))
+        caplog.clear()
+        assert_same_bits(start_and_score(), expected)
+        assert [f"removed {len(whole)} of the compiled programs" in message for message in caplog.messages] == [True]
+        caplog.clear()
+        assert_same_bits(start_and_score(), expected)
+        assert caplog.messages == []
+        assert {entry.name for entry in compiled.iterdir()} == {entry.name for entry in whole}
+    for entry, moved in aside.items():
+        moved.rename(entry)
+
+
 def test_two_askers_wait_for_one_compilation() -> None:
     started, go_on = threading.Event(), threading.Event()
     made: list[int] = []

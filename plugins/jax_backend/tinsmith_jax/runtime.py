@@ -3,11 +3,17 @@
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import jax
+from jax._src import compilation_cache  # for how entries are packed, which nothing public says
 
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.model_config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+_COMPILE_TIME_BYTES: Final = 4  # an entry begins with them; a program follows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +40,31 @@ def prepare(cache_dir: Path) -> None:
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
     compiled = cache_dir / "compiled"
     compiled.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _remove_damaged(compiled)
     jax.config.update("jax_compilation_cache_dir", str(compiled))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _remove_damaged(compiled: Path) -> None:
+    """Remove programs that whoever was killed had not written to their end.
+
+    JAX writes them in place, refuses to read such a one, and never replaces it: it would compile it at every start.
+    """
+    damaged = [entry for entry in compiled.iterdir() if entry.is_file() and not _is_whole(entry)]
+    for entry in damaged:
+        entry.unlink(missing_ok=True)
+    if damaged:
+        told = "removed %d of the compiled programs in %s, which were damaged: they are compiled again"
+        logger.warning(told, len(damaged), compiled)
+
+
+def _is_whole(entry: Path) -> bool:
+    try:
+        unpacked = compilation_cache.decompress_executable(entry.read_bytes())
+    except Exception:  # noqa: BLE001  (of whichever library packs; what it is does not matter)
+        return False
+    return len(unpacked) > _COMPILE_TIME_BYTES
 
 
 def decide(config: JaxConfig, model: ModelConfig) -> Limits:
