@@ -1,11 +1,12 @@
 """The fsdp backend as the engine sees it: checks, deals out and collects. The ranks compute."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from tinsmith.backend import BackendContext, Capabilities, HostSnapshot, ModelState, Snapshot, TrainingBackend
-from tinsmith.errors import CapacityError, ConfigError, NotFoundError, UserError
+from tinsmith.errors import CapacityError, ConfigError, NotFoundError, OutOfMemoryError, ServerError, UserError
 from tinsmith.operations import (
     Array,
     CreateModel,
@@ -22,10 +23,12 @@ from tinsmith_fsdp.architecture import read_architecture
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.full_state import FullModelState
 from tinsmith_fsdp.layout import AdapterLayout
-from tinsmith_fsdp.messages import AdapterState, Hello, Scored, Segment, Setup, Step
+from tinsmith_fsdp.messages import AdapterState, FullyLoaded, Hello, NotMade, Scored, Segment, Setup, Step
 from tinsmith_fsdp.ranks import Ranks
 
 _MAX_TARGETS = 128  # per token; [T, K] arrays of a micro-batch must fit
+_ITEM = {"float32": 4, "bfloat16": 2}  # bytes of a number of the base
+_FULL_BYTES = 16  # of a fully trained weight with its gradient and moments
 FAST_ISOLATION_ERROR = 1e-4  # a bound that test_fsdp_modes.py holds on CPU in float32; on GPUs nobody has looked
 
 
@@ -121,7 +124,8 @@ class FsdpBackend(TrainingBackend):
             allowed = f"1 to {self._config.max_lora_rank}, the backend's max_lora_rank"
             msg = f"LoRA rank {op.lora.rank} is not served: allowed are {allowed}"
             raise UserError(msg)
-        self.ranks.call("create_model", op.model_id, op.lora)
+        remedy = "end a session that has a model, or ask for a smaller rank"
+        self._make("create_model", op, op.lora, what=f"a model of LoRA rank {op.lora.rank}", remedy=remedy)
         self._models[op.model_id] = AdapterLayout(op.lora, self.architecture)
 
     def _create_full(self, op: CreateModel) -> None:
@@ -132,7 +136,28 @@ class FsdpBackend(TrainingBackend):
                 f"{limit}; end the session that has one, raise the setting, or train a LoRA adapter"
             )
             raise CapacityError(msg)
-        self._models[op.model_id] = FullModelState(op.model_id, op.lora, self.ranks, self._spool_directory)
+        base = self.loaded[0]
+        weights = base.total_bytes // _ITEM[self._setup.dtype]
+        size = f"{weights * _FULL_BYTES / 2**30:.2f} GiB over all {len(self.loaded)} ranks"
+        what = f"a model of LoRA rank 0 (full fine-tuning): {weights} weights take {size}, {_FULL_BYTES} bytes each"
+        remedy = "end a session that has a model, use more ranks, or train a LoRA adapter"
+        made: list[FullyLoaded] = self._make("create_full_model", op, what=what, remedy=remedy)
+        self._models[op.model_id] = FullModelState(op.model_id, op.lora, self.ranks, made, self._spool_directory)
+
+    def _make(self, method: str, op: CreateModel, *arguments: Any, what: str, remedy: str) -> list[Any]:
+        """Let all ranks make a model, and none have it where one could not. Any: as the rank's method."""
+        answers = self.ranks.call(method, op.model_id, *arguments)
+        refused = [(rank, answer) for rank, answer in enumerate(answers) if isinstance(answer, NotMade)]
+        if not refused:
+            return answers
+        self.ranks.call("unload_model", op.model_id)
+        rank, refusal = next((each for each in refused if each[1].out_of_memory), refused[0])
+        where = f"rank {rank} of {len(answers)}"
+        if refusal.out_of_memory:
+            msg = f"{where} has no memory left for {what}; {remedy} ({refusal.message})"
+            raise OutOfMemoryError(msg)
+        msg = f"{where} cannot read the base model's files any more: {refusal.message}"
+        raise ServerError(msg)
 
     def unload_model(self, model_id: str) -> None:
         if self._models.pop(model_id, None) is not None:

@@ -28,11 +28,14 @@ class FullModel:
     """Called with the same calls on every rank."""
 
     def __init__(self, base: BaseModel, mesh: Mesh, losses: LossTable) -> None:
+        """Take the memory of the moments, and see that there is some for gradients: the first step will want both."""
         self._base, self._mesh, self._losses = base, mesh, losses
-        self._m: dict[str, torch.Tensor] = {}  # empty: no step was made
-        self._v: dict[str, torch.Tensor] = {}
+        self._m, self._v = ({part.name: torch.zeros_like(part.parameter.detach()) for part in base.parts} for _ in "mv")
+        self._moments = False  # a step was made, or restored
         self._step = 0
         self._incoming: dict[tuple[Kind, str], FloatArray] = {}
+        gradients = [torch.empty_like(part.local) for part in base.parts]
+        del gradients
 
     def places(self) -> tuple[Place, ...]:
         return tuple(
@@ -83,11 +86,10 @@ class FullModel:
     def optim_step(self, adam: AdamParams) -> float:
         """Step this rank's shards, and return the norm of the whole gradient before clipping."""
         parts = self._base.parts
-        if not self._m:
-            self._m, self._v = ({part.name: torch.zeros_like(part.parameter.detach()) for part in parts} for _ in "mv")
         gradients = [torch.zeros_like(part.local) if (found := _gradient(part)) is None else found for part in parts]
         norm = self._norm(gradients)
         self._step += 1
+        self._moments = True
         tensors = [
             Stepped(
                 part.local, gradient, _local(self._m[part.name]), _local(self._v[part.name]), adam, norm, self._step
@@ -117,7 +119,7 @@ class FullModel:
 
     def state(self) -> FullState:
         pending = any(part.parameter.grad is not None for part in self._base.parts)
-        return FullState(step=self._step, moments=bool(self._m), pending=pending)
+        return FullState(step=self._step, moments=self._moments, pending=pending)
 
     def pieces(self, kinds: Sequence[Kind]) -> Iterator[Piece]:
         """Yield what this rank holds of these tensors."""
@@ -152,12 +154,16 @@ class FullModel:
         """Put what was taken in the place of what is there."""
         incoming, self._incoming = self._incoming, {}
         self._drop_gradients()
-        self._m, self._v, self._step = {}, {}, state.step
+        self._moments, self._step = state.moments, state.step
+        both: dict[Kind, dict[str, torch.Tensor]] = {"adam_m": self._m, "adam_v": self._v}
         for part in self._base.parts:
             part.local.copy_(torch.from_numpy(incoming["weights", part.name]))
-            if state.moments:
-                self._m[part.name] = _laid_out(part, incoming["adam_m", part.name])
-                self._v[part.name] = _laid_out(part, incoming["adam_v", part.name])
+            for kind, moments in both.items():
+                moment = _local(moments[part.name])
+                if state.moments:
+                    moment.copy_(torch.from_numpy(incoming[kind, part.name]))
+                else:
+                    moment.zero_()
             if state.pending:
                 part.parameter.grad = _laid_out(part, incoming["gradients", part.name])
 

@@ -1,6 +1,6 @@
 """The engine's side of a fully trained model: its state between ranks and host, never whole in one memory. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +16,13 @@ from tinsmith_fsdp.spool import Spool
 class FullModelState:
     """Captures and restores one model."""
 
-    def __init__(self, model_id: str, lora: LoraConfig, ranks: Ranks, spool_directory: Path) -> None:
-        """Let the ranks make the model."""
+    def __init__(
+        self, model_id: str, lora: LoraConfig, ranks: Ranks, ranks_loaded: Sequence[FullyLoaded], spool_directory: Path
+    ) -> None:
+        """Take what the ranks said when they had made it."""
         self._model_id, self._lora, self._ranks, self._directory = model_id, lora, ranks, spool_directory
-        self.ranks_loaded: list[FullyLoaded] = ranks.call("create_full_model", model_id)
-        self._shapes = {place.name: place.shape for place in self.ranks_loaded[0].places}
+        self.ranks_loaded = ranks_loaded
+        self._shapes = {place.name: place.shape for place in ranks_loaded[0].places}
 
     def capture(self) -> ModelState:
         found: FullState = self._ranks.call("full_state", self._model_id)[0]

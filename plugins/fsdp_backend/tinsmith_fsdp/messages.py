@@ -71,6 +71,14 @@ class FullyLoaded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotMade:
+    """Why a rank could not make its part of a model. Nothing of it is left there, and everything else is as it was."""
+
+    message: str
+    out_of_memory: bool  # else the model's files are at fault
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FullState:
     """What there is of a fully trained model besides its weights."""
 

@@ -9,24 +9,28 @@ are added before it returns.
 - fast: all sequences of a micro-batch are one stream, and gradients are summed per adapter.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from tinsmith.errors import ConfigError
 from tinsmith.operations import FloatArray, LoraConfig
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.full_model import FullModel
 from tinsmith_fsdp.head import Scores
 from tinsmith_fsdp.layout import AdapterLayout
 from tinsmith_fsdp.loss_table import LossTable
+from tinsmith_fsdp.memory import free_what_is_unused, is_out_of_memory
 from tinsmith_fsdp.mesh import Mesh
 from tinsmith_fsdp.messages import (
     AdapterState,
     FullState,
     FullyLoaded,
     Kind,
+    NotMade,
     Owner,
     Piece,
     Scored,
@@ -36,6 +40,8 @@ from tinsmith_fsdp.messages import (
 )
 from tinsmith_fsdp.optimizer import Stepped, adamw_, square_norm
 from tinsmith_fsdp.streams import Leaves, Stream, empty_stream, make_stream
+
+Made = TypeVar("Made")
 
 
 @dataclass(slots=True)
@@ -62,20 +68,42 @@ class Trainer:
 
     # life of a model
 
-    def create_model(self, model_id: str, lora: LoraConfig) -> None:
+    def create_model(self, model_id: str, lora: LoraConfig) -> NotMade | None:
+        return self._or_not_made(lambda: self._make_adapter(model_id, lora))
+
+    def _make_adapter(self, model_id: str, lora: LoraConfig) -> None:
         layout = AdapterLayout(lora, self._setup.architecture)
         self._adapters[model_id] = _Adapter(layout, self._placed(layout.fresh()))
 
-    def create_full_model(self, model_id: str) -> FullyLoaded:
+    def create_full_model(self, model_id: str) -> FullyLoaded | NotMade:
         """Read the weights again, into shards of their own: adapters go on with the base as it was."""
+        return self._or_not_made(lambda: self._make_full(model_id))
+
+    def _make_full(self, model_id: str) -> FullyLoaded:
         base = BaseModel(self._setup, self._mesh, trainable=True)
         base.load(lambda _: None)
-        self._full[model_id] = FullModel(base, self._mesh, self._losses)
-        return FullyLoaded(loaded=base.loaded(), places=self._full[model_id].places())
+        model = FullModel(base, self._mesh, self._losses)
+        self._full[model_id] = model
+        return FullyLoaded(loaded=base.loaded(), places=model.places())
+
+    @staticmethod
+    def _or_not_made(make: Callable[[], Made]) -> Made | NotMade:
+        """Answer with what only this rank may know. No rank waits for another while a model is made, so none hangs."""
+        try:
+            return make()
+        except Exception as error:
+            out_of_memory = is_out_of_memory(error)
+            if not out_of_memory and not isinstance(error, ConfigError):
+                raise
+            refusal = NotMade(message=(str(error) or type(error).__name__).splitlines()[0], out_of_memory=out_of_memory)
+        free_what_is_unused()  # only here, where the error no longer holds what was made until then
+        return refusal
 
     def unload_model(self, model_id: str) -> None:
-        if self._full.pop(model_id, None) is None:
-            del self._adapters[model_id]
+        """Free what this rank has of the model: nothing, where another rank could not make its part."""
+        self._adapters.pop(model_id, None)
+        if self._full.pop(model_id, None) is not None:
+            free_what_is_unused()
 
     def capture_adapter(self, model_id: str) -> AdapterState | None:
         """Copy the state to the host; every rank has it, so the first one answers for all."""
