@@ -29,8 +29,8 @@ from tinsmith.testing.store_records import MakeStore
 from tinsmith.testing.training_contract import TrainingBackendContract
 from tinsmith.tiny_model import TinyShape, write_tiny_model
 
-_SHAPE: Final = TinyShape(
-    vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
+_SHAPE: Final = TinyShape(  # heads of 32: vLLM's attention on CPUs takes no smaller ones
+    vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32
 )
 
 CAPABILITIES: Final = "capabilities"

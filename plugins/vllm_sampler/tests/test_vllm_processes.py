@@ -5,15 +5,17 @@ import importlib.metadata
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from pydantic import ValidationError
-from vllm_harness import blank_adapter, make_sampler, op, prompt, settings
+from vllm_harness import SHAPES, blank_adapter, make_sampler, op, prompt, settings
 
 from tinsmith.errors import ConfigError, ServerError
 from tinsmith.operations import Failed, SampleOutput
+from tinsmith.tiny_model import write_tiny_model
 from tinsmith_vllm import compat
 from tinsmith_vllm.adapters import AdapterFiles
 from tinsmith_vllm.config import VllmConfig
@@ -159,6 +161,15 @@ def test_what_keeps_vllm_from_starting_is_said(tiny_models: dict[str, Path], tmp
         make_sampler(tiny_models["qwen3"], tmp_path, python=python)
     with pytest.raises(ConfigError, match="No such file"):
         make_sampler(tiny_models["qwen3"], tmp_path, python=tmp_path / "nothing")
+
+
+@pytest.mark.slow
+def test_heads_that_vllm_has_no_kernels_for_are_refused_at_the_start(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model", replace(SHAPES["qwen3"], head_dim=16))
+    with pytest.raises(
+        ConfigError, match=r"cannot start: .*heads have size 16; on CPUs vllm has kernels for 32, 64, .*"
+    ):
+        make_sampler(tmp_path / "model", tmp_path)
 
 
 def test_an_environment_without_tinsmith_has_all_that_the_process_imports(tmp_path: Path) -> None:

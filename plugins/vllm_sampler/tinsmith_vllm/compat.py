@@ -85,8 +85,27 @@ def make_engine(engine_args: Mapping[str, Any]) -> Any_:
         "async_scheduling": False,
     }
     engine = LLMEngine.from_engine_args(EngineArgs(**{**fixed, **engine_args}))
+    _check_heads(engine)
     engine.collective_rpc("tinsmith_install")
     return engine
+
+
+def _check_heads(engine: Any_) -> None:
+    """Refuse what vLLM for CPUs loads, and dies of at the first sample."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    size = engine.vllm_config.model_config.get_head_size()
+    served = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in served:
+        allowed = ", ".join(map(str, served))
+        msg = (
+            f"the model's attention heads have size {size}; on CPUs vllm has kernels for {allowed}: use another sampler"
+        )
+        raise UnsupportedVllmError(msg)
 
 
 def sampling_params(**fields: Any) -> Any_:
