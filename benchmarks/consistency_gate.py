@@ -1,10 +1,11 @@
-"""What the consistency gate costs: training steps that each end in a save for sampling, with the gate and without.
+"""What the consistency gate costs: training steps that end in a save for sampling, with the gate and without.
 
-    python benchmarks/consistency_gate.py [--backend jax] [--model DIRECTORY] [--tokens 16384] [--rounds 15]
+    python benchmarks/consistency_gate.py [--backend jax] [--model DIRECTORY] [--tokens 16384] [--every 1] [--rounds 15]
 
-Each round runs one step of either sort, in alternating order, on the same backend; differences are taken within rounds
-and their median is reported, so that what else the machine does falls out. "training thread" is what the gate takes of
-the one thread that trains everybody; "a save" is what its own client waits.
+Each round runs `--every` steps and a save of either sort, in alternating order, on the same backend; differences are
+taken within rounds and their median is reported, so that what else the machine does falls out. "training thread" is
+what the gate takes of the one thread that trains everybody; "a save" is what its own client waits. Shares are of the
+steps' time.
 """
 
 import argparse
@@ -33,9 +34,10 @@ LORA = LoraConfig(rank=16, seed=1)
 
 
 class Bench:
-    def __init__(self, backend: TrainingBackend, sampler: SamplingBackend, tokens: int) -> None:
+    def __init__(self, backend: TrainingBackend, sampler: SamplingBackend, tokens: int, every: int) -> None:
         self.backend = backend
         self.sampler = sampler
+        self.every = every
         self.thread = ThreadPoolExecutor(1)
         self.in_thread_s = 0.0
         self.gate = ConsistencyGate(backend, sampler, ConsistencySettings(), call=self.call)
@@ -64,11 +66,12 @@ class Bench:
             self.in_thread_s += time.perf_counter() - started
 
     async def round(self, *, gated: bool) -> tuple[float, float, float]:
-        """Return the seconds of the step, of the save, and what the save took of the training thread."""
+        """Return the seconds of the steps, of the save, and what the save took of the training thread."""
         started = time.perf_counter()
         passed = [ForwardBackward(model_id=MODEL, data=self.data)]
-        await self.call(lambda: self.backend.forward_backward(passed))
-        await self.call(lambda: self.backend.optim_step([OptimStep(model_id=MODEL, adam=AdamParams())]))
+        for _ in range(self.every):
+            await self.call(lambda: self.backend.forward_backward(passed))
+            await self.call(lambda: self.backend.optim_step([OptimStep(model_id=MODEL, adam=AdamParams())]))
         stepped = time.perf_counter()
         self.in_thread_s = 0.0
         self.saves += 1
@@ -95,13 +98,13 @@ async def measure(bench: Bench, rounds: int) -> None:
         steps += [times[True][0], times[False][0]]
         save_differences.append(times[True][1] - times[False][1])
         thread_differences.append(times[True][2] - times[False][2])
-    step_s = statistics.median(steps)
-    print(f"a step of {len(bench.data) * LENGTH} tokens   {step_s * 1000:9.1f} ms")
+    steps_s = statistics.median(steps)
+    print(f"{bench.every} step(s) of {len(bench.data) * LENGTH} tokens   {steps_s * 1000:9.1f} ms")
     for what, differences in (("training thread", thread_differences), ("a save", save_differences)):
         spread = statistics.quantiles(differences, n=4)
         print(
             f"the gate, of {what:<15} {statistics.median(differences) * 1000:6.1f} ms "
-            f"({spread[0] * 1000:.1f} to {spread[2] * 1000:.1f})   {statistics.median(differences) / step_s:7.2%}"
+            f"({spread[0] * 1000:.1f} to {spread[2] * 1000:.1f})   {statistics.median(differences) / steps_s:7.2%}"
         )
 
 
@@ -110,6 +113,7 @@ def main() -> int:
     parser.add_argument("--backend", default="jax")
     parser.add_argument("--model", type=Path, default=None, help="default: a tiny one of a million parameters")
     parser.add_argument("--tokens", type=int, default=16384, help="of one training step")
+    parser.add_argument("--every", type=int, default=1, help="steps between two saves")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     plugins = Plugins.load()
@@ -124,7 +128,7 @@ def main() -> int:
         )
         backend = spec.create(config, context)
         assert isinstance(backend, SamplingBackend)
-        asyncio.run(measure(Bench(backend, backend, options.tokens), options.rounds))
+        asyncio.run(measure(Bench(backend, backend, options.tokens, options.every), options.rounds))
         backend.close()
     return 0
 
