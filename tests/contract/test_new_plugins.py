@@ -14,7 +14,7 @@ from tinsmith.errors import UserError
 from tinsmith.new_plugin import PluginKind, write_plugin
 from tinsmith.plugins import Plugins
 
-LIMIT_S = 280
+LIMIT_S = 600
 Check = Callable[..., tuple[int, Any]]
 
 

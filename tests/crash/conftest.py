@@ -16,7 +16,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("ignore::FutureWarning"))  # old calls, which scripts still use
 
 
-@pytest.fixture(autouse=True)
-def _collect_what_the_sdk_left() -> Iterator[None]:
-    yield
-    gc.collect()  # here, where the warning is expected
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Collect what the SDK left here, where the warning is expected, and not in the next file's tests.
+
+    After the fixtures have been torn down, the clients of a whole file among them.
+    """
+    try:
+        yield
+    finally:
+        gc.collect()

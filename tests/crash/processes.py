@@ -19,6 +19,7 @@ from typing import Any
 
 from tinsmith import failpoints
 from tinsmith.settings import ModelSettings
+from tinsmith.testing.ports import hold_port
 
 LABEL = "CRASH_LABEL"
 POISONED = "CRASH_POISONED"
@@ -126,9 +127,8 @@ class Served:
         self.on_event = on_event
         self.on_line = on_line
         self.environ = {POISONED: str(POISON)} if poisoned else {}
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.held = hold_port()
+        self.port = self.held.getsockname()[1]
         content = {
             **{name: dict(section) for name, section in settings.items() if name != "server"},
             "server": {"data_dir": str(self.data_dir), "port": self.port, **settings.get("server", {})},
@@ -231,10 +231,11 @@ class Served:
             for pid in [*self.pids["serve"], *self.pids["engine"]]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            self.changed.wait_for(lambda: not any(self.pids.values()), 30.0)
+            self.changed.wait_for(lambda: not any(self.pids.values()), WAIT_S)
         if self.connection is not None:
             self.connection.close()
         os.close(self.output)
-        self.reader.join(30.0)
+        self.reader.join(WAIT_S)
         self.log.close()
+        self.held.close()
         del self.launcher.hearers[self.label]

@@ -14,7 +14,7 @@ LEASE_S = 1.0
 SLOW = {  # longer than the lease, and than what lies between its renewals
     "directory.sync.before": "delay:1.5@p0.1:1",
     "store.complete.before": "delay:0.3@p0.1:2",
-    "store.commit.before": "delay:1.2@p0.02:3",
+    "store.commit.before": "delay:1.2@p0.02:0",
 }
 STEPS = 12
 

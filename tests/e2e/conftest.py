@@ -21,10 +21,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"))
 
 
-@pytest.fixture(autouse=True)
-def _collect_what_the_sdk_left() -> Iterator[None]:
-    yield
-    gc.collect()  # here, where the warning is expected
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Collect what the SDK left here, where the warning is expected, and not in the next file's tests.
+
+    After the fixtures have been torn down, the clients of a whole file among them.
+    """
+    try:
+        yield
+    finally:
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +55,7 @@ def new_client(toy_server: RunningServer, api_key: str) -> Iterator[Callable[[],
 
     yield make
     for client in made:
-        client.close("success").result(timeout=30)
+        client.close("success").result(timeout=300)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ Client = tinker.ServiceClient
 
 def _new_model(client: Client, **fields: int) -> tinker.TrainingClient:
     created = client.create_lora_training_client(base_model="toy", **{"rank": 4, "seed": 8, **fields})
-    return created.result(timeout=60)
+    return created.result(timeout=300)
 
 
 class Neighbour:
@@ -103,16 +103,16 @@ def test_bad_passes_fail_alone(client: Client) -> None:
     model = _new_model(client)
     for name, (data, loss_fn, words) in BAD_PASSES.items():
         with pytest.raises(tinker.RequestFailedError, match=words) as failure:
-            model.forward_backward(data, loss_fn).result(timeout=60)
+            model.forward_backward(data, loss_fn).result(timeout=300)
         assert failure.value.category == tinker.types.RequestErrorCategory.User, name
     with pytest.raises(tinker.RequestFailedError, match="'beta' is not a setting"):
-        model.forward_backward([datum()], "cross_entropy", {"beta": 1.0}).result(timeout=60)
+        model.forward_backward([datum()], "cross_entropy", {"beta": 1.0}).result(timeout=300)
     with pytest.raises(tinker.RequestFailedError, match=r"adam_params\.learning_rate"):  # the SDK sends NaN as null
-        model.optim_step(tinker.AdamParams(learning_rate=float("nan"))).result(timeout=60)
+        model.optim_step(tinker.AdamParams(learning_rate=float("nan"))).result(timeout=300)
     with pytest.raises(tinker.RequestFailedError, match="beta1 is 1"):
-        model.optim_step(tinker.AdamParams(beta1=1.0)).result(timeout=60)
+        model.optim_step(tinker.AdamParams(beta1=1.0)).result(timeout=300)
     fresh = _new_model(client)
-    untouched = [each.forward_backward([datum()], "cross_entropy").result(timeout=60) for each in (model, fresh)]
+    untouched = [each.forward_backward([datum()], "cross_entropy").result(timeout=300) for each in (model, fresh)]
     assert untouched[0].metrics == untouched[1].metrics  # nothing of the bad ones was added
 
 
@@ -124,18 +124,18 @@ def test_bad_models_are_refused(client: Client) -> None:
         ({"rank": 10_000}, "rank 10000 is not allowed"),
     ):
         with pytest.raises(tinker.BadRequestError, match=words):
-            client.create_lora_training_client(**{"base_model": "toy", "rank": 4, **fields}).result(timeout=60)
+            client.create_lora_training_client(**{"base_model": "toy", "rank": 4, **fields}).result(timeout=300)
     with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
-        client.create_training_client_from_state("tinker://x:train:0/weights/none").result(timeout=60)
+        client.create_training_client_from_state("tinker://x:train:0/weights/none").result(timeout=300)
     with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
-        client.create_sampling_client(model_path="tinker://x:train:0/sampler_weights/none").result(timeout=60)
+        client.create_sampling_client(model_path="tinker://x:train:0/sampler_weights/none").result(timeout=300)
     with pytest.raises(tinker.BadRequestError, match="is not served here"):
-        client.create_sampling_client(base_model="gpt-9").result(timeout=60)
+        client.create_sampling_client(base_model="gpt-9").result(timeout=300)
 
 
 @pytest.mark.usefixtures("neighbour")
 def test_bad_samples_are_refused(client: Client) -> None:
-    sampler = client.create_sampling_client(base_model="toy").result(timeout=60)
+    sampler = client.create_sampling_client(base_model="toy").result(timeout=300)
     prompt = tinker.ModelInput.from_ints(TOKENS)
     for tokens, params, words in (
         ([64], SamplingParams(max_tokens=1), "token id 64"),
@@ -150,15 +150,15 @@ def test_bad_samples_are_refused(client: Client) -> None:
         (TOKENS, SamplingParams(max_tokens=1, stop=[9999]), "token id 9999"),
     ):
         with pytest.raises(tinker.BadRequestError, match=words):
-            sampler.sample(tinker.ModelInput.from_ints(tokens), 1, params).result(timeout=60)
+            sampler.sample(tinker.ModelInput.from_ints(tokens), 1, params).result(timeout=300)
     for seed in (2**40, 2**63, 2**64 - 1, -5):  # any seed is a good one, and nobody else's business
-        sampler.sample(prompt, 1, SamplingParams(max_tokens=1, seed=seed)).result(timeout=60)
+        sampler.sample(prompt, 1, SamplingParams(max_tokens=1, seed=seed)).result(timeout=300)
 
 
 @pytest.mark.usefixtures("neighbour")
 def test_garbage_and_wrong_keys(toy_server: RunningServer) -> None:
     garbage = np.random.default_rng(1).bytes(10 << 20)
-    with httpx.Client(base_url=f"{toy_server.url}/api/v1/", timeout=60) as http:
+    with httpx.Client(base_url=f"{toy_server.url}/api/v1/", timeout=300) as http:
         for path, media in (("forward_backward", "application/x-protobuf"), ("asample", "application/json")):
             answer = http.post(path, content=garbage, headers={"X-API-Key": "tml-x", "Content-Type": media})
             assert answer.status_code in {400, 422}
@@ -173,7 +173,7 @@ def test_a_missing_number_fails_what_waits_behind_it(
     """The gap is named; the model goes on."""
     from tinsmith.testing.harness import running_server
 
-    with running_server(tmp_path_factory.mktemp("gaps"), server={"gap_timeout_s": 0.5, "long_poll_s": 10}) as server:
+    with running_server(tmp_path_factory.mktemp("gaps"), server={"gap_timeout_s": 0.5, "long_poll_s": 44}) as server:
         http = new_http(server)
         session = http.post("create_session", json={}).json()["session_id"]
         body = {"session_id": session, "model_seq_id": 0, "base_model": "toy", "lora_config": {"rank": 2}}
@@ -193,7 +193,7 @@ def new_http() -> Iterator[Callable[[RunningServer], httpx.Client]]:
     made: list[httpx.Client] = []
 
     def make(server: RunningServer) -> httpx.Client:
-        made.append(httpx.Client(base_url=f"{server.url}/api/v1/", headers={"X-API-Key": "tml-x"}, timeout=60))
+        made.append(httpx.Client(base_url=f"{server.url}/api/v1/", headers={"X-API-Key": "tml-x"}, timeout=300))
         return made[-1]
 
     yield make

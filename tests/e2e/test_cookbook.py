@@ -21,7 +21,7 @@ from tinsmith.tiny_model import TinyShape, write_tiny_model
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "use-the-cookbook.md"
 PYTHON = os.environ.get("TINSMITH_COOKBOOK_PYTHON", sys.executable)
 BACKEND = PluginSection.model_validate({"plugin": "jax", "max_lora_rank": 8, "warm_up": False})
-LIMIT_S = 280
+LIMIT_S = 600
 
 
 def installed() -> bool:

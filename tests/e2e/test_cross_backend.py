@@ -20,7 +20,7 @@ from tinsmith.testing.sdk_data import ragged
 from tinsmith.tiny_model import TinyShape, write_tiny_model
 
 STEPS = 20
-WAIT_S = 240
+WAIT_S = 600
 ADAM = tinker.AdamParams(learning_rate=1e-3)
 OPTIONS: dict[str, dict[str, object]] = {
     "jax": {"warm_up": False, "max_context_tokens": 128, "max_batch_tokens": 512, "max_lora_rank": 8},
@@ -51,7 +51,7 @@ def served(data_dir: Path, backend: str, model_path: Path) -> Iterator[tinker.Se
     with running_server(data_dir, models=[model]) as server:
         client = tinker.ServiceClient(base_url=server.url, api_key="tml-cross")
         yield client
-        client.close("success").result(timeout=30)
+        client.close("success").result(timeout=300)
 
 
 def train(model: tinker.TrainingClient, steps: range) -> list[float]:

@@ -57,7 +57,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
             yield wait_for_url(process, directory / "data"), str(model)
         finally:
             process.send_signal(signal.SIGTERM)
-            process.wait(60)
+            process.wait(300)
 
 
 def wait_for_url(process: "subprocess.Popen[bytes]", data_dir: Path) -> str:
@@ -108,7 +108,7 @@ def test_the_demo_learns_and_leaves_nothing(tmp_path: Path) -> None:
     assert demo.wait(LIMIT_S) == 0, text
     assert "3 of 3 right" in text
     assert len(family) >= 2, "the server and the script"
-    assert not psutil.wait_procs(family, 30)[1]
+    assert not psutil.wait_procs(family, LIMIT_S)[1]
 
 
 def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
     demo.stdout.close()
     assert demo.wait(LIMIT_S) == 130, rest
     assert "interrupted; everything is stopped" in rest
-    assert not psutil.wait_procs(family, 30)[1]
+    assert not psutil.wait_procs(family, LIMIT_S)[1]
 
 
 def test_a_demo_interrupted_while_it_starts_its_server_stops_it(tmp_path: Path) -> None:

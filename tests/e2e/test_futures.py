@@ -17,7 +17,7 @@ from tinsmith.testing.harness import RunningServer
 
 @pytest.fixture
 def http(toy_server: RunningServer, api_key: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"{toy_server.url}/api/v1/", headers={"X-API-Key": api_key}, timeout=60) as client:
+    with httpx.Client(base_url=f"{toy_server.url}/api/v1/", headers={"X-API-Key": api_key}, timeout=300) as client:
         yield client
 
 
@@ -67,8 +67,8 @@ def test_a_large_result_is_announced_by_its_size(
 
 def test_the_sdk_fetches_a_large_result(client: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(futures, "INLINE_BYTES", 10)
-    sampler = client.create_sampling_client(base_model="toy").result(timeout=60)
-    assert len(sampler.compute_logprobs(tinker.ModelInput.from_ints([1, 2, 3])).result(timeout=60)) == 3
+    sampler = client.create_sampling_client(base_model="toy").result(timeout=300)
+    assert len(sampler.compute_logprobs(tinker.ModelInput.from_ints([1, 2, 3])).result(timeout=300)) == 3
 
 
 def test_an_expired_result_is_a_410_and_an_unknown_one_a_404(

@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def http(server: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"{server.url}/api/v1/", headers=KEY) as client:
+    with httpx.Client(base_url=f"{server.url}/api/v1/", headers=KEY, timeout=300) as client:
         yield client
 
 
@@ -442,8 +442,8 @@ def test_info_names_the_base_model(http: httpx.Client, model: str) -> None:
 
 def test_what_needs_no_engine(server: RunningServer, http: httpx.Client) -> None:
     assert ok(http.get("healthz")) == {"status": "ok"}
-    assert ok(httpx.get(f"{server.url}/healthz")) == {"status": "ok"}
-    ready = httpx.get(f"{server.url}/readyz")
+    assert ok(httpx.get(f"{server.url}/healthz", timeout=300)) == {"status": "ok"}
+    ready = httpx.get(f"{server.url}/readyz", timeout=300)
     assert ready.status_code == 503
     assert ready.json()["engines"] == {"toy": {"state": "starting"}}
     assert ok(http.post("client/config", json={"sdk_version": "0.38.0"}))["pjwt_auth_enabled"] is True
@@ -451,7 +451,7 @@ def test_what_needs_no_engine(server: RunningServer, http: httpx.Client) -> None
     assert ok(http.get("get_server_capabilities")) == {"supported_models": [{"model_name": "toy"}]}
     assert ok(http.post("telemetry", json={"events": [{"event": "X"}], "session_id": "s"})) == {"status": "accepted"}
     assert ok(http.get("auth/apikey/me"))["details"]["org_details"]["name"].startswith("key-")
-    metrics = httpx.get(f"{server.url}/metrics").text
+    metrics = httpx.get(f"{server.url}/metrics", timeout=300).text
     assert 'route="/api/v1/healthz",status="200"' in metrics
 
 
@@ -465,7 +465,7 @@ def test_metrics_say_how_saves_for_sampling_compared(tmp_path: Path) -> None:
         for found in (bad, good, good, Consistency(verdict="not compared", reason="why")):
             reports.saved_for_sampling(found)
         server.call(reports.say(EngineState.READY))
-        text = httpx.get(f"{server.url}/metrics").text
+        text = httpx.get(f"{server.url}/metrics", timeout=300).text
     for line in (
         'tinsmith_saves_compared_total{base_model="toy",verdict="consistent"} 2.0',
         'tinsmith_saves_compared_total{base_model="toy",verdict="inconsistent"} 1.0',
@@ -480,8 +480,8 @@ def test_configured_keys_keep_strangers_out(tmp_path: Path) -> None:
     keys = [{"key": "tml-real", "tenant": "me"}]
     with running_server(tmp_path, engines=False, server={"api_keys": keys}) as server:
         url = f"{server.url}/api/v1/client/config"
-        assert httpx.post(url, json={}, headers={"X-API-Key": "tml-real"}).status_code == 200
-        assert httpx.post(url, json={}, headers={"X-API-Key": "tml-fake"}).status_code == 401
+        assert httpx.post(url, json={}, headers={"X-API-Key": "tml-real"}, timeout=300).status_code == 200
+        assert httpx.post(url, json={}, headers={"X-API-Key": "tml-fake"}, timeout=300).status_code == 401
 
 
 def test_administrators_see_everybodys_work_where_they_ask(tmp_path: Path) -> None:
@@ -489,18 +489,22 @@ def test_administrators_see_everybodys_work_where_they_ask(tmp_path: Path) -> No
     with running_server(tmp_path, engines=False, server={"api_keys": keys}) as server:
         url = f"{server.url}/api/v1"
         user, root = {"X-API-Key": "tml-user"}, {"X-API-Key": "tml-root"}
-        session = ok(httpx.post(f"{url}/create_session", json={}, headers=user))["session_id"]
-        assert ok(httpx.get(f"{url}/sessions", headers=root)) == {"sessions": []}
-        assert ok(httpx.get(f"{url}/sessions?access_scope=accessible", headers=root)) == {"sessions": [session]}
-        assert httpx.get(f"{url}/sessions/{session}", headers=root).status_code == 200
-        assert httpx.get(f"{url}/sessions?access_scope=all", headers=root).status_code == 422
+        session = ok(httpx.post(f"{url}/create_session", json={}, headers=user, timeout=300))["session_id"]
+        assert ok(httpx.get(f"{url}/sessions", headers=root, timeout=300)) == {"sessions": []}
+        assert ok(httpx.get(f"{url}/sessions?access_scope=accessible", headers=root, timeout=300)) == {
+            "sessions": [session]
+        }
+        assert httpx.get(f"{url}/sessions/{session}", headers=root, timeout=300).status_code == 200
+        assert httpx.get(f"{url}/sessions?access_scope=all", headers=root, timeout=300).status_code == 422
 
 
 def test_too_many_waiting_samples_of_one_tenant_get_a_429(tmp_path: Path) -> None:
     with running_server(tmp_path, engines=False, server={"max_pending_per_tenant": 2}) as server:
         statuses: dict[str, list[int]] = {}
         for name in ("one", "two"):
-            with httpx.Client(base_url=f"{server.url}/api/v1/", headers={"X-API-Key": f"tml-{name}"}) as http:
+            with httpx.Client(
+                base_url=f"{server.url}/api/v1/", headers={"X-API-Key": f"tml-{name}"}, timeout=300
+            ) as http:
                 session = ok(http.post("create_session", json={}))["session_id"]
                 sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
                 sample = {

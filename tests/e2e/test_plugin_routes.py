@@ -38,14 +38,14 @@ def test_the_documented_route_shows_callers_their_own_runs(tmp_path: Path) -> No
         training = client.create_lora_training_client(base_model="toy", rank=4)
         model_id = training.result().get_info().model_id
         url = f"{server.url}/mine/runs"
-        assert httpx.get(url, headers={"x-api-key": "tml-ann"}).json() == [model_id]
-        assert httpx.get(url, headers={"x-api-key": "tml-bob"}).json() == []
-        assert httpx.get(url).status_code == 401
-        client.close("success").result(timeout=30)
+        assert httpx.get(url, headers={"x-api-key": "tml-ann"}, timeout=300).json() == [model_id]
+        assert httpx.get(url, headers={"x-api-key": "tml-bob"}, timeout=300).json() == []
+        assert httpx.get(url, timeout=300).status_code == 401
+        client.close("success").result(timeout=300)
 
 
 def test_a_plugins_numbers_are_shown_with_the_servers(tmp_path: Path) -> None:
     with running_server(tmp_path, extra_plugins=[Counting()], engines=False) as server:
-        assert httpx.get(f"{server.url}/visit").status_code == 200
-        shown = httpx.get(f"{server.url}/metrics").text.splitlines()
+        assert httpx.get(f"{server.url}/visit", timeout=300).status_code == 200
+        shown = httpx.get(f"{server.url}/metrics", timeout=300).text.splitlines()
         assert "visits_total 1.0" in shown

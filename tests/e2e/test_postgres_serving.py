@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from tinsmith.testing.sdk_data import TOKENS, logprobs, ragged
 from tinsmith.tinker_path import TinkerPath
 
 STEPS = 8
-WAIT_S = 120
+WAIT_S = 400
 KEY = "tml-test"
 MODELS = [ModelSettings(name=name, backend=PluginSection(plugin="toy")) for name in ("north", "south")]
 HANGS = "store.commit.before=stop@20"  # within a transaction, whose locks it keeps
@@ -95,7 +95,8 @@ class Process:
         if self.process.poll() is None:
             family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
             for each in family:
-                each.kill()
+                with suppress(psutil.NoSuchProcess):  # an engine ends by itself when its server is gone
+                    each.kill()
             self.process.wait()
             psutil.wait_procs(family)
         self.reader.join(WAIT_S)

@@ -18,7 +18,7 @@ from tinsmith.tiny_model import TinyShape, write_tiny_model
 
 KEY = "tml-import"
 TOKENS = list(range(3, 43))
-WAIT_S = 240
+WAIT_S = 600
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -70,7 +70,7 @@ def served(
     with running_server(data_dir, models=[model]) as server:
         client = tinker.ServiceClient(base_url=server.url, api_key=KEY)
         yield client, done.stdout.split()
-        client.close("success").result(timeout=30)
+        client.close("success").result(timeout=300)
 
 
 def of_peft(adapted: tuple[Any, Path]) -> np.ndarray[Any, Any]:

@@ -17,7 +17,7 @@ from tinsmith.tiny_model import TinyShape, write_tiny_model
 
 pytestmark = pytest.mark.slow
 
-WAIT_S = 240  # the first operations compile
+WAIT_S = 600  # the first operations compile
 # rank, learning rate, weight decay, clipping
 TENANTS = [
     (1, 1e-2, 0.0, 0.0),
@@ -60,7 +60,7 @@ def make_client(server: RunningServer, api_key: str) -> Iterator[Callable[[], ti
 
     yield make
     for client in made:
-        client.close("success").result(timeout=60)
+        client.close("success").result(timeout=300)
 
 
 def new_model(client: tinker.ServiceClient, base_model: str, rank: int, seed: int = 1) -> tinker.TrainingClient:

@@ -15,17 +15,17 @@ PROMPT = tinker.ModelInput.from_ints(TOKENS)
 
 @pytest.fixture
 def base(client: tinker.ServiceClient) -> tinker.SamplingClient:
-    return client.create_sampling_client(base_model="toy").result(timeout=60)
+    return client.create_sampling_client(base_model="toy").result(timeout=300)
 
 
 @pytest.fixture
 def model(client: tinker.ServiceClient) -> tinker.TrainingClient:
-    return client.create_lora_training_client(base_model="toy", rank=4, seed=1).result(timeout=60)
+    return client.create_lora_training_client(base_model="toy", rank=4, seed=1).result(timeout=300)
 
 
 def tokens_of(sampler: tinker.SamplingClient, seed: int = 3, count: int = 1) -> list[list[int]]:
     params = SamplingParams(max_tokens=6, seed=seed, stop=[])
-    response = sampler.sample(PROMPT, count, params).result(timeout=60)
+    response = sampler.sample(PROMPT, count, params).result(timeout=300)
     return [list(sequence.tokens) for sequence in response.sequences]
 
 
@@ -37,7 +37,7 @@ def test_a_seed_decides_the_samples(base: tinker.SamplingClient) -> None:
 
 
 def test_sequences_have_ids_and_logprobs(base: tinker.SamplingClient) -> None:
-    response = base.sample(PROMPT, 3, SamplingParams(max_tokens=4, stop=[])).result(timeout=60)
+    response = base.sample(PROMPT, 3, SamplingParams(max_tokens=4, stop=[])).result(timeout=300)
     assert len({sequence.sequence_id for sequence in response.sequences}) == 3
     for sequence in response.sequences:
         assert sequence.stop_reason == "length"
@@ -47,7 +47,7 @@ def test_sequences_have_ids_and_logprobs(base: tinker.SamplingClient) -> None:
 
 def test_greedy_is_the_best_token(base: tinker.SamplingClient) -> None:
     params = SamplingParams(max_tokens=3, temperature=0.0, stop=[])
-    response = base.sample(PROMPT, 1, params, topk_sample_logprobs=3).result(timeout=60)
+    response = base.sample(PROMPT, 1, params, topk_sample_logprobs=3).result(timeout=300)
     (sequence,) = response.sequences
     assert sequence.topk_logprobs is not None
     assert [row[0][0] for row in sequence.topk_logprobs] == list(sequence.tokens)
@@ -56,24 +56,24 @@ def test_greedy_is_the_best_token(base: tinker.SamplingClient) -> None:
 def test_a_stop_token_stays_in_the_output(base: tinker.SamplingClient) -> None:
     (free,) = tokens_of(base, 3)
     params = SamplingParams(max_tokens=6, seed=3, stop=[free[2]])
-    (sequence,) = base.sample(PROMPT, 1, params).result(timeout=60).sequences
+    (sequence,) = base.sample(PROMPT, 1, params).result(timeout=300).sequences
     assert list(sequence.tokens) == free[: free.index(free[2]) + 1]
     assert sequence.stop_reason == "stop"
 
 
 def test_prompt_scores_agree_with_forward(model: tinker.TrainingClient) -> None:
     step(model, [datum()], learning_rate=0.05)
-    sampler = model.save_weights_and_get_sampling_client().result(timeout=60)
-    scored = sampler.compute_logprobs(PROMPT).result(timeout=60)
-    forward = logprobs(model.forward([datum()], "cross_entropy").result(timeout=60))[0]
+    sampler = model.save_weights_and_get_sampling_client().result(timeout=300)
+    scored = sampler.compute_logprobs(PROMPT).result(timeout=300)
+    forward = logprobs(model.forward([datum()], "cross_entropy").result(timeout=300))[0]
     assert scored[0] is None
     assert len(scored) == len(TOKENS)
     np.testing.assert_allclose(scored[1:], forward, atol=1e-5)
 
 
 def test_only_the_last_prompt_tokens_are_scored_where_asked(base: tinker.SamplingClient) -> None:
-    whole = base.compute_logprobs(PROMPT).result(timeout=60)
-    last = base.compute_logprobs(PROMPT, prompt_logprobs_last_n=2).result(timeout=60)
+    whole = base.compute_logprobs(PROMPT).result(timeout=300)
+    last = base.compute_logprobs(PROMPT, prompt_logprobs_last_n=2).result(timeout=300)
     assert last[:-2] == [None] * (len(TOKENS) - 2)
     assert last[-2:] == pytest.approx(whole[-2:])
 
@@ -81,7 +81,7 @@ def test_only_the_last_prompt_tokens_are_scored_where_asked(base: tinker.Samplin
 def test_top_prompt_logprobs(base: tinker.SamplingClient) -> None:
     response = base.sample(
         PROMPT, 1, SamplingParams(max_tokens=1), include_prompt_logprobs=True, topk_prompt_logprobs=3
-    ).result(timeout=60)
+    ).result(timeout=300)
     rows = response.topk_prompt_logprobs
     assert rows is not None
     assert rows[0] is None
@@ -101,7 +101,7 @@ def test_scores_of_chosen_tokens(base: tinker.SamplingClient) -> None:
         SamplingParams(max_tokens=1),
         include_prompt_logprobs=True,
         target_prompt_logprobs=tinker.TensorData.from_numpy(targets),
-    ).result(timeout=60)
+    ).result(timeout=300)
     assert response.target_prompt_logprobs is not None
     scores = response.target_prompt_logprobs.to_numpy()
     np.testing.assert_allclose(scores[:, 0], response.prompt_logprobs[1:], atol=1e-6)
@@ -116,7 +116,7 @@ def test_scores_of_sparse_targets_keep_their_indices(base: tinker.SamplingClient
     targets = tinker.TensorData(data=[TOKENS[2], 11, TOKENS[5]], dtype="int64", shape=[len(TOKENS) - 1, 7], **asked)
     response = base.sample(
         PROMPT, 1, SamplingParams(max_tokens=1), include_prompt_logprobs=True, target_prompt_logprobs=targets
-    ).result(timeout=60)
+    ).result(timeout=300)
     scores = response.target_prompt_logprobs
     assert scores is not None
     assert (scores.dtype, scores.shape) == ("float32", targets.shape)
@@ -129,24 +129,24 @@ def test_scores_of_sparse_targets_keep_their_indices(base: tinker.SamplingClient
 def test_a_snapshot_never_changes(model: tinker.TrainingClient) -> None:
     """Taken at step k it gives the same after training went on; sampling changes no training."""
     step(model, [datum()], learning_rate=0.1)
-    ephemeral = model.save_weights_and_get_sampling_client().result(timeout=60)
-    path = model.save_weights_for_sampler("kept").result(timeout=60).path
-    persisted = model.create_sampling_client(path).result(timeout=60)
-    before = tokens_of(ephemeral), ephemeral.compute_logprobs(PROMPT).result(timeout=60)
-    assert (tokens_of(persisted), persisted.compute_logprobs(PROMPT).result(timeout=60)) == before
+    ephemeral = model.save_weights_and_get_sampling_client().result(timeout=300)
+    path = model.save_weights_for_sampler("kept").result(timeout=300).path
+    persisted = model.create_sampling_client(path).result(timeout=300)
+    before = tokens_of(ephemeral), ephemeral.compute_logprobs(PROMPT).result(timeout=300)
+    assert (tokens_of(persisted), persisted.compute_logprobs(PROMPT).result(timeout=300)) == before
     for _ in range(3):
         step(model, [datum()], learning_rate=0.5)
-    newest = model.save_weights_and_get_sampling_client().result(timeout=60)
-    assert newest.compute_logprobs(PROMPT).result(timeout=60) != before[1]
-    assert (tokens_of(ephemeral), ephemeral.compute_logprobs(PROMPT).result(timeout=60)) == before
-    assert (tokens_of(persisted), persisted.compute_logprobs(PROMPT).result(timeout=60)) == before
+    newest = model.save_weights_and_get_sampling_client().result(timeout=300)
+    assert newest.compute_logprobs(PROMPT).result(timeout=300) != before[1]
+    assert (tokens_of(ephemeral), ephemeral.compute_logprobs(PROMPT).result(timeout=300)) == before
+    assert (tokens_of(persisted), persisted.compute_logprobs(PROMPT).result(timeout=300)) == before
 
 
 def test_two_hundred_samples_at_once(base: tinker.SamplingClient) -> None:
     params = [SamplingParams(max_tokens=1 + index % 7, seed=index, stop=[]) for index in range(200)]
     futures = [base.sample(PROMPT, 1, each) for each in params]
     for each, future in zip(params, futures, strict=True):
-        (sequence,) = future.result(timeout=120).sequences
+        (sequence,) = future.result(timeout=300).sequences
         assert len(sequence.tokens) == each.max_tokens
 
 
@@ -159,8 +159,8 @@ def test_what_is_not_offered_is_refused_by_name(
     base: tinker.SamplingClient, model: tinker.TrainingClient, new_client: Callable[[], tinker.ServiceClient]
 ) -> None:
     with pytest.raises(tinker.BadRequestError, match="prompt_alt_tokens_k is 2"):
-        base.sample(PROMPT, 1, SamplingParams(max_tokens=1), prompt_alt_tokens_k=2).result(timeout=60)
+        base.sample(PROMPT, 1, SamplingParams(max_tokens=1), prompt_alt_tokens_k=2).result(timeout=300)
     with pytest.raises(tinker.BadRequestError, match="exceeds the model's context window"):
-        base.sample(PROMPT, 1, SamplingParams(max_tokens=100_000)).result(timeout=60)
+        base.sample(PROMPT, 1, SamplingParams(max_tokens=100_000)).result(timeout=300)
     with pytest.raises(tinker.RequestFailedError, match="kind 'inflight' is not offered"):
-        model.save_weights_and_get_sampling_client(kind="inflight").result(timeout=60)
+        model.save_weights_and_get_sampling_client(kind="inflight").result(timeout=300)

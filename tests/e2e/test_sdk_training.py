@@ -12,7 +12,7 @@ from tinsmith.testing.sdk_data import TOKENS, datum, logprobs, ragged, rl_datum,
 
 @pytest.fixture
 def model(client: tinker.ServiceClient) -> tinker.TrainingClient:
-    return client.create_lora_training_client(base_model="toy", rank=4, seed=1).result(timeout=60)
+    return client.create_lora_training_client(base_model="toy", rank=4, seed=1).result(timeout=300)
 
 
 def test_the_loss_falls_at_every_step(model: tinker.TrainingClient) -> None:
@@ -26,7 +26,7 @@ def test_the_loss_falls_at_every_step(model: tinker.TrainingClient) -> None:
 
 def test_outputs_have_the_shape_of_their_targets(model: tinker.TrainingClient) -> None:
     data = ragged(5)
-    output = model.forward_backward(data, "cross_entropy").result(timeout=60)
+    output = model.forward_backward(data, "cross_entropy").result(timeout=300)
     assert [len(each) for each in logprobs(output)] == [d.model_input.length for d in data]
     total = -sum(sum(each) for each in logprobs(output))
     assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
@@ -36,7 +36,7 @@ def test_a_batch_cut_into_chunks_is_the_batch(client: tinker.ServiceClient) -> N
     """The SDK sends chunks 2 to n first, then the first: all arrive, none is lost, and the step is the same."""
     data = ragged(7)
     whole, chunked = (
-        client.create_lora_training_client(base_model="toy", rank=4, seed=5).result(timeout=60) for _ in range(2)
+        client.create_lora_training_client(base_model="toy", rank=4, seed=5).result(timeout=300) for _ in range(2)
     )
     holder, config = chunked.holder, chunked.holder._client_config
     holder._client_config = config.model_copy(update={"fwdbwd_max_chunk_len": 2})
@@ -47,26 +47,26 @@ def test_a_batch_cut_into_chunks_is_the_batch(client: tinker.ServiceClient) -> N
     expected = step(whole, data)
     np.testing.assert_allclose(np.concatenate(logprobs(first)), np.concatenate(logprobs(expected)), rtol=1e-6)
     assert first.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-6)
-    after = [logprobs(each.forward(data, "cross_entropy").result(timeout=60)) for each in (whole, chunked)]
+    after = [logprobs(each.forward(data, "cross_entropy").result(timeout=300)) for each in (whole, chunked)]
     np.testing.assert_allclose(np.concatenate(after[0]), np.concatenate(after[1]), rtol=1e-5)
 
 
 def test_forward_leaves_gradients_alone(client: tinker.ServiceClient) -> None:
     plain, with_forwards = (
-        client.create_lora_training_client(base_model="toy", rank=4, seed=2).result(timeout=60) for _ in range(2)
+        client.create_lora_training_client(base_model="toy", rank=4, seed=2).result(timeout=300) for _ in range(2)
     )
     for model in (plain, with_forwards):
-        model.forward_backward([datum()], "cross_entropy").result(timeout=60)
+        model.forward_backward([datum()], "cross_entropy").result(timeout=300)
         if model is with_forwards:
-            model.forward(ragged(3), "cross_entropy").result(timeout=60)
-        model.optim_step(tinker.AdamParams(learning_rate=0.1)).result(timeout=60)
-    after = [logprobs(each.forward([datum()], "cross_entropy").result(timeout=60)) for each in (plain, with_forwards)]
+            model.forward(ragged(3), "cross_entropy").result(timeout=300)
+        model.optim_step(tinker.AdamParams(learning_rate=0.1)).result(timeout=300)
+    after = [logprobs(each.forward([datum()], "cross_entropy").result(timeout=300)) for each in (plain, with_forwards)]
     assert after[0] == after[1]
 
 
 def test_a_custom_loss_has_the_gradient_of_the_loss_it_is(client: tinker.ServiceClient) -> None:
     direct, custom = (
-        client.create_lora_training_client(base_model="toy", rank=4, seed=3).result(timeout=60) for _ in range(2)
+        client.create_lora_training_client(base_model="toy", rank=4, seed=3).result(timeout=300) for _ in range(2)
     )
     weights = [1.0, -2.0, 0.5, 0.0, 1.0, 3.0]
 
@@ -74,13 +74,13 @@ def test_a_custom_loss_has_the_gradient_of_the_loss_it_is(client: tinker.Service
         total = -(outputs[0] * torch.tensor(weights)).sum()
         return total, {"mine:sum": 1.0}
 
-    direct.forward_backward([datum(weights=weights)], "cross_entropy").result(timeout=60)
-    result = custom.forward_backward_custom([datum()], loss).result(timeout=60)
+    direct.forward_backward([datum(weights=weights)], "cross_entropy").result(timeout=300)
+    result = custom.forward_backward_custom([datum()], loss).result(timeout=300)
     assert result.metrics["mine:sum"] == 1.0
     assert "surrogate_loss:sum" in result.metrics
     for model in (direct, custom):
-        model.optim_step(tinker.AdamParams(learning_rate=0.1)).result(timeout=60)
-    after = [logprobs(each.forward([datum()], "cross_entropy").result(timeout=60)) for each in (direct, custom)]
+        model.optim_step(tinker.AdamParams(learning_rate=0.1)).result(timeout=300)
+    after = [logprobs(each.forward([datum()], "cross_entropy").result(timeout=300)) for each in (direct, custom)]
     np.testing.assert_allclose(after[0], after[1], rtol=1e-5)
 
 
@@ -94,35 +94,35 @@ def test_a_custom_loss_has_the_gradient_of_the_loss_it_is(client: tinker.Service
     ],
 )
 def test_rl_losses_run(model: tinker.TrainingClient, loss_fn: str, config: dict[str, float] | None) -> None:
-    scores = logprobs(model.forward([datum()], "cross_entropy").result(timeout=60))[0]
-    output = model.forward_backward([rl_datum(TOKENS, scores, 1.0)], loss_fn, config).result(timeout=60)
+    scores = logprobs(model.forward([datum()], "cross_entropy").result(timeout=300))[0]
+    output = model.forward_backward([rl_datum(TOKENS, scores, 1.0)], loss_fn, config).result(timeout=300)
     if loss_fn != "dro":
         # at ratio 1 the ratio losses are minus the sum of advantages; cispo's is the sum of -logp
         expected = -sum(scores) if loss_fn == "cispo" else -float(len(scores))
         assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4)
-    model.optim_step(tinker.AdamParams()).result(timeout=60)
+    model.optim_step(tinker.AdamParams()).result(timeout=300)
 
 
 def test_failures_have_a_category_and_do_not_stop_what_follows(model: tinker.TrainingClient) -> None:
     before = model.forward_backward([datum()], "cross_entropy")
     bad = model.forward_backward([datum([1, 2, 99999])], "cross_entropy")
     after = model.optim_step(tinker.AdamParams(learning_rate=0.01))
-    before.result(timeout=60)
+    before.result(timeout=300)
     with pytest.raises(tinker.RequestFailedError, match=r"data\[0\].*99999") as failure:
-        bad.result(timeout=60)
+        bad.result(timeout=300)
     assert failure.value.category == tinker.types.RequestErrorCategory.User
-    after.result(timeout=60)
+    after.result(timeout=300)
 
 
 def test_models_of_one_session_do_not_touch_each_other(
     client: tinker.ServiceClient, new_client: Callable[[], tinker.ServiceClient]
 ) -> None:
     """The numbers of a run in company equal those of the same run alone, bit for bit."""
-    solo = client.create_lora_training_client(base_model="toy", rank=4, seed=8).result(timeout=60)
+    solo = client.create_lora_training_client(base_model="toy", rank=4, seed=8).result(timeout=300)
     alone = [step(solo, ragged(2, seed)).metrics["loss:sum"] for seed in range(3)]
     company = new_client()
     models = [
-        company.create_lora_training_client(base_model="toy", rank=rank, seed=seed).result(timeout=60)
+        company.create_lora_training_client(base_model="toy", rank=rank, seed=seed).result(timeout=300)
         for rank, seed in ((4, 8), (8, 9), (2, 10))
     ]
     together: list[float] = []
@@ -132,7 +132,7 @@ def test_models_of_one_session_do_not_touch_each_other(
             model.optim_step(tinker.AdamParams(learning_rate=rate, weight_decay=decay))
             for model, rate, decay in zip(models, (0.01, 1.0, 0.5), (0.0, 0.5, 0.1), strict=True)
         ]
-        together.append(passes[0].result(timeout=60).metrics["loss:sum"])
+        together.append(passes[0].result(timeout=300).metrics["loss:sum"])
         for each in (*passes, *steps):
-            each.result(timeout=60)
+            each.result(timeout=300)
     assert together == alone

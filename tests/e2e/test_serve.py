@@ -9,12 +9,13 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
-START_S = 60
+START_S = 300
 
 
 class Served:
@@ -28,6 +29,7 @@ class Served:
         self.lines: list[str] = []
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True)
         self._news = threading.Condition()
+        self._ended = False
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -38,6 +40,7 @@ class Served:
                 self.lines.append(line.rstrip())
                 self._news.notify_all()
         with self._news:
+            self._ended = True
             self._news.notify_all()
 
     def wait_for_line(self, start: str) -> str:
@@ -45,7 +48,7 @@ class Served:
             return next((line for line in self.lines if line.startswith(start)), None)
 
         with self._news:
-            self._news.wait_for(lambda: found() or not self._reader.is_alive(), START_S)
+            self._news.wait_for(lambda: found() or self._ended, START_S)
             line = found()
         assert line is not None, self.text
         return line
@@ -64,7 +67,8 @@ class Served:
     def close(self) -> None:
         family = [psutil.Process(self.process.pid), *self.engines()] if self.process.poll() is None else []
         for each in family:
-            each.kill()
+            with suppress(psutil.NoSuchProcess):  # an engine ends by itself when its server is gone
+                each.kill()
         self.process.wait()
         self._reader.join(START_S)
         assert self.process.stderr is not None
@@ -107,6 +111,7 @@ def test_a_life(serve: Callable[..., Served]) -> None:
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(START_S) == 0
     assert not psutil.wait_procs(engines, START_S)[1]
+    server._reader.join(START_S)  # it may lag behind
     assert "stopping; press Ctrl-C again to stop at once" in server.text
 
 

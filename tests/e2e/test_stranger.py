@@ -130,7 +130,7 @@ def server(environment: Environment) -> Iterator[str]:
         process.send_signal(signal.SIGTERM)
         process.stderr.read()
         process.stderr.close()
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
 
 
 def test_nothing_of_the_clone_is_seen(environment: Environment) -> None:

@@ -132,11 +132,11 @@ def test_the_sdk_loads_what_was_rebuilt(server: RunningServer, saves: list[int])
     assert saved(data_dir, "back") == saved(data_dir, f"at-{saves[0]}")
     server.call(server.store.update_checkpoint(path, lambda found: replace(found, public=True)))
     service = tinker.ServiceClient(base_url=server.url, api_key="tml-test")
-    training = service.create_training_client_from_state_with_optimizer(path).result(timeout=60)
-    again = training.save_state("again").result(timeout=60).path.removeprefix("tinker://")
+    training = service.create_training_client_from_state_with_optimizer(path).result(timeout=300)
+    again = training.save_state("again").result(timeout=300).path.removeprefix("tinker://")
     loaded = bits(read_checkpoint(data_dir / "checkpoints", again).state)
     assert loaded == saved(data_dir, "back")
-    service.close("success").result(timeout=60)
+    service.close("success").result(timeout=300)
 
 
 def refused(settings: Settings, expected: type[TinsmithError], **more: Any) -> str:

@@ -45,7 +45,7 @@ def cli(toy_server: RunningServer, tmp_path: Path) -> Cli:
 
 @pytest.fixture
 def model(client: tinker.ServiceClient) -> tinker.TrainingClient:
-    model = client.create_lora_training_client(base_model="toy", rank=4, seed=1).result(timeout=60)
+    model = client.create_lora_training_client(base_model="toy", rank=4, seed=1).result(timeout=300)
     step(model, [datum()])
     return model
 
@@ -64,8 +64,8 @@ def test_models_and_runs(cli: Cli, model: tinker.TrainingClient) -> None:
 
 def test_checkpoints(cli: Cli, model: tinker.TrainingClient) -> None:
     run_id = model.get_info().model_id
-    state = model.save_state("a").result(timeout=60).path
-    sampler = model.save_weights_for_sampler("a").result(timeout=60).path
+    state = model.save_state("a").result(timeout=300).path
+    sampler = model.save_weights_for_sampler("a").result(timeout=300).path
     assert {state, sampler} <= paths(cli("checkpoint", "list"))
     assert paths(cli("checkpoint", "list", "--run-id", run_id)) == {state, sampler}
     assert cli("checkpoint", "info", state)["lora_rank"] == 4
@@ -81,7 +81,7 @@ def test_checkpoints(cli: Cli, model: tinker.TrainingClient) -> None:
 
 
 def test_a_training_checkpoint_is_downloaded_as_an_adapter(cli: Cli, model: tinker.TrainingClient) -> None:
-    state = model.save_state("a").result(timeout=60).path
+    state = model.save_state("a").result(timeout=300).path
     answer = cli("checkpoint", "download", state, "-o", str(cli.home / "out"))
     files = {path.name for path in Path(answer["destination"]).iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= files

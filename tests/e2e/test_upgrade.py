@@ -130,20 +130,20 @@ def test_a_run_of_an_earlier_schema_goes_on(
             record = server.call(server.store.wait_for(each.request_id, 60))
             assert record.state == OperationState.SUCCEEDED, record
         service = tinker.ServiceClient(base_url=server.url, api_key="tml-ann")
-        other = service.create_lora_training_client(base_model="toy", rank=4).result(timeout=60)
+        other = service.create_lora_training_client(base_model="toy", rank=4).result(timeout=300)
         training = tinker.TrainingClient(other.holder, 0, RUN, info=other._info)
         # as a client that has sent all that is logged; the SDK adds one to its numbers
         training._request_id_counter = training._turn_counter = logged - 1
         for number in range(made.DONE + made.WAITING, made.DONE + made.WAITING + MORE):
             passed = training.forward_backward([as_the_sdk_says_it(made.a_pass(number))], "cross_entropy")
             stepped = training.optim_step(tinker.AdamParams(**_adam(made.a_step())))
-            passed.result(timeout=60)
-            stepped.result(timeout=60)
-        training.save_state("end").result(timeout=60)
+            passed.result(timeout=300)
+            stepped.result(timeout=300)
+        training.save_state("end").result(timeout=300)
         run = server.call(server.store.get_run(RUN))
         if fixture.stem != "0001":  # whose version summed the norm of the gradient in another order
             assert run.state_reason is None
-        service.close("success").result(timeout=60)
+        service.close("success").result(timeout=300)
     assert bits(tmp_path, "end") == undisturbed
 
 

@@ -319,7 +319,7 @@ for survived in range(100):
 def test_killed_writer_leaves_old_or_new(tmp_path: Path, overwrite: bool) -> None:
     """Kill a writer before each of its system calls in turn, then read, then write again."""
     arguments = [str(Path(__file__).parent), str(tmp_path), str(overwrite)]
-    subprocess.run([sys.executable, "-c", _KILLED_WRITERS, *arguments], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", _KILLED_WRITERS, *arguments], check=True, timeout=600)
     outcomes = []
     for root in sorted(tmp_path.iterdir(), key=lambda path: int(path.name)):
         outcomes.append(_outcome(root))

@@ -86,7 +86,7 @@ for n in range(4):
 def run(specification: str) -> tuple[int, list[str]]:
     environ = {**os.environ, failpoints.VARIABLE: specification}
     command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, check=False, env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, check=False, env=environ, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout.splitlines()
 
 

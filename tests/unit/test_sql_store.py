@@ -27,7 +27,7 @@ from tinsmith.store import StoreContext
 from tinsmith.testing.engine_driver import take_over
 from tinsmith.testing.store_records import BASE, NOW, a_sample, a_session
 
-WAIT_S = 30.0
+WAIT_S = 300.0
 FIRST_SCHEMA = Path(__file__).parent / "schemas" / "0001.sql"  # a created model: one step done, one running, one queued
 
 

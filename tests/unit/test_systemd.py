@@ -18,7 +18,7 @@ def test_systemd_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for name, address in ((str(tmp_path / "notify"), str(tmp_path / "notify")), (abstract, "\0" + abstract[1:])):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
             heard.bind(address)
-            heard.settimeout(10)
+            heard.settimeout(300)
             monkeypatch.setenv("NOTIFY_SOCKET", name)
             plugins.server_started(STARTED)
             plugins.server_stopping(ServerStopping(url=STARTED.url))

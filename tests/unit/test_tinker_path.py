@@ -4,7 +4,7 @@ from pathlib import PurePosixPath
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from tinsmith.errors import UserError
 from tinsmith.tinker_path import TinkerPath
@@ -60,6 +60,7 @@ def test_message_names_the_fault() -> None:
 NAMES = st.text(st.sampled_from("ab0:.-_/\\% \0\n"), max_size=6) | st.text(max_size=10)
 
 
+@settings(deadline=None, derandomize=True)
 @given(NAMES, st.sampled_from(["weights", "sampler_weights", "external_weights"]), NAMES)
 def test_whatever_is_accepted_stays_inside(model_id: str, segment: str, name: str) -> None:
     try:

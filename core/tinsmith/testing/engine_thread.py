@@ -15,7 +15,7 @@ from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore
 from tinsmith.testing.engine_driver import take_over
 from tinsmith.testing.loop_thread import LoopThread
 
-_STOP_TIMEOUT_S = 30.0
+_STOP_TIMEOUT_S = 300.0  # an operation that runs may be compiling
 
 
 @contextmanager

@@ -29,8 +29,8 @@ from tinsmith.testing.loop_thread import LoopThread
 T = TypeVar("T")
 
 TOY: Final = ModelSettings(name="toy", backend=PluginSection(plugin="toy"))
-_START_TIMEOUT_S: Final = 60.0
-_STOP_TIMEOUT_S: Final = 30.0
+_START_TIMEOUT_S: Final = 300.0
+_STOP_TIMEOUT_S: Final = 300.0
 
 
 class RunningServer:

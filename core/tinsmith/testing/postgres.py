@@ -21,7 +21,7 @@ from typing import Final, Self
 import psycopg
 from psycopg import sql
 
-_START_TIMEOUT_S: Final = 60.0
+_START_TIMEOUT_S: Final = 300.0
 _SETTINGS: Final = {
     "fsync": "off",  # no test cuts the power
     "full_page_writes": "off",

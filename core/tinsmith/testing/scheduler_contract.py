@@ -49,7 +49,9 @@ def queues(draw: st.DrawFn) -> list[Pending]:
 LIMITS = st.integers(1, 120).map(lambda tokens: Limits(max_batch_tokens=tokens))
 
 # A suite is run by several subclasses: that one test has several executors is the point. Speed is not under test.
-_for_every_subclass = settings(suppress_health_check=[HealthCheck.differing_executors], deadline=None)
+_for_every_subclass = settings(
+    suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow], deadline=None, derandomize=True
+)
 
 
 class SchedulerContract:

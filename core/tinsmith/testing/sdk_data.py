@@ -1,5 +1,6 @@
-"""Small data in the SDK's types, for tests that train through it."""
+"""For tests that train through the SDK: small data in its types, and an end that it survives."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,19 @@ def step(model: tinker.TrainingClient, data: list[tinker.Datum], **adam: float) 
     """One forward_backward and one optim_step, both sent before either is awaited."""
     passed = model.forward_backward(data, "cross_entropy")
     stepped = model.optim_step(tinker.AdamParams(**{"learning_rate": 0.01, **adam}))
-    output = passed.result(timeout=60)
-    stepped.result(timeout=60)
+    output = passed.result(timeout=300)
+    stepped.result(timeout=300)
     return output
+
+
+def wait_until_at_rest(sampler: tinker.SamplingClient) -> None:
+    """Wait until the SDK's poller has told the server of every result that was fetched, and waits for more to do.
+
+    On Python 3.11 an SDK that is closed while an answer arrives at its poller may hang.
+    """
+    poller = sampler._futures_poller  # noqa: SLF001 - the SDK does not tell
+    if poller is None:  # this client polls for each sample by itself
+        return
+    work = poller._has_work  # noqa: SLF001
+    while work.is_set() or not work._waiters:  # noqa: SLF001
+        time.sleep(0.01)

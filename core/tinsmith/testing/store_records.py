@@ -29,7 +29,7 @@ from tinsmith.store import (
 
 BASE = "org/base-model"
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
-LONG_S = 30.0  # a wait that a test expects to be woken from
+LONG_S = 300.0  # a wait that a test expects to be woken from
 LORA = LoraConfig(rank=8, seed=7)
 
 MakeStore = Callable[[], RequestStore]

@@ -58,7 +58,7 @@ def test_pig_latin_and_full_fine_tuning_on_two_ranks_and_the_jax_sampler(tmp_pat
                 assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "log").read_text()
         finally:
             server.send_signal(signal.SIGTERM)
-            server.wait(60)
+            server.wait(300)
 
 
 @pytest.mark.timeout(900)

@@ -1,6 +1,7 @@
 """How samples end: stop rules, limits, cancellation, failures, closing; and what they must not do: compile."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,8 @@ async def test_a_failing_dispatch_fails_those_in_slots_and_nobody_else(
 async def test_closing_answers_everyone(spelled: Path, jax_cache: Path) -> None:
     backend = make_backend(spelled, jax_cache, decode_slots=2)
     await sample(backend, make_sample(prompt(4)))
-    waiting = [asyncio.ensure_future(backend.sample(make_sample(prompt(4), max_tokens=300))) for _ in range(5)]
+    endless = make_sample(prompt(4), max_tokens=300, num_samples=50)
+    waiting = [asyncio.ensure_future(backend.sample(endless)) for _ in range(5)]
     await until_busy(backend)
     await asyncio.to_thread(backend.close)
     for result in await asyncio.gather(*waiting, backend.sample(make_sample(prompt(4)))):
@@ -182,8 +184,17 @@ async def test_closing_before_any_sample(spelled: Path, jax_cache: Path) -> None
     assert isinstance(await backend.sample(make_sample(prompt(4))), Failed)
 
 
-async def test_one_session_does_not_shut_others_out(backend: JaxBackend) -> None:
+async def test_one_session_does_not_shut_others_out(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
+    device, both = backend._sampler._device, threading.Event()
+    decode = device.decode
+
+    def held(*args: Any) -> Any:
+        """The hog has its slots, and goes on when the mouse has come."""
+        assert both.wait(600)
+        return decode(*args)
+
+    monkeypatch.setattr(device, "decode", held)
 
     async def run(name: str, num_samples: int) -> None:
         await sample(backend, make_sample(prompt(5), session=name, num_samples=num_samples, max_tokens=20))
@@ -191,7 +202,11 @@ async def test_one_session_does_not_shut_others_out(backend: JaxBackend) -> None
 
     hog = asyncio.ensure_future(run("hog", 40))
     await until_busy(backend)
-    await asyncio.gather(run("mouse", 1), hog)
+    mouse = asyncio.ensure_future(run("mouse", 1))
+    while not backend._sampler._arrived:  # noqa: ASYNC110 - the sampler's thread is held, and takes it afterwards
+        await asyncio.sleep(0)
+    both.set()
+    await asyncio.gather(mouse, hog)
     assert order == ["mouse", "hog"]
 
 
@@ -215,7 +230,7 @@ async def test_nothing_compiles_after_the_warm_up(spelled: Path, jax_cache: Path
     backend = make_backend(spelled, jax_cache, decode_slots=3)
     device = backend._sampler._device
     backend.programs.start_warm_up(device.all_programs())
-    assert await asyncio.to_thread(backend.programs.wait_until_warm, 120)
+    assert await asyncio.to_thread(backend.programs.wait_until_warm, 600)
     warm = backend.programs.compile_count
     assert warm == len(device.all_programs())
     for rank in (1, 8, 11, 16):

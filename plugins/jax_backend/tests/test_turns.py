@@ -7,7 +7,7 @@ import pytest
 
 from tinsmith_jax.turns import Turns
 
-WAIT_S = 30.0  # only a broken lock waits that long
+WAIT_S = 300.0  # only a broken lock waits that long
 
 
 def wait_until_waiting(turns: Turns, count: int) -> None:

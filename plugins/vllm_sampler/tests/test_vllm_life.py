@@ -45,7 +45,7 @@ async def test_fifty_publishes_of_one_tenant_leave_another_alone(qwen3: VllmSamp
     await qwen3.load_snapshot(own)
     wanted = [op(prompt(n), own.snapshot_id, max_tokens=40, seed=n, num_samples=2) for n in range(4)]
     expected = [await draw(qwen3, each) for each in wanted]
-    published = asyncio.Event()
+    published, enough = asyncio.Event(), asyncio.Event()
     during = 0
 
     async def neighbour() -> None:
@@ -55,10 +55,14 @@ async def test_fifty_publishes_of_one_tenant_leave_another_alone(qwen3: VllmSamp
             for output, right in zip(outputs, expected, strict=True):
                 assert_same(output, right)
                 during += 1
+            if during >= 8:
+                enough.set()
 
     async def publisher() -> None:
         seen = set()
         for number in range(50):
+            if number == 40:
+                await enough.wait()  # there were samples under way, however slow this machine is
             snapshot = adapter(100 + number)
             await qwen3.load_snapshot(snapshot)
             output = await draw(qwen3, op(prompt(9), snapshot.snapshot_id, max_tokens=4, temperature=0.0))
