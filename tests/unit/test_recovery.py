@@ -155,7 +155,10 @@ class Setup:
 
     async def until(self, condition: Callable[[], Any]) -> None:
         async with asyncio.timeout(WAIT_S):
-            while not condition():  # noqa: ASYNC110 - files appear without telling
+            while True:  # files come and go without telling
+                with suppress(FileNotFoundError):  # a directory that goes while it is looked at
+                    if condition():
+                        return
                 await asyncio.sleep(0.005)
 
     async def registered(self, client: EngineDriver, number: int = 1) -> None:

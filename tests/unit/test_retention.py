@@ -4,6 +4,7 @@ import asyncio
 import os
 import sqlite3
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -61,18 +62,29 @@ def in_database(data_dir: Path) -> dict[str, set[bytes]]:
     return found
 
 
+def files_in(directory: Path) -> dict[Path, bytes]:
+    """Return what every file holds; snapshots may come and go meanwhile."""
+    contents = {}
+    for parent, _, names in os.walk(directory):
+        for path in (Path(parent, name) for name in names):
+            with suppress(FileNotFoundError):
+                if path.is_file():
+                    contents[path] = path.read_bytes()
+    return contents
+
+
 def in_files(data_dir: Path, *directories: str) -> dict[str, set[bytes]]:
     found: dict[str, set[bytes]] = {}
     for directory in directories:
-        for path in (data_dir / directory).rglob("*.safetensors"):
-            found.setdefault(directory, set()).update(fingerprints(path.read_bytes()[-400:]))
+        for path, content in files_in(data_dir / directory).items():
+            if path.suffix == ".safetensors":
+                found.setdefault(directory, set()).update(fingerprints(content[-400:]))
     return found
 
 
 def still_there(data_dir: Path, pieces: set[bytes]) -> list[str]:
     """Look at every byte of every file."""
-    contents = {path: path.read_bytes() for path in data_dir.rglob("*") if path.is_file()}
-    return [path.name for path, content in contents.items() if any(piece in content for piece in pieces)]
+    return [path.name for path, content in files_in(data_dir).items() if any(piece in content for piece in pieces)]
 
 
 @pytest.fixture
