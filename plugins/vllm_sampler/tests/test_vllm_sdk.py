@@ -10,6 +10,8 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -68,7 +70,9 @@ def served(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
         with (root / "log").open("wb") as log:
             server = subprocess.Popen(command, stderr=log, env=environment(), start_new_session=True)
             try:
-                yield Served(wait_for_url(server, root), root / "data", tiny_models["qwen3"], server.pid)
+                url = wait_for_url(server, root)
+                wait_until_ready(server, url, root)
+                yield Served(url, root / "data", tiny_models["qwen3"], server.pid)
             finally:
                 server.send_signal(signal.SIGTERM)
                 server.wait(300)
@@ -84,6 +88,19 @@ def wait_for_url(server: "subprocess.Popen[bytes]", root: Path) -> str:
         if (url := read_server_url(root / "data", pid=server.pid)) is not None:
             return url
         time.sleep(0.1)
+    raise AssertionError((root / "log").read_text())
+
+
+def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, root: Path) -> None:
+    """An engine that is stopped while it loads has no time to tidy up: the next one does."""
+    while server.poll() is None:
+        try:
+            urllib.request.urlopen(f"{url}/readyz", timeout=300).close()
+        except urllib.error.HTTPError as error:
+            error.close()
+            time.sleep(0.1)
+        else:
+            return
     raise AssertionError((root / "log").read_text())
 
 
