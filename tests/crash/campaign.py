@@ -1,7 +1,6 @@
 """A kill campaign: runs of the scenario, moments to kill at, and what came of it."""
 
 import random
-import sqlite3
 import statistics
 import threading
 import time
@@ -9,11 +8,13 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import scenario
 import tinker
+from campaign_stores import SQLITE, CampaignStore
 from processes import Event, Launcher, Served
 
 from tinsmith import failpoints
@@ -28,6 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 _WHOM: list[tuple[str, ...]] = [("engine",), ("serve",), ("serve", "engine"), ()]  # nobody: an orderly stop
 _HOW_OFTEN = [12, 4, 4, 1]
+_CONNECTIONS, _CONNECTIONS_HOW_OFTEN = ("connections",), 4  # where there are any
 _DEATHS_PER_STEP = 12  # an operation that is interrupted 20 times fails, as recovery.max_interruptions says
 
 
@@ -47,6 +49,7 @@ class Tally:
     recoveries_s: list[float] = field(default_factory=list)
     runs: int = 0
     orderly: int = 0
+    broken: int = 0  # times that all connections to the database ended at once
     never_hit: set[str] = field(default_factory=lambda: set(failpoints.points()))
     lock: threading.Lock = field(default_factory=threading.Lock)
     show: Callable[[str], None] = lambda _: None
@@ -67,6 +70,8 @@ class Tally:
         lines = [f"seed {self.seed}: {len(self.kills)} kills in {self.runs} runs"]
         lines += [f"  {number:5}  {kind}" for kind, number in kinds.most_common()]
         lines.append(f"  {self.orderly:5}  orderly stops besides")
+        if self.broken:
+            lines.append(f"  {self.broken:5}  times all connections to the database besides")
         lines += [f"  {number:9}  {point}" for point, number in sorted(points.items())]
         if self.recoveries_s:
             low, middle, high = min(self.recoveries_s), statistics.median(self.recoveries_s), max(self.recoveries_s)
@@ -77,12 +82,15 @@ class Tally:
 class Disturber:
     """Kills the processes of one run, at moments and points drawn from one seed."""
 
-    def __init__(self, tally: Tally, seed: str, *, arm_all: bool, share_at_points: float) -> None:
+    def __init__(
+        self, tally: Tally, seed: str, *, arm_all: bool, share_at_points: float, store: CampaignStore = SQLITE
+    ) -> None:
         """With `arm_all` every point that was never hit is armed in every process, else some, in that share of them."""
         self.tally = tally
         self.random = random.Random(seed)
         self.arm_all = arm_all
         self.share_at_points = share_at_points
+        self.store = store
         self.served: Served | None = None
         self.log: Path | None = None
         self.read = 0
@@ -167,16 +175,24 @@ class Disturber:
                 self.served.terminate()
                 self.tally.orderly += 1
                 continue
+            if roles == _CONNECTIONS:
+                assert self.store.break_connections is not None
+                self.store.break_connections()
+                self.tally.broken += 1
+                continue
             with self.served.changed:
                 self.ours |= self.served.kill(*roles)
             self.tally.add("both" if len(roles) > 1 else {"serve": "server"}.get(roles[0], roles[0]))
 
     def draw_moments(self, number: int) -> list[tuple[int, float, tuple[str, ...]]]:
         """Most while it trains, some while what was killed before comes back."""
+        whom, how_often = _WHOM, _HOW_OFTEN
+        if self.store.break_connections is not None:
+            whom, how_often = [*whom, _CONNECTIONS], [*how_often, _CONNECTIONS_HOW_OFTEN]
         moments = []
         for step in sorted(self.random.randrange(scenario.STEPS - 1) for _ in range(number)):
             delay_s = self.random.uniform(0.0, 0.1 if self.random.random() < 0.7 else 1.0)
-            roles = self.random.choices(_WHOM, _HOW_OFTEN)[0]
+            roles = self.random.choices(whom, how_often)[0]
             moments.append((step, delay_s, roles))
         return moments
 
@@ -193,7 +209,7 @@ class Expected:
 def undisturbed(launcher: Launcher, directory: Path, model: ModelSettings = TOY) -> Expected:
     served = Served(launcher, directory, [model], settings=SETTINGS)
     try:
-        seen, states, kinds = _client(served, model, lambda _: None)
+        seen, states, kinds = _client(served, model, SQLITE, lambda _: None)
         assert served.stop() == 0
     finally:
         served.close()
@@ -211,15 +227,17 @@ def disturbed(
     num_moments: int = 0,
     share_at_points: float = 0.0,
     model: ModelSettings = TOY,
+    store: CampaignStore = SQLITE,
 ) -> None:
     """One run under fire; raise AssertionError where it differs from the one that nobody disturbed."""
-    disturber = Disturber(tally, f"{tally.seed}:{number}", arm_all=arm_all, share_at_points=share_at_points)
+    seed = f"{tally.seed}:{number}"
+    disturber = Disturber(tally, seed, arm_all=arm_all, share_at_points=share_at_points, store=store)
     moments = disturber.draw_moments(num_moments)
     served = Served(
         launcher,
         directory,
         [model],
-        settings=SETTINGS,
+        settings={**SETTINGS, **store.settings},
         on_event=disturber.heard,
         on_line=disturber.said,
         prepare=disturber.attach,
@@ -228,7 +246,7 @@ def disturbed(
         with ThreadPoolExecutor(1) as pool:
             killing = pool.submit(disturber.kill_at_moments, moments)
             try:
-                seen, states, kinds = _client(served, model, disturber.at_step)
+                seen, states, kinds = _client(served, model, store, disturber.at_step)
             finally:
                 with disturber.news:
                     disturber.finished = True
@@ -244,24 +262,21 @@ def disturbed(
 
 
 def _client(
-    served: Served, model: ModelSettings, at_step: Callable[[int], None]
+    served: Served, model: ModelSettings, store: CampaignStore, at_step: Callable[[int], None]
 ) -> tuple[list[Any], list[dict[str, bytes | int]], list[str]]:
     service = tinker.ServiceClient(base_url=served.url, api_key="tml-test")
     seen, saved = scenario.run(service, model.name, at_step)
     states = [scenario.state_at(served.data_dir, path) for path in saved]
-    kinds = journal(served.data_dir, TinkerPath.parse(saved[0]).model_id)
+    kinds = journal(partial(store.query, served.data_dir), TinkerPath.parse(saved[0]).model_id)
     service.close("success").result(timeout=scenario.WAIT_S)
     return seen, states, kinds
 
 
-def journal(data_dir: Path, model_id: str) -> list[str]:
+def journal(query: Callable[[str], list[tuple[Any, ...]]], model_id: str) -> list[str]:
     """Return the kinds of the model's operations in order; none missing, twice or failed, and no note on the run."""
-    with sqlite3.connect(data_dir / "tinsmith.db") as database:
-        query = "SELECT seq_id, state, kind FROM operations WHERE stream = ? ORDER BY seq_id"
-        rows = database.execute(query, (model_id,)).fetchall()
-        notes = database.execute("SELECT state, state_reason, applied_seq_id FROM runs").fetchall()
-    database.close()
+    rows = query(f"SELECT seq_id, state, kind FROM operations WHERE stream = '{model_id}' ORDER BY seq_id")
     assert [row[:2] for row in rows] == [(number, "succeeded") for number in range(len(rows))]
+    notes = query("SELECT state, state_reason, applied_seq_id FROM runs")
     assert notes == [("ready", None, len(rows) - 1)]
     return [row[2] for row in rows]
 

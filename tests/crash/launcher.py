@@ -186,7 +186,8 @@ def _import_everything() -> None:
     importlib.import_module("tinsmith.server.app")
     plugins = Plugins.load()
     spec = plugins.store("sql")
-    spec.create(spec.config(), StoreContext(data_dir=Path("/nowhere")))
+    for url in (None, "postgresql:///nowhere"):
+        spec.create(spec.config(url=url), StoreContext(data_dir=Path("/nowhere")))
     plugins.backends()
 
 

@@ -1,25 +1,29 @@
 """An SDK client trains while processes are killed: no error, and bit for bit the run that nobody disturbed.
 
-`make test` runs the campaign that dies once at every failpoint, `make test-crash` the one of a thousand kills.
-CRASH_SEED, CRASH_KILLS and CRASH_PARALLEL change it.
+`make test` runs the campaign that dies once at every failpoint, `make test-crash` the one of a thousand kills, and a
+smaller one on PostgreSQL. CRASH_SEED, CRASH_KILLS, CRASH_KILLS_ON_POSTGRES and CRASH_PARALLEL change them.
 """
 
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from campaign import Expected, Tally, disturbed, undisturbed
+from campaign_stores import SQLITE, CampaignStore, on_postgres
 from processes import Launcher, launching
 
 from tinsmith.settings import ModelSettings, PluginSection
+from tinsmith.testing.postgres import Postgres
 from tinsmith.tiny_model import TinyShape, write_tiny_model
 
 SEED = int(os.environ.get("CRASH_SEED", "20"))
 KILLS = int(os.environ.get("CRASH_KILLS", "1000"))
+KILLS_ON_POSTGRES = int(os.environ.get("CRASH_KILLS_ON_POSTGRES", "150"))
 PARALLEL = int(os.environ.get("CRASH_PARALLEL", "3"))
 MOMENTS_PER_RUN = 14
 MOST_RUNS = 20  # a few do; only a point that is never passed takes them all
@@ -54,6 +58,44 @@ def test_every_failpoint_kills_once(launcher: Launcher, expected: Expected, tmp_
 @pytest.mark.timeout(3 * 3600)
 def test_a_thousand_kills(launcher: Launcher, expected: Expected, tmp_path: Path) -> None:
     tally = Tally(wanted=KILLS, seed=SEED)
+    in_parallel(tally, lambda number: fire(launcher, tmp_path, expected, tally, number, SQLITE))
+    assert not tally.never_hit
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(3 * 3600)
+def test_kills_on_postgres(launcher: Launcher, expected: Expected, postgres: Postgres, tmp_path: Path) -> None:
+    """A database for each run, whose connections end, too. The bits are those of the undisturbed run on SQLite."""
+    tally = Tally(wanted=KILLS_ON_POSTGRES, seed=SEED)
+    making = threading.Lock()
+
+    def run(number: int) -> None:
+        with making:
+            store = on_postgres(postgres)
+        fire(launcher, tmp_path, expected, tally, number, store)
+
+    in_parallel(tally, run)
+    assert not tally.never_hit
+    assert tally.broken
+
+
+def fire(
+    launcher: Launcher, directory: Path, expected: Expected, tally: Tally, number: int, store: CampaignStore
+) -> None:
+    disturbed(
+        launcher,
+        directory / str(number),
+        expected,
+        tally,
+        number=number,
+        num_moments=MOMENTS_PER_RUN,
+        share_at_points=0.7,
+        store=store,
+    )
+
+
+def in_parallel(tally: Tally, run: Callable[[int], None]) -> None:
+    """Number after number, until there were kills enough."""
     started = time.monotonic()
 
     def show(line: str) -> None:
@@ -61,18 +103,9 @@ def test_a_thousand_kills(launcher: Launcher, expected: Expected, tmp_path: Path
 
     tally.show = show
 
-    def worker(first: int) -> None:
-        number = first
+    def worker(number: int) -> None:
         while not tally.enough:
-            disturbed(
-                launcher,
-                tmp_path / str(number),
-                expected,
-                tally,
-                number=number,
-                num_moments=MOMENTS_PER_RUN,
-                share_at_points=0.7,
-            )
+            run(number)
             number += PARALLEL
 
     try:
@@ -81,7 +114,6 @@ def test_a_thousand_kills(launcher: Launcher, expected: Expected, tmp_path: Path
                 each.result()
     finally:
         print(f"\n{tally.table()}\n  {time.monotonic() - started:.0f} s in all", file=sys.stderr)
-    assert not tally.never_hit
 
 
 @pytest.mark.crash
