@@ -398,4 +398,4 @@ def test_every_answer_is_what_the_protocol_says_at_length(on_sqlite: type[Protoc
 @pytest.mark.crash
 @pytest.mark.timeout(3600)
 def test_every_answer_on_postgres_is_what_the_protocol_says_at_length(on_postgres: type[Protocol]) -> None:
-    check(on_postgres, max_examples=250, stateful_step_count=60)
+    check(on_postgres, max_examples=200, stateful_step_count=60)
