@@ -1,6 +1,5 @@
 """The real SDK against a server on the toy backend. Each test is a tenant of its own, by its key."""
 
-import gc
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,18 +18,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown() -> Iterator[None]:
-    """Collect what the SDK left here, where the warning is expected, and not in the next file's tests.
-
-    After the fixtures have been torn down, the clients of a whole file among them.
-    """
-    try:
-        yield
-    finally:
-        gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 import jax
-from jax._src import compilation_cache  # for how entries are packed, which nothing public says
+from jax._src.compilation_cache import decompress_executable  # nothing public says how entries are packed
 
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.model_config import ModelConfig
@@ -61,7 +61,7 @@ def _remove_damaged(compiled: Path) -> None:
 
 def _is_whole(entry: Path) -> bool:
     try:
-        unpacked = compilation_cache.decompress_executable(entry.read_bytes())
+        unpacked = decompress_executable(entry.read_bytes())
     except Exception:  # noqa: BLE001  (of whichever library packs; what it is does not matter)
         return False
     return len(unpacked) > _COMPILE_TIME_BYTES
