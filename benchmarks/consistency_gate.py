@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from tinsmith.backend import BackendContext, SamplingBackend, TrainingBackend
-from tinsmith.consistency_gate import ConsistencyGate
+from tinsmith.engine.consistency_gate import ConsistencyGate
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.operations import AdamParams, CreateModel, Datum, ForwardBackward, LoraConfig, OptimStep
-from tinsmith.plugins import Plugins
+from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ConsistencySettings
-from tinsmith.tiny_model import TinyShape, write_tiny_model
 
 LENGTH = 512
 MODEL = "m"

@@ -59,7 +59,7 @@ async def measure(store: SqlStore, concurrency: int, seconds: float) -> dict[str
                 kind="sample",
                 tenant=f"t{number % 8}",
                 session_id="s",
-                stream=f"{stamp}:c{concurrency}:{number}",
+                subject_id=f"{stamp}:c{concurrency}:{number}",
                 seq_id=seq_id,
                 ordered=False,
                 payload=PAYLOAD,

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.operations import AdamParams, Datum, ForwardBackward, LoraConfig
-from tinsmith.tiny_model import TinyShape, write_tiny_model
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.architecture import Architecture, read_architecture
 from tinsmith_fsdp.base_model import BaseModel

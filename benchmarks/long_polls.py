@@ -27,9 +27,9 @@ import uvloop
 from sqlalchemy import make_url
 
 from tinsmith.operations import OptimStepOutput
-from tinsmith.sql_store import log
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
+from tinsmith.sql_store.transactions import log
 from tinsmith.store import Completion, NewOperation, SessionRecord, StoreContext
 from tinsmith.testing.engine_driver import take_over
 from tinsmith.testing.harness import running_server
@@ -106,7 +106,7 @@ async def submit(store: SqlStore, count: int) -> list[str]:
             kind="sample",
             tenant="ann",
             session_id=session,
-            stream=f"{session}:sample:{number}",
+            subject_id=f"{session}:sample:{number}",
             seq_id=0,
             ordered=False,
             payload=bytes(1000),

@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from tinsmith import operations as ops
-from tinsmith.plugins import Plugins
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings, PluginSection, RecoverySettings, Settings
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.engine_thread import engine_thread
 from tinsmith.testing.harness import create_store
 from tinsmith.testing.loop_thread import LoopThread
-from tinsmith.tiny_model import TinyShape, write_tiny_model
 
 MODEL = "s1:train:0"
 LENGTH, BATCH = 64, 4
@@ -61,7 +61,7 @@ def measure(directory: Path, backend: str, number: int) -> bool:
             loop.call(until_snapshot(client))
         settings = settings_of(directory, model, every=100_000)
         with engine_thread(settings, model, plugins, create_store(settings, plugins)):
-            last = loop.call(store.list_snapshots(MODEL))[0].seq_id
+            last = loop.call(store.list_recovery_points(MODEL))[0].seq_id
             behind = loop.call(store.get_run(MODEL)).applied_seq_id - last
             times_s = [loop.call(timed(client, index)) for index in range(max(number - behind, 0))]
         load_s, total_s = [], []
@@ -89,13 +89,13 @@ def a_model(directory: Path, backend: str) -> ModelSettings:
 
 
 def settings_of(directory: Path, model: ModelSettings, *, every: int) -> Settings:
-    recovery = RecoverySettings(snapshot_every_operations=every, snapshot_every_s=1e9 if every > 1 else 60.0)
+    recovery = RecoverySettings(point_every_operations=every, point_every_s=1e9 if every > 1 else 60.0)
     server = Settings().server.model_copy(update={"data_dir": directory / "data"})
     return Settings(server=server, recovery=recovery, models=(model,))
 
 
 async def until_snapshot(client: EngineDriver) -> None:
-    while not await client.store.list_snapshots(MODEL):
+    while not await client.store.list_recovery_points(MODEL):
         await client.run(a_step())
     await asyncio.sleep(0)
 

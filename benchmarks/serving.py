@@ -18,10 +18,10 @@ from rich.console import Console
 from tinker import types
 
 from tinsmith.backend import BackendContext
-from tinsmith.demo import served_tiny_model
+from tinsmith.commands.demo import served_tiny_model
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.operations import CreateModel, Datum, Forward, LoraConfig
-from tinsmith.plugins import Plugins
-from tinsmith.tiny_model import TinyShape, write_tiny_model
+from tinsmith.plugins.loading import Plugins
 
 NUM_ROUND_TRIPS = 30
 NUM_STEPS = 10

@@ -18,9 +18,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tinsmith import hookspecs
-from tinsmith.cli import build_group
+from tinsmith.commands.cli import build_group
 from tinsmith.failpoints import BOUNDARIES
-from tinsmith.plugins import HOOK_NAMES, Plugins
+from tinsmith.plugins.loading import HOOK_NAMES, Plugins
 from tinsmith.settings import PluginSection, Settings
 
 REFERENCE = Path(__file__).parent / "reference"

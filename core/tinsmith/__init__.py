@@ -13,6 +13,7 @@ from tinsmith.backend import (
     TrainingBackend,
 )
 from tinsmith.errors import TinsmithError, UserError
+from tinsmith.hook_values import Principal
 from tinsmith.hookspecs import hookimpl
 from tinsmith.losses import LossSpec
 from tinsmith.operations import (
@@ -32,7 +33,6 @@ from tinsmith.operations import (
     SamplingParams,
     TopLogprobs,
 )
-from tinsmith.principal import Principal
 from tinsmith.scheduler import Batch, Limits, Pending, Scheduler, SchedulerSpec
 from tinsmith.store import RequestStore, StoreContext, StoreSpec
 

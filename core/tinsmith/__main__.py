@@ -1,5 +1,5 @@
 """`python -m tinsmith` is the command line."""
 
-from tinsmith.cli import app
+from tinsmith.commands.cli import app
 
 app()

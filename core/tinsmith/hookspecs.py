@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from tinsmith.backend import AnyBackendSpec, AnySamplerSpec
-    from tinsmith.events import OperationFinished, ServerStarted, ServerStopping
+    from tinsmith.hook_values import OperationFinished, Principal, RoutesContext, ServerStarted, ServerStopping
     from tinsmith.losses import LossSpec
-    from tinsmith.principal import Principal
-    from tinsmith.routes_context import RoutesContext
     from tinsmith.scheduler import SchedulerSpec
     from tinsmith.settings import Settings
     from tinsmith.store import StoreSpec

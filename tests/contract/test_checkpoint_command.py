@@ -15,16 +15,16 @@ import transformers
 from typer.testing import CliRunner, Result
 
 from tinsmith.backend import ModelState
-from tinsmith.checkpoint_tools import rewriting
-from tinsmith.checkpoints import read_checkpoint, write_checkpoint
-from tinsmith.cli import build_group
+from tinsmith.checkpoints.format import read_checkpoint, write_checkpoint
+from tinsmith.checkpoints.tools import rewriting
+from tinsmith.commands.cli import build_group
+from tinsmith.huggingface.safetensors_files import StoredTensors
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.operations import Array, LoraConfig
-from tinsmith.plugins import Plugins
-from tinsmith.safetensors_files import StoredTensors
+from tinsmith.plugins.loading import Plugins
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import CheckpointRecord, StoreContext
-from tinsmith.tiny_model import TinyShape, write_tiny_model
 
 RANK = 4
 LORA = LoraConfig(rank=RANK, seed=0)

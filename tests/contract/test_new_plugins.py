@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tinsmith.authoring.new_plugin import PluginKind, write_plugin
 from tinsmith.errors import UserError
-from tinsmith.new_plugin import PluginKind, write_plugin
-from tinsmith.plugins import Plugins
+from tinsmith.plugins.loading import Plugins
 
 LIMIT_S = 600
 Check = Callable[..., tuple[int, Any]]

@@ -18,14 +18,14 @@ from campaign_stores import SQLITE, CampaignStore
 from processes import Event, Launcher, Served
 
 from tinsmith import failpoints
+from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.settings import ModelSettings
 from tinsmith.testing.harness import TOY
-from tinsmith.tinker_path import TinkerPath
 
 SETTINGS: dict[str, dict[str, Any]] = {
     # everything else is as shipped; these make a run of 50 steps meet what longer runs meet
     "supervisor": {"restart_backoff_s": 0.05, "restart_backoff_max_s": 0.5},
-    "recovery": {"snapshot_every_operations": 7},
+    "recovery": {"point_every_operations": 7},
 }
 _WHOM: list[tuple[str, ...]] = [("engine",), ("serve",), ("serve", "engine"), ()]  # nobody: an orderly stop
 _HOW_OFTEN = [12, 4, 4, 1]
@@ -152,7 +152,7 @@ class Disturber:
         return fresh
 
     def said(self, line: str) -> None:
-        if "tinsmith.engine_process: ready:" in line and self.down_since is not None:
+        if "tinsmith.processes.engine: ready:" in line and self.down_since is not None:
             self.tally.recoveries_s.append(time.monotonic() - self.down_since)
             self.down_since = None
 
@@ -274,7 +274,7 @@ def _client(
 
 def journal(query: Callable[[str], list[tuple[Any, ...]]], model_id: str) -> list[str]:
     """Return the kinds of the model's operations in order; none missing, twice or failed, and no note on the run."""
-    rows = query(f"SELECT seq_id, state, kind FROM operations WHERE stream = '{model_id}' ORDER BY seq_id")
+    rows = query(f"SELECT seq_id, state, kind FROM operations WHERE subject_id = '{model_id}' ORDER BY seq_id")
     assert [row[:2] for row in rows] == [(number, "succeeded") for number in range(len(rows))]
     notes = query("SELECT state, state_reason, applied_seq_id FROM runs")
     assert notes == [("ready", None, len(rows) - 1)]

@@ -133,7 +133,7 @@ class Launcher:
             if POISONED in environ:
                 self.poison(int(environ[POISONED]))
             sys.argv = ["tinsmith", *arguments]
-            from tinsmith.cli import app
+            from tinsmith.commands.cli import app
 
             app()
             code = 0
@@ -172,7 +172,7 @@ class Launcher:
         ToyBackend.forward_backward = poisonous
 
     def start_engines_here(self) -> None:
-        from tinsmith import supervisor
+        from tinsmith.processes import supervisor
 
         stand_in = sys.executable, "-S", "-E", "-s", str(_HERE / "stand_in.py"), self.path
         own = supervisor._command
@@ -180,7 +180,7 @@ class Launcher:
 
 
 def _import_everything() -> None:
-    from tinsmith.plugins import Plugins
+    from tinsmith.plugins.loading import Plugins
     from tinsmith.store import StoreContext
 
     importlib.import_module("tinsmith.server.app")

@@ -6,9 +6,9 @@ from typing import Any
 
 import tinker
 
-from tinsmith.checkpoints import read_checkpoint
+from tinsmith.checkpoints.format import read_checkpoint
+from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.testing.sdk_data import TOKENS, logprobs, ragged
-from tinsmith.tinker_path import TinkerPath
 
 STEPS = 50
 WAIT_S = 600

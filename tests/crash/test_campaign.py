@@ -17,9 +17,9 @@ from campaign import Expected, Tally, disturbed, undisturbed
 from campaign_stores import SQLITE, CampaignStore, on_postgres
 from processes import Launcher, launching
 
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.postgres import Postgres
-from tinsmith.tiny_model import TinyShape, write_tiny_model
 
 SEED = int(os.environ.get("CRASH_SEED", "20"))
 KILLS = int(os.environ.get("CRASH_KILLS", "1000"))

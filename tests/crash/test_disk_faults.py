@@ -17,7 +17,8 @@ from processes import Served, launching
 from scenario import WAIT_S, state_at
 
 from tinsmith.backend import ModelState
-from tinsmith.checkpoints import read_checkpoint, write_checkpoint
+from tinsmith.checkpoints.format import read_checkpoint, write_checkpoint
+from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.errors import NotFoundError, ServerError
 from tinsmith.operations import AdamParams, LoraConfig, OptimStep
 from tinsmith.sql_store.config import SqlStoreConfig
@@ -26,7 +27,6 @@ from tinsmith.store import StoreContext
 from tinsmith.testing.engine_driver import EngineDriver, take_over
 from tinsmith.testing.harness import TOY
 from tinsmith.testing.sdk_data import logprobs, ragged
-from tinsmith.tinker_path import TinkerPath
 
 FAULTS = 200
 STEPS = 45
@@ -69,7 +69,7 @@ def save_at_once(training: tinker.TrainingClient, number: int) -> list[str]:
 def test_saves_on_a_failing_disk(tmp_path: Path) -> None:
     failures: Counter[str] = Counter()
     messages: list[tuple[str, str]] = []  # what is to be said, and what was
-    settings = {**SETTINGS, "recovery": {"snapshot_every_operations": 3}}
+    settings = {**SETTINGS, "recovery": {"point_every_operations": 3}}
 
     def save_until_it_works(training: tinker.TrainingClient, number: int) -> list[str]:
         done = []
@@ -126,7 +126,9 @@ def test_saves_on_a_failing_disk(tmp_path: Path) -> None:
 def succeeded(data_dir: Path, model_id: str) -> Counter[str]:
     """Return how many operations of each kind succeeded; only saves may have failed, and none may be missing."""
     with contextlib.closing(sqlite3.connect(data_dir / "tinsmith.db")) as database:
-        query = "SELECT seq_id, kind, state FROM operations WHERE stream = ? AND kind <> 'unload_model' ORDER BY seq_id"
+        query = (
+            "SELECT seq_id, kind, state FROM operations WHERE subject_id = ? AND kind <> 'unload_model' ORDER BY seq_id"
+        )
         rows = database.execute(query, (model_id,)).fetchall()
         [(reason,)] = database.execute("SELECT state_reason FROM runs").fetchall()
     assert reason is None

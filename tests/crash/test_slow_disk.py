@@ -7,8 +7,8 @@ from campaign import SETTINGS
 from processes import Served, launching
 from test_disk_faults import save_at_once, succeeded, train
 
+from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.testing.harness import TOY
-from tinsmith.tinker_path import TinkerPath
 
 LEASE_S = 1.0
 SLOW = {  # longer than the lease, and than what lies between its renewals
@@ -21,7 +21,7 @@ STEPS = 12
 
 @pytest.mark.slow
 def test_a_slow_disk_costs_time_and_nothing_else(tmp_path: Path) -> None:
-    settings = {**SETTINGS, "recovery": {"snapshot_every_operations": 3, "lease_s": LEASE_S}}
+    settings = {**SETTINGS, "recovery": {"point_every_operations": 3, "lease_s": LEASE_S}}
     log = tmp_path / "points"
 
     def slow(served: Served) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import RunningServer, running_server
-from tinsmith.tiny_model import TinyShape, write_tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "use-the-cookbook.md"
 PYTHON = os.environ.get("TINSMITH_COOKBOOK_PYTHON", sys.executable)

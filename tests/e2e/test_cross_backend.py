@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import tinker
 
-from tinsmith.plugins import Plugins
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import running_server
 from tinsmith.testing.sdk_data import ragged
-from tinsmith.tiny_model import TinyShape, write_tiny_model
 
 STEPS = 20
 WAIT_S = 600

@@ -10,8 +10,8 @@ import pytest
 import tinker
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
-from tinsmith.proto import tinker_public_pb2 as pb
-from tinsmith.server import futures
+from tinsmith.protocol.proto import tinker_public_pb2 as pb
+from tinsmith.server.routes import futures
 from tinsmith.testing.harness import RunningServer
 
 

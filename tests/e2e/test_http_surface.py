@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import zstandard
 
-from tinsmith.engine_reports import EngineReports
 from tinsmith.operations import Consistency
-from tinsmith.proto import tinker_public_pb2 as pb
+from tinsmith.processes.reports import EngineReports
+from tinsmith.protocol.proto import tinker_public_pb2 as pb
 from tinsmith.store import EngineRecord, EngineState
 from tinsmith.testing.engine_driver import take_over
 from tinsmith.testing.harness import RunningServer, running_server

@@ -19,13 +19,13 @@ import psutil
 import pytest
 import tinker
 
-from tinsmith.checkpoints import read_checkpoint
+from tinsmith.checkpoints.format import read_checkpoint
+from tinsmith.checkpoints.tinker_path import TinkerPath
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import TOY, running_server
 from tinsmith.testing.ports import hold_port
 from tinsmith.testing.sdk_data import TOKENS, logprobs, ragged, wait_until_at_rest
-from tinsmith.tinker_path import TinkerPath
-from tinsmith.tiny_model import TinyShape, write_tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ class Served:
         content = {
             "server": {"data_dir": str(data_dir), "port": self.port, **server},
             "supervisor": {"restart_backoff_s": 0.05, "restart_backoff_max_s": 0.1, "max_restarts": 1000},
-            "recovery": {"snapshot_every_operations": 7},
+            "recovery": {"point_every_operations": 7},
             "models": [model.model_dump(mode="json", exclude_none=True)],
         }
         self.settings.write_text(json.dumps(content))
@@ -188,7 +188,7 @@ def check(served: Served, tmp_path: Path, killer: Killer) -> None:
     assert state_at(served.data_dir, path) == state
     with sqlite3.connect(served.data_dir / "tinsmith.db") as database:
         model_id = TinkerPath.parse(path).model_id
-        log = database.execute("SELECT seq_id, state FROM operations WHERE stream = ? ORDER BY seq_id", (model_id,))
+        log = database.execute("SELECT seq_id, state FROM operations WHERE subject_id = ? ORDER BY seq_id", (model_id,))
         operations = log.fetchall()
         notes = database.execute("SELECT state, state_reason FROM runs").fetchall()
     database.close()

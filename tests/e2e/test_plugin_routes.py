@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from prometheus_client import Counter
 
 import tinsmith
-from tinsmith.routes_context import RoutesContext
+from tinsmith.hook_values import RoutesContext
 from tinsmith.testing.harness import running_server
 
 HOOKS_PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "hooks.md").read_text()

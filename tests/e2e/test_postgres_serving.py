@@ -21,13 +21,13 @@ import pytest
 import tinker
 
 from tinsmith import failpoints
-from tinsmith.checkpoints import read_checkpoint
+from tinsmith.checkpoints.format import read_checkpoint
+from tinsmith.checkpoints.tinker_path import TinkerPath
+from tinsmith.processes.supervisor import EXIT_SUPERSEDED
 from tinsmith.settings import ModelSettings, PluginSection
-from tinsmith.supervisor import EXIT_SUPERSEDED
 from tinsmith.testing.harness import running_server
 from tinsmith.testing.postgres import Postgres
 from tinsmith.testing.sdk_data import TOKENS, logprobs, ragged
-from tinsmith.tinker_path import TinkerPath
 
 STEPS = 8
 WAIT_S = 400
@@ -44,7 +44,7 @@ class Process:
             "server": {"data_dir": str(data_dir), "share_data_dir": True, "port": 0},
             "store": {"plugin": "sql", "url": url},
             "supervisor": {"engines": engines, "restart_backoff_s": 0.05},
-            "recovery": {"lease_s": 8.0, "snapshot_every_operations": 5},
+            "recovery": {"lease_s": 8.0, "point_every_operations": 5},
             "models": [model.model_dump(mode="json", exclude_none=True) for model in MODELS],
         }
         environ = {name: value for name, value in os.environ.items() if not name.startswith("TINSMITH_")}
@@ -173,12 +173,13 @@ def check_log(postgres: Postgres, url: str, num_models: int) -> None:
     """Every operation that clients sent is there, once, has succeeded, and nothing is noted of any model."""
     log = postgres.execute(
         url,
-        "SELECT stream, seq_id, state FROM operations WHERE ordered AND kind <> 'unload_model' ORDER BY stream, seq_id",
+        "SELECT subject_id, seq_id, state FROM operations "
+        "WHERE ordered AND kind <> 'unload_model' ORDER BY subject_id, seq_id",
     )
     models: dict[object, list[object]] = {}
-    for stream, seq_id, state in log:
-        assert state == "succeeded", (stream, seq_id, state)
-        models.setdefault(stream, []).append(seq_id)
+    for subject_id, seq_id, state in log:
+        assert state == "succeeded", (subject_id, seq_id, state)
+        models.setdefault(subject_id, []).append(seq_id)
     assert len(models) == num_models
     for numbers in models.values():
         assert numbers == list(range(len(numbers)))

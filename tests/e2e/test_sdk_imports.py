@@ -9,12 +9,12 @@ import pytest
 import tinker
 from typer.testing import CliRunner
 
-from tinsmith.cli import build_group
-from tinsmith.plugins import Plugins
+from tinsmith.commands.cli import build_group
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import running_server
 from tinsmith.testing.sdk_data import datum, logprobs, step
-from tinsmith.tiny_model import TinyShape, write_tiny_model
 
 KEY = "tml-import"
 TOKENS = list(range(3, 43))

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import tinker
 
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.sdk_data import datum, logprobs, step
-from tinsmith.tiny_model import TinyShape, write_tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -18,10 +18,11 @@ import psutil
 import pytest
 
 from tinsmith import operations as ops
-from tinsmith import supervisor as supervisor_module
-from tinsmith.engine_process import serve_engine
 from tinsmith.errors import ConfigError, LeaseLostError
-from tinsmith.plugins import Plugins
+from tinsmith.plugins.loading import Plugins
+from tinsmith.processes import supervisor as supervisor_module
+from tinsmith.processes.engine import serve_engine
+from tinsmith.processes.supervisor import Supervisor
 from tinsmith.server.waiting_reasons import explain
 from tinsmith.settings import (
     ApiKey,
@@ -35,7 +36,6 @@ from tinsmith.settings import (
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import EngineRecord, EngineState, RunState, StoreContext
-from tinsmith.supervisor import Supervisor
 from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, take_over
 
 TOY = ModelSettings(name="org/toy", backend=PluginSection(plugin="toy"))
@@ -294,7 +294,7 @@ async def test_an_engine_ends_with_its_supervisor(tmp_path: Path, store: SqlStor
         "from tinsmith.sql_store.config import SqlStoreConfig\n"
         "from tinsmith.sql_store.store import SqlStore\n"
         "from tinsmith.store import StoreContext\n"
-        "from tinsmith.supervisor import Supervisor\n"
+        "from tinsmith.processes.supervisor import Supervisor\n"
         "async def main():\n"
         "    settings = Settings.model_validate_json(sys.argv[1])\n"
         "    store = SqlStore(SqlStoreConfig(), StoreContext(data_dir=settings.server.data_dir))\n"

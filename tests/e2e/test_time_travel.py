@@ -14,16 +14,16 @@ import tinker
 from rich.console import Console
 
 from tinsmith import operations as ops
-from tinsmith import time_travel
 from tinsmith.backend import ModelState
-from tinsmith.checkpoints import read_checkpoint
-from tinsmith.codec import encode_result
+from tinsmith.checkpoints.format import read_checkpoint
+from tinsmith.commands.replay import _Replay, run_replay
+from tinsmith.engine import time_travel
 from tinsmith.errors import ConfigError, NotFoundError, ServerError, TinsmithError, UserError
-from tinsmith.plugins import Plugins
-from tinsmith.replay_command import _Replay, run_replay
+from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings, PluginSection, Settings
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import OperationRecord
+from tinsmith.store.codec import encode_result
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.harness import RunningServer, create_store, running_server
 
@@ -65,7 +65,7 @@ async def train(client: EngineDriver, steps: int) -> list[int]:
 
 async def past(client: EngineDriver, seq_id: int) -> bool:
     """Say whether both snapshots are newer than this."""
-    snapshots = await client.store.list_snapshots(MODEL)
+    snapshots = await client.store.list_recovery_points(MODEL)
     return len(snapshots) == 2 and snapshots[-1].seq_id > seq_id
 
 
@@ -89,9 +89,7 @@ def replayed(settings: Settings, directory: Path, until: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """Five steps, every operation of which is within reach."""
-    with running_server(
-        tmp_path_factory.mktemp("travel") / "data", recovery={"snapshot_every_operations": 7}
-    ) as server:
+    with running_server(tmp_path_factory.mktemp("travel") / "data", recovery={"point_every_operations": 7}) as server:
         yield server
 
 
@@ -106,7 +104,7 @@ def test_every_saved_state_is_rebuilt_while_the_server_runs(
     server: RunningServer, saves: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data_dir = server.settings.server.data_dir
-    snapshots = server.call(server.store.list_snapshots(MODEL))
+    snapshots = server.call(server.store.list_recovery_points(MODEL))
     assert [each for each in snapshots if each.seq_id > saves[1]], "nothing would be replayed from a snapshot"
     for seq_id in saves:
         for until in (seq_id - 1, seq_id):
@@ -198,7 +196,7 @@ def test_ctrl_c_leaves_nothing(
 
 def on_disk(tmp_path: Path, steps: int, **recovery: Any) -> tuple[Settings, list[int]]:
     """Leave a stopped server's data."""
-    with running_server(tmp_path / "data", recovery={"snapshot_every_operations": 5, **recovery}) as server:
+    with running_server(tmp_path / "data", recovery={"point_every_operations": 5, **recovery}) as server:
         client = EngineDriver(server.store, "toy")
         server.call(client.open_session())
         saves = server.call(train(client, steps))
@@ -221,7 +219,7 @@ def test_a_log_that_was_pruned_says_how_far_it_reaches(tmp_path: Path) -> None:
     assert replayed(settings, tmp_path / "first", saves[0]) == saved(settings.server.data_dir, f"at-{saves[0]}")
     prune(settings)
     said = refused(settings, UserError, until=saves[0])
-    assert "are past their retention, and its snapshots are of seq_id" in said
+    assert "are past their retention, and its recovery points are at seq_id" in said
     oldest = int(said.split("--until may be ")[1].split(" ")[0])
     assert saves[0] < oldest < saves[-1]
     replayed(settings, tmp_path / "oldest", oldest)
@@ -245,7 +243,7 @@ def test_a_log_that_is_pruned_meanwhile_is_not_half_replayed(tmp_path: Path, mon
 
 
 def test_results_that_differ_are_not_hidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings, saves = on_disk(tmp_path, 2, snapshot_every_operations=1000)
+    settings, saves = on_disk(tmp_path, 2, point_every_operations=1000)
     _, changed = encode_result(ops.OptimStepOutput(metrics={"grad_norm": 0.25}))
     with sqlite3.connect(settings.server.data_dir / "tinsmith.db") as database:
         database.execute(

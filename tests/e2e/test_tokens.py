@@ -9,9 +9,9 @@ import jwt
 import pytest
 import tinker
 
-from tinsmith.builtin.key_tokens import KeyTokens
+from tinsmith.hook_values import Principal
 from tinsmith.hookspecs import hookimpl
-from tinsmith.principal import Principal
+from tinsmith.server.key_tokens import KeyTokens
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.sdk_data import datum, step
 

@@ -14,7 +14,7 @@ from sqlalchemy import JSON, Boolean, Column, MetaData, Table, create_engine, te
 from tinker import types
 
 from tinsmith import operations as ops
-from tinsmith.checkpoints import read_checkpoint
+from tinsmith.checkpoints.format import read_checkpoint
 from tinsmith.sql_store.migrate import alembic_config
 from tinsmith.store import OperationState
 from tinsmith.testing.engine_driver import EngineDriver

@@ -11,10 +11,10 @@ from plain_protocol import POISON
 
 from tinsmith import operations as ops
 from tinsmith.backend import BackendContext
+from tinsmith.builtin.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
-from tinsmith.engine import Engine, EngineFailedError
+from tinsmith.engine.engine import Engine, EngineFailedError
 from tinsmith.errors import StoreError
-from tinsmith.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.settings import RecoverySettings
 from tinsmith.store import RequestStore
@@ -130,7 +130,7 @@ class MortalEngine:
             gap_timeout_s=600.0,
             resident_snapshots=2,
             on_finished=lambda _: None,
-            recovery=RecoverySettings(snapshot_every_operations=2, max_interruptions=1000),
+            recovery=RecoverySettings(point_every_operations=2, max_interruptions=1000),
         )
         asked = asyncio.create_task(stopping.wait())  # it may have been set before there was an engine to tell
         asked.add_done_callback(lambda _: engine.stop())

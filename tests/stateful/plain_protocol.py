@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState
 from tinsmith.builtin.toy_backend import ToyBackend
-from tinsmith.codec import encode_operation
+from tinsmith.store.codec import encode_operation
 
 POISON = 13  # a token that kills the engine
 KILLED = ops.Failed(message="the engine ended ", category="server")

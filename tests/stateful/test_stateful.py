@@ -19,9 +19,9 @@ from plain_protocol import KILLED, MAX_KILLS, POISON, Entry, PlainModel
 
 from tinsmith import operations as ops
 from tinsmith.builtin.toy_backend import ToyBackend
-from tinsmith.codec import decode_result, encode_result
 from tinsmith.errors import ConflictError, ResultExpiredError, UserError
 from tinsmith.store import OperationRecord, OperationState
+from tinsmith.store.codec import decode_result, encode_result
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.postgres import Postgres
 

@@ -8,9 +8,9 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 from tinker.types import CreateModelResponse, OptimStepResponse
 from tinker.types._pydantic_types.load_weights_response import LoadWeightsResponse
 
-from tinsmith import answers
 from tinsmith import operations as ops
 from tinsmith.errors import ServerError
+from tinsmith.protocol import answers
 
 
 def test_a_pass_of_ragged_data_survives_the_sdk() -> None:

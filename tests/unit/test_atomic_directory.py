@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith import atomic_directory
+from tinsmith.checkpoints import atomic_directory
 
 OLD_EPOCH, NEW_EPOCH = 1, 2
 

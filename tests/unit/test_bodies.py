@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from tinsmith.builtin.api_keys import ApiKeys
-from tinsmith.builtin.key_tokens import KeyTokens
 from tinsmith.errors import AuthenticationError
-from tinsmith.principal import Principal
+from tinsmith.hook_values import Principal
+from tinsmith.server.api_keys import ApiKeys
 from tinsmith.server.bodies import STRANGER_BYTES, BodyLimit
+from tinsmith.server.key_tokens import KeyTokens
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import ApiKey
 

@@ -12,7 +12,7 @@ import pytest
 import safetensors
 
 from tinsmith.backend import ModelState
-from tinsmith.checkpoints import (
+from tinsmith.checkpoints.format import (
     checkpoint_files,
     delete_checkpoint,
     read_checkpoint,

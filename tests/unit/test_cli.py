@@ -9,11 +9,11 @@ import typer
 from typer.testing import CliRunner
 
 import tinsmith
-from tinsmith import cli
+from tinsmith.commands import cli
+from tinsmith.commands.flags import base_model_name_of, settings_flags
 from tinsmith.errors import ConfigError
-from tinsmith.flags import base_model_name_of, settings_flags
-from tinsmith.plugins import Plugins
-from tinsmith.setting_sources import Flag
+from tinsmith.plugins.loading import Plugins
+from tinsmith.settings.sources import Flag
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

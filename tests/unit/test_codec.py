@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tinsmith import operations as ops
-from tinsmith import stored_bytes
-from tinsmith.codec import (
+from tinsmith.errors import ServerError
+from tinsmith.store import compression as stored_bytes
+from tinsmith.store.codec import (
     OPERATION_TYPES,
     RESULT_TYPES,
     canonical_bytes,
@@ -22,7 +23,6 @@ from tinsmith.codec import (
     encode_result,
     kind_of,
 )
-from tinsmith.errors import ServerError
 
 # a busy machine is no fault
 unhurried = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

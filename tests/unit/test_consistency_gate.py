@@ -13,12 +13,12 @@ import pytest
 
 from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, Capabilities
+from tinsmith.builtin.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
-from tinsmith.consistency_gate import _PROBE_ID
-from tinsmith.engine import Engine
+from tinsmith.engine.consistency_gate import _PROBE_ID
+from tinsmith.engine.engine import Engine
 from tinsmith.errors import NotFoundError
-from tinsmith.events import OperationFinished
-from tinsmith.fair_scheduler import FairConfig, FairScheduler
+from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.settings import ConsistencySettings
 from tinsmith.sql_store.config import SqlStoreConfig
@@ -136,7 +136,7 @@ async def test_a_refused_save_leaves_nothing_and_says_why(setup: Setup) -> None:
         with pytest.raises(NotFoundError):
             await setup.store.get_checkpoint(client.path("x", "sampler_weights"))
         with pytest.raises(NotFoundError):
-            await setup.store.get_sampler("s1:sample:0")
+            await setup.store.get_sampling_session("s1:sample:0")
         setup.sampler.fault = None
         saved = await client.run(persisted(client, "x"))  # the name is free, and the model goes on
         assert isinstance(saved, ops.WeightsSaved)

@@ -14,10 +14,10 @@ import yaml
 
 import tinsmith
 from tinsmith import hookspecs
-from tinsmith.new_plugin import PluginKind, write_plugin
-from tinsmith.plugins import HOOK_NAMES, Plugins
-from tinsmith.setting_sources import Flag
-from tinsmith.settings_loading import load_settings
+from tinsmith.authoring.new_plugin import PluginKind, write_plugin
+from tinsmith.commands.load_settings import load_settings
+from tinsmith.plugins.loading import HOOK_NAMES, Plugins
+from tinsmith.settings.sources import Flag
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

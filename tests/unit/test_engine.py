@@ -14,21 +14,21 @@ import numpy as np
 import pytest
 
 from tinsmith import operations as ops
-from tinsmith import store_retries
 from tinsmith.backend import BackendContext, Capabilities, Snapshot
+from tinsmith.builtin.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
-from tinsmith.checkpoints import delete_checkpoint, read_checkpoint
-from tinsmith.engine import Engine, EngineFailedError
+from tinsmith.checkpoints.format import delete_checkpoint, read_checkpoint
+from tinsmith.checkpoints.tinker_path import TinkerPath
+from tinsmith.engine import store_retries
+from tinsmith.engine.engine import Engine, EngineFailedError
 from tinsmith.errors import StoreError, UnsupportedError, UserError
-from tinsmith.events import OperationFinished
-from tinsmith.fair_scheduler import FairConfig, FairScheduler
+from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import Lease, OperationRecord, OperationState, RunState, StoreContext
 from tinsmith.testing.contract import assert_same_arrays
 from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, take_over
-from tinsmith.tinker_path import TinkerPath
 
 LOSSES = {loss.name: loss for loss in BUILTIN_LOSSES}
 ADAM = ops.AdamParams(learning_rate=0.01)
@@ -323,7 +323,7 @@ async def test_a_snapshot_does_not_change(setup: Setup, client: EngineDriver) ->
         saved = await client.run(save)
         assert isinstance(saved, ops.WeightsSaved)
         assert (saved.sampling_session_id, saved.path) == ("s1:sample:0", None)
-        sampler = await setup.store.get_sampler("s1:sample:0")
+        sampler = await setup.store.get_sampling_session("s1:sample:0")
         assert (sampler.snapshot_id, sampler.model_id, sampler.tenant) == ("s1:sample:0", "s1:train:0", "ann")
         early = await client.run(a_sample(client, "s1:sample:0"))
         base = await client.run(a_sample(client))

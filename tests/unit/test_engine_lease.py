@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.engine_lease import Silence, Taken, keep_lease, take_lease
 from tinsmith.errors import LeaseLostError
+from tinsmith.processes.lease import Silence, Taken, keep_lease, take_lease
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import Lease, LeaseHeld, StoreContext

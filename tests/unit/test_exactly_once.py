@@ -8,7 +8,7 @@ from exactly_once.bounds import BOUNDS
 from exactly_once.checker import check
 from exactly_once.invariants import broken_in
 from exactly_once.mutations import MUTATIONS
-from exactly_once.values import READY, SUCCEEDED, Bounds, Engine, Faults, Row, State, Stream
+from exactly_once.values import READY, SUCCEEDED, Bounds, Engine, Faults, Row, State, Subject
 
 SMALL = [name for name in BOUNDS if name.startswith("small:")]
 
@@ -19,7 +19,7 @@ EXPECTED = {
     "claim_not_atomic": "changed from succeeded to running",
     "claim_answer_lost": "applied_seq_id is 1, but seq_id 0 is running",
     "requeue_unfenced": r"was applied as \(0, 0\)",
-    "requeue_without_attempts": "nothing finishes everything, .*: seq_id 0 of stream 0 is queued",
+    "requeue_without_attempts": "nothing finishes everything, .*: seq_id 0 of subject 0 is queued",
     "requeue_in_company": "which kills nobody, was given up after 0 deaths",
     "requeue_keeps_position": "applied_seq_id is 1, but seq_id 0 is queued",
     "no_requeue": "applied_seq_id is 1, but seq_id 0 is running",
@@ -54,17 +54,17 @@ def test_every_mistake_is_found(mutation: str) -> None:
     assert found.broken is not None
     assert re.search(EXPECTED[mutation], found.broken), found.broken
     assert len(found.trace) > 5
-    assert all(re.fullmatch(r"[\w,_: ]+ \((engine|stream) \d.*\)", step) for step in found.trace)
+    assert all(re.fullmatch(r"[\w,_: ]+ \((engine|subject) \d.*\)", step) for step in found.trace)
 
 
 def test_a_counterexample_reads_as_what_happened() -> None:
     found = check(BOUNDS["small:gaps"], ["gap_closed_while_running"])
-    assert found.trace[0] == "a client submits (stream 0, seq_id 0)"
-    assert found.trace[-2:] == ("claim (engine 0, stream 0, seq_id 0)", "fail_gaps (engine 0, stream 0, seq_id 2)")
+    assert found.trace[0] == "a client submits (subject 0, seq_id 0)"
+    assert found.trace[-2:] == ("claim (engine 0, subject 0, seq_id 0)", "fail_gaps (engine 0, subject 0, seq_id 2)")
 
 
 def test_a_state_that_applied_an_operation_twice_is_seen() -> None:
     bounds = Bounds(programs=("t",), faults=Faults())
-    stream = Stream(rows=(Row(SUCCEEDED, result=(0, 0)),), next_seq_id=1, applied_seq_id=0)
-    broken = broken_in(State((stream,), (Engine(phase=READY),), Faults()), bounds)
-    assert broken == "stream 0: seq_id 0 was applied as (0, 0), the log says (0,)"
+    subject = Subject(rows=(Row(SUCCEEDED, result=(0, 0)),), next_seq_id=1, applied_seq_id=0)
+    broken = broken_in(State((subject,), (Engine(phase=READY),), Faults()), bounds)
+    assert broken == "subject 0: seq_id 0 was applied as (0, 0), the log says (0,)"

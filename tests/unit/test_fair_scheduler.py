@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinsmith.fair_scheduler import MERGED, PASSES, FairConfig, FairScheduler
+from tinsmith.builtin.fair_scheduler import MERGED, PASSES, FairConfig, FairScheduler
 from tinsmith.scheduler import Batch, Limits, Pending
 from tinsmith.testing.scheduler_contract import LIMITS, queues
 

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tinsmith import checkpoints
 from tinsmith.backend import BackendContext, ModelState
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
-from tinsmith.checkpoints import read_checkpoint, read_snapshot, write_checkpoint
+from tinsmith.checkpoints import format as checkpoints
+from tinsmith.checkpoints.format import read_checkpoint, read_snapshot, write_checkpoint
 from tinsmith.errors import ServerError, UnsupportedError
+from tinsmith.huggingface.safetensors_files import DTYPES, ShardWriter, StoredTensors
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.operations import AdamParams, Array, CreateModel, LoraConfig, OptimStep
-from tinsmith.safetensors_files import DTYPES, ShardWriter, StoredTensors
 from tinsmith.testing.contract import assert_same_arrays
 from tinsmith.testing.model_driver import ModelDriver, logprobs_of, ragged_data
-from tinsmith.tiny_model import TinyShape, write_tiny_model
 
 LORA = LoraConfig(rank=0, seed=1)
 SHARD = 3000  # bytes

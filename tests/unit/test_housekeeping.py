@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.data_dir_lock import DataDirLock, read_server_url
 from tinsmith.errors import ConfigError, NotFoundError
-from tinsmith.housekeeping import Housekeeping
-from tinsmith.plugins import Plugins
+from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.data_dir_lock import DataDirLock, read_server_url
+from tinsmith.processes.housekeeping import Housekeeping
 from tinsmith.settings import ServerSettings
 from tinsmith.steady_clock import SteadyClock
 from tinsmith.store import EngineRecord, EngineState, OperationState, RequestStore, SessionRecord, StoreContext

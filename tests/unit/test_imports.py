@@ -8,8 +8,8 @@ import textwrap
 def test_loading_every_plugin_and_the_server_imports_no_framework() -> None:
     code = """
         import sys
-        import tinsmith, tinsmith.plugins, tinsmith.server.app, tinsmith.cli
-        plugins = tinsmith.plugins.Plugins.load()
+        import tinsmith, tinsmith.plugins, tinsmith.server.app, tinsmith.commands.cli, tinsmith.plugins.loading
+        plugins = tinsmith.plugins.loading.Plugins.load()
         assert plugins.report()
         heavy = {"jax", "jaxlib", "torch", "transformers", "vllm", "megatron"} & set(sys.modules)
         assert not heavy, heavy

@@ -9,10 +9,10 @@ import jwt
 import pytest
 from pydantic import SecretStr
 
-from tinsmith.builtin.api_keys import ApiKeys
-from tinsmith.builtin.key_tokens import KeyTokens
 from tinsmith.errors import AuthenticationError, InvalidTokenError
-from tinsmith.principal import Principal
+from tinsmith.hook_values import Principal
+from tinsmith.server.api_keys import ApiKeys
+from tinsmith.server.key_tokens import KeyTokens
 from tinsmith.settings import ApiKey
 
 SECRET = b"s" * 32

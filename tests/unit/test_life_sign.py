@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith import life_sign
-from tinsmith.life_sign import LifeSign, forget, forget_ended, has_ended
+from tinsmith.processes import life_sign
+from tinsmith.processes.life_sign import LifeSign, forget, forget_ended, has_ended
 
 LIVE = """
-import pathlib, sys, tinsmith.life_sign
-with tinsmith.life_sign.LifeSign(pathlib.Path(sys.argv[1]), "e"):
+import pathlib, sys, tinsmith.processes.life_sign
+with tinsmith.processes.life_sign.LifeSign(pathlib.Path(sys.argv[1]), "e"):
     print(flush=True)
     input()
 """

@@ -3,7 +3,7 @@ import logging
 import pytest
 
 from tinsmith.builtin.metrics_log import tinsmith_operation_finished
-from tinsmith.events import OperationFinished
+from tinsmith.hook_values import OperationFinished
 from tinsmith.operations import Failed
 
 EVENT = OperationFinished(

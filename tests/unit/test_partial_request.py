@@ -2,8 +2,8 @@
 
 import pytest
 
-from tinsmith.partial_request import address_of
-from tinsmith.proto import tinker_public_pb2 as pb
+from tinsmith.protocol.partial_request import address_of
+from tinsmith.protocol.proto import tinker_public_pb2 as pb
 
 
 @pytest.mark.parametrize("model_id", ["m", "0123:train:7", "x" * 300])

@@ -13,14 +13,13 @@ from fastapi import APIRouter
 from prometheus_client import CollectorRegistry
 
 import tinsmith
+from tinsmith.commands.load_settings import load_settings
 from tinsmith.errors import AuthenticationError, ConfigError, ContractVersionError, PluginError
-from tinsmith.events import ServerStopping
-from tinsmith.offers import PluginOrigin, Registry
-from tinsmith.plugins import BUILTINS, HOOK_NAMES, PluginReport, Plugins
-from tinsmith.routes_context import RoutesContext
-from tinsmith.setting_sources import Flag
+from tinsmith.hook_values import RoutesContext, ServerStopping
+from tinsmith.plugins.loading import BUILTINS, HOOK_NAMES, PluginReport, Plugins
+from tinsmith.plugins.registry import PluginOrigin, Registry
 from tinsmith.settings import Settings
-from tinsmith.settings_loading import load_settings
+from tinsmith.settings.sources import Flag
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import StoreContext
@@ -219,7 +218,7 @@ def test_a_plugin_for_another_contract_is_refused_unrun(install: Install, contra
 
 def test_an_older_plugin_is_refused_by_a_newer_core(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that says nothing was built for the first version."""
-    monkeypatch.setattr("tinsmith.contract_version.CONTRACT_VERSION", 2)
+    monkeypatch.setattr("tinsmith.plugins.contract_version.CONTRACT_VERSION", 2)
     install("tin-silent", GOOD.format(name="silent"), plugin="silent")
     install("tin-first", GOOD.format(name="first"), plugin="first", contract="v1")
     install("tin-second", GOOD.format(name="second"), plugin="second", contract="v2")
@@ -304,7 +303,7 @@ def test_observers_cannot_disturb(caplog: pytest.LogCaptureFixture) -> None:
     before, after = Observer(), Observer()
     plugins = Plugins.load([before, Observer(fails=True), after])
     event = ServerStopping(url="http://here")
-    with caplog.at_level(logging.ERROR, logger="tinsmith.plugins"):
+    with caplog.at_level(logging.ERROR, logger="tinsmith.plugins.loading"):
         plugins.server_stopping(event)
     assert before.seen == after.seen == [event]
     assert "failed in tinsmith_server_stopping" in caplog.text

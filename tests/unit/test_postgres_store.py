@@ -20,12 +20,12 @@ from sqlalchemy.exc import OperationalError
 from sqlmodel import Session
 
 from tinsmith.errors import ConfigError, ServerError
-from tinsmith.sql_store import postgres, postgres_scrubbing
+from tinsmith.sql_store.choose import dialect_of
 from tinsmith.sql_store.config import SqlStoreConfig
-from tinsmith.sql_store.dialect import dialect_of
+from tinsmith.sql_store.databases import postgres, postgres_scrubbing
+from tinsmith.sql_store.databases.notify_wakeups import _MAX_PAYLOAD_BYTES, NotifyWakeUps, _payloads
+from tinsmith.sql_store.databases.postgres import PostgresDatabase
 from tinsmith.sql_store.migrate import alembic_config, known_revisions
-from tinsmith.sql_store.notify_wakeups import _MAX_PAYLOAD_BYTES, NotifyWakeUps, _payloads
-from tinsmith.sql_store.postgres import PostgresDatabase
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.tables import SessionRow, Table, to_row
 from tinsmith.store import OperationState, StoreContext

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 from tinsmith import operations as ops
-from tinsmith import store_retries, training_snapshots
 from tinsmith.backend import BackendContext, ModelState
+from tinsmith.builtin.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
-from tinsmith.checkpoints import delete_checkpoint
-from tinsmith.engine import Engine, EngineFailedError
+from tinsmith.checkpoints.format import delete_checkpoint
+from tinsmith.engine import recovery_points, store_retries
+from tinsmith.engine.engine import Engine, EngineFailedError
+from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.errors import OutOfMemoryError, ServerError, StoreError
-from tinsmith.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.server.waiting_reasons import explain
 from tinsmith.settings import RecoverySettings
@@ -37,7 +38,6 @@ from tinsmith.store import (
     Waiting,
 )
 from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, take_over
-from tinsmith.training_snapshots import TrainingSnapshots
 
 LOSSES = {loss.name: loss for loss in BUILTIN_LOSSES}
 MODEL = "s1:train:0"
@@ -119,7 +119,7 @@ class Setup:
             gap_timeout_s=600.0,
             resident_snapshots=8,
             on_finished=lambda _: None,
-            recovery=RecoverySettings(**{"snapshot_every_operations": 1000, **recovery}),
+            recovery=RecoverySettings(**{"point_every_operations": 1000, **recovery}),
         )
 
     @asynccontextmanager
@@ -164,7 +164,7 @@ class Setup:
     async def registered(self, client: EngineDriver, number: int = 1) -> None:
         """Have the model scored, which changes nothing, until the snapshots that are due have been taken."""
         async with asyncio.timeout(WAIT_S):
-            while len(await self.store.list_snapshots(MODEL)) < number:
+            while len(await self.store.list_recovery_points(MODEL)) < number:
                 await client.run(ops.Forward(model_id=MODEL, data=a_pass(client).data))
 
 
@@ -258,14 +258,14 @@ async def undisturbed(tmp_path: Path) -> dict[str, bytes | int]:
 async def test_a_model_goes_on_bit_for_bit(
     setup: Setup, client: EngineDriver, undisturbed: dict[str, bytes | int], every: int
 ) -> None:
-    async with setup.engine(snapshot_every_operations=every):
+    async with setup.engine(point_every_operations=every):
         await client.create_model()
         await train(client, 0, 1, 2)
         await client.submit(a_pass(client, 4, 2, 3))
-    async with setup.engine(snapshot_every_operations=every):
+    async with setup.engine(point_every_operations=every):
         await client.run(a_step(client))
         assert len(setup.snapshots()) <= 3
-    async with setup.engine(snapshot_every_operations=every):
+    async with setup.engine(point_every_operations=every):
         assert setup.progress[-1][1] == 1.0
         assert setup.progress[-1][0].endswith("model 1 of 1, at operation 9 of 9")
         await train(client, 4, 5)
@@ -276,11 +276,11 @@ async def test_a_model_goes_on_bit_for_bit(
 
 
 async def test_only_what_came_after_the_snapshot_is_replayed(setup: Setup, client: EngineDriver) -> None:
-    async with setup.engine(snapshot_every_operations=4):
+    async with setup.engine(point_every_operations=4):
         await client.create_model()
         await train(client, 0, 1, 2)
         await setup.registered(client)
-    snapshot, *_ = await setup.store.list_snapshots(MODEL)
+    snapshot, *_ = await setup.store.list_recovery_points(MODEL)
     assert Path(snapshot.directory).name in setup.snapshots()
     async with setup.engine():
         assert setup.backend.calls == (["forward_backward", "optim_step"] * 3)[snapshot.seq_id :]
@@ -294,7 +294,7 @@ async def test_an_engine_leaves_alone_what_another_writes(setup: Setup, client: 
         await train(client, 0)
         run = await setup.store.get_run(MODEL)
         old, new = (
-            TrainingSnapshots(
+            RecoveryPoints(
                 setup.store, setup.lease, root=setup.data_dir / "recovery" / "toy", settings=RecoverySettings()
             )
             for _ in range(2)
@@ -306,7 +306,7 @@ async def test_an_engine_leaves_alone_what_another_writes(setup: Setup, client: 
         await old.tidy(MODEL)
         assert second.directory != same.directory
         await new.register(second)
-        for record in await setup.store.list_snapshots(MODEL):
+        for record in await setup.store.list_recovery_points(MODEL):
             assert (await new.read(record)).weights.keys() == state.weights.keys()
         assert setup.snapshots() == sorted(Path(each.directory).name for each in (first, second))
 
@@ -338,26 +338,26 @@ async def test_a_stopped_engine_keeps_its_models(
 async def test_a_damaged_snapshot_falls_back_to_the_one_before(
     setup: Setup, client: EngineDriver, undisturbed: dict[str, bytes | int]
 ) -> None:
-    async with setup.engine(snapshot_every_operations=2):
+    async with setup.engine(point_every_operations=2):
         await client.create_model()
         await train(client, *range(6))
         await setup.registered(client, 2)
         await client.run(a_pass(client))
     for damaged in (1, 2):
-        newest = (await setup.store.list_snapshots(MODEL))[0]
+        newest = (await setup.store.list_recovery_points(MODEL))[0]
         weights = setup.data_dir / "recovery" / "toy" / newest.directory / "adapter_model.safetensors"
         content = bytearray(weights.read_bytes())
         content[-1] ^= 1
         weights.write_bytes(content)
         async with setup.engine():
             assert bits(setup.backend.capture_state(MODEL)) == undisturbed
-        assert len(await setup.store.list_snapshots(MODEL)) == 2 - damaged
+        assert len(await setup.store.list_recovery_points(MODEL)) == 2 - damaged
 
 
 async def test_a_log_that_was_pruned_needs_a_snapshot(setup: Setup, client: EngineDriver) -> None:
     other = EngineDriver(setup.store, "toy", tenant="bob", session_id="s2")
     await other.open_session()
-    async with setup.engine(snapshot_every_operations=2):
+    async with setup.engine(point_every_operations=2):
         await client.create_model()
         await other.create_model()
         await train(client, *range(4))
@@ -400,7 +400,7 @@ async def test_ephemeral_snapshots_survive(setup: Setup, client: EngineDriver, e
             found += result.sequences[0].logprobs.tolist()
         return found
 
-    async with setup.engine(snapshot_every_operations=every):
+    async with setup.engine(point_every_operations=every):
         await client.create_model()
         await train(client, 0)
         await publish(client, "s1:sample:0")
@@ -414,7 +414,7 @@ async def test_ephemeral_snapshots_survive(setup: Setup, client: EngineDriver, e
     async with setup.engine():
         await setup.store.end_session("s1", "success", None)
         await setup.until(lambda: not setup.snapshots() and not list((setup.data_dir / "snapshots").glob("*/*")))
-    assert await setup.store.list_snapshots(MODEL) == []
+    assert await setup.store.list_recovery_points(MODEL) == []
 
 
 @pytest.mark.parametrize("point", ["capture_state", "written", "registered"])
@@ -433,10 +433,10 @@ async def test_dying_around_a_snapshot(
 
     with monkeypatch.context() as patch:
         if point == "written":
-            patch.setattr(setup.store, "add_snapshot", hang)
+            patch.setattr(setup.store, "add_recovery_point", hang)
         if point == "registered":
-            patch.setattr(training_snapshots.TrainingSnapshots, "tidy", hang)
-        async with setup.engine(snapshot_every_operations=6) as task:
+            patch.setattr(recovery_points.RecoveryPoints, "tidy", hang)
+        async with setup.engine(point_every_operations=6) as task:
             if point == "capture_state":
                 setup.backend.fail_in = point
             await client.create_model()
@@ -622,7 +622,7 @@ async def test_a_store_that_fails_during_recovery_costs_no_model(
     setup: Setup, client: EngineDriver, undisturbed: dict[str, bytes | int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_retries, "_DELAYS_S", (0.0, 0.0))
-    async with setup.engine(snapshot_every_operations=4):
+    async with setup.engine(point_every_operations=4):
         await client.create_model()
         await train(client, *range(6))
         await setup.registered(client)
@@ -639,7 +639,7 @@ async def test_a_store_that_fails_during_recovery_costs_no_model(
             assert failing.times == 0
             engine = await setup.make_engine()
     assert (await setup.store.get_run(MODEL)).state == RunState.READY
-    assert len(await setup.store.list_snapshots(MODEL)) > 0
+    assert len(await setup.store.list_recovery_points(MODEL)) > 0
     async with setup.engine():
         await client.run(a_pass(client))
         assert bits(setup.backend.capture_state(MODEL)) == undisturbed
@@ -676,22 +676,22 @@ async def test_a_full_disk_costs_a_snapshot_and_nothing_else(
         raise ServerError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(training_snapshots, "write_checkpoint", full)
-        async with setup.engine(snapshot_every_operations=1):
+        patch.setattr(recovery_points, "write_checkpoint", full)
+        async with setup.engine(point_every_operations=1):
             await client.create_model()
             await train(client, 0, 1)
             await setup.until(lambda: "no space left" in caplog.text)  # snapshots are written beside the training
-    async with setup.engine(snapshot_every_operations=1):
+    async with setup.engine(point_every_operations=1):
         await train(client, 2)
         await setup.until(setup.snapshots)
 
 
 async def test_scoring_alone_does_not_keep_the_log_for_ever(setup: Setup, client: EngineDriver) -> None:
     later = datetime.now(UTC) + timedelta(hours=1)
-    async with setup.engine(snapshot_every_operations=2):
+    async with setup.engine(point_every_operations=2):
         await client.create_model()
         await setup.registered(client, 2)
-        newest, oldest = await setup.store.list_snapshots(MODEL)
+        newest, oldest = await setup.store.list_recovery_points(MODEL)
         assert await setup.store.prune(later) >= oldest.seq_id + 1
         assert newest.seq_id > oldest.seq_id
     async with setup.engine():
@@ -706,7 +706,7 @@ def test_waiting_clients_are_told_how_far_the_recovery_is() -> None:
         kind="optim_step",
         tenant="ann",
         session_id="s1",
-        stream=MODEL,
+        subject_id=MODEL,
         seq_id=3,
         ordered=True,
         num_tokens=0,

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tinsmith import atomic_directory, checkpoints
 from tinsmith import operations as ops
+from tinsmith.checkpoints import atomic_directory
+from tinsmith.checkpoints import format as checkpoints
 from tinsmith.errors import UserError
-from tinsmith.housekeeping import Housekeeping
-from tinsmith.plugins import Plugins
+from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.housekeeping import Housekeeping
 from tinsmith.settings import ModelSettings, PluginSection, RecoverySettings, ServerSettings, Settings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
@@ -90,7 +91,7 @@ def still_there(data_dir: Path, pieces: set[bytes]) -> list[str]:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RunningServer]:
     model = ModelSettings(name="toy", backend=PluginSection(plugin="toy"), resident_snapshots=1)
-    with running_server(tmp_path / "data", models=[model], recovery={"snapshot_every_operations": 4}) as server:
+    with running_server(tmp_path / "data", models=[model], recovery={"point_every_operations": 4}) as server:
         yield server
 
 
@@ -116,7 +117,7 @@ async def use(client: EngineDriver) -> None:
         )
         assert not isinstance(await client.run(sample), ops.Failed)
     await client.run(ops.SaveState(model_id=MODEL, path=client.path("short"), ttl_seconds=3600))
-    while len(await client.store.list_snapshots(MODEL)) < 2:  # they are written beside the training
+    while len(await client.store.list_recovery_points(MODEL)) < 2:  # they are written beside the training
         await client.run(a_step())
 
 
@@ -268,7 +269,7 @@ class Run:
         self.settings = Settings(
             server=ServerSettings(data_dir=data_dir),
             store=PluginSection.model_validate({"plugin": "sql", "synchronous": "off", "safety_poll_s": 600}),
-            recovery=RecoverySettings(snapshot_every_operations=every, keep_snapshots=keep),
+            recovery=RecoverySettings(point_every_operations=every, keep_points=keep),
             models=(self.model,),
         )
         self.plugins = Plugins.load()
@@ -290,7 +291,7 @@ class Run:
                 phases[-1].append((what, value))
             for phase in phases:
                 if phase and phase[0][0] == "damage":
-                    self._damage(loop.call(store.list_snapshots(MODEL)))
+                    self._damage(loop.call(store.list_recovery_points(MODEL)))
                 with engine_thread(self.settings, self.model, self.plugins, create_store(self.settings, self.plugins)):
                     for what, value in phase:
                         loop.call(self._do(client, what, value))

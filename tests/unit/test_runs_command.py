@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from tinsmith import cli
 from tinsmith import operations as ops
+from tinsmith.commands import cli
 from tinsmith.errors import TinsmithError
-from tinsmith.plugins import Plugins
+from tinsmith.plugins.loading import Plugins
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.harness import RunningServer, running_server
 
@@ -29,7 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
             server.call(client.result(server.call(client.create_model())))
             server.call(train(client))
         with sqlite3.connect(server.settings.server.data_dir / "tinsmith.db") as database:
-            database.execute("UPDATE operations SET attempts = 2 WHERE stream = ? AND seq_id = 2", (RUN,))
+            database.execute("UPDATE operations SET attempts = 2 WHERE subject_id = ? AND seq_id = 2", (RUN,))
         database.close()
         yield server
 

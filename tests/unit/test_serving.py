@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from tinsmith.serving import allow_many_connections
+from tinsmith.processes.serve import allow_many_connections
 
 INFINITY = resource.RLIM_INFINITY
 

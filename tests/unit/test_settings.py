@@ -7,11 +7,11 @@ import pytest
 from pydantic import Field
 
 import tinsmith
+from tinsmith.commands.load_settings import is_loopback, load_settings
 from tinsmith.errors import ConfigError
-from tinsmith.plugins import Plugins
-from tinsmith.setting_sources import Flag
+from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import Settings
-from tinsmith.settings_loading import is_loopback, load_settings
+from tinsmith.settings.sources import Flag
 
 
 class GaugeConfig(tinsmith.BackendConfig):

@@ -14,15 +14,15 @@ from sqlalchemy import create_engine, text
 from sqlmodel import Session
 
 from tinsmith.errors import ConfigError, ServerError, UserError
+from tinsmith.sql_store.choose import dialect_of
 from tinsmith.sql_store.config import SqlStoreConfig
-from tinsmith.sql_store.dialect import dialect_of
+from tinsmith.sql_store.databases.socket_wakeups import SocketWakeUps
+from tinsmith.sql_store.databases.sqlite import SqliteDialect
 from tinsmith.sql_store.grouping import Grouping
-from tinsmith.sql_store.request_ids import created_at, new_request_id
-from tinsmith.sql_store.socket_wakeups import SocketWakeUps
-from tinsmith.sql_store.sqlite import SqliteDialect
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.tables import SessionRow, Table, to_row
-from tinsmith.sql_store.writer import Transaction
+from tinsmith.sql_store.transactions.request_ids import created_at, new_request_id
+from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import StoreContext
 from tinsmith.testing.engine_driver import take_over
 from tinsmith.testing.store_records import BASE, NOW, a_sample, a_session
@@ -68,7 +68,7 @@ async def test_a_run_of_the_first_schema_continues(tmp_path: Path) -> None:
     store = a_store(tmp_path)
     await store.open()
     (live,) = await store.live_models(BASE)
-    assert (live.run.model_id, live.run.applied_seq_id, live.snapshots) == ("s1:train:0", 1, ())
+    assert (live.run.model_id, live.run.applied_seq_id, live.recovery_points) == ("s1:train:0", 1, ())
     assert [each.seq_id for each in await store.replayable("s1:train:0", after_seq_id=-1, limit=9)] == [0, 1]
     lease = await take_over(store, BASE)
     assert await store.requeue(lease, max_attempts=3, reason="killed") == []

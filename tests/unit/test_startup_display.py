@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from tinsmith.backend import Capabilities
-from tinsmith.plugins import PluginReport, Plugins
+from tinsmith.plugins.loading import PluginReport, Plugins
+from tinsmith.processes.display import EngineDisplay, show_banner
 from tinsmith.settings import ModelSettings, Settings
-from tinsmith.startup_display import EngineDisplay, show_banner
 from tinsmith.store import EngineRecord, EngineState
 
 CAPABILITIES = Capabilities(vocab_size=8, max_context_tokens=8, max_batch_tokens=8, device="NVIDIA H200")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.events import ServerStarted, ServerStopping
-from tinsmith.plugins import Plugins
+from tinsmith.hook_values import ServerStarted, ServerStopping
+from tinsmith.plugins.loading import Plugins
 
 STARTED = ServerStarted(url="http://127.0.0.1:8000", base_models=("toy", "big"))
 

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.errors import UserError
-from tinsmith.tinker_path import TinkerPath
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from tinker.proto import tinker_public_pb2 as sdk_pb
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from tinsmith import operations as ops
-from tinsmith import translate, wire
 from tinsmith.errors import CapacityError, UnsupportedError, UserError
-from tinsmith.proto import tinker_public_pb2 as pb
+from tinsmith.protocol import translate, wire
+from tinsmith.protocol.proto import tinker_public_pb2 as pb
 
 MODEL = "s:train:0"
 

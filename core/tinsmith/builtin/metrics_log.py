@@ -2,7 +2,7 @@
 
 import logging
 
-from tinsmith.events import OperationFinished
+from tinsmith.hook_values import OperationFinished
 from tinsmith.hookspecs import hookimpl
 
 _log = logging.getLogger("tinsmith.operations")

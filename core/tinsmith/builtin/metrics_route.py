@@ -9,11 +9,11 @@ from tinsmith.hookspecs import hookimpl
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
-    from tinsmith.routes_context import RoutesContext
+    from tinsmith.hook_values import RoutesContext
 
 
 @hookimpl
 def tinsmith_register_routes(context: RoutesContext) -> APIRouter:
-    from tinsmith.prometheus_route import metrics_router  # here, since only the server needs a web framework
+    from tinsmith.builtin.metrics_endpoint import metrics_router  # here, since only the server needs a web framework
 
     return metrics_router(context)

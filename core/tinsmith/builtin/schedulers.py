@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from tinsmith.fair_scheduler import FairConfig, FairScheduler
-from tinsmith.fifo_scheduler import FifoConfig, FifoScheduler
+from tinsmith.builtin.fair_scheduler import FairConfig, FairScheduler
+from tinsmith.builtin.fifo_scheduler import FifoConfig, FifoScheduler
 from tinsmith.hookspecs import hookimpl
 from tinsmith.scheduler import SchedulerSpec
 

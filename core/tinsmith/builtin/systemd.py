@@ -7,7 +7,7 @@ import os
 import socket
 from typing import Final
 
-from tinsmith.events import ServerStarted, ServerStopping
+from tinsmith.hook_values import ServerStarted, ServerStopping
 from tinsmith.hookspecs import hookimpl
 
 VARIABLE: Final = "NOTIFY_SOCKET"

@@ -12,6 +12,6 @@ if TYPE_CHECKING:
 
 @hookimpl
 def tinsmith_register_commands(group: typer.Typer) -> None:
-    from tinsmith.tiny_model_command import tiny_model  # here, since other processes make no models
+    from tinsmith.builtin.tiny_model_cli import tiny_model  # here, since other processes make no models
 
     group.command("tiny-model")(tiny_model)

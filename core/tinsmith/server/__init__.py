@@ -1,0 +1,1 @@
+"""One server: it parses, checks, authenticates, enqueues and answers. It holds no model."""

@@ -6,16 +6,16 @@ from importlib.metadata import version
 from fastapi import APIRouter, FastAPI, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tinsmith.builtin.api_keys import ApiKeys
-from tinsmith.builtin.key_tokens import KeyTokens
 from tinsmith.errors import PluginError
-from tinsmith.plugins import Plugins
-from tinsmith.principal import Principal
-from tinsmith.routes_context import RoutesContext
-from tinsmith.server import error_answers, futures, not_offered, runs, sampling, service, sessions, training, weights
+from tinsmith.hook_values import Principal, RoutesContext
+from tinsmith.plugins.loading import Plugins
+from tinsmith.server import error_answers
+from tinsmith.server.api_keys import ApiKeys
 from tinsmith.server.auth import who_sent
 from tinsmith.server.bodies import BodyLimit
 from tinsmith.server.context import Engines, Metrics, ServerContext
+from tinsmith.server.key_tokens import KeyTokens
+from tinsmith.server.routes import futures, not_offered, runs, sampling, service, sessions, training, weights
 from tinsmith.server.sample_limits import SampleLimits
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import Settings

@@ -6,12 +6,12 @@ from typing import Annotated, Literal, TypeVar
 from fastapi import Depends, Request
 
 from tinsmith.errors import AuthenticationError, NotFoundError
-from tinsmith.plugins import Plugins
-from tinsmith.principal import Principal
+from tinsmith.hook_values import Principal
+from tinsmith.plugins.loading import Plugins
 from tinsmith.server.context import Context
-from tinsmith.store import CheckpointRecord, OperationRecord, RunRecord, SamplerRecord, SessionRecord
+from tinsmith.store import CheckpointRecord, OperationRecord, RunRecord, SamplingSessionRecord, SessionRecord
 
-Owned = TypeVar("Owned", SessionRecord, RunRecord, SamplerRecord, CheckpointRecord, OperationRecord)
+Owned = TypeVar("Owned", SessionRecord, RunRecord, SamplingSessionRecord, CheckpointRecord, OperationRecord)
 
 
 def authenticated(request: Request, context: Context) -> Principal:
@@ -53,8 +53,10 @@ async def own_run(context: Context, caller: Principal, model_id: str) -> RunReco
     return owned(await context.store.get_run(model_id), caller, lambda: missing("model", model_id))
 
 
-async def own_sampler(context: Context, caller: Principal, sampler_id: str) -> SamplerRecord:
-    return owned(await context.store.get_sampler(sampler_id), caller, lambda: missing("sampling session", sampler_id))
+async def own_sampler(context: Context, caller: Principal, sampler_id: str) -> SamplingSessionRecord:
+    return owned(
+        await context.store.get_sampling_session(sampler_id), caller, lambda: missing("sampling session", sampler_id)
+    )
 
 
 async def own_operation(context: Context, caller: Principal, request_id: str) -> OperationRecord:

@@ -12,10 +12,10 @@ from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from tinsmith.backend import Capabilities
-from tinsmith.builtin.api_keys import ApiKeys
 from tinsmith.errors import UserError
 from tinsmith.losses import LossSpec
-from tinsmith.plugins import Plugins
+from tinsmith.plugins.loading import Plugins
+from tinsmith.server.api_keys import ApiKeys
 from tinsmith.server.sample_limits import SampleLimits
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import ModelSettings, Settings

@@ -7,14 +7,14 @@ from typing import Final
 from starlette.concurrency import run_in_threadpool
 
 from tinsmith import operations as ops
-from tinsmith import translate, wire
 from tinsmith.checks import check_operation
-from tinsmith.codec import encode_operation, kind_of
 from tinsmith.errors import UserError
 from tinsmith.failpoints import durable_boundary
-from tinsmith.principal import Principal
+from tinsmith.hook_values import Principal
+from tinsmith.protocol import translate, wire
 from tinsmith.server.context import ServerContext
 from tinsmith.store import NewOperation, RunRecord
+from tinsmith.store.codec import encode_operation, kind_of
 
 LARGE_BYTES: Final = 1 << 18
 """Bodies from here on are taken apart in a thread: the event loop answers heartbeats meanwhile."""
@@ -60,7 +60,7 @@ def new_training_operation(
         kind=kind_of(operation),
         tenant=run.tenant,
         session_id=run.session_id,
-        stream=run.model_id,
+        subject_id=run.model_id,
         seq_id=seq_id,
         ordered=True,
         payload=b"" if refused is not None else encode_operation(operation),
@@ -77,7 +77,7 @@ def _refused(run: RunRecord, seq_id: int, kind: str, error: UserError) -> NewOpe
         kind=kind,
         tenant=run.tenant,
         session_id=run.session_id,
-        stream=run.model_id,
+        subject_id=run.model_id,
         seq_id=seq_id,
         ordered=True,
         payload=b"",
@@ -94,7 +94,7 @@ def new_sample(
         kind=kind_of(operation),
         tenant=caller.tenant,
         session_id=session_id,
-        stream=operation.sampling_session_id,
+        subject_id=operation.sampling_session_id,
         seq_id=seq_id,
         ordered=False,
         payload=encode_operation(operation),

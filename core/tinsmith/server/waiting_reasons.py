@@ -23,8 +23,8 @@ def explain(operation: OperationRecord, waiting: Waiting) -> WaitingReason:
         return _paused(_engine_text(engine))
     if waiting.missing_seq_id is not None:
         return _paused(
-            f"seq_id {waiting.missing_seq_id} of {operation.stream!r} has not arrived, and {operation.seq_id} comes "
-            "after it"
+            f"seq_id {waiting.missing_seq_id} of {operation.subject_id!r} has not arrived, and {operation.seq_id} "
+            "comes after it"
         )
     if operation.state is OperationState.RUNNING:
         detail = f" ({engine.detail}{_percent(engine)})" if engine.detail else ""

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from sqlmodel import Session
 
-from tinsmith.sql_store.database import Database
+from tinsmith.sql_store.databases.database import Database
 from tinsmith.sql_store.grouping import Failure, Grouping
 
 _MAX_GROUP = 64

@@ -11,7 +11,12 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.errors import StoreError
 from tinsmith.failpoints import durable_boundary
-from tinsmith.sql_store import (
+from tinsmith.sql_store.choose import dialect_of
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.databases.database import Database
+from tinsmith.sql_store.migrate import migrate
+from tinsmith.sql_store.reader import Reader
+from tinsmith.sql_store.transactions import (
     checkpoint_rows,
     claiming,
     closing,
@@ -27,12 +32,7 @@ from tinsmith.sql_store import (
     sessions,
     submitting,
 )
-from tinsmith.sql_store.config import SqlStoreConfig
-from tinsmith.sql_store.database import Database
-from tinsmith.sql_store.dialect import dialect_of
-from tinsmith.sql_store.migrate import migrate
-from tinsmith.sql_store.reader import Reader
-from tinsmith.sql_store.writer import Writer
+from tinsmith.sql_store.transactions.writer import Writer
 from tinsmith.store import (
     CheckpointRecord,
     Completion,
@@ -46,13 +46,13 @@ from tinsmith.store import (
     LogTotals,
     NewOperation,
     OperationRecord,
+    RecoveryPointRecord,
     RequestStore,
     RunLog,
     RunRecord,
-    SamplerRecord,
+    SamplingSessionRecord,
     SessionEnd,
     SessionRecord,
-    SnapshotRecord,
     StoreContext,
     Waiting,
 )
@@ -157,15 +157,15 @@ class SqlStore(RequestStore):
     ) -> tuple[list[RunRecord], int]:
         return await self._reader.read(lambda db: models.list_runs(db, tenant, session_id, limit, offset))
 
-    @durable_boundary("store.create_sampler")
-    async def create_sampler(self, sampler: SamplerRecord) -> SamplerRecord:
-        return await self._durable.write(lambda tx: models.create_sampler(tx, sampler))
+    @durable_boundary("store.create_sampling_session")
+    async def create_sampling_session(self, sampler: SamplingSessionRecord) -> SamplingSessionRecord:
+        return await self._durable.write(lambda tx: models.create_sampling_session(tx, sampler))
 
-    async def get_sampler(self, sampling_session_id: str) -> SamplerRecord:
-        return await self._reader.read(lambda db: models.get_sampler(db, sampling_session_id))
+    async def get_sampling_session(self, sampling_session_id: str) -> SamplingSessionRecord:
+        return await self._reader.read(lambda db: models.get_sampling_session(db, sampling_session_id))
 
-    async def list_samplers(self, session_id: str) -> list[SamplerRecord]:
-        return await self._reader.read(lambda db: models.list_samplers(db, session_id))
+    async def list_sampling_sessions(self, session_id: str) -> list[SamplingSessionRecord]:
+        return await self._reader.read(lambda db: models.list_sampling_sessions(db, session_id))
 
     async def get_checkpoint(self, path: str) -> CheckpointRecord:
         return await self._reader.read(lambda db: checkpoint_rows.get(db, path))
@@ -208,7 +208,7 @@ class SqlStore(RequestStore):
 
     @durable_boundary("store.submit")
     async def submit(self, operation: NewOperation) -> str:
-        models = (operation.stream,) if operation.ordered else ()
+        models = (operation.subject_id,) if operation.ordered else ()
         return await self._durable.write(lambda tx: submitting.submit(tx, operation), models=lambda _: models)
 
     async def get_operation(self, request_id: str) -> OperationRecord:
@@ -354,15 +354,15 @@ class SqlStore(RequestStore):
     async def replayable(self, model_id: str, *, after_seq_id: int, limit: int) -> list[OperationRecord]:
         return await self._reader.read(lambda db: recovering.replayable(db, model_id, after_seq_id, limit))
 
-    @durable_boundary("store.add_snapshot")
-    async def add_snapshot(self, lease: Lease, record: SnapshotRecord, *, keep: int) -> None:
-        await self._durable.write(lambda tx: recovering.add_snapshot(tx, lease, record, keep))
+    @durable_boundary("store.add_recovery_point")
+    async def add_recovery_point(self, lease: Lease, record: RecoveryPointRecord, *, keep: int) -> None:
+        await self._durable.write(lambda tx: recovering.add_recovery_point(tx, lease, record, keep))
 
-    async def list_snapshots(self, model_id: str) -> list[SnapshotRecord]:
-        return await self._reader.read(lambda db: recovering.list_snapshots(db, model_id))
+    async def list_recovery_points(self, model_id: str) -> list[RecoveryPointRecord]:
+        return await self._reader.read(lambda db: recovering.list_recovery_points(db, model_id))
 
-    async def drop_snapshot(self, lease: Lease, model_id: str, seq_id: int) -> None:
-        await self._durable.write(lambda tx: recovering.drop_snapshot(tx, lease, model_id, seq_id))
+    async def drop_recovery_point(self, lease: Lease, model_id: str, seq_id: int) -> None:
+        await self._durable.write(lambda tx: recovering.drop_recovery_point(tx, lease, model_id, seq_id))
 
     async def lose_run(self, lease: Lease, model_id: str, reason: str) -> None:
         await self._durable.write(lambda tx: recovering.lose_run(tx, lease, model_id, reason))

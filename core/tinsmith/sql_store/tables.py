@@ -89,8 +89,8 @@ class RunRow(Table, table=True):
     rebuilds: int = _count()  # begun and not finished: how often an engine died while it rebuilt this model
 
 
-class SamplerRow(Table, table=True):
-    __tablename__ = "samplers"
+class SamplingSessionRow(Table, table=True):
+    __tablename__ = "sampling_sessions"
 
     sampling_session_id: str = Field(primary_key=True)
     session_id: str = Field(index=True)
@@ -130,7 +130,9 @@ _QUEUED, _RUNNING, _UNTOLD = text("state = 'queued'"), text("state = 'running'")
 class OperationRow(Table, table=True):
     __tablename__ = "operations"
     __table_args__ = (
-        UniqueConstraint("stream", "seq_id"),
+        UniqueConstraint(
+            "subject_id", "seq_id", name="uq_operations_stream_seq_id"
+        ),  # what the column was called at first
         Index(
             "ix_operations_queued",
             "base_model",
@@ -151,7 +153,7 @@ class OperationRow(Table, table=True):
     kind: str
     tenant: str
     session_id: str
-    stream: str
+    subject_id: str
     seq_id: int = Field(sa_type=BigInteger)
     ordered: bool
     num_tokens: int = Field(sa_type=BigInteger)
@@ -194,7 +196,7 @@ class FinishedSampleRow(Table, table=True):
 
     __tablename__ = "finished_samples"
 
-    stream: str = Field(primary_key=True)
+    subject_id: str = Field(primary_key=True)
     clone: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))
     number: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))  # from 1 on
     request_id: str
@@ -208,7 +210,7 @@ class SampleCountRow(Table, table=True):
 
     __tablename__ = "sample_counts"
 
-    stream: str = Field(primary_key=True)
+    subject_id: str = Field(primary_key=True)
     clone: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))
     last: int = Field(sa_type=BigInteger)
 
@@ -239,8 +241,8 @@ class LeaseRow(Table, table=True):
     expires_at: datetime = _time()
 
 
-class SnapshotRow(Table, table=True):
-    __tablename__ = "snapshots"
+class RecoveryPointRow(Table, table=True):
+    __tablename__ = "recovery_points"
 
     model_id: str = Field(primary_key=True)
     seq_id: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tinsmith.backend import SamplingBackend, TrainingBackend
-from tinsmith.consistency_gate import ConsistencyGate
+from tinsmith.engine.consistency_gate import ConsistencyGate
 from tinsmith.operations import AdamParams, Consistency
 from tinsmith.settings import ConsistencySettings
 from tinsmith.testing.contract import assert_same_state, need

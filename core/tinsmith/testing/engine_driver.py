@@ -6,8 +6,8 @@ from collections import Counter
 from datetime import UTC, datetime, timedelta
 
 from tinsmith import operations as ops
-from tinsmith.codec import decode_result, encode_operation, kind_of
 from tinsmith.store import EngineRecord, Lease, NewOperation, RequestStore, RunRecord, SessionRecord
+from tinsmith.store.codec import decode_result, encode_operation, kind_of
 
 WAIT_S = 300.0  # a test that waits so long has failed
 
@@ -66,21 +66,21 @@ class EngineDriver:
         return f"tinker://{self.model_id(number)}/{kind}/{name}"
 
     async def submit(self, operation: ops.Operation, *, seq_id: int | None = None) -> str:
-        """Submit with the next number of its stream, and return the request_id."""
-        stream = operation.sampling_session_id if isinstance(operation, ops.Sample) else operation.model_id
+        """Submit with the next number of its subject_id, and return the request_id."""
+        subject_id = operation.sampling_session_id if isinstance(operation, ops.Sample) else operation.model_id
         if seq_id is None:
-            seq_id = self._next_seq_id[stream]
-            self._next_seq_id[stream] += 1
-        return await self.store.submit(self._new(operation, stream, seq_id))
+            seq_id = self._next_seq_id[subject_id]
+            self._next_seq_id[subject_id] += 1
+        return await self.store.submit(self._new(operation, subject_id, seq_id))
 
-    def _new(self, operation: ops.Operation, stream: str, seq_id: int) -> NewOperation:
+    def _new(self, operation: ops.Operation, subject_id: str, seq_id: int) -> NewOperation:
         payload = encode_operation(operation)
         return NewOperation(
             base_model=self.base_model,
             kind=kind_of(operation),
             tenant=self.tenant,
             session_id=self.session_id,
-            stream=stream,
+            subject_id=subject_id,
             seq_id=seq_id,
             ordered=not isinstance(operation, ops.Sample),
             payload=payload,

@@ -7,9 +7,9 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 
 from tinsmith.backend import Capabilities, SamplingBackend, TrainingBackend
-from tinsmith.engine import Engine
-from tinsmith.model_backends import capabilities_of, make_backends
-from tinsmith.plugins import Plugins
+from tinsmith.engine.engine import Engine
+from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.backends import capabilities_of, make_backends
 from tinsmith.settings import ModelSettings, PluginSection, Settings
 from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore
 from tinsmith.testing.engine_driver import take_over

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tinsmith.backend import ModelState, TrainingBackend
-from tinsmith.checkpoints import read_checkpoint, read_snapshot, write_checkpoint
+from tinsmith.checkpoints.format import read_checkpoint, read_snapshot, write_checkpoint
+from tinsmith.huggingface.safetensors_files import StoredTensors
 from tinsmith.operations import AdamParams, Array, Failed, ForwardBackward, LoraConfig, OptimStep
-from tinsmith.safetensors_files import StoredTensors
 from tinsmith.store import CheckpointKind
 from tinsmith.testing.contract import assert_same_arrays, assert_same_numbers, assert_same_state, need
 from tinsmith.testing.model_driver import ModelDriver, logprobs_of, ragged_data, succeeded

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import uvicorn
 from fastapi import FastAPI
 
-from tinsmith.plugins import Plugins
+from tinsmith.plugins.loading import Plugins
 from tinsmith.server.app import begin_shutdown, create_app
 from tinsmith.server.bounded_http import BoundedHttp
 from tinsmith.settings import ModelSettings, PluginSection, RecoverySettings, ServerSettings, Settings

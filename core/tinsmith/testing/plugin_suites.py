@@ -10,9 +10,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from tinsmith.backend import AnyBackendSpec, AnySamplerSpec, SamplingBackend, TrainingBackend
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.losses import LossSpec
-from tinsmith.offers import Offer
-from tinsmith.plugins import Plugins
+from tinsmith.plugins.loading import Plugins
+from tinsmith.plugins.registry import Offer
 from tinsmith.scheduler import Scheduler, SchedulerSpec
 from tinsmith.store import StoreContext, StoreSpec
 from tinsmith.testing.backend_context import backend_context
@@ -27,7 +28,6 @@ from tinsmith.testing.scheduler_contract import SchedulerContract
 from tinsmith.testing.store_contract import RequestStoreContract
 from tinsmith.testing.store_records import MakeStore
 from tinsmith.testing.training_contract import TrainingBackendContract
-from tinsmith.tiny_model import TinyShape, write_tiny_model
 
 _SHAPE: Final = TinyShape(  # heads of 32: vLLM's attention on CPUs takes no smaller ones
     vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32

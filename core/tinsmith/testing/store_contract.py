@@ -20,7 +20,7 @@ from tinsmith.store import (
     CheckpointWritten,
     OperationState,
     RequestStore,
-    SamplerRecord,
+    SamplingSessionRecord,
 )
 from tinsmith.testing.store_leases import LeaseContract
 from tinsmith.testing.store_log import LogContract
@@ -31,10 +31,10 @@ from tinsmith.testing.store_records import (
     a_checkpoint,
     a_creation,
     a_model,
+    a_recovery_point,
     a_run,
     a_sample,
     a_session,
-    a_snapshot,
     an_operation,
     claim,
     complete,
@@ -121,7 +121,7 @@ class RequestStoreContract(LogContract, RecoveryContract, LeaseContract):
         assert (await store.list_runs(None, session_id="s2", limit=9, offset=0))[1] == 0
 
     async def test_samplers(self, store: RequestStore) -> None:
-        first = SamplerRecord(
+        first = SamplingSessionRecord(
             sampling_session_id="s1:sample:0",
             session_id="s1",
             tenant="ann",
@@ -131,13 +131,13 @@ class RequestStoreContract(LogContract, RecoveryContract, LeaseContract):
             model_path="tinker://s1:train:0/sampler_weights/x",
             model_id="s1:train:0",
         )
-        assert await store.create_sampler(first) == first
-        assert await store.create_sampler(replace(first, snapshot_id=None)) == first
-        assert await store.get_sampler("s1:sample:0") == first
-        assert await store.list_samplers("s1") == [first]
-        assert await store.list_samplers("s2") == []
+        assert await store.create_sampling_session(first) == first
+        assert await store.create_sampling_session(replace(first, snapshot_id=None)) == first
+        assert await store.get_sampling_session("s1:sample:0") == first
+        assert await store.list_sampling_sessions("s1") == [first]
+        assert await store.list_sampling_sessions("s2") == []
         with pytest.raises(NotFoundError):
-            await store.get_sampler("nope")
+            await store.get_sampling_session("nope")
 
     async def test_checkpoints_are_kept_listed_changed_and_deleted(self, store: RequestStore) -> None:
         request_id = await a_model(store)
@@ -220,7 +220,7 @@ class RequestStoreContract(LogContract, RecoveryContract, LeaseContract):
         pending = await store.submit(a_sample())
         await claim(store)
         await complete(store, [done(first)])
-        await store.add_snapshot(await lease_of(store), a_snapshot(1), keep=2)
+        await store.add_recovery_point(await lease_of(store), a_recovery_point(1), keep=2)
         assert await store.prune(NOW) == 0
         assert await store.prune(datetime.now(UTC) + timedelta(hours=1)) == 2
         for request_id in (created, first):

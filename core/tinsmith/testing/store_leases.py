@@ -25,8 +25,8 @@ from tinsmith.testing.store_records import (
     NOW,
     a_checkpoint,
     a_model,
+    a_recovery_point,
     a_sample,
-    a_snapshot,
     an_operation,
     claim,
     done,
@@ -131,8 +131,8 @@ class LeaseContract(StoreSuite):
             store.complete(old, [late]),
             store.cancelled(old),
             store.requeue(old, max_attempts=3, reason=None),
-            store.add_snapshot(old, a_snapshot(0), keep=2),
-            store.drop_snapshot(old, "s1:train:0", 0),
+            store.add_recovery_point(old, a_recovery_point(0), keep=2),
+            store.drop_recovery_point(old, "s1:train:0", 0),
             store.lose_run(old, "s1:train:0", "why not"),
             store.note_run(old, "s1:train:0", "look"),
             store.report_engine(replace(self._record("engine-1"), state=EngineState.FAILED), lease=old),
@@ -145,7 +145,7 @@ class LeaseContract(StoreSuite):
         assert await state_of(other, running) == OperationState.QUEUED
         assert await state_of(other, queued) == OperationState.QUEUED
         assert (await other.list_checkpoints(None))[1] == 0
-        assert await other.list_snapshots("s1:train:0") == []
+        assert await other.list_recovery_points("s1:train:0") == []
         assert (await other.get_run("s1:train:0")).state_reason is None
         assert await other.list_engines() == [self._record("engine-2")]
         assert await other.cancelled(new) == [sample]

@@ -6,7 +6,6 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tinsmith.codec import decode_operation, decode_result
 from tinsmith.errors import ConflictError, NotFoundError, ResultExpiredError, UserError
 from tinsmith.operations import (
     Failed,
@@ -27,9 +26,10 @@ from tinsmith.store import (
     RequestStore,
     RunState,
     RunStateChanged,
-    SamplerCreated,
-    SamplerRecord,
+    SamplingSessionCreated,
+    SamplingSessionRecord,
 )
+from tinsmith.store.codec import decode_operation, decode_result
 from tinsmith.testing.store_records import (
     BASE,
     LONG_S,
@@ -80,7 +80,7 @@ class LogContract(StoreSuite):
         writes = [
             store.submit(an_operation(seq_id=2)),
             store.submit(an_operation(seq_id=1, digest=b"other")),
-            store.submit(an_operation(stream="nope:train:0", seq_id=1)),
+            store.submit(an_operation(subject_id="nope:train:0", seq_id=1)),
             store.submit(an_operation(seq_id=3)),
         ]
         first, conflict, missing, last = await asyncio.gather(*writes, return_exceptions=True)
@@ -95,7 +95,7 @@ class LogContract(StoreSuite):
         operation = an_operation(seq_id=1, num_tokens=11, payload=bytes(range(256)) * 100)
         request_id = await store.submit(operation)
         record = await other.get_operation(request_id)
-        assert (record.state, record.seq_id, record.stream) == (OperationState.QUEUED, 1, "s1:train:0")
+        assert (record.state, record.seq_id, record.subject_id) == (OperationState.QUEUED, 1, "s1:train:0")
         (claimed,) = await other.claim(await lease_of(other), max_operations=9)
         assert (claimed.payload, claimed.num_tokens, claimed.tenant) == (operation.payload, 11, "ann")
         assert claimed.started_at is not None
@@ -198,7 +198,7 @@ class LogContract(StoreSuite):
         await store.create_session(a_session(), idempotency_key=None)
         request_id = await store.create_run(a_run(), a_creation())
         await claim(store)
-        sampler = SamplerRecord(
+        sampler = SamplingSessionRecord(
             sampling_session_id="s1:sample:1", session_id="s1", tenant="ann", base_model=BASE, created_at=NOW
         )
         lora = LoraConfig(rank=4, seed=9, train_mlp=False)
@@ -206,13 +206,13 @@ class LogContract(StoreSuite):
             RunStateChanged(model_id="s1:train:0", state=RunState.READY),
             LoraResolved(model_id="s1:train:0", lora=lora),
             CheckpointWritten(record=a_checkpoint()),
-            SamplerCreated(record=sampler),
+            SamplingSessionCreated(record=sampler),
         )
         await complete(store, [done(request_id, ModelCreated(model_id="s1:train:0"), *effects)])
         run = await other.get_run("s1:train:0")
         assert (run.state, run.lora, run.next_seq_id, run.applied_seq_id) == (RunState.READY, lora, 1, 0)
         assert await other.get_checkpoint(a_checkpoint().path) == a_checkpoint()
-        assert await other.get_sampler("s1:sample:1") == sampler
+        assert await other.get_sampling_session("s1:sample:1") == sampler
         record = await other.get_operation(request_id)
         assert record.finished_at is not None
         assert record.result is not None
@@ -395,34 +395,37 @@ class LogContract(StoreSuite):
 
     async def test_nothing_appears_behind_a_cursor(self, store: RequestStore, other: RequestStore) -> None:
         """Two processes finish samples of several clients at once, and a third one follows each of them."""
-        streams = [f"s1:sample:{number}" for number in range(3)]
-        ids = {stream: [await store.submit(a_sample(seq_id, stream)) for seq_id in range(40)] for stream in streams}
+        subject_ids = [f"s1:sample:{number}" for number in range(3)]
+        ids = {
+            subject_id: [await store.submit(a_sample(seq_id, subject_id)) for seq_id in range(40)]
+            for subject_id in subject_ids
+        }
         await claim(store, 1000)
 
         async def finish(process: RequestStore, numbers: range) -> None:
             for number in numbers:
-                order = streams if number % 2 else streams[::-1]
-                mixed = [done(ids[stream][number], SampleOutput(sequences=())) for stream in order]
+                order = subject_ids if number % 2 else subject_ids[::-1]
+                mixed = [done(ids[subject_id][number], SampleOutput(sequences=())) for subject_id in order]
                 await asyncio.gather(complete(process, mixed[:2]), complete(process, mixed[2:]))
 
-        async def follow(stream: str) -> list[str]:
+        async def follow(subject_id: str) -> list[str]:
             seen: list[str] = []
             cursor = 0
-            while len(seen) < len(ids[stream]):
-                page = await other.finished_samples(stream, 0, after=cursor, limit=7, timeout_s=LONG_S)
-                assert page.samples, f"{stream}: nothing came after {cursor}, and only {len(seen)} before"
+            while len(seen) < len(ids[subject_id]):
+                page = await other.finished_samples(subject_id, 0, after=cursor, limit=7, timeout_s=LONG_S)
+                assert page.samples, f"{subject_id}: nothing came after {cursor}, and only {len(seen)} before"
                 seen += [sample.request_id for sample in page.samples]
                 assert page.cursor == len(seen)
                 cursor = page.cursor
             return seen
 
         followed, *_ = await asyncio.gather(
-            asyncio.gather(*[follow(stream) for stream in streams]),
+            asyncio.gather(*[follow(subject_id) for subject_id in subject_ids]),
             finish(store, range(0, 40, 2)),
             finish(other, range(1, 40, 2)),
         )
-        for stream, seen in zip(streams, followed, strict=True):
-            assert sorted(seen) == sorted(ids[stream])
+        for subject_id, seen in zip(subject_ids, followed, strict=True):
+            assert sorted(seen) == sorted(ids[subject_id])
 
     async def test_a_cursor_outlives_restarts_and_results(self, store: RequestStore, make_store: MakeStore) -> None:
         ids = [await store.submit(a_sample(seq_id)) for seq_id in range(2)]

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from tinsmith.codec import decode_result, encode_operation
 from tinsmith.operations import (
     CreateModel,
     Failed,
@@ -19,13 +18,14 @@ from tinsmith.store import (
     Lease,
     NewOperation,
     OperationState,
+    RecoveryPointRecord,
     RequestStore,
     RunRecord,
     RunState,
     RunStateChanged,
     SessionRecord,
-    SnapshotRecord,
 )
+from tinsmith.store.codec import decode_result, encode_operation
 
 BASE = "org/base-model"
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
@@ -53,18 +53,18 @@ def a_run(model_id: str = "s1:train:0", **more: Any) -> RunRecord:  # Any: as ab
     return RunRecord(model_id=model_id, **values)
 
 
-def an_operation(stream: str = "s1:train:0", seq_id: int = 0, **more: Any) -> NewOperation:  # Any: as above
+def an_operation(subject_id: str = "s1:train:0", seq_id: int = 0, **more: Any) -> NewOperation:  # Any: as above
     values: dict[str, Any] = {
         "base_model": BASE,
         "kind": "optim_step",
         "tenant": "ann",
-        "session_id": stream.split(":")[0],
+        "session_id": subject_id.split(":")[0],
         "ordered": True,
-        "payload": f"{stream} {seq_id}".encode(),
+        "payload": f"{subject_id} {seq_id}".encode(),
         "digest": f"digest {seq_id}".encode(),
         **more,
     }
-    return NewOperation(stream=stream, seq_id=seq_id, **values)
+    return NewOperation(subject_id=subject_id, seq_id=seq_id, **values)
 
 
 def a_creation(model_id: str = "s1:train:0", **more: Any) -> NewOperation:  # Any: as above
@@ -72,8 +72,8 @@ def a_creation(model_id: str = "s1:train:0", **more: Any) -> NewOperation:  # An
     return an_operation(model_id, 0, kind="create_model", payload=payload, **more)
 
 
-def a_sample(seq_id: int = 0, stream: str = "s1:sample:0", **more: Any) -> NewOperation:  # Any: as above
-    return an_operation(stream, seq_id, kind="sample", ordered=False, **more)
+def a_sample(seq_id: int = 0, subject_id: str = "s1:sample:0", **more: Any) -> NewOperation:  # Any: as above
+    return an_operation(subject_id, seq_id, kind="sample", ordered=False, **more)
 
 
 def a_checkpoint(name: str = "first", **more: Any) -> CheckpointRecord:  # Any: as above
@@ -93,8 +93,8 @@ def a_checkpoint(name: str = "first", **more: Any) -> CheckpointRecord:  # Any: 
     return CheckpointRecord(path=f"tinker://s1:train:0/weights/{name}", **values)
 
 
-def a_snapshot(seq_id: int, model_id: str = "s1:train:0") -> SnapshotRecord:
-    return SnapshotRecord(
+def a_recovery_point(seq_id: int, model_id: str = "s1:train:0") -> RecoveryPointRecord:
+    return RecoveryPointRecord(
         model_id=model_id, seq_id=seq_id, directory=f"{model_id}/{seq_id}", size_bytes=2**40, created_at=NOW
     )
 
@@ -131,10 +131,10 @@ def done(request_id: str, result: Result | None = None, *effects: Any) -> Comple
 
 
 async def finished(
-    store: RequestStore, stream: str = "s1:sample:0", clone: int = 0, *, after: int = 0, timeout_s: float = 0
+    store: RequestStore, subject_id: str = "s1:sample:0", clone: int = 0, *, after: int = 0, timeout_s: float = 0
 ) -> tuple[list[tuple[str, bool]], int]:
     """Return who finished and whether it succeeded, and the cursor."""
-    found = await store.finished_samples(stream, clone, after=after, limit=100, timeout_s=timeout_s)
+    found = await store.finished_samples(subject_id, clone, after=after, limit=100, timeout_s=timeout_s)
     return [(sample.request_id, sample.succeeded) for sample in found.samples], found.cursor
 
 

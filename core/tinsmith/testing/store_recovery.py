@@ -7,7 +7,6 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from tinsmith.backend import Capabilities
-from tinsmith.codec import decode_result
 from tinsmith.errors import NotFoundError, ServerError
 from tinsmith.operations import (
     Failed,
@@ -16,23 +15,24 @@ from tinsmith.store import (
     EngineRecord,
     EngineState,
     OperationState,
+    RecoveryPointTaken,
     RequestStore,
     RunState,
     RunStateChanged,
-    SamplerCreated,
-    SamplerRecord,
-    SnapshotTaken,
+    SamplingSessionCreated,
+    SamplingSessionRecord,
 )
+from tinsmith.store.codec import decode_result
 from tinsmith.testing.store_records import (
     BASE,
     LONG_S,
     NOW,
     a_creation,
     a_model,
+    a_recovery_point,
     a_run,
     a_sample,
     a_session,
-    a_snapshot,
     an_operation,
     claim,
     complete,
@@ -158,7 +158,7 @@ class RecoveryContract(StoreSuite):
         created = await a_model(store)
         first, second, third = [await store.submit(an_operation(seq_id=seq_id)) for seq_id in (1, 2, 3)]
         await claim(store)
-        ephemeral = SamplerRecord(
+        ephemeral = SamplingSessionRecord(
             sampling_session_id="s1:sample:0",
             session_id="s1",
             tenant="ann",
@@ -167,38 +167,40 @@ class RecoveryContract(StoreSuite):
             snapshot_id="s1:sample:0",
             model_id="s1:train:0",
         )
-        await complete(store, [done(first, None, SamplerCreated(record=ephemeral)), done(second, Failed(message="no"))])
+        await complete(
+            store, [done(first, None, SamplingSessionCreated(record=ephemeral)), done(second, Failed(message="no"))]
+        )
         records = await store.replayable("s1:train:0", after_seq_id=-1, limit=9)
         assert [record.request_id for record in records] == [created, first]
         assert records[1].payload == b"s1:train:0 1"
         assert records[1].result_kind == "optim_step_output"
         assert await store.replayable("s1:train:0", after_seq_id=0, limit=1) == records[1:]
         (live,) = await store.live_models(BASE)
-        assert (live.run.applied_seq_id, live.snapshots, live.ephemeral) == (2, (), ("s1:sample:0",))
+        assert (live.run.applied_seq_id, live.recovery_points, live.ephemeral) == (2, (), ("s1:sample:0",))
 
-        snapshots = [a_snapshot(seq_id) for seq_id in range(4)]
+        snapshots = [a_recovery_point(seq_id) for seq_id in range(4)]
         with pytest.raises(ServerError, match="ahead"):
-            await store.add_snapshot(await lease_of(store), snapshots[3], keep=2)
+            await store.add_recovery_point(await lease_of(store), snapshots[3], keep=2)
         for snapshot in snapshots[:3]:
-            await store.add_snapshot(await lease_of(store), snapshot, keep=2)
-        assert await store.list_snapshots("s1:train:0") == [snapshots[2], snapshots[1]]
-        await complete(store, [done(third, None, SnapshotTaken(record=snapshots[3], keep=2))])
+            await store.add_recovery_point(await lease_of(store), snapshot, keep=2)
+        assert await store.list_recovery_points("s1:train:0") == [snapshots[2], snapshots[1]]
+        await complete(store, [done(third, None, RecoveryPointTaken(record=snapshots[3], keep=2))])
         (live,) = await store.live_models(BASE)
-        assert live.snapshots == (snapshots[3], snapshots[2])
-        await store.drop_snapshot(await lease_of(store), "s1:train:0", 3)
-        assert await store.list_snapshots("s1:train:0") == [snapshots[2]]
+        assert live.recovery_points == (snapshots[3], snapshots[2])
+        await store.drop_recovery_point(await lease_of(store), "s1:train:0", 3)
+        assert await store.list_recovery_points("s1:train:0") == [snapshots[2]]
 
     async def test_a_model_that_ends_has_no_snapshots(self, store: RequestStore) -> None:
         for number, ending in enumerate([RunState.UNLOADED, RunState.LOST]):
             model_id = f"s{number}:train:0"
             await a_model(store, model_id)
-            await store.add_snapshot(await lease_of(store), a_snapshot(0, model_id), keep=2)
+            await store.add_recovery_point(await lease_of(store), a_recovery_point(0, model_id), keep=2)
             last = await store.submit(an_operation(model_id, seq_id=1))
             await claim(store)
             await complete(store, [done(last, None, RunStateChanged(model_id=model_id, state=ending))])
-            assert await store.list_snapshots(model_id) == []
+            assert await store.list_recovery_points(model_id) == []
             with pytest.raises(ServerError, match="not live"):
-                await store.add_snapshot(await lease_of(store), a_snapshot(0, model_id), keep=2)
+                await store.add_recovery_point(await lease_of(store), a_recovery_point(0, model_id), keep=2)
         assert await store.live_models(BASE) == []
 
     async def test_a_model_that_cannot_be_rebuilt_is_lost_alone(self, store: RequestStore) -> None:
@@ -229,8 +231,8 @@ class RecoveryContract(StoreSuite):
         await complete(store, [done(each) for each in steps + samples])
         later = datetime.now(UTC) + timedelta(hours=1)
         assert await store.prune(later) == len(samples)
-        await store.add_snapshot(await lease_of(store), a_snapshot(2), keep=2)
-        await store.add_snapshot(await lease_of(store), a_snapshot(4), keep=2)
+        await store.add_recovery_point(await lease_of(store), a_recovery_point(2), keep=2)
+        await store.add_recovery_point(await lease_of(store), a_recovery_point(4), keep=2)
         assert await store.prune(later) == 3
         kept = await store.replayable("s1:train:0", after_seq_id=-1, limit=9)
         assert [record.seq_id for record in kept] == [3, 4]
@@ -243,13 +245,17 @@ class RecoveryContract(StoreSuite):
         step = await store.submit(an_operation(seq_id=1))
         await claim(store)
         await complete(store, [done(step)])
-        await store.add_snapshot(await lease_of(store), a_snapshot(1), keep=2)
+        await store.add_recovery_point(await lease_of(store), a_recovery_point(1), keep=2)
         later = datetime.now(UTC) + timedelta(hours=1)
         assert await store.prune(later, idle_since=datetime.now(UTC) - timedelta(hours=1)) == 0
         assert (await store.run_log("s1:train:0")).pruned_seq_id == -1
         assert await store.prune(later, idle_since=later) == 2
         log = await store.run_log("s1:train:0")
-        assert (log.pruned_seq_id, log.snapshots, log.run) == (1, (a_snapshot(1),), await store.get_run("s1:train:0"))
+        assert (log.pruned_seq_id, log.recovery_points, log.run) == (
+            1,
+            (a_recovery_point(1),),
+            await store.get_run("s1:train:0"),
+        )
 
     async def test_a_log_as_people_look_at_it(self, store: RequestStore) -> None:
         await a_model(store)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tinsmith import peft_layout
+from tinsmith.huggingface import peft_layout
 from tinsmith.operations import Array, Datum
 from tinsmith.testing import reference
 from tinsmith.testing.contract import assert_close_arrays, assert_same_arrays, assert_same_state, need, norm

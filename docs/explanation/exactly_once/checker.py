@@ -90,14 +90,14 @@ class _Search:
 
 
 def _progress(state: State) -> tuple[int, int]:
-    rows = [row for stream in state.streams for row in stream.rows if row is not None]
+    rows = [row for subject in state.subjects for row in subject.rows if row is not None]
     return len(rows), sum(row.state in FINISHED for row in rows)
 
 
 def _unfinished(state: State) -> str:
-    rows = [(n, seq_id, row) for n, stream in enumerate(state.streams) for seq_id, row in enumerate(stream.rows)]
+    rows = [(n, seq_id, row) for n, subject in enumerate(state.subjects) for seq_id, row in enumerate(subject.rows)]
     return ", ".join(
-        f"seq_id {seq_id} of stream {n} is {'not there' if row is None else row.state}"
+        f"seq_id {seq_id} of subject {n} is {'not there' if row is None else row.state}"
         for n, seq_id, row in rows
         if row is None or row.state not in FINISHED
     )
@@ -105,12 +105,12 @@ def _unfinished(state: State) -> str:
 
 _OF_ENGINES = (
     *("an engine ", "the engine ", "the backend", "poison", "superseded", "nothing", "claim", "complete", "requeue"),
-    *("fail_gaps", "copy", "write", "add_snapshot", "tidy"),
+    *("fail_gaps", "copy", "write", "add_recovery_point", "tidy"),
 )
 
 
 def _describe(step: Step) -> str:
-    """`complete (engine 0, stream 1, seq_id 2)`."""
-    names = ("engine", "stream", "seq_id") if step.what.startswith(_OF_ENGINES) else ("stream", "seq_id")
+    """`complete (engine 0, subject 1, seq_id 2)`."""
+    names = ("engine", "subject", "seq_id") if step.what.startswith(_OF_ENGINES) else ("subject", "seq_id")
     places = ", ".join(f"{name} {number}" for name, number in zip(names, step.where, strict=False))
     return f"{step.what} ({places})"

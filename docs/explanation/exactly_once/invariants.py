@@ -1,23 +1,23 @@
 """What must hold: of every state, of every step, and of what can still become of a state."""
 
 from exactly_once.steps import Step
-from exactly_once.values import FAILED, FINISHED, GAVE_UP, POISON, SAMPLE, SUCCEEDED, Bounds, Content, State, Stream
+from exactly_once.values import FAILED, FINISHED, GAVE_UP, POISON, SAMPLE, SUCCEEDED, Bounds, Content, State, Subject
 
 
 def broken_in(state: State, bounds: Bounds) -> str | None:
     """Say which invariant a state breaks."""
-    for number, (stream, program) in enumerate(zip(state.streams, bounds.programs, strict=True)):
-        found = _alone(stream, program, bounds)
+    for number, (subject, program) in enumerate(zip(state.subjects, bounds.programs, strict=True)):
+        found = _alone(subject, program, bounds)
         if found is None and program[0] != SAMPLE:
-            found = _order(stream) or _snapshots(stream) or _recoverable(stream)
+            found = _order(subject) or _snapshots(subject) or _recoverable(subject)
         if found is not None:
-            return f"stream {number}: {found}"
+            return f"subject {number}: {found}"
     return None
 
 
 def broken_by(before: State, step: Step) -> str | None:
     """Say which invariant a step breaks: a result, once recorded, never changes."""
-    for old, new in zip(before.streams, step.state.streams, strict=True):
+    for old, new in zip(before.subjects, step.state.subjects, strict=True):
         if old is new:
             continue
         for seq_id, (was, is_) in enumerate(zip(old.rows, new.rows, strict=True)):
@@ -30,55 +30,55 @@ def broken_by(before: State, step: Step) -> str | None:
 
 def is_finished(state: State) -> bool:
     """Every operation has come, and has its one result; a number that a model had passed for good may be refused."""
-    for stream in state.streams:
-        for seq_id, row in enumerate(stream.rows):
+    for subject in state.subjects:
+        for seq_id, row in enumerate(subject.rows):
             if row is None:
-                if seq_id > stream.pruned_seq_id:
+                if seq_id > subject.pruned_seq_id:
                     return False
             elif row.state not in FINISHED:
                 return False
     return True
 
 
-def _order(stream: Stream) -> str | None:
+def _order(subject: Subject) -> str | None:
     """Exactly once, in order: what an operation saw is what succeeded before it, each once."""
     applied: Content = ()
-    for seq_id, row in enumerate(stream.rows):
+    for seq_id, row in enumerate(subject.rows):
         if row is not None and row.state == SUCCEEDED:
             applied = (*applied, seq_id)
             if row.result != applied:
                 return f"seq_id {seq_id} was applied as {row.result}, the log says {applied}"
-        if seq_id <= stream.applied_seq_id and row is not None and row.state not in FINISHED:
-            return f"applied_seq_id is {stream.applied_seq_id}, but seq_id {seq_id} is {row.state}"
+        if seq_id <= subject.applied_seq_id and row is not None and row.state not in FINISHED:
+            return f"applied_seq_id is {subject.applied_seq_id}, but seq_id {seq_id} is {row.state}"
     return None
 
 
-def _truth(stream: Stream, up_to: int) -> Content:
-    rows = enumerate(stream.rows[: up_to + 1])
+def _truth(subject: Subject, up_to: int) -> Content:
+    rows = enumerate(subject.rows[: up_to + 1])
     return tuple(seq_id for seq_id, row in rows if row is not None and row.state == SUCCEEDED)
 
 
-def _snapshots(stream: Stream) -> str | None:
-    files = {directory: content for directory, _, content in stream.files}
-    for seq_id, directory in stream.snapshots:
-        if seq_id > stream.applied_seq_id:
+def _snapshots(subject: Subject) -> str | None:
+    files = {directory: content for directory, _, content in subject.files}
+    for seq_id, directory in subject.snapshots:
+        if seq_id > subject.applied_seq_id:
             return f"the snapshot of seq_id {seq_id} is past the recorded results"
-        if directory in files and files[directory] != _truth(stream, seq_id):
-            return f"the snapshot of seq_id {seq_id} holds {files[directory]}, not {_truth(stream, seq_id)}"
+        if directory in files and files[directory] != _truth(subject, seq_id):
+            return f"the snapshot of seq_id {seq_id} holds {files[directory]}, not {_truth(subject, seq_id)}"
     return None
 
 
-def _recoverable(stream: Stream) -> str | None:
-    files = {directory for directory, _, _ in stream.files}
-    start = next((seq_id for seq_id, directory in stream.snapshots if directory in files), -1)
-    if stream.pruned_seq_id > start:
-        return f"recovery starts after seq_id {start}, but the log is pruned up to {stream.pruned_seq_id}"
+def _recoverable(subject: Subject) -> str | None:
+    files = {directory for directory, _, _ in subject.files}
+    start = next((seq_id for seq_id, directory in subject.snapshots if directory in files), -1)
+    if subject.pruned_seq_id > start:
+        return f"recovery starts after seq_id {start}, but the log is pruned up to {subject.pruned_seq_id}"
     return None
 
 
-def _alone(stream: Stream, program: str, bounds: Bounds) -> str | None:
+def _alone(subject: Subject, program: str, bounds: Bounds) -> str | None:
     """An operation is given up only for poison, or after all its deaths from outside."""
-    for seq_id, row in enumerate(stream.rows):
+    for seq_id, row in enumerate(subject.rows):
         if row is None or row.state != FAILED or row.result != GAVE_UP or program[seq_id] == POISON:
             continue
         if row.interruptions < bounds.max_interruptions:

@@ -16,7 +16,7 @@ MUTATIONS = {
     "no_requeue": ("an engine that starts does not put back what was running", "small:takeover"),
     "resubmit_runs_again": ("a repeat queues the operation once more", "small:takeover"),
     "snapshot_early": ("a snapshot is registered before the results up to it are recorded", "small:snapshots"),
-    "snapshot_unfenced": ("`add_snapshot` does not ask whether a later engine has taken over", "small:snapshots"),
+    "snapshot_unfenced": ("`add_recovery_point` does not ask whether a later engine has taken over", "small:snapshots"),
     "snapshot_shared_names": ("engines write their snapshots of one seq_id to one directory", "small:given-up"),
     "tidy_removes_newer": ("what is not registered is removed, though it is newer than what is", "small:snapshots"),
     "prune_past_oldest": ("`prune` keeps what comes after the newest snapshot, not the oldest", "small:damage"),

@@ -21,7 +21,7 @@ from exactly_once.values import (
     Faults,
     Snapshots,
     State,
-    Stream,
+    Subject,
     Taking,
     replaced,
 )
@@ -31,7 +31,7 @@ class Step(NamedTuple):
     """`fault`: a run without faults does not take it."""
 
     what: str
-    where: tuple[int, ...]  # engine, stream, seq_id: those that `what` is about
+    where: tuple[int, ...]  # engine, subject, seq_id: those that `what` is about
     state: State
     fault: bool = False
 
@@ -55,24 +55,24 @@ class Steps:
     # clients and housekeeping
 
     def _clients(self, state: State) -> Iterator[Step]:
-        for number, stream in enumerate(state.streams):
+        for number, subject in enumerate(state.subjects):
             for seq_id, kind in enumerate(self._programs[number]):
-                if self._bounds.in_order and seq_id and stream.rows[seq_id - 1] is None:
+                if self._bounds.in_order and seq_id and subject.rows[seq_id - 1] is None:
                     break
-                if (changed := self._store.submit(stream, kind, seq_id)) is not None:
+                if (changed := self._store.submit(subject, kind, seq_id)) is not None:
                     yield Step("a client submits", (number, seq_id), _with_stream(state, number, changed))
-                if kind == SAMPLE and (changed := self._store.cancel(stream, seq_id)) is not None:
+                if kind == SAMPLE and (changed := self._store.cancel(subject, seq_id)) is not None:
                     yield Step("a client cancels", (number, seq_id), _with_stream(state, number, changed), fault=True)
 
     def _housekeeping(self, state: State) -> Iterator[Step]:
-        for number, stream in enumerate(state.streams):
-            for seq_id, pruned in self._store.prune(stream, self._programs[number]):
+        for number, subject in enumerate(state.subjects):
+            for seq_id, pruned in self._store.prune(subject, self._programs[number]):
                 yield Step("prune", (number, seq_id), _with_stream(state, number, pruned), fault=True)
-            if state.left.damages and len(stream.snapshots) > 1:
-                newest = stream.snapshots[0][1]
-                files = tuple(each for each in stream.files if each[0] != newest)
-                if len(files) < len(stream.files):
-                    damaged = _with_stream(state, number, stream._replace(files=files))
+            if state.left.damages and len(subject.snapshots) > 1:
+                newest = subject.snapshots[0][1]
+                files = tuple(each for each in subject.files if each[0] != newest)
+                if len(files) < len(subject.files):
+                    damaged = _with_stream(state, number, subject._replace(files=files))
                     left = state.left._replace(damages=state.left.damages - 1)
                     yield Step("damage to the newest snapshot", (number,), damaged._replace(left=left), fault=True)
 
@@ -87,13 +87,13 @@ class Steps:
         if held and not state.left.takeovers:
             return
         engines = tuple(engine._replace(current=False) for engine in state.engines)
-        seen = tuple((stream.snapshots, stream.applied_seq_id) for stream in state.streams)
+        seen = tuple((subject.snapshots, subject.applied_seq_id) for subject in state.subjects)
         fresh = Engine(phase=RECOVERING, current=True, seen=seen, name=_fresh_name(state))
         left = state.left._replace(takeovers=state.left.takeovers - held)
         yield Step(
             "an engine takes over" if held else "an engine starts",
             (number,),
-            State(state.streams, replaced(engines, number, fresh), left, held or state.interrupted),
+            State(state.subjects, replaced(engines, number, fresh), left, held or state.interrupted),
             fault=held,
         )
 
@@ -111,8 +111,8 @@ class Steps:
             yield Step("the engine stops in order", (number,), stopped, fault=True)
 
     def _requeued(self, state: State, ended: Ended) -> State:
-        both = zip(state.streams, self._programs, strict=True)
-        return state._replace(streams=tuple(self._store.requeue(stream, program, ended) for stream, program in both))
+        both = zip(state.subjects, self._programs, strict=True)
+        return state._replace(subjects=tuple(self._store.requeue(subject, program, ended) for subject, program in both))
 
     def _engine(self, state: State, number: int, engine: Engine) -> Iterator[Step]:
         if engine.phase == RECOVERING:
@@ -129,28 +129,28 @@ class Steps:
 
     def _recover(self, state: State, number: int, engine: Engine) -> Step:
         model = len(engine.backend)
-        if model < len(state.streams):
+        if model < len(state.subjects):
             snapshots, applied_seq_id = engine.seen[model]
             rebuilt = engine._replace(
-                backend=(*engine.backend, self._rebuilt(state.streams[model], snapshots)),
+                backend=(*engine.backend, self._rebuilt(state.subjects[model], snapshots)),
                 positions=(*engine.positions, applied_seq_id),
             )
             return Step("the engine rebuilds", (number, model), _with_engine(state, number, rebuilt))
         if not engine.current and "requeue_unfenced" not in self._mutations:
             return self._refused(state, number)
-        ready = engine._replace(phase=ALONE, seen=(), taking=(None,) * len(state.streams))
+        ready = engine._replace(phase=ALONE, seen=(), taking=(None,) * len(state.subjects))
         state = _with_engine(state, number, ready)
         if "no_requeue" in self._mutations:
             return Step("the engine is ready", (number,), state)
         return Step("requeue", (number,), self._requeued(state, "interrupted" if state.interrupted else "crashed"))
 
-    def _rebuilt(self, stream: Stream, snapshots: Snapshots) -> Content:
+    def _rebuilt(self, subject: Subject, snapshots: Snapshots) -> Content:
         """Restore the newest good snapshot of those seen at the start; replay what has succeeded after it."""
-        files = {directory: (seq_id, content) for directory, seq_id, content in stream.files}
+        files = {directory: (seq_id, content) for directory, seq_id, content in subject.files}
         good = next((files[directory] for _, directory in snapshots if directory in files), (-1, ()))
         seq_id, content = good
         after = -1 if "replay_from_start" in self._mutations else seq_id
-        rows = enumerate(stream.rows)
+        rows = enumerate(subject.rows)
         return content + tuple(n for n, row in rows if n > after and row and row.state == SUCCEEDED and row.kept)
 
     @staticmethod
@@ -162,8 +162,8 @@ class Steps:
 
     def _claims(self, state: State, number: int, engine: Engine) -> Iterator[Step]:
         if engine.looked is not None:  # the second half of a claim that is not atomic
-            stream, seq_id = engine.looked
-            yield self._claimed(state, number, engine._replace(looked=None), stream, seq_id)
+            subject, seq_id = engine.looked
+            yield self._claimed(state, number, engine._replace(looked=None), subject, seq_id)
             return
         if not engine.current and "claim_unfenced" not in self._mutations:
             yield self._refused(state, number)
@@ -172,29 +172,29 @@ class Steps:
         if alone and (engine.claimed or engine.ran):
             return
         found = False
-        for stream, program in enumerate(self._programs):
-            for seq_id in self._store.claimable(state.streams[stream], program, alone=alone):
+        for subject, program in enumerate(self._programs):
+            for seq_id in self._store.claimable(state.subjects[subject], program, alone=alone):
                 found = True
                 if "claim_not_atomic" in self._mutations:
-                    looked = engine._replace(looked=(stream, seq_id))
-                    yield Step("claim looks", (number, stream, seq_id), _with_engine(state, number, looked))
+                    looked = engine._replace(looked=(subject, seq_id))
+                    yield Step("claim looks", (number, subject, seq_id), _with_engine(state, number, looked))
                     continue
-                yield self._claimed(state, number, engine, stream, seq_id)
+                yield self._claimed(state, number, engine, subject, seq_id)
                 if state.left.lost_answers:
-                    yield self._claim_unanswered(state, number, engine, stream, seq_id)
+                    yield self._claim_unanswered(state, number, engine, subject, seq_id)
         if alone and not found:
             ready = engine._replace(phase=READY)
             yield Step("nothing is left to retry alone", (number,), _with_engine(state, number, ready))
 
-    def _claimed(self, state: State, number: int, engine: Engine, stream: int, seq_id: int) -> Step:
-        changed = self._store.claim(state.streams[stream], self._programs[stream], seq_id)
-        claimed = engine._replace(claimed=tuple(sorted([*engine.claimed, (stream, seq_id)])))
-        after = _with_engine(_with_stream(state, stream, changed), number, claimed)
-        return Step("claim", (number, stream, seq_id), after)
+    def _claimed(self, state: State, number: int, engine: Engine, subject: int, seq_id: int) -> Step:
+        changed = self._store.claim(state.subjects[subject], self._programs[subject], seq_id)
+        claimed = engine._replace(claimed=tuple(sorted([*engine.claimed, (subject, seq_id)])))
+        after = _with_engine(_with_stream(state, subject, changed), number, claimed)
+        return Step("claim", (number, subject, seq_id), after)
 
-    def _claim_unanswered(self, state: State, number: int, engine: Engine, stream: int, seq_id: int) -> Step:
+    def _claim_unanswered(self, state: State, number: int, engine: Engine, subject: int, seq_id: int) -> Step:
         """The engine asks what it was given, and goes on with that; where it does not, nobody works on it."""
-        step = self._claimed(state, number, engine, stream, seq_id)
+        step = self._claimed(state, number, engine, subject, seq_id)
         after = step.state
         if "claim_answer_lost" in self._mutations:
             after = _with_engine(after, number, engine)
@@ -202,24 +202,24 @@ class Steps:
 
     def _runs(self, state: State, number: int, engine: Engine) -> Iterator[Step]:
         started: set[int] = set()
-        for stream, seq_id in engine.claimed:
-            kind = self._programs[stream][seq_id]
-            if kind != SAMPLE and stream in started:
+        for subject, seq_id in engine.claimed:
+            kind = self._programs[subject][seq_id]
+            if kind != SAMPLE and subject in started:
                 continue  # in order
-            started.add(stream)
-            where = (number, stream, seq_id)
+            started.add(subject)
+            where = (number, subject, seq_id)
             if kind == POISON:
                 dead = _with_engine(state, number, Engine())
                 dead = dead._replace(interrupted=state.interrupted and not engine.current)
                 yield Step("poison kills the engine", where, dead)
                 continue
-            rest = tuple(each for each in engine.claimed if each != (stream, seq_id))
-            content = engine.backend[stream] if kind == SAMPLE else (*engine.backend[stream], seq_id)
+            rest = tuple(each for each in engine.claimed if each != (subject, seq_id))
+            content = engine.backend[subject] if kind == SAMPLE else (*engine.backend[subject], seq_id)
             ran = engine._replace(
                 claimed=rest,
-                backend=replaced(engine.backend, stream, content),
-                positions=replaced(engine.positions, stream, seq_id),
-                ran=(*engine.ran, (stream, seq_id, () if kind == SAMPLE else content)),
+                backend=replaced(engine.backend, subject, content),
+                positions=replaced(engine.positions, subject, seq_id),
+                ran=(*engine.ran, (subject, seq_id, () if kind == SAMPLE else content)),
             )
             yield Step("the backend runs", where, _with_engine(state, number, ran))
 
@@ -229,10 +229,10 @@ class Steps:
         if not engine.current and "complete_unfenced" not in self._mutations:
             yield self._refused(state, number)
             return
-        (stream, seq_id, content), rest = engine.ran[0], engine.ran[1:]
-        changed = self._store.complete(state.streams[stream], self._programs[stream], seq_id, content)
-        after = _with_stream(state, stream, changed)
-        where = (number, stream, seq_id)
+        (subject, seq_id, content), rest = engine.ran[0], engine.ran[1:]
+        changed = self._store.complete(state.subjects[subject], self._programs[subject], seq_id, content)
+        after = _with_stream(state, subject, changed)
+        where = (number, subject, seq_id)
         yield Step("complete", where, _with_engine(after, number, engine._replace(ran=rest)))
         if state.left.lost_answers:  # it will be asked again
             yield Step("complete, its answer lost", where, _one_answer_less(after), fault=True)
@@ -241,9 +241,9 @@ class Steps:
         """A superseded engine may do it as well."""
         if self._bounds.in_order:
             return
-        for model, stream in enumerate(state.streams):
+        for model, subject in enumerate(state.subjects):
             if self._programs[model][0] != SAMPLE:
-                for failed in self._store.fail_gaps(stream):
+                for failed in self._store.fail_gaps(subject):
                     where = (number, model, failed.applied_seq_id)
                     yield Step("fail_gaps", where, _with_stream(state, model, failed))
 
@@ -253,42 +253,42 @@ class Steps:
         for model, taking in enumerate(engine.taking):
             if self._programs[model][0] == SAMPLE:
                 continue
-            stream, where = state.streams[model], (number, model)
+            subject, where = state.subjects[model], (number, model)
             match taking:
                 case None:
                     seq_id = engine.positions[model]
-                    if seq_id > max((each[0] for each in stream.snapshots), default=-1):
+                    if seq_id > max((each[0] for each in subject.snapshots), default=-1):
                         copied = Taking(COPIED, seq_id, engine.backend[model])
                         yield Step("copy for a snapshot", where, _taking(state, number, model, copied))
                 case Taking(stage="copied"):
                     directory = self._directory(engine, taking)
-                    others = [each for each in stream.files if each[0] != directory]
+                    others = [each for each in subject.files if each[0] != directory]
                     files = tuple(sorted([*others, (directory, taking.seq_id, taking.content)]))
-                    written = _with_stream(state, model, stream._replace(files=files))
+                    written = _with_stream(state, model, subject._replace(files=files))
                     after = _taking(written, number, model, taking._replace(stage=WRITTEN))
                     yield Step("write a snapshot", where, after, fault=True)
                 case Taking(stage="written"):
                     yield from self._register(state, number, model, taking)
                 case _:
-                    files = tuple(each for each in stream.files if not self._untidy(each, taking))
-                    tidied = _with_stream(state, model, stream._replace(files=files))
+                    files = tuple(each for each in subject.files if not self._untidy(each, taking))
+                    tidied = _with_stream(state, model, subject._replace(files=files))
                     yield Step("tidy", where, _taking(tidied, number, model, None))
 
     def _register(self, state: State, number: int, model: int, taking: Taking) -> Iterator[Step]:
         engine = state.engines[number]
-        waits = any(stream == model and seq_id <= taking.seq_id for stream, seq_id, _ in engine.ran)
+        waits = any(subject == model and seq_id <= taking.seq_id for subject, seq_id, _ in engine.ran)
         if waits and "snapshot_early" not in self._mutations:
             return
         if not engine.current and "snapshot_unfenced" not in self._mutations:
             yield self._refused(state, number)
             return
         directory = self._directory(engine, taking)
-        changed = self._store.add_snapshot(state.streams[model], taking.seq_id, directory)
+        changed = self._store.add_recovery_point(state.subjects[model], taking.seq_id, directory)
         if changed is None:
-            yield Step("add_snapshot is refused", (number, model), _taking(state, number, model, None))
+            yield Step("add_recovery_point is refused", (number, model), _taking(state, number, model, None))
             return
         after = _taking(state, number, model, taking._replace(stage=REGISTERED, listed=changed.snapshots))
-        yield Step("add_snapshot", (number, model, taking.seq_id), _with_stream(after, model, changed))
+        yield Step("add_recovery_point", (number, model, taking.seq_id), _with_stream(after, model, changed))
 
     def _directory(self, engine: Engine, taking: Taking) -> str:
         return f"{taking.seq_id}" if "snapshot_shared_names" in self._mutations else f"{taking.seq_id}{engine.name}"
@@ -300,8 +300,8 @@ class Steps:
         return directory not in listed and not newer
 
 
-def _with_stream(state: State, number: int, stream: Stream) -> State:
-    return state._replace(streams=replaced(state.streams, number, stream))
+def _with_stream(state: State, number: int, subject: Subject) -> State:
+    return state._replace(subjects=replaced(state.subjects, number, subject))
 
 
 def _with_engine(state: State, number: int, engine: Engine, left: Faults | None = None) -> State:
@@ -320,6 +320,6 @@ def _one_answer_less(state: State) -> State:
 def _fresh_name(state: State) -> str:
     """One that nobody uses any more: names are random in reality, so that none comes twice."""
     used = {engine.name for engine in state.engines}
-    for stream in state.streams:
-        used |= {name[-1] for name, _, _ in stream.files} | {name[-1] for _, name in stream.snapshots}
+    for subject in state.subjects:
+        used |= {name[-1] for name, _, _ in subject.files} | {name[-1] for _, name in subject.snapshots}
     return next(letter for letter in "abcdefghijkl" if letter not in used)

@@ -16,7 +16,7 @@ from exactly_once.values import (
     Bounds,
     Content,
     Row,
-    Stream,
+    Subject,
     replaced,
 )
 
@@ -25,7 +25,7 @@ Ended = Literal["stopped", "crashed", "interrupted"]
 
 
 class Store:
-    """Functions from one stream to the next, under a set of mutations."""
+    """Functions from one subject to the next, under a set of mutations."""
 
     def __init__(self, bounds: Bounds, mutations: frozenset[str]) -> None:
         self._bounds = bounds
@@ -33,37 +33,37 @@ class Store:
 
     # clients
 
-    def submit(self, stream: Stream, kind: str, seq_id: int) -> Stream | None:
+    def submit(self, subject: Subject, kind: str, seq_id: int) -> Subject | None:
         """Return None where nothing changes."""
-        row = stream.rows[seq_id]
+        row = subject.rows[seq_id]
         if row is not None and row.kept:  # a repeat finds the first one
             if "resubmit_runs_again" in self._mutations and row.state == SUCCEEDED:
-                return _with_row(stream, seq_id, Row(QUEUED))
+                return _with_row(subject, seq_id, Row(QUEUED))
             return None
-        if kind != SAMPLE and seq_id <= stream.pruned_seq_id:
+        if kind != SAMPLE and seq_id <= subject.pruned_seq_id:
             return None  # ResultExpiredError
         if row is not None:
             return None  # a sample past its retention would be a new one; not modelled
-        hopeless = kind == REFUSED or (kind != SAMPLE and seq_id < stream.next_seq_id)
-        return _with_row(stream, seq_id, Row(FAILED, result=()) if hopeless else Row(QUEUED))
+        hopeless = kind == REFUSED or (kind != SAMPLE and seq_id < subject.next_seq_id)
+        return _with_row(subject, seq_id, Row(FAILED, result=()) if hopeless else Row(QUEUED))
 
-    def cancel(self, stream: Stream, seq_id: int) -> Stream | None:
-        row = stream.rows[seq_id]
+    def cancel(self, subject: Subject, seq_id: int) -> Subject | None:
+        row = subject.rows[seq_id]
         if row is None or row.state in FINISHED:
             return None
-        return _with_row(stream, seq_id, row._replace(state=CANCELLED, result=()))
+        return _with_row(subject, seq_id, row._replace(state=CANCELLED, result=()))
 
     # engines
 
-    def claimable(self, stream: Stream, program: str, *, alone: bool) -> Iterator[int]:
+    def claimable(self, subject: Subject, program: str, *, alone: bool) -> Iterator[int]:
         """One at a time: taking several in one transaction is taking them with nothing between."""
         if program[0] == SAMPLE:
-            for seq_id, row in enumerate(stream.rows):
+            for seq_id, row in enumerate(subject.rows):
                 if row is not None and row.state == QUEUED and (row.alone or not alone):
                     yield seq_id
             return
-        for seq_id in range(stream.next_seq_id, len(stream.rows)):
-            row = stream.rows[seq_id]
+        for seq_id in range(subject.next_seq_id, len(subject.rows)):
+            row = subject.rows[seq_id]
             if row is None or not row.kept:
                 return
             if row.state == QUEUED:
@@ -71,36 +71,36 @@ class Store:
                     yield seq_id
                 return
 
-    def claim(self, stream: Stream, program: str, seq_id: int) -> Stream:
-        row = stream.rows[seq_id]
+    def claim(self, subject: Subject, program: str, seq_id: int) -> Subject:
+        row = subject.rows[seq_id]
         assert row is not None
-        stream = _with_row(stream, seq_id, row._replace(state=RUNNING, attempts=row.attempts + 1))
-        return stream if program[0] == SAMPLE else stream._replace(next_seq_id=seq_id + 1)
+        subject = _with_row(subject, seq_id, row._replace(state=RUNNING, attempts=row.attempts + 1))
+        return subject if program[0] == SAMPLE else subject._replace(next_seq_id=seq_id + 1)
 
-    def complete(self, stream: Stream, program: str, seq_id: int, result: Content) -> Stream:
-        row = stream.rows[seq_id]
+    def complete(self, subject: Subject, program: str, seq_id: int, result: Content) -> Subject:
+        row = subject.rows[seq_id]
         assert row is not None
         if row.state != RUNNING and "complete_twice" not in self._mutations:
-            return stream
-        stream = _with_row(stream, seq_id, row._replace(state=SUCCEEDED, result=result))
-        return stream if program[0] == SAMPLE else _applied(stream, seq_id)
+            return subject
+        subject = _with_row(subject, seq_id, row._replace(state=SUCCEEDED, result=result))
+        return subject if program[0] == SAMPLE else _applied(subject, seq_id)
 
-    def requeue(self, stream: Stream, program: str, ended: Ended) -> Stream:
+    def requeue(self, subject: Subject, program: str, ended: Ended) -> Subject:
         ordered = program[0] != SAMPLE
-        for seq_id, running in enumerate(stream.rows):
+        for seq_id, running in enumerate(subject.rows):
             if running is None or running.state != RUNNING:
                 continue
             row = self._counted(running, ended)
             if ended != "stopped" and self._too_often(row, ended):
-                stream = _with_row(stream, seq_id, row._replace(state=FAILED, result=GAVE_UP))
-                stream = _applied(stream, seq_id) if ordered else stream
+                subject = _with_row(subject, seq_id, row._replace(state=FAILED, result=GAVE_UP))
+                subject = _applied(subject, seq_id) if ordered else subject
                 continue
             if ended != "stopped" and "requeue_in_company" not in self._mutations:
                 row = row._replace(alone=ordered or row.attempts >= self._bounds.max_attempts - 1)
-            stream = _with_row(stream, seq_id, row._replace(state=QUEUED))
+            subject = _with_row(subject, seq_id, row._replace(state=QUEUED))
             if ordered and "requeue_keeps_position" not in self._mutations:
-                stream = stream._replace(next_seq_id=min(stream.next_seq_id, seq_id))
-        return stream
+                subject = subject._replace(next_seq_id=min(subject.next_seq_id, seq_id))
+        return subject
 
     def _counted(self, row: Row, ended: Ended) -> Row:
         """`claim` has counted an attempt."""
@@ -113,9 +113,9 @@ class Store:
             return row.interruptions >= self._bounds.max_interruptions
         return row.attempts >= self._bounds.max_attempts
 
-    def fail_gaps(self, stream: Stream) -> Iterator[Stream]:
+    def fail_gaps(self, subject: Subject) -> Iterator[Subject]:
         """Whatever comes back may have waited long enough or not: once for each that may be the last that has."""
-        rows, first = stream.rows, stream.next_seq_id
+        rows, first = subject.rows, subject.next_seq_id
         if "gap_closed_while_running" not in self._mutations and any(row and row.state == RUNNING for row in rows):
             return
         missing = first
@@ -125,39 +125,39 @@ class Store:
             missing += 1
         behind = [n for n in range(missing, len(rows)) if (row := rows[n]) is not None and row.state == QUEUED]
         for last in behind:
-            moved = stream._replace(next_seq_id=last + 1, applied_seq_id=last)
+            moved = subject._replace(next_seq_id=last + 1, applied_seq_id=last)
             for seq_id in behind:
                 if seq_id <= last:
                     moved = _with_row(moved, seq_id, Row(FAILED, result=()))
             yield moved
 
-    def add_snapshot(self, stream: Stream, seq_id: int, directory: str) -> Stream | None:
+    def add_recovery_point(self, subject: Subject, seq_id: int, directory: str) -> Subject | None:
         """Return None where it is refused."""
-        if seq_id > stream.applied_seq_id and "snapshot_early" not in self._mutations:
+        if seq_id > subject.applied_seq_id and "snapshot_early" not in self._mutations:
             return None
-        others = [each for each in stream.snapshots if each[0] != seq_id]
+        others = [each for each in subject.snapshots if each[0] != seq_id]
         newest = sorted([*others, (seq_id, directory)], reverse=True)[: self._bounds.keep]
-        return stream._replace(snapshots=tuple(newest))
+        return subject._replace(snapshots=tuple(newest))
 
     # housekeeping
 
-    def prune(self, stream: Stream, program: str) -> Iterator[tuple[int, Stream]]:
+    def prune(self, subject: Subject, program: str) -> Iterator[tuple[int, Subject]]:
         """One at a time, whichever are old enough."""
-        snapshots = [seq_id for seq_id, _ in stream.snapshots]
+        snapshots = [seq_id for seq_id, _ in subject.snapshots]
         bound = max if "prune_past_oldest" in self._mutations else min
         needed_after = bound(snapshots, default=-1)
-        for seq_id, row in enumerate(stream.rows):
+        for seq_id, row in enumerate(subject.rows):
             if row is None or row.state not in FINISHED or not row.kept:
                 continue
-            if program[0] != SAMPLE and (seq_id >= stream.next_seq_id or seq_id > needed_after):
+            if program[0] != SAMPLE and (seq_id >= subject.next_seq_id or seq_id > needed_after):
                 continue
-            pruned = _with_row(stream, seq_id, row._replace(kept=False))
+            pruned = _with_row(subject, seq_id, row._replace(kept=False))
             yield seq_id, pruned._replace(pruned_seq_id=max(pruned.pruned_seq_id, seq_id))
 
 
-def _with_row(stream: Stream, seq_id: int, row: Row) -> Stream:
-    return stream._replace(rows=replaced(stream.rows, seq_id, row))
+def _with_row(subject: Subject, seq_id: int, row: Row) -> Subject:
+    return subject._replace(rows=replaced(subject.rows, seq_id, row))
 
 
-def _applied(stream: Stream, seq_id: int) -> Stream:
-    return stream._replace(applied_seq_id=max(stream.applied_seq_id, seq_id))
+def _applied(subject: Subject, seq_id: int) -> Subject:
+    return subject._replace(applied_seq_id=max(subject.applied_seq_id, seq_id))

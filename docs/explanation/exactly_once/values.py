@@ -36,7 +36,7 @@ class Row(NamedTuple):
     kept: bool = True
 
 
-class Stream(NamedTuple):
+class Subject(NamedTuple):
     """A model (RunRow, its operations, its snapshots), or a sampling session, which uses `rows` alone."""
 
     rows: tuple[Row | None, ...]  # by seq_id; None has not come
@@ -68,7 +68,7 @@ class Engine(NamedTuple):
     seen: tuple[tuple[Snapshots, int], ...] = ()  # of each model at its start, with its applied_seq_id
     backend: tuple[Content, ...] = ()  # by model, as far as they are rebuilt
     positions: tuple[int, ...] = ()  # of each, the last operation that ran
-    claimed: tuple[tuple[int, int], ...] = ()  # (stream, seq_id) whose turn has not come
+    claimed: tuple[tuple[int, int], ...] = ()  # (subject, seq_id) whose turn has not come
     ran: tuple[tuple[int, int, Content], ...] = ()  # and results that are not recorded yet, in order
     taking: tuple[Taking | None, ...] = ()
     looked: tuple[int, int] | None = None  # only where a claim is not atomic
@@ -88,7 +88,7 @@ class Faults(NamedTuple):
 class State(NamedTuple):
     """`interrupted`: the last engine was killed from outside, as far as anybody knows; else it crashed."""
 
-    streams: tuple[Stream, ...]
+    subjects: tuple[Subject, ...]
     engines: tuple[Engine, ...]
     left: Faults
     interrupted: bool = True
@@ -96,7 +96,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """`programs`: of each stream, the kinds of its operations in seq_id order."""
+    """`programs`: of each subject, the kinds of its operations in seq_id order."""
 
     programs: tuple[str, ...]
     faults: Faults
@@ -107,8 +107,8 @@ class Bounds:
     in_order: bool = False  # clients submit in order, so that there are no gaps
 
     def start(self) -> State:
-        streams = tuple(Stream(rows=(None,) * len(program)) for program in self.programs)
-        return State(streams, (Engine(),) * self.engines, self.faults)
+        subjects = tuple(Subject(rows=(None,) * len(program)) for program in self.programs)
+        return State(subjects, (Engine(),) * self.engines, self.faults)
 
 
 def replaced(values: tuple, index: int, value: object) -> tuple:  # type: ignore[type-arg]

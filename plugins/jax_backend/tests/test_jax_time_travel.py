@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from tinsmith import operations as ops
-from tinsmith.checkpoints import read_checkpoint
-from tinsmith.plugins import Plugins
-from tinsmith.replay_command import run_replay
+from tinsmith.checkpoints.format import read_checkpoint
+from tinsmith.commands.replay import run_replay
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.harness import running_server
-from tinsmith.tiny_model import TinyShape, write_tiny_model
 
 MODEL = "s1:train:0"
 
@@ -41,7 +41,7 @@ def test_every_saved_state_is_rebuilt(tmp_path: Path) -> None:
     options = {"plugin": "jax", "max_lora_rank": 4, "max_context_tokens": 64, "max_batch_tokens": 128, "warm_up": False}
     model = ModelSettings(name="tiny", path=tmp_path / "tiny", backend=PluginSection.model_validate(options))
     saves = []
-    with running_server(tmp_path / "data", models=[model], recovery={"snapshot_every_operations": 5}) as server:
+    with running_server(tmp_path / "data", models=[model], recovery={"point_every_operations": 5}) as server:
         client = EngineDriver(server.store, "tiny")
         server.call(client.open_session())
         server.call(client.result(server.call(client.create_model())))
@@ -51,7 +51,7 @@ def test_every_saved_state_is_rebuilt(tmp_path: Path) -> None:
             for operation in (a_pass(number), step, a_pass(number + 9)):
                 server.call(client.run(operation))
                 seq_id += 1
-            while number == 2 and not server.call(server.store.list_snapshots(MODEL)):
+            while number == 2 and not server.call(server.store.list_recovery_points(MODEL)):
                 server.call(client.run(step))  # snapshots are written beside the training
                 seq_id += 1
             seq_id += 1

@@ -7,6 +7,7 @@ import jax
 
 from tinsmith.backend import BackendContext, Capabilities, ModelState, SamplingBackend, Snapshot, TrainingBackend
 from tinsmith.errors import ConfigError, ServerError
+from tinsmith.huggingface.stopping import StopRules
 from tinsmith.operations import (
     CreateModel,
     Failed,
@@ -18,7 +19,6 @@ from tinsmith.operations import (
     Sample,
     SampleOutput,
 )
-from tinsmith.stopping import StopRules
 from tinsmith_jax import runtime
 from tinsmith_jax.buckets import TARGETS
 from tinsmith_jax.compilation import Program, Programs

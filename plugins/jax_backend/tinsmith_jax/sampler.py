@@ -16,8 +16,8 @@ import numpy as np
 
 from tinsmith.backend import Snapshot
 from tinsmith.errors import UnsupportedError, UserError
+from tinsmith.huggingface.stopping import StopRules
 from tinsmith.operations import Failed, Sample, SampleOutput
-from tinsmith.stopping import StopRules
 from tinsmith_jax import adapters
 from tinsmith_jax.decode import STOP_TABLE
 from tinsmith_jax.layers import TILE

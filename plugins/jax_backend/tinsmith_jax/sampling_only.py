@@ -4,8 +4,8 @@ import jax
 
 from tinsmith.backend import BackendContext, Capabilities, SamplingBackend, Snapshot
 from tinsmith.errors import ConfigError
+from tinsmith.huggingface.stopping import StopRules
 from tinsmith.operations import Failed, Sample, SampleOutput
-from tinsmith.stopping import StopRules
 from tinsmith_jax import runtime
 from tinsmith_jax.compilation import Programs
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig

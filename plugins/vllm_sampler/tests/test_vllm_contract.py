@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from vllm_harness import Pair, make_trainer
 
 from tinsmith.backend import Snapshot, TrainingBackend
+from tinsmith.huggingface.peft_layout import adapter_config
 from tinsmith.operations import Array
-from tinsmith.peft_layout import adapter_config
 from tinsmith.testing import ConsistencyContract, SamplingBackendContract
 from tinsmith.testing.sampling_suite import in_one_loop
 from tinsmith_vllm import adapters

@@ -16,8 +16,8 @@ from vllm_harness import CONTEXT, blank_adapter, draw, make_sampler, op, prompt,
 
 from tinsmith.backend import HostSnapshot, Snapshot
 from tinsmith.errors import UnsupportedError, UserError
+from tinsmith.huggingface.stopping import StopRules
 from tinsmith.operations import Failed, LoraConfig, Sample, SampleOutput
-from tinsmith.stopping import StopRules
 from tinsmith.testing.contract import assert_same_arrays
 from tinsmith.testing.sampling_suite import in_one_loop
 from tinsmith_vllm.sampler import VllmSampler

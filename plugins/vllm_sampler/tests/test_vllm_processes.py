@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from vllm_harness import SHAPES, blank_adapter, make_sampler, op, prompt, settings
 
 from tinsmith.errors import ConfigError, ServerError
+from tinsmith.huggingface.tiny_model import write_tiny_model
 from tinsmith.operations import Failed, SampleOutput
-from tinsmith.tiny_model import write_tiny_model
 from tinsmith_vllm import compat
 from tinsmith_vllm.adapters import AdapterFiles
 from tinsmith_vllm.config import VllmConfig

@@ -26,7 +26,7 @@ import tinker
 import yaml
 from vllm_harness import CONTEXT, TRAINERS, VOCAB, plain_vllm, prompt, settings
 
-from tinsmith.data_dir_lock import read_server_url
+from tinsmith.processes.data_dir_lock import read_server_url
 from tinsmith.testing.sdk_data import datum, logprobs
 
 pytestmark = [

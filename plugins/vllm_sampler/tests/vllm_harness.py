@@ -20,8 +20,8 @@ from tinsmith.backend import (
     Snapshot,
     TrainingBackend,
 )
+from tinsmith.huggingface.tiny_model import TinyShape
 from tinsmith.losses import BUILTIN_LOSSES
-from tinsmith.model_backends import capabilities_of
 from tinsmith.operations import (
     AdamParams,
     Array,
@@ -38,8 +38,8 @@ from tinsmith.operations import (
     SampleOutput,
     SamplingParams,
 )
-from tinsmith.plugins import Plugins
-from tinsmith.tiny_model import TinyShape
+from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.backends import capabilities_of
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.sampler import VllmSampler
 

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tinsmith.backend import Snapshot
-from tinsmith.peft_layout import adapter_config
+from tinsmith.huggingface.peft_layout import adapter_config
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _PREFIX: Final = "tinsmith-vllm-"

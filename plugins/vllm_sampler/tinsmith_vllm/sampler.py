@@ -13,8 +13,8 @@ import msgspec
 
 from tinsmith.backend import BackendContext, Capabilities, SamplingBackend, Snapshot
 from tinsmith.errors import ConfigError, ServerError, UnsupportedError, UserError
+from tinsmith.huggingface.stopping import StopRules
 from tinsmith.operations import Failed, Sample, SampleOutput
-from tinsmith.stopping import StopRules
 from tinsmith_vllm.adapters import AdapterFiles
 from tinsmith_vllm.compat import MIN_TEMPERATURE
 from tinsmith_vllm.config import VllmConfig

@@ -1,0 +1,1 @@
+"""What plugin authors use: skeletons for a first plugin, and the check of a finished one."""

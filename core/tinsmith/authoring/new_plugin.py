@@ -1,0 +1,134 @@
+"""Writes a plugin that works: a distribution with an entry point, settings, tests and a README, to grow from."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from importlib import resources
+from pathlib import Path
+from typing import Final
+
+from tinsmith.errors import UserError
+from tinsmith.plugins.contract_version import CONTRACT_VERSION
+from tinsmith.plugins.loading import PluginReport
+
+_NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
+_LONGEST_NAME: Final = 40
+
+
+class PluginKind(StrEnum):
+    BACKEND = "backend"
+    SAMPLER = "sampler"
+    STORE = "store"
+    SCHEDULER = "scheduler"
+    LOSS = "loss"
+
+
+_CALLED: Final[Mapping[PluginKind, str]] = {
+    PluginKind.BACKEND: "training backend",
+    PluginKind.SAMPLER: "sampler",
+    PluginKind.STORE: "request store",
+    PluginKind.SCHEDULER: "scheduler",
+    PluginKind.LOSS: "loss function",
+}
+
+_USAGE: Final[Mapping[PluginKind, str]] = {
+    PluginKind.BACKEND: """\
+Select it by its name:
+
+```console
+$ tinsmith serve --base-model skeleton-dashed --backend skeleton-dashed
+```
+
+It brings a model of its own. One that trains a Hugging Face model drops `needs_model_path=False` from its spec and
+reads the directory `context.model_path`.""",
+    PluginKind.SAMPLER: """\
+It samples, so it stands beside a backend that trains the same model, `--kind backend` for instance:
+
+```yaml
+models:
+  - name: bigram
+    backend: {plugin: THE-BACKEND}
+    sampler: {plugin: skeleton-dashed}
+```
+
+`tinsmith check-plugin skeleton-dashed --trainer THE-BACKEND` also tests the two together.""",
+    PluginKind.STORE: """\
+Select it in the configuration file:
+
+```yaml
+store: {plugin: skeleton-dashed, directory: /fast/local/disk}
+```""",
+    PluginKind.SCHEDULER: """\
+Select it in the configuration file:
+
+```yaml
+scheduler: {plugin: skeleton-dashed}
+```""",
+    PluginKind.LOSS: """\
+Once installed, it is a loss like the others, on every backend that can run all of them:
+
+```python
+training.forward_backward(data, "skeleton-dashed", {"gamma": 2.0})
+```""",
+}
+
+
+def write_plugin(name: str, kind: PluginKind, directory: Path | None, *, installed: Sequence[PluginReport]) -> Path:
+    """Write the distribution and return its directory; by default `tinsmith-NAME` where we are.
+
+    Raise UserError for a name that cannot be one or is taken, and where the directory holds anything already.
+    """
+    _check_name(name, kind, installed)
+    root = directory or Path(f"tinsmith-{_dashed(name)}")
+    if root.is_file() or (root.is_dir() and any(root.iterdir())):
+        msg = f"{str(root)!r} exists already; choose another directory with --directory"
+        raise UserError(msg)
+    files = dict(_files(name, kind))
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text, encoding="utf-8")
+    return root
+
+
+def _check_name(name: str, kind: PluginKind, installed: Sequence[PluginReport]) -> None:
+    if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME or keyword.iskeyword(name):
+        msg = (
+            f"{name!r} cannot be the name of a plugin; it must start with a letter, be of at most {_LONGEST_NAME} "
+            "lower-case letters, digits and single dashes, and be no word of Python's own"
+        )
+        raise UserError(msg)
+    for plugin in installed:
+        offer = f"{kind} {_dashed(name)}"
+        if _dashed(plugin.distribution) == f"tinsmith-{_dashed(name)}" or offer in plugin.offers:
+            offers = f" and offers the {offer}" if offer in plugin.offers else ""
+            msg = f"{name!r} is taken: {plugin.distribution} {plugin.version} is installed{offers}; choose another name"
+            raise UserError(msg)
+
+
+def _files(name: str, kind: PluginKind) -> Iterator[tuple[str, str]]:
+    module = f"tinsmith_{_dashed(name).replace('-', '_')}"
+    for path, source in (
+        ("pyproject.toml", "pyproject.toml.template"),
+        ("README.md", "README.md.template"),
+        (f"{module}.py", f"{kind}.py"),
+        ("tests/test_contract.py", f"test_{kind}.template"),
+    ):
+        text = (resources.files("tinsmith.authoring.skeletons") / source).read_text(encoding="utf-8")
+        text = text.replace("USAGE", _USAGE[kind]).replace("KIND", _CALLED[kind])
+        yield path, _filled(text.replace("CONTRACT", f"v{CONTRACT_VERSION}"), name)
+
+
+def _filled(text: str, name: str) -> str:
+    """Put the name in place of `skeleton`: as it is in strings, with underscores in identifiers."""
+    dashed = _dashed(name)
+    text = text.replace("skeleton-dashed", dashed).replace('"skeleton"', f'"{dashed}"')
+    text = text.replace("plugin: skeleton", f"plugin: {dashed}")
+    text = text.replace("Skeleton", "".join(part.capitalize() for part in dashed.split("-")))
+    return text.replace("skeleton", dashed.replace("-", "_"))
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")

@@ -1,0 +1,65 @@
+"""`GET /metrics`: what the server counts and what its engines last said, for Prometheus. No names of tenants."""
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter
+from fastapi.responses import PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from tinsmith.hook_values import RoutesContext
+from tinsmith.store import ConsistencyCounts, EngineRecord, EngineState
+
+
+def metrics_router(context: RoutesContext) -> APIRouter:
+    """Return the route. It needs no key."""
+    router = APIRouter(tags=["service"])
+
+    @router.get("/metrics", include_in_schema=False)
+    async def metrics() -> Response:
+        engines = CollectorRegistry()
+        engines.register(_EngineCollector(await context.store.list_engines()))
+        text = generate_latest(context.registry) + generate_latest(engines)
+        return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+class _EngineCollector(Collector):
+    def __init__(self, records: Sequence[EngineRecord]) -> None:
+        self._records = records
+
+    def collect(self) -> list[Metric]:
+        ready = GaugeMetricFamily("tinsmith_engine_ready", "1 while the engine is ready", labels=["base_model"])
+        restarts = GaugeMetricFamily("tinsmith_engine_restarts", "restarts so far", labels=["base_model"])
+        for record in self._records:
+            ready.add_metric([record.base_model], float(record.state is EngineState.READY))
+            restarts.add_metric([record.base_model], record.restarts)
+        return [ready, restarts, *_consistency(self._records)]
+
+
+def _consistency(records: Sequence[EngineRecord]) -> list[Metric]:
+    saves = CounterMetricFamily(
+        "tinsmith_saves_compared",
+        "saves for sampling since the engine started, by what the consistency gate found",
+        labels=["base_model", "verdict"],
+    )
+    difference = GaugeMetricFamily(
+        "tinsmith_consistency_difference_nats",
+        "logprobs of the probes, trainer against sampler: of the last save (max, mean), of all of them (largest)",
+        labels=["base_model", "of"],
+    )
+    for record in records:
+        name, counts = record.base_model, record.consistency or ConsistencyCounts()
+        saves.add_metric([name, "consistent"], counts.consistent)
+        saves.add_metric([name, "inconsistent"], counts.inconsistent)
+        saves.add_metric([name, "not compared"], counts.not_compared)
+        for of, value in (
+            ("max", counts.last_max_difference),
+            ("mean", counts.last_mean_difference),
+            ("largest", counts.largest_difference),
+        ):
+            if value is not None:
+                difference.add_metric([name, of], value)
+    return [saves, difference]

@@ -1,0 +1,409 @@
+"""Checkpoints in one canonical, backend-neutral format: safetensors, JSON, the PEFT adapter layout.
+
+Specified in docs/reference/checkpoints.md. A checkpoint is a directory that is written and replaced atomically; what
+is read is verified against the sizes and SHA-256 sums in its `tinsmith.json`.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from tinsmith.backend import HostSnapshot, ModelState
+from tinsmith.checkpoints import atomic_directory
+from tinsmith.errors import ServerError, UnsupportedError, UserError
+from tinsmith.huggingface import model_files as hf_files
+from tinsmith.huggingface import peft_layout
+from tinsmith.huggingface.safetensors_files import ShardWriter, StoredTensors, shard_files
+from tinsmith.operations import Array, LoraConfig
+from tinsmith.store import CheckpointKind
+
+FORMAT_VERSION = 2  # of full fine-tuning; adapters are written as version 1, which has not changed
+SHARD_BYTES = 2 << 30
+
+_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+_OPTIMIZER = "optimizer.safetensors"
+_GRADIENTS = "gradients.safetensors"
+MANIFEST = "tinsmith.json"
+M_PREFIX, V_PREFIX = "adam_m.", "adam_v."
+_MODEL, _OPTIMIZER_SHARDS, _GRADIENT_SHARDS = "model", "optimizer", "gradients"  # of full fine-tuning: stems
+
+_OS_ERROR = re.compile(r"os error (\d+)")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What a directory held. A sampler checkpoint's state has weights only, and step 0."""
+
+    kind: CheckpointKind
+    state: ModelState
+    base_model: str
+    user_metadata: Mapping[str, str]
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """`tinsmith.json`. Fields that a later minor change adds are ignored; breaking ones raise `format_version`."""
+
+    format_version: int
+    kind: CheckpointKind
+    base_model: str
+    lora: LoraConfig
+    step: int
+    user_metadata: dict[str, str]
+    created_at: datetime
+    files: dict[str, StoredFile]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Version:
+    """Read alone first, since another version's manifest may look different everywhere else."""
+
+    format_version: int
+
+
+def write_checkpoint(  # noqa: PLR0913 - what a checkpoint says, and how it is put there
+    root: Path,
+    directory: str,
+    *,
+    kind: CheckpointKind,
+    state: ModelState,
+    base_model: str,
+    user_metadata: Mapping[str, str],
+    created_at: datetime,
+    overwrite: bool,
+    beside_others: bool = False,
+    epoch: int = 0,
+    model_path: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """Write what `kind` holds of `state` and return its size in bytes.
+
+    Of a fully fine-tuned model tensors are read one at a time, so its mappings may be lazy; `model_path` is the base
+    model's directory, whose configuration and tokenizer are copied.
+
+    `epoch` is that of the lease under which an engine writes.
+
+    With `beside_others` other processes may be writing below the same parent; nothing can be overwritten then. Raise
+    UserError where the directory exists and not `overwrite`; ServerError where the state is malformed or the disk
+    refuses. Whatever is raised, what was there before is still there.
+    """
+    _check_state(state)
+    manifest = Manifest(
+        format_version=1 if state.lora.rank else FORMAT_VERSION,
+        kind=kind,
+        base_model=base_model,
+        lora=state.lora,
+        step=state.step,
+        user_metadata=dict(user_metadata),
+        created_at=created_at,
+        files={},
+    )
+    sizes: list[int] = []
+
+    def fill(fresh: Path) -> None:
+        if state.lora.rank:
+            _write_files(fresh, manifest, state)
+        else:
+            _write_full(fresh, manifest.kind, state, model_path, shard_bytes)
+        _write_manifest(fresh, manifest)
+        sizes.extend(path.stat().st_size for path in fresh.iterdir())
+
+    if beside_others:
+        assert not overwrite
+        atomic_directory.write_new(root, directory, fill)
+    else:
+        atomic_directory.write(root, directory, fill, overwrite=overwrite, epoch=epoch)
+    return sum(sizes)
+
+
+def read_checkpoint(root: Path, directory: str) -> Checkpoint:
+    """Read and verify a training or sampler checkpoint.
+
+    Raise NotFoundError where there is none, UnsupportedError where a newer tinsmith wrote it or it is an export, and
+    ServerError where a file is missing or damaged.
+    """
+    return _read_stable(root, directory, _read_all)
+
+
+def read_snapshot(root: Path, directory: str, snapshot_id: str) -> HostSnapshot:
+    """Read and verify the weights alone; errors as in `read_checkpoint`."""
+    return _read_stable(root, directory, partial(_read_weights_only, snapshot_id=snapshot_id))
+
+
+def delete_checkpoint(root: Path, directory: str) -> None:
+    """Delete it, at once for every reader; one that is not there is no error."""
+    atomic_directory.delete(root, directory)
+
+
+def checkpoint_files(root: Path, directory: str) -> list[Path]:
+    """List the files of a checkpoint of any kind, by name. Raise NotFoundError where there is none."""
+    found = atomic_directory.find(root, directory)
+    return sorted(path for path in found.iterdir() if path.is_file() and not path.is_symlink())
+
+
+def _check_state(state: ModelState) -> None:
+    """Raise ServerError, naming the tensor, where the state is not one that any backend could take up again."""
+    if state.lora.rank == 0:
+        _check_names(state)
+        return
+    peft_layout.check_weights(state.lora, state.weights)
+    shapes = {name: array.shape for name, array in state.weights.items()}
+    for what in ("weights", "adam_m", "adam_v", "gradients"):
+        arrays: Mapping[str, Array] = getattr(state, what)
+        for name, array in arrays.items():
+            if array.dtype != np.float32:
+                msg = f"{what} of {name!r} is {array.dtype}; adapters are kept in float32"
+                raise ServerError(msg)
+        if arrays and {name: array.shape for name, array in arrays.items()} != shapes:
+            differing = sorted(
+                name
+                for name in {*shapes, *arrays}
+                if name not in arrays or name not in shapes or arrays[name].shape != shapes[name]
+            )
+            msg = f"{what} must have the names and shapes of the weights; these differ: {', '.join(differing[:5])}"
+            raise ServerError(msg)
+
+
+def _check_names(state: ModelState) -> None:
+    """Shapes are compared when the tensors are read, one at a time."""
+    for what in ("adam_m", "adam_v", "gradients"):
+        names, expected = set(getattr(state, what)), set(state.weights)  # sets: `in` may load from a lazy mapping
+        if names and names != expected:
+            differing = sorted(names ^ expected)
+            msg = f"{what} must have the names of the weights; these differ: {', '.join(differing[:5])}"
+            raise ServerError(msg)
+
+
+def _write_files(fresh: Path, manifest: Manifest, state: ModelState) -> None:
+    write_adapter(fresh, state, base_model=manifest.base_model)
+    if manifest.kind == "training":
+        moments = {M_PREFIX + name: array for name, array in state.adam_m.items()}
+        moments |= {V_PREFIX + name: array for name, array in state.adam_v.items()}
+        _write_arrays(fresh / _OPTIMIZER, moments)
+        _write_arrays(fresh / _GRADIENTS, state.gradients)
+
+
+def write_adapter(directory: Path, state: ModelState, *, base_model: str) -> None:
+    """Write the two files that PEFT loads."""
+    _write_arrays(directory / _WEIGHTS, state.weights)
+    config = peft_layout.adapter_config(base_model, state.lora, state.weights)
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_full(
+    fresh: Path, kind: CheckpointKind, state: ModelState, model_path: Path | None, shard_bytes: int
+) -> None:
+    """The Hugging Face layout, optimizer and gradients in shards beside it."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def write(stem: str, parts: Mapping[str, Mapping[str, Array]]) -> None:
+        names = [prefix + name for prefix, arrays in parts.items() for name in arrays]
+        with ShardWriter(fresh, stem, names, shard_bytes=shard_bytes) as writer:
+            for prefix, arrays in parts.items():
+                for name in sorted(arrays):
+                    array = arrays[name]
+                    if array.dtype != np.float32 or shapes.setdefault(name, array.shape) != array.shape:
+                        msg = (
+                            f"{prefix}{name} is {array.dtype}{list(array.shape)}; it must be float32 and of its "
+                            f"weight's shape {list(shapes[name])}"
+                        )
+                        raise ServerError(msg)
+                    writer.add(prefix + name, array)
+
+    write(_MODEL, {"": state.weights})
+    if kind == "training":
+        write(_OPTIMIZER_SHARDS, {M_PREFIX: state.adam_m, V_PREFIX: state.adam_v})
+        write(_GRADIENT_SHARDS, {"": state.gradients})
+    if model_path is not None:
+        hf_files.copy_model_files(model_path, fresh, dtype="float32")
+
+
+def _write_manifest(fresh: Path, manifest: Manifest) -> None:
+    if manifest.kind != "external":
+        files = {path.name: describe(path) for path in sorted(fresh.iterdir())}
+        encoded = msgspec.json.encode(replace(manifest, files=files))
+        (fresh / MANIFEST).write_bytes(msgspec.json.format(encoded, indent=2) + b"\n")
+
+
+def _write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
+    if arrays:
+        contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        try:
+            safetensors.numpy.save_file(contiguous, path, metadata={"format": "pt"})  # what PEFT expects to find there
+        except safetensors.SafetensorError as error:  # its name for what the disk refuses
+            number = _OS_ERROR.search(str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+
+
+def describe(path: Path) -> StoredFile:
+    """Read a whole file for its checksum."""
+    with path.open("rb") as file:
+        return StoredFile(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _read_stable(root: Path, directory: str, read: Callable[[Path], T]) -> T:
+    """Read a directory; once more where it was replaced meanwhile, since its files then belong to two versions."""
+    while True:
+        found = atomic_directory.find(root, directory)
+        identity = found.stat().st_ino
+        try:
+            return read(found)
+        except (ServerError, UserError) as error:
+            if found.is_dir() and found.stat().st_ino == identity:
+                msg = f"checkpoint {directory!r}: {error}"
+                raise type(error)(msg) from error
+
+
+def _read_all(found: Path) -> Checkpoint:
+    manifest = read_manifest(found)
+    state = _adapter_state(found, manifest) if manifest.lora.rank else _full_state(found, manifest)
+    _check_state(state)
+    return Checkpoint(
+        kind=manifest.kind,
+        state=state,
+        base_model=manifest.base_model,
+        user_metadata=manifest.user_metadata,
+        created_at=manifest.created_at,
+    )
+
+
+def _adapter_state(found: Path, manifest: Manifest) -> ModelState:
+    moments = _read_arrays(found, manifest, _OPTIMIZER)
+    return ModelState(
+        lora=manifest.lora,
+        weights=_read_arrays(found, manifest, _WEIGHTS),
+        adam_m={name.removeprefix(M_PREFIX): moments[name] for name in moments if name.startswith(M_PREFIX)},
+        adam_v={name.removeprefix(V_PREFIX): moments[name] for name in moments if name.startswith(V_PREFIX)},
+        gradients=_read_arrays(found, manifest, _GRADIENTS),
+        step=manifest.step if manifest.kind == "training" else 0,
+    )
+
+
+def _full_state(found: Path, manifest: Manifest) -> ModelState:
+    """Verify every file, then hand out tensors that are read when they are asked for."""
+    for name, expected in manifest.files.items():
+        _compare(name, _describe_whole(found / name), expected)
+    for stem in (_MODEL, _OPTIMIZER_SHARDS, _GRADIENT_SHARDS):
+        for file in shard_files(found, stem):
+            if file.name not in manifest.files:
+                msg = f"{file.name} is not listed in {MANIFEST}"
+                raise ServerError(msg)
+    moments = StoredTensors.of(found, _OPTIMIZER_SHARDS)
+    return ModelState(
+        lora=manifest.lora,
+        weights=StoredTensors.of(found, _MODEL),
+        adam_m=moments.renamed(M_PREFIX),
+        adam_v=moments.renamed(V_PREFIX),
+        gradients=StoredTensors.of(found, _GRADIENT_SHARDS),
+        step=manifest.step if manifest.kind == "training" else 0,
+    )
+
+
+def _read_weights_only(found: Path, snapshot_id: str) -> HostSnapshot:
+    manifest = read_manifest(found)
+    if manifest.lora.rank == 0:
+        return HostSnapshot(snapshot_id, manifest.lora, _full_state(found, manifest).weights)
+    weights = _read_arrays(found, manifest, _WEIGHTS)
+    peft_layout.check_weights(manifest.lora, weights)
+    return HostSnapshot(snapshot_id, manifest.lora, weights)
+
+
+def read_manifest(found: Path) -> Manifest:
+    """Raise UnsupportedError where a newer tinsmith wrote it, ServerError where it is damaged."""
+    path = found / MANIFEST
+    if not path.exists() and ((found / ADAPTER_CONFIG).exists() or (found / "config.json").exists()):
+        msg = f"this is an export without {MANIFEST}; load a training or sampler checkpoint instead"
+        raise UnsupportedError(msg)
+    data = _read_bytes(path)
+    try:
+        version = msgspec.json.decode(data, type=_Version).format_version
+        if version > FORMAT_VERSION:
+            msg = f"format version {version} is newer than {FORMAT_VERSION}, which this tinsmith reads; upgrade it"
+            raise UnsupportedError(msg)
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except msgspec.MsgspecError as error:
+        msg = f"{MANIFEST} is damaged: {error}"
+        raise ServerError(msg) from error
+    weights = _WEIGHTS if manifest.lora.rank else f"{_MODEL}.safetensors.index.json"
+    if weights not in manifest.files:
+        msg = f"{MANIFEST} is damaged: it does not list {weights}"
+        raise ServerError(msg)
+    return manifest
+
+
+def _read_arrays(found: Path, manifest: Manifest, name: str) -> dict[str, Array]:
+    """Read one safetensors file; empty where the manifest lists none."""
+    expected = manifest.files.get(name)
+    if expected is None:
+        return {}
+    data = _read_bytes(found / name)
+    actual = StoredFile(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    _compare(name, actual, expected)
+    try:
+        arrays: dict[str, Array] = safetensors.numpy.load(data)
+    except safetensors.SafetensorError as error:
+        msg = f"{name} is damaged: {error}"
+        raise ServerError(msg) from error
+    return arrays
+
+
+def _compare(name: str, actual: StoredFile, expected: StoredFile) -> None:
+    if actual != expected:
+        msg = (
+            f"{name} is damaged: {actual.size} bytes with SHA-256 {actual.sha256}, expected {expected.size} bytes with "
+            f"{expected.sha256}"
+        )
+        raise ServerError(msg)
+
+
+def _describe_whole(path: Path) -> StoredFile:
+    """As `describe`, of a file that somebody may have damaged."""
+    if path.is_symlink():
+        msg = f"{path.name} is a symbolic link; a checkpoint holds plain files only"
+        raise ServerError(msg)
+    try:
+        return describe(path)
+    except FileNotFoundError as error:
+        msg = f"{path.name} is missing"
+        raise ServerError(msg) from error
+    except OSError as error:
+        msg = f"{path.name} cannot be read: {error.strerror or error}"
+        raise ServerError(msg) from error
+
+
+def _read_bytes(path: Path) -> bytes:
+    if path.is_symlink():
+        msg = f"{path.name} is a symbolic link; a checkpoint holds plain files only"
+        raise ServerError(msg)
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        msg = f"{path.name} is missing"
+        raise ServerError(msg) from error
+    except OSError as error:
+        msg = f"{path.name} cannot be read: {error.strerror or error}"
+        raise ServerError(msg) from error

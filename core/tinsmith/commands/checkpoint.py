@@ -1,0 +1,297 @@
+"""`tinsmith checkpoint ...`: looks at checkpoints, checks them, and turns them into something else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress as Bar
+from rich.progress import SpinnerColumn, TextColumn
+from rich.table import Table
+
+from tinsmith.checkpoints import atomic_directory
+from tinsmith.checkpoints.format import SHARD_BYTES
+from tinsmith.checkpoints.tinker_path import TinkerPath
+from tinsmith.checkpoints.tools import importing, rewriting, verifying
+from tinsmith.checkpoints.tools.contents import Contents, described, open_contents
+from tinsmith.commands.flags import settings_flags
+from tinsmith.commands.load_settings import load_settings
+from tinsmith.errors import UserError
+from tinsmith.huggingface.safetensors_files import DTYPES
+from tinsmith.plugins.loading import Plugins
+from tinsmith.server.api_keys import owner_of
+from tinsmith.settings import Settings
+from tinsmith.store import CheckpointRecord, RequestStore, StoreContext
+
+_FAULTY: Final = 1
+_SHARD_MB: Final = SHARD_BYTES >> 20
+
+PATH_HELP = "a directory, or a tinker:// path of the data directory"
+Where = Annotated[str, typer.Argument(metavar="PATH", help=PATH_HELP)]
+Output = Annotated[Path, typer.Argument(help="the directory to write")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file of the server")]
+DataDir = Annotated[Path | None, typer.Option(help="where the server's database and checkpoints live")]
+BaseModel = Annotated[str | None, typer.Option(help="directory or name of the base model; default: the one it names")]
+Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; default: as it is")]
+ShardMb = Annotated[int, typer.Option(min=1, help="greatest size of one weights file, in MiB")]
+Force = Annotated[bool, typer.Option("--force", help="replace what is there")]
+AsJson = Annotated[bool, typer.Option("--json", help="for programs")]
+
+
+def add_checkpoint_commands(group: typer.Typer) -> None:
+    commands = typer.Typer(
+        help="Look at checkpoints, check them, convert, export, merge and import them.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+    )
+    commands.command("show")(show)
+    commands.command("verify")(verify)
+    commands.command("convert")(convert)
+    commands.command("export-peft")(export_peft)
+    commands.command("merge")(merge)
+    commands.command("import")(import_weights)
+    group.add_typer(commands, name="checkpoint")
+
+
+def show(
+    context: typer.Context, path: Where, as_json: AsJson = False, config: ConfigFile = None, data_dir: DataDir = None
+) -> None:
+    """Print what a checkpoint is, and every tensor in it. Reads no weights."""
+    told = described(_open(context, path, config, data_dir))
+    if as_json:
+        typer.echo(json.dumps(told, indent=2))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for key in ("kind", "base_model", "step", "created_at", "format_version", "target_modules", "directory"):
+        if told[key] is not None:
+            console.print(f"[bold]{key.replace('_', ' ')}[/]  {escape(str(told[key]))}")
+    if told["lora"]:
+        console.print(f"[bold]lora[/]  {escape(', '.join(f'{name} {value}' for name, value in told['lora'].items()))}")
+    for what, tensors in told["tensors"].items():
+        if tensors:
+            _print_tensors(console, what, tensors)
+    for name, file in told["files"].items():
+        console.print(f"{escape(name)}  {file['size']:,} bytes  {file['sha256'] or ''}")
+
+
+def _print_tensors(console: Console, what: str, tensors: dict[str, dict[str, Any]]) -> None:  # Any: JSON
+    total = sum(each["bytes"] for each in tensors.values())
+    table = Table(f"{what} ({len(tensors)}, {total:,} bytes)", "dtype", "shape", box=None, pad_edge=False)
+    for name, each in tensors.items():
+        table.add_row(escape(name), each["dtype"], " x ".join(map(str, each["shape"])))
+    console.print(table)
+
+
+def verify(
+    context: typer.Context,
+    path: Where,
+    base_model: BaseModel = None,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Check names, shapes, values, moments and checksums; list each fault, and leave with 1 where there is one.
+
+    Names and shapes are compared with the base model's where it is found.
+    """
+    contents = _open(context, path, config, data_dir)
+    directory = _find_base(context, base_model or contents.base_model)
+    if base_model is not None and directory is None:
+        msg = f"no base model {base_model!r}: it is no directory, and nobody knows the name"
+        raise UserError(msg)
+    base = None if directory is None else verifying.open_base(directory)
+    with _progress("verifying") as progress:
+        found = list(verifying.faults(contents, base, progress))
+    if as_json:
+        typer.echo(json.dumps({"faults": found, "base_model": directory and str(directory)}, indent=2))
+    else:
+        for fault in found:
+            typer.echo(fault)
+        compared = f"compared with {directory}" if directory else "not compared with a base model (--base-model)"
+        typer.echo(f"{len(found) or 'no'} fault{'s' * (len(found) != 1)} in {contents.kind}, {compared}")
+    if found:
+        raise typer.Exit(_FAULTY)
+
+
+def convert(
+    context: typer.Context,
+    path: Where,
+    output: Output,
+    dtype: Dtype = None,
+    shard_mb: ShardMb = _SHARD_MB,
+    force: Force = False,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Write it anew: in another dtype, in files of another size, in the newest format version."""
+    contents = _open(context, path, config, data_dir)
+    with _progress("converting") as progress:
+        rewriting.convert(
+            contents, output, dtype=_dtype(dtype), shard_bytes=shard_mb << 20, force=force, progress=progress
+        )
+    typer.echo(f"wrote {output}")
+
+
+def export_peft(
+    context: typer.Context,
+    path: Where,
+    output: Output,
+    base_model: BaseModel = None,
+    force: Force = False,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Write an adapter as PEFT and vLLM load it."""
+    contents = _open(context, path, config, data_dir)
+    with _progress("exporting") as progress:
+        rewriting.export_peft(contents, output, base_model=base_model, force=force, progress=progress)
+    typer.echo(f"wrote {output}")
+
+
+def merge(
+    context: typer.Context,
+    path: Where,
+    output: Output,
+    base_model: BaseModel = None,
+    dtype: Dtype = None,
+    shard_mb: ShardMb = _SHARD_MB,
+    force: Force = False,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Write base weights plus adapter as a Hugging Face model; a tied output head that was trained gets its own."""
+    contents = _open(context, path, config, data_dir)
+    base = _need_base(context, base_model or contents.base_model)
+    with _progress("merging") as progress:
+        merged = rewriting.merge(
+            contents,
+            base,
+            output,
+            dtype=_dtype(dtype),
+            shard_bytes=shard_mb << 20,
+            force=force,
+            progress=progress,
+        )
+    typer.echo(f"wrote {output}: {len(merged)} weights changed")
+
+
+def import_weights(
+    context: typer.Context,
+    path: Where,
+    base_model: Annotated[str, typer.Option(help="which of the server's base models it is for, as clients name it")],
+    name: Annotated[str, typer.Option(help="what the checkpoint is called")],
+    base_path: Annotated[Path | None, typer.Option(help="the base model's directory; default: by its name")] = None,
+    tenant: Annotated[str | None, typer.Option(help="who may use it; or give --api-key")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="TINKER_API_KEY", help="of whoever may use it")] = None,
+    fill_missing: Annotated[bool, typer.Option(help="start modules that it leaves out at zero effect")] = False,
+    force: Force = False,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Take a PEFT adapter or a whole Hugging Face model from elsewhere into the server's data directory.
+
+    Clients of the tenant create training clients from the printed paths, and sample from them.
+    """
+    settings = _settings(context, config, data_dir)
+    served = next((model for model in settings.models if model.name == base_model), None)
+    directory = base_path or (served and served.path) or _need_base(context, base_model)
+    request = importing.Import(
+        contents=_open(context, path, config, data_dir),
+        name=name,
+        tenant=tenant or _tenant_of(settings, api_key),
+        base_model=base_model,
+        base_path=directory,
+        fill_missing=fill_missing,
+        force=force,
+    )
+    root = _data_dir(settings) / "checkpoints"
+    with _progress("importing") as progress:
+        records = asyncio.run(_import(_store(context, settings), request, root, progress))
+    for record in records:
+        typer.echo(record.path)
+
+
+async def _import(
+    store: RequestStore, request: importing.Import, root: Path, progress: importing.Progress
+) -> list[CheckpointRecord]:
+    await store.open()
+    try:
+        return await importing.run_import(request, store, root, progress)
+    finally:
+        await store.close()
+
+
+def _tenant_of(settings: Settings, api_key: str | None) -> str:
+    if api_key is None:
+        msg = "say whose it is: --tenant NAME, or --api-key KEY (TINKER_API_KEY)"
+        raise UserError(msg)
+    return owner_of(api_key, settings.server.api_keys).tenant
+
+
+def _open(context: typer.Context, path: str, config: Path | None, data_dir: Path | None) -> Contents:
+    if not path.startswith("tinker://"):
+        return open_contents(Path(path).expanduser())
+    root = _data_dir(_settings(context, config, data_dir)) / "checkpoints"
+    return open_contents(atomic_directory.find(root, TinkerPath.parse(path).directory))
+
+
+def _settings(context: typer.Context, config: Path | None, data_dir: Path | None) -> Settings:
+    flags = settings_flags(short=[("--data-dir", "server.data_dir", data_dir)])
+    return load_settings(_plugins(context), file=config, environ=os.environ, flags=flags, needs_models=False)
+
+
+def _data_dir(settings: Settings) -> Path:
+    return settings.server.data_dir.expanduser().absolute()
+
+
+def _store(context: typer.Context, settings: Settings) -> RequestStore:
+    spec = _plugins(context).store(settings.store.plugin)
+    config = spec.config.model_validate(settings.store.options())
+    store: RequestStore = spec.create(config, StoreContext(data_dir=_data_dir(settings)))
+    return store
+
+
+def _find_base(context: typer.Context, name: str | None) -> Path | None:
+    if name is None:
+        return None
+    directory = Path(name).expanduser()
+    return directory if directory.is_dir() else _plugins(context).resolve_base_model(name)
+
+
+def _need_base(context: typer.Context, name: str | None) -> Path:
+    directory = _find_base(context, name)
+    if directory is None:
+        msg = f"the base model {name!r} is not here; say where it is" if name else "name the base model: --base-model"
+        raise UserError(msg)
+    return directory
+
+
+def _dtype(name: str | None) -> str | None:
+    if name is not None and name not in DTYPES:
+        msg = f"dtype {name!r} is not known; use one of {', '.join(DTYPES)}"
+        raise UserError(msg)
+    return name
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[rewriting.Progress]:
+    """Show what is at hand on stderr, where that is a terminal."""
+    console = Console(stderr=True)
+    bar = Bar(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True)
+    with bar:
+        task = bar.add_task(what)
+        yield lambda name: bar.update(task, description=f"{what} {escape(name)}")
+
+
+def _plugins(context: typer.Context) -> Plugins:
+    plugins = context.obj
+    assert isinstance(plugins, Plugins)
+    return plugins

@@ -1,0 +1,183 @@
+"""`tinsmith demo`: a tiny model, a server, and an ordinary Tinker script against it; then nothing is left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Final
+
+from rich.console import Console
+
+from tinsmith.commands.flags import base_model_name_of
+from tinsmith.errors import ServerError, UserError
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith.processes.data_dir_lock import read_server_url
+from tinsmith.settings.sources import ENV_PREFIX
+
+_POLL_S: Final = 0.2
+_START_TIMEOUT_S: Final = 300.0
+_STOP_TIMEOUT_S: Final = 30.0
+_SCRIPT: Final = "pig_latin.py"
+_EXIT_INTERRUPTED: Final = 130
+_INTERRUPTS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+def run_demo(directory: Path, *, backend: str | None = None) -> int:
+    """Return the script's exit code, 130 where interrupted. Raise ServerError where the server does not start."""
+    console = Console()
+    script = find_example(_SCRIPT)
+    for number in _INTERRUPTS:
+        signal.signal(number, _interrupt)
+    try:
+        with served_tiny_model(console, directory, backend=backend) as (url, base_model):
+            return _run_script(script, url, base_model)
+    except KeyboardInterrupt:
+        console.print("\ninterrupted; everything is stopped")
+        return _EXIT_INTERRUPTED
+
+
+@contextmanager
+def served_tiny_model(console: Console, directory: Path, *, backend: str | None = None) -> Iterator[tuple[str, str]]:
+    """Make a tiny model where there is none, serve it, yield URL and base model once it is ready, stop the server."""
+    directory.mkdir(parents=True, exist_ok=True)
+    model = directory / "tiny-qwen3"
+    if not (model / "config.json").is_file():
+        num_parameters = write_tiny_model(model, TinyShape(), overwrite=True)
+        console.print(f"made a random Qwen3 with {num_parameters:,} parameters in {model}")
+    with _server(model, directory, backend) as (server, log):
+        url = _wait_until_ready(console, server, directory / "data", log)
+        console.print(f"server ready at {url}, its log is {log}\n")
+        yield url, base_model_name_of(str(model))
+
+
+def find_example(name: str) -> Path:
+    """Return the path of an example script: beside the sources, or inside the installed package."""
+    package = Path(__file__).resolve().parent
+    for folder in (package.parents[1] / "examples", package / "examples"):
+        if (folder / name).is_file():
+            return folder / name
+    msg = f"the example {name!r} is not installed; run the demo in a clone of the repository"
+    raise UserError(msg)
+
+
+@contextmanager
+def _server(model: Path, directory: Path, backend: str | None) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    log = directory / "server.log"
+    command = [sys.executable, "-m", "tinsmith", "serve", "--base-model", str(model), "--port", "0"]
+    command += ["--data-dir", str(directory / "data"), *(["--backend", backend] if backend else [])]
+    with log.open("wb") as output:
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+        server: subprocess.Popen[bytes] | None = None
+        try:
+            with _interrupted_afterwards():
+                server = _start(command, output, environ)
+            yield server, log
+        finally:
+            if server is not None:
+                _stop(server)
+
+
+def _start(command: list[str], output: IO[bytes], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start in a session of its own, so that Ctrl-C reaches the demo alone, which then stops the server in order."""
+    return subprocess.Popen(command, stdout=output, stderr=output, env=environ, start_new_session=True)
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    if server.poll() is not None:
+        return
+    server.terminate()
+    try:
+        server.wait(_STOP_TIMEOUT_S)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        server.terminate()  # the second signal: it kills its engines and leaves at once
+        try:
+            server.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+
+
+def _wait_until_ready(console: Console, server: subprocess.Popen[bytes], data_dir: Path, log: Path) -> str:
+    """Return the server's URL once every engine is ready; show meanwhile what it is at."""
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    with console.status("starting the server") as status:
+        while time.monotonic() < deadline:
+            if server.poll() is not None:
+                msg = f"the server ended with exit code {server.returncode}; its log {log} ends with:\n{_tail(log)}"
+                raise ServerError(msg)
+            url = read_server_url(data_dir, pid=server.pid)
+            if url is not None:
+                ready, told = _readiness(url)
+                if ready:
+                    return url
+                status.update(told)
+            time.sleep(_POLL_S)
+    msg = f"the server was not ready after {_START_TIMEOUT_S:.0f} s; its log {log} ends with:\n{_tail(log)}"
+    raise ServerError(msg)
+
+
+def _readiness(url: str) -> tuple[bool, str]:
+    try:
+        urllib.request.urlopen(f"{url}/readyz", timeout=5).close()
+    except urllib.error.HTTPError as error:
+        engines = json.load(error).get("engines", {}).values()
+        told = "; ".join(f"{engine['state']} {engine.get('detail') or ''}".strip() for engine in engines)
+        if any(engine["state"] == "failed" for engine in engines):
+            msg = f"the model could not be loaded: {told}"
+            raise ServerError(msg) from error
+        return False, told
+    except OSError:
+        return False, "starting the server"
+    return True, "ready"
+
+
+def _run_script(script: Path, url: str, base_model: str) -> int:
+    command = [sys.executable, str(script), "--base-url", url, "--base-model", base_model]
+    environ = {**os.environ, "TINKER_API_KEY": "tml-demo", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        with _interrupted_afterwards():
+            process = subprocess.Popen(command, env=environ)
+        return process.wait()
+    except KeyboardInterrupt:
+        if process is not None:
+            process.terminate()
+            process.wait(_STOP_TIMEOUT_S)
+        raise
+
+
+def _tail(log: Path, *, num_lines: int = 15) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(f"  {line}" for line in lines[-num_lines:])
+
+
+@contextmanager
+def _interrupted_afterwards() -> Iterator[None]:
+    """Put SIGINT and SIGTERM off to the end of the block: a Popen they break off forgets the process it has forked.
+
+    The handlers are exchanged, the signals are not blocked: a child would inherit the mask and never hear them.
+    """
+    came: list[int] = []
+    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in _INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Let SIGTERM stop the demo as Ctrl-C does, and Ctrl-C also where a shell has started it in the background."""
+    del number, frame
+    raise KeyboardInterrupt

@@ -1,0 +1,76 @@
+"""Command-line flags as settings: every key is one (`--server.port 8001`), and the usual ones have short names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tinsmith.errors import ConfigError
+from tinsmith.plugins.registry import suggestion
+from tinsmith.settings.sources import Flag
+
+
+def settings_flags(
+    *,
+    base_model: str | None = None,
+    base_model_name: str | None = None,
+    backend: str | None = None,
+    short: Sequence[tuple[str, str, object]] = (),
+    rest: Sequence[str] = (),
+) -> list[Flag]:
+    """Return flags in rising precedence.
+
+    `short` holds (option, key, value) of named options, value None where not given; `rest` is what else was typed:
+    `--key value` and `--key=value`. Raise ConfigError where that is something else.
+    """
+    flags = list(_base_model(base_model, base_model_name))
+    if backend is not None:
+        flags.append(Flag("models.0.backend.plugin", backend, "--backend"))
+    flags += [Flag(key, str(value), option) for option, key, value in short if value is not None]
+    return flags + list(_dotted(rest, [option for option, _, _ in short]))
+
+
+def base_model_name_of(path: str) -> str:
+    """Return the name by which clients ask for a base model that is served from a path.
+
+    A directory is named by its absolute path: clients load the tokenizer from what they pass as `base_model`. The SDK
+    takes a name with exactly two slashes for `organisation/model/variant` and cuts it; one slash more keeps it whole.
+    """
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        return path
+    name = str(directory.absolute())
+    return f"{name}/" if name.count("/") == 2 else name
+
+
+def _base_model(base_model: str | None, name: str | None) -> Iterator[Flag]:
+    if base_model is None:
+        if name is not None:
+            msg = "--name: say with --base-model which model gets the name"
+            raise ConfigError(msg)
+        return
+    model = {"name": name or base_model_name_of(base_model)}
+    if Path(base_model).expanduser().is_dir() or name is not None:
+        model["path"] = base_model
+    yield Flag("models", json.dumps([model]), "--base-model")
+
+
+def _dotted(arguments: Sequence[str], known: Sequence[str]) -> Iterator[Flag]:
+    rest = iter(arguments)
+    for argument in rest:
+        option, equals, text = argument.partition("=")
+        key = option.removeprefix("--")
+        if not option.startswith("--"):
+            msg = f"unexpected argument {argument!r}; settings are given as --key value"
+            raise ConfigError(msg)
+        if "." not in key and key != "models":
+            msg = f"no option {option!r}{suggestion(option, known)}; any setting can be given as --section.key value"
+            raise ConfigError(msg)
+        if not equals:
+            following = next(rest, None)
+            if following is None:
+                msg = f"{option} needs a value: {option} VALUE"
+                raise ConfigError(msg)
+            text = following
+        yield Flag(key, text)

@@ -1,0 +1,261 @@
+"""Read, merge and check the whole configuration before anything starts.
+
+Precedence: flags, then `TINSMITH_` variables, then the file, then defaults. Everything is checked in one pass, the
+plugins' own sections included, and all that is wrong is reported together.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel, SecretStr, ValidationError
+
+from tinsmith.errors import ConfigError, PluginError
+from tinsmith.plugins.loading import Plugins
+from tinsmith.plugins.registry import suggestion
+from tinsmith.settings import ModelSettings, PluginSection, Settings
+from tinsmith.settings.sources import (
+    CONFIG_VARIABLE,
+    ENV_NESTING,
+    ENV_PREFIX,
+    Flag,
+    KeyPath,
+    Layers,
+    environment_path,
+    format_key,
+    read_environment,
+    read_file,
+    read_flags,
+)
+
+_SECRET_WORDS: Final = ("key", "password", "secret", "token", "url")
+_REMEDIES: Final = {
+    "string_type": "put it in quotes",
+    "missing": "add it",
+    "model_type": "write a mapping of keys",
+    "model_attributes_type": "write a mapping of keys",
+    "tuple_type": "write a list",
+}
+
+
+def load_settings(
+    plugins: Plugins,
+    *,
+    file: Path | None = None,
+    environ: Mapping[str, str],
+    flags: Iterable[Flag] = (),
+    needs_models: bool = True,
+) -> Settings:
+    """Return settings in which every model has its backend named, and its path found where the backend needs one.
+
+    Without `needs_models` there may be none, and those that there are stay as they were written.
+    Raise ConfigError with one line per problem: source, key, what is wrong, value, remedy.
+    """
+    layers = Layers()
+    if file is None and environ.get(CONFIG_VARIABLE):
+        file = Path(environ[CONFIG_VARIABLE])
+    if file is not None:
+        read_file(layers, file)
+    read_environment(layers, environ)
+    read_flags(layers, flags)
+    problems = _Problems(layers)
+    _check_stray_variables(environ, problems)
+    settings: Settings | None = _validate(Settings, layers.tree(), (), problems)
+    _check_plugin_sections(layers.tree(), plugins, problems)
+    if settings is not None:
+        settings = _resolve(settings, plugins, problems, needs_models=needs_models)
+    problems.raise_if_any()
+    assert settings is not None
+    return settings
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether only this machine can reach a server that listens on `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _Problems:
+    """What is wrong, in the order found."""
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+        self._lines: dict[str, None] = {}  # ordered, without repeats
+
+    def add(self, path: KeyPath, reason: str, *, source: str | None = None) -> None:
+        source = source or self._layers.source_of(path)
+        key = format_key(path)
+        self._lines[f"{source}: {key}: {reason}" if key else f"{source}: {reason}"] = None
+
+    def raise_if_any(self) -> None:
+        if not self._lines:
+            return
+        if len(self._lines) == 1:
+            raise ConfigError(next(iter(self._lines)))
+        listed = "\n".join(f"  {line}" for line in self._lines)
+        msg = f"{len(self._lines)} problems in the configuration:\n{listed}"
+        raise ConfigError(msg)
+
+
+def _validate(model: type[BaseModel], tree: object, prefix: KeyPath, problems: _Problems) -> Any:  # Any: a `model`
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        for details in error.errors(include_url=False):
+            path = (*prefix, *details["loc"])
+            problems.add(path, _reason(model, details["loc"], dict(details)))
+        return None
+
+
+def _reason(model: type[BaseModel], location: KeyPath, details: dict[str, Any]) -> str:  # Any: pydantic's details
+    kind = details["type"]
+    if kind == "extra_forbidden":
+        known = _fields_at(model, location[:-1])
+        return f"unknown key, allowed: {', '.join(known)}{suggestion(str(location[-1]), known)}"
+    if kind == "value_error":
+        return str(details["ctx"]["error"])
+    text = details["msg"][:1].lower() + details["msg"][1:]
+    found = "" if kind == "missing" else f", got {_shown(location, details['input'])}"
+    remedy = _REMEDIES.get(kind)
+    return f"{text}{found}{f'; {remedy}' if remedy else ''}"
+
+
+def _shown(location: KeyPath, value: object) -> str:
+    last = next((part for part in reversed(location) if isinstance(part, str)), "")
+    hidden = isinstance(value, SecretStr) or any(word in last for word in _SECRET_WORDS)
+    return "a value that is not shown" if hidden else f"{value!r:.200}"
+
+
+def _fields_at(model: type[BaseModel], location: KeyPath) -> list[str]:
+    """Return the field names of the nested model at a location."""
+    for part in location:
+        if isinstance(part, str) and part in model.model_fields:
+            model = _model_in(model.model_fields[part].annotation) or model
+    return sorted(model.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:  # Any: a type expression
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        if (found := _model_in(argument)) is not None:
+            return found
+    return None
+
+
+def _check_stray_variables(environ: Mapping[str, str], problems: _Problems) -> None:
+    """Refuse TINSMITH_PORT for TINSMITH_SERVER__PORT: it would be ignored in silence. Others may be a plugin's own."""
+    by_leaf = {
+        leaf: f"{ENV_PREFIX}{section}{ENV_NESTING}{leaf}".upper()
+        for section, field in Settings.model_fields.items()
+        for leaf in (_fields_at(Settings, (section,)) if _model_in(field.annotation) else ())
+    }
+    for name in environ:
+        path = environment_path(name)
+        if path is not None and len(path) == 1 and path[0] in by_leaf:
+            problems.add((), f"no such setting; did you mean {by_leaf[str(path[0])]}?", source=name)
+
+
+# Plugin sections ------------------------------------------------------------------------------------------------------
+
+
+def _check_plugin_sections(tree: dict[str, Any], plugins: Plugins, problems: _Problems) -> None:
+    """Check each plugin's options against its config class, also where other sections are wrong. Any: unvalidated."""
+    defaults = Settings()
+    sections: list[tuple[KeyPath, object, Any]] = [
+        (("store",), tree.get("store", {"plugin": defaults.store.plugin}), plugins.store),
+        (("scheduler",), tree.get("scheduler", {"plugin": defaults.scheduler.plugin}), plugins.scheduler),
+    ]
+    models = tree.get("models")
+    for index, model in enumerate(models if isinstance(models, list) else ()):
+        if isinstance(model, dict):
+            sections.append((("models", index, "backend"), model.get("backend"), plugins.backend))
+            sections.append((("models", index, "sampler"), model.get("sampler"), plugins.sampler))
+    for path, section, find in sections:
+        if not isinstance(section, dict) or not isinstance(section.get("plugin"), str):
+            continue  # absent, or already reported
+        options = {key: value for key, value in section.items() if key != "plugin"}
+        try:
+            config = find(section["plugin"]).config
+        except PluginError as error:
+            problems.add((*path, "plugin"), str(error))
+        else:
+            _validate(config, options, path, problems)
+
+
+# What one section alone cannot tell -----------------------------------------------------------------------------------
+
+
+def _resolve(settings: Settings, plugins: Plugins, problems: _Problems, *, needs_models: bool) -> Settings:
+    server = settings.server.model_copy(update={"data_dir": settings.server.data_dir.expanduser().absolute()})
+    if not needs_models:
+        return settings.model_copy(update={"server": server})
+    _check_keys(settings, problems)
+    if not settings.models:
+        problems.add(("models",), "no model to serve; give `--base-model PATH`, or `models:` in the file")
+    _check_engines(settings, problems)
+    models = tuple(_resolve_model(index, model, plugins, problems) for index, model in enumerate(settings.models))
+    return settings.model_copy(update={"models": models, "server": server})
+
+
+def _check_keys(settings: Settings, problems: _Problems) -> None:
+    server = settings.server
+    if not is_loopback(server.host) and not server.api_keys:
+        problems.add(
+            ("server", "host"),
+            f"refused: whoever reaches {server.host!r} could use the server; add `server.api_keys`, or listen on "
+            "127.0.0.1",
+        )
+    for index, key in enumerate(server.api_keys):
+        if not key.key.get_secret_value().startswith("tml-"):
+            problems.add(("server", "api_keys", index, "key"), "the SDK refuses keys that do not start with 'tml-'")
+
+
+def _check_engines(settings: Settings, problems: _Problems) -> None:
+    names = [model.name for model in settings.models]
+    for index, name in enumerate(settings.supervisor.engines or ()):
+        if name not in names:
+            configured = ", ".join(map(repr, names)) or "none"
+            problems.add(("supervisor", "engines", index), f"no model named {name!r}, configured: {configured}")
+
+
+def _resolve_model(index: int, model: ModelSettings, plugins: Plugins, problems: _Problems) -> ModelSettings:
+    path: KeyPath = ("models", index)
+    try:
+        spec = plugins.backend(model.backend.plugin) if model.backend else plugins.default_backend()
+    except PluginError as error:
+        if model.backend is None:  # else it was reported with its section
+            problems.add((*path, "backend"), str(error))
+        return model
+    backend = model.backend or PluginSection(plugin=spec.name)
+    if not spec.needs_model_path and model.path is None:
+        return model.model_copy(update={"backend": backend})
+    directory = _find_directory(path, model, plugins, problems)
+    return model.model_copy(update={"backend": backend, "path": directory})
+
+
+def _find_directory(path: KeyPath, model: ModelSettings, plugins: Plugins, problems: _Problems) -> Path | None:
+    key: KeyPath = (*path, "path") if model.path else (*path, "name")
+    try:
+        directory = model.path or plugins.resolve_base_model(model.name)
+    except PluginError as error:
+        problems.add(key, str(error))
+        return None
+    if directory is None:
+        problems.add(
+            key,
+            f"{model.name!r} is neither a directory nor known to a plugin; set `models[].path` to its Hugging Face "
+            "directory",
+        )
+        return None
+    directory = directory.expanduser().absolute()
+    if not directory.is_dir():
+        problems.add(key, f"there is no directory {str(directory)!r}; give the Hugging Face directory of the model")
+    elif not (directory / "config.json").is_file():
+        problems.add(key, f"{str(directory)!r} holds no config.json; give the Hugging Face directory of the model")
+    return directory

@@ -1,0 +1,188 @@
+"""`tinsmith plugins`, `new-plugin` and `check-plugin`: what is installed, a start for one's own, and what holds."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+import yaml
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tinsmith.authoring.check_plugin import (
+    CheckReport,
+    Finding,
+    Offered,
+    Outcome,
+    Progress,
+    as_json,
+    check_plugin,
+    claims,
+)
+from tinsmith.authoring.new_plugin import PluginKind, write_plugin
+from tinsmith.errors import UserError
+from tinsmith.plugins.loading import Plugins
+
+_FAILED: Final = 1
+_COLOURS: Final[Mapping[Outcome, str]] = {"passed": "green", "skipped": "yellow", "failed": "red"}
+
+PluginName = Annotated[str, typer.Argument(metavar="NAME", help="of a plugin, as `tinsmith plugins` lists it")]
+
+
+def add_plugin_commands(group: typer.Typer) -> None:
+    group.command("plugins")(list_plugins)
+    group.command("new-plugin")(new_plugin)
+    group.command("check-plugin")(check)
+
+
+def list_plugins(context: typer.Context) -> None:
+    """List every plugin: where it comes from, what it offers, and why it is broken where it is."""
+    table = Table(
+        "plugin", "distribution", "version", "contract", "offers", box=None, pad_edge=False, header_style="bold"
+    )
+    rows = _plugins(context).report()
+    for row in rows:
+        offers = ", ".join(row.offers) or "-"
+        name, shown = (f"[red]{escape(row.name)}[/]", f"[red]{escape(row.error)}[/]") if row.error else (row.name, "")
+        told = "\n".join(part for part in (escape(offers) if row.offers or not row.error else "", shown) if part)
+        contract = "?" if row.contract is None else f"v{row.contract}"
+        table.add_row(name, escape(row.distribution), escape(row.version), contract, told)
+    _console().print(table, highlight=False)
+
+
+def new_plugin(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="lower case, with dashes: what configurations will say")],
+    kind: Annotated[PluginKind, typer.Option(help="what it offers")],
+    directory: Annotated[Path | None, typer.Option(help="where to write it; default: tinsmith-NAME")] = None,
+) -> None:
+    """Write a plugin that works and passes its contract suite, to grow from."""
+    root = write_plugin(name, kind, directory, installed=_plugins(context).report())
+    console = _console()
+    console.print(f"wrote a {kind} to {escape(str(root))}; next:\n", highlight=False)
+    for line in (f"cd {root}", 'pip install -e ".[test]"', "pytest", f"tinsmith check-plugin {name.replace('_', '-')}"):
+        console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def check(
+    context: typer.Context,
+    name: PluginName,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="a setting of what it offers; may be repeated")
+    ] = None,
+    trainer: Annotated[str | None, typer.Option(help="whose adapters the plugin's sampler gets: a backend")] = None,
+    traceback: Annotated[bool, typer.Option("--traceback", help="show the whole of what failed")] = False,
+    json: Annotated[bool, typer.Option("--json", help="for programs: everything, as JSON")] = False,
+) -> None:
+    """Hold everything that a plugin offers against the contract suites, and say part by part what passes."""
+    plugins = _plugins(context)
+    offers = plugins.offers_of(name)
+    if trainer is not None:
+        plugins.backend(trainer)  # raises, where there is none
+    with _progress() as progress:
+        report = check_plugin(name, offers, options=_options(option or []), trainer=trainer, progress=progress)
+    if json:
+        typer.echo(as_json(report))
+    else:
+        _print_report(_console(), name, plugins, report, whole=traceback)
+    if report.num("failed"):
+        raise typer.Exit(_FAILED)
+
+
+def _print_report(console: Console, name: str, plugins: Plugins, report: CheckReport, *, whole: bool) -> None:
+    for row in plugins.report():
+        if row.name == name:
+            built_for = f", built for version {row.contract} of the plugin contract"
+            origin = f"{row.distribution} {row.version}{built_for}"
+            console.print(f"[bold]plugin {escape(row.name)}[/] of {escape(origin)}", soft_wrap=True)
+    if not report.findings:
+        console.print("it offers nothing that a contract suite holds")
+        return
+    for offer in dict.fromkeys(finding.offer for finding in report.findings):
+        console.print(f"\n[bold]{escape(str(offer))}[/]")
+        _print_claims(console, report, offer)
+        table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+        findings = [finding for finding in report.findings if finding.offer == offer]
+        for area in dict.fromkeys(finding.area for finding in findings):
+            rows = _summary([finding for finding in findings if finding.area == area])
+            for number, (outcome, told) in enumerate(rows):
+                table.add_row("" if number else f"  {area}", f"[{_COLOURS[outcome]}]{outcome}[/]", escape(told))
+        console.print(table)
+        for finding in findings if whole else ():
+            if finding.traceback:
+                console.print(finding.traceback, markup=False)
+    numbers = ", ".join(f"{report.num(outcome)} {outcome}" for outcome in _COLOURS)
+    console.print(f"\n{numbers}")
+
+
+def _print_claims(console: Console, report: CheckReport, offer: Offered) -> None:
+    capabilities = report.capabilities.get(offer)
+    if capabilities is None:
+        return
+    shown = ", ".join(f"{key} {_shown(value)}" for key, value in claims(capabilities).items() if value)
+    console.print(f"  claims: {escape(shown)}", soft_wrap=True)
+    measured = report.isolation_difference.get(offer)
+    if measured is not None:
+        console.print(
+            f"  isolation: {capabilities.isolation} claimed; logprobs alone and in company differ by "
+            f"{measured:.3g} at most, measured"
+        )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        return "+".join(str(each) for each in value)
+    return "yes" if value is True else str(value)
+
+
+def _summary(findings: Sequence[Finding]) -> Iterator[tuple[Outcome, str]]:
+    """Yield what passed as a number, what was skipped by its reason, what failed one by one."""
+    passed = sum(finding.outcome == "passed" for finding in findings)
+    if passed:
+        yield "passed", str(passed)
+    skipped = [finding.reason for finding in findings if finding.outcome == "skipped"]
+    for reason in dict.fromkeys(skipped):
+        yield "skipped", f"{skipped.count(reason)}: {reason}"
+    for finding in findings:
+        if finding.outcome == "failed":
+            yield "failed", f"{finding.test}: {finding.reason}"
+
+
+def _options(given: Sequence[str]) -> dict[str, object]:
+    options: dict[str, object] = {}
+    for each in given:
+        key, equals, value = each.partition("=")
+        if not key or not equals:
+            msg = f"--option {each!r} is not of the form KEY=VALUE"
+            raise UserError(msg)
+        options[key] = yaml.safe_load(value)
+    return options
+
+
+@contextmanager
+def _progress() -> Iterator[Progress | None]:
+    """Show how far it has come, where somebody looks."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with (
+        os.fdopen(os.dup(sys.stderr.fileno()), "w") as terminal,  # pytest captures what goes to the original
+        Console(file=terminal).status("collecting") as status,
+    ):
+        yield lambda done, total: status.update(f"{done} of {total} tests")
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 200, emoji=False, highlight=False)
+
+
+def _plugins(context: typer.Context) -> Plugins:
+    plugins = context.obj
+    assert isinstance(plugins, Plugins)
+    return plugins

@@ -1,0 +1,255 @@
+"""`tinsmith replay`: a model as it was, rebuilt on a backend of its own, and written as a checkpoint."""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+from urllib.parse import quote
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from tinsmith.backend import BackendContext, ModelState, TrainingBackend
+from tinsmith.backend import Progress as ReportProgress
+from tinsmith.checkpoints.format import write_checkpoint
+from tinsmith.checkpoints.tinker_path import TinkerPath
+from tinsmith.commands.open_store import opened_store
+from tinsmith.engine.checkpoint_files import CheckpointFiles
+from tinsmith.engine.execution import BackendFailedError, Execution
+from tinsmith.engine.time_travel import Rebuilt, check_reachable, rebuild
+from tinsmith.errors import ConfigError, NotFoundError, ServerError, UserError
+from tinsmith.plugins.loading import Plugins
+from tinsmith.settings import ModelSettings, Settings
+from tinsmith.store import CheckpointRecord, RequestStore, RunRecord
+
+_EXIT_INTERRUPTED: Final = 130
+_CLOSING_S: Final = 10.0
+
+T = TypeVar("T")
+
+
+def run_replay(
+    settings: Settings, plugins: Plugins, *, run: str, until: int, to: str, accept_differences: bool = False
+) -> None:
+    """Rebuild, write, and print where it is. Raise TinsmithError where it cannot be done; nothing is written then."""
+    console = Console(stderr=True, emoji=False)  # :train: is one
+    replay = _Replay(settings, plugins, console)
+    try:
+        asyncio.run(replay.run(run, until, to, accept_differences=accept_differences))
+    except KeyboardInterrupt:
+        console.print("stopped; nothing was written" if replay.written is None else f"written: {replay.written}")
+        sys.stderr.flush()
+        os._exit(_EXIT_INTERRUPTED)  # a backend that is loading would be waited for
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where the checkpoint goes: a directory of its own, or a name that the store knows."""
+
+    root: Path
+    directory: str
+    path: TinkerPath | None = None
+
+    def __str__(self) -> str:
+        return str(self.path or self.root / self.directory)
+
+
+class _Replay:
+    def __init__(self, settings: Settings, plugins: Plugins, console: Console) -> None:
+        self._settings = settings
+        self._plugins = plugins
+        self._console = console
+        self._data_dir = settings.server.data_dir.expanduser().absolute()
+        self.written: str | None = None
+
+    async def run(self, model_id: str, until: int, to: str, *, accept_differences: bool) -> None:
+        async with opened_store(self._settings, self._plugins) as store:
+            try:
+                log = await store.run_log(model_id)
+            except NotFoundError as error:
+                msg = f"no run {model_id!r}; `tinsmith runs list` shows those that there are"
+                raise NotFoundError(msg) from error
+            model = self._model_of(log.run)
+            target = _target(to, log.run, self._data_dir)
+            await self._refuse_taken(store, target)
+            check_reachable(log, until)
+            rebuilt = await self._rebuilt(store, model, model_id, until)
+            self._show_differences(rebuilt, accept=accept_differences)
+            await _to_its_end(self._write(store, target, log.run, until, rebuilt.state))
+        self._summarize(target, model_id, until, rebuilt)
+
+    def _model_of(self, run: RunRecord) -> ModelSettings:
+        for model in self._settings.models:
+            if model.name == run.base_model:
+                return model
+        configured = ", ".join(repr(model.name) for model in self._settings.models)
+        msg = (
+            f"run {run.model_id!r} is of base model {run.base_model!r}, but configured is {configured}; pass the "
+            "--config, or --base-model and --name, that the server was started with"
+        )
+        raise ConfigError(msg)
+
+    async def _refuse_taken(self, store: RequestStore, target: _Target) -> None:
+        taken = await asyncio.to_thread(os.path.lexists, target.root / target.directory)
+        if target.path is not None and not taken:
+            try:
+                await store.get_checkpoint(str(target.path))
+            except NotFoundError:
+                return
+            taken = True
+        if taken:
+            msg = f"--to {str(target)!r} exists already; choose another name"
+            raise UserError(msg)
+
+    async def _rebuilt(self, store: RequestStore, model: ModelSettings, model_id: str, until: int) -> Rebuilt:
+        own = quote(model.name, safe="")
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        hidden = not self._console.is_terminal
+        with Progress(*columns, console=self._console, transient=True, disable=hidden) as progress:
+            task = progress.add_task(f"loading {model.name}", total=None)
+            thread = ThreadPoolExecutor(1, thread_name_prefix="tinsmith-training")
+            async with self._backend(model, thread, progress, task) as backend:
+                files = CheckpointFiles(self._data_dir / "checkpoints", base_model=model.name, is_recorded=_nothing_is)
+                execution = Execution(
+                    base_model=model.name,
+                    backend=backend,
+                    snapshots=None,
+                    files=files,
+                    thread=thread,
+                    recovery_points=None,
+                    sampler=None,
+                    consistency=model.consistency,
+                )
+                progress.update(task, description=f"rebuilding {model_id}", total=until + 1, completed=0)
+                try:
+                    return await rebuild(
+                        model_id,
+                        until,
+                        store=store,
+                        execution=execution,
+                        recovery_root=self._data_dir / "recovery" / own,
+                        progress=lambda seq_id: progress.update(task, completed=seq_id + 1),
+                    )
+                except BackendFailedError as error:
+                    msg = f"the backend failed while it rebuilt {model_id!r}: {error}"
+                    raise ServerError(msg) from error
+
+    @asynccontextmanager
+    async def _backend(
+        self, model: ModelSettings, thread: ThreadPoolExecutor, progress: Progress, task: TaskID
+    ) -> AsyncIterator[TrainingBackend]:
+        """Make one of our own, as the engine of this model does; the engine's is not touched."""
+
+        def loaded(stage: str, fraction: float | None) -> None:
+            total, done = (None, None) if fraction is None else (100.0, 100.0 * fraction)
+            progress.update(task, description=stage or f"loading {model.name}", total=total, completed=done)
+
+        loop = asyncio.get_running_loop()
+        backend = await loop.run_in_executor(thread, partial(self._make_backend, model, loaded))
+        try:
+            yield backend
+        finally:
+            await asyncio.wait([loop.run_in_executor(thread, backend.close)], timeout=_CLOSING_S)
+            thread.shutdown(wait=False)
+
+    def _make_backend(self, model: ModelSettings, progress: ReportProgress) -> TrainingBackend:
+        section = model.backend
+        spec = self._plugins.default_backend() if section is None else self._plugins.backend(section.plugin)
+        cache_dir = self._data_dir / "cache" / spec.name / quote(model.name, safe="")
+        cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        context = BackendContext(
+            model_name=model.name,
+            model_path=model.path or self._plugins.resolve_base_model(model.name),
+            cache_dir=cache_dir,
+            losses=self._plugins.losses(),
+            samples=False,
+            progress=progress,
+        )
+        return spec.create(spec.config.model_validate({} if section is None else section.options()), context)
+
+    def _show_differences(self, rebuilt: Rebuilt, *, accept: bool) -> None:
+        if not rebuilt.differences:
+            return
+        msg = (
+            f"{len(rebuilt.differences)} of {rebuilt.num_replayed} operations gave other results than were recorded, "
+            f"the first of them {rebuilt.differences[0]}"
+        )
+        if not accept:
+            msg = f"{msg}; nothing was written, --accept-differences writes it all the same"
+            raise ServerError(msg)
+        self._console.print(f"[bold yellow]warning:[/] {msg}", highlight=False, soft_wrap=True)
+
+    async def _write(self, store: RequestStore, target: _Target, run: RunRecord, until: int, state: ModelState) -> None:
+        now = datetime.now(UTC)
+        metadata = {"replayed_run": run.model_id, "replayed_until": str(until)}
+        if target.path is None:
+            target.root.mkdir(parents=True, exist_ok=True)
+        write = partial(
+            write_checkpoint,
+            kind="training",
+            state=state,
+            base_model=run.base_model,
+            user_metadata=metadata,
+            created_at=now,
+            overwrite=False,
+            beside_others=True,
+        )
+        size = await asyncio.to_thread(write, target.root, target.directory)
+        if target.path is not None:
+            record = CheckpointRecord(
+                path=str(target.path),
+                model_id=run.model_id,
+                tenant=run.tenant,
+                kind="training",
+                base_model=run.base_model,
+                lora=state.lora,
+                created_at=now,
+                size_bytes=size,
+                directory=target.directory,
+                step=state.step,
+                user_metadata=metadata,
+            )
+            await store.add_checkpoint(record)
+        self.written = str(target)
+
+    def _summarize(self, target: _Target, model_id: str, until: int, rebuilt: Rebuilt) -> None:
+        start = "its creation" if rebuilt.point_seq_id is None else f"the snapshot of seq_id {rebuilt.point_seq_id}"
+        same = "" if rebuilt.differences or not rebuilt.num_replayed else ", with the recorded results bit for bit"
+        told = (
+            f"{model_id} after seq_id {until} (optimizer step {rebuilt.state.step}): from {start}, "
+            f"{rebuilt.num_replayed} operations replayed{same}"
+        )
+        self._console.print(told, highlight=False, soft_wrap=True)
+        print(target)  # noqa: T201 - the one thing that a script wants to read
+
+
+def _target(to: str, run: RunRecord, data_dir: Path) -> _Target:
+    if not to.startswith("tinker://"):
+        directory = Path(to).expanduser().absolute()
+        return _Target(root=directory.parent, directory=directory.name)
+    path = TinkerPath.parse(to)
+    if path.kind != "training" or path.model_id != run.model_id:
+        msg = f"--to {to!r}: a training state of this run is named tinker://{run.model_id}/weights/<name>"
+        raise UserError(msg)
+    return _Target(root=data_dir / "checkpoints", directory=path.directory, path=path)
+
+
+async def _nothing_is(_: str) -> bool:
+    return False
+
+
+async def _to_its_end(work: Awaitable[T]) -> T:
+    """Do the work to its end although Ctrl-C comes: half of it would be worse."""
+    doing = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(doing)
+    except asyncio.CancelledError:
+        await doing
+        raise

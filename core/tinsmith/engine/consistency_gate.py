@@ -1,0 +1,218 @@
+"""The consistency gate: what was trained is what is sampled, checked at every save for sampling.
+
+The same few probe sequences are scored by the trainer, in one forward of its own, and by the sampler, from the very
+snapshot that clients will sample from. `consistency.py` judges; this file asks. Nothing here changes a model.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from tinsmith import operations as ops
+from tinsmith.backend import Capabilities, SamplingBackend, TrainingBackend
+from tinsmith.engine.consistency_verdict import FLOAT32, LOW_PRECISION, Bounds, Scores, ScoresN, compare, not_compared
+from tinsmith.errors import UserError
+from tinsmith.operations import Consistency
+from tinsmith.settings import ConsistencySettings
+
+_PROBE_ID: Final = "consistency-probe"  # as model and as sampling session; clients' ids have colons
+_LOSS: Final = "cross_entropy"
+_SAMPLER_TIMEOUT_S: Final = 60.0  # probes wait in line with everybody's samples
+
+Call = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Runs a call of the training backend in its thread."""
+
+_log = logging.getLogger("tinsmith.consistency")
+
+
+class ProbeError(Exception):
+    """The probes could not be scored; the message says by whom and why."""
+
+
+class ConsistencyGate:
+    """Of one engine. Remembers the scores of the base model and of every model's last consistent save."""
+
+    def __init__(
+        self, backend: TrainingBackend, sampler: SamplingBackend, settings: ConsistencySettings, *, call: Call
+    ) -> None:
+        self._backend = backend
+        self._sampler = sampler
+        self._settings = settings
+        self._call = call
+        training, sampling = backend.capabilities, sampler.capabilities
+        self._bounds = _bounds(training, sampling, settings)
+        self._probes = probe_tokens(training, sampling, settings)
+        self._impossible = _why_impossible(training, sampling)
+        self._base: Scores | None = None
+        self._last: dict[str, Scores] = {}
+
+    @property
+    def refuses(self) -> bool:
+        return self._settings.action == "refuse"
+
+    async def check(self, model_id: str, snapshot_id: str, lora: ops.LoraConfig) -> Consistency | None:
+        """Compare a loaded snapshot with the model that it was taken from, which must not train meanwhile.
+
+        None where the gate is off.
+        """
+        if self._settings.action == "off":
+            return None
+        if self._impossible is not None:
+            return self._tell(snapshot_id, not_compared(self._impossible))
+        try:
+            base = await self._base_scores(lora)
+            scoring = asyncio.ensure_future(self._by_sampler(snapshot_id))
+            try:
+                trainer_N = await self._by_trainer(model_id)
+            except BaseException:
+                scoring.cancel()
+                raise
+            if not np.isfinite(trainer_N).all():
+                scoring.cancel()
+                reason = "the model gives logprobs that are not finite: it has diverged"
+                return self._tell(snapshot_id, not_compared(reason))
+            now = Scores(trainer_N=trainer_N, sampler_N=await scoring)
+        except TimeoutError:
+            reason = f"the sampler was too busy: it did not score the probes within {_SAMPLER_TIMEOUT_S:.0f} s"
+            return self._tell(snapshot_id, not_compared(reason))
+        except ProbeError as error:
+            return self._tell(snapshot_id, Consistency(verdict="inconsistent", reason=str(error)))
+        found = compare(now, base=base, last=self._last.get(model_id), bounds=self._bounds)
+        if found.verdict == "consistent":
+            self._last[model_id] = now
+        return self._tell(snapshot_id, found)
+
+    def forget(self, model_id: str) -> None:
+        """The model has been unloaded."""
+        self._last.pop(model_id, None)
+
+    async def _base_scores(self, lora: ops.LoraConfig) -> Scores:
+        """Score the base model: once by the sampler, and by the trainer as soon as it has room for a fresh adapter."""
+        if self._base is None:
+            self._base = Scores(trainer_N=None, sampler_N=await self._by_sampler(None))
+        if self._base.trainer_N is None and lora.rank > 0:
+            try:
+                result = await self._call(partial(self._score_fresh, lora))
+            except UserError as error:  # it has no room; what the two differ by on the base stays an assumption
+                _log.info("the trainer cannot score the base model now: %s", error)
+            else:
+                self._base = replace(self._base, trainer_N=_trainer_scores(result))
+        return self._base
+
+    def _score_fresh(self, lora: ops.LoraConfig) -> ops.ForwardBackwardOutput | ops.Failed:
+        """In the training thread: an adapter that has not been trained changes nothing. Same LoRA, same programs."""
+        self._backend.create_model(ops.CreateModel(model_id=_PROBE_ID, lora=lora))
+        try:
+            (result,) = self._backend.forward([self._forward(_PROBE_ID)])
+        finally:
+            self._backend.unload_model(_PROBE_ID)
+        return result
+
+    async def _by_trainer(self, model_id: str) -> ScoresN:
+        (result,) = await self._call(partial(self._backend.forward, [self._forward(model_id)]))
+        return _trainer_scores(result)
+
+    def _forward(self, model_id: str) -> ops.Forward:
+        return ops.Forward(model_id=model_id, data=tuple(_datum(probe) for probe in self._probes), loss_fn=_LOSS)
+
+    async def _by_sampler(self, snapshot_id: str | None) -> ScoresN:
+        async with asyncio.timeout(_SAMPLER_TIMEOUT_S):
+            results = await asyncio.gather(*(self._sampler.sample(_sample(p, snapshot_id)) for p in self._probes))
+        return np.concatenate([_sampler_scores(result) for result in results])
+
+    def _tell(self, snapshot_id: str, found: Consistency) -> Consistency:
+        if found.verdict == "consistent":
+            _log.info("%s is consistent: %s", snapshot_id, figures(found))
+        elif found.verdict == "not compared":
+            _log.warning("%s was not compared with its trainer: %s", snapshot_id, found.reason)
+        else:
+            _log.error("%s is not what was trained: %s; %s", snapshot_id, found.reason, figures(found))
+        return found
+
+
+def figures(found: Consistency) -> str:
+    """Put the measured differences into words."""
+    if found.max_difference is None or found.mean_difference is None:
+        return "no differences were measured"
+    return (
+        f"logprobs of {found.num_tokens} probe tokens differ by at most {found.max_difference:.3g}, on average by "
+        f"{found.mean_difference:.3g}; the adapter's own effect is {found.effect:.3g}"
+    )
+
+
+def refusal(found: Consistency) -> str:
+    """Name the figures and the remedy."""
+    return (
+        f"the snapshot was not saved, since the sampler does not serve what was trained: {found.reason} "
+        f"({figures(found)}). Save again; if that fails too, restart the engine, compare the versions and dtypes of "
+        "trainer and sampler, and run their contract suites; models[].consistency in the configuration sets the "
+        "bound, or has such saves pass with a warning"
+    )
+
+
+def probe_tokens(
+    training: Capabilities, sampling: Capabilities, settings: ConsistencySettings
+) -> tuple[ops.TokenArray, ...]:
+    """Draw the probes: always the same ones for the same vocabulary, and each of other tokens."""
+    context = min(training.max_context_tokens, sampling.max_context_tokens)
+    length = min(settings.tokens, context - 1)  # a sampler draws one token behind each
+    vocab_size = min(training.vocab_size, sampling.vocab_size)
+    rng = np.random.default_rng(0)
+    return tuple(rng.integers(0, vocab_size, length).astype(np.int32) for _ in range(settings.probes))
+
+
+def _bounds(training: Capabilities, sampling: Capabilities, settings: ConsistencySettings) -> Bounds:
+    exact = training.dtype == sampling.dtype == "float32"
+    bounds = FLOAT32 if exact else LOW_PRECISION
+    return bounds if settings.max_difference is None else replace(bounds, max_difference=settings.max_difference)
+
+
+def _why_impossible(training: Capabilities, sampling: Capabilities) -> str | None:
+    if not sampling.prompt_logprobs:
+        return "this sampler cannot score prompts (its prompt_logprobs capability is off)"
+    if _LOSS not in training.losses:
+        return f"this trainer does not offer the loss {_LOSS!r}, with which probes are scored"
+    return None
+
+
+def _datum(probe: ops.TokenArray) -> ops.Datum:
+    targets = probe[1:].astype(np.int64)
+    return ops.Datum(
+        tokens_T=probe[:-1], loss_inputs={"target_tokens": targets, "weights": np.ones(len(targets), np.float32)}
+    )
+
+
+def _sample(probe: ops.TokenArray, snapshot_id: str | None) -> ops.Sample:
+    return ops.Sample(
+        sampling_session_id=_PROBE_ID,
+        snapshot_id=snapshot_id,
+        prompt_P=probe,
+        params=ops.SamplingParams(max_tokens=1, seed=0),
+        prompt_logprobs=True,
+    )
+
+
+def _trainer_scores(result: ops.ForwardBackwardOutput | ops.Failed) -> ScoresN:
+    if isinstance(result, ops.Failed):
+        msg = f"the trainer could not score the probes: {result.message}"
+        raise ProbeError(msg)
+    return _joined([output["logprobs"] for output in result.loss_fn_outputs])
+
+
+def _sampler_scores(result: ops.SampleOutput | ops.Failed) -> ScoresN:
+    if isinstance(result, ops.Failed):
+        msg = f"the sampler could not score the probes: {result.message}"
+        raise ProbeError(msg)
+    if result.prompt_logprobs is None:
+        msg = "the sampler returned no prompt logprobs, although it says that it has them"
+        raise ProbeError(msg)
+    return _joined([result.prompt_logprobs[1:]])
+
+
+def _joined(parts: Sequence[ops.Array]) -> ScoresN:
+    return np.concatenate([np.asarray(part, np.float64).reshape(-1) for part in parts])

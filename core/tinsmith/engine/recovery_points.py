@@ -1,0 +1,139 @@
+"""The training snapshots of one engine: when one is due, writing it, and removing what is not needed any more.
+
+A snapshot is a training checkpoint below the recovery root, registered in the store once it is whole. Its directory is
+named for its seq_id and its engine: an engine that has been superseded may still write for a moment, and never where
+another one does.
+"""
+
+import asyncio
+import secrets
+import shutil
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from tinsmith.backend import ModelState
+from tinsmith.checkpoints.format import delete_checkpoint, read_checkpoint, write_checkpoint
+from tinsmith.failpoints import durable_boundary
+from tinsmith.settings import RecoverySettings
+from tinsmith.store import Lease, RecoveryPointRecord, RequestStore
+
+
+@dataclass(slots=True)
+class _Model:
+    seq_id: int = -1  # the last operation that has run
+    operations: int = 0  # since the last snapshot
+    taken_at_s: float = field(default_factory=time.monotonic)
+    taking: int | None = None  # the seq_id of what is being written in the background
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class RecoveryPoints:
+    """Belongs to one event loop; files are written in other threads."""
+
+    def __init__(self, store: RequestStore, lease: Lease, *, root: Path, settings: RecoverySettings) -> None:
+        self._store = store
+        self._root = root
+        self._lease = lease
+        self._settings = settings
+        self._engine = secrets.token_hex(4)
+        self._models: dict[str, _Model] = {}
+
+    @property
+    def keep(self) -> int:
+        return self._settings.keep_points
+
+    def ran(self, model_id: str, seq_id: int, *, operations: int = 1) -> None:
+        """Note that operations up to this one have run on the backend.
+
+        Those count that change nothing, too: what is before the oldest snapshot need not stay in the log.
+        """
+        model = self._models.setdefault(model_id, _Model())
+        model.seq_id = seq_id
+        model.operations += operations
+
+    def due(self, model_id: str) -> bool:
+        model = self._models[model_id]
+        if model.taking is not None or model.operations == 0:
+            return False
+        late = time.monotonic() - model.taken_at_s >= self._settings.point_every_s
+        return late or model.operations >= self._settings.point_every_operations
+
+    def begin(self, model_id: str) -> int:
+        """Start a new count; return the operation whose state is to be captured now. `end` must follow."""
+        model = self._models[model_id]
+        model.operations, model.taken_at_s, model.taking = 0, time.monotonic(), model.seq_id
+        return model.seq_id
+
+    def end(self, model_id: str) -> None:
+        if (model := self._models.get(model_id)) is not None:
+            model.taking = None
+
+    @durable_boundary("recovery_point.write")
+    async def write(self, model_id: str, seq_id: int, state: ModelState) -> RecoveryPointRecord:
+        """Make it durable; it does not count before it is registered. Raise ServerError where the disk refuses."""
+        directory = f"{model_id}/{seq_id}-{self._engine}"
+        now = datetime.now(UTC)
+        write = partial(
+            write_checkpoint,
+            kind="training",
+            state=state,
+            base_model=self._lease.base_model,
+            user_metadata={},
+            created_at=now,
+            overwrite=True,
+            epoch=self._lease.epoch,
+        )
+        async with self._models.setdefault(model_id, _Model()).writing:
+            size = await asyncio.to_thread(write, self._root, directory)
+        return RecoveryPointRecord(
+            model_id=model_id, seq_id=seq_id, directory=directory, size_bytes=size, created_at=now
+        )
+
+    @durable_boundary("recovery_point.register")
+    async def register(self, record: RecoveryPointRecord) -> None:
+        """Raise ServerError where the results up to it are not recorded, or the model has ended."""
+        await self._store.add_recovery_point(self._lease, record, keep=self.keep)
+        await self.tidy(record.model_id)
+
+    async def tidy(self, model_id: str) -> None:
+        """Remove the files of what is not registered, but not of what may be about to be: it is newer, or our own."""
+        model = self._models.setdefault(model_id, _Model())
+        async with model.writing:
+            registered = await self._store.list_recovery_points(model_id)
+            if registered:
+                kept = {Path(record.directory).name for record in registered}
+                await asyncio.to_thread(self._remove_older, model_id, registered[0].seq_id, kept)
+
+    def _remove_older(self, model_id: str, newest: int, kept: Collection[str]) -> None:
+        taking = self._models.get(model_id, _Model()).taking
+        for name in _names(self._root / model_id) - set(kept):
+            seq_id = int(name.split("-")[0])
+            if seq_id <= newest and seq_id != taking:
+                delete_checkpoint(self._root, f"{model_id}/{name}")
+
+    async def forget(self, model_id: str) -> None:
+        """Remove everything of a model that has ended."""
+        model = self._models.pop(model_id, _Model())
+        async with model.writing:
+            await asyncio.to_thread(shutil.rmtree, self._root / model_id, ignore_errors=True)
+
+    async def keep_only(self, model_ids: Collection[str]) -> None:
+        """Remove what earlier engines left of models that have ended since."""
+        found = await asyncio.to_thread(_names, self._root)
+        for model_id in found - set(model_ids):
+            await self.forget(model_id)
+
+    async def read(self, record: RecoveryPointRecord) -> ModelState:
+        """Raise TinsmithError where it is missing or damaged."""
+        checkpoint = await asyncio.to_thread(read_checkpoint, self._root, record.directory)
+        return checkpoint.state
+
+
+def _names(directory: Path) -> set[str]:
+    if not directory.is_dir():
+        return set()
+    return {path.name for path in directory.iterdir() if path.is_dir() and not path.name.startswith(".")}

@@ -1,0 +1,1 @@
+"""Hugging Face directories: models, adapters, tokenizers, and tiny random ones for tests."""

@@ -1,0 +1,163 @@
+"""Write a tiny random model that every Hugging Face tool can read: for demos and tests, made on the spot.
+
+Needs no ML framework. The same shape and seed give the same files, byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from tinsmith.errors import UserError
+from tinsmith.huggingface.tiny_tokenizer import chat_template, special_tokens, train_tokenizer
+from tinsmith.operations import FloatArray
+
+Family = Literal["qwen3", "llama"]
+
+_ARCHITECTURES: Final = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+_ROPE_THETA: Final = {"qwen3": 1_000_000.0, "llama": 500_000.0}
+_EMBEDDING_STD: Final = 0.02  # small beside the layers' outputs, so that hidden states mix the whole context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyShape:
+    """What to write. Defaults make about a million parameters, which a laptop trains in seconds."""
+
+    family: Family = "qwen3"
+    vocab_size: int = 512
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    max_context_tokens: int = 2048
+    tied: bool = True  # the output head is the embedding
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = {name: getattr(self, name) for name in self.__slots__ if name not in ("family", "tied", "seed")}
+        for name, size in sizes.items():
+            if size < 1:
+                msg = f"{name} is {size}; it must be at least 1"
+                raise UserError(msg)
+        if self.family not in _ARCHITECTURES:
+            msg = f"no family {self.family!r}, known: {', '.join(_ARCHITECTURES)}"
+            raise UserError(msg)
+        if self.num_heads % self.num_kv_heads:
+            msg = f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
+            raise UserError(msg)
+        if self.head_dim % 2:
+            msg = f"head_dim is {self.head_dim}; rotary positions need an even one"
+            raise UserError(msg)
+
+
+def write_tiny_model(directory: Path, shape: TinyShape, *, overwrite: bool = False) -> int:
+    """Write model and tokenizer and return the number of parameters.
+
+    Raise UserError where the directory holds anything already and not `overwrite`.
+    """
+    if not overwrite and directory.exists() and any(directory.iterdir()):
+        msg = f"{str(directory)!r} is not empty; choose another directory, or overwrite it with --force"
+        raise UserError(msg)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(shape.family, shape.vocab_size)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    vocabulary = tokenizer.get_vocab()
+    ids = {name: vocabulary[token] for name, token in special_tokens(shape.family).items()}
+    weights = dict(_weights(shape))
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    _write_json(directory / "config.json", _config(shape, ids))
+    _write_json(directory / "generation_config.json", _generation_config(ids))
+    _write_json(directory / "tokenizer_config.json", _tokenizer_config(shape))
+    return sum(array.size for array in weights.values())
+
+
+def _weights(shape: TinyShape) -> Iterator[tuple[str, FloatArray]]:
+    """Yield every tensor, [out, in] as torch has it; layers at variance 1 / in, so that none fades out."""
+    rng = np.random.default_rng(shape.seed)
+    hidden = shape.hidden_size
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+
+    def matrix(out: int, into: int, std: float | None = None) -> FloatArray:
+        return (rng.standard_normal((out, into)) * (std or into**-0.5)).astype(np.float32)
+
+    def ones(size: int) -> FloatArray:
+        return np.ones(size, np.float32)
+
+    yield "model.embed_tokens.weight", matrix(shape.vocab_size, hidden, _EMBEDDING_STD)
+    for layer in range(shape.num_layers):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", ones(hidden)
+        yield f"{prefix}.self_attn.q_proj.weight", matrix(queries, hidden)
+        yield f"{prefix}.self_attn.k_proj.weight", matrix(keys, hidden)
+        yield f"{prefix}.self_attn.v_proj.weight", matrix(keys, hidden)
+        yield f"{prefix}.self_attn.o_proj.weight", matrix(hidden, queries)
+        if shape.family == "qwen3":
+            yield f"{prefix}.self_attn.q_norm.weight", ones(shape.head_dim)
+            yield f"{prefix}.self_attn.k_norm.weight", ones(shape.head_dim)
+        yield f"{prefix}.post_attention_layernorm.weight", ones(hidden)
+        yield f"{prefix}.mlp.gate_proj.weight", matrix(shape.intermediate_size, hidden)
+        yield f"{prefix}.mlp.up_proj.weight", matrix(shape.intermediate_size, hidden)
+        yield f"{prefix}.mlp.down_proj.weight", matrix(hidden, shape.intermediate_size)
+    yield "model.norm.weight", ones(hidden)
+    if not shape.tied:
+        yield "lm_head.weight", matrix(shape.vocab_size, hidden, _EMBEDDING_STD)
+
+
+def _config(shape: TinyShape, ids: dict[str, int]) -> dict[str, Any]:  # Any: JSON
+    return {
+        "architectures": [_ARCHITECTURES[shape.family]],
+        "model_type": shape.family,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_context_tokens,
+        "rope_theta": _ROPE_THETA[shape.family],
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-6 if shape.family == "qwen3" else 1e-5,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": shape.tied,
+        "initializer_range": _EMBEDDING_STD,
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "bos_token_id": ids["bos_token"],
+        "eos_token_id": ids["eos_token"],
+        "pad_token_id": ids["pad_token"],
+    }
+
+
+def _generation_config(ids: dict[str, int]) -> dict[str, Any]:  # Any: JSON
+    return {
+        "bos_token_id": ids["bos_token"],
+        "eos_token_id": [ids["eos_token"], ids["pad_token"]],
+        "pad_token_id": ids["pad_token"],
+        "do_sample": True,
+    }
+
+
+def _tokenizer_config(shape: TinyShape) -> dict[str, Any]:  # Any: JSON
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": shape.max_context_tokens,
+        "clean_up_tokenization_spaces": False,
+        "add_prefix_space": False,
+        "chat_template": chat_template(shape.family),
+        **special_tokens(shape.family),
+    }
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:  # Any: JSON
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

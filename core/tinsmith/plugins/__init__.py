@@ -1,0 +1,1 @@
+"""Finding plugins, checking them, and keeping the broken ones apart."""

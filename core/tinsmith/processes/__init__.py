@@ -1,0 +1,1 @@
+"""What runs servers and engines: start, supervision, leases, life signs."""

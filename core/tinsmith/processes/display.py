@@ -1,0 +1,139 @@
+"""What `tinsmith serve` shows: what it serves and where, how to connect, and how far each model has come."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.spinner import Spinner
+from rich.table import Table
+
+from tinsmith.plugins.contract_version import CONTRACT_VERSION
+from tinsmith.plugins.loading import Plugins
+from tinsmith.settings import ModelSettings, Settings
+from tinsmith.store import EngineRecord, EngineState
+
+
+def show_banner(console: Console, settings: Settings, plugins: Plugins, url: str) -> None:
+    """Say what is being started, from where, and the two lines that connect to it."""
+    grid = Table.grid(padding=(0, 2))
+    for model in settings.models:
+        grid.add_row("model", f"[bold]{escape(model.name)}[/]")
+        grid.add_row("", f"from {escape(str(model.path or 'the backend itself'))}, {escape(_runs_on(model))}")
+    grid.add_row("store", escape(f"{settings.store.plugin}, data in {settings.server.data_dir}"))
+    grid.add_row("keys", _keys(settings))
+    grid.add_row("url", f"[bold]{url}[/]   (api docs {url}/docs, readiness {url}/readyz, metrics {url}/metrics)")
+    report = plugins.report()
+    refused = [row for row in report if row.error and row.contract != CONTRACT_VERSION]
+    for row in refused:
+        grid.add_row("refused", escape(str(row.error)))
+    broken = [row.name for row in report if row.error and row not in refused]
+    if broken:
+        grid.add_row("broken", escape(f"plugins {', '.join(broken)}; see `tinsmith plugins`"))
+    console.print(f"[bold]tinsmith {version('tinsmith')}[/]")
+    console.print(grid)
+    console.print("\nConnect:\n")
+    for line in connecting_lines(settings, url):
+        console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
+    console.print()
+
+
+def connecting_lines(settings: Settings, url: str) -> tuple[str, str]:
+    """Return two lines of Python that give a training client."""
+    key = 'os.environ["TINKER_API_KEY"]' if settings.server.api_keys else '"tml-local"'
+    first = "import os, tinker" if settings.server.api_keys else "import tinker"
+    service = f'tinker.ServiceClient(base_url="{url}", api_key={key})'
+    name = settings.models[0].name
+    return first, f'client = {service}.create_lora_training_client(base_model="{name}", rank=16).result()'
+
+
+def _runs_on(model: ModelSettings) -> str:
+    backend = model.backend.plugin if model.backend else "the default backend"
+    sampler = f", sampled by {model.sampler.plugin}" if model.sampler else ""
+    return f"trained by {backend}{sampler}"
+
+
+def _keys(settings: Settings) -> str:
+    keys = settings.server.api_keys
+    return f"{len(keys)} configured" if keys else "any that starts with tml- (this machine only)"
+
+
+class EngineDisplay:
+    """Shows what engines report: in place on a terminal, while something loads or compiles; else a line per stage."""
+
+    def __init__(self, console: Console, base_models: tuple[str, ...]) -> None:
+        self._console = console
+        self._base_models = base_models
+        self._shown: dict[str, str] = {}
+        self._live: Live | None = None
+
+    def update(self, records: list[EngineRecord]) -> None:
+        """Show the records as they are now."""
+        by_model = {record.base_model: record for record in records if record.base_model in self._base_models}
+        for name, record in by_model.items():
+            # On a terminal what is under way moves in rows of its own; only what has been reached stays as a line.
+            line = _reached(record) if self._console.is_terminal else _line(record)
+            if line is None or self._shown.get(name) == line.removesuffix(_share(record)):
+                continue
+            self._console.print(line, highlight=False)
+            self._shown[name] = line.removesuffix(_share(record))
+        self._update_live([by_model[name] for name in self._base_models if name in by_model])
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _update_live(self, records: list[EngineRecord]) -> None:
+        busy = [record for record in records if is_busy(record)]
+        if not busy or not self._console.is_terminal:
+            self.close()
+            return
+        rows = Table.grid(padding=(0, 1))
+        for record in busy:
+            rows.add_row(Spinner("dots"), _line(record))
+        if self._live is None:
+            self._live = Live(rows, console=self._console, transient=True)
+            self._live.start()
+        else:
+            self._live.update(rows)
+
+
+def is_busy(record: EngineRecord) -> bool:
+    """Whether it loads, or is ready and compiles: a detail without an end, or not at its end."""
+    if record.state in (EngineState.STARTING, EngineState.LOADING, EngineState.RECOVERING):
+        return True
+    return (
+        record.state is EngineState.READY and bool(record.detail) and (record.progress is None or record.progress < 1)
+    )
+
+
+def _reached(record: EngineRecord) -> str | None:
+    """Give the line of a state that lasts, or None."""
+    match record.state:
+        case EngineState.READY:
+            return _state(record)
+        case EngineState.FAILED | EngineState.RESTARTING:
+            return _line(record)
+        case _:
+            return None
+
+
+def _line(record: EngineRecord) -> str:
+    if record.state is EngineState.READY and not is_busy(record):
+        return _state(record)
+    detail = f": {escape(record.detail)}{_share(record)}" if record.detail else ""
+    return f"{_state(record)}{detail}"
+
+
+def _share(record: EngineRecord) -> str:
+    return "" if record.progress is None else f" {record.progress:.0%}"
+
+
+def _state(record: EngineRecord) -> str:
+    colour = {EngineState.READY: "green", EngineState.FAILED: "red", EngineState.RESTARTING: "yellow"}
+    device = record.capabilities.device if record.capabilities and record.state is EngineState.READY else ""
+    on = f" on {escape(device)}" if device else ""
+    return f"[{colour.get(record.state, 'cyan')}]{record.state}[/] {escape(record.base_model)}{on}"

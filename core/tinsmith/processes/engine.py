@@ -1,0 +1,310 @@
+"""The process of one engine: `tinsmith engine`. Loads the backend, runs the engine, and says how far it has come."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+from urllib.parse import quote
+
+import uvloop
+
+from tinsmith.backend import Progress, SamplingBackend, TrainingBackend
+from tinsmith.engine.engine import Engine, EngineFailedError
+from tinsmith.errors import ConfigError, LeaseLostError, ServerError
+from tinsmith.hook_values import OperationFinished
+from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.backends import capabilities_of, make_backends
+from tinsmith.processes.lease import Taken, give_back, keep_lease, take_lease
+from tinsmith.processes.life_sign import LifeSign
+from tinsmith.processes.reports import EngineReports
+from tinsmith.processes.supervisor import CRASHED, ENGINE_ID, EXIT_STORE, EXIT_SUPERSEDED, SUPERVISED, new_engine_id
+from tinsmith.scheduler import Scheduler
+from tinsmith.settings import ModelSettings, Settings
+from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore, StoreContext
+
+_UNKNOWN_END: Final = "its engine ended without a word"
+_ORPHAN_GRACE_S: Final = 10.0
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+class StoppedWhileLoadingError(Exception):
+    """Asked to stop while the backend was being made, which cannot be interrupted."""
+
+
+def run_engine(settings: Settings, model_name: str, plugins: Plugins) -> None:
+    """Run until SIGTERM, SIGINT, or the end of the supervisor. Leaves with 1 or EXIT_STORE where trying again may help.
+
+    Raise ConfigError or PluginError where it does not.
+    """
+    level = settings.server.log_level.upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # it says at every start that nothing has to be done
+    try:
+        uvloop.run(_until_signalled(settings, model_name, plugins))
+    except StoppedWhileLoadingError:
+        sys.stderr.flush()
+        os._exit(0)  # the thread that loads would be waited for
+    except EngineFailedError as error:
+        _log.error("%s", error)
+        sys.exit(1)
+    except ServerError as error:  # of the store, which nothing that ran can help
+        _log.error("%s", error)
+        sys.exit(EXIT_STORE)
+
+
+async def _until_signalled(settings: Settings, model_name: str, plugins: Plugins) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    before = os.environ.pop(SUPERVISED, None)
+    if before is not None:
+        _end_with_parent(partial(loop.call_soon_threadsafe, stopping.set))
+    await serve_engine(settings, model_name, plugins, stopping=stopping, interrupted=before != CRASHED, on_lost=_leave)
+
+
+def _leave(error: LeaseLostError) -> None:
+    """End at once: what runs in other threads must not go on beside the engine that serves now."""
+    _log.error("%s; this engine ends", error)
+    sys.stderr.flush()
+    os._exit(EXIT_SUPERSEDED)
+
+
+def _end_with_parent(stop: Callable[[], object]) -> None:
+    """Stop when standard input closes, and leave at any rate soon after."""
+
+    def watch() -> None:
+        while os.read(0, 1024):
+            pass
+        stop()
+        time.sleep(_ORPHAN_GRACE_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+async def serve_engine(
+    settings: Settings,
+    model_name: str,
+    plugins: Plugins,
+    *,
+    stopping: asyncio.Event,
+    interrupted: bool = True,
+    on_lost: Callable[[LeaseLostError], object] | None = None,
+) -> None:
+    """Serve one of the configured base models until `stopping` is set; wait before where another engine does.
+
+    `interrupted`: the engine before it is not known to have crashed.
+    Raise ConfigError or PluginError where it cannot start as configured, ServerError where it cannot go on,
+    LeaseLostError where another engine has taken over; then `on_lost` is called first, at once.
+    """
+    model = _model_named(settings, model_name)
+    data_dir = settings.server.data_dir.expanduser().absolute()
+    store_spec = plugins.store(settings.store.plugin)
+    context = StoreContext(data_dir=data_dir, shared=settings.server.share_data_dir)
+    store = store_spec.create(store_spec.config.model_validate(settings.store.options()), context)
+    scheduler_spec = plugins.scheduler(settings.scheduler.plugin)
+    scheduler = scheduler_spec.create(scheduler_spec.config.model_validate(settings.scheduler.options()))
+    engine_id = os.environ.pop(ENGINE_ID, None) or new_engine_id()
+    signs = data_dir / "engines" / quote(model_name, safe="")
+    await store.open()
+    try:
+        with LifeSign(signs, engine_id):
+            try:
+                lease_s = settings.recovery.lease_s
+                taken = await _unless(
+                    stopping, take_lease(store, model_name, engine_id=engine_id, duration_s=lease_s, directory=signs)
+                )
+                if taken is None:
+                    return
+                first, ended = await _first_record(store, taken)
+                reports = EngineReports(store, taken.lease, first)
+                interrupted = interrupted or taken.replaced is not None  # which nobody saw crash
+                process = _EngineProcess(
+                    settings, model, data_dir, plugins, store, taken.lease, scheduler, reports, ended, interrupted
+                )
+                await _while_held(store, taken.lease, process.run(stopping), on_lost)
+            finally:
+                await give_back(store, model_name, engine_id, directory=signs)
+    finally:
+        await store.close()
+
+
+async def _while_held(
+    store: RequestStore,
+    lease: Lease,
+    work: Coroutine[Any, Any, None],
+    on_lost: Callable[[LeaseLostError], object] | None,
+) -> None:
+    """Renew the lease beside the work, which ends where it is lost."""
+    working, keeping = asyncio.create_task(work), asyncio.create_task(keep_lease(store, lease))
+    try:
+        await asyncio.wait([working, keeping], return_when=asyncio.FIRST_COMPLETED)
+        await (working if working.done() else keeping)
+    except LeaseLostError as error:
+        if on_lost is not None:
+            on_lost(error)
+        raise
+    finally:
+        for task in (working, keeping):
+            task.cancel()
+        await asyncio.wait([working, keeping])
+
+
+def _model_named(settings: Settings, name: str) -> ModelSettings:
+    for model in settings.models:
+        if model.name == name:
+            return model
+    configured = ", ".join(repr(model.name) for model in settings.models) or "none"
+    msg = f"no model named {name!r}; configured: {configured}"
+    raise ConfigError(msg)
+
+
+async def _first_record(store: RequestStore, taken: Taken) -> tuple[EngineRecord, str]:
+    """Take over from the record that the supervisor, or an earlier engine, left; it may say how that one ended."""
+    base_model = taken.lease.base_model
+    fresh = EngineRecord(base_model=base_model, state=EngineState.STARTING, updated_at=datetime.now(UTC))
+    found = next((record for record in await store.list_engines() if record.base_model == base_model), fresh)
+    ended = found.detail if found.state is EngineState.RESTARTING else taken.replaced or _UNKNOWN_END
+    first = replace(
+        found, state=EngineState.STARTING, detail="", progress=None, engine_id=taken.lease.engine_id, pid=os.getpid()
+    )
+    first = replace(first, consistency=None)  # its counts start again
+    return first, ended
+
+
+@dataclass(frozen=True, slots=True)
+class _EngineProcess:
+    settings: Settings
+    model: ModelSettings
+    data_dir: Path
+    plugins: Plugins
+    store: RequestStore
+    lease: Lease
+    scheduler: Scheduler
+    reports: EngineReports
+    ended: str  # how the engine before this one ended
+    interrupted: bool  # from outside, as far as anybody knows
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        async with self.reports.running():
+            await self._run(stopping)
+
+    async def _run(self, stopping: asyncio.Event) -> None:
+        await self.reports.say(EngineState.STARTING)
+        await self.reports.say(EngineState.LOADING)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="tinsmith-training")
+        try:
+            async with self._loaded(thread, stopping) as (backend, sampler):
+                await self._serve(backend, sampler, thread, stopping)
+        finally:
+            thread.shutdown(wait=False)
+        await self.reports.say(EngineState.STOPPED)
+
+    @asynccontextmanager
+    async def _loaded(
+        self, thread: ThreadPoolExecutor, stopping: asyncio.Event
+    ) -> AsyncIterator[tuple[TrainingBackend, SamplingBackend | None]]:
+        loop = asyncio.get_running_loop()
+        make = partial(make_backends, self.model, self.plugins, self.data_dir, self._progress(loop))
+        making = loop.run_in_executor(thread, make)
+        stopped = asyncio.create_task(stopping.wait())
+        either: list[asyncio.Future[Any]] = [making, stopped]  # Any: futures of two sorts
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not making.done():
+            await self.reports.say(EngineState.STOPPED)
+            raise StoppedWhileLoadingError
+        backend, sampler = await making
+        try:
+            yield backend, sampler
+        finally:
+            if sampler is not None and not isinstance(sampler, TrainingBackend):
+                sampler.close()
+            await loop.run_in_executor(thread, backend.close)
+
+    def _model_path(self) -> Path | None:
+        return self.model.path or self.plugins.resolve_base_model(self.model.name)
+
+    def _progress(self, loop: asyncio.AbstractEventLoop) -> Progress:
+        def progress(stage: str, fraction: float | None) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self.reports.progress, stage, fraction)
+
+        return progress
+
+    async def _serve(
+        self,
+        backend: TrainingBackend,
+        sampler: SamplingBackend | None,
+        thread: ThreadPoolExecutor,
+        stopping: asyncio.Event,
+    ) -> None:
+        def finished(event: OperationFinished) -> None:
+            self.reports.progress("", None)  # whatever was going on is over
+            if event.consistency is not None:
+                self.reports.saved_for_sampling(event.consistency)
+            self.plugins.operation_finished(event)
+
+        engine = Engine(
+            lease=self.lease,
+            store=self.store,
+            scheduler=self.scheduler,
+            backend=backend,
+            sampler=sampler,
+            losses=self.plugins.losses(),
+            checkpoint_root=self.data_dir / "checkpoints",
+            gap_timeout_s=self.settings.server.gap_timeout_s,
+            resident_snapshots=self.model.resident_snapshots,
+            on_finished=finished,
+            recovery=self.settings.recovery,
+            consistency=self.model.consistency,
+            model_path=self._model_path(),
+            shard_bytes=self.model.checkpoint_shard_bytes,
+            thread=thread,
+        )
+        await self.reports.say(EngineState.RECOVERING, capabilities=capabilities_of(backend, sampler))
+        if await _unless(stopping, self._recovered(engine)) is None:
+            return
+        await self.reports.say(EngineState.READY)
+        _log.info("ready: %s", self.model.name)
+        stop = asyncio.create_task(_call_when_set(stopping, engine.stop))
+        try:
+            await engine.run()
+        finally:
+            stop.cancel()
+
+    async def _recovered(self, engine: Engine) -> bool:
+        await engine.recover(self.ended, self.reports.progress, interrupted=self.interrupted)
+        return True
+
+
+async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """Do the work, and return what it returns; None where `stopping` was set before, and it was given up."""
+    doing, stopped = asyncio.create_task(work), asyncio.create_task(stopping.wait())
+    await asyncio.wait([doing, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if doing.done():
+        return await doing
+    doing.cancel()
+    await asyncio.wait([doing])
+    return None
+
+
+async def _call_when_set(event: asyncio.Event, call: Callable[[], None]) -> None:
+    await event.wait()
+    call()

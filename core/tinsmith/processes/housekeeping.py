@@ -1,0 +1,78 @@
+"""What a server does by the clock: end sessions nobody keeps alive, drop old results, delete expired checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from tinsmith.checkpoints.atomic_directory import sweep
+from tinsmith.checkpoints.format import delete_checkpoint
+from tinsmith.errors import NotFoundError, TinsmithError
+from tinsmith.settings import RecoverySettings, ServerSettings
+from tinsmith.steady_clock import SteadyClock
+from tinsmith.store import RequestStore
+
+_log = logging.getLogger(__name__)
+
+
+class Housekeeping:
+    """`run` works until cancelled; a round that fails is logged, and the next one tries again."""
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        store: RequestStore,
+        checkpoint_root: Path,
+        *,
+        recovery: RecoverySettings | None = None,
+        clock: SteadyClock | None = None,
+    ) -> None:
+        self._settings = settings
+        self._keep_log_s = (recovery or RecoverySettings()).keep_log_s
+        self._store = store
+        self._checkpoint_root = checkpoint_root
+        self._clock = clock or SteadyClock()
+
+    @property
+    def interval_s(self) -> float:
+        return min(self._settings.session_timeout_s, self._settings.result_retention_s) / 10
+
+    async def run(self) -> None:
+        while True:  # the first round at once: a server that is started again often has to come to it, too
+            try:
+                await self.round()
+            except (TinsmithError, OSError) as error:
+                _log.error("housekeeping failed, trying again in %.0f s: %s", self.interval_s, error)
+            await asyncio.sleep(self.interval_s)
+
+    async def round(self) -> None:
+        """Do everything that is due. Where the clock has jumped, nothing ends by it until it has been steady."""
+        now, steady_s = self._clock.read()
+        if steady_s >= self._settings.session_timeout_s:  # else clients could not send heartbeats, or at other times
+            await self._expire_sessions(now)
+        elif self._clock.jumped:
+            return
+        finished_before = now - timedelta(seconds=self._settings.result_retention_s)
+        idle_since = min(finished_before, now - timedelta(seconds=self._keep_log_s))
+        num_pruned = await self._store.prune(finished_before, idle_since=idle_since)
+        if num_pruned:
+            _log.debug("dropped %d operations past their retention", num_pruned)
+        for record in await self._store.expired_checkpoints(now):
+            await self._delete(record.path)
+        await asyncio.to_thread(sweep, self._checkpoint_root)
+
+    async def _expire_sessions(self, now: datetime) -> None:
+        timeout = timedelta(seconds=self._settings.session_timeout_s)
+        for session_id in await self._store.expire_sessions(now - timeout):
+            _log.info("session %s expired: no heartbeat for %s", session_id, timeout)
+
+    async def _delete(self, path: str) -> None:
+        """Forget the checkpoint first, so that nobody finds one whose files are half gone."""
+        try:
+            record = await self._store.delete_checkpoint(path)
+        except NotFoundError:
+            return  # its owner was faster
+        await asyncio.to_thread(delete_checkpoint, self._checkpoint_root, record.directory)
+        _log.info("checkpoint %s deleted: its time to live is over", path)

@@ -1,0 +1,95 @@
+"""The lease of an engine: waiting for it as a standby, and renewing it while the engine works."""
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NoReturn
+
+from tinsmith.errors import LeaseLostError, ServerError
+from tinsmith.processes import life_sign
+from tinsmith.store import Lease, LeaseHeld, RequestStore
+
+_RENEWALS: Final = 4  # in the time that a lease lasts
+_LOOK_S: Final = 1.0  # how often a standby looks whether the process that it waits for is dead
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    lease: Lease
+    replaced: str | None  # how the engine before it ended, where this one has waited for it
+
+
+async def take_lease(
+    store: RequestStore, base_model: str, *, engine_id: str, duration_s: float, directory: Path
+) -> Taken:
+    """Wait until no other engine serves the base model, however long that takes, and say for whom it waits.
+
+    An engine whose lease has not been renewed for `duration_s` of this process's own time is silent, whatever the
+    store's clock says: it may have been set back.
+    """
+    gone: str | None = None  # which engine is to be replaced although its lease has not run out
+    how: str | None = None
+    waited_for: str | None = None
+    silence = Silence()
+    while True:
+        found = await store.acquire_lease(base_model, engine_id=engine_id, duration_s=duration_s, dead=gone)
+        if isinstance(found, Lease):
+            life_sign.forget_ended(directory)
+            _log.info("serving %r with epoch %d as %s", base_model, found.epoch, engine_id)
+            if how is None and waited_for is not None:
+                how = f"engine {waited_for} stopped, or did not renew its lease in time"
+            return Taken(found, how)
+        if life_sign.has_ended(directory, found.engine_id):
+            gone, how = found.engine_id, f"the process of engine {found.engine_id} died"
+            continue
+        if silence.lasts_s(found) >= duration_s:
+            gone, how = found.engine_id, f"engine {found.engine_id} has not renewed its lease for {duration_s:g} s"
+            _log.warning("%s, which ends %s: the database's clock has been set back", how, found.until)
+            continue
+        if waited_for != found.engine_id:
+            waited_for = found.engine_id
+            _log.info(
+                "standby: engine %s serves %r; this one takes over when that one stops, or is silent for %g s",
+                waited_for,
+                base_model,
+                duration_s,
+            )
+        await store.wait_for_lease(base_model, min(found.remaining_s, _LOOK_S))
+
+
+class Silence:
+    """For how long nobody has renewed a lease, by this process's clock that never jumps."""
+
+    def __init__(self) -> None:
+        self._seen: LeaseHeld | None = None
+        self._since_s = 0.0
+
+    def lasts_s(self, found: LeaseHeld) -> float:
+        now_s = time.monotonic()
+        if self._seen is None or (self._seen.engine_id, self._seen.until) != (found.engine_id, found.until):
+            self._seen, self._since_s = found, now_s
+        return now_s - self._since_s
+
+
+async def keep_lease(store: RequestStore, lease: Lease) -> NoReturn:
+    """Renew it until cancelled. Raise LeaseLostError once another engine has taken it."""
+    while True:
+        await asyncio.sleep(lease.duration_s / _RENEWALS)
+        try:
+            await store.renew_lease(lease)
+        except LeaseLostError:
+            raise
+        except ServerError as error:
+            _log.warning("the lease of %r could not be renewed, trying again: %s", lease.base_model, error)
+
+
+async def give_back(store: RequestStore, base_model: str, engine_id: str, *, directory: Path) -> None:
+    """Let the next engine take it at once. Where the store cannot be reached, it has to see that this one is dead."""
+    with suppress(ServerError):
+        await store.release_lease(base_model, engine_id)
+        life_sign.forget(directory, engine_id)

@@ -1,0 +1,231 @@
+"""Run a server: lock the data directory, open the store, supervise the engines, answer HTTP, and stop in order."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+from rich.console import Console
+
+from tinsmith.errors import ConfigError, ServerError
+from tinsmith.hook_values import ServerStarted, ServerStopping
+from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.data_dir_lock import DataDirLock
+from tinsmith.processes.display import EngineDisplay, is_busy, show_banner
+from tinsmith.processes.housekeeping import Housekeeping
+from tinsmith.processes.supervisor import Supervisor
+from tinsmith.server.app import begin_shutdown, create_app
+from tinsmith.server.bounded_http import BoundedHttp
+from tinsmith.settings import ServerSettings, Settings
+from tinsmith.store import EngineState, RequestStore, StoreContext
+
+_EXIT_INTERRUPTED: Final = 130
+_GRACE_S: Final = 10  # for answers under way when the server stops
+_LOADING_REFRESH_S: Final = 0.2
+_WATCH_REFRESH_S: Final = 2.0
+_BACKLOG: Final = 2048
+_FILES: Final = 1 << 16
+
+_log = logging.getLogger(__name__)
+
+
+def serve(settings: Settings, plugins: Plugins) -> None:
+    """Serve until SIGINT or SIGTERM; a second one stops at once. Raise ConfigError where it cannot start."""
+    configure_logging(settings.server.log_level)
+    allow_many_connections()
+    with DataDirLock(settings.server.data_dir, shared=settings.server.share_data_dir) as lock:
+        listener = listen(settings.server)
+        url = _url(settings.server, listener)
+        with listener:
+            uvloop.run(_serve(settings, plugins, listener, url, lock))
+
+
+def configure_logging(level: str) -> None:
+    """Send log lines to stderr, with time and origin."""
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
+    )
+    for noisy in ("uvicorn", "httpx", "alembic"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def allow_many_connections() -> None:
+    """Raise this process's limit of open files: each long poll is one, and 1,024 is a usual default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def listen(server: ServerSettings) -> socket.socket:
+    """Bind the address, so that a port in use is known before anything is loaded."""
+    try:
+        [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
+            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        msg = f"server.host: {server.host!r} is not an address of this machine: {error.strerror}"
+        raise ConfigError(msg) from error
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(_bind_failure(server, error)) from error
+    return listener
+
+
+def _bind_failure(server: ServerSettings, error: OSError) -> str:
+    match error.errno:
+        case errno.EADDRINUSE:
+            remedy = "choose another with --port, or --port 0 for a free one"
+            return f"server.port: {server.port} is in use on {server.host}; {remedy}"
+        case errno.EACCES:
+            return f"server.port: {server.port} needs privileges; choose one above 1023"
+        case _:
+            return f"server.host: cannot listen on {server.host!r}: {error.strerror}; use an address of this machine"
+
+
+def _url(server: ServerSettings, listener: socket.socket) -> str:
+    if server.public_url:
+        return server.public_url.rstrip("/")
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
+    port = listener.getsockname()[1]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def _serve(settings: Settings, plugins: Plugins, listener: socket.socket, url: str, lock: DataDirLock) -> None:
+    store = _create_store(settings, plugins)
+    await store.open()
+    try:
+        app = await create_app(settings, store=store, plugins=plugins)
+        http = _HttpServer(app)
+        supervisor = Supervisor(settings, store)
+        console = Console(stderr=True)
+        show_banner(console, settings, plugins, url)
+        with _signals(http, supervisor):
+            await supervisor.start()
+            try:
+                async with asyncio.TaskGroup() as beside:
+                    tasks = [
+                        beside.create_task(_housekeeping(settings, store)),
+                        beside.create_task(_show_engines(console, settings, store)),
+                        beside.create_task(_announce(http, settings, plugins, url, lock)),
+                    ]
+                    await http.serve([listener])
+                    for task in tasks:
+                        task.cancel()
+            finally:
+                plugins.server_stopping(ServerStopping(url=url))
+                await supervisor.stop()
+    finally:
+        await store.close()
+
+
+def _create_store(settings: Settings, plugins: Plugins) -> RequestStore:
+    spec, server = plugins.store(settings.store.plugin), settings.server
+    config = spec.config.model_validate(settings.store.options())
+    return spec.create(config, StoreContext(data_dir=server.data_dir, shared=server.share_data_dir))
+
+
+async def _housekeeping(settings: Settings, store: RequestStore) -> None:
+    root = settings.server.data_dir / "checkpoints"
+    await Housekeeping(settings.server, store, root, recovery=settings.recovery).run()
+
+
+async def _announce(http: _HttpServer, settings: Settings, plugins: Plugins, url: str, lock: DataDirLock) -> None:
+    await http.answering.wait()
+    lock.describe(url=url)
+    plugins.server_started(ServerStarted(url=url, base_models=tuple(model.name for model in settings.models)))
+
+
+async def _show_engines(console: Console, settings: Settings, store: RequestStore) -> None:
+    """Show what the engines report: closely while something loads, now and then afterwards."""
+    names = tuple(model.name for model in settings.models)
+    display = EngineDisplay(console, names)
+    try:
+        while True:
+            settled = await _show_once(display, names, store)
+            await asyncio.sleep(_WATCH_REFRESH_S if settled else _LOADING_REFRESH_S)
+    finally:
+        display.close()
+
+
+async def _show_once(display: EngineDisplay, names: tuple[str, ...], store: RequestStore) -> bool:
+    """Return whether all have loaded and compiled, or given up."""
+    try:
+        records = [record for record in await store.list_engines() if record.base_model in names]
+    except ServerError as error:  # requests tell their clients; the display looks again
+        _log.warning("cannot read what the engines report: %s", error)
+        return True
+    display.update(records)
+    resting = (EngineState.READY, EngineState.FAILED)
+    settled = [record for record in records if record.state in resting and not is_busy(record)]
+    return len(settled) == len(names)
+
+
+class _HttpServer(uvicorn.Server):
+    """Uvicorn without its signal handling; ends long polls before it waits for answers under way."""
+
+    def __init__(self, app: FastAPI) -> None:
+        config = uvicorn.Config(
+            app,
+            http=BoundedHttp,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+        super().__init__(config)
+        self._app = app
+        self.answering = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # `_signals` has them
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.answering.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        begin_shutdown(self._app)
+        await super().shutdown(sockets)
+
+
+@contextmanager
+def _signals(http: _HttpServer, supervisor: Supervisor) -> Iterator[None]:
+    """First signal: stop in order. Second: kill the engines and leave."""
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        if http.should_exit:
+            supervisor.kill()
+            os._exit(_EXIT_INTERRUPTED)
+        http.should_exit = True
+        print("\nstopping; press Ctrl-C again to stop at once", file=sys.stderr, flush=True)  # noqa: T201 - for people
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,1 @@
+"""The Tinker API: bodies in, bodies out."""

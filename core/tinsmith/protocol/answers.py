@@ -1,0 +1,160 @@
+"""Results to what SDK 0.38.0 reads: protobuf for passes and samples, JSON for everything else."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+import numpy as np
+import orjson
+
+from tinsmith import operations as ops
+from tinsmith.errors import ServerError
+from tinsmith.protocol import tensors as wire_tensors
+from tinsmith.protocol.proto import tinker_public_pb2 as pb
+
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
+
+_STOP_REASONS: Mapping[ops.StopReason, pb.StopReason] = {
+    "stop": pb.STOP_REASON_STOP,
+    "length": pb.STOP_REASON_LENGTH,
+}
+_DTYPES: Mapping[str, tuple[pb.DType, str]] = {
+    "float32": (pb.DTYPE_FLOAT32, "<f4"),
+    "float64": (pb.DTYPE_FLOAT32, "<f4"),
+    "int64": (pb.DTYPE_INT64, "<i8"),
+    "int32": (pb.DTYPE_INT32, "<i4"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The body of a 200 answer of retrieve_future."""
+
+    body: bytes
+    media_type: str = JSON
+
+
+def answer(result: ops.Result) -> Answer:
+    """Encode a result. May take milliseconds for a large one: call it off the event loop."""
+    match result:
+        case ops.ForwardBackwardOutput():
+            message = forward_backward_output(result)
+            return Answer(body=message.SerializeToString(deterministic=True), media_type=PROTOBUF)
+        case ops.SampleOutput():
+            return Answer(body=sample_response(result).SerializeToString(deterministic=True), media_type=PROTOBUF)
+        case ops.Failed():
+            return _json({"error": result.message, "category": result.category})
+        case ops.ModelCreated():
+            return _json({"model_id": result.model_id})  # of create_model and load_weights: no "type" fits both
+        case ops.OptimStepOutput():
+            return _json({"metrics": {key: json_number(value) for key, value in result.metrics.items()}})
+        case ops.WeightsSaved():
+            return _json(
+                _present(path=result.path, sampling_session_id=result.sampling_session_id, size_bytes=result.size_bytes)
+            )
+        case ops.WeightsLoaded():
+            return _json({"path": result.path, "model_id": result.model_id})
+        case ops.ModelUnloaded():
+            return _json({"model_id": result.model_id})
+        case _:
+            assert_never(result)
+
+
+def json_number(value: float) -> float | str:
+    """JSON has no NaN; the SDK reads the words "nan", "inf" and "-inf" as numbers, and null as an error."""
+    return value if math.isfinite(value) else str(float(value))
+
+
+def _present(**fields: str | int | None) -> dict[str, str | int]:
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _json(content: Mapping[str, object]) -> Answer:
+    return Answer(body=orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+# Passes ---------------------------------------------------------------------------------------------------------------
+
+
+def forward_backward_output(output: ops.ForwardBackwardOutput) -> pb.ForwardBackwardOutput:
+    """Put runs of data whose fields agree in dtype and trailing shape into one record each."""
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(output.metrics))
+    run: list[Mapping[str, ops.Array]] = []
+    for datum in output.loss_fn_outputs:
+        if run and _layout(datum) != _layout(run[0]):
+            _add_record(message, run)
+            run = []
+        run.append(datum)
+    if run:
+        _add_record(message, run)
+    return message
+
+
+def _layout(datum: Mapping[str, ops.Array]) -> list[tuple[str, str, tuple[int, ...]]]:
+    return [(name, datum[name].dtype.name, datum[name].shape[1:]) for name in sorted(datum)]
+
+
+def _add_record(message: pb.ForwardBackwardOutput, run: Sequence[Mapping[str, ops.Array]]) -> None:
+    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(run))
+    for name, dtype_name, trailing_shape in _layout(run[0]):
+        if dtype_name not in _DTYPES:
+            msg = f"output {name!r} has dtype {dtype_name}; backends return one of {', '.join(_DTYPES)}"
+            raise ServerError(msg)
+        dtype, stored = _DTYPES[dtype_name]
+        parts = [np.ascontiguousarray(datum[name], stored).tobytes() for datum in run]
+        offsets = np.cumsum([0, *(len(part) for part in parts)], dtype="<i8")
+        tensor = record.fields[name]
+        tensor.data, tensor.offsets, tensor.dtype = b"".join(parts), offsets.tobytes(), dtype
+        tensor.trailing_shape.extend(trailing_shape)
+
+
+# Samples --------------------------------------------------------------------------------------------------------------
+
+
+def sample_response(output: ops.SampleOutput) -> pb.SampleResponse:
+    message = pb.SampleResponse(
+        sequences=[_sequence(sequence) for sequence in output.sequences],
+        prompt_cache_hit_tokens=output.prompt_cache_hit_tokens,
+    )
+    if output.prompt_logprobs is not None:
+        message.prompt_logprobs = wire_tensors.float32_bytes(output.prompt_logprobs)
+    if output.top_prompt_logprobs is not None:
+        message.topk_prompt_logprobs.CopyFrom(_top_logprobs(output.top_prompt_logprobs))
+    if output.target_prompt_logprobs is not None:
+        message.target_prompt_logprobs.CopyFrom(_targets(output.target_prompt_logprobs, output.target_layout))
+    return message
+
+
+def _targets(scores: ops.FloatArray, layout: ops.SparseLayout | None) -> pb.Tensor:
+    """In the layout of the request."""
+    if layout is None:
+        return pb.Tensor(dense=wire_tensors.float32_bytes(scores), dtype=pb.DTYPE_FLOAT32, shape=scores.shape)
+    rows = np.repeat(np.arange(len(scores)), np.diff(layout.crow_indices))
+    sparse = pb.SparseCsr(
+        values=wire_tensors.float32_bytes(scores[rows, layout.col_indices]),
+        crow_indices=wire_tensors.int64_bytes(layout.crow_indices),
+        col_indices=wire_tensors.int64_bytes(layout.col_indices),
+    )
+    return pb.Tensor(sparse_csr=sparse, dtype=pb.DTYPE_FLOAT32, shape=scores.shape)
+
+
+def _sequence(sequence: ops.SampledSequence) -> pb.SampledSequence:
+    message = pb.SampledSequence(
+        stop_reason=_STOP_REASONS[sequence.stop_reason],
+        tokens=wire_tensors.int32_bytes(sequence.tokens),
+        logprobs=wire_tensors.float32_bytes(sequence.logprobs),
+    )
+    if sequence.top_logprobs is not None:
+        message.topk_sampled_logprobs.CopyFrom(_top_logprobs(sequence.top_logprobs))
+    return message
+
+
+def _top_logprobs(top: ops.TopLogprobs) -> pb.TopkLogprobs:
+    length, k = top.token_ids.shape
+    return pb.TopkLogprobs(
+        token_ids=wire_tensors.int32_bytes(top.token_ids),
+        logprobs=wire_tensors.float32_bytes(top.logprobs),
+        k=k,
+        length=length,
+    )

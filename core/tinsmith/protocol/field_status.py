@@ -1,0 +1,291 @@
+"""What becomes of every field that SDK 0.38.0 can send: honoured, refused by name, or without meaning here.
+
+Nothing deviates silently. A test walks the SDK's own types and fails where one of their fields is not listed;
+docs/reference/protocol.md shows this table (`python -m tinsmith.protocol.field_status` prints it).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    verdict: Literal["honoured", "refused", "no meaning"]
+    note: str = ""
+
+
+def _honoured(note: str = "") -> Status:
+    return Status("honoured", note)
+
+
+def _refused(note: str) -> Status:
+    return Status("refused", note)
+
+
+def _no_meaning(note: str) -> Status:
+    return Status("no meaning", note)
+
+
+_TAG = _no_meaning("a constant that repeats the endpoint")
+_NO_ENDPOINT = _refused("the endpoint answers that it is not offered")
+_DROPPED = _no_meaning("telemetry is accepted and dropped")
+_SPAN = _no_meaning("provenance feeds `stable_reinforce` only, which is refused as a loss")
+_IMAGE = _refused("text models only: image and dmel chunks are refused by name")
+
+FIELDS: dict[str, dict[str, Status]] = {
+    # Sessions and configuration
+    "ClientConfigRequest": {"sdk_version": _no_meaning("every SDK gets the same configuration")},
+    "CreateSessionRequest": {
+        "tags": _honoured("stored"),
+        "user_metadata": _honoured("stored, any JSON values; returned as strings"),
+        "sdk_version": _honoured("stored"),
+        "project_id": _honoured("a label; `training_runs` can filter by it"),
+        "display_name": _honoured("stored"),
+        "type": _TAG,
+    },
+    "SessionHeartbeatRequest": {"session_id": _honoured(), "type": _TAG},
+    "SessionSearchRequest": dict.fromkeys(
+        ("session_id", "project_ids", "user_metadata", "display_name", "owner", "statuses", "limit", "cursor"),
+        _NO_ENDPOINT,
+    ),
+    "OwnSearchOwner": {"type": _NO_ENDPOINT},
+    "AccessibleSearchOwner": {"type": _NO_ENDPOINT},
+    "UserSearchOwner": {"type": _NO_ENDPOINT, "owner_urns": _NO_ENDPOINT},
+    "ActiveSessionStatusQuery": {"type": _NO_ENDPOINT},
+    "CancelledSessionStatusQuery": {"type": _NO_ENDPOINT},
+    "FailedSessionStatusQuery": {"type": _NO_ENDPOINT},
+    "ClientFinishedSessionStatusQuery": {"type": _NO_ENDPOINT, "reasons": _NO_ENDPOINT},
+    "SessionSearchCursor": {"last_created_at": _NO_ENDPOINT, "last_session_id": _NO_ENDPOINT},
+    # Models and training
+    "CreateModelRequest": {
+        "session_id": _honoured(),
+        "model_seq_id": _honoured(),
+        "base_model": _honoured("one that is configured, else refused"),
+        "user_metadata": _honoured("stored, any JSON values; returned as strings"),
+        "lora_config": _honoured("required; full fine-tuning is rank 0"),
+        "optimizer_config": _honoured("`adamw`; other families are refused"),
+        "type": _TAG,
+    },
+    "LoraConfig": {
+        "rank": _honoured(
+            "1 up to the backend's limit, any whole number; 0 is full fine-tuning, where the backend offers it"
+        ),
+        "seed": _honoured("drawn from the model id where absent"),
+        "train_unembed": _honoured(),
+        "train_mlp": _honoured(),
+        "train_attn": _honoured("all three false is refused"),
+    },
+    "AdamOptimizerConfig": {"type": _honoured()},
+    "OptimizerConfigBase": {"type": _refused("families other than `adamw`")},
+    "DimuonOptimizerConfig": {
+        "type": _refused("`dimuon` is not offered"),
+        "version": _refused("`dimuon` is not offered"),
+    },
+    "GetInfoRequest": {"model_id": _honoured(), "type": _TAG},
+    "UnloadModelRequest": {"model_id": _NO_ENDPOINT, "type": _NO_ENDPOINT},
+    "OptimStepRequest": {
+        "optim_params": _honoured("as `adam_params`; `optimizer_params` is refused"),
+        "model_id": _honoured(),
+        "seq_id": _honoured("required"),
+        "type": _TAG,
+    },
+    "AdamParams": {
+        "learning_rate": _honoured(),
+        "beta1": _honoured(),
+        "beta2": _honoured(),
+        "eps": _honoured(),
+        "weight_decay": _honoured(),
+        "grad_clip_norm": _honoured(),
+    },
+    "OptimParamsBase": {"type": _refused("families other than `adamw`")},
+    "DimuonParams": dict.fromkeys(
+        ("type", "learning_rate", "grad_clip_norm", "beta1"), _refused("`dimuon` is not offered")
+    ),
+    # Protobuf: forward_backward
+    "proto ForwardBackwardRequest": {
+        "model_id": _honoured(),
+        "seq_id": _honoured(),
+        "data": _honoured(),
+        "loss_fn": _honoured("one that the backend offers; `gspo`, `stable_reinforce` and `custom` are refused"),
+        "loss_fn_config": _honoured("unknown keys are refused"),
+        "forward_only": _honoured(),
+        "loss_fn_config_v2": _honoured("preferred; text values are refused"),
+    },
+    "proto LossConfigValue": {"number": _honoured(), "text": _refused("no offered loss takes text")},
+    "proto Datum": {
+        "model_input": _honoured("text chunks are concatenated"),
+        "loss_fn_inputs": _honoured("inputs that the loss does not take are refused"),
+        "model_input_spans": _SPAN,
+        "loss_fn_input_spans": _SPAN,
+    },
+    "proto ProvenanceSpan": {"prompt_tokens": _SPAN, "sampled_tokens": _SPAN},
+    "proto PromptProvenanceSpan": {"sequence_id": _SPAN, "offset": _SPAN, "length": _SPAN},
+    "proto SampledProvenanceSpan": {"sequence_id": _SPAN, "offset": _SPAN, "length": _SPAN},
+    "proto Chunk": {"encoded_text": _honoured(), "image": _IMAGE, "dmel": _IMAGE},
+    "proto EncodedTextChunk": {"tokens": _honoured()},
+    "proto ImageChunk": dict.fromkeys(("data", "format", "expected_tokens", "override_dimensions"), _IMAGE),
+    "proto ImageDimensions": {"width": _IMAGE, "height": _IMAGE},
+    "proto DmelChunk": {"dmel": _IMAGE},
+    "proto Tensor": {
+        "dense": _honoured(),
+        "sparse_csr": _honoured("made dense: what is not listed is 0"),
+        "dtype": _honoured("int32 and bfloat16 are widened"),
+        "shape": _honoured("one dimension where absent"),
+    },
+    "proto SparseCsr": {"values": _honoured(), "crow_indices": _honoured(), "col_indices": _honoured()},
+    # Weights
+    "SaveWeightsRequest": {
+        "model_id": _honoured(),
+        "path": _honoured("required: the checkpoint's name"),
+        "seq_id": _honoured("required"),
+        "ttl_seconds": _honoured("3600 to ten years, else refused"),
+        "overwrite": _honoured(),
+        "user_metadata": _honoured(),
+        "type": _TAG,
+    },
+    "SaveWeightsForSamplerRequest": {
+        "model_id": _honoured(),
+        "path": _honoured("with it persisted, without ephemeral"),
+        "sampling_session_seq_id": _honoured("ephemeral only; the first of a retried request wins"),
+        "kind": _honoured("`snapshot`; `inflight` is refused"),
+        "seq_id": _honoured("required"),
+        "ttl_seconds": _honoured("refused where ephemeral"),
+        "user_metadata": _honoured("refused where ephemeral"),
+        "type": _TAG,
+    },
+    "SaveWeightsExternalRequest": {
+        "model_id": _honoured(),
+        "path": _honoured("required"),
+        "seq_id": _honoured("required"),
+        "ttl_seconds": _honoured("3600 to ten years, else refused"),
+        "age_encryption_recipients": _refused("files are not encrypted"),
+        "type": _TAG,
+    },
+    "LoadWeightsRequest": {
+        "model_id": _honoured("an existing model"),
+        "seq_id": _honoured("an existing model"),
+        "session_id": _honoured("a new model"),
+        "model_seq_id": _honoured("a new model"),
+        "base_model": _honoured("must be the checkpoint's own; refused with model_id"),
+        "user_metadata": _honoured("of a new model; refused with model_id"),
+        "path": _honoured("one's own, or published"),
+        "optimizer": _honoured(),
+        "optimizer_config": _honoured("`adamw`; other families are refused"),
+        "weights_access_token": _refused("publish the checkpoint instead"),
+        "type": _TAG,
+    },
+    "CopyWeightsRequest": dict.fromkeys(
+        (
+            "session_id",
+            "model_seq_id",
+            "destination_project_id",
+            "source_path",
+            "ttl_seconds",
+            "weights_access_token",
+        ),
+        _NO_ENDPOINT,
+    ),
+    "CreateCustomLossRequest": dict.fromkeys(
+        ("session_id", "custom_loss_seq_id", "name", "inputs", "graph", "type"), _NO_ENDPOINT
+    ),
+    "CustomLossInput": {"name": _NO_ENDPOINT, "rank": _NO_ENDPOINT},
+    "CustomLossGraph": {"format": _NO_ENDPOINT, "nodes": _NO_ENDPOINT},
+    "CustomLossNode": dict.fromkeys(("op", "name", "target", "args", "kwargs"), _NO_ENDPOINT),
+    # Sampling
+    "CreateSamplingSessionRequest": {
+        "session_id": _honoured(),
+        "sampling_session_seq_id": _honoured(),
+        "base_model": _honoured("with model_path it must be the checkpoint's own"),
+        "model_path": _honoured("a sampler checkpoint, one's own or published"),
+        "type": _TAG,
+    },
+    "JoinSamplingSessionRequest": {"sampling_session_id": _honoured(), "type": _TAG},
+    "SampleRequest": {
+        "num_samples": _honoured("1 to 1024"),
+        "prompt": _honoured("text chunks are concatenated"),
+        "sampling_params": _honoured(),
+        "base_model": _refused("samples belong to a sampling session"),
+        "model_path": _refused("samples belong to a sampling session"),
+        "sampling_session_id": _honoured("required"),
+        "seq_id": _honoured("required, 64 bits"),
+        "prompt_logprobs": _honoured(),
+        "topk_prompt_logprobs": _honoured("up to the sampler's limit"),
+        "topk_sample_logprobs": _honoured("up to the sampler's limit"),
+        "target_prompt_logprobs": _honoured("where the sampler offers it; the answer is dense"),
+        "prompt_alt_tokens_k": _refused("above 0"),
+        "prompt_logprobs_last_n": _honoured(),
+        "record_stability_info": _no_meaning("feeds `stable_reinforce` only, which is refused as a loss"),
+        "type": _TAG,
+    },
+    "SamplingParams": {
+        "max_tokens": _honoured("absent: up to the context length"),
+        "seed": _honoured("folded into 0 to 2**63 - 2; drawn from the request's ids where absent"),
+        "stop": _honoured("added to EOS; an empty list switches EOS off too"),
+        "temperature": _honoured("0 is greedy"),
+        "top_k": _honoured("-1 is off"),
+        "top_p": _honoured(),
+    },
+    "ModelInput": {"chunks": _honoured()},
+    "EncodedTextChunk": {"tokens": _honoured(), "type": _honoured()},
+    "ImageChunk": dict.fromkeys(("data", "format", "expected_tokens", "type"), _IMAGE),
+    "ImageAssetPointerChunk": dict.fromkeys(("format", "location", "expected_tokens", "type"), _IMAGE),
+    "DmelChunk": {"dmel": _IMAGE, "type": _IMAGE},
+    "TensorData": {
+        "data": _honoured(),
+        "dtype": _honoured("int64 for token ids"),
+        "shape": _honoured(),
+        "sparse_crow_indices": _honoured(),
+        "sparse_col_indices": _honoured(),
+    },
+    # Futures
+    "FutureRetrieveRequest": {"request_id": _honoured(), "allow_metadata_only": _honoured("results over 4 MiB")},
+    "FuturesRetrieveRequest": {
+        "target": _honoured(),
+        "prev_cursor": _honoured("valid across restarts; one that is ahead of the records is refused"),
+        "timeout": _honoured("0 answers at once; more than `server.long_poll_s` is answered after that"),
+        "retrieved_request_ids": _no_meaning("results stay readable for `server.result_retention_s`"),
+    },
+    "SamplingSessionFuturesTarget": {
+        "type": _honoured(),
+        "sampling_session_id": _honoured(),
+        "cloned_sampler_id": _honoured("every clone has completions and a cursor of its own"),
+    },
+    # Beside the work
+    "TelemetrySendRequest": dict.fromkeys(
+        ("events", "platform", "sdk_version", "session_id", "process_uuid"), _DROPPED
+    ),
+    **dict.fromkeys(
+        ("SessionStartEvent", "SessionEndEvent", "UnhandledExceptionEvent", "GenericEvent"),
+        dict.fromkeys(
+            (
+                "event",
+                "event_id",
+                "event_session_index",
+                "severity",
+                "timestamp",
+                "duration",
+                "error_message",
+                "error_type",
+                "traceback",
+                "event_name",
+                "event_data",
+            ),
+            _DROPPED,
+        ),
+    ),
+    "GetBillingUsageRequest": {"starting_on": _NO_ENDPOINT, "ending_before": _NO_ENDPOINT},
+    "GetCurrentCheckpointStorageUsageRequest": {"project_id": _NO_ENDPOINT},
+}
+
+
+def markdown() -> str:
+    """Return the table of docs/reference/protocol.md."""
+    lines = ["| Message | Field | Status | Note |", "|---|---|---|---|"]
+    for message, fields in FIELDS.items():
+        for name, status in fields.items():
+            lines.append(f"| {message} | `{name}` | {status.verdict} | {status.note} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(markdown())  # noqa: T201 - it is the command's output

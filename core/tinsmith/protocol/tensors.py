@@ -1,0 +1,172 @@
+"""Arrays between the API's binary and JSON forms and NumPy: little-endian bytes, dense or sparse rows (CSR).
+
+Decoded dense arrays are read-only views of the request's bytes.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tinsmith import operations as ops
+from tinsmith.errors import UserError
+from tinsmith.protocol import wire
+from tinsmith.protocol.proto import tinker_public_pb2 as pb
+
+MAX_DENSE_ELEMENTS = 1 << 26
+"""Of one sparse tensor made dense: a few bytes of request must not become gigabytes of memory."""
+
+_DTYPES: dict[int, np.dtype[np.generic]] = {
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+    pb.DTYPE_BFLOAT16: np.dtype("<u2"),
+}
+_INT64 = np.dtype("<i8")
+_INT32 = np.dtype("<i4")
+_EXACT_FLOAT32 = 1 << 24
+
+
+def read_tokens(chunks: Sequence[bytes]) -> ops.TokenArray:
+    """Concatenate text chunks: int32 arrays."""
+    return read_array(b"".join(chunks), _INT32, "model_input")
+
+
+def read_array(data: bytes, dtype: np.dtype[np.generic], name: str) -> ops.Array:
+    if len(data) % dtype.itemsize:
+        msg = f"{name}: {len(data)} bytes are not a whole number of {dtype.name} values"
+        raise UserError(msg)
+    return np.frombuffer(data, dtype)
+
+
+def tensor_from_proto(name: str, tensor: pb.Tensor) -> ops.Array:
+    """Return int64 or float32; int32 and bfloat16 are widened, sparse rows filled up with zeros."""
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        msg = f"{name}: dtype {tensor.dtype} is not known; send float32 or int64"
+        raise UserError(msg)
+    shape = list(tensor.shape)
+    match tensor.WhichOneof("encoding"):
+        case "dense":
+            values = read_array(tensor.dense, dtype, name)
+            dense = _shaped(name, values, shape or [values.size])
+        case "sparse_csr":
+            csr = tensor.sparse_csr
+            dense = dense_from_csr(
+                name,
+                read_array(csr.values, dtype, name),
+                read_array(csr.crow_indices, _INT64, f"{name}: crow_indices"),
+                read_array(csr.col_indices, _INT64, f"{name}: col_indices"),
+                shape,
+                fill=0,
+            )
+        case None:
+            dense = _shaped(name, np.zeros(0, dtype), shape or [0])  # proto3 leaves empty bytes out
+    return _widened(dense, tensor.dtype)
+
+
+def target_tokens_from_json(name: str, tensor: wire.TensorData) -> ops.IntArray:
+    """Return int64 [rows, columns]; what a sparse tensor does not list is -1, for "skip"."""
+    if tensor.dtype != "int64":
+        msg = f"{name}: dtype {tensor.dtype!r} is not allowed; send int64"
+        raise UserError(msg)
+    try:
+        values = np.asarray(tensor.data, np.float64).astype(np.int64)
+    except (OverflowError, ValueError) as error:
+        msg = f"{name}: holds values that are no token ids: {error}"
+        raise UserError(msg) from error
+    if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
+        return _shaped(name, values, tensor.shape or [values.size])
+    return dense_from_csr(
+        name,
+        values,
+        _indices(name, tensor.sparse_crow_indices),
+        _indices(name, tensor.sparse_col_indices),
+        tensor.shape or [],
+        fill=-1,
+    )
+
+
+def layout_from_json(name: str, tensor: wire.TensorData) -> ops.SparseLayout | None:
+    """Return which cells a sparse tensor lists; None of a dense one. `target_tokens_from_json` has checked it."""
+    if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
+        return None
+    return ops.SparseLayout(
+        crow_indices=_indices(name, tensor.sparse_crow_indices),
+        col_indices=_indices(name, tensor.sparse_col_indices),
+    )
+
+
+def dense_from_csr(
+    name: str,
+    values: ops.Array,
+    crow_indices: ops.IntArray,
+    col_indices: ops.IntArray,
+    shape: Sequence[int],
+    *,
+    fill: int,
+) -> ops.Array:
+    if len(shape) != 2 or min(shape) < 0:
+        msg = f"{name}: a sparse tensor needs a shape [rows, columns], this one has {list(shape)}"
+        raise UserError(msg)
+    num_rows, num_columns = shape
+    if num_rows * num_columns > MAX_DENSE_ELEMENTS:
+        msg = f"{name}: shape {list(shape)} has more than {MAX_DENSE_ELEMENTS} elements; send shorter sequences"
+        raise UserError(msg)
+    if (
+        len(crow_indices) != num_rows + 1
+        or crow_indices[0] != 0
+        or crow_indices[-1] != len(values)
+        or len(col_indices) != len(values)
+        or (np.diff(crow_indices) < 0).any()
+        or ((col_indices < 0) | (col_indices >= num_columns)).any()
+    ):
+        msg = f"{name}: the indices of this sparse tensor do not describe {len(values)} values in shape {list(shape)}"
+        raise UserError(msg)
+    dense = np.full((num_rows, num_columns), fill, values.dtype)
+    dense[np.repeat(np.arange(num_rows), np.diff(crow_indices)), col_indices] = values
+    return dense
+
+
+def as_float32(name: str, values: ops.Array) -> ops.FloatArray:
+    """Take whole numbers too, where float32 holds them exactly."""
+    if values.dtype == np.float32:
+        return values
+    if values.size and int(np.abs(values).max()) > _EXACT_FLOAT32:
+        msg = f"{name}: is int64 and holds values that float32 cannot hold; send float32"
+        raise UserError(msg)
+    return values.astype(np.float32)
+
+
+def float32_bytes(values: ops.Array) -> bytes:
+    return np.ascontiguousarray(values, "<f4").tobytes()
+
+
+def int64_bytes(values: ops.Array) -> bytes:
+    return np.ascontiguousarray(values, dtype="<i8").tobytes()
+
+
+def int32_bytes(values: ops.Array) -> bytes:
+    return np.ascontiguousarray(values, "<i4").tobytes()
+
+
+def _shaped(name: str, values: ops.Array, shape: Sequence[int]) -> ops.Array:
+    if min(shape, default=0) < 0 or int(np.prod(shape, dtype=object)) != values.size:
+        msg = f"{name}: shape {list(shape)} does not hold {values.size} values"
+        raise UserError(msg)
+    return values.reshape(shape)
+
+
+def _widened(values: ops.Array, dtype: int) -> ops.Array:
+    if dtype == pb.DTYPE_INT32:
+        return values.astype(np.int64)
+    if dtype == pb.DTYPE_BFLOAT16:  # the upper half of a float32
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values
+
+
+def _indices(name: str, indices: list[int] | None) -> ops.IntArray:
+    try:
+        return np.asarray(indices or [], np.int64)
+    except OverflowError as error:
+        msg = f"{name}: a sparse index is out of range"
+        raise UserError(msg) from error

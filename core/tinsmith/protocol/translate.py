@@ -1,0 +1,324 @@
+"""Requests of the Tinker API to operations. Pure: no store, no clock; what it refuses, it refuses by name.
+
+The same request always gives the same operation, bit for bit: maps are sorted, and a seed that the client did not send
+is derived from ids that a retry repeats. `digest` of the operation is therefore what a repeat is compared by.
+"""
+
+import hashlib
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from tinsmith import operations as ops
+from tinsmith.checkpoints.tinker_path import TinkerPath
+from tinsmith.errors import CapacityError, UnsupportedError, UserError
+from tinsmith.protocol import tensors as wire_tensors
+from tinsmith.protocol import wire
+from tinsmith.protocol.proto import tinker_public_pb2 as pb
+from tinsmith.store.codec import canonical_bytes, kind_of
+
+MAX_SAMPLES = 1024
+MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 24 * 3600
+_SEED_RANGE = 2**63 - 1
+
+
+def digest(op: ops.Operation) -> bytes:
+    """Hash what a repeat must match: the operation, but for ids that a retry of the SDK draws anew."""
+    content = replace(op, sampling_session_id="") if isinstance(op, ops.SaveForSampler) and not op.path else op
+    return hashlib.sha256(kind_of(op).encode() + b"\0" + canonical_bytes(content)).digest()
+
+
+def model_id(session_id: str, model_seq_id: int) -> str:
+    """Name a model as the SDK does by itself, where it creates one from a checkpoint."""
+    return f"{session_id}:train:{model_seq_id}"
+
+
+def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
+    return f"{session_id}:sample:{sampling_session_seq_id}"
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+def create_model(request: wire.CreateModelRequest) -> ops.CreateModel:
+    check_optimizer(request.optimizer_config)
+    if request.lora_config is None:
+        msg = "lora_config is missing; send one, with rank 0 for full fine-tuning where the base model offers it"
+        raise UnsupportedError(msg)
+    config, name = request.lora_config, model_id(request.session_id, request.model_seq_id)
+    seed = _derived_seed(name) if config.seed is None else config.seed % _SEED_RANGE
+    lora = ops.LoraConfig(
+        rank=config.rank,
+        seed=seed,
+        train_attn=config.train_attn,
+        train_mlp=config.train_mlp,
+        train_unembed=config.train_unembed,
+    )
+    return ops.CreateModel(model_id=name, lora=lora)
+
+
+def check_optimizer(config: wire.OptimizerConfig | None) -> None:
+    if config is not None and config.type != "adamw":
+        msg = f"optimizer_config: {config.type!r} is not offered; use 'adamw'"
+        raise UnsupportedError(msg)
+
+
+def check_load(request: wire.LoadWeightsRequest) -> None:
+    """Hold what both forms of load_weights share."""
+    check_optimizer(request.optimizer_config)
+    if request.weights_access_token is not None:
+        msg = "weights_access_token is not offered; load your own or a published checkpoint without one"
+        raise UnsupportedError(msg)
+    if TinkerPath.parse(request.path).kind != "training":
+        msg = (
+            f"path {request.path!r} is no training checkpoint; pass what save_state returned (tinker://.../weights/...)"
+        )
+        raise UserError(msg)
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
+    request = pb.ForwardBackwardRequest()
+    try:
+        request.ParseFromString(body)
+    except DecodeError as error:
+        msg = f"the body of {len(body)} bytes is not a protobuf ForwardBackwardRequest: {error}"
+        raise UserError(msg) from error
+    if not request.model_id or request.seq_id < 1:
+        msg = f"model_id {request.model_id!r} or seq_id {request.seq_id} is missing from the protobuf body"
+        raise UserError(msg)
+    return request
+
+
+def forward_backward(request: pb.ForwardBackwardRequest) -> ops.ForwardBackward:
+    """Return a Forward where the request is forward-only. Provenance spans carry no meaning for the losses offered."""
+    operation = ops.Forward if request.forward_only else ops.ForwardBackward
+    return operation(
+        model_id=request.model_id,
+        data=tuple(_datum(index, datum) for index, datum in enumerate(request.data)),
+        loss_fn=request.loss_fn,
+        loss_fn_config=_loss_config(request),
+    )
+
+
+def _datum(index: int, datum: pb.Datum) -> ops.Datum:
+    try:
+        return ops.Datum(
+            tokens_T=wire_tensors.read_tokens([_text_tokens(chunk) for chunk in datum.model_input]),
+            loss_inputs={name: _loss_input(name, datum.loss_fn_inputs[name]) for name in sorted(datum.loss_fn_inputs)},
+        )
+    except UserError as error:
+        msg = f"data[{index}]: {error}"
+        raise type(error)(msg) from error
+
+
+def _text_tokens(chunk: pb.Chunk) -> bytes:
+    kind = chunk.WhichOneof("chunk")
+    if kind != "encoded_text":
+        msg = f"model_input: {kind or 'empty'} chunks are not offered; send encoded_text"
+        raise UnsupportedError(msg)
+    return chunk.encoded_text.tokens
+
+
+def _loss_input(name: str, tensor: pb.Tensor) -> ops.Array:
+    where = f"loss_fn_inputs: {name}"
+    values = wire_tensors.tensor_from_proto(where, tensor)
+    return values if name == "target_tokens" else wire_tensors.as_float32(where, values)
+
+
+def _loss_config(request: pb.ForwardBackwardRequest) -> Mapping[str, float]:
+    """Numbers come in both maps, text in the second only."""
+    config = dict(request.loss_fn_config)
+    for key in sorted(request.loss_fn_config_v2):
+        value = request.loss_fn_config_v2[key]
+        if value.WhichOneof("value") != "number":
+            msg = f"loss_fn_config: {key!r} is text, {value.text[:100]!r}; {request.loss_fn!r} takes numbers only"
+            raise UnsupportedError(msg)
+        config[key] = value.number
+    return {key: config[key] for key in sorted(config)}
+
+
+def optim_step(request: wire.OptimStepRequest) -> ops.OptimStep:
+    if request.optimizer_params is not None:
+        msg = f"optimizer_params: {request.optimizer_params.get('type')!r} is not offered; use adam_params"
+        raise UnsupportedError(msg)
+    if request.adam_params is None:
+        msg = "adam_params is missing"
+        raise UserError(msg)
+    return ops.OptimStep(model_id=request.model_id, adam=ops.AdamParams(**request.adam_params.model_dump()))
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+
+def save_weights(request: wire.SaveWeightsRequest) -> ops.SaveState:
+    return ops.SaveState(
+        model_id=request.model_id,
+        path=_new_path(request.model_id, "weights", request.path),
+        overwrite=request.overwrite,
+        ttl_seconds=checked_ttl(request.ttl_seconds),
+        user_metadata=_sorted(request.user_metadata),
+    )
+
+
+def save_weights_for_sampler(request: wire.SaveWeightsForSamplerRequest, session_id: str) -> ops.SaveForSampler:
+    """Return a persisted snapshot where a name is given, else an ephemeral one."""
+    if request.kind != "snapshot":
+        msg = f"kind {request.kind!r} is not offered; use 'snapshot', whose weights never change"
+        raise UnsupportedError(msg)
+    if request.path is not None:
+        return ops.SaveForSampler(
+            model_id=request.model_id,
+            path=_new_path(request.model_id, "sampler_weights", request.path),
+            ttl_seconds=checked_ttl(request.ttl_seconds),
+            user_metadata=_sorted(request.user_metadata),
+        )
+    if request.sampling_session_seq_id is None:
+        msg = "path and sampling_session_seq_id are both missing; send a name, or the number of a sampling session"
+        raise UserError(msg)
+    for name, value in (("ttl_seconds", request.ttl_seconds), ("user_metadata", request.user_metadata)):
+        if value:
+            msg = f"{name} needs a name (path): a sampler without one ends with its session"
+            raise UnsupportedError(msg)
+    sampler = sampling_session_id(session_id, request.sampling_session_seq_id)
+    return ops.SaveForSampler(model_id=request.model_id, sampling_session_id=sampler)
+
+
+def save_weights_external(request: wire.SaveWeightsExternalRequest) -> ops.ExportAdapter:
+    if request.age_encryption_recipients:
+        msg = "age_encryption_recipients is not offered; export without encryption, over a connection you trust"
+        raise UnsupportedError(msg)
+    return ops.ExportAdapter(
+        model_id=request.model_id,
+        path=_new_path(request.model_id, "external_weights", request.path),
+        ttl_seconds=checked_ttl(request.ttl_seconds),
+    )
+
+
+def load_weights(request: wire.LoadWeightsRequest) -> ops.LoadState:
+    check_load(request)
+    if request.base_model is not None:
+        msg = f"base_model {request.base_model!r} is not allowed with model_id; an existing model keeps its own"
+        raise UnsupportedError(msg)
+    if request.user_metadata:
+        msg = "user_metadata is not allowed with model_id; an existing model keeps its own"
+        raise UnsupportedError(msg)
+    return ops.LoadState(model_id=request.model_id or "", path=request.path, load_optimizer=request.optimizer)
+
+
+def checked_ttl(ttl_seconds: int | None) -> int | None:
+    if ttl_seconds is not None and not MIN_TTL_S <= ttl_seconds <= MAX_TTL_S:
+        msg = f"ttl_seconds is {ttl_seconds}; allowed: {MIN_TTL_S} (an hour) to {MAX_TTL_S} (ten years), or null"
+        raise UserError(msg)
+    return ttl_seconds
+
+
+def _new_path(model: str, segment: str, name: str | None) -> str:
+    if name is None:
+        msg = "path is missing; send a name for the checkpoint"
+        raise UserError(msg)
+    if "/" in name:  # a slash would name another place, not another checkpoint
+        msg = f"checkpoint name {name[:200]!r} is not allowed: it must not contain '/'"
+        raise UserError(msg)
+    return str(TinkerPath.parse(f"tinker://{model}/{segment}/{name}"))
+
+
+def _sorted(metadata: Mapping[str, str] | None) -> Mapping[str, str]:
+    return {key: (metadata or {})[key] for key in sorted(metadata or {})}
+
+
+# Sampling -------------------------------------------------------------------------------------------------------------
+
+
+def sample(
+    request: wire.SampleRequest, *, sampling_session: str, snapshot_id: str | None, max_context_tokens: int | None
+) -> ops.Sample:
+    """`max_context_tokens` is what bounds a sample without max_tokens; None where the engine has not said it yet."""
+    if request.prompt_alt_tokens_k:
+        msg = f"prompt_alt_tokens_k is {request.prompt_alt_tokens_k}; it is not offered, leave it at 0"
+        raise UnsupportedError(msg)
+    if not 1 <= request.num_samples <= MAX_SAMPLES:
+        msg = f"num_samples is {request.num_samples}; allowed: 1 to {MAX_SAMPLES}"
+        raise UserError(msg)
+    prompt, targets = _prompt(request.prompt), request.target_prompt_logprobs
+    return ops.Sample(
+        sampling_session_id=sampling_session,
+        snapshot_id=snapshot_id,
+        prompt_P=prompt,
+        params=_sampling_params(request, len(prompt), sampling_session, max_context_tokens),
+        num_samples=request.num_samples,
+        prompt_logprobs=bool(request.prompt_logprobs),
+        prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+        topk_prompt_logprobs=request.topk_prompt_logprobs,
+        topk_sample_logprobs=request.topk_sample_logprobs,
+        target_prompt_logprobs=None
+        if targets is None
+        else wire_tensors.target_tokens_from_json("target_prompt_logprobs", targets),
+        target_layout=None if targets is None else wire_tensors.layout_from_json("target_prompt_logprobs", targets),
+    )
+
+
+def _prompt(prompt: wire.ModelInput) -> ops.TokenArray:
+    tokens: list[int] = []
+    for chunk in prompt.chunks:
+        if chunk.type != "encoded_text":
+            msg = f"prompt: {chunk.type!r} chunks are not offered; send encoded_text"
+            raise UnsupportedError(msg)
+        tokens.extend(chunk.tokens)
+    bad = next((token for token in tokens if not -(2**31) <= token < 2**31), None)
+    if bad is not None:
+        msg = f"prompt: token id {bad} is out of range"
+        raise UserError(msg)
+    return np.asarray(tokens, np.int32)
+
+
+def _sampling_params(
+    request: wire.SampleRequest, num_prompt: int, sampling_session: str, max_context_tokens: int | None
+) -> ops.SamplingParams:
+    params = request.sampling_params
+    max_tokens = params.max_tokens
+    if max_tokens is None and max_context_tokens is None:
+        msg = "sampling_params: max_tokens is missing, and the context length is not known until the model has loaded"
+        raise CapacityError(msg)
+    if max_tokens is None and max_context_tokens is not None:
+        max_tokens = max(1, max_context_tokens - num_prompt)
+    strings, tokens = _stops(params.stop)
+    seed = _derived_seed(f"{sampling_session}/{request.seq_id}") if params.seed is None else params.seed % _SEED_RANGE
+    return ops.SamplingParams(
+        max_tokens=max_tokens or 0,
+        seed=seed,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        stop_strings=strings,
+        stop_tokens=tokens,
+        stop_at_eos=params.stop != [],
+    )
+
+
+def _stops(stop: str | list[int] | list[str] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    listed = [stop] if isinstance(stop, str) else list(stop or [])
+    strings = tuple(each for each in listed if isinstance(each, str))
+    tokens = tuple(each for each in listed if isinstance(each, int))
+    if "" in strings:
+        msg = "sampling_params: stop holds an empty string, which would end every sample at once"
+        raise UserError(msg)
+    if any(not -(2**31) <= token < 2**31 for token in tokens):
+        msg = f"sampling_params: stop holds a token id that is out of range: {max(tokens, key=abs)}"
+        raise UserError(msg)
+    return strings, tokens
+
+
+def _derived_seed(name: str) -> int:
+    """Draw a seed from ids that nobody chose twice, so that a retried request is the same request."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % _SEED_RANGE
+
+
+def checksum(text: str) -> int:
+    """Name a text by a positive 31-bit number, for answers that want an integer id."""
+    return zlib.crc32(text.encode()) & 0x7FFFFFFF

@@ -1,0 +1,461 @@
+"""The JSON bodies of the Tinker API, field for field as SDK 0.38.0 sends and reads them.
+
+Unknown fields are ignored on input, so that a newer SDK still works; what becomes of every known one is in
+`field_status.py`. Protobuf bodies are in `tinsmith.protocol.proto`. Models of answers leave out what is None.
+"""
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field
+
+# Any: JSON values the client chose, kept and handed back as they came.
+Json = dict[str, Any]
+Int64 = Annotated[int, Field(ge=0, lt=2**63)]
+SeqId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
+
+
+# Sessions -------------------------------------------------------------------------------------------------------------
+
+
+class ClientConfigRequest(_Body):
+    sdk_version: str = ""
+
+
+class CreateSessionRequest(_Body):
+    tags: list[str] = []
+    user_metadata: Json | None = None
+    sdk_version: str | None = None
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class SessionRequest(_Body):
+    """Of session_heartbeat."""
+
+    session_id: str
+
+
+class FinishReason(_Body):
+    type: Literal["success", "errored", "interrupted"]
+
+
+class FinishSessionRequest(_Body):
+    reason: FinishReason
+    detail: str | None = None
+
+
+class ProjectRequest(_Body):
+    project_id: str
+
+
+# Models and training --------------------------------------------------------------------------------------------------
+
+
+class LoraConfig(_Body):
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(_Body):
+    type: str = "adamw"
+
+
+class CreateModelRequest(_Body):
+    session_id: str
+    model_seq_id: SeqId
+    base_model: str
+    user_metadata: Json | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class ModelRequest(_Body):
+    """Of get_info."""
+
+    model_id: str
+
+
+class AdamParams(_Body):
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStepRequest(_Body):
+    """`adam_params`, or `optimizer_params` of another family."""
+
+    model_id: str
+    seq_id: SeqId
+    adam_params: AdamParams | None = None
+    optimizer_params: Json | None = None
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+
+class SaveWeightsRequest(_Body):
+    model_id: str
+    seq_id: SeqId
+    path: str | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveWeightsForSamplerRequest(_Body):
+    """With `path` persisted, without ephemeral."""
+
+    model_id: str
+    seq_id: SeqId
+    path: str | None = None
+    sampling_session_seq_id: Int64 | None = None
+    kind: str = "snapshot"
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveWeightsExternalRequest(_Body):
+    model_id: str
+    seq_id: SeqId
+    path: str | None = None
+    ttl_seconds: int | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
+class LoadWeightsRequest(_Body):
+    """Makes a new model (`session_id`, `model_seq_id`), or loads into an existing one (`model_id`, `seq_id`)."""
+
+    path: str
+    optimizer: bool
+    session_id: str | None = None
+    model_seq_id: SeqId | None = None
+    model_id: str | None = None
+    seq_id: SeqId | None = None
+    base_model: str | None = None
+    user_metadata: Json | None = None
+    optimizer_config: OptimizerConfig | None = None
+    weights_access_token: str | None = None
+
+
+class WeightsInfoRequest(_Body):
+    tinker_path: str
+
+
+class TtlRequest(_Body):
+    ttl_seconds: int | None = None
+
+
+# Sampling -------------------------------------------------------------------------------------------------------------
+
+
+class CreateSamplingSessionRequest(_Body):
+    session_id: str
+    sampling_session_seq_id: Int64
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class SamplingSessionRequest(_Body):
+    """Of join_sampling_session."""
+
+    sampling_session_id: str
+
+
+class Chunk(_Body):
+    """`encoded_text` with tokens; every other type is refused by its name."""
+
+    type: str = "encoded_text"
+    tokens: list[int] = []
+
+
+class ModelInput(_Body):
+    chunks: list[Chunk]
+
+
+class SamplingParams(_Body):
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[int] | list[str] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class TensorData(_Body):
+    data: list[float]
+    dtype: Literal["int64", "float32"]
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
+class SampleRequest(_Body):
+    prompt: ModelInput
+    sampling_params: SamplingParams = SamplingParams()
+    sampling_session_id: str | None = None
+    seq_id: Int64 | None = None
+    num_samples: int = 1
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+# Futures --------------------------------------------------------------------------------------------------------------
+
+
+class RetrieveFutureRequest(_Body):
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+class SamplingSessionTarget(_Body):
+    """One client of a sampling session; each clone numbers its samples from `cloned_sampler_id` * 10**9."""
+
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: str
+    cloned_sampler_id: Annotated[int, Field(ge=0, le=2**63 // 10**9)] = 0
+
+
+class RetrieveFuturesRequest(_Body):
+    target: SamplingSessionTarget
+    prev_cursor: Int64 = 0
+    timeout: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    retrieved_request_ids: list[str] = []
+
+
+class CancelFutureRequest(_Body):
+    request_id: str
+
+
+class TelemetryRequest(_Body):
+    """Accepted and dropped: nothing in it concerns a self-hosted server's work."""
+
+    session_id: str | None = None
+
+
+# Answers --------------------------------------------------------------------------------------------------------------
+
+
+class ClientConfig(BaseModel):
+    """What the server asks of the SDK. Defaults are the SDK's where not said otherwise."""
+
+    pjwt_auth_enabled: bool = True  # the key is exchanged for a token; `tinker auth whoami` reads it
+    parallel_fwdbwd_chunks: bool = True
+    proto_compress_fwdbwd: bool = False
+    fwdbwd_max_chunk_len: int = 1024
+    fwdbwd_max_chunk_bytes_count: int = 5_000_000
+    sample_max_concurrent_requests: int = 2000
+    sample_use_retrieve_futures: bool = False
+    sample_join_sampling_session: bool = False
+    custom_loss_server_side: bool = False
+
+
+class AuthToken(BaseModel):
+    jwt: str
+
+
+class DynamicConfig(BaseModel):
+    refresh_interval_sec: int = 300
+    sample_cancel_enabled: bool = True
+    sample_cancel_max_batch_size: int = 64
+
+
+class FutureCompletion(BaseModel):
+    """`retrieve_future` has the result, or the failure, at once."""
+
+    state: Literal["finished", "failed"]
+    request_id: str
+    response_payload_uncompressed_size: int | None = None
+
+
+class FuturesRetrieved(BaseModel):
+    completions: list[FutureCompletion]
+    cursor: int
+
+
+class SupportedModel(BaseModel):
+    model_name: str
+    max_context_length: int | None = None
+    trainable: bool | None = None
+    sampleable: bool | None = None
+
+
+class ServerCapabilities(BaseModel):
+    supported_models: list[SupportedModel]
+
+
+class SessionCreated(BaseModel):
+    session_id: str
+    info_message: str | None = None
+    warning_message: str | None = None
+    type: Literal["create_session"] = "create_session"
+
+
+class SessionHeartbeat(BaseModel):
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class SessionList(BaseModel):
+    sessions: list[str]
+
+
+class Session(BaseModel):
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: dict[str, str] | None = None
+    display_name: str | None = None
+
+
+class Submitted(BaseModel):
+    request_id: str
+    model_id: str | None = None
+    sample_sequence_ids: list[str] | None = None
+
+
+class ModelData(BaseModel):
+    arch: str | None = None
+    model_name: str
+    tokenizer_id: str
+
+
+class ModelInfo(BaseModel):
+    model_id: str
+    model_data: ModelData
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+    is_lora: bool = True
+    lora_rank: int
+    model_name: str
+    type: Literal["get_info"] = "get_info"
+
+
+class WeightsInfo(BaseModel):
+    base_model: str
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+    is_lora: bool = True
+    lora_rank: int
+    train_unembed: bool
+    train_mlp: bool
+    train_attn: bool
+
+
+class SamplingSessionCreated(BaseModel):
+    sampling_session_id: str
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class SamplingSessionJoined(BaseModel):
+    client_counter: int
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+
+
+class Sampler(BaseModel):
+    sampler_id: str
+    base_model: str
+    model_path: str | None = None
+
+
+class Checkpoint(BaseModel):
+    checkpoint_id: str
+    checkpoint_type: Literal["training", "sampler", "external"]
+    time: datetime
+    tinker_path: str
+    size_bytes: int | None = None
+    public: bool = False
+    user_metadata: dict[str, str] | None = None
+    expires_at: datetime | None = None
+
+
+class Cursor(BaseModel):
+    offset: int
+    limit: int
+    total_count: int
+
+
+class CheckpointList(BaseModel):
+    checkpoints: list[Checkpoint]
+    cursor: Cursor | None = None
+
+
+class TrainingRun(BaseModel):
+    """`state` and `state_reason` are ours: the SDK's own type has `corrupted` alone, and leaves them out."""
+
+    training_run_id: str
+    base_model: str
+    model_owner: str
+    is_lora: bool = True
+    corrupted: bool = False
+    state: str
+    state_reason: str | None = None
+    lora_rank: int
+    last_request_time: datetime
+    last_checkpoint: Checkpoint | None = None
+    last_sampler_checkpoint: Checkpoint | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class TrainingRunList(BaseModel):
+    training_runs: list[TrainingRun]
+    cursor: Cursor
+
+
+class ExternalWeightsUrls(BaseModel):
+    urls: dict[str, str]
+    expires: datetime
+
+
+class OrgDetails(BaseModel):
+    name: str
+
+
+class UserDetails(BaseModel):
+    email: str
+
+
+class KeyDetails(BaseModel):
+    org_details: OrgDetails
+    user_details: UserDetails
+
+
+class ApiKeyInfo(BaseModel):
+    key_id: int
+    name: str
+    note: str
+    details: KeyDetails
+
+
+class TelemetryAccepted(BaseModel):
+    status: Literal["accepted"] = "accepted"
+
+
+class Health(BaseModel):
+    status: Literal["ok"] = "ok"
+
+
+class TraceExport(BaseModel):
+    status: Literal["pending", "ready", "failed"]
+    error: str | None = None
+
+
+def as_text(metadata: Json | None) -> dict[str, str] | None:
+    """Metadata as answers carry it: the API takes any JSON values and returns strings."""
+    if metadata is None:
+        return None
+    return {key: value if isinstance(value, str) else orjson.dumps(value).decode() for key, value in metadata.items()}

@@ -1,0 +1,94 @@
+"""Who sent a request, by API key: the default behind every other plugin's `tinsmith_authenticate`.
+
+With keys configured, exactly those are known. With none, any key of the form that the SDK accepts is, and each is a
+tenant of its own, named by a fingerprint of the key: two people with different keys never see each other's work. A key
+can be exchanged for a token, which is good in its place for a while.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from tinsmith.errors import AuthenticationError, InvalidTokenError
+from tinsmith.hook_values import Principal
+from tinsmith.hookspecs import hookimpl
+from tinsmith.server.key_tokens import KeyTokens
+from tinsmith.settings import ApiKey
+
+HEADER: Final = "x-api-key"
+_KEY_PREFIX: Final = "tml-"
+_TOKEN_PREFIX: Final = "eyJ"  # how every JWT begins
+_ANYBODY: Final = "anybody"  # the `key` of tokens for keys that are not configured
+
+
+class ApiKeys:
+    """The server makes one from its settings and registers it as a plugin."""
+
+    def __init__(self, keys: Sequence[ApiKey], tokens: KeyTokens) -> None:
+        self._keys = tuple(keys)
+        self._tokens = tokens
+
+    @hookimpl(trylast=True)
+    def tinsmith_authenticate(self, headers: Mapping[str, str]) -> Principal:
+        """Raise AuthenticationError where there is no key, or one that is not known."""
+        return self.principal(headers.get(HEADER, ""))
+
+    def principal(self, credential: str) -> Principal:
+        """Say whose key, or token, it is. Raise AuthenticationError where it is nobody's."""
+        if not credential:
+            msg = "the X-API-Key header is missing; pass api_key=... or set TINKER_API_KEY"
+            raise AuthenticationError(msg)
+        if credential.startswith(_TOKEN_PREFIX):
+            return self._of_token(credential)
+        return owner_of(credential, self._keys)
+
+    def exchange(self, credential: str) -> str:
+        """Make a token for a key. One for a token ends with it: nobody stays in without the key.
+
+        Raise AuthenticationError as `principal` does.
+        """
+        principal = self.principal(credential)
+        if credential.startswith(_TOKEN_PREFIX):
+            token = self._tokens.read(credential)
+            return self._tokens.issue(principal, token.key_id, not_after=token.expires_at)
+        return self._tokens.issue(principal, self._tokens.key_id(credential) if self._keys else _ANYBODY)
+
+    def _of_token(self, credential: str) -> Principal:
+        token = self._tokens.read(credential)
+        if not self._keys and token.key_id == _ANYBODY:
+            return _with_fingerprint(token.tenant)
+        for known in self._keys:
+            if hmac.compare_digest(self._tokens.key_id(known.key.get_secret_value()), token.key_id):
+                return _owner(known)
+        msg = "the API key that this token was made for is not known any more; use one from `server.api_keys`"
+        raise InvalidTokenError(msg)
+
+
+def _owner(key: ApiKey) -> Principal:
+    return Principal(tenant=key.tenant, name=key.tenant, admin=key.admin)
+
+
+def owner_of(key: str, keys: Sequence[ApiKey]) -> Principal:
+    """Say whose key it is, among those that are configured. Raise AuthenticationError where it is nobody's."""
+    if not keys:
+        return _anyone(key)
+    found: Principal | None = None
+    for known in keys:  # all of them, so that time tells nothing
+        if hmac.compare_digest(known.key.get_secret_value().encode(), key.encode()):
+            found = _owner(known)
+    if found is None:
+        msg = "this API key is not known; use one from `server.api_keys` of the server's configuration"
+        raise AuthenticationError(msg)
+    return found
+
+
+def _anyone(key: str) -> Principal:
+    if not key.startswith(_KEY_PREFIX):
+        msg = f"the API key must start with {_KEY_PREFIX!r}"
+        raise AuthenticationError(msg)
+    return _with_fingerprint(f"key-{hashlib.sha256(key.encode()).hexdigest()[:12]}")
+
+
+def _with_fingerprint(tenant: str) -> Principal:
+    return Principal(tenant=tenant, name=tenant.replace("-", " ", 1))

@@ -1,0 +1,81 @@
+"""Tokens (JWT) that stand for an API key for a while: what `auth/token` hands out.
+
+A token names its key by a keyed hash. It is good only while that key is: whose it is and what it may do are looked up
+again with every request, and not taken from the token.
+"""
+
+import hashlib
+import hmac
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jwt
+
+from tinsmith.errors import InvalidTokenError
+from tinsmith.hook_values import Principal
+
+AUDIENCE: Final = "tinsmith"
+_ALGORITHM: Final = "HS256"
+_CLAIMS: Final = ("aud", "exp", "iat", "sub", "key")
+_SKEW_S: Final = 30  # between the clocks of servers that share a store
+_RENEW: Final = "exchange the API key for a new one (the SDK does)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyToken:
+    """What a token says, its signature checked."""
+
+    tenant: str
+    key_id: str
+    expires_at: int  # seconds since 1970
+
+
+class KeyTokens:
+    """Makes and reads tokens with a secret that all servers on one store share."""
+
+    def __init__(self, secret: bytes, lifetime_s: int) -> None:
+        self._secret = secret
+        self._lifetime_s = lifetime_s
+
+    def key_id(self, key: str) -> str:
+        """Name a key without telling it, not even to somebody who guesses."""
+        return hmac.new(self._secret, key.encode(), hashlib.sha256).hexdigest()[:32]
+
+    def issue(self, principal: Principal, key_id: str, *, not_after: int | None = None) -> str:
+        now = int(time.time())
+        expires_at = now + self._lifetime_s
+        claims = {
+            "iss": AUDIENCE,
+            "aud": AUDIENCE,
+            "iat": now,
+            "exp": expires_at if not_after is None else min(expires_at, not_after),
+            "sub": principal.tenant,  # this and what follows is what `tinker auth whoami` shows
+            "org_id": principal.tenant,
+            "email": principal.name if "@" in principal.name else "",
+            "key": key_id,
+        }
+        return jwt.encode(claims, self._secret, algorithm=_ALGORITHM)
+
+    def read(self, token: str) -> KeyToken:
+        """Raise InvalidTokenError where it was not made with our secret, for us, or is past its time."""
+        try:
+            claims: dict[str, Any] = jwt.decode(  # Any: JSON
+                token,
+                self._secret,
+                algorithms=[_ALGORITHM],
+                audience=AUDIENCE,
+                issuer=AUDIENCE,
+                leeway=min(_SKEW_S, self._lifetime_s // 4),
+                options={"require": list(_CLAIMS)},
+            )
+        except jwt.ExpiredSignatureError as error:
+            msg = f"this token has expired; {_RENEW}"
+            raise InvalidTokenError(msg) from error
+        except jwt.InvalidAudienceError as error:
+            msg = f"this token is not for this server, which takes those for {AUDIENCE!r}; {_RENEW}"
+            raise InvalidTokenError(msg) from error
+        except jwt.PyJWTError as error:
+            msg = f"this token was not made by this server ({str(error).lower()}); {_RENEW}"
+            raise InvalidTokenError(msg) from error
+        return KeyToken(tenant=claims["sub"], key_id=str(claims["key"]), expires_at=int(claims["exp"]))

@@ -1,0 +1,135 @@
+"""Results: long polls that end before the SDK gives up, and say what they wait for."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+from starlette.concurrency import run_in_threadpool
+
+from tinsmith.errors import ServerError, TinsmithError
+from tinsmith.operations import Failed
+from tinsmith.protocol import answers, wire
+from tinsmith.server.auth import Caller, own_operation, own_sampler
+from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.json_routes import JsonRoute
+from tinsmith.server.waiting_reasons import explain
+from tinsmith.store import FinishedSample, OperationRecord, OperationState
+from tinsmith.store.codec import decode_result
+
+router = APIRouter(tags=["futures"], route_class=JsonRoute)
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+INLINE_BYTES: Final = 4 << 20
+"""Larger results are announced by their size first, so that the SDK bounds what it downloads at once."""
+_THREAD_BYTES: Final = 1 << 16
+_DAMPING_S: Final = 1.0
+"""The SDK repeats a poll that got a 5xx at once and for ever; a store that is down must not be hammered."""
+
+_COMPLETIONS: Final = 1000
+"""Of one answer; the client fetches the rest at once, with the next cursor."""
+
+_FINISHED = {OperationState.SUCCEEDED, OperationState.FAILED, OperationState.CANCELLED}
+
+
+@router.post("/retrieve_future")
+async def retrieve_future(body: wire.RetrieveFutureRequest, caller: Caller, context: Context) -> Response:
+    try:
+        operation = await own_operation(context, caller, body.request_id)
+        if operation.state not in _FINISHED:
+            operation = await _wait(context, body.request_id)
+        if operation.state not in _FINISHED:
+            return await _still_pending(context, operation)
+    except ServerError as error:
+        if error.http_status == 500:
+            await asyncio.sleep(_DAMPING_S)
+        raise
+    size = len(operation.result or b"")
+    if body.allow_metadata_only and size > INLINE_BYTES:
+        return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
+    answer = await run_in_threadpool(_answer, operation) if size > _THREAD_BYTES else _answer(operation)
+    return Response(answer.body, media_type=answer.media_type)
+
+
+@router.post("/retrieve_futures", response_model_exclude_none=True)
+async def retrieve_futures(
+    body: wire.RetrieveFuturesRequest, caller: Caller, context: Context
+) -> wire.FuturesRetrieved:
+    """What has finished of one sampling client since its last poll. The cursor moves only with new completions."""
+    target = body.target
+    await own_sampler(context, caller, target.sampling_session_id)
+    find = partial(
+        context.store.finished_samples,
+        target.sampling_session_id,
+        target.cloned_sampler_id,
+        after=body.prev_cursor,
+        limit=_COMPLETIONS,
+    )
+    hold_s = context.settings.server.long_poll_s
+    timeout_s = hold_s if body.timeout is None else min(hold_s, body.timeout)
+    found = await _until_stopping(context, find(timeout_s=timeout_s)) if timeout_s > 0 else await find(timeout_s=0)
+    if found is None:
+        return wire.FuturesRetrieved(completions=[], cursor=body.prev_cursor)
+    return wire.FuturesRetrieved(completions=[_completion(sample) for sample in found.samples], cursor=found.cursor)
+
+
+def _completion(sample: FinishedSample) -> wire.FutureCompletion:
+    if not sample.succeeded:
+        return wire.FutureCompletion(state="failed", request_id=sample.request_id)
+    return wire.FutureCompletion(
+        state="finished", request_id=sample.request_id, response_payload_uncompressed_size=sample.size_bytes
+    )
+
+
+@router.post("/cancel_future")
+async def cancel_future(body: wire.CancelFutureRequest, caller: Caller, context: Context) -> dict[str, str]:
+    """Only samples can be cancelled: a training request is part of its model's history."""
+    await own_operation(context, caller, body.request_id)
+    operation = await context.store.cancel(body.request_id)
+    return {"request_id": operation.request_id, "state": operation.state.value}
+
+
+async def _wait(context: ServerContext, request_id: str) -> OperationRecord:
+    found = await _until_stopping(context, context.store.wait_for(request_id, context.settings.server.long_poll_s))
+    return await context.store.get_operation(request_id) if found is None else found
+
+
+async def _until_stopping(context: ServerContext, poll: Coroutine[Any, Any, T]) -> T | None:
+    """Return what the poll finds, or None where the server stops before."""
+    wait = asyncio.ensure_future(poll)
+    stop = asyncio.ensure_future(context.stopping.wait())
+    try:
+        await asyncio.wait({wait, stop}, return_when=asyncio.FIRST_COMPLETED)
+        return wait.result() if wait.done() else None
+    finally:
+        for task in (wait, stop):
+            task.cancel()
+
+
+async def _still_pending(context: ServerContext, operation: OperationRecord) -> JSONResponse:
+    reason = explain(operation, await context.store.waiting(operation.request_id))
+    content = {
+        "type": "try_again",
+        "request_id": operation.request_id,
+        "queue_state": reason.queue_state,
+        "queue_state_reason": reason.text,
+    }
+    return JSONResponse(content, 408)
+
+
+def _answer(operation: OperationRecord) -> answers.Answer:
+    """A failure is a 200 with `error` and `category`: the only form that the SDK turns into a typed exception."""
+    if operation.result is None or operation.result_kind is None:
+        message = "cancelled" if operation.state is OperationState.CANCELLED else "the result is missing"
+        return answers.answer(Failed(message=message, category="user" if message == "cancelled" else "server"))
+    try:
+        return answers.answer(decode_result(operation.result_kind, operation.result))
+    except TinsmithError as error:
+        _log.exception("the result of %s cannot be returned", operation.request_id)
+        return answers.answer(Failed(message=str(error), category="server"))

@@ -1,0 +1,204 @@
+"""Training runs and their checkpoints, as the REST client and the `tinker` command line see them."""
+
+import asyncio
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import FileResponse
+
+from tinsmith.checkpoints import format as checkpoints
+from tinsmith.checkpoints.tinker_path import TinkerPath
+from tinsmith.errors import NotFoundError, UserError
+from tinsmith.hook_values import Principal
+from tinsmith.protocol import translate, wire
+from tinsmith.server.auth import AccessScope, Caller, missing, own_checkpoint, own_run, owned, visible_tenant
+from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.json_routes import JsonRoute
+from tinsmith.server.routes.sessions import runs_of
+from tinsmith.store import CheckpointRecord, RunRecord, RunState
+
+router = APIRouter(tags=["runs and checkpoints"], route_class=JsonRoute)
+
+_LINK_LIFETIME = timedelta(hours=1)
+_PAGE = 500
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0, lt=2**31)]
+
+
+@router.get("/training_runs", response_model_exclude_none=True)
+async def list_training_runs(
+    caller: Caller,
+    context: Context,
+    limit: Limit = 20,
+    offset: Offset = 0,
+    project_id: str | None = None,
+    access_scope: AccessScope = "owned",
+) -> wire.TrainingRunList:
+    tenant = visible_tenant(caller, access_scope)
+    if project_id is None:
+        runs, total = await context.store.list_runs(tenant, limit=limit, offset=offset)
+    else:
+        of_project = await _runs_of_project(context, tenant, project_id)
+        runs, total = of_project[offset : offset + limit], len(of_project)
+    return wire.TrainingRunList(
+        training_runs=[await _training_run(context, run) for run in runs],
+        cursor=wire.Cursor(offset=offset, limit=limit, total_count=total),
+    )
+
+
+async def _runs_of_project(context: ServerContext, tenant: str | None, project_id: str) -> list[RunRecord]:
+    """Walk all sessions: projects are labels of sessions, and few ask for them."""
+    found: list[RunRecord] = []
+    offset = 0
+    while sessions := await context.store.list_sessions(tenant, limit=_PAGE, offset=offset):
+        for session in sessions:
+            if session.project_id == project_id:
+                found.extend(await runs_of(context, session))
+        offset += len(sessions)
+    return sorted(found, key=lambda run: run.created_at, reverse=True)
+
+
+@router.get("/training_runs/{model_id}", response_model_exclude_none=True)
+async def get_training_run(model_id: str, caller: Caller, context: Context) -> wire.TrainingRun:
+    return await _training_run(context, await own_run(context, caller, model_id))
+
+
+async def _training_run(context: ServerContext, run: RunRecord) -> wire.TrainingRun:
+    saved, _ = await context.store.list_checkpoints(run.tenant, model_id=run.model_id)
+    return wire.TrainingRun(
+        training_run_id=run.model_id,
+        base_model=run.base_model,
+        model_owner=run.tenant,
+        corrupted=run.state is RunState.LOST,
+        state=run.state.value,
+        state_reason=run.state_reason,
+        is_lora=run.lora.rank > 0,
+        lora_rank=run.lora.rank,
+        last_request_time=run.last_request_at,
+        last_checkpoint=_last(saved, "training"),
+        last_sampler_checkpoint=_last(saved, "sampler"),
+        user_metadata=wire.as_text(run.user_metadata),
+    )
+
+
+def _last(newest_first: list[CheckpointRecord], kind: str) -> wire.Checkpoint | None:
+    return next((_checkpoint(record) for record in newest_first if record.kind == kind), None)
+
+
+def _checkpoint(record: CheckpointRecord) -> wire.Checkpoint:
+    return wire.Checkpoint(
+        checkpoint_id=TinkerPath.parse(record.path).checkpoint_id,
+        checkpoint_type=record.kind,
+        time=record.created_at,
+        tinker_path=record.path,
+        size_bytes=record.size_bytes,
+        public=record.public,
+        user_metadata=dict(record.user_metadata) or None,
+        expires_at=record.expires_at,
+    )
+
+
+@router.get("/training_runs/{model_id}/checkpoints", response_model_exclude_none=True)
+async def list_run_checkpoints(model_id: str, caller: Caller, context: Context) -> wire.CheckpointList:
+    run = await own_run(context, caller, model_id)
+    saved, _ = await context.store.list_checkpoints(run.tenant, model_id=model_id)
+    return wire.CheckpointList(checkpoints=[_checkpoint(record) for record in saved])
+
+
+@router.get("/checkpoints", response_model_exclude_none=True)
+async def list_checkpoints(
+    caller: Caller, context: Context, limit: Limit = 100, offset: Offset = 0
+) -> wire.CheckpointList:
+    saved, total = await context.store.list_checkpoints(caller.tenant, limit=limit, offset=offset)
+    cursor = wire.Cursor(offset=offset, limit=limit, total_count=total)
+    return wire.CheckpointList(checkpoints=[_checkpoint(record) for record in saved], cursor=cursor)
+
+
+# One checkpoint. Its id holds a slash, so the routes with a suffix come before the bare one ---------------------------
+
+_CHECKPOINT = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
+
+
+def _path(model_id: str, kind: str, name: str) -> str:
+    return str(TinkerPath.parse(f"tinker://{model_id}/{kind}/{name}"))
+
+
+@router.post(_CHECKPOINT + "/publish")
+async def publish(model_id: str, kind: str, name: str, caller: Caller, context: Context) -> dict[str, bool]:
+    return await _set_public(context, caller, _path(model_id, kind, name), public=True)
+
+
+@router.delete(_CHECKPOINT + "/publish")
+async def unpublish(model_id: str, kind: str, name: str, caller: Caller, context: Context) -> dict[str, bool]:
+    return await _set_public(context, caller, _path(model_id, kind, name), public=False)
+
+
+async def _set_public(context: ServerContext, caller: Principal, path: str, *, public: bool) -> dict[str, bool]:
+    """Asked twice, do nothing: the API's 409 would make the SDK repeat the request in silence for five minutes."""
+    await own_checkpoint(context, caller, path)
+    await context.store.update_checkpoint(path, lambda record: replace(record, public=public))
+    return {"public": public}
+
+
+@router.put(_CHECKPOINT + "/ttl")
+async def set_ttl(
+    model_id: str, kind: str, name: str, body: wire.TtlRequest, caller: Caller, context: Context
+) -> dict[str, datetime | None]:
+    path = _path(model_id, kind, name)
+    await own_checkpoint(context, caller, path)
+    ttl_s = translate.checked_ttl(body.ttl_seconds)
+    expires_at = None if ttl_s is None else context.now() + timedelta(seconds=ttl_s)
+    await context.store.update_checkpoint(path, lambda record: replace(record, expires_at=expires_at))
+    return {"expires_at": expires_at}
+
+
+@router.delete(_CHECKPOINT)
+async def delete_checkpoint(model_id: str, kind: str, name: str, caller: Caller, context: Context) -> dict[str, str]:
+    """Asked again, do it again: the client may not have heard the first answer, and files may have been left."""
+    path = _path(model_id, kind, name)
+    try:
+        await own_checkpoint(context, caller, path)
+        record = await context.store.delete_checkpoint(path)
+    except NotFoundError:
+        record = owned(await context.store.deleted_checkpoint(path), caller, lambda: missing("checkpoint", path))
+    await asyncio.to_thread(checkpoints.delete_checkpoint, context.checkpoint_root, record.directory)
+    return {"deleted": path}
+
+
+# Downloads ------------------------------------------------------------------------------------------------------------
+
+
+@router.get(_CHECKPOINT + "/external_weights_urls")
+async def external_weights_urls(
+    model_id: str, kind: str, name: str, caller: Caller, context: Context, request: Request
+) -> wire.ExternalWeightsUrls:
+    path = _path(model_id, kind, name)
+    record = await own_checkpoint(context, caller, path)
+    if record.kind != "external":
+        msg = f"{path!r} is no export; make one with save_weights_external and ask for its links"
+        raise UserError(msg)
+    files = await asyncio.to_thread(checkpoints.checkpoint_files, context.checkpoint_root, record.directory)
+    base = (context.settings.server.public_url or str(request.base_url)).rstrip("/")
+    expires = context.now() + _LINK_LIFETIME
+    urls: dict[str, str] = {}
+    for file in files:
+        signed = context.signer.url_path(f"{record.directory}/{file.name}", expires)
+        urls[file.name] = f"{base}/api/v1/files/{signed}"
+    return wire.ExternalWeightsUrls(urls=urls, expires=expires)
+
+
+files_router = APIRouter(tags=["runs and checkpoints"])
+
+
+@files_router.get("/files/{stamp}/{signature}/{name:path}")
+async def get_file(stamp: int, signature: str, name: str, context: Context) -> FileResponse:
+    """The signature stands for the key; only files that `external_weights_urls` has listed have one."""
+    context.signer.check(name, stamp, signature, context.now())
+    directory, _, file_name = name.rpartition("/")
+    files = await asyncio.to_thread(checkpoints.checkpoint_files, context.checkpoint_root, directory)
+    for file in files:
+        if file.name == file_name:
+            return FileResponse(file, media_type="application/octet-stream")
+    raise NotFoundError(missing("file", name))

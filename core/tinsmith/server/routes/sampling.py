@@ -1,0 +1,115 @@
+"""Sampling sessions and samples. Samples have no order among each other."""
+
+import secrets
+
+from fastapi import APIRouter
+
+from tinsmith.checkpoints.tinker_path import TinkerPath
+from tinsmith.checks import check_operation
+from tinsmith.errors import UnsupportedError, UserError
+from tinsmith.protocol import translate, wire
+from tinsmith.server.auth import Caller, own_sampler, own_session, readable_checkpoint
+from tinsmith.server.context import Context
+from tinsmith.server.json_routes import JsonRoute
+from tinsmith.server.routes.sessions import refuse_ended
+from tinsmith.server.submitting import count, new_sample
+from tinsmith.store import SEQ_IDS_PER_CLONE, SamplingSessionRecord
+
+router = APIRouter(tags=["sampling"], route_class=JsonRoute)
+
+_MAX_CLIENT_COUNTER = 2**63 // SEQ_IDS_PER_CLONE  # the SDK numbers a clone's samples from there on, in an int64
+
+
+@router.post("/create_sampling_session")
+async def create_sampling_session(
+    body: wire.CreateSamplingSessionRequest, caller: Caller, context: Context
+) -> wire.SamplingSessionCreated:
+    refuse_ended(await own_session(context, caller, body.session_id))
+    path = None if body.model_path is None else _sampler_path(body.model_path)
+    if path is None and body.base_model is None:
+        msg = "base_model and model_path are both missing; say what to sample from"
+        raise UserError(msg)
+    base_model = body.base_model
+    if path is not None:
+        checkpoint = await readable_checkpoint(context, caller, str(path))
+        if base_model not in {None, checkpoint.base_model}:
+            msg = f"base_model {base_model!r} does not fit {str(path)!r}, which is of {checkpoint.base_model!r}"
+            raise UserError(msg)
+        base_model = checkpoint.base_model
+    context.model_settings(base_model or "")
+    sampler = await context.store.create_sampling_session(
+        SamplingSessionRecord(
+            sampling_session_id=translate.sampling_session_id(body.session_id, body.sampling_session_seq_id),
+            session_id=body.session_id,
+            tenant=caller.tenant,
+            base_model=base_model or "",
+            created_at=context.now(),
+            snapshot_id=None if path is None else str(path),
+            model_path=None if path is None else str(path),
+            model_id=None if path is None else path.model_id,
+        )
+    )
+    return wire.SamplingSessionCreated(sampling_session_id=sampler.sampling_session_id)
+
+
+def _sampler_path(text: str) -> TinkerPath:
+    path = TinkerPath.parse(text)
+    if path.kind != "sampler":
+        msg = (
+            f"model_path {text!r} is no sampler checkpoint; pass what save_weights_for_sampler returned "
+            "(tinker://.../sampler_weights/...)"
+        )
+        raise UserError(msg)
+    return path
+
+
+@router.get("/samplers/{sampler_id}", response_model_exclude_none=True)
+async def get_sampling_session(sampler_id: str, caller: Caller, context: Context) -> wire.Sampler:
+    sampler = await own_sampler(context, caller, sampler_id)
+    return wire.Sampler(
+        sampler_id=sampler.sampling_session_id, base_model=sampler.base_model, model_path=sampler.model_path
+    )
+
+
+@router.post("/join_sampling_session")
+async def join_sampling_session(
+    body: wire.SamplingSessionRequest, caller: Caller, context: Context
+) -> wire.SamplingSessionJoined:
+    """Numbers are drawn, not counted: with 9 * 10**9 of them two clones meet as good as never, on any server."""
+    await own_sampler(context, caller, body.sampling_session_id)
+    return wire.SamplingSessionJoined(client_counter=1 + secrets.randbelow(_MAX_CLIENT_COUNTER - 1))
+
+
+@router.post("/asample", response_model_exclude_none=True)
+async def asample(body: wire.SampleRequest, caller: Caller, context: Context) -> wire.Submitted:
+    """Refused with an HTTP error: samples have no order, so nothing waits behind one."""
+    if body.sampling_session_id is None or body.seq_id is None:
+        msg = "sampling_session_id and seq_id are required; create a sampling session for base_model or model_path"
+        raise UnsupportedError(msg)
+    for name, value in (("base_model", body.base_model), ("model_path", body.model_path)):
+        if value is not None:
+            msg = f"{name} is not allowed in asample; the sampling session says what is sampled from"
+            raise UnsupportedError(msg)
+    sampler = await own_sampler(context, caller, body.sampling_session_id)
+    refuse_ended(await context.store.get_session(sampler.session_id))
+    capabilities = await context.engines.capabilities(sampler.base_model)
+    operation = translate.sample(
+        body,
+        sampling_session=sampler.sampling_session_id,
+        snapshot_id=sampler.snapshot_id,
+        max_context_tokens=None if capabilities is None else capabilities.max_context_tokens,
+    )
+    if capabilities is not None:
+        check_operation(operation, capabilities, context.losses)
+    await context.sample_limits.admit(caller.tenant)
+    new = new_sample(
+        operation,
+        base_model=sampler.base_model,
+        caller=caller,
+        session_id=sampler.session_id,
+        seq_id=body.seq_id,
+    )
+    request_id = await context.store.submit(new)
+    count(context, new)
+    sequences = [f"{request_id}:{index}" for index in range(operation.num_samples)]
+    return wire.Submitted(request_id=request_id, sample_sequence_ids=sequences)

@@ -1,0 +1,135 @@
+"""What a client asks before and beside its work: configuration, capabilities, health, telemetry, its own key."""
+
+import re
+from typing import Annotated
+
+from fastapi import APIRouter, Header
+from fastapi.responses import JSONResponse, Response
+
+from tinsmith.errors import AuthenticationError, UnsupportedError
+from tinsmith.hook_values import Principal
+from tinsmith.protocol import translate, wire
+from tinsmith.server.auth import Caller
+from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.json_routes import JsonRoute
+from tinsmith.store import EngineRecord, EngineState
+
+router = APIRouter(tags=["service"], route_class=JsonRoute)
+open_router = APIRouter(tags=["service"])
+"""Routes that need no key."""
+
+
+@router.post("/client/config")
+async def client_config(
+    body: wire.ClientConfigRequest,
+    caller: Caller,
+    context: Context,
+    x_api_key: Annotated[str, Header()] = "",
+    x_stainless_runtime_version: Annotated[str, Header()] = "",
+) -> wire.ClientConfig:
+    """Asked first by every client, with its key."""
+    del body
+    setting = context.settings.server.poll_samples_together
+    together = polls_together(x_stainless_runtime_version) if setting == "auto" else setting == "always"
+    return wire.ClientConfig(
+        pjwt_auth_enabled=_by_api_key(context, caller, x_api_key), sample_use_retrieve_futures=together
+    )
+
+
+@router.post("/auth/token")
+async def auth_token(caller: Caller, context: Context, x_api_key: Annotated[str, Header()] = "") -> wire.AuthToken:
+    """Exchange an API key for a token that is good in its place for `server.token_lifetime_s`."""
+    if not _by_api_key(context, caller, x_api_key):
+        msg = "tokens are made for API keys only, and a plugin knows this caller otherwise; use the credential itself"
+        raise UnsupportedError(msg)
+    return wire.AuthToken(jwt=context.api_keys.exchange(x_api_key))
+
+
+def _by_api_key(context: ServerContext, caller: Principal, credential: str) -> bool:
+    """Say whether it is the API key that makes the caller known, and not what a plugin goes by."""
+    try:
+        return context.api_keys.principal(credential) == caller
+    except AuthenticationError:
+        return False
+
+
+def polls_together(python_version: str) -> bool:
+    """Say whether an SDK on this Python can be told to poll its samples together.
+
+    On Python 3.11 its `close` hangs now and then: it cancels its poller, and `asyncio.wait_for`, in the transport
+    below, loses a cancellation that meets an answer (mended in Python 3.12).
+    """
+    found = re.match(r"(\d+)\.(\d+)", python_version)
+    return found is not None and (int(found[1]), int(found[2])) >= (3, 12)
+
+
+@router.post("/client/dynamic_config")
+async def dynamic_config(body: wire.ClientConfigRequest, caller: Caller) -> wire.DynamicConfig:
+    del body, caller
+    return wire.DynamicConfig()
+
+
+@router.get("/get_server_capabilities", response_model_exclude_none=True)
+async def get_server_capabilities(caller: Caller, context: Context) -> wire.ServerCapabilities:
+    """A model that has not loaded yet is listed by its name alone."""
+    del caller
+    records = await context.engines.records()
+    return wire.ServerCapabilities(
+        supported_models=[_supported(model.name, records.get(model.name)) for model in context.settings.models]
+    )
+
+
+def _supported(name: str, record: EngineRecord | None) -> wire.SupportedModel:
+    capabilities = record.capabilities if record is not None else None
+    if capabilities is None:
+        return wire.SupportedModel(model_name=name)
+    return wire.SupportedModel(
+        model_name=name,
+        max_context_length=capabilities.max_context_tokens,
+        trainable=capabilities.max_lora_rank > 0 or capabilities.full_fine_tuning,
+        sampleable=capabilities.sampling,
+    )
+
+
+@router.post("/telemetry")
+async def telemetry(body: wire.TelemetryRequest, caller: Caller) -> wire.TelemetryAccepted:
+    """Accepted and dropped. Without this route every client error waits 30 s for it."""
+    del body, caller
+    return wire.TelemetryAccepted()
+
+
+@router.get("/auth/apikey/me")
+async def api_key_me(caller: Caller) -> wire.ApiKeyInfo:
+    name = caller.name or caller.tenant
+    return wire.ApiKeyInfo(
+        key_id=translate.checksum(caller.tenant),
+        name=name,
+        note="",
+        details=wire.KeyDetails(
+            org_details=wire.OrgDetails(name=caller.tenant), user_details=wire.UserDetails(email=name)
+        ),
+    )
+
+
+@open_router.get("/healthz")
+@open_router.get("/api/v1/healthz")
+async def healthz() -> wire.Health:
+    """The server answers. Whether models have loaded: /readyz."""
+    return wire.Health()
+
+
+@open_router.get("/readyz")
+@open_router.get("/api/v1/readyz")
+async def readyz(context: Context) -> Response:
+    """503 until every engine is ready, with what each is at."""
+    records = await context.engines.records()
+    engines = {}
+    for model in context.settings.models:
+        record = records.get(model.name)
+        engines[model.name] = (
+            {"state": "starting"}
+            if record is None
+            else {"state": record.state.value, "detail": record.detail, "progress": record.progress}
+        )
+    ready = all(engine["state"] == EngineState.READY for engine in engines.values())
+    return JSONResponse({"status": "ok" if ready else "waiting", "engines": engines}, 200 if ready else 503)

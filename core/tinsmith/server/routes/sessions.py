@@ -1,0 +1,126 @@
+"""Sessions: one per client process. They own models and samplers, live by heartbeats, and end once."""
+
+import secrets
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query
+
+from tinsmith.errors import ServerError, UserError
+from tinsmith.protocol import wire
+from tinsmith.server.auth import AccessScope, Caller, own_session, visible_tenant
+from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.json_routes import JsonRoute
+from tinsmith.store import RunRecord, SessionRecord
+
+router = APIRouter(tags=["sessions"], route_class=JsonRoute)
+
+_PAGE = 500
+
+
+class SessionEndedError(ServerError):
+    """A heartbeat of a session that has ended: the SDK stops its loop on a 410."""
+
+    http_status = 410
+
+
+@router.post("/create_session", response_model_exclude_none=True)
+async def create_session(
+    body: wire.CreateSessionRequest,
+    caller: Caller,
+    context: Context,
+    x_idempotency_key: Annotated[str | None, Header()] = None,
+) -> wire.SessionCreated:
+    now = context.now()
+    session = await context.store.create_session(
+        SessionRecord(
+            session_id=secrets.token_hex(16),
+            tenant=caller.tenant,
+            created_at=now,
+            last_seen_at=now,
+            tags=tuple(body.tags),
+            user_metadata=body.user_metadata or None,
+            sdk_version=body.sdk_version,
+            project_id=body.project_id,
+            display_name=body.display_name,
+        ),
+        idempotency_key=x_idempotency_key,
+    )
+    waiting = await context.engines.not_ready(tuple(model.name for model in context.settings.models))
+    info = f"still loading: {', '.join(waiting)}; requests wait until it is done" if waiting else None
+    return wire.SessionCreated(session_id=session.session_id, info_message=info)
+
+
+@router.post("/session_heartbeat")
+async def session_heartbeat(body: wire.SessionRequest, caller: Caller, context: Context) -> wire.SessionHeartbeat:
+    session = await own_session(context, caller, body.session_id)
+    if session.ended is None:
+        session = await context.store.touch_session(body.session_id, context.now())
+    if session.ended is not None:
+        msg = f"session {body.session_id!r} has ended ({session.ended}); create a new one"
+        raise SessionEndedError(msg)
+    return wire.SessionHeartbeat()
+
+
+@router.post("/sessions/{session_id}/finish")
+async def finish_session(
+    session_id: str, body: wire.FinishSessionRequest, caller: Caller, context: Context
+) -> dict[str, str]:
+    """The first reason wins."""
+    await own_session(context, caller, session_id)
+    session = await context.store.end_session(session_id, body.reason.type, body.detail)
+    return {"session_id": session_id, "ended": session.ended or body.reason.type}
+
+
+@router.get("/sessions")
+async def list_sessions(
+    caller: Caller,
+    context: Context,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
+    offset: Annotated[int, Query(ge=0, lt=2**31)] = 0,
+    access_scope: AccessScope = "owned",
+) -> wire.SessionList:
+    sessions = await context.store.list_sessions(visible_tenant(caller, access_scope), limit=limit, offset=offset)
+    return wire.SessionList(sessions=[session.session_id for session in sessions])
+
+
+@router.get("/sessions/{session_id}", response_model_exclude_none=True)
+async def get_session(session_id: str, caller: Caller, context: Context) -> wire.Session:
+    session = await own_session(context, caller, session_id)
+    samplers = await context.store.list_sampling_sessions(session_id)
+    return wire.Session(
+        training_run_ids=[run.model_id for run in await runs_of(context, session)],
+        sampler_ids=[sampler.sampling_session_id for sampler in samplers],
+        user_metadata=wire.as_text(session.user_metadata),
+        display_name=session.display_name,
+    )
+
+
+@router.put("/sessions/{session_id}/project")
+async def move_session(session_id: str, body: wire.ProjectRequest, caller: Caller, context: Context) -> dict[str, str]:
+    await own_session(context, caller, session_id)
+    await context.store.update_session(session_id, project_id=body.project_id)
+    return {"session_id": session_id, "project_id": body.project_id}
+
+
+@router.get("/sessions/{session_id}/trace_export")
+async def export_trace(session_id: str, caller: Caller, context: Context) -> wire.TraceExport:
+    await own_session(context, caller, session_id)
+    return wire.TraceExport(status="failed", error="this server records no traces")
+
+
+def refuse_ended(session: SessionRecord) -> None:
+    if session.ended is not None:
+        msg = f"session {session.session_id!r} has ended ({session.ended}); create a new one"
+        raise UserError(msg)
+
+
+async def runs_of(context: ServerContext, session: SessionRecord) -> list[RunRecord]:
+    """Return all models of a session, newest first."""
+    found: list[RunRecord] = []
+    while True:
+        page, total = await context.store.list_runs(
+            session.tenant, session_id=session.session_id, limit=_PAGE, offset=len(found)
+        )
+        found.extend(page)
+        if not page or len(found) >= total:
+            return found

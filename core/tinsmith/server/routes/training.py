@@ -1,0 +1,127 @@
+"""Models and what trains them. Requests of one model run in seq_id order, whatever order they arrive in."""
+
+from fastapi import APIRouter, Request
+
+from tinsmith import operations as ops
+from tinsmith.checks import check_operation
+from tinsmith.errors import NotFoundError, UserError
+from tinsmith.hook_values import Principal
+from tinsmith.protocol import translate, wire
+from tinsmith.protocol.partial_request import address_of
+from tinsmith.server.auth import Caller, own_run, own_session
+from tinsmith.server.bodies import REFUSED
+from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.json_routes import JsonRoute
+from tinsmith.server.routes.sessions import refuse_ended
+from tinsmith.server.submitting import count, new_training_operation, submit_training
+from tinsmith.store import RunRecord, SessionRecord
+
+router = APIRouter(tags=["training"], route_class=JsonRoute)
+
+
+@router.post("/create_model", response_model_exclude_none=True)
+async def create_model(body: wire.CreateModelRequest, caller: Caller, context: Context) -> wire.Submitted:
+    """Refused with an HTTP error where possible: nothing can wait behind a model's first request yet."""
+    session = await own_session(context, caller, body.session_id)
+    operation = translate.create_model(body)
+    return await submit_creation(
+        context, caller, session, operation, base_model=body.base_model, user_metadata=body.user_metadata
+    )
+
+
+async def submit_creation(
+    context: ServerContext,
+    caller: Principal,
+    session: SessionRecord,
+    operation: ops.CreateModel,
+    *,
+    base_model: str,
+    user_metadata: wire.Json | None,
+) -> wire.Submitted:
+    """Make the run and submit its seq_id 0."""
+    context.model_settings(base_model)
+    refuse_ended(session)
+    capabilities = await context.engines.capabilities(base_model)
+    if capabilities is not None:
+        check_operation(operation, capabilities, context.losses)
+    now = context.now()
+    run = RunRecord(
+        model_id=operation.model_id,
+        session_id=session.session_id,
+        tenant=caller.tenant,
+        base_model=base_model,
+        lora=operation.lora,
+        created_at=now,
+        last_request_at=now,
+        user_metadata=user_metadata or None,
+    )
+    creation = new_training_operation(run, 0, operation)
+    request_id = await context.store.create_run(run, creation)
+    count(context, creation)
+    return wire.Submitted(request_id=request_id, model_id=run.model_id)
+
+
+@router.post("/get_info")
+async def get_info(body: wire.ModelRequest, caller: Caller, context: Context) -> wire.ModelInfo:
+    run = await own_run(context, caller, body.model_id)
+    tokenizer = context.tokenizer_of(run.base_model)
+    return wire.ModelInfo(
+        model_id=run.model_id,
+        model_data=wire.ModelData(model_name=run.base_model, tokenizer_id=tokenizer),
+        is_lora=run.lora.rank > 0,
+        lora_rank=run.lora.rank,
+        model_name=run.base_model,
+    )
+
+
+@router.post("/forward_backward", response_model_exclude_none=True)
+async def forward_backward(request: Request, caller: Caller, context: Context) -> wire.Submitted:
+    """The body is protobuf: `ForwardBackwardRequest`."""
+    if not request.headers.get("content-type", "").startswith("application/x-protobuf"):
+        msg = (
+            f"content-type {request.headers.get('content-type')!r} is not offered for forward_backward; send "
+            "application/x-protobuf (tinker 0.25 or newer does)"
+        )
+        raise UserError(msg)
+    body = await request.body()
+    refused: UserError | None = request.scope.get(REFUSED)
+    if refused is not None:
+        return await _refuse_forward_backward(context, caller, body, refused)
+    try:
+        message = translate.parse_forward_backward(body)
+    except UserError as error:
+        return await _refuse_forward_backward(context, caller, body, error)
+    run = await own_run(context, caller, message.model_id)
+    return await submit_training(
+        context,
+        run,
+        message.seq_id,
+        kind="forward" if message.forward_only else "forward_backward",
+        build=lambda: translate.forward_backward(message),
+        body_bytes=len(body),
+    )
+
+
+async def _refuse_forward_backward(
+    context: ServerContext, caller: Principal, start: bytes, error: UserError
+) -> wire.Submitted:
+    """Fail it behind its future where the body says whose it is: its number is used up. Else raise the error."""
+    address = address_of(start)
+    if address is None:
+        raise error
+    model_id, seq_id = address
+    try:
+        run = await own_run(context, caller, model_id)
+    except NotFoundError:
+        raise error from None
+
+    def build() -> ops.TrainingOperation:
+        raise error
+
+    return await submit_training(context, run, seq_id, kind="forward_backward", build=build)
+
+
+@router.post("/optim_step", response_model_exclude_none=True)
+async def optim_step(body: wire.OptimStepRequest, caller: Caller, context: Context) -> wire.Submitted:
+    run = await own_run(context, caller, body.model_id)
+    return await submit_training(context, run, body.seq_id, kind="optim_step", build=lambda: translate.optim_step(body))

@@ -1,0 +1,116 @@
+"""Saving, loading and exporting a model's weights."""
+
+from functools import partial
+
+from fastapi import APIRouter
+
+from tinsmith import operations as ops
+from tinsmith.checkpoints.tinker_path import TinkerPath
+from tinsmith.errors import UserError
+from tinsmith.hook_values import Principal
+from tinsmith.protocol import translate, wire
+from tinsmith.server.auth import Caller, own_run, own_session, readable_checkpoint
+from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.json_routes import JsonRoute
+from tinsmith.server.routes.training import submit_creation
+from tinsmith.server.submitting import submit_training
+from tinsmith.store import CheckpointRecord, RunRecord
+
+router = APIRouter(tags=["weights"], route_class=JsonRoute)
+
+
+@router.post("/save_weights", response_model_exclude_none=True)
+async def save_weights(body: wire.SaveWeightsRequest, caller: Caller, context: Context) -> wire.Submitted:
+    run = await own_run(context, caller, body.model_id)
+    build = partial(translate.save_weights, body)
+    return await submit_training(context, run, body.seq_id, kind="save_state", build=build)
+
+
+@router.post("/save_weights_for_sampler", response_model_exclude_none=True)
+async def save_weights_for_sampler(
+    body: wire.SaveWeightsForSamplerRequest, caller: Caller, context: Context
+) -> wire.Submitted:
+    run = await own_run(context, caller, body.model_id)
+    build = partial(translate.save_weights_for_sampler, body, run.session_id)
+    return await submit_training(context, run, body.seq_id, kind="save_for_sampler", build=build)
+
+
+@router.post("/save_weights_external", response_model_exclude_none=True)
+async def save_weights_external(
+    body: wire.SaveWeightsExternalRequest, caller: Caller, context: Context
+) -> wire.Submitted:
+    run = await own_run(context, caller, body.model_id)
+    build = partial(translate.save_weights_external, body)
+    return await submit_training(context, run, body.seq_id, kind="export_adapter", build=build)
+
+
+@router.post("/load_weights", response_model_exclude_none=True)
+async def load_weights(body: wire.LoadWeightsRequest, caller: Caller, context: Context) -> wire.Submitted:
+    if body.session_id is not None and body.model_seq_id is not None and body.model_id is None:
+        return await _create_from_checkpoint(context, caller, body, body.session_id, body.model_seq_id)
+    if body.model_id is None or body.seq_id is None or body.session_id is not None:
+        msg = "send either session_id and model_seq_id, for a new model, or model_id and seq_id, for an existing one"
+        raise UserError(msg)
+    return await _load_into(context, caller, body, await own_run(context, caller, body.model_id), body.seq_id)
+
+
+async def _create_from_checkpoint(
+    context: ServerContext, caller: Principal, body: wire.LoadWeightsRequest, session_id: str, model_seq_id: int
+) -> wire.Submitted:
+    """The LoRA settings are the checkpoint's; there is no create_model."""
+    session = await own_session(context, caller, session_id)
+    translate.check_load(body)
+    checkpoint = await readable_checkpoint(context, caller, body.path)
+    if body.base_model not in {None, checkpoint.base_model}:
+        msg = f"base_model {body.base_model!r} does not fit {body.path!r}, which is of {checkpoint.base_model!r}"
+        raise UserError(msg)
+    operation = ops.CreateModel(
+        model_id=translate.model_id(session_id, model_seq_id),
+        lora=checkpoint.lora,
+        checkpoint=body.path,
+        load_optimizer=body.optimizer,
+    )
+    return await submit_creation(
+        context, caller, session, operation, base_model=checkpoint.base_model, user_metadata=body.user_metadata
+    )
+
+
+async def _load_into(
+    context: ServerContext, caller: Principal, body: wire.LoadWeightsRequest, run: RunRecord, seq_id: int
+) -> wire.Submitted:
+    problem = await _why_not_loadable(context, caller, body.path, run)
+
+    def build() -> ops.LoadState:
+        operation = translate.load_weights(body)
+        if problem is not None:
+            raise problem
+        return operation
+
+    return await submit_training(context, run, seq_id, kind="load_state", build=build)
+
+
+async def _why_not_loadable(context: ServerContext, caller: Principal, path: str, run: RunRecord) -> UserError | None:
+    """A checkpoint of the model itself may be one that an earlier, still queued request writes: the engine will see."""
+    try:
+        if TinkerPath.parse(path).model_id == run.model_id:
+            return None
+        checkpoint = await readable_checkpoint(context, caller, path)
+    except UserError as error:
+        return error
+    if checkpoint.base_model != run.base_model:
+        return UserError(f"{path!r} is of base model {checkpoint.base_model!r}, this model of {run.base_model!r}")
+    return None
+
+
+@router.post("/weights_info")
+async def weights_info(body: wire.WeightsInfoRequest, caller: Caller, context: Context) -> wire.WeightsInfo:
+    checkpoint: CheckpointRecord = await readable_checkpoint(context, caller, str(TinkerPath.parse(body.tinker_path)))
+    lora = checkpoint.lora
+    return wire.WeightsInfo(
+        base_model=checkpoint.base_model,
+        is_lora=lora.rank > 0,
+        lora_rank=lora.rank,
+        train_unembed=lora.train_unembed,
+        train_mlp=lora.train_mlp,
+        train_attn=lora.train_attn,
+    )

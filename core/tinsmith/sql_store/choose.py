@@ -1,0 +1,47 @@
+"""Which database a configuration means."""
+
+from sqlalchemy import make_url
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import ArgumentError
+
+from tinsmith.errors import ConfigError
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.databases.dialect import Dialect
+from tinsmith.sql_store.databases.sqlite import SqliteDialect
+from tinsmith.store import StoreContext
+
+
+def dialect_of(config: SqlStoreConfig, context: StoreContext) -> Dialect:
+    """Raise ConfigError where the URL cannot be used, naming what can."""
+    default = URL.create("sqlite", database=str(context.data_dir.expanduser() / "tinsmith.db"))
+    try:
+        url = default if config.url is None else make_url(config.url)
+    except ArgumentError as error:
+        msg = (
+            f"store.url {config.url!r} is not a database URL; expected for instance sqlite:////var/lib/tinsmith.db "
+            "or postgresql://user@host/database"
+        )
+        raise ConfigError(msg) from error
+    match url.get_backend_name():
+        case "sqlite" if context.shared:
+            msg = (
+                "server.share_data_dir: several servers need a database that they share, which SQLite is not; set "
+                "store.url, for instance to postgresql://user@host/database"
+            )
+            raise ConfigError(msg)
+        case "sqlite":
+            return SqliteDialect(url, config)
+        case "postgresql":
+            return _postgres(url, config)
+        case other:
+            msg = f"store.url: no support for {other!r}; supported: sqlite, postgresql"
+            raise ConfigError(msg)
+
+
+def _postgres(url: URL, config: SqlStoreConfig) -> Dialect:
+    try:
+        from tinsmith.sql_store.databases.postgres import PostgresDialect
+    except ImportError as error:
+        msg = f'store.url: PostgreSQL needs a driver: pip install "tinsmith[postgres]" ({error})'
+        raise ConfigError(msg) from error
+    return PostgresDialect(url, config)

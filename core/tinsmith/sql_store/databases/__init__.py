@@ -1,0 +1,1 @@
+"""What differs between SQLite and PostgreSQL, and how each wakes its waiters."""

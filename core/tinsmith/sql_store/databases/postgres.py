@@ -1,0 +1,252 @@
+"""PostgreSQL 13 or later, with psycopg: for several servers, and engines on several machines."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import psycopg
+from psycopg.pq import Format
+from sqlalchemy import Connection, create_engine, event, text
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, OperationalError
+from sqlalchemy.pool import QueuePool
+from sqlmodel import Session
+
+from tinsmith.errors import ConfigError, StoreError
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.databases.database import Database
+from tinsmith.sql_store.databases.dialect import Dialect
+from tinsmith.sql_store.databases.notify_wakeups import NotifyWakeUps
+from tinsmith.sql_store.databases.postgres_scrubbing import Scrubber
+from tinsmith.sql_store.databases.wakeups import WakeUps
+
+T = TypeVar("T")
+
+_MIGRATION_LOCK: Final = 0x7469_6E73  # "tins": one process at a time brings the schema to its newest version
+_CONFLICTS: Final = frozenset({"40001", "40P01"})  # serialisation failure, deadlock
+_MAX_CONFLICTS: Final = 10  # in a row
+_FIRST_DELAY_S, _MAX_DELAY_S = 0.05, 2.0
+_KEEPALIVE: Final = {
+    "connect_timeout": "10",
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "25000",
+}
+_IDLE_MS: Final = 10_000
+"""A transaction in which nothing has happened for so long belongs to a process that was stopped: it holds locks."""
+_GONE: Final = ("08", "57P")  # connection exceptions; a server that shuts down or starts
+_FULL: Final = "53300"  # too many connections
+_OLDEST: Final = (13,)
+
+_TRANSACTION = text("SELECT pg_current_xact_id_if_assigned()::text")
+_STATUS = text("SELECT pg_xact_status(CAST(:transaction AS xid8))")
+
+_log = logging.getLogger(__name__)
+
+
+class PostgresDialect(Dialect):
+    """Every commit is durable: engines outlive a crash of the database, which must not forget their claims."""
+
+    def __init__(self, url: URL, config: SqlStoreConfig) -> None:
+        if url.drivername not in ("postgresql", "postgresql+psycopg"):
+            msg = f"store.url: the driver of {url.render_as_string()!r} is not supported; write postgresql://"
+            raise ConfigError(msg)
+        query = {**_KEEPALIVE, "application_name": "tinsmith", **url.query}
+        self._url = url.set(drivername="postgresql+psycopg", query=query)
+        self._config = config
+
+    @property
+    def name(self) -> str:
+        return self._url.set(query={}).render_as_string(hide_password=True)
+
+    def reader(self) -> Database:
+        return self._database(isolation_level="REPEATABLE READ", read_only=True)
+
+    def writer(self, *, durable: bool) -> Database:
+        del durable
+        commit = None if self._config.synchronous == "full" else "off"
+        return self._database(isolation_level="READ COMMITTED", read_only=False, synchronous_commit=commit)
+
+    def wakeups(self) -> WakeUps:
+        return NotifyWakeUps(self._conninfo)
+
+    @property
+    def _conninfo(self) -> str:
+        return self._url.set(drivername="postgresql").render_as_string(hide_password=False)
+
+    def _database(
+        self, *, isolation_level: str, read_only: bool, synchronous_commit: str | None = None
+    ) -> "PostgresDatabase":
+        options = [] if synchronous_commit is None else [f"-c synchronous_commit={synchronous_commit}"]
+        given = self._url.query.get("options")
+        options = [*([given] if isinstance(given, str) else given or ()), *options]
+        url = self._url.update_query_dict({"options": " ".join(options)}) if options else self._url
+        return PostgresDatabase(
+            url,
+            self.name,
+            isolation_level=isolation_level,
+            read_only=read_only,
+            outage_s=self._config.outage_s,
+            scrubber=Scrubber(self._conninfo, share=self._config.rewrite_share),
+        )
+
+
+class _BinaryCursor(psycopg.Cursor[Any]):
+    """Results as bytes, not as text: half the size for tensors."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:  # Any: psycopg's own
+        super().__init__(*args, **options)
+        self.format = Format.BINARY
+
+
+class PostgresDatabase(Database):
+    """A connection and the thread that it belongs to. A connection that breaks is made again.
+
+    Nothing that was asked for is lost or done twice meanwhile: work that did not commit runs again, and where the
+    connection broke during the commit itself, the database says afterwards whether it took place.
+    """
+
+    locks_rows = True
+
+    def __init__(
+        self, url: URL, name: str, *, isolation_level: str, read_only: bool, outage_s: float, scrubber: Scrubber
+    ) -> None:
+        self._name = name
+        self._scrubber = scrubber
+        self._writes = not read_only
+        self._outage_s = outage_s
+        self._down_since: float | None = None
+        self._closing = threading.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="postgres")
+        self._engine = create_engine(
+            url,
+            poolclass=QueuePool,
+            pool_size=1,
+            max_overflow=0,
+            isolation_level=isolation_level,
+            use_native_hstore=False,
+            connect_args={"cursor_factory": _BinaryCursor},
+            execution_options={"postgresql_readonly": True} if read_only else {},
+        )
+        event.listen(self._engine, "connect", _prepare)
+
+    async def run(self, work: Callable[[Session], T], *, commit: Callable[[Session], None] = Session.commit) -> T:
+        return await self._in_thread(partial(self._run, work, commit))
+
+    def spoils(self, error: Exception) -> bool:
+        return isinstance(error, DBAPIError) and (_is_gone(error) or _sqlstate(error) in _CONFLICTS)
+
+    def _run(self, work: Callable[[Session], T], commit: Callable[[Session], None]) -> T:
+        conflicts = 0
+        while True:
+            transaction: str | None = None
+            try:
+                with Session(self._engine, expire_on_commit=False) as session:
+                    result = work(session)
+                    if self._writes:
+                        transaction = session.connection().scalar(_TRANSACTION)
+                    commit(session)
+            except DBAPIError as error:
+                if _is_gone(error):
+                    if transaction is not None and self._has_committed(transaction, error):
+                        return result
+                    self._wait(error)
+                elif conflicts < _MAX_CONFLICTS and _is_conflict(error):
+                    conflicts += 1
+                else:
+                    raise
+            else:
+                if self._down_since is not None:
+                    _log.warning(
+                        "the database %s is back after %.1f s", self._name, time.monotonic() - self._down_since
+                    )
+                    self._down_since = None
+                return result
+
+    def _has_committed(self, transaction: str, error: DBAPIError) -> bool:
+        """Ask what became of a commit during which the connection broke."""
+        while True:
+            self._wait(error)
+            try:
+                with self._engine.connect() as connection:
+                    status = connection.scalar(_STATUS, {"transaction": transaction})
+            except DBAPIError as again:
+                if not _is_gone(again):
+                    raise
+                error = again
+                continue
+            if status != "in progress":  # else the process that runs it has not noticed yet that nobody listens
+                return bool(status == "committed")
+
+    def _wait(self, error: DBAPIError) -> None:
+        """Give the database a moment. Raise StoreError once that has lasted too long."""
+        now = time.monotonic()
+        if self._down_since is None:
+            self._down_since = now
+            _log.warning("the database %s cannot be reached, trying again: %s", self._name, _reason(error))
+        down_s = now - self._down_since
+        if down_s >= self._outage_s or self._closing.is_set():
+            msg = (
+                f"the database {self._name} has not been reachable for {down_s:.0f} s ({_reason(error)}); see that it "
+                "runs and that store.url is right"
+            )
+            raise StoreError(msg) from error
+        self._closing.wait(min(max(down_s, _FIRST_DELAY_S), _MAX_DELAY_S))
+
+    async def migrate(self, work: Callable[[Connection], None]) -> None:
+        await self._in_thread(partial(self._migrate, work))
+
+    def _migrate(self, work: Callable[[Connection], None]) -> None:
+        with self._engine.begin() as connection:
+            version = connection.dialect.server_version_info or (0,)
+            if version < _OLDEST:
+                msg = f"store.url: PostgreSQL {version[0]} at {self._name} is too old; use {_OLDEST[0]} or later"
+                raise ConfigError(msg)
+            connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))  # it is begun only once
+            connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
+            work(connection)
+
+    async def scrub(self, *, deleted: bool) -> None:
+        await self._scrubber.scrub(deleted=deleted)
+
+    async def close(self) -> None:
+        self._closing.set()
+        await self._in_thread(self._engine.dispose)
+        self._thread.shutdown()
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+
+def _prepare(connection: Any, record: object) -> None:  # Any: the driver's connection
+    """Have the database end what this process leaves open; it is done again where the process goes on."""
+    del record
+    connection.execute(f"SET idle_in_transaction_session_timeout = {_IDLE_MS}")
+    connection.commit()
+
+
+def _is_gone(error: DBAPIError) -> bool:
+    """Say whether it was the connection that failed, and nothing that was sent over it."""
+    if error.connection_invalidated or isinstance(error, InterfaceError):
+        return True
+    state = _sqlstate(error)
+    return isinstance(error, OperationalError) and (state is None or state.startswith(_GONE) or state == _FULL)
+
+
+def _is_conflict(error: DBAPIError) -> bool:
+    """Say whether another process was faster: a deadlock, or a unique key, which a second look finds taken."""
+    return _sqlstate(error) in _CONFLICTS or isinstance(error, IntegrityError)
+
+
+def _sqlstate(error: DBAPIError) -> str | None:
+    return getattr(error.orig, "sqlstate", None)
+
+
+def _reason(error: DBAPIError) -> str:
+    return " ".join(str(error.orig).split())

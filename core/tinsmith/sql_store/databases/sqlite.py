@@ -1,0 +1,131 @@
+"""SQLite: one file in WAL mode, on a disk of this machine."""
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from sqlalchemy import Connection, create_engine, event
+from sqlalchemy.engine import URL
+from sqlalchemy.pool import StaticPool
+from sqlmodel import Session
+
+from tinsmith.errors import ConfigError, StoreError
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.databases import sqlite_scrubbing
+from tinsmith.sql_store.databases.database import Database
+from tinsmith.sql_store.databases.dialect import Dialect
+from tinsmith.sql_store.databases.socket_wakeups import SocketWakeUps
+from tinsmith.sql_store.databases.wakeups import WakeUps
+
+_STRENGTH = ("off", "normal", "full")
+
+T = TypeVar("T")
+
+
+class SqliteDialect(Dialect):
+    """Relaxed commits go to the write-ahead log unsynced; the next durable commit syncs the log, and them with it."""
+
+    def __init__(self, url: URL, config: SqlStoreConfig) -> None:
+        if not url.database or url.database == ":memory:" or url.query:
+            msg = (
+                f"store.url {url.render_as_string()!r}: several processes share the database, so it must be a plain "
+                "file, for instance sqlite:////var/lib/tinsmith/tinsmith.db"
+            )
+            raise ConfigError(msg)
+        self.path = Path(url.database).expanduser().absolute()
+        self._config = config
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    def reader(self) -> Database:
+        return self._database("BEGIN", "normal")
+
+    def writer(self, *, durable: bool) -> Database:
+        mode = self._config.synchronous
+        return self._database("BEGIN IMMEDIATE", mode if durable else min("normal", mode, key=_STRENGTH.index))
+
+    def wakeups(self) -> WakeUps:
+        return SocketWakeUps(self.path.with_name(self.path.name + ".wake"))
+
+    def _database(self, begin: str, synchronous: str) -> Database:
+        pragmas = (
+            f"busy_timeout = {int(self._config.busy_timeout_s * 1000)}",
+            "auto_vacuum = INCREMENTAL",  # before anything is written, or it changes nothing
+            "secure_delete = ON",  # what is deleted is overwritten
+            "journal_mode = WAL",
+            f"synchronous = {synchronous}",
+            "foreign_keys = ON",
+            "mmap_size = 268435456",
+            "journal_size_limit = 67108864",
+        )
+        return SqliteDatabase(self.path, begin=begin, pragmas=pragmas)
+
+
+class SqliteDatabase(Database):
+    """A connection and the thread that it belongs to."""
+
+    def __init__(self, path: Path, *, begin: str, pragmas: tuple[str, ...]) -> None:
+        self._path = path
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sqlite")
+        url = URL.create("sqlite+pysqlite", database=str(path))
+        self._engine = create_engine(url, poolclass=StaticPool, connect_args={"check_same_thread": False})
+        event.listen(self._engine, "connect", partial(_prepare, pragmas))
+        event.listen(self._engine, "begin", partial(_begin, begin))
+
+    async def run(self, work: Callable[[Session], T], *, commit: Callable[[Session], None] = Session.commit) -> T:
+        return await self._in_thread(partial(self._run, work, commit))
+
+    def _run(self, work: Callable[[Session], T], commit: Callable[[Session], None]) -> T:
+        with Session(self._engine, expire_on_commit=False) as session:
+            result = work(session)
+            commit(session)
+            return result
+
+    async def migrate(self, work: Callable[[Connection], None]) -> None:
+        await self._in_thread(partial(self._migrate, work))
+
+    def _migrate(self, work: Callable[[Connection], None]) -> None:
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._path.touch(mode=0o600)  # it holds the users' data; SQLite copies the mode to its log
+        with self._engine.begin() as connection:
+            work(connection)
+        self._raw(sqlite_scrubbing.convert)
+
+    async def scrub(self, *, deleted: bool) -> None:
+        del deleted  # it costs little
+        await self._in_thread(partial(self._raw, sqlite_scrubbing.scrub))
+
+    def _raw(self, work: Callable[[sqlite3.Connection], None]) -> None:
+        """Work on the driver's connection, without a transaction around it."""
+        connection = self._engine.raw_connection()
+        try:
+            work(cast("sqlite3.Connection", connection.driver_connection))
+        except sqlite3.Error as error:
+            msg = f"the database {str(self._path)!r} could not be scrubbed: {error}"
+            raise StoreError(msg) from error
+        finally:
+            connection.close()
+
+    async def close(self) -> None:
+        await self._in_thread(self._engine.dispose)
+        self._thread.shutdown()
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+
+def _prepare(pragmas: tuple[str, ...], connection: Any, record: object) -> None:  # Any: the driver's connection
+    del record
+    connection.isolation_level = None  # we say BEGIN ourselves: the driver's own breaks savepoints and DDL
+    for pragma in pragmas:
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin(statement: str, connection: Connection) -> None:
+    connection.exec_driver_sql(statement)

@@ -1,0 +1,1 @@
+"""The store's transactions, grouped by subject."""

@@ -1,0 +1,88 @@
+"""What is known of checkpoints; their files are the engine's business."""
+
+from collections.abc import Callable
+from datetime import datetime
+
+from sqlalchemy import ColumnElement
+from sqlalchemy import delete as delete_rows
+from sqlmodel import Session, col, func, select
+
+from tinsmith.errors import NotFoundError, UserError
+from tinsmith.sql_store.tables import CheckpointRow, to_record, to_row
+from tinsmith.sql_store.transactions.writer import Transaction
+from tinsmith.store import CheckpointRecord
+
+_NO_LIMIT = 2**62
+_THERE = col(CheckpointRow.deleted_at).is_(None)
+
+
+def get(session: Session, path: str) -> CheckpointRecord:
+    return to_record(_row(session, path), CheckpointRecord)
+
+
+def list_all(
+    session: Session, tenant: str | None, model_id: str | None, limit: int | None, offset: int
+) -> tuple[list[CheckpointRecord], int]:
+    conditions: list[ColumnElement[bool]] = [_THERE]
+    if tenant is not None:
+        conditions.append(col(CheckpointRow.tenant) == tenant)
+    if model_id is not None:
+        conditions.append(col(CheckpointRow.model_id) == model_id)
+    newest = col(CheckpointRow.created_at).desc(), col(CheckpointRow.path).desc()
+    query = select(CheckpointRow).where(*conditions).order_by(*newest).offset(offset)
+    if limit is not None or offset:
+        query = query.limit(_NO_LIMIT if limit is None else limit)  # SQLite knows no offset without a limit
+    rows = session.exec(query)
+    total = session.exec(select(func.count()).select_from(CheckpointRow).where(*conditions)).one()
+    return [to_record(row, CheckpointRecord) for row in rows], total
+
+
+def add(tx: Transaction, record: CheckpointRecord) -> None:
+    row = tx.session.get(CheckpointRow, record.path)
+    if row is not None and row.deleted_at is None:
+        msg = f"checkpoint {record.path!r} exists already; choose another name"
+        raise UserError(msg)
+    tx.session.merge(to_row(record, CheckpointRow))
+
+
+def update(tx: Transaction, path: str, change: Callable[[CheckpointRecord], CheckpointRecord]) -> CheckpointRecord:
+    row = _row(tx.session, path, lock=True)
+    changed = change(to_record(row, CheckpointRecord))
+    row.public, row.expires_at = changed.public, changed.expires_at
+    return to_record(row, CheckpointRecord)
+
+
+def delete(tx: Transaction, path: str) -> CheckpointRecord:
+    row = _row(tx.session, path, lock=True)
+    row.deleted_at = tx.now
+    return to_record(row, CheckpointRecord)
+
+
+def deleted(session: Session, path: str) -> CheckpointRecord:
+    row = session.get(CheckpointRow, path)
+    if row is None or row.deleted_at is None:
+        msg = f"no checkpoint {path!r}"
+        raise NotFoundError(msg)
+    return to_record(row, CheckpointRecord)
+
+
+def forget_deleted(tx: Transaction, before: datetime) -> int:
+    old = delete_rows(CheckpointRow).where(col(CheckpointRow.deleted_at) < before)
+    return tx.session.connection().execute(old).rowcount
+
+
+def expired(session: Session, now: datetime) -> list[CheckpointRecord]:
+    query = (
+        select(CheckpointRow)
+        .where(_THERE, col(CheckpointRow.expires_at) <= now)
+        .order_by(col(CheckpointRow.expires_at))
+    )
+    return [to_record(row, CheckpointRecord) for row in session.exec(query)]
+
+
+def _row(session: Session, path: str, *, lock: bool = False) -> CheckpointRow:
+    row = session.get(CheckpointRow, path, with_for_update=True if lock else None)
+    if row is None or row.deleted_at is not None:
+        msg = f"no checkpoint {path!r}"
+        raise NotFoundError(msg)
+    return row

@@ -1,0 +1,123 @@
+"""Recording what came of operations, and what follows from it, in one transaction."""
+
+from collections.abc import Sequence
+
+import sqlalchemy
+from sqlalchemy import bindparam
+from sqlmodel import Session
+
+from tinsmith.operations import Failed
+from tinsmith.sql_store.tables import (
+    OPERATIONS,
+    RESULTS,
+    RUNNING,
+    RUNS,
+    CheckpointRow,
+    RunRow,
+    SamplingSessionRow,
+    to_row,
+)
+from tinsmith.sql_store.transactions import leases, log, recovering
+from tinsmith.sql_store.transactions.finished_samples import Finished
+from tinsmith.sql_store.transactions.writer import Transaction
+from tinsmith.store import (
+    CheckpointWritten,
+    Completion,
+    Effect,
+    Lease,
+    LoraResolved,
+    OperationState,
+    RecoveryPointTaken,
+    RunStateChanged,
+    SamplingSessionCreated,
+)
+from tinsmith.store.codec import encode_result
+
+_PART = 500  # values of one IN list
+_RUNNING = (
+    sqlalchemy.select(
+        OPERATIONS.c.id, OPERATIONS.c.request_id, OPERATIONS.c.subject_id, OPERATIONS.c.seq_id, OPERATIONS.c.ordered
+    )
+    .where(
+        OPERATIONS.c.request_id.in_(bindparam("request_ids", expanding=True)),
+        RUNNING,
+        OPERATIONS.c.engine_id == bindparam("engine"),
+    )
+    .order_by(OPERATIONS.c.id)
+    .with_for_update()
+)
+_MODELS = sqlalchemy.select(OPERATIONS.c.subject_id).where(
+    OPERATIONS.c.request_id.in_(bindparam("request_ids", expanding=True)), OPERATIONS.c.ordered
+)
+_FINISH = (
+    OPERATIONS.update()
+    .where(OPERATIONS.c.id == bindparam("key"))
+    .values(state=bindparam("new_state"), finished_at=bindparam("now"))
+)
+_APPLY = (
+    RUNS.update()
+    .where(RUNS.c.model_id == bindparam("model"), RUNS.c.applied_seq_id < bindparam("applied"))
+    .values(applied_seq_id=bindparam("applied"))
+)
+_INSERT = RESULTS.insert()
+
+
+def models_of(session: Session, completions: Sequence[Completion]) -> set[str]:
+    models: set[str] = set()
+    for start in range(0, len(completions), _PART):
+        part = [each.request_id for each in completions[start : start + _PART]]
+        models.update(session.connection().execute(_MODELS, {"request_ids": part}).scalars())
+    return models
+
+
+def complete(tx: Transaction, lease: Lease, completions: Sequence[Completion]) -> None:
+    leases.fence(tx, lease)
+    for start in range(0, len(completions), _PART):
+        _complete(tx, lease.engine_id, {each.request_id: each for each in completions[start : start + _PART]})
+
+
+def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion]) -> None:
+    connection = tx.session.connection()
+    finished, results = [], []
+    applied: dict[str, int] = {}
+    for row in connection.execute(_RUNNING, {"request_ids": list(completions), "engine": engine_id}).all():
+        completion = completions[row.request_id]
+        kind, encoded = encode_result(completion.result)
+        state = OperationState.FAILED if isinstance(completion.result, Failed) else OperationState.SUCCEEDED
+        finished.append({"key": row.id, "new_state": state, "now": tx.now})
+        results.append({"operation_id": row.id, "result_kind": kind, "result": encoded})
+        if row.ordered:
+            applied[row.subject_id] = max(applied.get(row.subject_id, -1), row.seq_id)
+        else:
+            succeeded = state is OperationState.SUCCEEDED
+            tx.finished.append(Finished(row.subject_id, row.seq_id, row.request_id, succeeded, len(encoded)))
+        for effect in completion.effects:
+            _apply(tx.session, effect)
+        tx.wake.append(log.done_topic(row.request_id))
+    tx.session.flush()
+    if finished:
+        connection.execute(_FINISH, finished)
+        connection.execute(_INSERT, results)
+    if applied:
+        connection.execute(_APPLY, [{"model": model_id, "applied": seq_id} for model_id, seq_id in applied.items()])
+
+
+def _apply(session: Session, effect: Effect) -> None:
+    """Every effect may be applied twice."""
+    match effect:
+        case RunStateChanged():
+            run = session.get(RunRow, effect.model_id)
+            if run is not None:
+                run.state, run.state_reason = effect.state, effect.reason
+                if effect.state not in log.LIVE:
+                    recovering.drop_recovery_points(session, effect.model_id)
+        case LoraResolved():
+            run = session.get(RunRow, effect.model_id)
+            if run is not None:
+                run.lora = effect.lora
+        case CheckpointWritten():
+            session.merge(to_row(effect.record, CheckpointRow))
+        case SamplingSessionCreated():
+            session.merge(to_row(effect.record, SamplingSessionRow))
+        case RecoveryPointTaken():
+            recovering.keep_newest(session, effect.record, effect.keep)

@@ -1,0 +1,152 @@
+"""The log's rows: finding, finishing and counting operations. Submitting, claiming and closing build on these."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import fields
+
+import sqlalchemy
+from sqlalchemy import bindparam
+from sqlmodel import Session, col, func, or_, select
+
+from tinsmith.errors import NotFoundError, ResultExpiredError
+from tinsmith.operations import Failed, Result
+from tinsmith.sql_store.tables import (
+    OPERATIONS,
+    QUEUED,
+    RESULTS,
+    RUNNING,
+    EngineRow,
+    OperationRow,
+    ResultRow,
+    RetentionRow,
+    RunRow,
+    to_record,
+)
+from tinsmith.sql_store.transactions.finished_samples import Finished
+from tinsmith.sql_store.transactions.request_ids import created_at
+from tinsmith.sql_store.transactions.writer import Transaction
+from tinsmith.store import EngineRecord, OperationRecord, OperationState, RunState, Waiting
+from tinsmith.store.codec import encode_result
+
+RECORD_COLUMNS = tuple(
+    OPERATIONS.c[field.name]
+    for field in fields(OperationRecord)
+    if field.name not in {"payload", "result_kind", "result"}
+)
+_GET = (
+    sqlalchemy.select(*RECORD_COLUMNS, RESULTS.c.result_kind, RESULTS.c.result)
+    .join_from(OPERATIONS, RESULTS, OPERATIONS.c.id == RESULTS.c.operation_id, isouter=True)
+    .where(OPERATIONS.c.request_id == bindparam("request_id"))
+)
+_ADVISORY_LOCK = sqlalchemy.text("SELECT pg_advisory_xact_lock(hashtextextended(:what, 0))")
+FINISHED = (OperationState.SUCCEEDED, OperationState.FAILED, OperationState.CANCELLED)
+LIVE = (RunState.CREATING, RunState.READY)
+_DONE = "done "
+
+
+def work_topic(base_model: str) -> str:
+    return f"work {base_model}"
+
+
+def done_topic(request_id: str) -> str:
+    return _DONE + request_id
+
+
+def request_of(topic: str) -> str | None:
+    """Return the request_id of a `done_topic`, None for any other."""
+    return topic.removeprefix(_DONE) if topic.startswith(_DONE) else None
+
+
+def get(session: Session, request_id: str) -> OperationRecord:
+    found = session.connection().execute(_GET, {"request_id": request_id}).first()
+    if found is None:
+        raise _missing(session, request_id)
+    return OperationRecord(**found._mapping)  # noqa: SLF001 - the public name of a row's mapping
+
+
+def find(session: Session, request_id: str, *, lock: bool = False) -> OperationRow:
+    query = select(OperationRow).where(OperationRow.request_id == request_id)
+    row = session.exec(query.with_for_update() if lock else query).first()
+    if row is None:
+        raise _missing(session, request_id)
+    return row
+
+
+def finished(session: Session, request_ids: Collection[str]) -> list[str]:
+    """Return those that are finished, or gone."""
+    asked = sorted(request_ids)
+    pending: set[str] = set()
+    for start in range(0, len(asked), 500):
+        part = asked[start : start + 500]
+        query = select(OperationRow.request_id).where(
+            col(OperationRow.request_id).in_(part), col(OperationRow.state).not_in(FINISHED)
+        )
+        pending.update(session.exec(query))
+    return [request_id for request_id in asked if request_id not in pending]
+
+
+def finish(tx: Transaction, rows: Iterable[OperationRow], result: Result, state: OperationState | None = None) -> None:
+    """Record one result for operations that were queued or running, and wake who waits for them."""
+    kind, encoded = encode_result(result)
+    succeeded_or_failed = OperationState.FAILED if isinstance(result, Failed) else OperationState.SUCCEEDED
+    for row in rows:
+        assert row.id is not None
+        row.state = state or succeeded_or_failed
+        row.finished_at = tx.now
+        tx.session.add(ResultRow(operation_id=row.id, result_kind=kind, result=encoded))
+        tx.wake.append(done_topic(row.request_id))
+        if not row.ordered:
+            succeeded = row.state == OperationState.SUCCEEDED
+            tx.finished.append(Finished(row.subject_id, row.seq_id, row.request_id, succeeded, len(encoded)))
+
+
+def locked_run(session: Session, model_id: str) -> RunRow | None:
+    """Take the model's row for this transaction: every change of a model's log starts here."""
+    return session.exec(select(RunRow).where(RunRow.model_id == model_id).with_for_update()).first()
+
+
+def one_at_a_time(session: Session, what: str) -> None:
+    """Wait until no other process does the same, and keep it from doing so for the rest of the transaction."""
+    connection = session.connection()
+    if connection.dialect.name == "postgresql":  # elsewhere there is one writer anyway
+        connection.execute(_ADVISORY_LOCK, {"what": f"tinsmith {what}"})
+
+
+def waiting(session: Session, request_id: str) -> Waiting:
+    row = find(session, request_id)
+    unfinished = or_(QUEUED, RUNNING)
+    ahead = select(func.count()).where(
+        OperationRow.base_model == row.base_model, unfinished, col(OperationRow.id) < row.id
+    )
+    engine = session.get(EngineRow, row.base_model)
+    return Waiting(
+        missing_seq_id=_first_missing(session, row),
+        num_ahead=session.exec(ahead).one(),
+        engine=None if engine is None else to_record(engine, EngineRecord),
+    )
+
+
+def count_samples(session: Session, tenant: str) -> int:
+    of_tenant = col(OperationRow.tenant) == tenant, col(OperationRow.ordered).is_(False)
+    states = (QUEUED, RUNNING)  # one query each: they have an index each
+    return sum(session.exec(select(func.count()).where(*of_tenant, state)).one() for state in states)
+
+
+def _first_missing(session: Session, row: OperationRow) -> int | None:
+    run = session.get(RunRow, row.subject_id) if row.ordered else None
+    if run is None or row.seq_id <= run.next_seq_id:
+        return None
+    between = select(OperationRow.seq_id).where(
+        OperationRow.subject_id == row.subject_id,
+        col(OperationRow.seq_id) >= run.next_seq_id,
+        col(OperationRow.seq_id) < row.seq_id,
+    )
+    arrived = set(session.exec(between))
+    return next((seq_id for seq_id in range(run.next_seq_id, row.seq_id) if seq_id not in arrived), None)
+
+
+def _missing(session: Session, request_id: str) -> NotFoundError | ResultExpiredError:
+    made_at = created_at(request_id)
+    retention = session.get(RetentionRow, 1)
+    if made_at is not None and retention is not None and made_at < retention.finished_before:
+        return ResultExpiredError(f"the result of request {request_id!r} is past its retention; send the request again")
+    return NotFoundError(f"no request {request_id!r}")

@@ -1,0 +1,70 @@
+"""Sessions: functions over one database session, as the other modules of this package."""
+
+from datetime import datetime
+
+from sqlmodel import Session, col, select
+
+from tinsmith.errors import NotFoundError
+from tinsmith.sql_store.tables import SessionRow, to_record, to_row
+from tinsmith.sql_store.transactions import closing
+from tinsmith.sql_store.transactions.writer import Transaction
+from tinsmith.store import SessionEnd, SessionRecord
+
+
+def create(tx: Transaction, session: SessionRecord, idempotency_key: str | None) -> SessionRecord:
+    if idempotency_key is not None:
+        same = select(SessionRow).where(
+            SessionRow.tenant == session.tenant, SessionRow.idempotency_key == idempotency_key
+        )
+        if (first := tx.session.exec(same).first()) is not None:
+            return to_record(first, SessionRecord)
+    tx.session.add(to_row(session, SessionRow, idempotency_key=idempotency_key))
+    return session
+
+
+def get(session: Session, session_id: str) -> SessionRecord:
+    return to_record(_row(session, session_id), SessionRecord)
+
+
+def list_all(session: Session, tenant: str | None, limit: int, offset: int) -> list[SessionRecord]:
+    query = select(SessionRow).order_by(col(SessionRow.created_at).desc(), col(SessionRow.session_id).desc())
+    if tenant is not None:
+        query = query.where(SessionRow.tenant == tenant)
+    return [to_record(row, SessionRecord) for row in session.exec(query.limit(limit).offset(offset))]
+
+
+def touch(tx: Transaction, session_id: str, at: datetime) -> SessionRecord:
+    row = _row(tx.session, session_id, lock=True)
+    row.last_seen_at = max(row.last_seen_at, at)
+    return to_record(row, SessionRecord)
+
+
+def update(tx: Transaction, session_id: str, project_id: str | None) -> SessionRecord:
+    row = _row(tx.session, session_id, lock=True)
+    row.project_id = project_id
+    return to_record(row, SessionRecord)
+
+
+def end(tx: Transaction, session_id: str, reason: SessionEnd, detail: str | None) -> SessionRecord:
+    row = _row(tx.session, session_id, lock=True)
+    if row.ended is None:
+        row.ended, row.end_detail = reason, detail
+        closing.unload_models(tx, session_id)
+    return to_record(row, SessionRecord)
+
+
+def expire(tx: Transaction, last_seen_before: datetime) -> list[str]:
+    silent = select(SessionRow).where(col(SessionRow.ended).is_(None), col(SessionRow.last_seen_at) < last_seen_before)
+    expired = []
+    for row in tx.session.exec(silent.order_by(SessionRow.session_id).with_for_update()).all():
+        end(tx, row.session_id, "expired", f"no heartbeat since {row.last_seen_at:%Y-%m-%d %H:%M:%S} UTC")
+        expired.append(row.session_id)
+    return expired
+
+
+def _row(session: Session, session_id: str, *, lock: bool = False) -> SessionRow:
+    row = session.get(SessionRow, session_id, with_for_update=True if lock else None)
+    if row is None:
+        msg = f"no session {session_id!r}"
+        raise NotFoundError(msg)
+    return row

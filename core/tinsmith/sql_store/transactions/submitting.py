@@ -1,0 +1,124 @@
+"""Taking operations in: every accepted number finds its row, and a repeat finds the first one."""
+
+import sqlalchemy
+from sqlalchemy import bindparam
+from sqlmodel import Session
+
+from tinsmith.errors import ConflictError, NotFoundError, ResultExpiredError, UserError
+from tinsmith.operations import Failed
+from tinsmith.sql_store.tables import ENGINES, OPERATIONS, PAYLOADS, RunRow, SessionRow
+from tinsmith.sql_store.transactions import log
+from tinsmith.sql_store.transactions.request_ids import new_request_id
+from tinsmith.sql_store.transactions.writer import Transaction
+from tinsmith.store import EngineState, NewOperation, OperationState, RunState
+
+_SAME = sqlalchemy.select(OPERATIONS.c.request_id, OPERATIONS.c.digest).where(
+    OPERATIONS.c.subject_id == bindparam("subject_id"), OPERATIONS.c.seq_id == bindparam("seq_id")
+)
+# The lock waits for nothing but an engine that is being given up, which fails what has been submitted until then.
+_ENGINE = (
+    sqlalchemy.select(ENGINES.c.state, ENGINES.c.detail)
+    .where(ENGINES.c.base_model == bindparam("base_model"))
+    .with_for_update(read=True, key_share=True)
+)
+_INSERT, _INSERT_PAYLOAD = OPERATIONS.insert(), PAYLOADS.insert()
+
+
+def submit(tx: Transaction, operation: NewOperation) -> str:
+    run = log.locked_run(tx.session, operation.subject_id) if operation.ordered else None
+    if operation.ordered and run is None:
+        msg = f"no model {operation.subject_id!r}"
+        raise NotFoundError(msg)
+    same = {"subject_id": operation.subject_id, "seq_id": operation.seq_id}
+    if (first := tx.session.connection().execute(_SAME, same).first()) is not None:
+        return _repeat(tx.session, operation, run, *first)
+    failed = _hopeless(tx.session, operation, run) or operation.refused
+    if run is not None:
+        run.last_request_at = tx.now
+    request_id = _insert(tx, operation)
+    if failed is not None:
+        log.finish(tx, [log.find(tx.session, request_id)], failed)
+    tx.wake.append(log.work_topic(operation.base_model))
+    return request_id
+
+
+def refuse_ended_session(session: Session, session_id: str, *, lock: bool = False) -> None:
+    """With `lock` it cannot end before the transaction does."""
+    row = session.get(SessionRow, session_id, with_for_update={"read": True} if lock else None)
+    if row is not None and row.ended is not None:
+        detail = f": {row.end_detail}" if row.end_detail else ""
+        msg = f"session {session_id!r} has ended ({row.ended}{detail}); create a new one"
+        raise UserError(msg)
+
+
+def _repeat(session: Session, operation: NewOperation, run: RunRow | None, request_id: str, digest: bytes) -> str:
+    if digest != operation.digest:
+        if run is not None:  # the number may be taken by the UnloadModel that the session's end has queued
+            refuse_ended_session(session, run.session_id)
+        msg = (
+            f"seq_id {operation.seq_id} of {operation.subject_id!r} was already used by another request with other "
+            "content; every request needs a seq_id of its own"
+        )
+        raise ConflictError(msg)
+    return request_id
+
+
+def _hopeless(session: Session, operation: NewOperation, run: RunRow | None) -> Failed | None:
+    """Say why an operation cannot run, now or later. Raise where it cannot even be recorded."""
+    if run is not None:
+        if operation.seq_id <= run.pruned_seq_id:
+            msg = f"the result of seq_id {operation.seq_id} of {operation.subject_id!r} is past its retention"
+            raise ResultExpiredError(msg)
+        refuse_ended_session(session, run.session_id)
+        if operation.seq_id < run.next_seq_id:
+            return Failed(
+                message=f"seq_id {operation.seq_id} of {operation.subject_id!r} came after the model had gone on "
+                f"without it, to seq_id {run.next_seq_id}; send requests in order, or sooner",
+            )
+        if run.state == RunState.LOST:
+            return lost(run.model_id, run.state_reason)
+        if run.state == RunState.READY:
+            return None  # if its engine has been given up, it waits for the next one
+    engine = session.connection().execute(_ENGINE, {"base_model": operation.base_model}).first()
+    if engine is not None and engine.state == EngineState.FAILED:
+        return no_engine(operation.base_model, engine.detail)
+    return None
+
+
+def lost(model_id: str, reason: str | None) -> Failed:
+    return Failed(
+        message=f"model {model_id!r} is gone: {reason or 'its engine ended'}; create a new one, from a checkpoint "
+        "where there is one",
+        category="server",
+    )
+
+
+def no_engine(base_model: str, detail: str) -> Failed:
+    return Failed(message=f"base model {base_model!r} cannot be served: {detail}", category="server")
+
+
+def _insert(tx: Transaction, operation: NewOperation) -> str:
+    connection = tx.session.connection()
+    request_id = new_request_id(tx.now)
+    values = {
+        "request_id": request_id,
+        "base_model": operation.base_model,
+        "kind": operation.kind,
+        "tenant": operation.tenant,
+        "session_id": operation.session_id,
+        "subject_id": operation.subject_id,
+        "seq_id": operation.seq_id,
+        "ordered": operation.ordered,
+        "num_tokens": operation.num_tokens,
+        "digest": operation.digest,
+        "state": OperationState.QUEUED,
+        "created_at": tx.now,
+        "attempts": 0,
+        "alone": False,
+        "cancel_told": True,
+    }
+    key = connection.execute(_INSERT, values).inserted_primary_key
+    assert key is not None
+    if operation.refused is None:
+        connection.execute(_INSERT_PAYLOAD, {"operation_id": key[0], "payload": operation.payload})
+    return request_id

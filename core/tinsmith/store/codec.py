@@ -1,0 +1,100 @@
+"""Operations and results to bytes and back: MessagePack by their dataclass, arrays as little-endian bytes.
+
+`stored_bytes.py` says how the bytes rest. Decoded arrays are read-only.
+"""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tinsmith import operations as ops
+from tinsmith.errors import ServerError
+from tinsmith.store import compression as stored_bytes
+
+OPERATION_TYPES: dict[str, type[ops.Operation]] = {
+    "create_model": ops.CreateModel,
+    "forward_backward": ops.ForwardBackward,
+    "forward": ops.Forward,
+    "optim_step": ops.OptimStep,
+    "save_state": ops.SaveState,
+    "load_state": ops.LoadState,
+    "save_for_sampler": ops.SaveForSampler,
+    "export_adapter": ops.ExportAdapter,
+    "unload_model": ops.UnloadModel,
+    "sample": ops.Sample,
+}
+RESULT_TYPES: dict[str, type[ops.Result]] = {
+    "failed": ops.Failed,
+    "model_created": ops.ModelCreated,
+    "forward_backward_output": ops.ForwardBackwardOutput,
+    "optim_step_output": ops.OptimStepOutput,
+    "weights_saved": ops.WeightsSaved,
+    "weights_loaded": ops.WeightsLoaded,
+    "model_unloaded": ops.ModelUnloaded,
+    "sample_output": ops.SampleOutput,
+}
+_OPERATION_NAMES: dict[type, str] = {cls: name for name, cls in OPERATION_TYPES.items()}
+_RESULT_NAMES: dict[type, str] = {cls: name for name, cls in RESULT_TYPES.items()}
+
+
+def kind_of(operation: ops.Operation) -> str:
+    """Name an operation's kind, as the store and the scheduler know it."""
+    return _OPERATION_NAMES[type(operation)]
+
+
+def encode_operation(operation: ops.Operation) -> bytes:
+    """Return it as the log stores it. Which bytes those are may change; `canonical_bytes` never do."""
+    return stored_bytes.compress(_ENCODER.encode(operation))
+
+
+def canonical_bytes(operation: ops.Operation) -> bytes:
+    """Return what a repeat of an operation is compared by, over upgrades too: the same content, the same bytes."""
+    return _CANONICAL.encode(operation)
+
+
+def decode_operation(kind: str, payload: bytes) -> ops.Operation:
+    """Raise ServerError where the bytes are not a stored operation of this kind."""
+    operation: ops.Operation = _decode(OPERATION_TYPES, kind, payload)
+    return operation
+
+
+def encode_result(result: ops.Result) -> tuple[str, bytes]:
+    return _RESULT_NAMES[type(result)], stored_bytes.compress(_ENCODER.encode(result))
+
+
+def decode_result(kind: str, payload: bytes) -> ops.Result:
+    result: ops.Result = _decode(RESULT_TYPES, kind, payload)
+    return result
+
+
+def _decode(types: dict[str, Any], kind: str, payload: bytes) -> Any:  # Any: one of the two unions above
+    try:
+        packed = stored_bytes.decompress(payload)
+        return msgspec.msgpack.decode(packed, type=types[kind], dec_hook=_decode_array)
+    except (KeyError, ValueError, msgspec.MsgspecError) as error:
+        msg = f"stored {kind!r} of {len(payload)} bytes cannot be decoded: {error}"
+        raise ServerError(msg) from error
+
+
+def _encode_array(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        return stored_bytes.narrow(value)
+    msg = f"{type(value).__name__} cannot be stored"
+    raise NotImplementedError(msg)
+
+
+def _encode_whole_array(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        little = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("<"))
+        return little.dtype.str, value.shape, little.tobytes()
+    msg = f"{type(value).__name__} cannot be stored"
+    raise NotImplementedError(msg)
+
+
+def _decode_array(_: type, stored: Any) -> np.ndarray[Any, Any]:  # Any: what MessagePack holds
+    return stored_bytes.widen(stored)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_CANONICAL = msgspec.msgpack.Encoder(enc_hook=_encode_whole_array)

@@ -1,0 +1,329 @@
+"""What the request store holds and hands out: frozen values, one for each kind of row, and what changes rows."""
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, Final, Literal
+
+from tinsmith.backend import Capabilities
+from tinsmith.operations import Failed, LoraConfig, Result
+
+Metadata = dict[str, Any]  # Any: JSON values the client chose
+
+SEQ_IDS_PER_CLONE: Final = 10**9
+"""Every clone of a sampling client has as many numbers of its sampling session to itself: clone = seq_id // this."""
+
+
+class OperationState(StrEnum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class RunState(StrEnum):
+    CREATING = "creating"
+    READY = "ready"
+    LOST = "lost"  # its state could not be made or rebuilt; the reason is in `state_reason`
+    UNLOADED = "unloaded"  # the session ended
+
+
+class EngineState(StrEnum):
+    STARTING = "starting"
+    LOADING = "loading"
+    RECOVERING = "recovering"  # rebuilding the models that the engine before it held
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"  # given up; `detail` says why
+    STOPPED = "stopped"
+
+
+SessionEnd = Literal["success", "errored", "interrupted", "expired"]
+CheckpointKind = Literal["training", "sampler", "external"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRecord:
+    session_id: str
+    tenant: str
+    created_at: datetime
+    last_seen_at: datetime
+    tags: tuple[str, ...] = ()
+    user_metadata: Metadata | None = None
+    sdk_version: str | None = None
+    project_id: str | None = None
+    display_name: str | None = None
+    ended: SessionEnd | None = None
+    end_detail: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """A model, which the REST API calls a training run."""
+
+    model_id: str  # {session_id}:train:{model_seq_id}
+    session_id: str
+    tenant: str
+    base_model: str
+    lora: LoraConfig
+    created_at: datetime
+    last_request_at: datetime
+    user_metadata: Metadata | None = None
+    state: RunState = RunState.CREATING
+    state_reason: str | None = None
+    next_seq_id: int = 0  # the lowest one not yet claimed
+    applied_seq_id: int = -1  # the highest one whose result is recorded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSessionRecord:
+    """A sampling session. `snapshot_id` None is the base model; a tinker:// path is a persisted snapshot."""
+
+    sampling_session_id: str
+    session_id: str
+    tenant: str
+    base_model: str
+    created_at: datetime
+    snapshot_id: str | None = None
+    model_path: str | None = None
+    model_id: str | None = None  # the model it was taken from, where known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRecord:
+    path: str  # tinker://<model_id>/<weights|sampler_weights|external_weights>/<name>
+    model_id: str
+    tenant: str
+    kind: CheckpointKind
+    base_model: str
+    lora: LoraConfig
+    created_at: datetime
+    size_bytes: int
+    directory: str  # relative to the checkpoint root
+    step: int = 0
+    public: bool = False
+    expires_at: datetime | None = None
+    user_metadata: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryPointRecord:
+    """A model's whole training state on disk, as of the operation `seq_id`: where a recovery starts."""
+
+    model_id: str
+    seq_id: int
+    directory: str  # relative to the engine's recovery root
+    size_bytes: int
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveModel:
+    """What an engine that starts has to rebuild."""
+
+    run: RunRecord
+    pruned_seq_id: int  # operations up to here may be gone from the log
+    recovery_points: tuple[RecoveryPointRecord, ...]  # newest first
+    ephemeral: tuple[str, ...]  # ids of the sampling snapshots that live as long as the model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsistencyCounts:
+    """What came of the saves for sampling since the engine started, and the differences found, in nats."""
+
+    consistent: int = 0
+    inconsistent: int = 0  # refused, unless configured otherwise
+    not_compared: int = 0
+    last_max_difference: float | None = None  # of the last save that was compared
+    last_mean_difference: float | None = None
+    largest_difference: float | None = None  # of all of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLog:
+    """What there is of a model's log, and where a replay of it can start."""
+
+    run: RunRecord
+    pruned_seq_id: int  # the highest one that retention has removed; -1: the log begins with the creation
+    recovery_points: tuple[RecoveryPointRecord, ...]  # newest first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedOperation:
+    """An operation of the log as people look at it: what it was, what it cost, what came of it."""
+
+    seq_id: int
+    request_id: str
+    kind: str
+    state: OperationState
+    num_tokens: int
+    created_at: datetime
+    started_at: datetime | None  # when an engine claimed it
+    finished_at: datetime | None  # when its result was recorded
+    attempts: int  # more than one: it crashed its engine, or an engine crashed beside it
+    interruptions: int  # how often its engine was killed from outside
+    payload_bytes: int  # as stored
+    result_bytes: int
+    result_kind: str | None
+    result: bytes | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogTotals:
+    """The operations of one kind and state that are in a model's log."""
+
+    kind: str
+    state: OperationState
+    number: int
+    num_tokens: int
+    payload_bytes: int
+    result_bytes: int
+    queued_s: float  # from arrival to claim, of those claimed
+    run_s: float  # from claim to record, of those finished
+    retried: int  # how many an engine died with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRecord:
+    """What the engine of one base model last said of itself."""
+
+    base_model: str
+    state: EngineState
+    updated_at: datetime
+    detail: str = ""  # "loading weights", "compiling 3 of 22", the reason of a failure
+    progress: float | None = None  # 0 to 1
+    engine_id: str | None = None
+    pid: int | None = None
+    restarts: int = 0
+    capabilities: Capabilities | None = None
+    consistency: ConsistencyCounts | None = None  # None: nothing has been saved for sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The right to serve one base model. A takeover raises the epoch: what comes with a lower one is refused."""
+
+    base_model: str
+    engine_id: str
+    epoch: int
+    duration_s: float  # from each renewal, by the store's clock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseHeld:
+    """Another engine has it."""
+
+    base_model: str
+    engine_id: str
+    remaining_s: float  # where it is not renewed
+    until: datetime  # by the store's clock: another one after each renewal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewOperation:
+    """What `submit` records. `digest` is of the content that a repeat must match."""
+
+    base_model: str  # the queue: one engine serves each
+    kind: str
+    tenant: str
+    session_id: str
+    subject_id: str  # model_id or sampling_session_id
+    seq_id: int
+    ordered: bool
+    payload: bytes
+    digest: bytes
+    num_tokens: int = 0
+    refused: Failed | None = None  # recorded as failed at once; consumes its seq_id all the same
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationRecord:
+    request_id: str
+    base_model: str
+    kind: str
+    tenant: str
+    session_id: str
+    subject_id: str
+    seq_id: int
+    ordered: bool
+    num_tokens: int
+    state: OperationState
+    created_at: datetime
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+    payload: bytes | None = None  # only in what `claim` and `replayable` return
+    result_kind: str | None = None
+    result: bytes | None = None  # only in what `wait_for`, `get_operation` and `replayable` return
+
+
+# What a completed operation changes besides its own row; written in the same transaction -----------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStateChanged:
+    model_id: str
+    state: RunState
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraResolved:
+    """A model made from a checkpoint: its LoRA config is known only now."""
+
+    model_id: str
+    lora: LoraConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointWritten:
+    record: CheckpointRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSessionCreated:
+    record: SamplingSessionRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryPointTaken:
+    """The state right after this very operation; the newest `keep` stay registered."""
+
+    record: RecoveryPointRecord
+    keep: int
+
+
+Effect = RunStateChanged | LoraResolved | CheckpointWritten | SamplingSessionCreated | RecoveryPointTaken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    request_id: str
+    result: Result
+    effects: tuple[Effect, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """Why an operation is still pending."""
+
+    missing_seq_id: int | None = None  # a lower one that has not arrived
+    num_ahead: int = 0  # operations of the same base model queued or running before it
+    engine: EngineRecord | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedSample:
+    """That an unordered operation has a result, not the result itself."""
+
+    request_id: str
+    succeeded: bool
+    size_bytes: int  # of the recorded result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedSamples:
+    """`cursor` is the place of the last of them; without any it is the one that was asked with."""
+
+    samples: tuple[FinishedSample, ...]
+    cursor: int
