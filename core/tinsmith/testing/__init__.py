@@ -29,12 +29,18 @@ pytest.register_assert_rewrite(  # before they are imported, or a failure would 
     "tinsmith.testing.loss_contract",
 )
 
-from tinsmith.testing.backend_context import backend_context  # noqa: E402 - see above
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model  # noqa: E402 - see above
+from tinsmith.testing.backend_context import backend_context  # noqa: E402
 from tinsmith.testing.checkpoint_contract import CheckpointContract  # noqa: E402
 from tinsmith.testing.consistency_contract import ConsistencyContract  # noqa: E402
-from tinsmith.testing.full_fine_tuning_contract import FullFineTuningContract  # noqa: E402
+from tinsmith.testing.contract import assert_close_arrays, assert_same_arrays, assert_same_state  # noqa: E402
+from tinsmith.testing.engine_driver import EngineDriver  # noqa: E402
+from tinsmith.testing.full_fine_tuning_contract import FullDriver, FullFineTuningContract  # noqa: E402
+from tinsmith.testing.harness import RunningServer, running_server  # noqa: E402
 from tinsmith.testing.loss_contract import LossContract  # noqa: E402
+from tinsmith.testing.model_driver import ModelDriver, logprobs_of, ragged_data, succeeded  # noqa: E402
 from tinsmith.testing.sampling_contract import SamplingBackendContract  # noqa: E402
+from tinsmith.testing.sampling_suite import in_one_loop  # noqa: E402
 from tinsmith.testing.scheduler_contract import SchedulerContract  # noqa: E402
 from tinsmith.testing.store_contract import RequestStoreContract  # noqa: E402
 from tinsmith.testing.training_contract import TrainingBackendContract  # noqa: E402
@@ -42,11 +48,25 @@ from tinsmith.testing.training_contract import TrainingBackendContract  # noqa: 
 __all__ = [
     "CheckpointContract",
     "ConsistencyContract",
+    "EngineDriver",
+    "FullDriver",
     "FullFineTuningContract",
     "LossContract",
+    "ModelDriver",
     "RequestStoreContract",
+    "RunningServer",
     "SamplingBackendContract",
     "SchedulerContract",
+    "TinyShape",
     "TrainingBackendContract",
+    "assert_close_arrays",
+    "assert_same_arrays",
+    "assert_same_state",
     "backend_context",
+    "in_one_loop",
+    "logprobs_of",
+    "ragged_data",
+    "running_server",
+    "succeeded",
+    "write_tiny_model",
 ]

@@ -9,15 +9,13 @@ from pathlib import Path
 from pydantic import Field
 
 import tinsmith
-from tinsmith.sql_store.config import SqlStoreConfig
-from tinsmith.sql_store.store import SqlStore
 
 
-class SkeletonConfig(SqlStoreConfig):
+class SkeletonConfig(tinsmith.SqlStoreConfig):
     directory: Path | None = Field(None, description="where the database lives; default: the data directory")
 
 
-class SkeletonStore(SqlStore):
+class SkeletonStore(tinsmith.SqlStore):
     def __init__(self, config: SkeletonConfig, context: tinsmith.StoreContext) -> None:
         self._directory = config.directory or context.data_dir
         super().__init__(config, tinsmith.StoreContext(data_dir=self._directory))
