@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import zstandard
 
-from tinsmith.operations import Consistency
+from tinsmith.operations import Consistency, LoraConfig
 from tinsmith.processes.reports import EngineReports
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
-from tinsmith.store import EngineRecord, EngineState
+from tinsmith.store import CheckpointRecord, EngineRecord, EngineState
 from tinsmith.testing.engine_driver import take_over
 from tinsmith.testing.harness import RunningServer, running_server
 
@@ -496,6 +496,87 @@ def test_administrators_see_everybodys_work_where_they_ask(tmp_path: Path) -> No
         }
         assert httpx.get(f"{url}/sessions/{session}", headers=root, timeout=300).status_code == 200
         assert httpx.get(f"{url}/sessions?access_scope=all", headers=root, timeout=300).status_code == 422
+
+
+def test_administrators_change_nothing_of_others(tmp_path: Path) -> None:
+    """They may read it; a change is answered as for anybody else: there is no such thing."""
+    keys = [
+        {"key": "tml-user", "tenant": "user"},
+        {"key": "tml-root", "tenant": "root", "admin": True},
+        {"key": "tml-else", "tenant": "else"},
+    ]
+    with (
+        running_server(tmp_path, engines=False, server={"api_keys": keys, "long_poll_s": 0.05}) as server,
+        httpx.Client(base_url=f"{server.url}/api/v1/", headers={"X-API-Key": "tml-user"}, timeout=300) as user,
+        httpx.Client(base_url=f"{server.url}/api/v1/", headers={"X-API-Key": "tml-root"}, timeout=300) as root,
+        httpx.Client(base_url=f"{server.url}/api/v1/", headers={"X-API-Key": "tml-else"}, timeout=300) as other,
+    ):
+        session = ok(user.post("create_session", json={}))["session_id"]
+        created = ok(create_model(user, session))
+        model, sampler = created["model_id"], f"{session}:sample:0"
+        sampling = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
+        ok(user.post("create_sampling_session", json=sampling))
+        sample = {
+            "sampling_session_id": sampler,
+            "seq_id": 0,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
+            "sampling_params": {"max_tokens": 2},
+        }
+        request = {"request_id": ok(user.post("asample", json=sample))["request_id"]}
+        saved = CheckpointRecord(
+            path=f"tinker://{model}/weights/x",
+            model_id=model,
+            tenant="user",
+            kind="training",
+            base_model="toy",
+            lora=LoraConfig(rank=4, seed=1),
+            created_at=datetime.now(UTC),
+            size_bytes=1,
+            directory="x",
+        )
+        server.call(server.store.add_checkpoint(saved))
+        checkpoint = f"training_runs/{model}/checkpoints/weights/x"
+
+        for method, path, body in (
+            ("GET", f"sessions/{session}", {}),
+            ("GET", f"training_runs/{model}", {}),
+            ("GET", f"training_runs/{model}/checkpoints", {}),
+            ("GET", f"samplers/{sampler}", {}),
+            ("POST", "get_info", {"json": {"model_id": model}}),
+            ("POST", "weights_info", {"json": {"tinker_path": saved.path}}),
+            ("POST", "retrieve_future", {"json": created}),
+        ):
+            assert root.request(method, path, **body).status_code in {200, 408}, path
+            assert other.request(method, path, **body).status_code == 404, path
+
+        for method, path, body in (
+            ("POST", "session_heartbeat", {"json": {"session_id": session}}),
+            ("POST", f"sessions/{session}/finish", {"json": {"reason": {"type": "errored"}}}),
+            ("PUT", f"sessions/{session}/project", {"json": {"project_id": "p"}}),
+            ("POST", "create_model", {"json": {**sampling, "model_seq_id": 5, "lora_config": {"rank": 1}}}),
+            ("POST", "forward_backward", {"content": forward_backward(model, 1), "headers": PROTOBUF}),
+            ("POST", "optim_step", {"json": {"model_id": model, "seq_id": 1, "adam_params": {}}}),
+            ("POST", "optim_step", {"json": {"model_id": model, "seq_id": 1, "adam_params": 5}}),
+            ("POST", "save_weights", {"json": {"model_id": model, "seq_id": 1, "path": "y"}}),
+            ("POST", "save_weights_for_sampler", {"json": {"model_id": model, "seq_id": 1, "path": "y"}}),
+            ("POST", "save_weights_external", {"json": {"model_id": model, "seq_id": 1, "path": "y"}}),
+            ("POST", "load_weights", {"json": {"model_id": model, "seq_id": 1, "path": "y", "optimizer": True}}),
+            ("POST", "create_sampling_session", {"json": {**sampling, "sampling_session_seq_id": 1}}),
+            ("POST", "join_sampling_session", {"json": {"sampling_session_id": sampler}}),
+            ("POST", "asample", {"json": {**sample, "seq_id": 1}}),
+            ("POST", "cancel_future", {"json": request}),
+            ("POST", f"{checkpoint}/publish", {}),
+            ("DELETE", f"{checkpoint}/publish", {}),
+            ("PUT", f"{checkpoint}/ttl", {"json": {"ttl_seconds": 3600}}),
+            ("DELETE", checkpoint, {}),
+        ):
+            refused, foreign = root.request(method, path, **body), other.request(method, path, **body)
+            assert (refused.status_code, refused.json()) == (404, foreign.json()), path
+
+        assert server.call(server.store.get_session(session)).ended is None
+        assert server.call(server.store.get_checkpoint(saved.path)) == saved
+        assert ok(user.get(f"training_runs/{model}"))["state"] == "creating"
+        ok(user.post("optim_step", json={"model_id": model, "seq_id": 1, "adam_params": {}}))  # its number is free
 
 
 def test_too_many_waiting_samples_of_one_tenant_get_a_429(tmp_path: Path) -> None:

@@ -1,6 +1,10 @@
-"""Who sent a request, and what is theirs. What belongs to another tenant looks as if it did not exist."""
+"""Who sent a request, and what that caller may read and change.
 
-from collections.abc import Callable, Mapping
+An object belongs to a tenant. Only its tenant changes it (`own_*`); its tenant and administrators read it
+(`readable_*`), and everybody reads a published checkpoint. To all others it does not exist: they get a 404.
+"""
+
+from collections.abc import Mapping
 from typing import Annotated, Literal, TypeVar
 
 from fastapi import Depends, Request
@@ -19,7 +23,7 @@ def authenticated(request: Request, context: Context) -> Principal:
 
 
 def who_sent(headers: Mapping[str, str], plugins: Plugins) -> Principal:
-    """Ask the plugins; the configured keys come last. Raise AuthenticationError where none knows."""
+    """Ask the plugins, the configured keys last. Raises AuthenticationError if none of them knows the caller."""
     principal = plugins.authenticate({name.lower(): value for name, value in headers.items()})
     if principal is None:
         msg = "no plugin knows who sent this request; pass an API key"
@@ -34,52 +38,75 @@ AccessScope = Literal["owned", "accessible"]
 
 
 def visible_tenant(caller: Principal, scope: AccessScope) -> str | None:
-    """Say whose things a listing shows: one's own, or for an administrator who asks so, everybody's (None)."""
+    """Return the tenant whose objects a listing shows, or None for all (an administrator asked for "accessible")."""
     return None if caller.admin and scope == "accessible" else caller.tenant
-
-
-def owned(record: Owned, caller: Principal, describe: Callable[[], str]) -> Owned:
-    """Return the record, or raise NotFoundError as if it were not there."""
-    if record.tenant == caller.tenant or caller.admin:
-        return record
-    raise NotFoundError(describe())
-
-
-async def own_session(context: Context, caller: Principal, session_id: str) -> SessionRecord:
-    return owned(await context.store.get_session(session_id), caller, lambda: missing("session", session_id))
-
-
-async def own_run(context: Context, caller: Principal, model_id: str) -> RunRecord:
-    return owned(await context.store.get_run(model_id), caller, lambda: missing("model", model_id))
-
-
-async def own_sampler(context: Context, caller: Principal, sampler_id: str) -> SamplingSessionRecord:
-    return owned(
-        await context.store.get_sampling_session(sampler_id), caller, lambda: missing("sampling session", sampler_id)
-    )
-
-
-async def own_operation(context: Context, caller: Principal, request_id: str) -> OperationRecord:
-    return owned(await context.store.get_operation(request_id), caller, lambda: missing("request", request_id))
-
-
-async def own_checkpoint(context: Context, caller: Principal, path: str) -> CheckpointRecord:
-    return owned(await live_checkpoint(context, path), caller, lambda: missing("checkpoint", path))
-
-
-async def readable_checkpoint(context: Context, caller: Principal, path: str) -> CheckpointRecord:
-    """Return one's own, or one that its owner has published."""
-    record = await live_checkpoint(context, path)
-    return record if record.public else owned(record, caller, lambda: missing("checkpoint", path))
-
-
-async def live_checkpoint(context: Context, path: str) -> CheckpointRecord:
-    """Raise NotFoundError for one whose time is up, even if it has not been swept away yet."""
-    record = await context.store.get_checkpoint(path)
-    if record.expires_at is not None and record.expires_at <= context.now():
-        raise NotFoundError(missing("checkpoint", path))
-    return record
 
 
 def missing(what: str, name: str) -> str:
     return f"no {what} {name!r}"
+
+
+def _owned(record: Owned, caller: Principal, what: str, name: str) -> Owned:
+    """Return the record if it is the caller's. Raises NotFoundError otherwise."""
+    if record.tenant == caller.tenant:
+        return record
+    raise NotFoundError(missing(what, name))
+
+
+def _readable(record: Owned, caller: Principal, what: str, name: str) -> Owned:
+    """Return the record if the caller may read it. Raises NotFoundError otherwise."""
+    return record if caller.admin else _owned(record, caller, what, name)
+
+
+async def own_session(context: Context, caller: Principal, session_id: str) -> SessionRecord:
+    return _owned(await context.store.get_session(session_id), caller, "session", session_id)
+
+
+async def readable_session(context: Context, caller: Principal, session_id: str) -> SessionRecord:
+    return _readable(await context.store.get_session(session_id), caller, "session", session_id)
+
+
+async def own_run(context: Context, caller: Principal, model_id: str) -> RunRecord:
+    return _owned(await context.store.get_run(model_id), caller, "model", model_id)
+
+
+async def readable_run(context: Context, caller: Principal, model_id: str) -> RunRecord:
+    return _readable(await context.store.get_run(model_id), caller, "model", model_id)
+
+
+async def own_sampler(context: Context, caller: Principal, sampler_id: str) -> SamplingSessionRecord:
+    return _owned(await context.store.get_sampling_session(sampler_id), caller, "sampling session", sampler_id)
+
+
+async def readable_sampler(context: Context, caller: Principal, sampler_id: str) -> SamplingSessionRecord:
+    return _readable(await context.store.get_sampling_session(sampler_id), caller, "sampling session", sampler_id)
+
+
+async def own_operation(context: Context, caller: Principal, request_id: str) -> OperationRecord:
+    return _owned(await context.store.get_operation(request_id), caller, "request", request_id)
+
+
+async def readable_operation(context: Context, caller: Principal, request_id: str) -> OperationRecord:
+    return _readable(await context.store.get_operation(request_id), caller, "request", request_id)
+
+
+async def own_checkpoint(context: Context, caller: Principal, path: str) -> CheckpointRecord:
+    return _owned(await _live_checkpoint(context, path), caller, "checkpoint", path)
+
+
+async def own_deleted_checkpoint(context: Context, caller: Principal, path: str) -> CheckpointRecord:
+    return _owned(await context.store.deleted_checkpoint(path), caller, "checkpoint", path)
+
+
+async def readable_checkpoint(context: Context, caller: Principal, path: str) -> CheckpointRecord:
+    """Return one that the caller may read or that its owner has published."""
+    record = await _live_checkpoint(context, path)
+    return record if record.public else _readable(record, caller, "checkpoint", path)
+
+
+async def _live_checkpoint(context: Context, path: str) -> CheckpointRecord:
+    """Raises NotFoundError for an expired checkpoint, even if its files have not been removed yet."""
+    record = await context.store.get_checkpoint(path)
+    if record.expires_at is not None and record.expires_at <= context.now():
+        raise NotFoundError(missing("checkpoint", path))
+    return record

@@ -30,7 +30,7 @@ class ApiKey(_Section):
 
     key: SecretStr = Field(description="starts with `tml-`")
     tenant: str = Field(description="who owns what is made with this key")
-    admin: bool = Field(default=False, description="may see what belongs to every tenant")
+    admin: bool = Field(default=False, description="may read the objects of every tenant and change only its own")
 
 
 class ServerSettings(_Section):

@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from tinsmith.errors import ServerError, TinsmithError
 from tinsmith.operations import Failed
 from tinsmith.protocol import answers, wire
-from tinsmith.server.auth import Caller, own_operation, own_sampler
+from tinsmith.server.auth import Caller, own_operation, readable_operation, readable_sampler
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.waiting_reasons import explain
@@ -41,7 +41,7 @@ _FINISHED = {OperationState.SUCCEEDED, OperationState.FAILED, OperationState.CAN
 @router.post("/retrieve_future")
 async def retrieve_future(body: wire.RetrieveFutureRequest, caller: Caller, context: Context) -> Response:
     try:
-        operation = await own_operation(context, caller, body.request_id)
+        operation = await readable_operation(context, caller, body.request_id)
         if operation.state not in _FINISHED:
             operation = await _wait(context, body.request_id)
         if operation.state not in _FINISHED:
@@ -63,7 +63,7 @@ async def retrieve_futures(
 ) -> wire.FuturesRetrieved:
     """What has finished of one sampling client since its last poll. The cursor moves only with new completions."""
     target = body.target
-    await own_sampler(context, caller, target.sampling_session_id)
+    await readable_sampler(context, caller, target.sampling_session_id)
     find = partial(
         context.store.finished_samples,
         target.sampling_session_id,

@@ -13,7 +13,15 @@ from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
-from tinsmith.server.auth import AccessScope, Caller, missing, own_checkpoint, own_run, owned, visible_tenant
+from tinsmith.server.auth import (
+    AccessScope,
+    Caller,
+    missing,
+    own_checkpoint,
+    own_deleted_checkpoint,
+    readable_run,
+    visible_tenant,
+)
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.routes.sessions import runs_of
@@ -62,7 +70,7 @@ async def _runs_of_project(context: ServerContext, tenant: str | None, project_i
 
 @router.get("/training_runs/{model_id}", response_model_exclude_none=True)
 async def get_training_run(model_id: str, caller: Caller, context: Context) -> wire.TrainingRun:
-    return await _training_run(context, await own_run(context, caller, model_id))
+    return await _training_run(context, await readable_run(context, caller, model_id))
 
 
 async def _training_run(context: ServerContext, run: RunRecord) -> wire.TrainingRun:
@@ -102,7 +110,7 @@ def _checkpoint(record: CheckpointRecord) -> wire.Checkpoint:
 
 @router.get("/training_runs/{model_id}/checkpoints", response_model_exclude_none=True)
 async def list_run_checkpoints(model_id: str, caller: Caller, context: Context) -> wire.CheckpointList:
-    run = await own_run(context, caller, model_id)
+    run = await readable_run(context, caller, model_id)
     saved, _ = await context.store.list_checkpoints(run.tenant, model_id=model_id)
     return wire.CheckpointList(checkpoints=[_checkpoint(record) for record in saved])
 
@@ -162,7 +170,7 @@ async def delete_checkpoint(model_id: str, kind: str, name: str, caller: Caller,
         await own_checkpoint(context, caller, path)
         record = await context.store.delete_checkpoint(path)
     except NotFoundError:
-        record = owned(await context.store.deleted_checkpoint(path), caller, lambda: missing("checkpoint", path))
+        record = await own_deleted_checkpoint(context, caller, path)
     await asyncio.to_thread(checkpoints.delete_checkpoint, context.checkpoint_root, record.directory)
     return {"deleted": path}
 

@@ -8,7 +8,7 @@ from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.checks import check_operation
 from tinsmith.errors import UnsupportedError, UserError
 from tinsmith.protocol import translate, wire
-from tinsmith.server.auth import Caller, own_sampler, own_session, readable_checkpoint
+from tinsmith.server.auth import Caller, own_sampler, own_session, readable_checkpoint, readable_sampler
 from tinsmith.server.context import Context
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.routes.sessions import refuse_ended
@@ -65,7 +65,7 @@ def _sampler_path(text: str) -> TinkerPath:
 
 @router.get("/samplers/{sampler_id}", response_model_exclude_none=True)
 async def get_sampling_session(sampler_id: str, caller: Caller, context: Context) -> wire.Sampler:
-    sampler = await own_sampler(context, caller, sampler_id)
+    sampler = await readable_sampler(context, caller, sampler_id)
     return wire.Sampler(
         sampler_id=sampler.sampling_session_id, base_model=sampler.base_model, model_path=sampler.model_path
     )

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Header, Query
 
 from tinsmith.errors import ServerError, UserError
 from tinsmith.protocol import wire
-from tinsmith.server.auth import AccessScope, Caller, own_session, visible_tenant
+from tinsmith.server.auth import AccessScope, Caller, own_session, readable_session, visible_tenant
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.store import RunRecord, SessionRecord
@@ -85,7 +85,7 @@ async def list_sessions(
 
 @router.get("/sessions/{session_id}", response_model_exclude_none=True)
 async def get_session(session_id: str, caller: Caller, context: Context) -> wire.Session:
-    session = await own_session(context, caller, session_id)
+    session = await readable_session(context, caller, session_id)
     samplers = await context.store.list_sampling_sessions(session_id)
     return wire.Session(
         training_run_ids=[run.model_id for run in await runs_of(context, session)],
@@ -104,7 +104,7 @@ async def move_session(session_id: str, body: wire.ProjectRequest, caller: Calle
 
 @router.get("/sessions/{session_id}/trace_export")
 async def export_trace(session_id: str, caller: Caller, context: Context) -> wire.TraceExport:
-    await own_session(context, caller, session_id)
+    await readable_session(context, caller, session_id)
     return wire.TraceExport(status="failed", error="this server records no traces")
 
 

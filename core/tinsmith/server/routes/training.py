@@ -8,7 +8,7 @@ from tinsmith.errors import NotFoundError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
 from tinsmith.protocol.partial_request import address_of
-from tinsmith.server.auth import Caller, own_run, own_session
+from tinsmith.server.auth import Caller, own_run, own_session, readable_run
 from tinsmith.server.bodies import REFUSED
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
@@ -63,7 +63,7 @@ async def submit_creation(
 
 @router.post("/get_info")
 async def get_info(body: wire.ModelRequest, caller: Caller, context: Context) -> wire.ModelInfo:
-    run = await own_run(context, caller, body.model_id)
+    run = await readable_run(context, caller, body.model_id)
     tokenizer = context.tokenizer_of(run.base_model)
     return wire.ModelInfo(
         model_id=run.model_id,
