@@ -48,7 +48,8 @@ bench-recovery: $(VENV)/.demo-installed ## Measure what the journal costs, and h
 	$(BIN)/python benchmarks/journal.py
 	$(BIN)/python benchmarks/recovery.py
 
-docs: $(VENV)/.dev-installed ## Check that the documentation says what the code does
+docs: $(VENV)/.dev-installed ## Build the documentation as a site in site/, and check that it says what the code does
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	$(BIN)/python -m pytest -q tests/unit/test_docs.py
 
 test-crash: $(VENV)/.dev-installed ## Run the long crash campaigns
@@ -58,7 +59,7 @@ test-gpu: $(VENV)/.dev-installed ## Run the tests that need an accelerator
 	$(BIN)/python -m pytest -m gpu
 
 clean: ## Remove the environment, caches and what the demo left
-	rm -rf $(VENV) .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

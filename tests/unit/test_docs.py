@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -106,6 +107,19 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if not target.startswith(("http://", "https://")):
             assert (page.parent / target).exists(), f"{target} in {page}"
+
+
+def test_the_site_builds_strictly_and_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
+    """Strict: every page is in the navigation, and every link and anchor leads somewhere."""
+    pytest.importorskip("material", reason="needs mkdocs-material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        assert not re.findall(r"<(?:script|link|img|iframe)\b[^>]*https?://[^>]*>", page.read_text()), page
 
 
 def tutorials_files() -> dict[str, str]:
