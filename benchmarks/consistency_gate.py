@@ -121,10 +121,10 @@ def main() -> int:
         path = options.model or Path(directory) / "model"
         if options.model is None:
             write_tiny_model(path, TinyShape())
-        spec = plugins.backend(options.backend)
+        spec = plugins.backends.get(options.backend)
         config = spec.config.model_validate({"warm_up": False} if options.backend == "jax" else {})
         context = BackendContext(
-            model_name="tiny", model_path=path, cache_dir=Path(directory) / "cache", losses=plugins.losses()
+            model_name="tiny", model_path=path, cache_dir=Path(directory) / "cache", losses=plugins.losses.all()
         )
         backend = spec.create(config, context)
         assert isinstance(backend, SamplingBackend)

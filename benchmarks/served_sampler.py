@@ -31,13 +31,13 @@ def shape_of(layers: int, hidden: int) -> TinyShape:
 def made_sampler(name: str, shape: TinyShape) -> Iterator[SamplingBackend]:
     """Make a random model and a sampler of it; say what it is."""
     plugins = Plugins.load()
-    spec = plugins.sampler(name)
+    spec = plugins.samplers.get(name)
     config = spec.config.model_validate(OPTIONS.get(name, {}))
     with tempfile.TemporaryDirectory() as directory:
         model_path, cache_dir = Path(directory) / "model", Path(directory) / "cache"
         parameters = write_tiny_model(model_path, shape)
         cache_dir.mkdir()
-        losses = plugins.losses()
+        losses = plugins.losses.all()
         context = BackendContext(model_name="tiny", model_path=model_path, cache_dir=cache_dir, losses=losses)
         sampler = spec.create(config, context)
         try:

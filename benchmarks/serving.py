@@ -65,8 +65,8 @@ def model_alone(directory: Path, backend_name: str) -> float:
     model_path = directory / "model"
     write_tiny_model(model_path, TinyShape())
     plugins = Plugins.load()
-    spec = plugins.backend(backend_name)
-    context = BackendContext(model_name="tiny", model_path=model_path, cache_dir=directory, losses=plugins.losses())
+    spec = plugins.backends.get(backend_name)
+    context = BackendContext(model_name="tiny", model_path=model_path, cache_dir=directory, losses=plugins.losses.all())
     backend = spec.create(spec.config.model_validate({"warm_up": False} if backend_name == "jax" else {}), context)
     backend.create_model(CreateModel(model_id="m", lora=LoraConfig(rank=16, seed=1)))
     inputs = {"target_tokens": np.arange(4, 12), "weights": np.ones(8, np.float32)}

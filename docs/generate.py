@@ -20,7 +20,8 @@ from pydantic.fields import FieldInfo
 from tinsmith import hookspecs
 from tinsmith.commands.cli import build_group
 from tinsmith.failpoints import BOUNDARIES
-from tinsmith.plugins.loading import HOOK_NAMES, Plugins
+from tinsmith.plugins.hook_caller import HOOK_NAMES
+from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import PluginSection, Settings
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -64,9 +65,9 @@ def plugin_tables() -> str:
     plugins = Plugins.load()
     parts = []
     for kind, specs in (
-        ("store", plugins.stores()),
-        ("scheduler", plugins.schedulers()),
-        ("backend", plugins.backends()),
+        ("store", plugins.stores.unambiguous()),
+        ("scheduler", plugins.schedulers.unambiguous()),
+        ("backend", plugins.backends.unambiguous()),
     ):
         for name, spec in specs.items():
             if not spec.config.__module__.startswith("tinsmith."):

@@ -185,10 +185,10 @@ def _import_everything() -> None:
 
     importlib.import_module("tinsmith.server.app")
     plugins = Plugins.load()
-    spec = plugins.store("sql")
+    spec = plugins.stores.get("sql")
     for url in (None, "postgresql:///nowhere"):
         spec.create(spec.config(url=url), StoreContext(data_dir=Path("/nowhere")))
-    plugins.backends()
+    plugins.backends.unambiguous()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "fsdp": {},
     "toy": {},
 }
-INSTALLED = sorted(OPTIONS.keys() & Plugins.load().backends().keys())
+INSTALLED = sorted(OPTIONS.keys() & Plugins.load().backends.unambiguous().keys())
 REAL = [name for name in INSTALLED if name != "toy"]  # they train the same model
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,8 @@ import tinsmith
 from tinsmith import hookspecs
 from tinsmith.authoring.new_plugin import PluginKind, write_plugin
 from tinsmith.commands.load_settings import load_settings
-from tinsmith.plugins.loading import HOOK_NAMES, Plugins
+from tinsmith.plugins.hook_caller import HOOK_NAMES
+from tinsmith.plugins.loading import Plugins
 from tinsmith.settings.sources import Flag
 
 ROOT = Path(__file__).parents[2]
@@ -167,4 +168,4 @@ def test_the_tutorials_plugin_is_found(tutorial: Path, monkeypatch: pytest.Monke
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert Plugins.load([module]).backend("bigram").needs_model_path is False
+    assert Plugins.load([module]).backends.get("bigram").needs_model_path is False

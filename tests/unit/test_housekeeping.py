@@ -22,7 +22,7 @@ SETTINGS = ServerSettings(session_timeout_s=60, result_retention_s=60)
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[RequestStore]:
-    spec = Plugins.load().store("sql")
+    spec = Plugins.load().stores.get("sql")
     store = spec.create(spec.config(), StoreContext(data_dir=tmp_path))
     await store.open()
     yield store

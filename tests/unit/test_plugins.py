@@ -16,8 +16,10 @@ import tinsmith
 from tinsmith.commands.load_settings import load_settings
 from tinsmith.errors import AuthenticationError, ConfigError, ContractVersionError, PluginError
 from tinsmith.hook_values import RoutesContext, ServerStopping
-from tinsmith.plugins.loading import BUILTINS, HOOK_NAMES, PluginReport, Plugins
-from tinsmith.plugins.registry import PluginOrigin, Registry
+from tinsmith.plugins.discovery import BUILTINS
+from tinsmith.plugins.hook_caller import HOOK_NAMES
+from tinsmith.plugins.loading import Plugins
+from tinsmith.plugins.registry import PluginOrigin, PluginReport, Registry
 from tinsmith.settings import Settings
 from tinsmith.settings.sources import Flag
 from tinsmith.sql_store.config import SqlStoreConfig
@@ -74,15 +76,15 @@ def row(plugins: Plugins, name: str) -> PluginReport:
 
 
 def assert_builtins_work(plugins: Plugins) -> None:
-    assert "cross_entropy" in plugins.losses()
+    assert "cross_entropy" in plugins.losses.all()
     assert row(plugins, "losses").error is None
 
 
 def test_a_stranger_is_found(install: Install) -> None:
     install("tin-good", GOOD.format(name="good"))
     plugins = Plugins.load()
-    assert plugins.backend("good").config.model_fields["width"].default == 3
-    assert "good" in plugins.backends()
+    assert plugins.backends.get("good").config.model_fields["width"].default == 3
+    assert "good" in plugins.backends.unambiguous()
     assert row(plugins, "tin_good") == PluginReport(
         name="tin_good", distribution="tin-good", version="1.2", offers=("backend good",)
     )
@@ -91,23 +93,23 @@ def test_a_stranger_is_found(install: Install) -> None:
 def test_builtins_are_whole_and_come_by_the_same_path() -> None:
     plugins = Plugins.load()
     rows = {each.name: each for each in plugins.report()}
-    for entry_point in BUILTINS:
-        assert rows[entry_point.name].error is None
-        assert rows[entry_point.name].distribution == "tinsmith"
-    assert plugins.store("sql").name == "sql"
-    assert plugins.backend("toy").name == "toy"
-    assert {"fair", "fifo"} <= set(plugins.schedulers())
-    assert set(plugins.losses()) >= {"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"}
+    for name in BUILTINS:
+        assert rows[name].error is None
+        assert rows[name].distribution == "tinsmith"
+    assert plugins.stores.get("sql").name == "sql"
+    assert plugins.backends.get("toy").name == "toy"
+    assert {"fair", "fifo"} <= set(plugins.schedulers.unambiguous())
+    assert set(plugins.losses.all()) >= {"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"}
 
 
 def test_a_broken_import_hurts_only_who_asks(install: Install) -> None:
     install("tin-broken", "import no_such_module_at_all\n", plugin="broken")
     install("tin-good", GOOD.format(name="good"))
     plugins = Plugins.load()
-    assert plugins.backend("good")
+    assert plugins.backends.get("good")
     assert_builtins_work(plugins)
     with pytest.raises(PluginError) as caught:
-        plugins.backend("broken")
+        plugins.backends.get("broken")
     message = str(caught.value)
     installed = message.partition("no backend named 'broken', installed: ")[2].partition(";")[0].split(", ")
     assert "good" in installed
@@ -131,7 +133,7 @@ def test_a_misspelt_hook_is_that_plugins_error(install: Install) -> None:
     install("tin-misspelt", GOOD.format(name="misspelt").replace("register_backends", "registre_backends"))
     install("tin-good", GOOD.format(name="good"))
     plugins = Plugins.load()
-    assert plugins.backend("good")
+    assert plugins.backends.get("good")
     error = row(plugins, "tin_misspelt").error
     assert error is not None
     assert "no hook 'tinsmith_registre_backends'; did you mean 'tinsmith_register_backends'?" in error
@@ -169,7 +171,7 @@ def test_a_wrong_offer_is_that_plugins_error(install: Install, returned: str, co
     error = row(plugins, "tin_wrong").error
     assert error is not None
     assert complaint in error
-    assert "wrong" not in plugins.backends()
+    assert "wrong" not in plugins.backends.unambiguous()
 
 
 def test_a_broken_plugin_takes_part_in_nothing(install: Install) -> None:
@@ -195,7 +197,7 @@ def test_a_plugin_for_another_contract_is_refused_unrun(install: Install, contra
     install("tin-other", "raise SystemExit('it ran')", plugin="other", contract=contract)
     install("tin-good", GOOD.format(name="good"), contract="v1")
     plugins = Plugins.load()
-    assert plugins.backend("good")
+    assert plugins.backends.get("good")
     assert_builtins_work(plugins)
     core = version("tinsmith")
     expected = (
@@ -203,7 +205,7 @@ def test_a_plugin_for_another_contract_is_refused_unrun(install: Install, contra
         f"and tinsmith {core} has version 1; {remedy}"
     )
     with pytest.raises(PluginError, match="no backend named 'other'") as caught:
-        plugins.backend("other")
+        plugins.backends.get("other")
     assert str(caught.value).endswith(expected)
     refused = row(plugins, "other")
     assert (refused.contract, refused.error) == (int(contract[1:]), expected)
@@ -223,7 +225,7 @@ def test_an_older_plugin_is_refused_by_a_newer_core(install: Install, monkeypatc
     install("tin-first", GOOD.format(name="first"), plugin="first", contract="v1")
     install("tin-second", GOOD.format(name="second"), plugin="second", contract="v2")
     plugins = Plugins.load()
-    assert plugins.backend("second")
+    assert plugins.backends.get("second")
     assert_builtins_work(plugins)
     for name in ("silent", "first"):
         assert str(row(plugins, name).error).endswith(
@@ -236,7 +238,7 @@ def test_a_contract_version_that_is_none_is_that_plugins_error(install: Install,
     install("tin-vague", GOOD.format(name="vague"), plugin="vague", contract=contract)
     install("tin-good", GOOD.format(name="good"))
     plugins = Plugins.load()
-    assert plugins.backend("good")
+    assert plugins.backends.get("good")
     expected = f"it says contract version {contract!r}; it must be v and a number, as v1"
     assert str(row(plugins, "vague").error).endswith(expected)
     assert row(plugins, "vague").contract is None
@@ -248,9 +250,9 @@ def test_two_offers_of_one_name_name_both_distributions(install: Install) -> Non
     install("tin-good", GOOD.format(name="good"))
     plugins = Plugins.load()
     with pytest.raises(PluginError, match=r"backend 'same' is offered by tin-one 1\.2 .* and tin-two 1\.2 .*uninstall"):
-        plugins.backend("same")
-    assert plugins.backend("good")
-    assert "same" not in plugins.backends()
+        plugins.backends.get("same")
+    assert plugins.backends.get("good")
+    assert "same" not in plugins.backends.unambiguous()
     for name in ("tin_one", "tin_two"):
         error = row(plugins, name).error
         assert error is not None
@@ -262,8 +264,8 @@ def test_one_plugin_name_in_two_distributions_is_fine(install: Install) -> None:
     install("tin-one", GOOD.format(name="first"), plugin="twin")
     install("tin-two", GOOD.format(name="second"), plugin="twin")
     plugins = Plugins.load()
-    assert plugins.backend("first")
-    assert plugins.backend("second")
+    assert plugins.backends.get("first")
+    assert plugins.backends.get("second")
 
 
 def test_a_loss_offered_twice_is_refused() -> None:
@@ -274,11 +276,11 @@ def test_a_loss_offered_twice_is_refused() -> None:
 
     plugins = Plugins.load([Shadow()])
     with pytest.raises(PluginError, match=r"loss 'ppo' is offered by tinsmith .* and \(this process\)"):
-        plugins.losses()
+        plugins.losses.all()
 
 
 def test_unknown_names_get_the_list_and_a_suggestion() -> None:
-    registry: Registry[tinsmith.LossSpec] = Registry("loss")
+    registry: Registry[tinsmith.LossSpec] = Registry("loss", lambda _, similar: similar)
     specs = [tinsmith.LossSpec(name=name, inputs=(), per_token=lambda *_: (0, 0)) for name in ("ppo", "dro")]
     registry.add(specs, PluginOrigin(name="p", distribution="d", version="1"))
     with pytest.raises(PluginError) as caught:
@@ -376,7 +378,7 @@ def test_routes_commands_and_paths_of_a_good_plugin_survive_a_bad_one(tmp_path: 
     assert any("must return a APIRouter" in str(each.error) for each in plugins.report())
 
 
-def test_there_is_one_typed_method_per_hook() -> None:
-    methods = {name.removeprefix("tinsmith_").removeprefix("register_") for name in HOOK_NAMES}
-    methods = {"add_commands" if name == "commands" else name for name in methods}
-    assert methods <= set(dir(Plugins))
+def test_there_is_one_registry_or_typed_method_per_hook() -> None:
+    names = {name.removeprefix("tinsmith_").removeprefix("register_") for name in HOOK_NAMES}
+    names = {"add_commands" if name == "commands" else name for name in names}
+    assert names <= set(dir(Plugins.load()))

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 import tinsmith
 import tinsmith.testing
 from tinsmith.authoring.new_plugin import PluginKind, write_plugin
-from tinsmith.plugins.loading import HOOK_NAMES, Plugins
+from tinsmith.plugins.hook_caller import HOOK_NAMES
+from tinsmith.plugins.loading import Plugins
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.harness import running_server
 

@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from tinsmith.backend import Capabilities
-from tinsmith.plugins.loading import PluginReport, Plugins
+from tinsmith.plugins.loading import Plugins
+from tinsmith.plugins.registry import PluginReport
 from tinsmith.processes.display import EngineDisplay, show_banner
 from tinsmith.settings import ModelSettings, Settings
 from tinsmith.store import EngineRecord, EngineState

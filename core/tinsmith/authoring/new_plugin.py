@@ -12,7 +12,7 @@ from typing import Final
 
 from tinsmith.errors import UserError
 from tinsmith.plugins.contract_version import CONTRACT_VERSION
-from tinsmith.plugins.loading import PluginReport
+from tinsmith.plugins.registry import PluginReport
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
 _LONGEST_NAME: Final = 40

@@ -253,7 +253,7 @@ def _data_dir(settings: Settings) -> Path:
 
 
 def _store(context: typer.Context, settings: Settings) -> RequestStore:
-    spec = _plugins(context).store(settings.store.plugin)
+    spec = _plugins(context).stores.get(settings.store.plugin)
     config = spec.config.model_validate(settings.store.options())
     store: RequestStore = spec.create(config, StoreContext(data_dir=_data_dir(settings)))
     return store

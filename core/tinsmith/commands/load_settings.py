@@ -168,14 +168,14 @@ def _check_plugin_sections(tree: dict[str, Any], plugins: Plugins, problems: _Pr
     """Check each plugin's options against its config class, also where other sections are wrong. Any: unvalidated."""
     defaults = Settings()
     sections: list[tuple[KeyPath, object, Any]] = [
-        (("store",), tree.get("store", {"plugin": defaults.store.plugin}), plugins.store),
-        (("scheduler",), tree.get("scheduler", {"plugin": defaults.scheduler.plugin}), plugins.scheduler),
+        (("store",), tree.get("store", {"plugin": defaults.store.plugin}), plugins.stores.get),
+        (("scheduler",), tree.get("scheduler", {"plugin": defaults.scheduler.plugin}), plugins.schedulers.get),
     ]
     models = tree.get("models")
     for index, model in enumerate(models if isinstance(models, list) else ()):
         if isinstance(model, dict):
-            sections.append((("models", index, "backend"), model.get("backend"), plugins.backend))
-            sections.append((("models", index, "sampler"), model.get("sampler"), plugins.sampler))
+            sections.append((("models", index, "backend"), model.get("backend"), plugins.backends.get))
+            sections.append((("models", index, "sampler"), model.get("sampler"), plugins.samplers.get))
     for path, section, find in sections:
         if not isinstance(section, dict) or not isinstance(section.get("plugin"), str):
             continue  # absent, or already reported
@@ -227,7 +227,7 @@ def _check_engines(settings: Settings, problems: _Problems) -> None:
 def _resolve_model(index: int, model: ModelSettings, plugins: Plugins, problems: _Problems) -> ModelSettings:
     path: KeyPath = ("models", index)
     try:
-        spec = plugins.backend(model.backend.plugin) if model.backend else plugins.default_backend()
+        spec = plugins.backends.get(model.backend.plugin) if model.backend else plugins.default_backend()
     except PluginError as error:
         if model.backend is None:  # else it was reported with its section
             problems.add((*path, "backend"), str(error))

@@ -20,7 +20,7 @@ async def opened_store(settings: Settings, plugins: Plugins) -> AsyncIterator[Re
             "--data-dir, or its configuration with --config"
         )
         raise ConfigError(msg)
-    spec = plugins.store(settings.store.plugin)
+    spec = plugins.stores.get(settings.store.plugin)
     store = spec.create(spec.config.model_validate(settings.store.options()), StoreContext(data_dir=data_dir))
     await store.open()
     try:

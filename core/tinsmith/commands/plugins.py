@@ -84,7 +84,7 @@ def check(
     plugins = _plugins(context)
     offers = plugins.offers_of(name)
     if trainer is not None:
-        plugins.backend(trainer)  # raises, where there is none
+        plugins.backends.get(trainer)  # raises, where there is none
     with _progress() as progress:
         report = check_plugin(name, offers, options=_options(option or []), trainer=trainer, progress=progress)
     if json:

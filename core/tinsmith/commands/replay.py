@@ -161,14 +161,14 @@ class _Replay:
 
     def _make_backend(self, model: ModelSettings, progress: ReportProgress) -> TrainingBackend:
         section = model.backend
-        spec = self._plugins.default_backend() if section is None else self._plugins.backend(section.plugin)
+        spec = self._plugins.default_backend() if section is None else self._plugins.backends.get(section.plugin)
         cache_dir = self._data_dir / "cache" / spec.name / quote(model.name, safe="")
         cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         context = BackendContext(
             model_name=model.name,
             model_path=model.path or self._plugins.resolve_base_model(model.name),
             cache_dir=cache_dir,
-            losses=self._plugins.losses(),
+            losses=self._plugins.losses.all(),
             samples=False,
             progress=progress,
         )

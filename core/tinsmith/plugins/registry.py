@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -21,10 +21,33 @@ class PluginOrigin:
     name: str
     distribution: str
     version: str
-    contract: int | None = CONTRACT_VERSION  # that it was built for; None where what it says is no version
+    contract: int | None = CONTRACT_VERSION  # the version it was built for; None if it declares something else
 
     def __str__(self) -> str:
         return f"{self.distribution} {self.version}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginReport:
+    """One row of `tinsmith plugins`."""
+
+    name: str
+    distribution: str
+    version: str
+    contract: int | None = CONTRACT_VERSION  # the version it was built for; None if it declares something else
+    offers: tuple[str, ...] = ()  # "backend jax", and the other hooks it implements by their short names
+    error: str | None = None  # why it is broken, or which of its offers collide with another plugin's
+
+    @classmethod
+    def of(cls, origin: PluginOrigin, *, offers: tuple[str, ...] = (), error: str | None = None) -> PluginReport:
+        return cls(
+            name=origin.name,
+            distribution=origin.distribution,
+            version=origin.version,
+            contract=origin.contract,
+            offers=offers,
+            error=error,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +71,10 @@ S = TypeVar("S", bound=Named)
 class Registry(Generic[S]):
     """The offers of one kind, in the order in which the plugins were loaded."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, hint: Callable[[str, str], str]) -> None:
+        """`hint(name, similar)` ends the message about a missing `name`; `similar` suggests a close one, if any."""
         self.kind = kind  # "backend"; as messages say it
+        self._hint = hint
         self._offers: dict[str, list[tuple[S, PluginOrigin]]] = {}
 
     def add(self, specs: Iterable[S], origin: PluginOrigin) -> None:
@@ -63,7 +88,7 @@ class Registry(Generic[S]):
     def names_of(self, origin: PluginOrigin) -> tuple[str, ...]:
         return tuple(name for name, offers in self._offers.items() if any(who is origin for _, who in offers))
 
-    def offers_of(self, origin: PluginOrigin) -> list[Offer]:
+    def of(self, origin: PluginOrigin) -> list[Offer]:
         all_offers = (each for offers in self._offers.values() for each in offers)
         return [Offer(kind=self.kind, spec=spec) for spec, who in all_offers if who is origin]
 
@@ -71,23 +96,27 @@ class Registry(Generic[S]):
         """Return the unambiguous names that other distributions offer, sorted."""
         return [name for name in self.unambiguous() if self._offers[name][0][1].distribution != distribution]
 
-    def conflicts(self) -> dict[str, str]:
-        """Return a message for every name that is offered more than once."""
-        return {name: self._conflict(name) for name, offers in sorted(self._offers.items()) if len(offers) > 1}
+    def all(self) -> dict[str, S]:
+        """Return every offer by name. Raise PluginError if a name is offered twice: it could mean either."""
+        for name, offers in sorted(self._offers.items()):
+            if len(offers) > 1:
+                raise PluginError(self._conflict(name))
+        return self.unambiguous()
 
-    def get(self, name: str, *, hint: str = "", last_hint: str = "") -> S:
-        """Raise PluginError where nobody, or more than one, offers `name`.
+    def conflicts_of(self, origin: PluginOrigin) -> list[str]:
+        """Return a message for every name that this plugin offers and another one does, too."""
+        return [self._conflict(name) for name in sorted(self.names_of(origin)) if len(self._offers[name]) > 1]
 
-        The first message ends in `hint`, else in a similar name, else in `last_hint`.
-        """
+    def get(self, name: str) -> S:
+        """Raise PluginError if no plugin, or more than one, offers `name`."""
         offers = self._offers.get(name, [])
         if len(offers) == 1:
             return offers[0][0]
         if offers:
             raise PluginError(self._conflict(name))
         installed = ", ".join(sorted(self._offers)) or "none"
-        remedy = hint or suggestion(name, self._offers) or last_hint
-        msg = f"no {self.kind} named {name!r}, installed: {installed}{remedy}"
+        hint = self._hint(name, suggestion(name, self._offers))
+        msg = f"no {self.kind} named {name!r}, installed: {installed}{hint}"
         raise PluginError(msg)
 
     def _conflict(self, name: str) -> str:
@@ -96,6 +125,6 @@ class Registry(Generic[S]):
 
 
 def suggestion(wrong: str, known: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" where something known is close, else nothing."""
+    """Return "; did you mean 'x'?" if something known is close, else nothing."""
     close = difflib.get_close_matches(wrong, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -17,14 +17,14 @@ def make_backends(
 ) -> tuple[TrainingBackend, SamplingBackend | None]:
     """Return trainer and sampler, which may be one object. Call it in the thread from which the trainer is used."""
     section = model.backend
-    spec = plugins.default_backend() if section is None else plugins.backend(section.plugin)
+    spec = plugins.default_backend() if section is None else plugins.backends.get(section.plugin)
     config = spec.config.model_validate({} if section is None else section.options())
     samples = model.sampler is None
     backend = spec.create(config, _context(model, plugins, data_dir, spec.name, progress, samples=samples))
     if model.sampler is None:
         can = isinstance(backend, SamplingBackend) and backend.capabilities.sampling
         return backend, backend if can and isinstance(backend, SamplingBackend) else None
-    sampler_spec = plugins.sampler(model.sampler.plugin)
+    sampler_spec = plugins.samplers.get(model.sampler.plugin)
     sampler_config = sampler_spec.config.model_validate(model.sampler.options())
     context = _context(model, plugins, data_dir, sampler_spec.name, progress, samples=True)
     try:
@@ -43,7 +43,7 @@ def _context(
         model_name=model.name,
         model_path=model.path or plugins.resolve_base_model(model.name),
         cache_dir=cache_dir,
-        losses=plugins.losses(),
+        losses=plugins.losses.all(),
         samples=samples,
         progress=progress,
     )

@@ -114,10 +114,10 @@ async def serve_engine(
     """
     model = _model_named(settings, model_name)
     data_dir = settings.server.data_dir.expanduser().absolute()
-    store_spec = plugins.store(settings.store.plugin)
+    store_spec = plugins.stores.get(settings.store.plugin)
     context = StoreContext(data_dir=data_dir, shared=settings.server.share_data_dir)
     store = store_spec.create(store_spec.config.model_validate(settings.store.options()), context)
-    scheduler_spec = plugins.scheduler(settings.scheduler.plugin)
+    scheduler_spec = plugins.schedulers.get(settings.scheduler.plugin)
     scheduler = scheduler_spec.create(scheduler_spec.config.model_validate(settings.scheduler.options()))
     engine_id = os.environ.pop(ENGINE_ID, None) or new_engine_id()
     signs = data_dir / "engines" / quote(model_name, safe="")
@@ -266,7 +266,7 @@ class _EngineProcess:
             scheduler=self.scheduler,
             backend=backend,
             sampler=sampler,
-            losses=self.plugins.losses(),
+            losses=self.plugins.losses.all(),
             checkpoint_root=self.data_dir / "checkpoints",
             gap_timeout_s=self.settings.server.gap_timeout_s,
             resident_snapshots=self.model.resident_snapshots,

@@ -136,7 +136,7 @@ async def _serve(settings: Settings, plugins: Plugins, listener: socket.socket, 
 
 
 def _create_store(settings: Settings, plugins: Plugins) -> RequestStore:
-    spec, server = plugins.store(settings.store.plugin), settings.server
+    spec, server = plugins.stores.get(settings.store.plugin), settings.server
     config = spec.config.model_validate(settings.store.options())
     return spec.create(config, StoreContext(data_dir=server.data_dir, shared=server.share_data_dir))
 

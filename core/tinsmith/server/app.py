@@ -40,7 +40,7 @@ async def create_app(settings: Settings, *, store: RequestStore, plugins: Plugin
         store=store,
         plugins=plugins,
         api_keys=api_keys,
-        losses=plugins.losses(),
+        losses=plugins.losses.all(),
         signer=UrlSigner(await store.secret("download links")),
         engines=Engines(store),
         sample_limits=SampleLimits(store, settings.server.max_pending_per_tenant),

@@ -50,14 +50,14 @@ async def _start(
     backend: TrainingBackend,
     sampler: SamplingBackend | None,
 ) -> Engine:
-    scheduler = plugins.scheduler(settings.scheduler.plugin)
+    scheduler = plugins.schedulers.get(settings.scheduler.plugin)
     engine = Engine(
         lease=lease,
         store=store,
         scheduler=scheduler.create(scheduler.config.model_validate(settings.scheduler.options())),
         backend=backend,
         sampler=sampler,
-        losses=plugins.losses(),
+        losses=plugins.losses.all(),
         checkpoint_root=settings.server.data_dir / "checkpoints",
         gap_timeout_s=settings.server.gap_timeout_s,
         resident_snapshots=model.resident_snapshots,

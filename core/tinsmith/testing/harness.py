@@ -85,7 +85,7 @@ def running_server(
 
 
 def create_store(settings: Settings, plugins: Plugins) -> RequestStore:
-    spec = plugins.store(settings.store.plugin)
+    spec = plugins.stores.get(settings.store.plugin)
     config = spec.config.model_validate(settings.store.options())
     return spec.create(config, StoreContext(data_dir=settings.server.data_dir))
 

@@ -64,7 +64,7 @@ def suites_of(plugin: str, *, options: Options, trainer: str | None) -> Suites:
             number=number,
             offer=offer,
             options=options_for(offer, options),
-            trainer=plugins.backend(trainer) if trainer else own,
+            trainer=plugins.backends.get(trainer) if trainer else own,
         )
         suites |= _MAKERS[offer.kind](wanted)
     return suites

@@ -90,7 +90,7 @@ TRAINERS: dict[str, dict[str, object]] = {
 def make_trainer(name: str, model_path: Path, cache_dir: Path) -> TrainingBackend:
     if find_spec(f"tinsmith_{name}") is None:
         pytest.skip(f"tinsmith-{name} is not installed")
-    spec = Plugins.load().backend(name)
+    spec = Plugins.load().backends.get(name)
     context = BackendContext(
         model_name="tiny", model_path=model_path, cache_dir=cache_dir, losses=LOSSES, samples=False
     )

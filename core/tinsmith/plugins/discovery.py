@@ -1,0 +1,70 @@
+"""Where plugins are found: core's own modules, and the entry points of installed distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points, version
+from typing import Final
+
+from tinsmith.errors import ContractVersionError, PluginError
+from tinsmith.plugins.contract_version import built_for, check_built_for
+from tinsmith.plugins.registry import PluginOrigin
+
+GROUP: Final = "tinsmith"
+BUILTINS: Final = (
+    "losses",
+    "schedulers",
+    "sql_store",
+    "toy_backend",
+    "hugging_face_cache",
+    "metrics_log",
+    "metrics_route",
+    "systemd",
+    "tiny_model_command",
+)
+
+Found = tuple[PluginOrigin, Callable[[], object]]
+"""A plugin that is not loaded yet: where it comes from, and what loads it or raises why it must not be."""
+
+
+def builtin_plugins() -> Iterator[Found]:
+    for name in BUILTINS:
+        origin = PluginOrigin(name=name, distribution="tinsmith", version=version("tinsmith"))
+        yield origin, partial(import_module, f"tinsmith.builtin.{name}")
+
+
+def installed_plugins() -> Iterator[Found]:
+    """Yield every installed plugin. No code of one that was built for another contract will run."""
+    for entry_point in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        yield _found(entry_point)
+
+
+def _found(entry_point: EntryPoint) -> Found:
+    origin = _origin_of(entry_point)
+    try:
+        contract = built_for(entry_point)
+    except PluginError as error:
+        return replace(origin, contract=None), _raising(error)
+    origin = replace(origin, contract=contract)
+    try:
+        check_built_for(contract, distribution=origin.distribution, core=version("tinsmith"))
+    except ContractVersionError as error:
+        return origin, _raising(error)
+    return origin, entry_point.load
+
+
+def _origin_of(entry_point: EntryPoint) -> PluginOrigin:
+    distribution = entry_point.dist
+    if distribution is None:
+        return PluginOrigin(name=entry_point.name, distribution="(unknown)", version="-")
+    return PluginOrigin(name=entry_point.name, distribution=distribution.name, version=distribution.version)
+
+
+def _raising(error: PluginError) -> Callable[[], object]:
+    def load() -> object:
+        raise error
+
+    return load
