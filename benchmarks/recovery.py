@@ -21,10 +21,10 @@ import numpy as np
 from tinsmith import operations as ops
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.assembly import make_store
 from tinsmith.settings import ModelSettings, PluginSection, RecoverySettings, Settings
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.engine_thread import engine_thread
-from tinsmith.testing.harness import create_store
 from tinsmith.testing.loop_thread import LoopThread
 
 MODEL = "s1:train:0"
@@ -52,15 +52,15 @@ def measure(directory: Path, backend: str, number: int) -> bool:
     model = a_model(directory, backend)
     with LoopThread.running("client") as loop:
         settings = settings_of(directory, model, every=1)  # the state is written after every operation, then no more
-        store = create_store(settings, plugins)
+        store = make_store(settings, plugins)
         loop.call(store.open())
         client = EngineDriver(store, model.name)
         loop.call(client.open_session())
-        with engine_thread(settings, model, plugins, create_store(settings, plugins)):
+        with engine_thread(settings, model, plugins, make_store(settings, plugins)):
             loop.call(client.result(loop.call(client.create_model())))
             loop.call(until_snapshot(client))
         settings = settings_of(directory, model, every=100_000)
-        with engine_thread(settings, model, plugins, create_store(settings, plugins)):
+        with engine_thread(settings, model, plugins, make_store(settings, plugins)):
             last = loop.call(store.list_recovery_points(MODEL))[0].seq_id
             behind = loop.call(store.get_run(MODEL)).applied_seq_id - last
             times_s = [loop.call(timed(client, index)) for index in range(max(number - behind, 0))]
@@ -111,7 +111,7 @@ async def timed(client: EngineDriver, index: int) -> float:
 def starts(settings: Settings, model: ModelSettings, plugins: Plugins) -> float:
     """Return the seconds until an engine is ready."""
     started = time.perf_counter()
-    with engine_thread(settings, model, plugins, create_store(settings, plugins)):
+    with engine_thread(settings, model, plugins, make_store(settings, plugins)):
         return time.perf_counter() - started
 
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tinsmith import operations as ops
-from tinsmith.errors import ConfigError, LeaseLostError
+from tinsmith.errors import LeaseLostError, UserError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes import supervisor as supervisor_module
 from tinsmith.processes.engine import serve_engine
@@ -416,5 +416,5 @@ async def test_a_standby_that_keeps_crashing_is_given_up_and_the_engine_that_ser
 
 
 async def test_an_engine_of_no_configured_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no model named 'x'; configured: 'org/toy'"):
+    with pytest.raises(UserError, match="no base model named 'x'; available: 'org/toy'"):
         await serve_engine(settings_for(tmp_path), "x", Plugins.load(), stopping=asyncio.Event())

@@ -20,12 +20,13 @@ from tinsmith.commands.replay import _Replay, run_replay
 from tinsmith.engine import time_travel
 from tinsmith.errors import ConfigError, NotFoundError, ServerError, TinsmithError, UserError
 from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.assembly import make_store
 from tinsmith.settings import ModelSettings, PluginSection, Settings
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import OperationRecord
 from tinsmith.store.codec import encode_result
 from tinsmith.testing.engine_driver import EngineDriver
-from tinsmith.testing.harness import RunningServer, create_store, running_server
+from tinsmith.testing.harness import RunningServer, running_server
 
 MODEL = "s1:train:0"
 PLUGINS = Plugins.load()
@@ -164,7 +165,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_loaded(
         settings.model_copy(update={"models": (other,)}), ConfigError
     )
     elsewhere = settings.server.model_copy(update={"data_dir": tmp_path})
-    assert "there is no tinsmith.db" in refused(settings.model_copy(update={"server": elsewhere}), ConfigError)
+    assert "contains no tinsmith.db" in refused(settings.model_copy(update={"server": elsewhere}), ConfigError)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "taken"]
 
 
@@ -205,7 +206,7 @@ def on_disk(tmp_path: Path, steps: int, **recovery: Any) -> tuple[Settings, list
 
 def prune(settings: Settings, **more: Any) -> None:
     async def run() -> None:
-        store = create_store(settings, PLUGINS)
+        store = make_store(settings, PLUGINS)
         await store.open()
         await store.prune(datetime.now(UTC) + timedelta(hours=1), **more)
         await store.close()

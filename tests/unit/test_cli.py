@@ -112,7 +112,7 @@ def test_secrets_are_not_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (("serve", "--base-model", "x", "--backend", "toy", "--host", "0.0.0.0"), "--host: server.host: refused"),
         (("serve", "--base-model", "x", "--backend", "toy", "--host", "no.such.host"), "server.host: refused"),
         (("serve", "--config", "gone.yaml"), "cannot read the configuration file 'gone.yaml'"),
-        (("engine", "y", "--base-model", "x", "--backend", "toy"), "no model named 'y'; configured: 'x'"),
+        (("engine", "y", "--base-model", "x", "--backend", "toy"), "no base model named 'y'; available: 'x'"),
     ],
 )
 def test_mistakes_get_one_clear_message(

@@ -11,7 +11,7 @@ from tinsmith.errors import ConfigError, NotFoundError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.data_dir_lock import DataDirLock, read_server_url
 from tinsmith.processes.housekeeping import Housekeeping
-from tinsmith.settings import ServerSettings
+from tinsmith.settings import DataDir, ServerSettings
 from tinsmith.steady_clock import SteadyClock
 from tinsmith.store import EngineRecord, EngineState, OperationState, RequestStore, SessionRecord, StoreContext
 from tinsmith.testing.engine_driver import EngineDriver
@@ -91,7 +91,7 @@ async def test_a_round_on_an_empty_store(store: RequestStore, tmp_path: Path) ->
 
 
 def test_one_server_per_data_directory(tmp_path: Path) -> None:
-    directory = tmp_path / "data"
+    directory = DataDir(tmp_path / "data")
     with DataDirLock(directory) as lock:
         lock.describe(url="http://127.0.0.1:8000")
         with pytest.raises(ConfigError) as caught, DataDirLock(directory):
@@ -106,21 +106,21 @@ def test_one_server_per_data_directory(tmp_path: Path) -> None:
 
 
 def test_several_servers_where_all_say_so(tmp_path: Path) -> None:
-    with DataDirLock(tmp_path, shared=True) as first:
-        with DataDirLock(tmp_path, shared=True):
+    with DataDirLock(DataDir(tmp_path), shared=True) as first:
+        with DataDirLock(DataDir(tmp_path), shared=True):
             first.describe(url="http://127.0.0.1:8000")
-        assert read_server_url(tmp_path, pid=os.getpid()) == "http://127.0.0.1:8000"
-        with pytest.raises(ConfigError, match=r"server\.share_data_dir"), DataDirLock(tmp_path):
+        assert read_server_url(DataDir(tmp_path), pid=os.getpid()) == "http://127.0.0.1:8000"
+        with pytest.raises(ConfigError, match=r"server\.share_data_dir"), DataDirLock(DataDir(tmp_path)):
             pass
     with (
-        DataDirLock(tmp_path),
+        DataDirLock(DataDir(tmp_path)),
         pytest.raises(ConfigError, match="in use by another server"),
-        DataDirLock(tmp_path, shared=True),
+        DataDirLock(DataDir(tmp_path), shared=True),
     ):
         pass
 
 
 def test_a_data_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot write to"), DataDirLock(tmp_path / "file" / "data"):
+    with pytest.raises(ConfigError, match="cannot write to"), DataDirLock(DataDir(tmp_path / "file" / "data")):
         pass

@@ -19,6 +19,7 @@ from tinsmith.checkpoints import atomic_directory
 from tinsmith.checkpoints import format as checkpoints
 from tinsmith.errors import UserError
 from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.assembly import make_store
 from tinsmith.processes.housekeeping import Housekeeping
 from tinsmith.settings import ModelSettings, PluginSection, RecoverySettings, ServerSettings, Settings
 from tinsmith.sql_store.config import SqlStoreConfig
@@ -27,7 +28,7 @@ from tinsmith.steady_clock import SteadyClock
 from tinsmith.store import OperationState, RunState, StoreContext
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.engine_thread import engine_thread
-from tinsmith.testing.harness import RunningServer, create_store, running_server
+from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.loop_thread import LoopThread
 
 MODEL = "s1:train:0"
@@ -278,7 +279,7 @@ class Run:
     def play(self, schedule: list[tuple[str, Any]]) -> dict[str, bytes]:
         """Return the state after it all, and one more restart."""
         with LoopThread.running("client") as loop:
-            store = create_store(self.settings, self.plugins)
+            store = make_store(self.settings, self.plugins)
             loop.call(store.open())
             client = EngineDriver(store, "toy")
             loop.call(client.open_session())
@@ -292,7 +293,7 @@ class Run:
             for phase in phases:
                 if phase and phase[0][0] == "damage":
                     self._damage(loop.call(store.list_recovery_points(MODEL)))
-                with engine_thread(self.settings, self.model, self.plugins, create_store(self.settings, self.plugins)):
+                with engine_thread(self.settings, self.model, self.plugins, make_store(self.settings, self.plugins)):
                     for what, value in phase:
                         loop.call(self._do(client, what, value))
             run = loop.call(store.get_run(MODEL))

@@ -121,7 +121,7 @@ def test_mistakes_are_explained(server: RunningServer, tmp_path: Path) -> None:
         TinsmithError, match=r"no run 'nope': the newest are 's2:train:0', 's1:train:0'; `tinsmith runs"
     ):
         runs(server, "show", "nope")
-    with pytest.raises(TinsmithError, match=r"there is no tinsmith.db in .*--data-dir"):
+    with pytest.raises(TinsmithError, match=r"contains no tinsmith.db.*--data-dir"):
         runs(tmp_path, "list")
     assert list(tmp_path.iterdir()) == []
 

@@ -8,9 +8,9 @@ from pydantic import Field
 
 import tinsmith
 from tinsmith.commands.load_settings import is_loopback, load_settings
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, UserError
 from tinsmith.plugins.loading import Plugins
-from tinsmith.settings import Settings
+from tinsmith.settings import ModelSettings, ServerSettings, Settings
 from tinsmith.settings.sources import Flag
 
 
@@ -66,6 +66,24 @@ def failure(plugins: Plugins, file: Path | None = None, environ=None, flags=()) 
     with pytest.raises(ConfigError) as caught:
         load(plugins, file=file, environ=environ or {}, flags=flags)
     return str(caught.value)
+
+
+def test_the_data_directory_has_a_place_of_its_own_for_each_base_model() -> None:
+    data_dir = Settings(server=ServerSettings(data_dir=Path("~/x"))).data_dir
+    assert data_dir.root == Path.home() / "x"
+    assert data_dir.recovery_points("org/toy") == data_dir.root / "recovery" / "org%2Ftoy"
+    assert data_dir.cache("jax", "org/toy") == data_dir.root / "cache" / "jax" / "org%2Ftoy"
+    assert data_dir.engine_settings("toy") == data_dir.root / "engines" / "toy.json"
+    assert data_dir.engine_settings("toy", server="host-8000") == data_dir.root / "engines" / "toy@host-8000.json"
+
+
+def test_a_model_is_found_by_its_name() -> None:
+    settings = Settings(models=(ModelSettings(name="tim"), ModelSettings(name="tom")))
+    assert settings.model("tom") is settings.models[1]
+    with pytest.raises(UserError, match="no base model named 'tam'; available: 'tim', 'tom'"):
+        settings.model("tam")
+    with pytest.raises(UserError, match="available: none"):
+        Settings().model("tam")
 
 
 def test_a_file(plugins: Plugins, write) -> None:
@@ -188,7 +206,7 @@ def test_a_plugins_own_variable_is_left_alone(plugins: Plugins, write) -> None:
 
 def test_engines_are_started_of_configured_models_alone(plugins: Plugins, write) -> None:
     message = failure(plugins, write(GOOD), flags=[("supervisor.engines", "[tiny, tony]")])
-    assert message == "--supervisor.engines: supervisor.engines.1: no model named 'tony', configured: 'tiny'"
+    assert message == "--supervisor.engines: supervisor.engines.1: no base model named 'tony'; available: 'tiny'"
     assert load(plugins, file=write(GOOD), environ={}).supervisor.engines is None
     assert load(plugins, file=write(GOOD), environ={"TINSMITH_SUPERVISOR__ENGINES": "[]"}).supervisor.engines == ()
 

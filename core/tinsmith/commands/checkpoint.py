@@ -27,9 +27,10 @@ from tinsmith.commands.load_settings import load_settings
 from tinsmith.errors import UserError
 from tinsmith.huggingface.safetensors_files import DTYPES
 from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.assembly import make_store
 from tinsmith.server.api_keys import owner_of
 from tinsmith.settings import Settings
-from tinsmith.store import CheckpointRecord, RequestStore, StoreContext
+from tinsmith.store import CheckpointRecord, RequestStore
 
 _FAULTY: Final = 1
 _SHARD_MB: Final = SHARD_BYTES >> 20
@@ -212,9 +213,9 @@ def import_weights(
         fill_missing=fill_missing,
         force=force,
     )
-    root = _data_dir(settings) / "checkpoints"
     with _progress("importing") as progress:
-        records = asyncio.run(_import(_store(context, settings), request, root, progress))
+        store = make_store(settings, _plugins(context))
+        records = asyncio.run(_import(store, request, settings.data_dir.checkpoints, progress))
     for record in records:
         typer.echo(record.path)
 
@@ -239,24 +240,13 @@ def _tenant_of(settings: Settings, api_key: str | None) -> str:
 def _open(context: typer.Context, path: str, config: Path | None, data_dir: Path | None) -> Contents:
     if not path.startswith("tinker://"):
         return open_contents(Path(path).expanduser())
-    root = _data_dir(_settings(context, config, data_dir)) / "checkpoints"
+    root = _settings(context, config, data_dir).data_dir.checkpoints
     return open_contents(atomic_directory.find(root, TinkerPath.parse(path).directory))
 
 
 def _settings(context: typer.Context, config: Path | None, data_dir: Path | None) -> Settings:
     flags = settings_flags(short=[("--data-dir", "server.data_dir", data_dir)])
     return load_settings(_plugins(context), file=config, environ=os.environ, flags=flags, needs_models=False)
-
-
-def _data_dir(settings: Settings) -> Path:
-    return settings.server.data_dir.expanduser().absolute()
-
-
-def _store(context: typer.Context, settings: Settings) -> RequestStore:
-    spec = _plugins(context).stores.get(settings.store.plugin)
-    config = spec.config.model_validate(settings.store.options())
-    store: RequestStore = spec.create(config, StoreContext(data_dir=_data_dir(settings)))
-    return store
 
 
 def _find_base(context: typer.Context, name: str | None) -> Path | None:

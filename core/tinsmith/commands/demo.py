@@ -21,6 +21,7 @@ from tinsmith.commands.flags import base_model_name_of
 from tinsmith.errors import ServerError, UserError
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.processes.data_dir_lock import read_server_url
+from tinsmith.settings import DataDir
 from tinsmith.settings.sources import ENV_PREFIX
 
 _POLL_S: Final = 0.2
@@ -54,7 +55,7 @@ def served_tiny_model(console: Console, directory: Path, *, backend: str | None 
         num_parameters = write_tiny_model(model, TinyShape(), overwrite=True)
         console.print(f"made a random Qwen3 with {num_parameters:,} parameters in {model}")
     with _server(model, directory, backend) as (server, log):
-        url = _wait_until_ready(console, server, directory / "data", log)
+        url = _wait_until_ready(console, server, DataDir.at(directory / "data"), log)
         console.print(f"server ready at {url}, its log is {log}\n")
         yield url, base_model_name_of(str(model))
 
@@ -106,7 +107,7 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
             server.wait()
 
 
-def _wait_until_ready(console: Console, server: subprocess.Popen[bytes], data_dir: Path, log: Path) -> str:
+def _wait_until_ready(console: Console, server: subprocess.Popen[bytes], data_dir: DataDir, log: Path) -> str:
     """Return the server's URL once every engine is ready; show meanwhile what it is at."""
     deadline = time.monotonic() + _START_TIMEOUT_S
     with console.status("starting the server") as status:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from tinsmith.errors import ConfigError, PluginError
+from tinsmith.errors import ConfigError, PluginError, UserError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.plugins.registry import suggestion
 from tinsmith.settings import ModelSettings, PluginSection, Settings
@@ -192,7 +192,7 @@ def _check_plugin_sections(tree: dict[str, Any], plugins: Plugins, problems: _Pr
 
 
 def _resolve(settings: Settings, plugins: Plugins, problems: _Problems, *, needs_models: bool) -> Settings:
-    server = settings.server.model_copy(update={"data_dir": settings.server.data_dir.expanduser().absolute()})
+    server = settings.server.model_copy(update={"data_dir": settings.data_dir.root})
     if not needs_models:
         return settings.model_copy(update={"server": server})
     _check_keys(settings, problems)
@@ -217,11 +217,11 @@ def _check_keys(settings: Settings, problems: _Problems) -> None:
 
 
 def _check_engines(settings: Settings, problems: _Problems) -> None:
-    names = [model.name for model in settings.models]
     for index, name in enumerate(settings.supervisor.engines or ()):
-        if name not in names:
-            configured = ", ".join(map(repr, names)) or "none"
-            problems.add(("supervisor", "engines", index), f"no model named {name!r}, configured: {configured}")
+        try:
+            settings.model(name)
+        except UserError as error:
+            problems.add(("supervisor", "engines", index), str(error))
 
 
 def _resolve_model(index: int, model: ModelSettings, plugins: Plugins, problems: _Problems) -> ModelSettings:

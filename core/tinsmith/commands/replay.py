@@ -16,7 +16,7 @@ from urllib.parse import quote
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from tinsmith.backend import BackendContext, ModelState, TrainingBackend
+from tinsmith.backend import ModelState, TrainingBackend
 from tinsmith.backend import Progress as ReportProgress
 from tinsmith.checkpoints.format import write_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
@@ -26,6 +26,7 @@ from tinsmith.engine.execution import BackendFailedError, Execution
 from tinsmith.engine.time_travel import Rebuilt, check_reachable, rebuild
 from tinsmith.errors import ConfigError, NotFoundError, ServerError, UserError
 from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.assembly import make_trainer
 from tinsmith.settings import ModelSettings, Settings
 from tinsmith.store import CheckpointRecord, RequestStore, RunRecord
 
@@ -160,19 +161,7 @@ class _Replay:
             thread.shutdown(wait=False)
 
     def _make_backend(self, model: ModelSettings, progress: ReportProgress) -> TrainingBackend:
-        section = model.backend
-        spec = self._plugins.default_backend() if section is None else self._plugins.backends.get(section.plugin)
-        cache_dir = self._data_dir / "cache" / spec.name / quote(model.name, safe="")
-        cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        context = BackendContext(
-            model_name=model.name,
-            model_path=model.path or self._plugins.resolve_base_model(model.name),
-            cache_dir=cache_dir,
-            losses=self._plugins.losses.all(),
-            samples=False,
-            progress=progress,
-        )
-        return spec.create(spec.config.model_validate({} if section is None else section.options()), context)
+        return make_trainer(model, self._plugins, self._settings.data_dir, progress, samples=False)
 
     def _show_differences(self, rebuilt: Rebuilt, *, accept: bool) -> None:
         if not rebuilt.differences:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from pathlib import Path
 from typing import IO, Self
 
 from tinsmith.errors import ConfigError
-
-_FILE_NAME = "server.lock"
+from tinsmith.settings import DataDir
 
 
 class DataDirLock:
@@ -19,8 +17,8 @@ class DataDirLock:
     Its content says who holds it and where; of several servers, which came last.
     """
 
-    def __init__(self, data_dir: Path, *, shared: bool = False) -> None:
-        self._path = data_dir / _FILE_NAME
+    def __init__(self, data_dir: DataDir, *, shared: bool = False) -> None:
+        self._path = data_dir.server_lock
         self._shared = shared
         self._file: IO[str] | None = None
 
@@ -63,10 +61,10 @@ class DataDirLock:
             self._file = None
 
 
-def read_server_url(data_dir: Path, *, pid: int) -> str | None:
+def read_server_url(data_dir: DataDir, *, pid: int) -> str | None:
     """Return where the server with this process id answers, or None while it does not say."""
     try:
-        described = json.loads((data_dir / _FILE_NAME).read_text(encoding="utf-8"))
+        described = json.loads(data_dir.server_lock.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     url = described.get("url")

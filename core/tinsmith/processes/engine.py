@@ -15,23 +15,22 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
-from urllib.parse import quote
 
 import uvloop
 
 from tinsmith.backend import Progress, SamplingBackend, TrainingBackend
 from tinsmith.engine.engine import Engine, EngineFailedError
-from tinsmith.errors import ConfigError, LeaseLostError, ServerError
+from tinsmith.errors import LeaseLostError, ServerError
 from tinsmith.hook_values import OperationFinished
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.backends import capabilities_of, make_backends
+from tinsmith.processes.assembly import capabilities_of, make_backends, make_scheduler, make_store
 from tinsmith.processes.lease import Taken, give_back, keep_lease, take_lease
 from tinsmith.processes.life_sign import LifeSign
 from tinsmith.processes.reports import EngineReports
 from tinsmith.processes.supervisor import CRASHED, ENGINE_ID, EXIT_STORE, EXIT_SUPERSEDED, SUPERVISED, new_engine_id
 from tinsmith.scheduler import Scheduler
-from tinsmith.settings import ModelSettings, Settings
-from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore, StoreContext
+from tinsmith.settings import DataDir, ModelSettings, Settings
+from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore
 
 _UNKNOWN_END: Final = "its engine ended without a word"
 _ORPHAN_GRACE_S: Final = 10.0
@@ -112,15 +111,12 @@ async def serve_engine(
     Raise ConfigError or PluginError where it cannot start as configured, ServerError where it cannot go on,
     LeaseLostError where another engine has taken over; then `on_lost` is called first, at once.
     """
-    model = _model_named(settings, model_name)
-    data_dir = settings.server.data_dir.expanduser().absolute()
-    store_spec = plugins.stores.get(settings.store.plugin)
-    context = StoreContext(data_dir=data_dir, shared=settings.server.share_data_dir)
-    store = store_spec.create(store_spec.config.model_validate(settings.store.options()), context)
-    scheduler_spec = plugins.schedulers.get(settings.scheduler.plugin)
-    scheduler = scheduler_spec.create(scheduler_spec.config.model_validate(settings.scheduler.options()))
+    model = settings.model(model_name)
+    data_dir = settings.data_dir
+    store = make_store(settings, plugins)
+    scheduler = make_scheduler(settings, plugins)
     engine_id = os.environ.pop(ENGINE_ID, None) or new_engine_id()
-    signs = data_dir / "engines" / quote(model_name, safe="")
+    signs = data_dir.life_signs(model_name)
     await store.open()
     try:
         with LifeSign(signs, engine_id):
@@ -165,15 +161,6 @@ async def _while_held(
         await asyncio.wait([working, keeping])
 
 
-def _model_named(settings: Settings, name: str) -> ModelSettings:
-    for model in settings.models:
-        if model.name == name:
-            return model
-    configured = ", ".join(repr(model.name) for model in settings.models) or "none"
-    msg = f"no model named {name!r}; configured: {configured}"
-    raise ConfigError(msg)
-
-
 async def _first_record(store: RequestStore, taken: Taken) -> tuple[EngineRecord, str]:
     """Take over from the record that the supervisor, or an earlier engine, left; it may say how that one ended."""
     base_model = taken.lease.base_model
@@ -191,7 +178,7 @@ async def _first_record(store: RequestStore, taken: Taken) -> tuple[EngineRecord
 class _EngineProcess:
     settings: Settings
     model: ModelSettings
-    data_dir: Path
+    data_dir: DataDir
     plugins: Plugins
     store: RequestStore
     lease: Lease
@@ -267,7 +254,7 @@ class _EngineProcess:
             backend=backend,
             sampler=sampler,
             losses=self.plugins.losses.all(),
-            checkpoint_root=self.data_dir / "checkpoints",
+            checkpoint_root=self.data_dir.checkpoints,
             gap_timeout_s=self.settings.server.gap_timeout_s,
             resident_snapshots=self.model.resident_snapshots,
             on_finished=finished,

@@ -22,6 +22,7 @@ from rich.console import Console
 from tinsmith.errors import ConfigError, ServerError
 from tinsmith.hook_values import ServerStarted, ServerStopping
 from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.assembly import make_store
 from tinsmith.processes.data_dir_lock import DataDirLock
 from tinsmith.processes.display import EngineDisplay, is_busy, show_banner
 from tinsmith.processes.housekeeping import Housekeeping
@@ -29,7 +30,7 @@ from tinsmith.processes.supervisor import Supervisor
 from tinsmith.server.app import begin_shutdown, create_app
 from tinsmith.server.bounded_http import BoundedHttp
 from tinsmith.settings import ServerSettings, Settings
-from tinsmith.store import EngineState, RequestStore, StoreContext
+from tinsmith.store import EngineState, RequestStore
 
 _EXIT_INTERRUPTED: Final = 130
 _GRACE_S: Final = 10  # for answers under way when the server stops
@@ -45,7 +46,7 @@ def serve(settings: Settings, plugins: Plugins) -> None:
     """Serve until SIGINT or SIGTERM; a second one stops at once. Raise ConfigError where it cannot start."""
     configure_logging(settings.server.log_level)
     allow_many_connections()
-    with DataDirLock(settings.server.data_dir, shared=settings.server.share_data_dir) as lock:
+    with DataDirLock(settings.data_dir, shared=settings.server.share_data_dir) as lock:
         listener = listen(settings.server)
         url = _url(settings.server, listener)
         with listener:
@@ -108,7 +109,7 @@ def _url(server: ServerSettings, listener: socket.socket) -> str:
 
 
 async def _serve(settings: Settings, plugins: Plugins, listener: socket.socket, url: str, lock: DataDirLock) -> None:
-    store = _create_store(settings, plugins)
+    store = make_store(settings, plugins)
     await store.open()
     try:
         app = await create_app(settings, store=store, plugins=plugins)
@@ -135,15 +136,8 @@ async def _serve(settings: Settings, plugins: Plugins, listener: socket.socket, 
         await store.close()
 
 
-def _create_store(settings: Settings, plugins: Plugins) -> RequestStore:
-    spec, server = plugins.stores.get(settings.store.plugin), settings.server
-    config = spec.config.model_validate(settings.store.options())
-    return spec.create(config, StoreContext(data_dir=server.data_dir, shared=server.share_data_dir))
-
-
 async def _housekeeping(settings: Settings, store: RequestStore) -> None:
-    root = settings.server.data_dir / "checkpoints"
-    await Housekeeping(settings.server, store, root, recovery=settings.recovery).run()
+    await Housekeeping(settings.server, store, settings.data_dir.checkpoints, recovery=settings.recovery).run()
 
 
 async def _announce(http: _HttpServer, settings: Settings, plugins: Plugins, url: str, lock: DataDirLock) -> None:

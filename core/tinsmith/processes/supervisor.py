@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
-from urllib.parse import quote
 
 from tinsmith.errors import ServerError
 from tinsmith.failpoints import durable_boundary
@@ -224,8 +223,8 @@ def _models_to_run(settings: Settings) -> list[ModelSettings]:
 def _settings_file(settings: Settings, model: ModelSettings) -> Path:
     """Name the same file at every start, so that one which a crash left is replaced."""
     server = settings.server
-    own = f"@{socket.gethostname()}-{server.port or os.getpid()}" if server.share_data_dir else ""
-    return server.data_dir.expanduser().absolute() / "engines" / f"{quote(model.name, safe='')}{own}.json"
+    own = f"{socket.gethostname()}-{server.port or os.getpid()}" if server.share_data_dir else ""
+    return settings.data_dir.engine_settings(model.name, server=own)
 
 
 def _command(child: _Child) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
-"""What can be configured (`schema`), and where values come from (`sources`)."""
+"""What can be configured (`schema`), where values come from (`sources`), and the layout of the data directory."""
 
+from tinsmith.settings.data_dir import DataDir
 from tinsmith.settings.schema import (
     ApiKey,
     ConsistencySettings,
@@ -14,6 +15,7 @@ from tinsmith.settings.schema import (
 __all__ = [
     "ApiKey",
     "ConsistencySettings",
+    "DataDir",
     "ModelSettings",
     "PluginSection",
     "RecoverySettings",

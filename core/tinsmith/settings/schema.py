@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
+from tinsmith.errors import UserError
+from tinsmith.settings.data_dir import DataDir
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -142,3 +145,17 @@ class Settings(_Section):
                 msg = f"the name {name!r} occurs {names.count(name)} times; each base model needs its own"
                 raise ValueError(msg)
         return models
+
+    @property
+    def data_dir(self) -> DataDir:
+        """The layout of `server.data_dir`."""
+        return DataDir.at(self.server.data_dir)
+
+    def model(self, name: str) -> ModelSettings:
+        """Return the base model of that name. Raise UserError if there is none."""
+        for model in self.models:
+            if model.name == name:
+                return model
+        configured = ", ".join(repr(model.name) for model in self.models) or "none"
+        msg = f"no base model named {name[:200]!r}; available: {configured}"
+        raise UserError(msg)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from tinsmith.backend import Capabilities, SamplingBackend, TrainingBackend
 from tinsmith.engine.engine import Engine
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.backends import capabilities_of, make_backends
+from tinsmith.processes.assembly import capabilities_of, make_backends, make_scheduler
 from tinsmith.settings import ModelSettings, PluginSection, Settings
 from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore
 from tinsmith.testing.engine_driver import take_over
@@ -23,7 +23,7 @@ def engine_thread(settings: Settings, model: ModelSettings, plugins: Plugins, st
     """Run the engine of one model until the block ends. The store is opened and closed on the engine's loop."""
     section = model.backend or PluginSection(plugin="toy")
     model = model.model_copy(update={"backend": section})
-    backend, sampler = make_backends(model, plugins, settings.server.data_dir, lambda _what, _share: None)
+    backend, sampler = make_backends(model, plugins, settings.data_dir, lambda _what, _share: None)
     with LoopThread.running(f"tinsmith-engine-{model.name}") as loop, ExitStack() as stack:
         stack.callback(backend.close)
         if sampler is not None and not isinstance(sampler, TrainingBackend):
@@ -50,15 +50,14 @@ async def _start(
     backend: TrainingBackend,
     sampler: SamplingBackend | None,
 ) -> Engine:
-    scheduler = plugins.schedulers.get(settings.scheduler.plugin)
     engine = Engine(
         lease=lease,
         store=store,
-        scheduler=scheduler.create(scheduler.config.model_validate(settings.scheduler.options())),
+        scheduler=make_scheduler(settings, plugins),
         backend=backend,
         sampler=sampler,
         losses=plugins.losses.all(),
-        checkpoint_root=settings.server.data_dir / "checkpoints",
+        checkpoint_root=settings.data_dir.checkpoints,
         gap_timeout_s=settings.server.gap_timeout_s,
         resident_snapshots=model.resident_snapshots,
         on_finished=plugins.operation_finished,

@@ -19,10 +19,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.assembly import make_store
 from tinsmith.server.app import begin_shutdown, create_app
 from tinsmith.server.bounded_http import BoundedHttp
 from tinsmith.settings import ModelSettings, PluginSection, RecoverySettings, ServerSettings, Settings
-from tinsmith.store import RequestStore, StoreContext
+from tinsmith.store import RequestStore
 from tinsmith.testing.engine_thread import engine_thread
 from tinsmith.testing.loop_thread import LoopThread
 
@@ -73,21 +74,15 @@ def running_server(
     )
     with ExitStack() as stack:
         loop = stack.enter_context(LoopThread.running("tinsmith-server"))
-        store = create_store(settings, Plugins.load(extra_plugins))
+        store = make_store(settings, Plugins.load(extra_plugins))
         loop.call(store.open())
         stack.callback(lambda: loop.call(store.close()))
         app = loop.call(create_app(settings, store=store, plugins=Plugins.load(extra_plugins)))
         url = stack.enter_context(_http(app, loop))
         for model in settings.models if engines else ():
             own = Plugins.load(extra_plugins)
-            stack.enter_context(engine_thread(settings, model, own, create_store(settings, own)))
+            stack.enter_context(engine_thread(settings, model, own, make_store(settings, own)))
         yield RunningServer(url=url, settings=settings, app=app, store=store, loop=loop)
-
-
-def create_store(settings: Settings, plugins: Plugins) -> RequestStore:
-    spec = plugins.stores.get(settings.store.plugin)
-    config = spec.config.model_validate(settings.store.options())
-    return spec.create(config, StoreContext(data_dir=settings.server.data_dir))
 
 
 class _HttpServer(uvicorn.Server):

@@ -27,6 +27,7 @@ import yaml
 from vllm_harness import CONTEXT, TRAINERS, VOCAB, plain_vllm, prompt, settings
 
 from tinsmith.processes.data_dir_lock import read_server_url
+from tinsmith.settings import DataDir
 from tinsmith.testing.sdk_data import datum, logprobs
 
 pytestmark = [
@@ -85,7 +86,7 @@ def environment() -> dict[str, str]:
 
 def wait_for_url(server: "subprocess.Popen[bytes]", root: Path) -> str:
     while server.poll() is None:
-        if (url := read_server_url(root / "data", pid=server.pid)) is not None:
+        if (url := read_server_url(DataDir.at(root / "data"), pid=server.pid)) is not None:
             return url
         time.sleep(0.1)
     raise AssertionError((root / "log").read_text())

@@ -39,7 +39,7 @@ from tinsmith.operations import (
     SamplingParams,
 )
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.backends import capabilities_of
+from tinsmith.processes.assembly import capabilities_of
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.sampler import VllmSampler
 

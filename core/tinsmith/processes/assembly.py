@@ -1,0 +1,88 @@
+"""Makes what the settings name: the request store, the scheduler, and the backends of a model."""
+
+from dataclasses import replace
+from typing import Final
+
+from tinsmith.backend import BackendContext, Capabilities, Isolation, Progress, SamplingBackend, TrainingBackend
+from tinsmith.plugins.loading import Plugins
+from tinsmith.scheduler import Scheduler
+from tinsmith.settings import DataDir, ModelSettings, Settings
+from tinsmith.store import RequestStore, StoreContext
+
+_WEAKNESS: Final[dict[Isolation, int]] = {"bitwise": 0, "close": 1, "none": 2}
+
+
+def make_store(settings: Settings, plugins: Plugins) -> RequestStore:
+    """Return the request store, not opened yet."""
+    spec = plugins.stores.get(settings.store.plugin)
+    config = spec.config.model_validate(settings.store.options())
+    context = StoreContext(data_dir=settings.data_dir.root, shared=settings.server.share_data_dir)
+    return spec.create(config, context)
+
+
+def make_scheduler(settings: Settings, plugins: Plugins) -> Scheduler:
+    spec = plugins.schedulers.get(settings.scheduler.plugin)
+    return spec.create(spec.config.model_validate(settings.scheduler.options()))
+
+
+def make_backends(
+    model: ModelSettings, plugins: Plugins, data_dir: DataDir, progress: Progress
+) -> tuple[TrainingBackend, SamplingBackend | None]:
+    """Return trainer and sampler, which may be one object. Call it in the thread that will use the trainer."""
+    backend = make_trainer(model, plugins, data_dir, progress, samples=model.sampler is None)
+    if model.sampler is None:
+        samples = isinstance(backend, SamplingBackend) and backend.capabilities.sampling
+        return backend, backend if samples and isinstance(backend, SamplingBackend) else None
+    spec = plugins.samplers.get(model.sampler.plugin)
+    config = spec.config.model_validate(model.sampler.options())
+    context = _context(model, plugins, data_dir, spec.name, progress, samples=True)
+    try:
+        return backend, spec.create(config, context)
+    except BaseException:
+        backend.close()
+        raise
+
+
+def make_trainer(
+    model: ModelSettings, plugins: Plugins, data_dir: DataDir, progress: Progress, *, samples: bool
+) -> TrainingBackend:
+    """Return the backend that trains; `samples` says whether it will be asked to sample as well."""
+    section = model.backend
+    spec = plugins.default_backend() if section is None else plugins.backends.get(section.plugin)
+    config = spec.config.model_validate({} if section is None else section.options())
+    return spec.create(config, _context(model, plugins, data_dir, spec.name, progress, samples=samples))
+
+
+def _context(
+    model: ModelSettings, plugins: Plugins, data_dir: DataDir, plugin: str, progress: Progress, *, samples: bool
+) -> BackendContext:
+    cache_dir = data_dir.cache(plugin, model.name)
+    cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return BackendContext(
+        model_name=model.name,
+        model_path=model.path or plugins.resolve_base_model(model.name),
+        cache_dir=cache_dir,
+        losses=plugins.losses.all(),
+        samples=samples,
+        progress=progress,
+    )
+
+
+def capabilities_of(backend: TrainingBackend, sampler: SamplingBackend | None) -> Capabilities:
+    """Describe the pair: the sampler says how it samples, and the pair isolates as well as the weaker of the two."""
+    training = backend.capabilities
+    if sampler is None:
+        return replace(training, sampling=False)
+    sampling = sampler.capabilities
+    weaker = max(training, sampling, key=lambda each: (_WEAKNESS[each.isolation], each.isolation_error))
+    return replace(
+        training,
+        isolation=weaker.isolation,
+        isolation_error=weaker.isolation_error,
+        max_context_tokens=min(training.max_context_tokens, sampling.max_context_tokens),
+        sampling=True,
+        prompt_logprobs=sampling.prompt_logprobs,
+        target_prompt_logprobs=sampling.target_prompt_logprobs,
+        max_topk_logprobs=sampling.max_topk_logprobs,
+        stop_strings=sampling.stop_strings,
+    )
