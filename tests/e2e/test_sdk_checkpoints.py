@@ -134,6 +134,22 @@ def test_an_export_is_downloaded_by_signed_links(model: tinker.TrainingClient, r
     assert httpx.get(answer.urls["adapter_config.json"], timeout=300).status_code == 404
 
 
+def test_a_published_export_is_downloaded_by_others(
+    model: tinker.TrainingClient, rest: tinker.RestClient, toy_server: RunningServer
+) -> None:
+    path = model.save_weights_external("adapter").result(timeout=300).path
+    stranger = tinker.RestClient(base_url=toy_server.url, api_key="tml-a-stranger")
+    with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
+        stranger.get_external_weights_urls(path).result(timeout=300)
+    rest.publish_checkpoint_from_tinker_path(path).result(timeout=300)
+    urls = stranger.get_external_weights_urls(path).result(timeout=300).urls
+    with urllib.request.urlopen(urls["adapter_config.json"], timeout=300) as file:
+        assert b'"r": 4' in file.read()
+    rest.unpublish_checkpoint_from_tinker_path(path).result(timeout=300)
+    with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
+        stranger.get_external_weights_urls(path).result(timeout=300)
+
+
 def test_a_closed_session_shows_in_the_rest_client(
     new_client: Callable[[], tinker.ServiceClient], rest: tinker.RestClient
 ) -> None:

@@ -19,6 +19,7 @@ from tinsmith.server.auth import (
     missing,
     own_checkpoint,
     own_deleted_checkpoint,
+    readable_checkpoint,
     readable_run,
     visible_tenant,
 )
@@ -183,7 +184,7 @@ async def external_weights_urls(
     model_id: str, kind: str, name: str, caller: Caller, context: Context, request: Request
 ) -> wire.ExternalWeightsUrls:
     path = _path(model_id, kind, name)
-    record = await own_checkpoint(context, caller, path)
+    record = await readable_checkpoint(context, caller, path)
     if record.kind != "external":
         msg = f"{path!r} is no export; make one with save_weights_external and ask for its links"
         raise UserError(msg)
