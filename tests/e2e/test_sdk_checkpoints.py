@@ -150,6 +150,27 @@ def test_a_published_export_is_downloaded_by_others(
         stranger.get_external_weights_urls(path).result(timeout=300)
 
 
+def test_overwriting_a_published_checkpoint_keeps_it_published(
+    model: tinker.TrainingClient, rest: tinker.RestClient, toy_server: RunningServer
+) -> None:
+    """Publishing belongs to the path. The expiry time and the metadata belong to what was saved there."""
+    saved = model.save_state("shared", ttl_seconds=7200, user_metadata={"step": "1"}).result(timeout=300)
+    rest.publish_checkpoint_from_tinker_path(saved.path).result(timeout=300)
+    step(model, [datum()])
+    model.save_state("shared", overwrite=True, user_metadata={"best": "yes"}).result(timeout=300)
+    (listed,) = rest.list_checkpoints(model.get_info().model_id).result(timeout=300).checkpoints
+    assert listed.public
+    assert listed.expires_at is None
+    assert listed.user_metadata == {"best": "yes"}
+    with tinker.ServiceClient(base_url=toy_server.url, api_key="tml-a-stranger") as stranger:
+        stranger.create_training_client_from_state(saved.path).result(timeout=300)
+
+    rest.delete_checkpoint_from_tinker_path(saved.path).result(timeout=300)
+    model.save_state("shared").result(timeout=300)  # a new checkpoint under an old name
+    (listed,) = rest.list_checkpoints(model.get_info().model_id).result(timeout=300).checkpoints
+    assert not listed.public
+
+
 def test_a_closed_session_shows_in_the_rest_client(
     new_client: Callable[[], tinker.ServiceClient], rest: tinker.RestClient
 ) -> None:

@@ -139,7 +139,9 @@ FIELDS: dict[str, dict[str, Status]] = {
         "path": _honoured("required: the checkpoint's name"),
         "seq_id": _honoured("required"),
         "ttl_seconds": _honoured("3600 to ten years, else refused"),
-        "overwrite": _honoured(),
+        "overwrite": _honoured(
+            "replaces the content, the metadata and the expiry time; a published path stays published"
+        ),
         "user_metadata": _honoured(),
         "type": _TAG,
     },

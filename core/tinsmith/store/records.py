@@ -102,7 +102,7 @@ class CheckpointRecord:
     size_bytes: int
     directory: str  # relative to the checkpoint root
     step: int = 0
-    public: bool = False
+    public: bool = False  # belongs to the path: a save that overwrites a published checkpoint leaves it published
     expires_at: datetime | None = None
     user_metadata: dict[str, str] = field(default_factory=dict)
 

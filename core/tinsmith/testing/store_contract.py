@@ -176,6 +176,26 @@ class RequestStoreContract(LogContract, RecoveryContract, LeaseContract):
         with pytest.raises(NotFoundError):
             await store.deleted_checkpoint(first.path)
 
+    async def test_an_overwritten_checkpoint_stays_published(self, store: RequestStore) -> None:
+        """Publishing belongs to the path; all else, the expiry time included, to what is saved there."""
+        await a_model(store)
+        first = a_checkpoint()
+        newer = replace(first, step=9, user_metadata={}, created_at=NOW + timedelta(hours=1))
+
+        async def save(seq_id: int, record: CheckpointRecord) -> None:
+            request_id = await store.submit(an_operation(seq_id=seq_id, kind="save_state"))
+            await claim(store)
+            await complete(store, [done(request_id, None, CheckpointWritten(record=record))])
+
+        await save(1, first)
+        tomorrow = datetime.now(UTC) + timedelta(days=1)
+        await store.update_checkpoint(first.path, lambda it: replace(it, public=True, expires_at=tomorrow))
+        await save(2, newer)
+        assert await store.get_checkpoint(first.path) == replace(newer, public=True)
+        await store.update_checkpoint(first.path, lambda it: replace(it, expires_at=NOW))
+        await save(3, newer)  # the one before has expired, and nobody can read it any more
+        assert await store.get_checkpoint(first.path) == newer
+
     async def test_a_checkpoint_that_no_operation_wrote(self, store: RequestStore) -> None:
         await store.add_checkpoint(a_checkpoint())
         assert await store.get_checkpoint(a_checkpoint().path) == a_checkpoint()

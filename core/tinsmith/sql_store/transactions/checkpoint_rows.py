@@ -1,6 +1,7 @@
 """What is known of checkpoints; their files are the engine's business."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 
 from sqlalchemy import ColumnElement
@@ -43,6 +44,18 @@ def add(tx: Transaction, record: CheckpointRecord) -> None:
         msg = f"checkpoint {record.path!r} exists already; choose another name"
         raise UserError(msg)
     tx.session.merge(to_row(record, CheckpointRow))
+
+
+def write(tx: Transaction, record: CheckpointRecord) -> None:
+    """Record what an operation saved. A checkpoint that replaces a published one is published too."""
+    row = tx.session.get(CheckpointRow, record.path, with_for_update=True)
+    if row is not None and row.public and row.deleted_at is None and not _expired(row, tx.now):
+        record = replace(record, public=True)
+    tx.session.merge(to_row(record, CheckpointRow))
+
+
+def _expired(row: CheckpointRow, now: datetime) -> bool:
+    return row.expires_at is not None and row.expires_at <= now
 
 
 def update(tx: Transaction, path: str, change: Callable[[CheckpointRecord], CheckpointRecord]) -> CheckpointRecord:

@@ -12,12 +12,11 @@ from tinsmith.sql_store.tables import (
     RESULTS,
     RUNNING,
     RUNS,
-    CheckpointRow,
     RunRow,
     SamplingSessionRow,
     to_row,
 )
-from tinsmith.sql_store.transactions import leases, log, recovering
+from tinsmith.sql_store.transactions import checkpoint_rows, leases, log, recovering
 from tinsmith.sql_store.transactions.finished_samples import Finished
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import (
@@ -92,7 +91,7 @@ def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion
             succeeded = state is OperationState.SUCCEEDED
             tx.finished.append(Finished(row.subject_id, row.seq_id, row.request_id, succeeded, len(encoded)))
         for effect in completion.effects:
-            _apply(tx.session, effect)
+            _apply(tx, effect)
         tx.wake.append(log.done_topic(row.request_id))
     tx.session.flush()
     if finished:
@@ -102,8 +101,9 @@ def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion
         connection.execute(_APPLY, [{"model": model_id, "applied": seq_id} for model_id, seq_id in applied.items()])
 
 
-def _apply(session: Session, effect: Effect) -> None:
+def _apply(tx: Transaction, effect: Effect) -> None:
     """Every effect may be applied twice."""
+    session = tx.session
     match effect:
         case RunStateChanged():
             run = session.get(RunRow, effect.model_id)
@@ -116,7 +116,7 @@ def _apply(session: Session, effect: Effect) -> None:
             if run is not None:
                 run.lora = effect.lora
         case CheckpointWritten():
-            session.merge(to_row(effect.record, CheckpointRow))
+            checkpoint_rows.write(tx, effect.record)
         case SamplingSessionCreated():
             session.merge(to_row(effect.record, SamplingSessionRow))
         case RecoveryPointTaken():
