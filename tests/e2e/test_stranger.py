@@ -1,11 +1,14 @@
 """A stranger's path: write a plugin, build it, install it into a clean environment, select it by configuration, train.
 
+Beside the new plugin stands an old one, from a wheel of the tutorial as it was before the core was arranged in rooms.
+
 Nothing is downloaded: what the core depends on is linked from this environment into the clean one, distribution by
 distribution, so that neither the clone nor anything else that is installed here can be seen from there.
 """
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,13 +20,17 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
+OLD = Path(__file__).with_name("built_before_the_rooms")
 TUTORIAL = (ROOT / "docs" / "tutorial" / "first-backend.md").read_text()
 LIMIT_S = 600
+MODELS = ("fresh", "bigram")
 CONFIG = """\
 server: {port: 0, data_dir: data}
 models:
+  - name: fresh
+    backend: {plugin: fresh, vocab_size: 48}
   - name: bigram
-    backend: {plugin: bigram, vocab_size: 48}
+    backend: {plugin: bigram}
 """
 
 
@@ -96,14 +103,15 @@ def closure(*wanted: str) -> list[Distribution]:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """With the core in it, from its wheel, and a stranger's plugin."""
+    """With the core in it, from its wheel, and a stranger's plugins."""
     environment = Environment(tmp_path_factory.mktemp("stranger"))
     build = ("-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", "wheels")
     environment.run("python", *build, str(ROOT))
     environment.run("python", "-m", "pip", "install", "--quiet", *wheels(environment, "tinsmith-"))
-    environment.run("tinsmith", "new-plugin", "bigram", "--kind", "backend")
-    environment.run("python", *build, "./tinsmith-bigram")
-    environment.run("python", "-m", "pip", "install", "--quiet", *wheels(environment, "tinsmith_bigram-"))
+    environment.run("tinsmith", "new-plugin", "fresh", "--kind", "backend")
+    environment.run("python", *build, "./tinsmith-fresh", str(shutil.copytree(OLD, environment.home / "old")))
+    built = [*wheels(environment, "tinsmith_fresh-"), *wheels(environment, "tinsmith_bigram-")]
+    environment.run("python", "-m", "pip", "install", "--quiet", *built)
     return environment
 
 
@@ -113,7 +121,7 @@ def wheels(environment: Environment, prefix: str) -> list[str]:
 
 @pytest.fixture
 def server(environment: Environment) -> Iterator[str]:
-    """The plugin's model, chosen by configuration alone: its URL."""
+    """A model of each plugin, chosen by configuration alone: the URL."""
     (environment.home / "tinsmith.yaml").write_text(CONFIG)
     process = environment.start("tinsmith", "serve", "--config", "tinsmith.yaml")
     assert process.stderr is not None
@@ -121,9 +129,11 @@ def server(environment: Environment) -> Iterator[str]:
     try:
         for line in process.stderr:
             told.append(line)
-            if line.startswith(("ready", "failed")):
+            if line.startswith("failed") or {"ready fresh", "ready bigram"} <= {
+                " ".join(each.split()[:2]) for each in told
+            }:
                 break
-        assert told[-1].startswith("ready bigram"), "".join(told)
+        assert not told[-1].startswith("failed"), "".join(told)
         [url] = [line.split()[1] for line in told if line.startswith("url")]
         yield url
     finally:
@@ -134,27 +144,29 @@ def server(environment: Environment) -> Iterator[str]:
 
 
 def test_nothing_of_the_clone_is_seen(environment: Environment) -> None:
-    where = environment.run("python", "-c", "import tinsmith, tinsmith_bigram; print(tinsmith.__file__)")
+    where = environment.run("python", "-c", "import tinsmith, tinsmith_fresh; print(tinsmith.__file__)")
     assert str(ROOT) not in where
     assert "site-packages" in where
     listed = environment.run("tinsmith", "plugins")
-    assert "bigram" in listed
+    assert "backend fresh" in listed
     assert "backend bigram" in listed
     assert "jax" not in listed
 
 
 def test_its_suites_are_green(environment: Environment) -> None:
-    told = environment.run("tinsmith", "check-plugin", "bigram")
+    told = environment.run("tinsmith", "check-plugin", "fresh")
     assert ", 0 failed" in told
-    assert "of tinsmith-bigram 0.1.0, built for version 1 of the plugin contract" in told
-    own = environment.run("python", "-m", "pytest", "-q", cwd=environment.home / "tinsmith-bigram")
+    assert "of tinsmith-fresh 0.1.0, built for version 1 of the plugin contract" in told
+    own = environment.run("python", "-m", "pytest", "-q", cwd=environment.home / "tinsmith-fresh")
     assert " passed" in own
     assert "failed" not in own
 
 
-def test_the_sdk_trains_it(environment: Environment, server: str) -> None:
-    """With the script of the tutorial, which ends in an error where it learns nothing."""
+def test_the_sdk_trains_them(environment: Environment, server: str) -> None:
+    """With the script of the tutorial, which ends in an error if a model learns nothing."""
     [script] = re.findall(r"<!-- file: train.py -->\n```python\n(.*?)^```$", TUTORIAL, re.DOTALL | re.MULTILINE)
-    (environment.home / "train.py").write_text(script)
-    losses = environment.run("python", "train.py", server).split()
-    assert len(losses) == 20
+    for model in MODELS:
+        assert 'base_model="bigram"' in script
+        (environment.home / "train.py").write_text(script.replace('base_model="bigram"', f'base_model="{model}"'))
+        losses = environment.run("python", "train.py", server).split()
+        assert len(losses) == 20
