@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +21,9 @@ from tinsmith.checkpoints.format import SHARD_BYTES
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.checkpoints.tools import importing, rewriting, verifying
 from tinsmith.checkpoints.tools.contents import Contents, described, open_contents
-from tinsmith.commands.flags import settings_flags
-from tinsmith.commands.load_settings import load_settings
+from tinsmith.commands.options import AsJson, ConfigFile, DataDir, plugins_of, settings_without_models
 from tinsmith.errors import UserError
 from tinsmith.huggingface.safetensors_files import DTYPES
-from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_store
 from tinsmith.server.api_keys import owner_of
 from tinsmith.settings import Settings
@@ -38,13 +35,10 @@ _SHARD_MB: Final = SHARD_BYTES >> 20
 PATH_HELP = "a directory, or a tinker:// path of the data directory"
 Where = Annotated[str, typer.Argument(metavar="PATH", help=PATH_HELP)]
 Output = Annotated[Path, typer.Argument(help="the directory to write")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file of the server")]
-DataDir = Annotated[Path | None, typer.Option(help="where the server's database and checkpoints live")]
 BaseModel = Annotated[str | None, typer.Option(help="directory or name of the base model; default: the one it names")]
 Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; default: as it is")]
 ShardMb = Annotated[int, typer.Option(min=1, help="greatest size of one weights file, in MiB")]
 Force = Annotated[bool, typer.Option("--force", help="replace what is there")]
-AsJson = Annotated[bool, typer.Option("--json", help="for programs")]
 
 
 def add_checkpoint_commands(group: typer.Typer) -> None:
@@ -201,7 +195,7 @@ def import_weights(
 
     Clients of the tenant create training clients from the printed paths, and sample from them.
     """
-    settings = _settings(context, config, data_dir)
+    settings = settings_without_models(context, config, data_dir)
     served = next((model for model in settings.models if model.name == base_model), None)
     directory = base_path or (served and served.path) or _need_base(context, base_model)
     request = importing.Import(
@@ -214,7 +208,7 @@ def import_weights(
         force=force,
     )
     with _progress("importing") as progress:
-        store = make_store(settings, _plugins(context))
+        store = make_store(settings, plugins_of(context))
         records = asyncio.run(_import(store, request, settings.data_dir.checkpoints, progress))
     for record in records:
         typer.echo(record.path)
@@ -240,20 +234,15 @@ def _tenant_of(settings: Settings, api_key: str | None) -> str:
 def _open(context: typer.Context, path: str, config: Path | None, data_dir: Path | None) -> Contents:
     if not path.startswith("tinker://"):
         return open_contents(Path(path).expanduser())
-    root = _settings(context, config, data_dir).data_dir.checkpoints
+    root = settings_without_models(context, config, data_dir).data_dir.checkpoints
     return open_contents(atomic_directory.find(root, TinkerPath.parse(path).directory))
-
-
-def _settings(context: typer.Context, config: Path | None, data_dir: Path | None) -> Settings:
-    flags = settings_flags(short=[("--data-dir", "server.data_dir", data_dir)])
-    return load_settings(_plugins(context), file=config, environ=os.environ, flags=flags, needs_models=False)
 
 
 def _find_base(context: typer.Context, name: str | None) -> Path | None:
     if name is None:
         return None
     directory = Path(name).expanduser()
-    return directory if directory.is_dir() else _plugins(context).resolve_base_model(name)
+    return directory if directory.is_dir() else plugins_of(context).resolve_base_model(name)
 
 
 def _need_base(context: typer.Context, name: str | None) -> Path:
@@ -279,9 +268,3 @@ def _progress(what: str) -> Iterator[rewriting.Progress]:
     with bar:
         task = bar.add_task(what)
         yield lambda name: bar.update(task, description=f"{what} {escape(name)}")
-
-
-def _plugins(context: typer.Context) -> Plugins:
-    plugins = context.obj
-    assert isinstance(plugins, Plugins)
-    return plugins

@@ -13,11 +13,13 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Annotated, Final
 
+import typer
 from rich.console import Console
 
 from tinsmith.commands.flags import base_model_name_of
+from tinsmith.commands.options import Backend
 from tinsmith.errors import ServerError, UserError
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.processes.data_dir_lock import read_server_url
@@ -32,8 +34,20 @@ _EXIT_INTERRUPTED: Final = 130
 _INTERRUPTS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
+def add_demo_command(group: typer.Typer) -> None:
+    group.command("demo")(demo)
+
+
+def demo(
+    directory: Annotated[Path, typer.Option(help="directory for the model, the data and the log")] = Path(".demo"),
+    backend: Backend = None,
+) -> None:
+    """Make a tiny model, serve it, train it with an ordinary Tinker script, sample from it, and stop everything."""
+    raise typer.Exit(run_demo(directory, backend=backend))
+
+
 def run_demo(directory: Path, *, backend: str | None = None) -> int:
-    """Return the script's exit code, 130 where interrupted. Raise ServerError where the server does not start."""
+    """Return the script's exit code, 130 if interrupted. Raise ServerError if the server does not start."""
     console = Console()
     script = find_example(_SCRIPT)
     for number in _INTERRUPTS:

@@ -1,14 +1,24 @@
-"""Command-line flags as settings: every key is one (`--server.port 8001`), and the usual ones have short names."""
+"""Settings as command-line flags: every key is one (`--server.port 8001`), and the common ones have short names."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+import typer
 
 from tinsmith.errors import ConfigError
 from tinsmith.plugins.registry import suggestion
+from tinsmith.settings import Settings
+from tinsmith.settings.schema import field_of
 from tinsmith.settings.sources import Flag
+
+
+def setting_flag(key: str) -> Any:  # Any: typer does not export the class
+    """Return a short option for a setting, described as the setting is."""
+    return typer.Option(help=field_of(Settings, key).description)
 
 
 def settings_flags(
@@ -21,8 +31,8 @@ def settings_flags(
 ) -> list[Flag]:
     """Return flags in rising precedence.
 
-    `short` holds (option, key, value) of named options, value None where not given; `rest` is what else was typed:
-    `--key value` and `--key=value`. Raise ConfigError where that is something else.
+    `short` holds (option, key, value) of named options; the value is None if the option was not given. `rest` is
+    whatever else was typed: `--key value` or `--key=value`. Raise ConfigError if it is anything else.
     """
     flags = list(_base_model(base_model, base_model_name))
     if backend is not None:
@@ -34,8 +44,9 @@ def settings_flags(
 def base_model_name_of(path: str) -> str:
     """Return the name by which clients ask for a base model that is served from a path.
 
-    A directory is named by its absolute path: clients load the tokenizer from what they pass as `base_model`. The SDK
-    takes a name with exactly two slashes for `organisation/model/variant` and cuts it; one slash more keeps it whole.
+    A directory is named by its absolute path, because clients load the tokenizer from what they pass as `base_model`.
+    If the path contains exactly two slashes, one is appended: the SDK would otherwise read it as
+    `organisation/model/variant` and truncate it.
     """
     directory = Path(path).expanduser()
     if not directory.is_dir():
@@ -47,7 +58,7 @@ def base_model_name_of(path: str) -> str:
 def _base_model(base_model: str | None, name: str | None) -> Iterator[Flag]:
     if base_model is None:
         if name is not None:
-            msg = "--name: say with --base-model which model gets the name"
+            msg = "--name: pass the model that gets this name with --base-model"
             raise ConfigError(msg)
         return
     model = {"name": name or base_model_name_of(base_model)}

@@ -26,6 +26,7 @@ from tinsmith.authoring.check_plugin import (
     claims,
 )
 from tinsmith.authoring.new_plugin import PluginKind, write_plugin
+from tinsmith.commands.options import AsJson, plugins_of
 from tinsmith.errors import UserError
 from tinsmith.plugins.loading import Plugins
 
@@ -46,7 +47,7 @@ def list_plugins(context: typer.Context) -> None:
     table = Table(
         "plugin", "distribution", "version", "contract", "offers", box=None, pad_edge=False, header_style="bold"
     )
-    rows = _plugins(context).report()
+    rows = plugins_of(context).report()
     for row in rows:
         offers = ", ".join(row.offers) or "-"
         name, shown = (f"[red]{escape(row.name)}[/]", f"[red]{escape(row.error)}[/]") if row.error else (row.name, "")
@@ -63,7 +64,7 @@ def new_plugin(
     directory: Annotated[Path | None, typer.Option(help="where to write it; default: tinsmith-NAME")] = None,
 ) -> None:
     """Write a plugin that works and passes its contract suite, to grow from."""
-    root = write_plugin(name, kind, directory, installed=_plugins(context).report())
+    root = write_plugin(name, kind, directory, installed=plugins_of(context).report())
     console = _console()
     console.print(f"wrote a {kind} to {escape(str(root))}; next:\n", highlight=False)
     for line in (f"cd {root}", 'pip install -e ".[test]"', "pytest", f"tinsmith check-plugin {name.replace('_', '-')}"):
@@ -78,10 +79,10 @@ def check(
     ] = None,
     trainer: Annotated[str | None, typer.Option(help="whose adapters the plugin's sampler gets: a backend")] = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="show the whole of what failed")] = False,
-    json: Annotated[bool, typer.Option("--json", help="for programs: everything, as JSON")] = False,
+    json: AsJson = False,
 ) -> None:
     """Hold everything that a plugin offers against the contract suites, and say part by part what passes."""
-    plugins = _plugins(context)
+    plugins = plugins_of(context)
     offers = plugins.offers_of(name)
     if trainer is not None:
         plugins.backends.get(trainer)  # raises, where there is none
@@ -180,9 +181,3 @@ def _progress() -> Iterator[Progress | None]:
 
 def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 200, emoji=False, highlight=False)
-
-
-def _plugins(context: typer.Context) -> Plugins:
-    plugins = context.obj
-    assert isinstance(plugins, Plugins)
-    return plugins

@@ -8,9 +8,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic.fields import FieldInfo
 
 from tinsmith.errors import UserError
 from tinsmith.settings.data_dir import DataDir
+
+
+def field_of(model: type[BaseModel], key: str) -> FieldInfo:
+    """Return the field at a dotted key, such as `server.port`."""
+    first, _, rest = key.partition(".")
+    field = model.model_fields[first]
+    if not rest:
+        return field
+    assert isinstance(field.annotation, type)
+    assert issubclass(field.annotation, BaseModel)
+    return field_of(field.annotation, rest)
 
 
 class _Section(BaseModel):

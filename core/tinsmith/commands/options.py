@@ -1,0 +1,56 @@
+"""The options that several commands share, and the settings that a command line comes to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from tinsmith.commands.flags import setting_flag, settings_flags
+from tinsmith.commands.load_settings import load_settings
+from tinsmith.plugins.loading import Plugins
+from tinsmith.settings import Settings
+
+ANY_SETTING: Final[dict[str, Any]] = {"allow_extra_args": True, "ignore_unknown_options": True}  # Any: click's
+"""The context of a command that takes `--section.key value` for every setting."""
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", "-c", help="YAML configuration file; default: $TINSMITH_CONFIG")
+]
+BaseModel = Annotated[
+    str | None, typer.Option(help="the one model to serve: a Hugging Face directory, or a name that a plugin resolves")
+]
+Name = Annotated[
+    str | None, typer.Option(help="name that clients pass as base_model; default: the directory's absolute path")
+]
+Backend = Annotated[str | None, typer.Option(help="installed backend that trains the first model")]
+DataDir = Annotated[Path | None, setting_flag("server.data_dir")]
+LogLevel = Annotated[str | None, setting_flag("server.log_level")]
+AsJson = Annotated[bool, typer.Option("--json", help="print everything as JSON, for scripts")]
+
+
+def plugins_of(context: typer.Context) -> Plugins:
+    plugins = context.obj
+    assert isinstance(plugins, Plugins)
+    return plugins
+
+
+def settings_of(
+    context: typer.Context,
+    config: Path | None,
+    *short: tuple[str, str, object],
+    base_model: str | None = None,
+    name: str | None = None,
+    backend: str | None = None,
+) -> Settings:
+    """Return the settings of a command that needs a model. `short` holds (option, key, value) of other options."""
+    flags = settings_flags(base_model=base_model, base_model_name=name, backend=backend, short=short, rest=context.args)
+    return load_settings(plugins_of(context), file=config, environ=os.environ, flags=flags)
+
+
+def settings_without_models(context: typer.Context, config: Path | None, data_dir: Path | None) -> Settings:
+    """Return the settings of a command that looks at the data directory alone."""
+    flags = settings_flags(short=[("--data-dir", "server.data_dir", data_dir)], rest=context.args)
+    return load_settings(plugins_of(context), file=config, environ=os.environ, flags=flags, needs_models=False)

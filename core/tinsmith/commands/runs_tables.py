@@ -1,0 +1,246 @@
+"""The tables that `tinsmith runs list` and `runs show` print, or the same as JSON."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tinsmith.commands.open_store import opened_store
+from tinsmith.commands.runs_report import OperationReport, RunReport, report
+from tinsmith.errors import NotFoundError
+from tinsmith.plugins.loading import Plugins
+from tinsmith.settings import Settings
+from tinsmith.store import LogTotals, RequestStore, RunRecord, RunState
+
+_WIDE: Final = 200  # columns, where the output is no terminal
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+_STATES: Final = {RunState.READY: "green", RunState.LOST: "red", RunState.UNLOADED: "dim"}
+
+
+@dataclass(frozen=True, slots=True)
+class _RunPage:
+    runs: list[RunRecord]
+    total: int
+    offset: int
+
+
+def print_runs(
+    settings: Settings, plugins: Plugins, *, tenant: str | None, limit: int, offset: int, as_json: bool
+) -> None:
+    """Print the runs, newest first."""
+
+    async def read() -> _RunPage:
+        async with opened_store(settings, plugins) as store:
+            runs, total = await store.list_runs(tenant, limit=limit, offset=offset)
+            return _RunPage(runs, total, offset)
+
+    page = asyncio.run(read())
+    if as_json:
+        _print_json(page)
+        return
+    console = _console()
+    if not page.runs:
+        of = "" if tenant is None else f" of tenant {tenant!r}"
+        where = str(settings.server.data_dir)
+        empty = f"no runs{of} in {where}: a run begins when a client creates a training client"
+        console.print(empty if page.total == 0 else f"there are {page.total} runs; --offset {offset} is past the last")
+        return
+    table = _table("run", "base model", "tenant", "state", "rank", ">operations", "created", "last request")
+    for run in page.runs:
+        table.add_row(
+            escape(run.model_id),
+            escape(run.base_model),
+            escape(run.tenant),
+            _state(run.state),
+            str(run.lora.rank),
+            str(run.applied_seq_id + 1),
+            _moment(run.created_at),
+            _moment(run.last_request_at),
+        )
+    console.print(table, highlight=False)
+    last = offset + len(page.runs)
+    if last < page.total:
+        console.print(f"{offset + 1} to {last} of {page.total}; the next: --offset {last}", highlight=False)
+
+
+def print_run(
+    settings: Settings, plugins: Plugins, *, run: str, from_seq_id: int | None, limit: int, as_json: bool
+) -> None:
+    """Print one run and a page of its log. Raise NotFoundError if there is no such run."""
+
+    async def read() -> RunReport:
+        async with opened_store(settings, plugins) as store:
+            return await _report(store, run, from_seq_id, limit)
+
+    found = asyncio.run(read())
+    if as_json:
+        _print_json(found)
+    else:
+        _show(_console(), found)
+
+
+async def _report(store: RequestStore, run: str, from_seq_id: int | None, limit: int) -> RunReport:
+    try:
+        return await report(store, run, from_seq_id=from_seq_id, limit=limit)
+    except NotFoundError as error:
+        runs, _ = await store.list_runs(None, limit=3, offset=0)
+        there = ", ".join(repr(each.model_id) for each in runs)
+        newest = f"the newest are {there}" if there else "there is none yet"
+        msg = f"no run {run!r}: {newest}; `tinsmith runs list` shows them all"
+        raise NotFoundError(msg) from error
+
+
+def _show(console: Console, found: RunReport) -> None:
+    for name, value in _facts(found):
+        console.print(f"[bold]{name:<14}[/]{value}", highlight=False, soft_wrap=True)
+    console.print()
+    if not found.operations:
+        console.print("no operations of it are in the log" if found.num_logged == 0 else "no operations from there on")
+        return
+    console.print(_operations_table(found.operations), highlight=False)
+    first, last = found.operations[0].seq_id, found.operations[-1].seq_id
+    told = f"seq_id {first} to {last}; the log has {found.num_logged} operations"
+    if found.first_seq_id is not None and first > found.first_seq_id:
+        told += f"; earlier ones: --from {max(found.first_seq_id, first - len(found.operations))}"
+    if found.last_seq_id is not None and last < found.last_seq_id:
+        told += f"; later ones: --from {last + 1}"
+    console.print(told, highlight=False, soft_wrap=True)
+    console.print()
+    console.print(_totals_table(found.totals), highlight=False)
+
+
+def _facts(found: RunReport) -> list[tuple[str, str]]:
+    run = found.run
+    reason = f": {escape(run.state_reason)}" if run.state_reason else ""
+    facts = [
+        ("run", escape(run.model_id)),
+        ("base model", f"{escape(run.base_model)}, LoRA of rank {run.lora.rank}, seed {run.lora.seed}"),
+        ("tenant", f"{escape(run.tenant)}, session {escape(run.session_id)}"),
+        ("state", _state(run.state) + reason),
+        ("created", f"{_moment(run.created_at)}, last request {_moment(run.last_request_at)}"),
+        ("applied", f"up to seq_id {run.applied_seq_id}" if run.applied_seq_id >= 0 else "nothing yet"),
+    ]
+    if run.user_metadata:
+        facts.append(("metadata", escape(msgspec.json.encode(run.user_metadata).decode())))
+    if found.recovery_points:
+        listed = ", ".join(f"{each.seq_id} ({_bytes(each.size_bytes)})" for each in found.recovery_points)
+        facts.append(("snapshots", f"of seq_id {listed}"))
+    facts += [("checkpoint", f"{escape(each.path)} ({_bytes(each.size_bytes)})") for each in found.checkpoints]
+    if found.oldest_replayable is None:
+        facts.append(("replay", "out of reach: its log is past its retention"))
+    elif run.applied_seq_id >= 0:
+        facts.append(("replay", f"--until {found.oldest_replayable} to {run.applied_seq_id}"))
+    return facts
+
+
+def _operations_table(operations: Sequence[OperationReport]) -> Table:
+    table = _table(">seq", "kind", "state", "arrived", ">queued", ">run", ">tokens", ">request", ">result", "outcome")
+    for each in operations:
+        tries = max(each.attempts, 1) + each.interruptions
+        retried = f" [yellow](attempt {tries})[/]" if tries > 1 else ""
+        table.add_row(
+            str(each.seq_id),
+            each.kind,
+            _operation_state(each.state) + retried,
+            _moment(each.created_at),
+            _seconds(each.queued_s),
+            _seconds(each.run_s),
+            str(each.num_tokens or ""),
+            _bytes(each.payload_bytes),
+            _bytes(each.result_bytes),
+            _outcome(each),
+        )
+    return table
+
+
+def _outcome(operation: OperationReport) -> str:
+    if operation.error is not None:
+        return f"[red]{escape(operation.error)}[/]"
+    shown = [f"{escape(name)} {value:.6g}" for name, value in operation.metrics.items()]
+    return ", ".join([*shown, *map(escape, operation.notes)])
+
+
+def _totals_table(totals: Sequence[LogTotals]) -> Table:
+    table = _table("in the log", "state", ">number", ">retried", ">tokens", ">requests", ">results", ">queued", ">run")
+    for each in totals:
+        table.add_row(
+            each.kind,
+            _operation_state(each.state),
+            str(each.number),
+            str(each.retried or ""),
+            str(each.num_tokens or ""),
+            _bytes(each.payload_bytes),
+            _bytes(each.result_bytes),
+            _seconds(each.queued_s),
+            _seconds(each.run_s),
+        )
+    if len(totals) > 1:
+        table.add_section()
+        table.add_row(
+            "all",
+            "",
+            str(sum(each.number for each in totals)),
+            str(sum(each.retried for each in totals) or ""),
+            str(sum(each.num_tokens for each in totals) or ""),
+            _bytes(sum(each.payload_bytes for each in totals)),
+            _bytes(sum(each.result_bytes for each in totals)),
+            _seconds(sum(each.queued_s for each in totals)),
+            _seconds(sum(each.run_s for each in totals)),
+        )
+    return table
+
+
+def _table(*headings: str) -> Table:
+    """Make a plain table; a heading that begins with > is of a column of numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    for heading in headings:
+        right = heading.startswith(">")
+        fold = heading in {"run", "outcome", "base model"}
+        table.add_column(
+            heading.removeprefix(">"), justify="right" if right else "left", no_wrap=not fold, overflow="fold"
+        )
+    return table
+
+
+def _state(state: RunState) -> str:
+    style = _STATES.get(state)
+    return str(state) if style is None else f"[{style}]{state}[/]"
+
+
+def _operation_state(state: str) -> str:
+    return {"succeeded": "[green]succeeded[/]", "failed": "[red]failed[/]"}.get(state, state)
+
+
+def _moment(moment: datetime) -> str:
+    local = moment.astimezone()
+    today = datetime.now(UTC).astimezone().date()
+    return local.strftime("%H:%M:%S" if local.date() == today else "%Y-%m-%d %H:%M:%S")
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _bytes(number: int) -> str:
+    value, unit = float(number), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{number} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else _WIDE, emoji=False)  # :train: is one
+
+
+def _print_json(value: Any) -> None:  # Any: a dataclass of the store's records
+    print(msgspec.json.format(msgspec.json.encode(value)).decode())  # noqa: T201 - the command's answer

@@ -1,0 +1,89 @@
+"""`tinsmith serve`, `engine` and `check-config`: what runs a server, and a check of what it would run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tinsmith.commands.flags import setting_flag
+from tinsmith.commands.options import (
+    ANY_SETTING,
+    Backend,
+    BaseModel,
+    ConfigFile,
+    DataDir,
+    LogLevel,
+    Name,
+    plugins_of,
+    settings_of,
+)
+
+
+def add_serving_commands(group: typer.Typer) -> None:
+    group.command("serve", context_settings=ANY_SETTING)(serve)
+    group.command("engine", context_settings=ANY_SETTING)(engine)
+    group.command("check-config", context_settings=ANY_SETTING)(check_config)
+
+
+def serve(
+    context: typer.Context,
+    config: ConfigFile = None,
+    base_model: BaseModel = None,
+    name: Name = None,
+    backend: Backend = None,
+    host: Annotated[str | None, setting_flag("server.host")] = None,
+    port: Annotated[int | None, setting_flag("server.port")] = None,
+    data_dir: DataDir = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Serve base models to Tinker clients. Every other setting is an option too: --section.key value."""
+    from tinsmith.processes.serve import serve as run_server  # here, because `version` needs no web framework
+
+    settings = settings_of(
+        context,
+        config,
+        ("--host", "server.host", host),
+        ("--port", "server.port", port),
+        ("--data-dir", "server.data_dir", data_dir),
+        ("--log-level", "server.log_level", log_level),
+        base_model=base_model,
+        name=name,
+        backend=backend,
+    )
+    run_server(settings, plugins_of(context))
+
+
+def engine(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="name of one of the configured models")],
+    config: ConfigFile = None,
+    base_model: BaseModel = None,
+    backend: Backend = None,
+    data_dir: DataDir = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Run the engine of one base model by hand, on the same database as the server."""
+    from tinsmith.processes.engine import run_engine
+
+    settings = settings_of(
+        context,
+        config,
+        ("--data-dir", "server.data_dir", data_dir),
+        ("--log-level", "server.log_level", log_level),
+        base_model=base_model,
+        backend=backend,
+    )
+    run_engine(settings, model, plugins_of(context))
+
+
+def check_config(
+    context: typer.Context,
+    config: ConfigFile = None,
+    base_model: BaseModel = None,
+    name: Name = None,
+    backend: Backend = None,
+) -> None:
+    """Check the configuration as `serve` would, and print every resulting setting. Starts nothing."""
+    settings = settings_of(context, config, base_model=base_model, name=name, backend=backend)
+    typer.echo(settings.model_dump_json(indent=2))
