@@ -49,7 +49,7 @@ bench-recovery: $(VENV)/.demo-installed ## Measure what the journal costs, and h
 	$(BIN)/python benchmarks/recovery.py
 
 docs: $(VENV)/.dev-installed ## Build the documentation as a site in site/, and check that it says what the code does
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	$(BIN)/python -m pytest -q tests/unit/test_docs.py
 
 test-crash: $(VENV)/.dev-installed ## Run the long crash campaigns

@@ -3,7 +3,7 @@
     python benchmarks/recovery.py [--backend toy|jax] [--operations 0,10,50]
 
 Each figure is of an engine that starts on the data that another one left: the snapshot is read, the operations after it
-run once more, one at a time as a recovery does. The bound is what docs/how-to/operate.md promises:
+run once more, one at a time as a recovery does. The bound is what docs/explanation/what-happens-on-a-crash.md promises:
 
     load + (operations to replay) x (longest single operation)
 """

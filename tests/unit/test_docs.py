@@ -20,6 +20,7 @@ from tinsmith.commands.load_settings import load_settings
 from tinsmith.plugins.hook_caller import HOOK_NAMES
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings.sources import Flag
+from tinsmith.testing import LossContract
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -113,7 +114,7 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 def test_the_site_builds_strictly_and_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
     """Strict: every page is in the navigation, and every link and anchor leads somewhere."""
     pytest.importorskip("material", reason="needs mkdocs-material")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
@@ -121,6 +122,33 @@ def test_the_site_builds_strictly_and_loads_nothing_from_other_hosts(tmp_path: P
     assert len(pages) > 20
     for page in pages:
         assert not re.findall(r"<(?:script|link|img|iframe)\b[^>]*https?://[^>]*>", page.read_text()), page
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "index.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "how-to/serve-a-model.md",
+        "how-to/use-several-gpus.md",
+        "how-to/write-a-loss.md",
+        "explanation/what-happens-on-a-crash.md",
+        "reference/limits.md",
+    ],
+)
+def test_what_newcomers_ask_first_is_one_link_away(page: Path, answer: str) -> None:
+    targets = {(page.parent / target).resolve() for target in re.findall(r"\]\(([^)#]+)\)", page.read_text())}
+    assert (DOCS / answer).resolve() in targets
+
+
+def test_the_how_tos_loss_passes_the_contract() -> None:
+    example = ModuleType("example_of_a_loss")
+    exec(compile(blocks((DOCS / "how-to" / "write-a-loss.md").read_text(), "python")[1], "loss", "exec"), vars(example))
+    plugins = Plugins()
+    plugins.add(example)
+    loss = example.tinsmith_register_losses()
+    assert plugins.losses.get(loss.name) == loss
+    LossContract().test_derivative_is_that_of_the_loss(loss)
+    LossContract().test_config_may_differ_from_token_to_token(loss)
 
 
 def tutorials_files() -> dict[str, str]:
