@@ -1,7 +1,7 @@
 """Read, merge and check the whole configuration before anything starts.
 
-Precedence: flags, then `TINSMITH_` variables, then the file, then defaults. Everything is checked in one pass, the
-plugins' own sections included, and all that is wrong is reported together.
+Flags take precedence over `TINSMITH_` variables, variables over the file, the file over the defaults. Everything is
+checked in one pass, including the plugins' own sections, and all problems are reported together.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tinsmith.errors import ConfigError, PluginError, UserError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.plugins.registry import suggestion
 from tinsmith.settings import ModelSettings, PluginSection, Settings
+from tinsmith.settings.schema import RENAMED
 from tinsmith.settings.sources import (
     CONFIG_VARIABLE,
     ENV_NESTING,
@@ -49,10 +50,10 @@ def load_settings(
     flags: Iterable[Flag] = (),
     needs_models: bool = True,
 ) -> Settings:
-    """Return settings in which every model has its backend named, and its path found where the backend needs one.
+    """Return settings in which every model has a backend, and a path if its backend needs one.
 
-    Without `needs_models` there may be none, and those that there are stay as they were written.
-    Raise ConfigError with one line per problem: source, key, what is wrong, value, remedy.
+    Without `needs_models` there may be no models, and those given are returned as they were written.
+    Raise ConfigError with one line for each problem: source, key, what is wrong, value, remedy.
     """
     layers = Layers()
     if file is None and environ.get(CONFIG_VARIABLE):
@@ -73,7 +74,7 @@ def load_settings(
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether only this machine can reach a server that listens on `host`."""
+    """Return whether only this machine can reach a server that listens on `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -81,7 +82,7 @@ def is_loopback(host: str) -> bool:
 
 
 class _Problems:
-    """What is wrong, in the order found."""
+    """The problems found so far, in order."""
 
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
@@ -115,6 +116,9 @@ def _validate(model: type[BaseModel], tree: object, prefix: KeyPath, problems: _
 def _reason(model: type[BaseModel], location: KeyPath, details: dict[str, Any]) -> str:  # Any: pydantic's details
     kind = details["type"]
     if kind == "extra_forbidden":
+        renamed = RENAMED.get(format_key(location)) if model is Settings else None
+        if renamed is not None:
+            return f"this setting is now called {renamed}"
         known = _fields_at(model, location[:-1])
         return f"unknown key, allowed: {', '.join(known)}{suggestion(str(location[-1]), known)}"
     if kind == "value_error":
@@ -149,12 +153,16 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:  # Any: a type express
 
 
 def _check_stray_variables(environ: Mapping[str, str], problems: _Problems) -> None:
-    """Refuse TINSMITH_PORT for TINSMITH_SERVER__PORT: it would be ignored in silence. Others may be a plugin's own."""
+    """Refuse TINSMITH_PORT instead of TINSMITH_SERVER__PORT: it would be ignored silently.
+
+    Other unknown variables are accepted, because plugins may have variables of their own.
+    """
     by_leaf = {
         leaf: f"{ENV_PREFIX}{section}{ENV_NESTING}{leaf}".upper()
         for section, field in Settings.model_fields.items()
         for leaf in (_fields_at(Settings, (section,)) if _model_in(field.annotation) else ())
     }
+    by_leaf |= {old.rpartition(".")[2]: by_leaf[new.rpartition(".")[2]] for old, new in RENAMED.items()}
     for name in environ:
         path = environment_path(name)
         if path is not None and len(path) == 1 and path[0] in by_leaf:
@@ -165,7 +173,7 @@ def _check_stray_variables(environ: Mapping[str, str], problems: _Problems) -> N
 
 
 def _check_plugin_sections(tree: dict[str, Any], plugins: Plugins, problems: _Problems) -> None:
-    """Check each plugin's options against its config class, also where other sections are wrong. Any: unvalidated."""
+    """Check each plugin's options against its config class, even if other sections are wrong. Any: not validated."""
     defaults = Settings()
     sections: list[tuple[KeyPath, object, Any]] = [
         (("store",), tree.get("store", {"plugin": defaults.store.plugin}), plugins.stores.get),
@@ -188,7 +196,7 @@ def _check_plugin_sections(tree: dict[str, Any], plugins: Plugins, problems: _Pr
             _validate(config, options, path, problems)
 
 
-# What one section alone cannot tell -----------------------------------------------------------------------------------
+# Checks that involve several sections --------------------------------------------------------------------------------
 
 
 def _resolve(settings: Settings, plugins: Plugins, problems: _Problems, *, needs_models: bool) -> Settings:
@@ -208,8 +216,8 @@ def _check_keys(settings: Settings, problems: _Problems) -> None:
     if not is_loopback(server.host) and not server.api_keys:
         problems.add(
             ("server", "host"),
-            f"refused: whoever reaches {server.host!r} could use the server; add `server.api_keys`, or listen on "
-            "127.0.0.1",
+            f"refused: everybody who reaches {server.host!r} could use the server; add `server.api_keys`, or listen "
+            "on 127.0.0.1",
         )
     for index, key in enumerate(server.api_keys):
         if not key.key.get_secret_value().startswith("tml-"):
@@ -229,7 +237,7 @@ def _resolve_model(index: int, model: ModelSettings, plugins: Plugins, problems:
     try:
         spec = plugins.backends.get(model.backend.plugin) if model.backend else plugins.default_backend()
     except PluginError as error:
-        if model.backend is None:  # else it was reported with its section
+        if model.backend is None:  # otherwise it was reported with its section
             problems.add((*path, "backend"), str(error))
         return model
     backend = model.backend or PluginSection(plugin=spec.name)

@@ -1,11 +1,11 @@
-"""Everything an operator can set. `load_settings` (settings_loading.py) reads file, environment and flags into it.
+"""Everything that an operator can set. `load_settings` fills it from a file, the environment and flags.
 
-A plugin's own section (`store:`, `scheduler:`, `models[].backend:`, `models[].sampler:`) stays open here and is checked
-against the config class that the plugin registers.
+The descriptions become the reference page and the help of flags. The section of a plugin (`store:`, `scheduler:`,
+`models[].backend:`, `models[].sampler:`) accepts any key here, and is checked against the plugin's own config class.
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 from pydantic.fields import FieldInfo
@@ -25,6 +25,14 @@ def field_of(model: type[BaseModel], key: str) -> FieldInfo:
     return field_of(field.annotation, rest)
 
 
+RENAMED: Final = {
+    "recovery.snapshot_every_operations": "recovery.point_every_operations",
+    "recovery.snapshot_every_s": "recovery.point_every_s",
+    "recovery.keep_snapshots": "recovery.keep_points",
+}
+"""Settings of earlier versions, by their new names. The old ones are refused, not translated."""
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -34,82 +42,128 @@ class PluginSection(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    plugin: str = Field(description="the name of what a plugin offers; `tinsmith plugins` lists them")
+    plugin: str = Field(description="name of the offer to use; `tinsmith plugins` lists what is installed")
 
     def options(self) -> dict[str, Any]:  # Any: checked by the plugin's config class
         return dict(self.model_extra or {})
 
 
 class ApiKey(_Section):
-    """A key that clients may use. Keys start with `tml-`, or the SDK refuses them."""
+    """A key that clients may use."""
 
-    key: SecretStr = Field(description="starts with `tml-`")
-    tenant: str = Field(description="who owns what is made with this key")
+    key: SecretStr = Field(description="must start with `tml-`, because the SDK refuses any other key")
+    tenant: str = Field(description="owner of everything that is created with this key")
     admin: bool = Field(default=False, description="may read the objects of every tenant and change only its own")
 
 
 class ServerSettings(_Section):
-    host: str = Field("127.0.0.1", description="address to listen on; other than loopback needs `api_keys`")
-    port: int = Field(8000, ge=0, le=65535, description="0 picks a free one")
-    data_dir: Path = Field(Path("~/.tinsmith"), description="database, checkpoints and caches; one server each")
+    host: str = Field("127.0.0.1", description="address to listen on; any other than loopback requires `api_keys`")
+    port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one")
+    data_dir: Path = Field(
+        Path("~/.tinsmith"),
+        description="directory for the database, checkpoints and caches; one server uses it at a time",
+    )
     share_data_dir: bool = Field(
-        default=False, description="several servers use `data_dir` at once, over a shared file system; needs PostgreSQL"
+        default=False,
+        description="let several servers use `data_dir` at once; requires a shared file system and PostgreSQL",
     )
-    public_url: str | None = Field(None, description="where clients reach the server; for download links")
-    api_keys: tuple[ApiKey, ...] = Field((), description="empty: on loopback any key that starts with tml-")
+    public_url: str | None = Field(
+        None, description="URL under which clients reach the server, for download links; default: `host` and `port`"
+    )
+    api_keys: tuple[ApiKey, ...] = Field(
+        (), description="keys that clients may use; without any, every key that starts with `tml-` is accepted"
+    )
     token_lifetime_s: int = Field(
-        3600, ge=1, description="how long a token lasts that stands for an API key; the SDK renews it at half of that"
+        3600,
+        ge=1,
+        description="seconds for which a token that stands for an API key is valid; the SDK renews it halfway through",
     )
-    long_poll_s: float = Field(30.0, gt=0, lt=45, description="the SDK gives up at 45 s")
+    long_poll_s: float = Field(
+        30.0,
+        gt=0,
+        lt=45,
+        description="seconds that a request for a result may wait; below 45, because the SDK gives up then",
+    )
     poll_samples_together: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="one long poll per sampling client instead of one per sample; auto: where the client's Python is "
-        "3.12 or newer, see the protocol page",
+        description="`always`: one long poll for each sampling client; `never`: one for each sample; `auto`: one for "
+        "each client that runs on Python 3.12 or newer (see the protocol page)",
     )
     session_timeout_s: float = Field(
-        900.0, ge=60, description="heartbeats come every 10 s while the client's loop runs"
+        900.0,
+        ge=60,
+        description="seconds without a heartbeat after which a session ends; a running client sends one every 10 s",
     )
-    gap_timeout_s: float = Field(120.0, gt=0, description="how long operations wait for a missing lower seq_id")
-    result_retention_s: float = Field(3600.0, ge=60, description="results stay readable at least that long")
-    max_request_bytes: int = Field(256 << 20, ge=1 << 20, description="a larger body gets a 413")
-    max_pending_per_tenant: int = Field(20_000, ge=1, description="more samples than this get a 429")
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
+    gap_timeout_s: float = Field(
+        120.0, gt=0, description="seconds for which an operation waits for a missing lower seq_id; then it fails"
+    )
+    result_retention_s: float = Field(
+        3600.0, ge=60, description="seconds for which results can be read at least; older ones are deleted"
+    )
+    max_request_bytes: int = Field(
+        256 << 20, ge=1 << 20, description="size in bytes of the largest accepted request body; larger ones get a 413"
+    )
+    max_pending_per_tenant: int = Field(
+        20_000, ge=1, description="samples that may wait for one tenant; the next ones get a 429, and the SDK retries"
+    )
+    log_level: str = Field(
+        "info",
+        pattern="^(debug|info|warning|error)$",
+        description="least severe messages to log: debug, info, warning or error",
+    )
 
 
 class SupervisorSettings(_Section):
     engines: tuple[str, ...] | None = Field(
-        None, description="names of the models whose engines this server starts; default: all; `[]`: none"
+        None, description="names of the base models whose engines this server starts; default: all; `[]` starts none"
     )
     restart_backoff_s: float = Field(
-        1.0, gt=0, description="before an engine is restarted; doubles up to restart_backoff_max_s"
+        1.0,
+        gt=0,
+        description="seconds before an engine is restarted; the delay doubles until it is ready, up to "
+        "`restart_backoff_max_s`",
     )
-    restart_backoff_max_s: float = Field(60.0, gt=0, description="the longest wait between restarts")
+    restart_backoff_max_s: float = Field(60.0, gt=0, description="longest delay in seconds between two restarts")
     max_restarts: int = Field(
-        5, ge=0, description="of an engine that ends before it is ready, in a row; then it is failed"
+        5,
+        ge=0,
+        description="consecutive restarts of an engine that crashes before it is ready; after that it has failed",
     )
 
 
 class RecoverySettings(_Section):
-    """What a restart of an engine costs: at most so many operations, or seconds of training, are run once more."""
+    """The cost of restarting an engine: at most this many operations, or seconds of training, run again."""
 
-    point_every_operations: int = Field(50, ge=1, description="of a model, until its training state is written again")
-    point_every_s: float = Field(60.0, ge=0, description="or so long after the last time, whichever comes first")
-    keep_points: int = Field(2, ge=1, description="of each model; the older ones are for a damaged newest")
+    point_every_operations: int = Field(
+        50, ge=1, description="operations of a model after which its next recovery point is written"
+    )
+    point_every_s: float = Field(
+        60.0, ge=0, description="seconds after which the next recovery point is written, if this comes first"
+    )
+    keep_points: int = Field(
+        2, ge=1, description="recovery points kept for each model; an older one serves if the newest is damaged"
+    )
     keep_log_s: float = Field(
         0.0,
         ge=0,
-        description="a model's log stays from its creation on, until so long after its last request: for `tinsmith "
-        "replay`; 0: only what a recovery needs",
+        description="seconds for which a model's whole log is kept after its last request, for `tinsmith replay`; 0 "
+        "keeps only what a recovery needs",
     )
     lease_s: float = Field(
-        30.0, ge=1, description="another engine may take over from one that the database has not heard of for so long"
+        30.0,
+        ge=1,
+        description="seconds without a renewal in the database after which another engine may take over a base model",
     )
-    max_retries: int = Field(2, ge=1, description="of an operation that its engine crashed on; then it fails alone")
+    max_retries: int = Field(
+        2,
+        ge=1,
+        description="times that an operation is run again after its engine crashed on it; then this operation fails",
+    )
     max_interruptions: int = Field(
         20,
         ge=1,
-        description="of an operation, or of an engine's start, by a death from outside (kill -9, a machine that "
-        "stops); then as if it had crashed too often",
+        description="interruptions from outside (`kill -9`, a machine that stops) after which an operation fails, or "
+        "an engine that never became ready is no longer restarted",
     )
 
 
@@ -117,33 +171,52 @@ class ConsistencySettings(_Section):
     """Each save for sampling scores the same probe tokens in trainer and sampler, and compares."""
 
     action: Literal["refuse", "warn", "off"] = Field(
-        "refuse", description="what happens to a save whose sampler does not score what the trainer scores"
+        "refuse",
+        description="what happens to a save if sampler and trainer score the probe tokens differently: `refuse` or "
+        "`warn`; `off` compares nothing",
     )
-    probes: int = Field(2, ge=1, le=16, description="sequences that are scored")
-    tokens: int = Field(48, ge=8, le=1024, description="of each, or as many as the context holds")
+    probes: int = Field(2, ge=1, le=16, description="number of probe sequences to score")
+    tokens: int = Field(48, ge=8, le=1024, description="tokens in each probe sequence, or as many as the context holds")
     max_difference: float | None = Field(
-        None, gt=0, description="of any token's logprob; default 0.01 where both compute in float32, else 1.0"
+        None,
+        gt=0,
+        description="largest accepted difference of any token's logprob, in nats; default: 0.01 if trainer and sampler "
+        "both compute in float32, else 1.0",
     )
 
 
 class ModelSettings(_Section):
     """One base model; each gets an engine process of its own."""
 
-    name: str = Field(description="what clients pass as base_model")
-    path: Path | None = Field(None, description="a Hugging Face directory; default: `name` if it is one")
-    backend: PluginSection | None = Field(None, description="default: the installed backend, if there is just one")
-    sampler: PluginSection | None = Field(None, description="default: the backend samples itself")
-    resident_snapshots: int = Field(256, ge=1, description="sampling snapshots kept in memory; older ones go to disk")
+    name: str = Field(description="name that clients pass as `base_model`")
+    path: Path | None = Field(
+        None, description="Hugging Face directory of the model; default: `name`, if that is a directory"
+    )
+    backend: PluginSection | None = Field(
+        None, description="name of the backend that trains; default: the installed one, if there is only one"
+    )
+    sampler: PluginSection | None = Field(
+        None, description="name of the sampler; default: the backend that trains also samples"
+    )
+    resident_snapshots: int = Field(
+        256, ge=1, description="sampling snapshots kept in memory; older ones are written to disk"
+    )
     consistency: ConsistencySettings = ConsistencySettings()
     checkpoint_shard_bytes: int = Field(
-        2 << 30, ge=1 << 16, description="greatest size of one weights file in checkpoints of full fine-tuning"
+        2 << 30,
+        ge=1 << 16,
+        description="size in bytes of the largest weights file in a checkpoint of full fine-tuning",
     )
 
 
 class Settings(_Section):
     server: ServerSettings = ServerSettings()
-    store: PluginSection = PluginSection(plugin="sql")
-    scheduler: PluginSection = PluginSection(plugin="fair")
+    store: PluginSection = Field(
+        PluginSection(plugin="sql"), description="name of the request store; `tinsmith plugins` lists those installed"
+    )
+    scheduler: PluginSection = Field(
+        PluginSection(plugin="fair"), description="name of the scheduler; `tinsmith plugins` lists those installed"
+    )
     supervisor: SupervisorSettings = SupervisorSettings()
     recovery: RecoverySettings = RecoverySettings()
     models: tuple[ModelSettings, ...] = ()

@@ -1,7 +1,7 @@
 """Where settings come from: one YAML file, `TINSMITH_` variables, flags. Every value remembers its source.
 
-Settings are kept flat, by key path: `("server", "port")`, `("models", 0, "name")`. A later layer replaces what an
-earlier one said at, above or below the same path.
+Settings are kept flat, by key path: `("server", "port")`, `("models", 0, "name")`. A value from a later layer replaces
+every earlier one at, above or below its path.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Flag(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """A value as it was given. Containers occur only when empty."""
+    """A value and its source. Containers occur only when empty."""
 
     value: object
     source: str  # "tinsmith.yaml:12", "TINSMITH_SERVER__PORT", "--port"
@@ -59,7 +59,7 @@ class Layers:
             self.put((*path, *inner), Given(value=leaf, source=source))
 
     def source_of(self, path: KeyPath) -> str:
-        """Return the source of what was given at the path, else below, else above; "default" where nothing was."""
+        """Return where the value at the path comes from, else one below it, else one above it; else "default"."""
         for length in range(len(path), 0, -1):
             for known, given in self._given.items():
                 if known[:length] == path[:length]:
@@ -78,7 +78,7 @@ class Layers:
 
 
 def read_file(layers: Layers, file: Path) -> None:
-    """Add a YAML file. Raise ConfigError where it cannot be read, with the line where YAML says it."""
+    """Add a YAML file. Raise ConfigError if it cannot be read, with the line of the mistake."""
     try:
         document = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
@@ -97,7 +97,7 @@ def read_file(layers: Layers, file: Path) -> None:
 
 
 def read_environment(layers: Layers, environ: Mapping[str, str]) -> None:
-    """Add every variable that says a key: TINSMITH_SERVER__PORT is server.port. Others are `stray_variables`."""
+    """Add every variable that names a key, such as TINSMITH_SERVER__PORT for server.port. Ignore all others."""
     for name, text in sorted(environ.items()):
         path = environment_path(name)
         if path is not None and len(path) > 1:
@@ -107,14 +107,14 @@ def read_environment(layers: Layers, environ: Mapping[str, str]) -> None:
 
 
 def environment_path(name: str) -> KeyPath | None:
-    """Return the key path that a variable names, or None where it is none of ours."""
+    """Return the key path that a variable names, or None if it is not one of ours."""
     if not name.startswith(ENV_PREFIX) or name == CONFIG_VARIABLE:
         return None
     return tuple(_segment(part.lower()) for part in name.removeprefix(ENV_PREFIX).split(ENV_NESTING))
 
 
 def read_flags(layers: Layers, flags: Iterable[Flag]) -> None:
-    """Add flags; a later one wins."""
+    """Add flags; the last one of a key wins."""
     for key, text, option in flags:
         source = option or f"--{key}"
         layers.put_tree(parse_key(key), parse_text(text, source=source), source)
@@ -129,7 +129,7 @@ def format_key(path: KeyPath) -> str:
 
 
 def parse_text(text: str, *, source: str = "") -> object:
-    """Read a flag's or variable's text: YAML for lists, mappings and null, otherwise the text as it is."""
+    """Parse the text of a flag or variable: YAML for lists, mappings and null, otherwise the text itself."""
     if text.strip() == "null":
         return None
     if not text.lstrip().startswith(("[", "{")):
@@ -188,7 +188,7 @@ def _scalar(node: yaml.Node) -> object:
 
 
 def _with_lists(node: object) -> object:
-    """Turn mappings with the keys 0, 1, ... into lists; a mapping with a gap stays one and fails validation."""
+    """Turn mappings with the keys 0, 1, ... into lists. One with a gap stays a mapping and fails validation."""
     if not isinstance(node, dict):
         return node
     values = {key: _with_lists(value) for key, value in node.items()}
