@@ -260,12 +260,22 @@ class ClientConfig(BaseModel):
     pjwt_auth_enabled: bool = True  # the key is exchanged for a token; `tinker auth whoami` reads it
     parallel_fwdbwd_chunks: bool = True
     proto_compress_fwdbwd: bool = False
+    proto_write_fwdbwd: bool = True  # up to SDK 0.24: as later ones always do
+    fwd_via_fwdbwd: bool = True  # up to SDK 0.24: as later ones always do
+    create_model_via_load_weights: bool = True  # up to SDK 0.36: as later ones always do
     fwdbwd_max_chunk_len: int = 1024
     fwdbwd_max_chunk_bytes_count: int = 5_000_000
     sample_max_concurrent_requests: int = 2000
     sample_use_retrieve_futures: bool = False
     sample_join_sampling_session: bool = False
     custom_loss_server_side: bool = False
+
+
+class ArchiveUrl(BaseModel):
+    """Of a checkpoint as one tar file. `url` works without a key until it expires."""
+
+    url: str
+    expires: datetime
 
 
 class AuthToken(BaseModel):

@@ -3,16 +3,17 @@
 import asyncio
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import Annotated
+from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, StreamingResponse
 
 from tinsmith.checkpoints import format as checkpoints
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
+from tinsmith.server.archives import archive, archive_bytes
 from tinsmith.server.auth import (
     AccessScope,
     Caller,
@@ -127,6 +128,7 @@ async def list_checkpoints(
 
 # One checkpoint. Its id holds a slash, so the routes with a suffix come before the bare one ---------------------------
 
+_ARCHIVE: Final = ".tar"
 _CHECKPOINT = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
 
 
@@ -189,13 +191,27 @@ async def external_weights_urls(
         msg = f"{path!r} is no export; make one with save_weights_external and ask for its links"
         raise UserError(msg)
     files = await asyncio.to_thread(checkpoints.checkpoint_files, context.checkpoint_root, record.directory)
-    base = (context.settings.server.public_url or str(request.base_url)).rstrip("/")
     expires = context.now() + _LINK_LIFETIME
     urls: dict[str, str] = {}
     for file in files:
         signed = context.signer.url_path(f"{record.directory}/{file.name}", expires)
-        urls[file.name] = f"{base}/api/v1/files/{signed}"
+        urls[file.name] = f"{_base_url(context, request)}/api/v1/files/{signed}"
     return wire.ExternalWeightsUrls(urls=urls, expires=expires)
+
+
+@router.get(_CHECKPOINT + "/archive")
+async def archive_url(
+    model_id: str, kind: str, name: str, caller: Caller, context: Context, request: Request
+) -> wire.ArchiveUrl:
+    """Asked by SDKs up to 0.35. Every kind of checkpoint can be downloaded as an archive."""
+    record = await readable_checkpoint(context, caller, _path(model_id, kind, name))
+    expires = context.now() + _LINK_LIFETIME
+    signed = context.signer.url_path(f"{record.directory}{_ARCHIVE}", expires)
+    return wire.ArchiveUrl(url=f"{_base_url(context, request)}/api/v1/archives/{signed}", expires=expires)
+
+
+def _base_url(context: ServerContext, request: Request) -> str:
+    return (context.settings.server.public_url or str(request.base_url)).rstrip("/")
 
 
 files_router = APIRouter(tags=["runs and checkpoints"])
@@ -211,3 +227,13 @@ async def get_file(stamp: int, signature: str, name: str, context: Context) -> F
         if file.name == file_name:
             return FileResponse(file, media_type="application/octet-stream")
     raise NotFoundError(missing("file", name))
+
+
+@files_router.get("/archives/{stamp}/{signature}/{name:path}")
+async def get_archive(stamp: int, signature: str, name: str, context: Context) -> StreamingResponse:
+    """The signature stands for the key; only archives that `archive_url` has named have one."""
+    context.signer.check(name, stamp, signature, context.now())
+    directory = name.removesuffix(_ARCHIVE)
+    files = await asyncio.to_thread(checkpoints.checkpoint_files, context.checkpoint_root, directory)
+    size = await asyncio.to_thread(archive_bytes, files)
+    return StreamingResponse(archive(files), media_type="application/x-tar", headers={"Content-Length": str(size)})
