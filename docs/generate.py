@@ -1,18 +1,19 @@
-"""Write the generated parts of the reference: settings, command line, hooks. `make fix` runs it; a test compares.
+"""Write the generated parts of the reference: settings, commands, hooks, failpoints, protocol fields.
 
-A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`.
+A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`. `make fix` runs this file, and a test
+compares its output with the pages.
 """
 
 import ast
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import click
 import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -22,6 +23,7 @@ from tinsmith.commands.cli import build_group
 from tinsmith.failpoints import BOUNDARIES
 from tinsmith.plugins.hook_caller import HOOK_NAMES
 from tinsmith.plugins.loading import Plugins
+from tinsmith.protocol import field_status
 from tinsmith.settings import PluginSection, Settings
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -33,7 +35,7 @@ def main() -> None:
 
 
 def regenerated(text: str) -> str:
-    """Return a page with its generated parts made anew."""
+    """Return the page with its generated parts brought up to date."""
 
     def replace(match: re.Match[str]) -> str:
         name = match.group(1)
@@ -42,14 +44,16 @@ def regenerated(text: str) -> str:
     return re.sub(r"<!-- generated: ([\w-]+) -->\n.*?\n<!-- end -->", replace, text, flags=re.DOTALL)
 
 
-def settings_table() -> str:
-    rows = ["| Key | Default | Meaning |", "|---|---|---|"]
-    rows += [f"| `{key}` | {_default(field)} | {field.description or ''} |" for key, field in setting_keys(Settings)]
-    return "\n".join(rows)
+def settings_tables() -> str:
+    """Return one table for each section of the configuration file."""
+    parts = []
+    for section, keys in groupby(setting_keys(Settings), key=lambda item: re.split(r"\W", item[0])[0]):
+        parts.append(f"### `{section}`\n\n" + _table("Key", [(f"`{key}`", *_described(field)) for key, field in keys]))
+    return "\n\n".join(parts)
 
 
 def setting_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every key with a value of its own; list items are `models[]`, plugin sections have `plugin` alone."""
+    """Yield every key that has a value of its own; of plugin sections `plugin` alone. Items of lists are `models[]`."""
     for name, field in model.model_fields.items():
         nested = _nested(field.annotation)
         if nested is None:
@@ -61,39 +65,31 @@ def setting_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str
 
 
 def plugin_tables() -> str:
-    """Return the options of core's own offers."""
+    """Return the options of the core's own offers; other distributions document theirs."""
     plugins = Plugins.load()
-    parts = []
-    for kind, specs in (
-        ("store", plugins.stores.unambiguous()),
-        ("scheduler", plugins.schedulers.unambiguous()),
-        ("backend", plugins.backends.unambiguous()),
-    ):
-        for name, spec in specs.items():
-            if not spec.config.__module__.startswith("tinsmith."):
-                continue  # its own distribution documents it
-            parts.append(f"### {kind} `{name}`\n\n{spec.description[:1].upper()}{spec.description[1:]}.\n")
-            rows = [
-                f"| `{key}` | {_default(field)} | {field.description or ''} |"
-                for key, field in spec.config.model_fields.items()
-            ]
-            parts.append(
-                "\n".join(["| Key | Default | Meaning |", "|---|---|---|", *rows]) + "\n" if rows else "No options.\n"
-            )
-    return "\n".join(parts).rstrip()
+    offers = (
+        ("store", plugins.stores.all()),
+        ("scheduler", plugins.schedulers.all()),
+        ("backend", plugins.backends.all()),
+    )
+    return "\n\n".join(
+        _plugin_section(kind, name, spec)
+        for kind, specs in offers
+        for name, spec in specs.items()
+        if spec.config.__module__.startswith("tinsmith.")
+    )
+
+
+def _plugin_section(kind: str, name: str, spec: Any) -> str:  # Any: a spec of any kind
+    rows = [(f"`{key}`", *_described(field)) for key, field in spec.config.model_fields.items()]
+    options = _table("Key", rows) if rows else "No options."
+    return f"### {kind} `{name}`\n\n{spec.description[:1].upper()}{spec.description[1:]}.\n\n{options}"
 
 
 def command_tables() -> str:
     """Return every built-in command with its arguments and options."""
     group = typer.main.get_command(build_group(Plugins.load()))
-    assert isinstance(group, click.Group) or hasattr(group, "commands")
-    parts = []
-    for name, command in _commands(group):
-        parts.append(f"## `tinsmith {name}`\n\n{' '.join((command.help or '').split())}\n")
-        rows = [_option(parameter) for parameter in command.params if parameter.name != "help"]
-        if rows:
-            parts.append("\n".join(["| Option | Default | Meaning |", "|---|---|---|", *rows]) + "\n")
-    return "\n".join(parts).rstrip()
+    return "\n\n".join(_command_section(name, command) for name, command in _commands(group))
 
 
 def failpoint_table() -> str:
@@ -109,12 +105,41 @@ def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:  # Any
             yield f"{prefix}{name}", command
 
 
-def _option(parameter: Any) -> str:  # Any: typer's click
+def _command_section(name: str, command: Any) -> str:  # Any: typer's click
+    parameters = [each for each in command.params if each.name != "help"]
+    parts = [f"## `tinsmith {name}`", _usage(name, parameters), " ".join((command.help or "").split())]
+    if parameters:
+        parts.append(_table("Option", [_parameter(each) for each in parameters]))
+    return "\n\n".join(parts)
+
+
+def _usage(name: str, parameters: Sequence[Any]) -> str:  # Any: typer's click
+    arguments = [each for each in parameters if each.param_type_name == "argument"]
+    options = [each for each in parameters if each.param_type_name == "option"]
+    words = ["$ tinsmith", name]
+    words += [each.name.upper() if each.required else f"[{each.name.upper()}]" for each in arguments]
+    words += [f"{each.opts[0]} {each.name.upper()}" for each in options if each.required]
+    words += ["[OPTIONS]"] if any(not each.required for each in options) else []
+    return f"```console\n{' '.join(words)}\n```"
+
+
+def _parameter(parameter: Any) -> tuple[str, str, str]:  # Any: typer's click
+    meaning = parameter.help or ""
     if parameter.param_type_name == "argument":
-        return f"| `{parameter.name.upper()}` | | {parameter.help or ''} |"
+        return f"`{parameter.name.upper()}`", "required" if parameter.required else "", meaning
     names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
-    default = "" if parameter.default is None else f"`{parameter.default}`"
-    return f"| {names} | {default} | {parameter.help or ''} |"
+    default = "required" if parameter.required else "" if parameter.default is None else f"`{parameter.default}`"
+    return names, default, meaning
+
+
+def _table(first: str, rows: Iterable[tuple[str, str, str]]) -> str:
+    lines = [f"| {first} | Default | Meaning |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {name} | {default} | {meaning} |" for name, default, meaning in rows)])
+
+
+def _described(field: FieldInfo) -> tuple[str, str]:
+    """Return a setting's default and its meaning."""
+    return _default(field), field.description or ""
 
 
 def _default(field: FieldInfo) -> str:
@@ -146,7 +171,7 @@ def _is_list(annotation: Any) -> bool:  # Any: a type expression
 
 
 def hook_section(name: str) -> str:
-    """Return a hook's signature and what its specification says."""
+    """Return a hook's signature and the docstring of its specification."""
     specification = getattr(hookspecs, name)
     [function] = ast.parse(inspect.getsource(specification)).body
     assert isinstance(function, ast.FunctionDef)
@@ -156,10 +181,11 @@ def hook_section(name: str) -> str:
 
 
 GENERATORS: dict[str, Callable[[], str]] = {
-    "settings": settings_table,
+    "settings": settings_tables,
     "plugin-options": plugin_tables,
     "commands": command_tables,
     "failpoints": failpoint_table,
+    "fields": field_status.markdown,
     **{f"hook-{name}": partial(hook_section, name) for name in HOOK_NAMES},
 }
 
