@@ -239,13 +239,8 @@ def _check_prompt_scores(op: ops.Sample, capabilities: Capabilities) -> None:
     if wants_prompt and not capabilities.prompt_logprobs:
         msg = "prompt_logprobs are not offered by this base model's sampler"
         raise UnsupportedError(msg)
-    for name, k in (
-        ("topk_prompt_logprobs", op.topk_prompt_logprobs),
-        ("topk_sample_logprobs", op.topk_sample_logprobs),
-    ):
-        if not 0 <= k <= capabilities.max_topk_logprobs:
-            msg = f"{name} is {k}; allowed: 0 to {capabilities.max_topk_logprobs}"
-            raise UserError(msg)
+    _check_topk("topk_prompt_logprobs", op.topk_prompt_logprobs, capabilities)
+    _check_topk("topk_sample_logprobs", op.topk_sample_logprobs, capabilities)
     last_n, num_prompt = op.prompt_logprobs_last_n, len(op.prompt_P)
     if last_n is not None and not op.prompt_logprobs:
         msg = "prompt_logprobs_last_n needs prompt_logprobs; set it to true"
@@ -254,6 +249,18 @@ def _check_prompt_scores(op: ops.Sample, capabilities: Capabilities) -> None:
         msg = f"prompt_logprobs_last_n is {last_n}; with a prompt of {num_prompt} tokens use 1 to {num_prompt - 1}"
         raise UserError(msg)
     _check_target_prompt(op, capabilities)
+
+
+def _check_topk(name: str, k: int, capabilities: Capabilities) -> None:
+    """A distillation trains on the alternatives it has sampled, so sampling returns no more than training takes."""
+    trains = capabilities.max_lora_rank > 0 or capabilities.full_fine_tuning
+    sampled, trained = capabilities.max_topk_logprobs, capabilities.max_targets_per_token
+    most, reason = sampled, ""
+    if trains and trained < sampled:
+        most, reason = trained, ", the targets per token that this base model's backend trains on"
+    if not 0 <= k <= most:
+        msg = f"{name} is {k}; allowed: 0 to {most}{reason}"
+        raise UserError(msg)
 
 
 def _check_target_prompt(op: ops.Sample, capabilities: Capabilities) -> None:

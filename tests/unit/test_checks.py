@@ -172,7 +172,7 @@ def test_a_good_sample_passes() -> None:
         (sample(top_p=1.1), "top_p is 1.1"),
         (sample(stop_strings=("x",)), "stop strings are not offered"),
         (sample(stop_tokens=(10,)), "sampling_params: stop: token id 10"),
-        (sample(topk_prompt_logprobs=4), "topk_prompt_logprobs is 4; allowed: 0 to 3"),
+        (sample(topk_prompt_logprobs=4), "topk_prompt_logprobs is 4; allowed: 0 to 2"),
         (sample(topk_sample_logprobs=-1), "topk_sample_logprobs is -1"),
         (sample(prompt_logprobs_last_n=1), "needs prompt_logprobs"),
         (sample(prompt_logprobs=True, prompt_logprobs_last_n=3), "last_n is 3; with a prompt of 3 tokens use 1 to 2"),
@@ -183,6 +183,27 @@ def test_a_good_sample_passes() -> None:
 def test_samples_the_backend_cannot_draw(op: ops.Sample, words: str) -> None:
     with pytest.raises(UserError, match=words):
         check(op)
+
+
+@pytest.mark.parametrize("name", ["topk_sample_logprobs", "topk_prompt_logprobs"])
+def test_what_sampling_returns_can_be_trained_on(name: str) -> None:
+    """A distillation samples K alternatives per token and sends them back as K targets."""
+    for k in range(5):
+        targets = np.ones((3, max(k, 1)), np.int64)
+        sampled = passed(sample(**{name: k}), CAPABILITIES)
+        trained = passed(passes(target_tokens=targets, weights=np.ones(targets.shape, np.float32)), CAPABILITIES)
+        assert sampled == trained == (k <= 2), k
+    with pytest.raises(UserError, match=f"{name} is 3; allowed: 0 to 2, the targets per token .* trains on"):
+        check(sample(**{name: 3}))
+    check(sample(**{name: 3}), replace(CAPABILITIES, max_lora_rank=0))  # nothing is trained here
+
+
+def passed(op: ops.Operation, capabilities: Capabilities) -> bool:
+    try:
+        check(op, capabilities)
+    except UserError:
+        return False
+    return True
 
 
 def test_a_sampler_that_cannot_score_prompts_says_so() -> None:
