@@ -151,6 +151,9 @@ def test_bad_samples_are_refused(client: Client) -> None:
     ):
         with pytest.raises(tinker.BadRequestError, match=words):
             sampler.sample(tinker.ModelInput.from_ints(tokens), 1, params).result(timeout=300)
+    stable = client.create_sampling_client(base_model="toy", record_stability_info=True).result(timeout=300)
+    with pytest.raises(tinker.BadRequestError, match="record_stability_info is not offered"):
+        stable.sample(prompt, 1, SamplingParams(max_tokens=1)).result(timeout=300)
     for seed in (2**40, 2**63, 2**64 - 1, -5):  # any seed is a good one, and nobody else's business
         sampler.sample(prompt, 1, SamplingParams(max_tokens=1, seed=seed)).result(timeout=300)
 

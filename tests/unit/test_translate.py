@@ -327,6 +327,7 @@ def test_target_tokens_come_dense_or_sparse() -> None:
     ("fields", "words"),
     [
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is 2"),
+        ({"record_stability_info": True}, "record_stability_info is not offered.*leave it off"),
         ({"num_samples": 0}, "num_samples is 0"),
         ({"num_samples": 10**9}, "num_samples is 1000000000"),
         ({"prompt": {"chunks": [{"type": "image", "data": "x"}]}}, "'image' chunks are not offered"),

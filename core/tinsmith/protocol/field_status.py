@@ -216,7 +216,7 @@ FIELDS: dict[str, dict[str, Status]] = {
         "target_prompt_logprobs": _honoured("where the sampler offers it; the answer is dense"),
         "prompt_alt_tokens_k": _refused("above 0"),
         "prompt_logprobs_last_n": _honoured(),
-        "record_stability_info": _no_meaning("feeds `stable_reinforce` only, which is refused as a loss"),
+        "record_stability_info": _refused("when true: only the loss `stable_reinforce` uses it, and is not offered"),
         "type": _TAG,
     },
     "SamplingParams": {

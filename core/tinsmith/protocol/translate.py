@@ -245,6 +245,12 @@ def sample(
     if not 1 <= request.num_samples <= MAX_SAMPLES:
         msg = f"num_samples is {request.num_samples}; allowed: 1 to {MAX_SAMPLES}"
         raise UserError(msg)
+    if request.record_stability_info:
+        msg = (
+            "record_stability_info is not offered: it serves the loss 'stable_reinforce' alone, which this server does "
+            "not have; leave it off, and train with another loss (ppo, cispo, importance_sampling)"
+        )
+        raise UnsupportedError(msg)
     prompt, targets = _prompt(request.prompt), request.target_prompt_logprobs
     return ops.Sample(
         sampling_session_id=sampling_session,
