@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 
+import httpx
 import numpy as np
 import pytest
 import tinker
 import torch
 
+from tinsmith.protocol.proto import tinker_public_pb2 as pb
+from tinsmith.testing.harness import RunningServer
 from tinsmith.testing.sdk_data import TOKENS, datum, logprobs, ragged, rl_datum, step
 
 
@@ -82,6 +85,41 @@ def test_a_custom_loss_has_the_gradient_of_the_loss_it_is(client: tinker.Service
         model.optim_step(tinker.AdamParams(learning_rate=0.1)).result(timeout=300)
     after = [logprobs(each.forward([datum()], "cross_entropy").result(timeout=300)) for each in (direct, custom)]
     np.testing.assert_allclose(after[0], after[1], rtol=1e-5)
+
+
+def test_cross_entropy_without_weights_counts_every_target_once(client: tinker.ServiceClient) -> None:
+    weighted, plain = (
+        client.create_lora_training_client(base_model="toy", rank=4, seed=2).result(timeout=300) for _ in range(2)
+    )
+    prompt = tinker.ModelInput.from_ints(TOKENS)
+    for targets in (torch.tensor(TOKENS), torch.tensor([[token, token + 1] for token in TOKENS])):
+        without = tinker.Datum(model_input=prompt, loss_fn_inputs={"target_tokens": targets})
+        ones = tinker.Datum(
+            model_input=prompt, loss_fn_inputs={"target_tokens": targets, "weights": torch.ones(targets.shape)}
+        )
+        output = step(plain, [without])
+        assert output.metrics == step(weighted, [ones]).metrics
+        assert output.metrics["loss:sum"] == pytest.approx(-np.sum(logprobs(output)), rel=1e-5)
+
+
+def test_cross_entropy_without_weights_by_plain_http(toy_server: RunningServer) -> None:
+    message = pb.ForwardBackwardRequest(seq_id=1, loss_fn="cross_entropy")
+    only = message.data.add()
+    only.model_input.add().encoded_text.tokens = np.array(TOKENS, "<i4").tobytes()
+    only.loss_fn_inputs["target_tokens"].dense = np.array(TOKENS, "<i8").tobytes()
+    only.loss_fn_inputs["target_tokens"].dtype = pb.DTYPE_INT64
+    with httpx.Client(base_url=f"{toy_server.url}/api/v1/", headers={"X-API-Key": "tml-plain"}, timeout=300) as http:
+        session = http.post("create_session", json={}).json()["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "toy", "lora_config": {"rank": 2}}
+        message.model_id = http.post("create_model", json=body).json()["model_id"]
+        headers = {"Content-Type": "application/x-protobuf"}
+        submitted = http.post("forward_backward", content=message.SerializeToString(), headers=headers).json()
+        while (answer := http.post("retrieve_future", json=submitted)).status_code == 408:
+            pass
+    output = pb.ForwardBackwardOutput.FromString(answer.content)
+    scores = np.frombuffer(output.loss_fn_outputs[0].fields["logprobs"].data, "<f4")
+    assert len(scores) == len(TOKENS)
+    assert output.metrics["loss:sum"] == pytest.approx(-scores.sum(), rel=1e-5)
 
 
 @pytest.mark.parametrize(

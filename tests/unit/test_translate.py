@@ -89,6 +89,28 @@ def test_sparse_targets_become_dense() -> None:
     np.testing.assert_array_equal(inputs["weights"], weights.numpy())
 
 
+def test_cross_entropy_without_weights_counts_every_target_once() -> None:
+    for targets in (np.array([2, 0, 4]), np.array([[2, 1], [3, 1], [4, 1]])):
+        inputs = translate.forward_backward(encoded([datum([1, 2, 3], target_tokens=targets)])).data[0].loss_inputs
+        assert inputs["weights"].dtype == np.float32
+        np.testing.assert_array_equal(inputs["weights"], np.ones(targets.shape))
+    other_loss = translate.forward_backward(encoded([datum([1], target_tokens=[2])], loss_fn="ppo"))
+    assert list(other_loss.data[0].loss_inputs) == ["target_tokens"]
+
+
+def test_what_sparse_targets_do_not_list_counts_nothing() -> None:
+    message = pb.ForwardBackwardRequest(model_id=MODEL, seq_id=1, loss_fn="cross_entropy")
+    targets = message.data.add().loss_fn_inputs["target_tokens"]
+    targets.dtype = pb.DTYPE_INT64
+    targets.shape.extend([3, 2])
+    targets.sparse_csr.values = np.array([9, 0, 7], "<i8").tobytes()
+    targets.sparse_csr.crow_indices = np.array([0, 1, 1, 3], "<i8").tobytes()
+    targets.sparse_csr.col_indices = np.array([1, 0, 1], "<i8").tobytes()
+    inputs = translate.forward_backward(message).data[0].loss_inputs
+    np.testing.assert_array_equal(inputs["target_tokens"], [[0, 9], [0, 0], [0, 7]])
+    np.testing.assert_array_equal(inputs["weights"], [[0, 1], [0, 0], [1, 1]])
+
+
 def test_spans_are_accepted_and_change_nothing() -> None:
     plain = pb.ForwardBackwardRequest(model_id=MODEL, seq_id=1, loss_fn="cross_entropy")
     plain.data.add().model_input.add().encoded_text.tokens = np.array([1], "<i4").tobytes()

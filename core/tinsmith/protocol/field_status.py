@@ -114,7 +114,7 @@ FIELDS: dict[str, dict[str, Status]] = {
     "proto LossConfigValue": {"number": _honoured(), "text": _refused("no offered loss takes text")},
     "proto Datum": {
         "model_input": _honoured("text chunks are concatenated"),
-        "loss_fn_inputs": _honoured("inputs that the loss does not take are refused"),
+        "loss_fn_inputs": _honoured("those of the loss; `weights` of `cross_entropy` default to 1.0"),
         "model_input_spans": _SPAN,
         "loss_fn_input_spans": _SPAN,
     },

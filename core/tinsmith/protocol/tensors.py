@@ -64,6 +64,17 @@ def tensor_from_proto(name: str, tensor: pb.Tensor) -> ops.Array:
     return _widened(dense, tensor.dtype)
 
 
+def listed(tensor: pb.Tensor, shape: tuple[int, ...]) -> ops.FloatArray:
+    """Return 1.0 for every cell that the tensor holds and 0.0 for the others; `tensor_from_proto` has checked it."""
+    if tensor.WhichOneof("encoding") != "sparse_csr":
+        return np.ones(shape, np.float32)
+    csr = tensor.sparse_csr
+    rows = np.repeat(np.arange(shape[0]), np.diff(np.frombuffer(csr.crow_indices, _INT64)))
+    cells = np.zeros(shape, np.float32)
+    cells[rows, np.frombuffer(csr.col_indices, _INT64)] = 1.0
+    return cells
+
+
 def target_tokens_from_json(name: str, tensor: wire.TensorData) -> ops.IntArray:
     """Return int64 [rows, columns]; what a sparse tensor does not list is -1, for "skip"."""
     if tensor.dtype != "int64":

@@ -100,17 +100,17 @@ def forward_backward(request: pb.ForwardBackwardRequest) -> ops.ForwardBackward:
     operation = ops.Forward if request.forward_only else ops.ForwardBackward
     return operation(
         model_id=request.model_id,
-        data=tuple(_datum(index, datum) for index, datum in enumerate(request.data)),
+        data=tuple(_datum(index, datum, request.loss_fn) for index, datum in enumerate(request.data)),
         loss_fn=request.loss_fn,
         loss_fn_config=_loss_config(request),
     )
 
 
-def _datum(index: int, datum: pb.Datum) -> ops.Datum:
+def _datum(index: int, datum: pb.Datum, loss_fn: str) -> ops.Datum:
     try:
         return ops.Datum(
             tokens_T=wire_tensors.read_tokens([_text_tokens(chunk) for chunk in datum.model_input]),
-            loss_inputs={name: _loss_input(name, datum.loss_fn_inputs[name]) for name in sorted(datum.loss_fn_inputs)},
+            loss_inputs=_loss_inputs(datum.loss_fn_inputs, loss_fn),
         )
     except UserError as error:
         msg = f"data[{index}]: {error}"
@@ -123,6 +123,14 @@ def _text_tokens(chunk: pb.Chunk) -> bytes:
         msg = f"model_input: {kind or 'empty'} chunks are not offered; send encoded_text"
         raise UnsupportedError(msg)
     return chunk.encoded_text.tokens
+
+
+def _loss_inputs(tensors: Mapping[str, pb.Tensor], loss_fn: str) -> dict[str, ops.Array]:
+    """Cross-entropy without weights counts every target once; cells that sparse targets do not list are no targets."""
+    inputs = {name: _loss_input(name, tensors[name]) for name in sorted(tensors)}
+    if loss_fn == "cross_entropy" and "target_tokens" in inputs and "weights" not in inputs:
+        inputs["weights"] = wire_tensors.listed(tensors["target_tokens"], inputs["target_tokens"].shape)
+    return inputs
 
 
 def _loss_input(name: str, tensor: pb.Tensor) -> ops.Array:
