@@ -11,6 +11,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from tinsmith.errors import ConfigError
 from tinsmith.losses import LossSpec
 from tinsmith.operations import (
     Array,
@@ -133,6 +134,14 @@ class BackendContext:
     losses: Mapping[str, LossSpec]  # every registered loss
     samples: bool = True  # False: the model has a sampler beside this backend, which need not prepare to sample
     progress: Progress = _no_progress
+
+    @property
+    def model_directory(self) -> Path:
+        """`model_path`, for a backend that cannot start without one. Raise ConfigError if the model has none."""
+        if self.model_path is None:
+            msg = f"model {self.model_name!r} has no directory: set its path to a Hugging Face model directory"
+            raise ConfigError(msg)
+        return self.model_path
 
 
 class TrainingBackend(ABC):

@@ -1,1 +1,22 @@
-"""Hugging Face directories: models, adapters, tokenizers, and tiny random ones for tests."""
+"""Hugging Face directories: models, adapters, tokenizers, and tiny random ones for tests. No ML framework.
+
+What this module exports is public: a plugin that reads such directories may import it beside `tinsmith` itself.
+"""
+
+from tinsmith.huggingface.decoder import ATTENTION, HEAD, MLP, DecoderShape, decoder_shape
+from tinsmith.huggingface.model_files import read_model_config
+from tinsmith.huggingface.peft_layout import adapter_config, draw_lora_A, weight_name
+from tinsmith.huggingface.weight_files import WeightFiles
+
+__all__ = [
+    "ATTENTION",
+    "HEAD",
+    "MLP",
+    "DecoderShape",
+    "WeightFiles",
+    "adapter_config",
+    "decoder_shape",
+    "draw_lora_A",
+    "read_model_config",
+    "weight_name",
+]

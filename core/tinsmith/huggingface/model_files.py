@@ -1,35 +1,35 @@
-"""What lies beside the weights in a Hugging Face directory, and copies of it for what is written here."""
+"""The files beside the weights of a Hugging Face directory: its configuration and its tokenizer."""
 
 import json
 import shutil
 from pathlib import Path
 from typing import Any, Final
 
-from tinsmith.errors import UserError
+from tinsmith.errors import ConfigError
 
 _PATTERNS: Final = ("*.json", "*.model", "*.txt", "*.jinja")
 _NOT_OURS: Final = ("adapter_config.json", "tinsmith.json")
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:  # Any: JSON
-    """Read config.json. Raise UserError where the directory is no model's."""
+    """Read config.json. Raise ConfigError if it is missing or is not a JSON object."""
     file = directory / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         msg = f"{str(directory)!r} is not a Hugging Face model directory: it has no config.json"
-        raise UserError(msg) from error
-    except ValueError as error:
-        msg = f"{str(file)!r} cannot be read: {error}"
-        raise UserError(msg) from error
+        raise ConfigError(msg) from error
+    except (OSError, ValueError) as error:
+        msg = f"{str(file)!r} cannot be read as JSON: {error}"
+        raise ConfigError(msg) from error
     if not isinstance(config, dict):
-        msg = f"{str(file)!r} holds no JSON object"
-        raise UserError(msg)
+        msg = f"{str(file)!r} does not hold a JSON object"
+        raise ConfigError(msg)
     return config
 
 
 def copy_model_files(source: Path, target: Path, *, dtype: str, tied: bool | None = None) -> None:
-    """Copy configuration and tokenizer, so that the target loads by itself; config.json says the new dtype."""
+    """Copy configuration and tokenizer, so that the target loads on its own. config.json gets the new dtype."""
     config = read_model_config(source)
     config.pop("torch_dtype", None)
     config["dtype"] = dtype

@@ -6,10 +6,15 @@ one leading dimension more.
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final, Literal
+
+import numpy as np
 
 from tinsmith.errors import ServerError
-from tinsmith.operations import Array, LoraConfig
+from tinsmith.huggingface.decoder import ATTENTION, HEAD, MLP
+from tinsmith.operations import Array, FloatArray, LoraConfig
+
+_KINDS: Final = (*ATTENTION, *MLP, HEAD)  # their order decides what each module draws
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>[A-Za-z0-9_.]+)\.lora_(?P<side>[AB])\.weight")
 
@@ -34,6 +39,23 @@ def adapter_config(base_model: str, lora: LoraConfig, weights: Mapping[str, Arra
         "alpha_pattern": {},
         "inference_mode": True,
     }
+
+
+def weight_name(module: str, side: Literal["A", "B"]) -> str:
+    """Return the name of a weight, for a module path such as `model.layers.0.self_attn.q_proj` or `lm_head`."""
+    return f"base_model.model.{module}.lora_{side}.weight"
+
+
+def draw_lora_A(lora: LoraConfig, kind: str, layer: int, in_features: int) -> FloatArray:
+    """Draw the first A [rank, in] of a module: uniform within 1 / sqrt(in), from the adapter's seed.
+
+    `kind` is the module's path within its layer, or `lm_head` with layer 0. Each module has its own random stream, so
+    it draws the same numbers on every backend, whichever other modules are trained.
+    """
+    stream = np.random.SeedSequence(lora.seed % 2**64, spawn_key=(_KINDS.index(kind), layer))
+    bound = in_features**-0.5
+    drawn = np.random.default_rng(stream).uniform(-bound, bound, (in_features, lora.rank))
+    return np.ascontiguousarray(drawn.T.astype(np.float32))
 
 
 def target_modules(weights: Mapping[str, Array]) -> list[str]:

@@ -135,22 +135,36 @@ class StoredTensors(Mapping[str, Array]):
         )
 
 
+def tensor_files(directory: Path, stem: str) -> dict[str, Path]:
+    """Map each tensor of a set to its file; empty if the directory has no such files."""
+    single, index = _single_and_index(directory, stem)
+    if single.exists():
+        return dict.fromkeys(read_header(single), single)
+    return {name: directory / file for name, file in _weight_map(index).items()} if index.exists() else {}
+
+
 def shard_files(directory: Path, stem: str) -> list[Path]:
-    """List the files of one set of tensors, in order; empty where there are none."""
-    single, index = directory / f"{stem}.safetensors", directory / f"{stem}.safetensors.index.json"
+    """List the files of a set of tensors, in order; empty if the directory has none."""
+    single, index = _single_and_index(directory, stem)
     if single.exists():
         return [single]
-    if not index.exists():
-        return []
+    return [directory / file for file in sorted(set(_weight_map(index).values()))] if index.exists() else []
+
+
+def _single_and_index(directory: Path, stem: str) -> tuple[Path, Path]:
+    return directory / f"{stem}.safetensors", directory / f"{stem}.safetensors.index.json"
+
+
+def _weight_map(index: Path) -> dict[str, str]:
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
+        found = {name: str(file) for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         msg = f"{index.name} is damaged: {error}"
         raise ServerError(msg) from error
-    if any("/" in name or name.startswith(".") for name in names):
+    if any("/" in file or file.startswith(".") for file in found.values()):
         msg = f"{index.name} is damaged: it names files outside its directory"
         raise ServerError(msg)
-    return [directory / name for name in sorted(names)]
+    return found
 
 
 class ShardWriter:

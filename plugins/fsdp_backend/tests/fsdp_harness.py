@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from tinsmith.backend import BackendContext
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
-from tinsmith.losses import BUILTIN_LOSSES
+from tinsmith import BUILTIN_LOSSES, BackendContext
+from tinsmith.testing import TinyShape, write_tiny_model
 from tinsmith_fsdp.backend import FsdpBackend
 from tinsmith_fsdp.config import FsdpConfig
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith.testing import TinyShape, write_tiny_model
 
 pytestmark = pytest.mark.slow
 

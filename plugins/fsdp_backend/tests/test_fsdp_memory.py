@@ -12,12 +12,8 @@ import pytest
 import torch
 from fsdp_harness import VOCAB, make_backend, shape
 
-from tinsmith.errors import OutOfMemoryError, ServerError
-from tinsmith.huggingface.tiny_model import write_tiny_model
-from tinsmith.operations import CreateModel, LoraConfig
-from tinsmith.testing.contract import assert_same_state
-from tinsmith.testing.full_fine_tuning_contract import FullDriver
-from tinsmith.testing.model_driver import ModelDriver, ragged_data
+from tinsmith import CreateModel, LoraConfig, OutOfMemoryError, ServerError
+from tinsmith.testing import FullDriver, ModelDriver, assert_same_state, ragged_data, write_tiny_model
 from tinsmith_fsdp.backend import FsdpBackend
 from tinsmith_fsdp.memory import is_out_of_memory
 

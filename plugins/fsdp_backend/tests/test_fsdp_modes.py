@@ -12,9 +12,8 @@ import torch.distributed as dist
 import transformers
 from fsdp_harness import LOSSES, VOCAB
 
-from tinsmith.operations import AdamParams, Array, ForwardBackward, LoraConfig
-from tinsmith.testing.contract import assert_close_arrays
-from tinsmith.testing.model_driver import ragged_data
+from tinsmith import AdamParams, Array, ForwardBackward, LoraConfig
+from tinsmith.testing import assert_close_arrays, ragged_data
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.architecture import ARCHITECTURES, read_architecture
 from tinsmith_fsdp.backend import FAST_ISOLATION_ERROR

@@ -14,21 +14,30 @@ import numpy as np
 import pytest
 from fsdp_harness import VOCAB, make_backend, shape
 
-from tinsmith.backend import ModelState
-from tinsmith.errors import CapacityError, ConfigError, NotFoundError, UserError
-from tinsmith.huggingface.tiny_model import write_tiny_model
-from tinsmith.operations import (
+from tinsmith import (
     AdamParams,
     Array,
+    CapacityError,
+    ConfigError,
     CreateModel,
     ForwardBackward,
     LoraConfig,
+    ModelState,
+    NotFoundError,
     OptimStep,
     OptimStepOutput,
+    UserError,
 )
-from tinsmith.testing.contract import assert_close_arrays, assert_same_state
-from tinsmith.testing.full_fine_tuning_contract import FullDriver
-from tinsmith.testing.model_driver import ModelDriver, logprobs_of, ragged_data, succeeded
+from tinsmith.testing import (
+    FullDriver,
+    ModelDriver,
+    assert_close_arrays,
+    assert_same_state,
+    logprobs_of,
+    ragged_data,
+    succeeded,
+    write_tiny_model,
+)
 from tinsmith_fsdp.backend import FsdpBackend
 from tinsmith_fsdp.full_state import FullModelState
 from tinsmith_fsdp.ranks import RankDiedError

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tinsmith.errors import ServerError
+from tinsmith import ServerError
 from tinsmith_fsdp.messages import Piece
 from tinsmith_fsdp.spool import Spool
 

@@ -5,18 +5,28 @@ from typing import Any
 
 import numpy as np
 
-from tinsmith.backend import BackendContext, Capabilities, HostSnapshot, ModelState, Snapshot, TrainingBackend
-from tinsmith.errors import CapacityError, ConfigError, NotFoundError, OutOfMemoryError, ServerError, UserError
-from tinsmith.operations import (
+from tinsmith import (
     Array,
+    BackendContext,
+    Capabilities,
+    CapacityError,
+    ConfigError,
     CreateModel,
     Failed,
     FloatArray,
     Forward,
     ForwardBackward,
     ForwardBackwardOutput,
+    HostSnapshot,
+    ModelState,
+    NotFoundError,
     OptimStep,
     OptimStepOutput,
+    OutOfMemoryError,
+    ServerError,
+    Snapshot,
+    TrainingBackend,
+    UserError,
 )
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.architecture import read_architecture
@@ -36,10 +46,7 @@ class FsdpBackend(TrainingBackend):
     """Holds no torch. Called from one thread; an exception other than UserError leaves it unusable."""
 
     def __init__(self, config: FsdpConfig, context: BackendContext) -> None:
-        if context.model_path is None:
-            msg = f"model {context.model_name!r} has no directory: set its path to a Hugging Face model directory"
-            raise ConfigError(msg)
-        self.architecture = read_architecture(context.model_path)
+        self.architecture = read_architecture(context.model_directory)
         self._losses = dict(context.losses)
         self._config = config
         self._models: dict[str, AdapterLayout | FullModelState] = {}
@@ -47,7 +54,7 @@ class FsdpBackend(TrainingBackend):
         self.ranks = Ranks(config, context.progress)
         try:
             self._dp_size = self._data_parallel(self.ranks.hellos)
-            self._setup = self._decide(self.ranks.hellos[0], str(context.model_path))
+            self._setup = self._decide(self.ranks.hellos[0], str(context.model_directory))
             self.loaded = self.ranks.load(self._setup)
             self._capabilities = self._describe(self.ranks.hellos[0])
         except BaseException:
@@ -274,17 +281,11 @@ class FsdpBackend(TrainingBackend):
         return [[micro[rank // tp] for micro in micros] for rank in range(len(self.ranks.hellos))]
 
     def _refusal(self, op: ForwardBackward) -> Failed | None:
-        """Refuse what cannot be computed; core has checked everything else."""
+        """Refuse an unknown model or loss. Core has checked everything else against the capabilities."""
         if op.model_id not in self._models:
             return _unknown(op.model_id)
         if op.loss_fn not in self._losses:
             return Failed(message=f"no loss named {op.loss_fn!r}, known: {', '.join(sorted(self._losses))}")
-        context = self._capabilities.max_context_tokens
-        for index, datum in enumerate(op.data):
-            if not 0 < len(datum.tokens_T) <= context:
-                return Failed(message=f"datum {index} has {len(datum.tokens_T)} tokens, allowed are 1 to {context}")
-            if (count := datum.targets_TK.shape[1]) > _MAX_TARGETS:
-                return Failed(message=f"datum {index} has {count} targets per token, allowed are {_MAX_TARGETS}")
         return None
 
 

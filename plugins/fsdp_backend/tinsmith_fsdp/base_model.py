@@ -3,24 +3,20 @@
 Each rank reads its own rows of every tensor from the safetensors files: none ever holds the whole model.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from tinsmith.errors import ConfigError
+from tinsmith.huggingface import ATTENTION, MLP, WeightFiles
 from tinsmith_fsdp import attention
-from tinsmith_fsdp.architecture import ATTENTION, MLP
 from tinsmith_fsdp.head import Scores
 from tinsmith_fsdp.lora import MultiLoraLinear
 from tinsmith_fsdp.loss_table import LossTable
@@ -64,7 +60,7 @@ class BaseModel:
         attention.register()
         config = transformers.AutoConfig.from_pretrained(self._directory)
         with torch.device("meta"):
-            causal_lm = getattr(transformers, setup.architecture.name)(config)
+            causal_lm = getattr(transformers, setup.architecture.class_name)(config)
         causal_lm.to(torch.float32 if trainable else getattr(torch, setup.dtype))
         causal_lm.tie_weights()
         config._attn_implementation = attention.NAME  # noqa: SLF001  (where transformers' layers look)
@@ -185,51 +181,16 @@ class BaseModel:
         )
 
     def load(self, report: Report) -> None:
-        """Read this rank's part of every tensor. Raise ConfigError for missing files, tensors or wrong shapes."""
-        files = _tensor_files(self._directory)
-        with ExitStack() as stack:
-            handles: dict[Path, Any] = {}  # Any: safetensors' handle is untyped
+        """Read this rank's part of every tensor; raises as `WeightFiles`."""
+        with WeightFiles(self._directory, framework="pt") as files:
             for number, part in enumerate(self.parts):
-                name = part.name
-                if name not in files:
-                    msg = f"{str(self._directory)!r}: tensor {name!r} is missing from the weight files"
-                    raise ConfigError(msg)
-                path = files[name]
-                try:
-                    if path not in handles:
-                        handles[path] = stack.enter_context(safe_open(path, framework="pt"))
-                    whole = handles[path].get_slice(name)
-                    shape = tuple(whole.get_shape())
-                    if shape == part.shape:
-                        self._read(part, whole)
-                except (OSError, SafetensorError) as error:
-                    msg = f"{str(path)!r}: tensor {name!r} cannot be read: {error}"
-                    raise ConfigError(msg) from error
-                if shape != part.shape:
-                    msg = f"{str(path)!r}: tensor {name!r} has shape {shape}, config.json says {part.shape}"
-                    raise ConfigError(msg)
+                self._read(part, files)
                 report((number + 1) / len(self.parts))
 
-    def _read(self, part: Part, whole: Any) -> None:
+    def _read(self, part: Part, files: WeightFiles) -> None:
         if part.rows.start == part.rows.stop:
             return
-        piece = whole[part.rows] if part.columns is None else whole[part.rows, part.columns]
+        cut = (part.rows,) if part.columns is None else (part.rows, part.columns)
+        piece = files.part(part.name, part.shape, cut)
         self.read_bytes += piece.numel() * piece.element_size()
         part.local.copy_(piece)
-
-
-def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Map every tensor name to its file: one file, or many with an index."""
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    try:
-        if index.is_file():
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {name: directory / file for name, file in weight_map.items()}
-        if single.is_file():
-            with safe_open(single, framework="pt") as handle:
-                return dict.fromkeys(handle.keys(), single)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        msg = f"{str(directory)!r}: the weight files cannot be read: {error}"
-        raise ConfigError(msg) from error
-    msg = f"{str(directory)!r} has neither model.safetensors nor model.safetensors.index.json"
-    raise ConfigError(msg)

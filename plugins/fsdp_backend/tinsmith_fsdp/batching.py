@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tinsmith.losses import LossSpec
-from tinsmith.operations import Datum, ForwardBackward
+from tinsmith import Datum, ForwardBackward, LossSpec
 from tinsmith_fsdp.messages import Owner, Segment
 
 MicroBatch = list[list[Segment]]  # by data-parallel rank

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from tinsmith.backend import BackendConfig
+from tinsmith import BackendConfig
 
 
 class FsdpConfig(BackendConfig):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tinsmith.operations import AdamParams, FloatArray
+from tinsmith import AdamParams, FloatArray
 from tinsmith_fsdp.base_model import BaseModel, Part
 from tinsmith_fsdp.head import Scores
 from tinsmith_fsdp.loss_table import LossTable

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tinsmith.backend import HostSnapshot, ModelState
-from tinsmith.errors import UserError
-from tinsmith.operations import Array, LoraConfig
+from tinsmith import Array, HostSnapshot, LoraConfig, ModelState, UserError
 from tinsmith_fsdp.messages import FullState, FullyLoaded, Kind
 from tinsmith_fsdp.ranks import Ranks
 from tinsmith_fsdp.spool import Spool

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tinsmith_fsdp.architecture import HEAD
+from tinsmith.huggingface import HEAD
 from tinsmith_fsdp.loss_table import LossBatch, LossTable
 from tinsmith_fsdp.streams import Group, Stream
 

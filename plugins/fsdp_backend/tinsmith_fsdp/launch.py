@@ -22,9 +22,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-CONTROL = "TINSMITH_FSDP_CONTROL"  # "unix:<path>" or "tcp:<host>:<port>": where ranks find the engine
-KEY = "TINSMITH_FSDP_KEY"  # what both sides must know
-DEVICE = "TINSMITH_FSDP_DEVICE"  # "cpu" or "cuda"; unset: what there is
+from tinsmith_fsdp.environment import CONTROL, DEVICE
+
 _PAUSE_S = 2.0  # between two attempts to join
 # A busy machine is late with its signs of life. Deaths are noticed elsewhere: by the ranks' connections to the engine.
 _PATIENCE = {"join_timeout": 900, "keep_alive_interval": 5, "keep_alive_max_attempt": 120, "heartbeat_timeout": 60}

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tinsmith.errors import UserError
-from tinsmith.operations import Array, FloatArray, LoraConfig
-from tinsmith_fsdp.architecture import ATTENTION, HEAD, MLP, Architecture
+from tinsmith import Array, FloatArray, LoraConfig, UserError
+from tinsmith.huggingface import ATTENTION, HEAD, MLP, DecoderShape, draw_lora_A, weight_name
 
 _ALIGNMENT = (
     16  # numbers: a weight starts on 64 bytes, as matrix kernels like it and so that its bits never depend on it
 )
-_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,7 @@ class Pair:
 class AdapterLayout:
     """The places of all weights of an adapter; untrained modules have none."""
 
-    def __init__(self, lora: LoraConfig, architecture: Architecture) -> None:
+    def __init__(self, lora: LoraConfig, architecture: DecoderShape) -> None:
         self.lora = lora
         self.pairs: dict[str, Pair] = {}
         self.size = 0
@@ -64,22 +62,15 @@ class AdapterLayout:
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """Yield canonical names and places, in order."""
         for pair in self.pairs.values():
-            yield f"{_PREFIX}{pair.module}.lora_A.weight", pair.A
-            yield f"{_PREFIX}{pair.module}.lora_B.weight", pair.B
+            yield weight_name(pair.module, "A"), pair.A
+            yield weight_name(pair.module, "B"), pair.B
 
     def fresh(self) -> FloatArray:
-        """Make first weights: A uniform within 1 / sqrt(in), B zero.
-
-        Each module of each layer draws from its own stream of the seed: the same numbers whichever other modules are
-        trained, and the same as of the jax backend.
-        """
+        """Make the first weights: A is drawn, B is zero."""
         flat = np.zeros(self.size, np.float32)
-        kinds = (*ATTENTION, *MLP, HEAD)
         for pair in self.pairs.values():
-            stream = np.random.SeedSequence(self.lora.seed % 2**64, spawn_key=(kinds.index(pair.kind), pair.layer))
-            rank, d_in = pair.A.shape
-            drawn = np.random.default_rng(stream).uniform(-(d_in**-0.5), d_in**-0.5, (d_in, rank))
-            flat[pair.A.offset : pair.A.stop] = drawn.T.astype(np.float32).ravel()
+            drawn = draw_lora_A(self.lora, pair.kind, pair.layer, pair.A.shape[1])
+            flat[pair.A.offset : pair.A.stop] = drawn.ravel()
         return flat
 
     def to_canonical(self, flat: FloatArray) -> dict[str, Array]:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tinsmith.losses import LossSpec
-from tinsmith.operations import Array
+from tinsmith import Array, LossSpec
 from tinsmith_fsdp.messages import Segment
 
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tinsmith.losses import LossSpec
-from tinsmith.operations import AdamParams, Array, FloatArray, LoraConfig
-from tinsmith_fsdp.architecture import Architecture
+from tinsmith import AdamParams, Array, FloatArray, LoraConfig, LossSpec
+from tinsmith.huggingface import DecoderShape
 from tinsmith_fsdp.config import FsdpConfig
 
 Kind = Literal["weights", "adam_m", "adam_v", "gradients"]
@@ -32,7 +31,7 @@ class Setup:
     """Everything that a rank builds itself from; defaults are decided."""
 
     config: FsdpConfig
-    architecture: Architecture
+    architecture: DecoderShape
     model_path: str
     losses: Mapping[str, LossSpec]
     dtype: str

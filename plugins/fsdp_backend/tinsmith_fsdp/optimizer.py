@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tinsmith.operations import AdamParams
+from tinsmith import AdamParams
 
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by the norm plus this
 

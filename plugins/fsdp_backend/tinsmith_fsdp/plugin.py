@@ -1,7 +1,6 @@
 """The hooks of tinsmith-fsdp. Imported in every process: no torch here."""
 
-import tinsmith
-from tinsmith.backend import BackendContext, BackendSpec, TrainingBackend
+from tinsmith import BackendContext, BackendSpec, TrainingBackend, hookimpl
 from tinsmith_fsdp.config import FsdpConfig
 
 
@@ -12,7 +11,7 @@ def create(config: FsdpConfig, context: BackendContext) -> TrainingBackend:
     return FsdpBackend(config, context)
 
 
-@tinsmith.hookimpl
+@hookimpl
 def tinsmith_register_backends() -> BackendSpec[FsdpConfig]:
     return BackendSpec(
         name="fsdp",

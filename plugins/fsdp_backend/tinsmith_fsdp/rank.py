@@ -19,11 +19,11 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from tinsmith.errors import ConfigError
+from tinsmith import ConfigError
 from tinsmith_fsdp.base_model import BaseModel
+from tinsmith_fsdp.environment import CONTROL, DEVICE, KEY
 from tinsmith_fsdp.mesh import find_device, make_mesh
 from tinsmith_fsdp.messages import Answer, Call, Hello, Loaded, Part, ProgressMade, RankFailed, Setup
-from tinsmith_fsdp.ranks import CONTROL, DEVICE, KEY
 from tinsmith_fsdp.trainer import Trainer
 
 _PR_SET_PDEATHSIG: Final = 1

@@ -5,68 +5,26 @@ import pickle
 import secrets
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from tinsmith.backend import Progress
-from tinsmith.errors import ConfigError
+from tinsmith import ConfigError, Progress
 from tinsmith_fsdp.config import FsdpConfig
+from tinsmith_fsdp.environment import CONTROL, DEVICE, KEY
+from tinsmith_fsdp.launchers import Launcher, start
 from tinsmith_fsdp.messages import Answer, Call, Hello, Loaded, Part, ProgressMade, RankFailed, Setup
 
-CONTROL: Final = "TINSMITH_FSDP_CONTROL"
-KEY: Final = "TINSMITH_FSDP_KEY"
-DEVICE: Final = "TINSMITH_FSDP_DEVICE"
 _STOP_S: Final = 10.0
-_LAUNCHER_STOP_S: Final = 5.0
 _POLL_S: Final = 0.2
 
 
 class RankDiedError(RuntimeError):
     """A rank died or failed: what the others hold is no longer known. Not a TinsmithError: no result of a request."""
-
-
-class Launcher(Protocol):
-    """Who starts the processes."""
-
-    def ended(self) -> str | None:
-        """Say how it ended, where it has."""
-
-    def close(self) -> None:
-        """End whatever is left. The ranks have ended, or will at once: their connections are closed."""
-
-
-class ElasticLauncher:
-    """torch.distributed's elastic agent in a process of its own, which ends when this one does."""
-
-    def __init__(self, config: FsdpConfig, environment: dict[str, str], directory: Path) -> None:
-        command = [sys.executable, "-m", "tinsmith_fsdp.launch", "--with-parent"]
-        command += ["--nnodes", str(config.nnodes), "--nproc-per-node", str(config.nproc_per_node or 0)]
-        command += ["--rdzv-endpoint", config.rdzv_endpoint, "--logs", str(directory)]
-        if config.nnodes == 1:
-            command += ["--rdzv-id", secrets.token_hex(8)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, env={**os.environ, **environment}, start_new_session=True
-        )
-
-    def ended(self) -> str | None:
-        code = self._process.poll()
-        return None if code is None else f"the launcher left with {code}"
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_LAUNCHER_STOP_S)
-        self._process.kill()
-        self._process.wait()
 
 
 class Ranks:
@@ -86,7 +44,7 @@ class Ranks:
             environment[DEVICE] = config.device
         self._launcher: Launcher | None = None
         try:
-            self._launcher = _launcher(config, environment, self._directory)
+            self._launcher = start(config, environment, self._directory)
             self.hellos = self._greet(key.encode())
         except BaseException:
             self.close()
@@ -241,12 +199,3 @@ class Ranks:
         deliver_challenge(connection, key)
         answer_challenge(connection, key)
         return connection
-
-
-def _launcher(config: FsdpConfig, environment: dict[str, str], directory: Path) -> Launcher:
-    if config.launcher == "ray":
-        from tinsmith_fsdp.ray_launcher import RayLauncher
-
-        launcher: Launcher = RayLauncher(config, environment)
-        return launcher
-    return ElasticLauncher(config, environment, directory)

@@ -2,14 +2,15 @@
 
 import os
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from tinsmith.errors import ConfigError
+from tinsmith import ConfigError
 from tinsmith_fsdp.config import FsdpConfig
-from tinsmith_fsdp.ranks import CONTROL, KEY
+from tinsmith_fsdp.environment import CONTROL, KEY
 
 # Any below: Ray's actor handles and references are made at run time.
 
@@ -31,7 +32,7 @@ class _Rank:
 class RayLauncher:
     """Starts one actor per rank in one placement group, packed on as few machines as will do."""
 
-    def __init__(self, config: FsdpConfig, environment: dict[str, str]) -> None:
+    def __init__(self, config: FsdpConfig, environment: Mapping[str, str]) -> None:
         if not ray.is_initialized():
             try:
                 ray.init(address=config.ray_address, log_to_driver=True, include_dashboard=False)

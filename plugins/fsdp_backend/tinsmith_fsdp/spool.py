@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tinsmith.errors import ServerError
-from tinsmith.operations import Array, FloatArray
+from tinsmith import Array, FloatArray, ServerError
 from tinsmith_fsdp.messages import Kind, Piece
 
 _ITEM = 4  # bytes of a float32

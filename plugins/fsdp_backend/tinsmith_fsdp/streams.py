@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from tinsmith.operations import Array
+from tinsmith import Array
 from tinsmith_fsdp.layout import AdapterLayout
 from tinsmith_fsdp.loss_table import LossBatch, LossTable
 from tinsmith_fsdp.messages import Segment

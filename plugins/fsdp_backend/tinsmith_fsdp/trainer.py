@@ -16,8 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from tinsmith.errors import ConfigError
-from tinsmith.operations import FloatArray, LoraConfig
+from tinsmith import ConfigError, FloatArray, LoraConfig
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.full_model import FullModel
 from tinsmith_fsdp.head import Scores

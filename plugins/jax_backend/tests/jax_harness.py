@@ -5,9 +5,18 @@ from pathlib import Path
 
 import numpy as np
 
-from tinsmith.backend import BackendContext, ModelState
-from tinsmith.losses import BUILTIN_LOSSES
-from tinsmith.operations import AdamParams, Array, CreateModel, Datum, ForwardBackward, LoraConfig, OptimStep
+from tinsmith import (
+    BUILTIN_LOSSES,
+    AdamParams,
+    Array,
+    BackendContext,
+    CreateModel,
+    Datum,
+    ForwardBackward,
+    LoraConfig,
+    ModelState,
+    OptimStep,
+)
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tinsmith.operations import Array, Datum, Forward, Sample, SampledSequence, SampleOutput, SamplingParams
+from tinsmith import Array, Datum, Forward, Sample, SampledSequence, SampleOutput, SamplingParams
 from tinsmith_jax.backend import JaxBackend
 
 VOCAB = 160

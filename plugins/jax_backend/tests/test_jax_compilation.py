@@ -11,8 +11,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax_harness import LOSSES, add_model, assert_same_bits, assert_same_state, make_backend, make_op
 
-from tinsmith.backend import BackendContext, ModelState
-from tinsmith.operations import AdamParams, Array, Forward, LoraConfig, OptimStep
+from tinsmith import AdamParams, Array, BackendContext, Forward, LoraConfig, ModelState, OptimStep
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig

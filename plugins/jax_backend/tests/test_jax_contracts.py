@@ -8,8 +8,14 @@ import pytest
 from jax_harness import make_backend
 from tokenizers import Tokenizer
 
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
-from tinsmith.testing import CheckpointContract, ConsistencyContract, SamplingBackendContract, TrainingBackendContract
+from tinsmith.testing import (
+    CheckpointContract,
+    ConsistencyContract,
+    SamplingBackendContract,
+    TinyShape,
+    TrainingBackendContract,
+    write_tiny_model,
+)
 from tinsmith_jax.backend import JaxBackend
 
 pytestmark = pytest.mark.slow  # it compiles some thirty programs

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from jax_harness import add_model, assert_same_bits, assert_same_state, make_backend, make_op, train
 
-from tinsmith.backend import ModelState
-from tinsmith.operations import AdamParams, Array, Forward, ForwardBackward, LoraConfig, OptimStep
+from tinsmith import AdamParams, Array, Forward, ForwardBackward, LoraConfig, ModelState, OptimStep
 from tinsmith_jax.backend import JaxBackend
 
 ADAM = AdamParams(learning_rate=1e-2)

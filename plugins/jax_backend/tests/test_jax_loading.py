@@ -13,9 +13,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tinsmith.backend import BackendContext
-from tinsmith.errors import ConfigError
-from tinsmith.operations import Forward, LoraConfig
+from tinsmith import BackendContext, ConfigError, Forward, LoraConfig
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.rope import read_rope
@@ -91,7 +89,10 @@ def _break_json(directory: Path) -> None:
 
 
 BROKEN: Mapping[str, tuple[Callable[[Path], None], str]] = {
-    "no config": (lambda path: (path / "config.json").unlink(), "config.json'.* Hugging Face model directory"),
+    "no config": (
+        lambda path: (path / "config.json").unlink(),
+        "Hugging Face model directory: it has no config.json",
+    ),
     "bad config": (_break_json, "cannot be read as JSON"),
     "architecture": (lambda path: edit(path, architectures=["GPT2LMHeadModel"]), "'GPT2LMHeadModel' is not supported"),
     "rope": (lambda path: edit(path, rope_parameters={"rope_type": "longrope"}), "'longrope' is not supported"),

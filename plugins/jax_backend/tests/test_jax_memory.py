@@ -11,9 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax_harness import add_model, make_backend, make_op
 
-from tinsmith.backend import ModelState
-from tinsmith.errors import OutOfMemoryError
-from tinsmith.operations import AdamParams, Failed, LoraConfig, OptimStep, OptimStepOutput
+from tinsmith import AdamParams, Failed, LoraConfig, ModelState, OptimStep, OptimStepOutput, OutOfMemoryError
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.packing import MicroBatch
 
@@ -36,12 +34,12 @@ def too_much() -> Any:
 def starved(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> JaxBackend:
     """Let passes over HUGE sequences run out of memory, in XLA."""
     for name in ("_run_gradients", "_run_score"):
-        run: Callable[[MicroBatch], Any] = getattr(backend._trainer, name)
+        run: Callable[[MicroBatch], Any] = getattr(backend, name)
 
         def hungry(micro: MicroBatch, run: Callable[[MicroBatch], Any] = run) -> Any:
             return too_much() if any(piece.num_tokens == HUGE for piece in micro.pieces) else run(micro)
 
-        monkeypatch.setattr(backend._trainer, name, hungry)
+        monkeypatch.setattr(backend, name, hungry)
     return backend
 
 
@@ -64,12 +62,12 @@ def test_a_pass_that_does_not_fit_changes_nothing(starved: JaxBackend) -> None:
 def test_steps_that_do_not_fit_together_are_made_one_by_one(
     backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = backend._trainer._step
+    step = backend._step
 
     def hungry(ops: Any, rank: int) -> Any:
         return too_much() if len(ops) > 1 or ops[0].model_id == "b" else step(ops, rank)
 
-    monkeypatch.setattr(backend._trainer, "_step", hungry)
+    monkeypatch.setattr(backend, "_step", hungry)
     backend.forward_backward([make_op("a", 1, [9]), make_op("b", 1, [9])])
     before = bits(backend.capture_state("b"))
     stepped, failed = backend.optim_step([OptimStep(model_id=name, adam=AdamParams()) for name in ("a", "b")])

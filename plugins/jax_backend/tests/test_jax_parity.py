@@ -15,8 +15,7 @@ import torch
 from jax_harness import add_model, make_backend, make_op, near_policy
 from torch_reference import TorchModel
 
-from tinsmith.backend import ModelState
-from tinsmith.operations import AdamParams, Array, Forward, ForwardBackward, LoraConfig, OptimStep
+from tinsmith import AdamParams, Array, Forward, ForwardBackward, LoraConfig, ModelState, OptimStep
 from tinsmith_jax.backend import JaxBackend
 
 KINDS = ("qwen3", "qwen3_untied", "llama3")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,19 @@ from peft import PeftModel, get_peft_model
 from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
-from tinsmith.backend import ModelState
-from tinsmith.errors import CapacityError, NotFoundError, UserError
-from tinsmith.operations import AdamParams, CreateModel, Failed, Forward, LoraConfig, OptimStep
+from tinsmith import (
+    AdamParams,
+    CapacityError,
+    CreateModel,
+    Failed,
+    Forward,
+    ForwardBackwardOutput,
+    LoraConfig,
+    ModelState,
+    NotFoundError,
+    OptimStep,
+    UserError,
+)
 from tinsmith_jax.backend import JaxBackend
 
 ADAM = AdamParams(learning_rate=1e-2)
@@ -151,11 +162,11 @@ def test_peft_loads_the_canonical_names(
 
 def test_refusals_are_values_and_add_nothing(backend: JaxBackend) -> None:
     add_model(backend, "m", LORA)
-    good, long = make_op("m", 0, (40,)), make_op("m", 1, (321,))
-    stranger = make_op("nobody", 2, (40,))
-    results = backend.forward_backward([long, good, stranger])
-    assert [type(result) for result in results] == [Failed, type(results[1]), Failed]
-    assert "321 tokens" in results[0].message
+    good, stranger = make_op("m", 0, (40,)), make_op("nobody", 2, (40,))
+    unknown = replace(make_op("m", 1, (40,)), loss_fn="no_such_loss")
+    results = backend.forward_backward([unknown, good, stranger])
+    assert [type(result) for result in results] == [Failed, ForwardBackwardOutput, Failed]
+    assert "'no_such_loss'" in results[0].message
     assert "'nobody'" in results[2].message
     pending = backend.capture_state("m").gradients
     backend.unload_model("m")

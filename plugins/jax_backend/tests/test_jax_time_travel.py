@@ -9,11 +9,9 @@ import pytest
 from tinsmith import operations as ops
 from tinsmith.checkpoints.format import read_checkpoint
 from tinsmith.commands.replay import run_replay
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings, PluginSection
-from tinsmith.testing.engine_driver import EngineDriver
-from tinsmith.testing.harness import running_server
+from tinsmith.testing import EngineDriver, TinyShape, running_server, write_tiny_model
 
 MODEL = "s1:train:0"
 

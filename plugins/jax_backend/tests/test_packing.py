@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinsmith.operations import Datum, ForwardBackward
+from tinsmith import Datum, ForwardBackward
 from tinsmith_jax.buckets import ADAPTERS, TARGETS, Buckets
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.packing import MicroBatch, Piece, plan

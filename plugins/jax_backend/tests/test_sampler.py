@@ -11,8 +11,7 @@ from jax_harness import add_model, make_backend, make_op, train
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all, trainer_logprobs
 from transformers import AutoModelForCausalLM
 
-from tinsmith.backend import HostSnapshot
-from tinsmith.operations import AdamParams, Failed, LoraConfig, Sample
+from tinsmith import AdamParams, Failed, HostSnapshot, LoraConfig, Sample
 from tinsmith_jax.backend import JaxBackend
 
 VOCAB = 160

@@ -13,7 +13,7 @@ from jax_harness import add_model, make_backend
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
 from tokenizers import Tokenizer, decoders, models
 
-from tinsmith.operations import Failed, LoraConfig, SampleOutput
+from tinsmith import Failed, LoraConfig, SampleOutput
 from tinsmith_jax.backend import JaxBackend
 
 VOCAB = 160

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from tinsmith.operations import AdamParams, Array, Datum, ForwardBackward, LoraConfig
+from tinsmith import AdamParams, Array, Datum, ForwardBackward, LoraConfig
 
 
 class _LoraLinear(torch.nn.Module):

@@ -12,23 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tinsmith.backend import Snapshot
-from tinsmith.errors import UserError
-from tinsmith.operations import Array, LoraConfig
+from tinsmith import Array, LoraConfig, Snapshot, UserError
+from tinsmith.huggingface import ATTENTION, HEAD, MLP, draw_lora_A, weight_name
 from tinsmith_jax.model_config import ModelConfig
-from tinsmith_jax.weights import module_shapes
 
 Adapter = Any  # a pytree as above, of jax or NumPy arrays
 
-HF_MODULES: Mapping[str, str] = {
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
+HF_MODULES: Mapping[str, str] = dict(zip(("q", "k", "v", "o", "gate", "up", "down"), (*ATTENTION, *MLP), strict=True))
 _ATTENTION = frozenset({"q", "k", "v", "o"})
 _CLASSES = (8, 32, 128)
 
@@ -67,8 +57,9 @@ def trained_modules(lora: LoraConfig) -> frozenset[str]:
 def shapes(config: ModelConfig, rank: int) -> Adapter:
     """Give the pytree of jax.ShapeDtypeStruct."""
     layers = {}
+    linear_shapes = config.linear_shapes()
     for name, path in HF_MODULES.items():
-        d_in, d_out = module_shapes(config)[path]
+        d_in, d_out = linear_shapes[path]
         layers[name] = (_f32(config.num_layers, d_in, rank), _f32(config.num_layers, rank, d_out))
     head = (_f32(config.hidden_size, rank), _f32(rank, config.vocab_size))
     return {"layers": layers, "head": head}
@@ -87,21 +78,15 @@ def fresh(lora: LoraConfig, config: ModelConfig, padded_rank: int) -> Adapter:
     """
     adapter = host_zeros(config, padded_rank)
     trained = trained_modules(lora)
-    for index, name in enumerate(HF_MODULES):
+    for name, path in HF_MODULES.items():
         if name in trained:
             A = adapter["layers"][name][0]
             for layer in range(config.num_layers):
-                A[layer, :, : lora.rank] = _draw_A(lora, A.shape[1], (index, layer))
+                A[layer, :, : lora.rank] = draw_lora_A(lora, path, layer, A.shape[1]).T
     if "head" in trained:
         A = adapter["head"][0]
-        A[:, : lora.rank] = _draw_A(lora, A.shape[0], (len(HF_MODULES), 0))
+        A[:, : lora.rank] = draw_lora_A(lora, HEAD, 0, A.shape[0]).T
     return adapter
-
-
-def _draw_A(lora: LoraConfig, d_in: int, stream: tuple[int, int]) -> Array:
-    generator = np.random.default_rng(np.random.SeedSequence(lora.seed % 2**64, spawn_key=stream))
-    bound = d_in**-0.5
-    return generator.uniform(-bound, bound, (d_in, lora.rank)).astype(np.float32)
 
 
 # Canonical names ------------------------------------------------------------------------------------------------------
@@ -118,7 +103,7 @@ def to_canonical(adapter: Adapter, lora: LoraConfig, config: ModelConfig) -> dic
                 _put(named, f"model.layers.{i}.{path}", A[i], B[i], lora.rank)
     if "head" in trained:
         A, B = (np.asarray(x) for x in adapter["head"])
-        _put(named, "lm_head", A, B, lora.rank)
+        _put(named, HEAD, A, B, lora.rank)
     return named
 
 
@@ -133,7 +118,7 @@ def from_canonical(named: Mapping[str, Array], lora: LoraConfig, config: ModelCo
             for i in range(config.num_layers):
                 _get(named, f"model.layers.{i}.{path}", (A[i], B[i]), lora.rank, left)
     if "head" in trained:
-        _get(named, "lm_head", adapter["head"], lora.rank, left)
+        _get(named, HEAD, adapter["head"], lora.rank, left)
     if left:
         msg = f"adapter weights {min(left)!r} and {len(left) - 1} more do not belong to this model and LoRA config"
         raise UserError(msg)
@@ -141,14 +126,13 @@ def from_canonical(named: Mapping[str, Array], lora: LoraConfig, config: ModelCo
 
 
 def _put(named: dict[str, Array], path: str, A: Array, B: Array, rank: int) -> None:
-    named[f"base_model.model.{path}.lora_A.weight"] = np.ascontiguousarray(A[:, :rank].T)
-    named[f"base_model.model.{path}.lora_B.weight"] = np.ascontiguousarray(B[:rank].T)
+    named[weight_name(path, "A")] = np.ascontiguousarray(A[:, :rank].T)
+    named[weight_name(path, "B")] = np.ascontiguousarray(B[:rank].T)
 
 
 def _get(named: Mapping[str, Array], path: str, pair: tuple[Array, Array], rank: int, left: set[str]) -> None:
     A, B = pair
-    for letter, target in (("A", A[:, :rank]), ("B", B[:rank])):
-        name = f"base_model.model.{path}.lora_{letter}.weight"
+    for name, target in ((weight_name(path, "A"), A[:, :rank]), (weight_name(path, "B"), B[:rank])):
         if name not in named:
             msg = f"adapter weight {name!r} is missing"
             raise UserError(msg)

@@ -1,30 +1,26 @@
 """The jax backend: a trainer and a sampler over one copy of the base model, taking turns on the device."""
 
-from collections.abc import Sequence
 from itertools import chain, zip_longest
 
 import jax
 
-from tinsmith.backend import BackendContext, Capabilities, ModelState, SamplingBackend, Snapshot, TrainingBackend
-from tinsmith.errors import ConfigError, ServerError
-from tinsmith.huggingface.stopping import StopRules
-from tinsmith.operations import (
-    CreateModel,
+from tinsmith import (
+    BackendContext,
+    Capabilities,
     Failed,
-    Forward,
-    ForwardBackward,
-    ForwardBackwardOutput,
-    OptimStep,
-    OptimStepOutput,
     Sample,
     SampleOutput,
+    SamplingBackend,
+    ServerError,
+    Snapshot,
+    StopRules,
 )
 from tinsmith_jax import runtime
 from tinsmith_jax.buckets import TARGETS
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.loss_table import LossTable
-from tinsmith_jax.model_config import read_model_config
+from tinsmith_jax.model_config import read_config
 from tinsmith_jax.sampler import Sampler
 from tinsmith_jax.sampling_only import sampling_device
 from tinsmith_jax.train_step import TrainPrograms
@@ -33,38 +29,44 @@ from tinsmith_jax.turns import Turns
 from tinsmith_jax.weights import load_base
 
 
-class JaxBackend(TrainingBackend, SamplingBackend):
-    """Compiles in the background from its construction on; whatever is not ready when needed is compiled then."""
+class JaxBackend(Trainer, SamplingBackend):
+    """A trainer that can sample, too. Compiles in the background from its construction on.
+
+    Whatever is not compiled when it is needed is compiled then.
+    """
 
     def __init__(self, config: JaxConfig, context: BackendContext) -> None:
-        if context.model_path is None:
-            msg = f"model {context.model_name!r} has no directory: set its path to a Hugging Face model directory"
-            raise ConfigError(msg)
         context.progress("starting jax", None)
         runtime.prepare(context.cache_dir)
-        self.model_config = read_model_config(context.model_path)
+        self.model_config = read_config(context.model_directory)
         self.limits = runtime.decide(config, self.model_config)
-        base = load_base(context.model_path, self.model_config, self.limits.dtype, context.progress)
+        base = load_base(context.model_directory, self.model_config, self.limits.dtype, context.progress)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), base)
         losses = LossTable(context.losses)
         train = TrainPrograms(config=self.model_config, limits=self.limits, losses=losses, base_shapes=shapes)
         self.programs = Programs(context.progress)
         turns = Turns()
         self.train_programs = train
-        self._trainer = Trainer(base, self.programs, train, config.max_models, turns.turn)
-        rules = StopRules.of_model(context.model_path)
+        super().__init__(base, self.programs, train, config.max_models, turns.turn)
+        rules = StopRules.of_model(context.model_directory)
+        self._capabilities = self._describe(config, losses, rules, samples=context.samples)
         self._own_sampler: Sampler | None = None
         sampling_programs: list[Program] = []
         if context.samples:
             device = sampling_device(config, self.limits, self.model_config, base, programs=self.programs, turns=turns)
-            self._own_sampler = Sampler(device, self.model_config, rules=rules, prefill_tokens=config.prefill_tokens)
+            self._own_sampler = Sampler(
+                device,
+                self.model_config,
+                capabilities=self._capabilities,
+                rules=rules,
+                prefill_tokens=config.prefill_tokens,
+            )
             sampling_programs = device.all_programs()
-        self._capabilities = self._describe(config, losses, stop_strings=rules.tokenizer is not None)
         if config.warm_up:
             in_turn = chain.from_iterable(zip_longest(train.all(), sampling_programs))
             self.programs.start_warm_up([program for program in in_turn if program is not None])
 
-    def _describe(self, config: JaxConfig, losses: LossTable, *, stop_strings: bool) -> Capabilities:
+    def _describe(self, config: JaxConfig, losses: LossTable, rules: StopRules, *, samples: bool) -> Capabilities:
         return Capabilities(
             device=jax.devices()[0].device_kind,
             dtype=self.limits.dtype,
@@ -79,40 +81,16 @@ class JaxBackend(TrainingBackend, SamplingBackend):
             deterministic=self.limits.platform == "cpu",
             # elsewhere nobody has measured it: no claim of bits, and no isolation_error to report
             isolation="bitwise" if self.limits.exact else "close",
-            sampling=self._own_sampler is not None,
+            sampling=samples,
             prompt_logprobs=True,
             target_prompt_logprobs=True,
             max_topk_logprobs=min(config.max_topk_logprobs, self.model_config.vocab_size),
-            stop_strings=stop_strings,
+            stop_strings=rules.tokenizer is not None,
         )
 
     @property
     def capabilities(self) -> Capabilities:
         return self._capabilities
-
-    def create_model(self, op: CreateModel) -> None:
-        self._trainer.create_model(op)
-
-    def unload_model(self, model_id: str) -> None:
-        self._trainer.unload_model(model_id)
-
-    def forward(self, ops: Sequence[Forward]) -> list[ForwardBackwardOutput | Failed]:
-        return self._trainer.forward(ops)
-
-    def forward_backward(self, ops: Sequence[ForwardBackward]) -> list[ForwardBackwardOutput | Failed]:
-        return self._trainer.forward_backward(ops)
-
-    def optim_step(self, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
-        return self._trainer.optim_step(ops)
-
-    def capture_state(self, model_id: str) -> ModelState:
-        return self._trainer.capture_state(model_id)
-
-    def restore_state(self, model_id: str, state: ModelState) -> None:
-        self._trainer.restore_state(model_id, state)
-
-    def publish(self, model_id: str, snapshot_id: str) -> Snapshot:
-        return self._trainer.publish(model_id, snapshot_id)
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:
         await self._sampler.load_snapshot(snapshot)

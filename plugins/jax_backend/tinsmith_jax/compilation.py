@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from tinsmith.backend import Progress
+from tinsmith import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from tinsmith.backend import BackendConfig
+from tinsmith import BackendConfig
 
 
 class JaxConfig(BackendConfig):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from tinsmith.losses import LossSpec
+from tinsmith import LossSpec
 
 # Any below: jax or NumPy arrays.
 

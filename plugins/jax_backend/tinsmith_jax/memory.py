@@ -6,7 +6,7 @@ from typing import Final
 
 import jax
 
-from tinsmith.errors import OutOfMemoryError
+from tinsmith import OutOfMemoryError
 
 _EXHAUSTED: Final = "RESOURCE_EXHAUSTED"
 

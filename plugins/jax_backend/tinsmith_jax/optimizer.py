@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tinsmith.operations import AdamParams, LoraConfig
+from tinsmith import AdamParams, LoraConfig
 from tinsmith_jax.adapters import Adapter, stack_rows, unstack_rows
 
 # Any below: jax arrays and pytrees of them.

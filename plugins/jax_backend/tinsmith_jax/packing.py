@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tinsmith.operations import Array, Datum, ForwardBackward
+from tinsmith import Array, Datum, ForwardBackward
 from tinsmith_jax.buckets import ADAPTERS, TARGETS, Bucket, Buckets
 from tinsmith_jax.layers import TILE, Tiles
 from tinsmith_jax.loss_table import LossBatch, LossTable

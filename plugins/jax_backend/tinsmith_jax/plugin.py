@@ -1,7 +1,6 @@
 """The hooks of tinsmith-jax. Imported in every process: no jax here."""
 
-import tinsmith
-from tinsmith.backend import BackendContext, BackendSpec, SamplerSpec, SamplingBackend, TrainingBackend
+from tinsmith import BackendContext, BackendSpec, SamplerSpec, SamplingBackend, TrainingBackend, hookimpl
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
 
 
@@ -19,7 +18,7 @@ def create_sampler(config: JaxSamplerConfig, context: BackendContext) -> Samplin
     return JaxSampler(config, context)
 
 
-@tinsmith.hookimpl
+@hookimpl
 def tinsmith_register_backends() -> BackendSpec[JaxConfig]:
     return BackendSpec(
         name="jax",
@@ -29,7 +28,7 @@ def tinsmith_register_backends() -> BackendSpec[JaxConfig]:
     )
 
 
-@tinsmith.hookimpl
+@hookimpl
 def tinsmith_register_samplers() -> SamplerSpec[JaxSamplerConfig]:
     return SamplerSpec(
         name="jax",

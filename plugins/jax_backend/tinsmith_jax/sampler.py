@@ -14,10 +14,17 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
-from tinsmith.backend import Snapshot
-from tinsmith.errors import UnsupportedError, UserError
-from tinsmith.huggingface.stopping import StopRules
-from tinsmith.operations import Failed, Sample, SampleOutput
+from tinsmith import (
+    Capabilities,
+    Failed,
+    Sample,
+    SampleOutput,
+    SamplingBackend,
+    Snapshot,
+    StopRules,
+    UnsupportedError,
+    UserError,
+)
 from tinsmith_jax import adapters
 from tinsmith_jax.decode import STOP_TABLE
 from tinsmith_jax.layers import TILE
@@ -60,11 +67,20 @@ class _Users:
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Sampler:
-    """Implements the methods of SamplingBackend on a device it may share with training, turn by turn."""
+class Sampler(SamplingBackend):
+    """Samples on a device that it may share with training, turn by turn."""
 
-    def __init__(self, device: SamplingDevice, config: ModelConfig, *, rules: StopRules, prefill_tokens: int) -> None:
+    def __init__(
+        self,
+        device: SamplingDevice,
+        config: ModelConfig,
+        *,
+        capabilities: Capabilities,
+        rules: StopRules,
+        prefill_tokens: int,
+    ) -> None:
         self._device = device
+        self._capabilities = capabilities
         self._config = config
         self._rules = rules
         self._prefill_tiles = max(1, prefill_tokens // TILE)
@@ -79,6 +95,10 @@ class Sampler:
         self._line = Line()
         self._waiting: dict[Request, _Waiting] = {}
         self._thread: threading.Thread | None = None  # started by the first request
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
 
     # The event loop's side ----------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from tinsmith.operations import FloatArray, IntArray, TokenArray
+from tinsmith import FloatArray, IntArray, TokenArray
 from tinsmith_jax import adapters, decode
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.layers import TILE

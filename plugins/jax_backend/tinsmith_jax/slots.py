@@ -9,8 +9,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tinsmith.huggingface.stopping import StopRules, StopWatch
-from tinsmith.operations import FloatArray, IntArray, Sample, SampledSequence, SampleOutput, StopReason, TopLogprobs
+from tinsmith import (
+    FloatArray,
+    IntArray,
+    Sample,
+    SampledSequence,
+    SampleOutput,
+    StopReason,
+    StopRules,
+    StopWatch,
+    TopLogprobs,
+)
 from tinsmith_jax.adapters import Adapter
 
 UNUSED_LOGPROB = -99999.0

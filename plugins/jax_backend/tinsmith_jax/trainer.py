@@ -12,22 +12,25 @@ from typing import Any
 import jax
 import numpy as np
 
-from tinsmith.backend import ModelState
-from tinsmith.errors import CapacityError, NotFoundError, OutOfMemoryError
-from tinsmith.operations import (
+from tinsmith import (
     Array,
+    CapacityError,
     CreateModel,
     Failed,
     Forward,
     ForwardBackward,
     ForwardBackwardOutput,
     LoraConfig,
+    ModelState,
+    NotFoundError,
     OptimStep,
     OptimStepOutput,
+    OutOfMemoryError,
+    TrainingBackend,
 )
 from tinsmith_jax import adapters, optimizer
 from tinsmith_jax.adapters import Adapter, JaxSnapshot
-from tinsmith_jax.buckets import STEPS, TARGETS, Bucket
+from tinsmith_jax.buckets import STEPS, Bucket
 from tinsmith_jax.compilation import Compiled, Program, Programs
 from tinsmith_jax.memory import out_of_memory_named
 from tinsmith_jax.packing import MicroBatch, Piece, Stream, pack, plan
@@ -48,8 +51,11 @@ class _Model:
     step: int = 0
 
 
-class Trainer:
-    """Called from one thread. `turn` is held while the device computes, so that sampling gets its share."""
+class Trainer(TrainingBackend):
+    """All of a training backend but its capabilities.
+
+    `turn` is held while the device computes, so that sampling gets its share.
+    """
 
     def __init__(
         self, base: Base, programs: Programs, train_programs: TrainPrograms, max_models: int, turn: Turn
@@ -203,18 +209,11 @@ class Trainer:
                 outputs[piece.op_index].append(cells)
 
     def _refusal(self, op: ForwardBackward) -> Failed | None:
-        """Refuse what cannot be packed; core has checked everything else."""
+        """Refuse an unknown model or loss. Core has checked everything else against the capabilities."""
         if op.model_id not in self._models:
             return _unknown(op.model_id)
         if op.loss_fn not in self._train.losses.kinds:
             return Failed(message=f"no loss named {op.loss_fn!r}, known: {', '.join(self._train.losses.kinds)}")
-        context = self._train.limits.max_context_tokens
-        for index, datum in enumerate(op.data):
-            if not 0 < len(datum.tokens_T) <= context:
-                return Failed(message=f"datum {index} has {len(datum.tokens_T)} tokens, allowed are 1 to {context}")
-            if datum.targets_TK.shape[1] > TARGETS[-1]:
-                count = datum.targets_TK.shape[1]
-                return Failed(message=f"datum {index} has {count} targets per token, allowed are {TARGETS[-1]}")
         return None
 
     def _pieces(self, op_index: int, op: ForwardBackward) -> list[Piece]:

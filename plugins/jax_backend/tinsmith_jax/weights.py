@@ -9,20 +9,16 @@ as gate|up. Legend: L = layers, H = hidden, I = intermediate, V = vocabulary, d 
                 "o": [L, q, H], "post_norm": [L, H], "gate_up": [L, H, 2 I], "down": [L, I, H]}}
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import jax
 import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16)
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from tinsmith.backend import Progress
-from tinsmith.errors import ConfigError
-from tinsmith.operations import Array
+from tinsmith import Array, Progress
+from tinsmith.huggingface import WeightFiles
 from tinsmith_jax.model_config import ModelConfig
 
 # Any: a pytree of jax arrays; jax has no static type for one of a given structure.
@@ -45,27 +41,17 @@ def load_base(directory: Path, config: ModelConfig, dtype: str, progress: Progre
 
     Raise ConfigError for missing files, tensors or wrong shapes.
     """
-    with ExitStack() as stack:
-        read = _open(directory, stack, np.dtype(dtype))
+    with WeightFiles(directory, framework="numpy") as files:
+
+        def read(name: str, shape: tuple[int, ...]) -> Array:
+            tensor: Array = files.whole(name, shape)
+            return tensor.astype(np.dtype(dtype), copy=False)
+
         return _assemble(read, config, progress)
 
 
-def module_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Give (in, out) of every Hugging Face linear module of one layer, by its path within the layer."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    return {
-        "self_attn.q_proj": (hidden, config.q_size),
-        "self_attn.k_proj": (hidden, config.kv_size),
-        "self_attn.v_proj": (hidden, config.kv_size),
-        "self_attn.o_proj": (config.q_size, hidden),
-        "mlp.gate_proj": (hidden, inner),
-        "mlp.up_proj": (hidden, inner),
-        "mlp.down_proj": (inner, hidden),
-    }
-
-
 def _assemble(read: Read, config: ModelConfig, progress: Progress) -> Base:
-    shapes = module_shapes(config)
+    shapes = config.linear_shapes()
     hidden, vocab = config.hidden_size, config.vocab_size
     norms = {name: (path, config.hidden_size) for name, path in _NORMS.items()}
     if config.qk_norm:
@@ -104,44 +90,3 @@ def _stack_matrix(read: Read, modules: Sequence[str], shapes: Mapping[str, tuple
             offset += width
     assert stacked is not None, "a model has at least one layer"
     return stacked
-
-
-def _open(directory: Path, stack: ExitStack, dtype: np.dtype[Any]) -> Read:
-    files = _tensor_files(directory)
-    handles: dict[Path, Any] = {}  # Any: safetensors' handle is untyped
-
-    def read(name: str, shape: tuple[int, ...]) -> Array:
-        if name not in files:
-            msg = f"{str(directory)!r}: tensor {name!r} is missing from the weight files"
-            raise ConfigError(msg)
-        path = files[name]
-        try:
-            if path not in handles:
-                handles[path] = stack.enter_context(safe_open(path, framework="numpy"))
-            tensor: Array = handles[path].get_tensor(name)
-        except (OSError, SafetensorError, KeyError) as error:
-            msg = f"{str(path)!r}: tensor {name!r} cannot be read: {error}"
-            raise ConfigError(msg) from error
-        if tensor.shape != shape:
-            msg = f"{str(path)!r}: tensor {name!r} has shape {tensor.shape}, config.json says {shape}"
-            raise ConfigError(msg)
-        return tensor.astype(dtype, copy=False)
-
-    return read
-
-
-def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Map every tensor name to its file: one file, or many with an index."""
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    try:
-        if index.is_file():
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {name: directory / file for name, file in weight_map.items()}
-        if single.is_file():
-            with safe_open(single, framework="numpy") as handle:
-                return dict.fromkeys(handle.keys(), single)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        msg = f"{str(directory)!r}: the weight files cannot be read: {error}"
-        raise ConfigError(msg) from error
-    msg = f"{str(directory)!r} has neither model.safetensors nor model.safetensors.index.json"
-    raise ConfigError(msg)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from vllm_harness import SHAPES, make_sampler
 
-from tinsmith.huggingface.tiny_model import write_tiny_model
+from tinsmith.testing import write_tiny_model
 from tinsmith_vllm.sampler import VllmSampler
 
 

@@ -11,11 +11,9 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from vllm_harness import Pair, make_trainer
 
-from tinsmith.backend import Snapshot, TrainingBackend
-from tinsmith.huggingface.peft_layout import adapter_config
-from tinsmith.operations import Array
-from tinsmith.testing import ConsistencyContract, SamplingBackendContract
-from tinsmith.testing.sampling_suite import in_one_loop
+from tinsmith import Array, Snapshot, TrainingBackend
+from tinsmith.huggingface import adapter_config
+from tinsmith.testing import ConsistencyContract, SamplingBackendContract, in_one_loop
 from tinsmith_vllm import adapters
 from tinsmith_vllm.adapters import AdapterFiles
 from tinsmith_vllm.sampler import VllmSampler

@@ -14,12 +14,18 @@ import pytest
 from safetensors.numpy import load_file
 from vllm_harness import CONTEXT, blank_adapter, draw, make_sampler, op, prompt, random_adapter
 
-from tinsmith.backend import HostSnapshot, Snapshot
-from tinsmith.errors import UnsupportedError, UserError
-from tinsmith.huggingface.stopping import StopRules
-from tinsmith.operations import Failed, LoraConfig, Sample, SampleOutput
-from tinsmith.testing.contract import assert_same_arrays
-from tinsmith.testing.sampling_suite import in_one_loop
+from tinsmith import (
+    Failed,
+    HostSnapshot,
+    LoraConfig,
+    Sample,
+    SampleOutput,
+    Snapshot,
+    StopRules,
+    UnsupportedError,
+    UserError,
+)
+from tinsmith.testing import assert_same_arrays, in_one_loop
 from tinsmith_vllm.sampler import VllmSampler
 
 pytestmark = pytest.mark.slow  # it starts vLLM

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from vllm_harness import draw, forward_logprobs, make_sampler, make_trainer, op, prompt, trained_by
 
-from tinsmith.backend import TrainingBackend
-from tinsmith.operations import LoraConfig
-from tinsmith.testing.sampling_suite import in_one_loop
+from tinsmith import LoraConfig, TrainingBackend
+from tinsmith.testing import in_one_loop
 from tinsmith_vllm.sampler import VllmSampler
 
 pytestmark = pytest.mark.slow  # it starts vLLM

@@ -13,9 +13,8 @@ from packaging.requirements import Requirement
 from pydantic import ValidationError
 from vllm_harness import SHAPES, blank_adapter, make_sampler, op, prompt, settings
 
-from tinsmith.errors import ConfigError, ServerError
-from tinsmith.huggingface.tiny_model import write_tiny_model
-from tinsmith.operations import Failed, SampleOutput
+from tinsmith import ConfigError, Failed, SampleOutput, ServerError
+from tinsmith.testing import write_tiny_model
 from tinsmith_vllm import compat
 from tinsmith_vllm.adapters import AdapterFiles
 from tinsmith_vllm.config import VllmConfig

@@ -11,35 +11,33 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tinsmith.backend import (
-    BackendContext,
-    Capabilities,
-    HostSnapshot,
-    ModelState,
-    SamplingBackend,
-    Snapshot,
-    TrainingBackend,
-)
-from tinsmith.huggingface.tiny_model import TinyShape
-from tinsmith.losses import BUILTIN_LOSSES
-from tinsmith.operations import (
+from tinsmith import (
+    BUILTIN_LOSSES,
     AdamParams,
     Array,
+    BackendContext,
+    Capabilities,
     CreateModel,
     Datum,
     Failed,
     Forward,
     ForwardBackward,
     ForwardBackwardOutput,
+    HostSnapshot,
     LoraConfig,
+    ModelState,
     OptimStep,
     OptimStepOutput,
     Sample,
     SampleOutput,
+    SamplingBackend,
     SamplingParams,
+    Snapshot,
+    TrainingBackend,
 )
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import capabilities_of
+from tinsmith.testing import TinyShape
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.sampler import VllmSampler
 

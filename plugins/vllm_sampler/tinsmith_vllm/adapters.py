@@ -12,8 +12,8 @@ from typing import IO, Final
 import numpy as np
 from safetensors.numpy import save_file
 
-from tinsmith.backend import Snapshot
-from tinsmith.huggingface.peft_layout import adapter_config
+from tinsmith import Snapshot
+from tinsmith.huggingface import adapter_config
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _PREFIX: Final = "tinsmith-vllm-"

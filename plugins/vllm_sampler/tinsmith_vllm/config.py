@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tinsmith.backend import BackendConfig
+from tinsmith import BackendConfig
 
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 

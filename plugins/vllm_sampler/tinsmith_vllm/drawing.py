@@ -5,8 +5,17 @@ from typing import Final
 
 import numpy as np
 
-from tinsmith.huggingface.stopping import StopRules, StopWatch
-from tinsmith.operations import FloatArray, Sample, SampledSequence, SampleOutput, StopReason, TokenArray, TopLogprobs
+from tinsmith import (
+    FloatArray,
+    Sample,
+    SampledSequence,
+    SampleOutput,
+    StopReason,
+    StopRules,
+    StopWatch,
+    TokenArray,
+    TopLogprobs,
+)
 from tinsmith_vllm.messages import Drawn, Generate, PromptQuestion, PromptScores
 
 _UNUSED_LOGPROB: Final = -99999.0

@@ -1,7 +1,6 @@
 """The hooks of tinsmith-vllm. Imported in every process: no vLLM here, nor in any other part of the parent's side."""
 
-import tinsmith
-from tinsmith.backend import BackendContext, SamplerSpec, SamplingBackend
+from tinsmith import BackendContext, SamplerSpec, SamplingBackend, hookimpl
 from tinsmith_vllm.config import VllmConfig
 
 
@@ -12,7 +11,7 @@ def create(config: VllmConfig, context: BackendContext) -> SamplingBackend:
     return VllmSampler(config, context)
 
 
-@tinsmith.hookimpl
+@hookimpl
 def tinsmith_register_samplers() -> SamplerSpec[VllmConfig]:
     return SamplerSpec(
         name="vllm",

@@ -11,10 +11,20 @@ from typing import Final
 
 import msgspec
 
-from tinsmith.backend import BackendContext, Capabilities, SamplingBackend, Snapshot
-from tinsmith.errors import ConfigError, ServerError, UnsupportedError, UserError
-from tinsmith.huggingface.stopping import StopRules
-from tinsmith.operations import Failed, Sample, SampleOutput
+from tinsmith import (
+    BackendContext,
+    Capabilities,
+    ConfigError,
+    Failed,
+    Sample,
+    SampleOutput,
+    SamplingBackend,
+    ServerError,
+    Snapshot,
+    StopRules,
+    UnsupportedError,
+    UserError,
+)
 from tinsmith_vllm.adapters import AdapterFiles
 from tinsmith_vllm.compat import MIN_TEMPERATURE
 from tinsmith_vllm.config import VllmConfig
@@ -44,12 +54,9 @@ class VllmSampler(SamplingBackend):
     """Ready from its construction on. A replica that dies is started again; its samples are drawn once more."""
 
     def __init__(self, config: VllmConfig, context: BackendContext) -> None:
-        if context.model_path is None:
-            msg = f"model {context.model_name!r} has no directory: set its path to a Hugging Face model directory"
-            raise ConfigError(msg)
         self._config = config
-        self._model_path = context.model_path
-        self._rules = StopRules.of_model(context.model_path)
+        self._model_path = context.model_directory
+        self._rules = StopRules.of_model(self._model_path)
         self._files = AdapterFiles(config.shared_memory_dir, context.cache_dir / "adapters")
         self._adapters: dict[str, _Adapter] = {}
         self._loading: dict[str, asyncio.Lock] = {}
@@ -57,7 +64,7 @@ class VllmSampler(SamplingBackend):
         self._alone = asyncio.Lock()
         self._replicas = [
             Replica(launch, f"vllm replica {number}")
-            for number, launch in enumerate(launches(config, context.model_path, context.cache_dir))
+            for number, launch in enumerate(launches(config, self._model_path, context.cache_dir))
         ]
         try:
             described = [
