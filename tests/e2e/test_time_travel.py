@@ -17,7 +17,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import ModelState
 from tinsmith.checkpoints.format import read_checkpoint
 from tinsmith.commands.replay import _Replay, run_replay
-from tinsmith.engine import time_travel
+from tinsmith.engine.models import Models
 from tinsmith.errors import ConfigError, NotFoundError, ServerError, TinsmithError, UserError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_store
@@ -113,7 +113,7 @@ def test_every_saved_state_is_rebuilt_while_the_server_runs(
     out, err = capsys.readouterr()
     assert out.splitlines()[0] == str(tmp_path / f"at-{saves[0] - 1}")
     assert "from its creation" in err
-    assert "from the snapshot of seq_id" in err
+    assert "from the recovery point of seq_id" in err
     assert "bit for bit" in err
     client = EngineDriver(server.store, "toy")
     result = server.call(client.submit(ops.Forward(model_id=MODEL, data=a_pass(1).data), seq_id=saves[-1] + 1))
@@ -161,7 +161,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_loaded(
     for to in (str(tmp_path / "taken"), str(tmp_path / "link"), f"tinker://{MODEL}/weights/at-{saves[0]}"):
         assert "exists already" in refused(settings, UserError, to=to)
     other = ModelSettings(name="other", backend=PluginSection(plugin="toy"))
-    assert "is of base model 'toy', but configured is 'other'" in refused(
+    assert "belongs to base model 'toy', but configured is 'other'" in refused(
         settings.model_copy(update={"models": (other,)}), ConfigError
     )
     elsewhere = settings.server.model_copy(update={"data_dir": tmp_path})
@@ -172,21 +172,21 @@ def test_what_cannot_be_done_is_refused_before_anything_is_loaded(
 def test_ctrl_c_leaves_nothing(
     server: RunningServer, saves: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cancelled task is what Ctrl-C makes of it; here at the first operation that is replayed."""
+    """A cancelled task is what Ctrl-C makes of it; here as the model is made."""
     replay = _Replay(server.settings, PLUGINS, Console(stderr=True))
 
     async def interrupted() -> None:
         working = asyncio.create_task(
             replay.run(MODEL, saves[-1], str(tmp_path / "new" / "x"), accept_differences=False)
         )
-        real = time_travel.replay
+        real = Models.create
 
         async def cancelling(*arguments: Any) -> Any:
             working.cancel()
             await asyncio.sleep(0)
             return await real(*arguments)
 
-        monkeypatch.setattr(time_travel, "replay", cancelling)
+        monkeypatch.setattr(Models, "create", cancelling)
         await working
 
     with pytest.raises(asyncio.CancelledError):
@@ -253,7 +253,7 @@ def test_results_that_differ_are_not_hidden(tmp_path: Path, capsys: pytest.Captu
         )
     database.close()
     said = refused(settings, ServerError, until=4, to=str(tmp_path / "x"))
-    assert "1 of 5 operations gave other results" in said
+    assert "1 of 5 operations gave results that differ" in said
     assert "optim_step with seq_id 3, by " in said
     assert "--accept-differences" in said
     assert not (tmp_path / "x").exists()

@@ -11,14 +11,13 @@ from plain_protocol import POISON
 
 from tinsmith import operations as ops
 from tinsmith.backend import BackendContext
-from tinsmith.builtin.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
-from tinsmith.engine.engine import Engine, EngineFailedError
+from tinsmith.engine.failures import EngineFailedError
 from tinsmith.errors import StoreError
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.settings import RecoverySettings
 from tinsmith.store import RequestStore
-from tinsmith.testing.engine_driver import take_over
+from tinsmith.testing.engine_driver import make_engine, take_over
 
 LOSSES = {loss.name: loss for loss in BUILTIN_LOSSES}
 _QUIET = frozenset({"wait_for_work"})  # it is no boundary: nothing is read or written
@@ -119,17 +118,13 @@ class MortalEngine:
 
     async def _live(self, seen: Any, stopping: asyncio.Event) -> None:  # Any: it stands in for a RequestStore
         self.backend = a_backend(FragileBackend, self.data_dir)
-        engine = Engine(
-            lease=await take_over(self.store, "toy", engine_id=f"engine-{self.engines}"),
-            store=seen,
-            scheduler=FairScheduler(FairConfig()),
-            backend=self.backend,
+        engine = await make_engine(
+            seen,
+            self.backend,
+            self.data_dir,
             sampler=self.backend,
-            losses=LOSSES,
-            checkpoint_root=self.data_dir / "checkpoints",
-            gap_timeout_s=600.0,
+            lease=await take_over(self.store, "toy", engine_id=f"engine-{self.engines}"),
             resident_snapshots=2,
-            on_finished=lambda _: None,
             recovery=RecoverySettings(point_every_operations=2, max_interruptions=1000),
         )
         asked = asyncio.create_task(stopping.wait())  # it may have been set before there was an engine to tell

@@ -83,14 +83,14 @@ def test_the_largest_difference_is_bounded_whatever_the_effect() -> None:
     found = world.judge(served_N, bounds=FLOAT32)
     assert found.verdict == "inconsistent"
     assert found.max_difference == pytest.approx(0.011, abs=1e-5)
-    assert "the largest difference is 0.011, allowed are 0.01" in str(found.reason)
+    assert "the largest difference is 0.011, but at most 0.01 is allowed" in str(found.reason)
 
 
 def test_another_base_model_is_said_to_be_one() -> None:
     world = World(0, noise=1e-6, effect=0.1)
     world.base = world.scores(world.base_N, world.base_N + 1.0)
     found = world.judge(world.effect_N + 1.0, bounds=FLOAT32)
-    assert "do not hold the same base model" in str(found.reason)
+    assert "hold different base models" in str(found.reason)
 
 
 def test_not_a_number_is_a_fault() -> None:
@@ -116,4 +116,4 @@ def test_what_the_adapter_does_not_explain_must_be_rounding() -> None:
         aside_N -= world.effect_N * (aside_N @ world.effect_N) / (world.effect_N @ world.effect_N)
         found = world.judge(world.effect_N + aside_N, bounds=FLOAT32)
         assert found.verdict == "inconsistent", (seed, found)
-        assert "more than rounding explains" in str(found.reason)
+        assert "exceeds what rounding explains" in str(found.reason)

@@ -13,10 +13,8 @@ import pytest
 
 from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, Capabilities
-from tinsmith.builtin.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.engine.consistency_gate import _PROBE_ID
-from tinsmith.engine.engine import Engine
 from tinsmith.errors import NotFoundError
 from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES
@@ -24,7 +22,7 @@ from tinsmith.settings import ConsistencySettings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import StoreContext
-from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, take_over
+from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, make_engine
 from tinsmith.testing.snapshot_faults import FaultySampler, wrong_alpha
 
 LOSSES = {loss.name: loss for loss in BUILTIN_LOSSES}
@@ -69,16 +67,11 @@ class Setup:
 
     @asynccontextmanager
     async def running(self, **consistency: Any) -> AsyncIterator[EngineDriver]:
-        engine = Engine(
-            lease=await take_over(self.store, "toy"),
-            store=self.store,
-            scheduler=FairScheduler(FairConfig()),
-            backend=self.toy,
+        engine = await make_engine(
+            self.store,
+            self.toy,
+            self.data_dir,
             sampler=self.sampler,
-            losses=LOSSES,
-            checkpoint_root=self.data_dir / "checkpoints",
-            gap_timeout_s=600.0,
-            resident_snapshots=8,
             on_finished=self.events.append,
             consistency=ConsistencySettings(**consistency),
         )
@@ -162,7 +155,7 @@ async def test_with_warn_the_save_goes_through_and_the_figures_are_kept(
     assert saved.consistency.max_difference is not None
     assert "adapter_model.safetensors" in setup.files()
     (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
-    assert "is not what was trained" in record.getMessage()
+    assert "does not match the trained model" in record.getMessage()
 
 
 async def test_off_compares_nothing(setup: Setup) -> None:
@@ -208,7 +201,7 @@ async def test_a_configured_bound_holds(setup: Setup) -> None:
         await train(client)
         setup.sampler.fault = lambda snapshot, _: shaken(snapshot)
         failure = await client.failure(await client.submit(ephemeral(0)))
-    assert "allowed are 1e-12" in failure.message
+    assert "at most 1e-12 is allowed" in failure.message
 
 
 def shaken(snapshot: Any) -> Any:

@@ -15,12 +15,12 @@ import pytest
 
 from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, Capabilities, Snapshot
-from tinsmith.builtin.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.checkpoints.format import delete_checkpoint, read_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.engine import store_retries
-from tinsmith.engine.engine import Engine, EngineFailedError
+from tinsmith.engine.engine import Engine
+from tinsmith.engine.failures import EngineFailedError
 from tinsmith.errors import StoreError, UnsupportedError, UserError
 from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES
@@ -28,7 +28,7 @@ from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import Lease, OperationRecord, OperationState, RunState, StoreContext
 from tinsmith.testing.contract import assert_same_arrays
-from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, take_over
+from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, make_engine
 
 LOSSES = {loss.name: loss for loss in BUILTIN_LOSSES}
 ADAM = ops.AdamParams(learning_rate=0.01)
@@ -86,7 +86,6 @@ class Setup:
     store: SqlStore
     events: list[OperationFinished] = field(default_factory=list)
     happened: asyncio.Event = field(default_factory=asyncio.Event)
-    engines: int = 0
 
     def note(self, event: OperationFinished) -> None:
         self.events.append(event)
@@ -101,19 +100,8 @@ class Setup:
         return EngineDriver(self.store, "toy", **who)
 
     async def make_engine(self, **settings: Any) -> Engine:
-        self.engines += 1
-        defaults = {"gap_timeout_s": 600.0, "resident_snapshots": 8, "sampler": self.backend}
-        values: dict[str, Any] = {**defaults, **settings}
-        return Engine(
-            lease=await take_over(self.store, "toy"),
-            store=self.store,
-            scheduler=FairScheduler(FairConfig()),
-            backend=self.backend,
-            losses=LOSSES,
-            checkpoint_root=self.data_dir / "checkpoints",
-            on_finished=self.note,
-            **values,
-        )
+        options = {"sampler": self.backend, **settings}
+        return await make_engine(self.store, self.backend, self.data_dir, on_finished=self.note, **options)
 
     @asynccontextmanager
     async def running(self, **settings: Any) -> AsyncIterator[Engine]:
@@ -216,7 +204,7 @@ async def test_what_was_queued_runs_in_order_and_merged(setup: Setup, client: En
         for each in (client, other):
             for operation in (a_pass(each), a_pass(each), a_step(each)):
                 last = await each.submit(operation)
-        while len(engine._pending) < 6:  # noqa: ASYNC110 - it is the engine's own, and tells nobody
+        while len(engine.training.waiting) < 6:  # noqa: ASYNC110 - the engine tells nobody
             await asyncio.sleep(0)  # until the engine has seen them all
         setup.backend.training_held.set()
         await client.result(held)
@@ -429,6 +417,25 @@ async def test_snapshots_beyond_the_limit_go_to_disk_and_come_back(setup: Setup,
         assert "is gone" in gone.message
 
 
+async def test_without_a_sampler_models_are_trained_and_saved_by_name(setup: Setup, client: EngineDriver) -> None:
+    async with setup.running(sampler=None):
+        await client.create_model()
+        await train(client)
+        refused = await client.run(ops.SaveForSampler(model_id="s1:train:0", sampling_session_id="s1:sample:0"))
+        assert isinstance(refused, ops.Failed)
+        assert "it has no sampler; save with a name instead" in refused.message
+        path = client.path("x", "sampler_weights")
+        saved = await client.run(ops.SaveForSampler(model_id="s1:train:0", path=path))
+        assert isinstance(saved, ops.WeightsSaved)
+        assert (saved.path, saved.consistency) == (path, None)
+        for snapshot_id in (None, "s1:sample:0", path):
+            sampled = await client.run(a_sample(client, snapshot_id))
+            assert isinstance(sampled, ops.Failed)
+            assert "has no sampler" in sampled.message
+        await client.run(ops.UnloadModel(model_id="s1:train:0"))
+    assert setup.backend.loaded == set()
+
+
 async def test_an_export_is_written(setup: Setup, client: EngineDriver) -> None:
     async with setup.running():
         await client.create_model()
@@ -530,7 +537,7 @@ async def test_a_claim_whose_answer_is_lost_is_made_again(
             await asyncio.sleep(0)
         lost += lost % 2  # the next one is lost
         behind = await client.submit(a_pass(client))
-        while behind not in engine._pending:  # noqa: ASYNC110 - it is the engine's own, and tells nobody
+        while behind not in engine.training.waiting:  # noqa: ASYNC110 - the engine tells nobody
             await asyncio.sleep(0)
         setup.backend.training_held.set()
         await client.result(held)

@@ -15,11 +15,11 @@ import pytest
 
 from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, ModelState
-from tinsmith.builtin.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.checkpoints.format import delete_checkpoint
 from tinsmith.engine import recovery_points, store_retries
-from tinsmith.engine.engine import Engine, EngineFailedError
+from tinsmith.engine.engine import Engine
+from tinsmith.engine.failures import EngineFailedError
 from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.errors import OutOfMemoryError, ServerError, StoreError
 from tinsmith.losses import BUILTIN_LOSSES
@@ -37,7 +37,7 @@ from tinsmith.store import (
     StoreContext,
     Waiting,
 )
-from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, take_over
+from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, make_engine, take_over
 
 LOSSES = {loss.name: loss for loss in BUILTIN_LOSSES}
 MODEL = "s1:train:0"
@@ -108,17 +108,12 @@ class Setup:
         self.backend = FragileBackend(self.data_dir)
         self.progress.clear()
         self.lease = await take_over(self.store, "toy")
-        return Engine(
-            lease=self.lease,
-            store=self.store,
-            scheduler=FairScheduler(FairConfig()),
-            backend=self.backend,
+        return await make_engine(
+            self.store,
+            self.backend,
+            self.data_dir,
             sampler=self.backend,
-            losses=LOSSES,
-            checkpoint_root=self.data_dir / "checkpoints",
-            gap_timeout_s=600.0,
-            resident_snapshots=8,
-            on_finished=lambda _: None,
+            lease=self.lease,
             recovery=RecoverySettings(**{"point_every_operations": 1000, **recovery}),
         )
 

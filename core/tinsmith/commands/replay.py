@@ -1,4 +1,4 @@
-"""`tinsmith replay`: a model as it was, rebuilt on a backend of its own, and written as a checkpoint."""
+"""`tinsmith replay`: rebuild a model as it was, on a backend of its own, and write it as a checkpoint."""
 
 import asyncio
 import os
@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
-from urllib.parse import quote
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -21,13 +20,16 @@ from tinsmith.backend import Progress as ReportProgress
 from tinsmith.checkpoints.format import write_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.commands.open_store import opened_store
-from tinsmith.engine.checkpoint_files import CheckpointFiles
-from tinsmith.engine.execution import BackendFailedError, Execution
-from tinsmith.engine.time_travel import Rebuilt, check_reachable, rebuild
+from tinsmith.engine.checkpoint_files import CheckpointReader
+from tinsmith.engine.failures import BackendFailedError
+from tinsmith.engine.models import Models
+from tinsmith.engine.replay import Rebuilt, Replayer
+from tinsmith.engine.time_travel import check_reachable, rebuild_at
+from tinsmith.engine.training_thread import TrainingThread
 from tinsmith.errors import ConfigError, NotFoundError, ServerError, UserError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_trainer
-from tinsmith.settings import ModelSettings, Settings
+from tinsmith.settings import DataDir, ModelSettings, Settings
 from tinsmith.store import CheckpointRecord, RequestStore, RunRecord
 
 _EXIT_INTERRUPTED: Final = 130
@@ -39,20 +41,20 @@ T = TypeVar("T")
 def run_replay(
     settings: Settings, plugins: Plugins, *, run: str, until: int, to: str, accept_differences: bool = False
 ) -> None:
-    """Rebuild, write, and print where it is. Raise TinsmithError where it cannot be done; nothing is written then."""
-    console = Console(stderr=True, emoji=False)  # :train: is one
+    """Rebuild the model, write it, and print where it is. Raise TinsmithError, writing nothing, if that fails."""
+    console = Console(stderr=True, emoji=False)  # Rich would take the ":train:" of a run's name for one
     replay = _Replay(settings, plugins, console)
     try:
         asyncio.run(replay.run(run, until, to, accept_differences=accept_differences))
     except KeyboardInterrupt:
         console.print("stopped; nothing was written" if replay.written is None else f"written: {replay.written}")
         sys.stderr.flush()
-        os._exit(_EXIT_INTERRUPTED)  # a backend that is loading would be waited for
+        os._exit(_EXIT_INTERRUPTED)  # do not wait for a backend that is still loading
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where the checkpoint goes: a directory of its own, or a name that the store knows."""
+    """Where the checkpoint goes: to a directory of its own, or to a path that the store records."""
 
     root: Path
     directory: str
@@ -67,7 +69,7 @@ class _Replay:
         self._settings = settings
         self._plugins = plugins
         self._console = console
-        self._data_dir = settings.server.data_dir.expanduser().absolute()
+        self._data_dir = settings.data_dir
         self.written: str | None = None
 
     async def run(self, model_id: str, until: int, to: str, *, accept_differences: bool) -> None:
@@ -75,16 +77,16 @@ class _Replay:
             try:
                 log = await store.run_log(model_id)
             except NotFoundError as error:
-                msg = f"no run {model_id!r}; `tinsmith runs list` shows those that there are"
+                msg = f"no run {model_id!r}; `tinsmith runs list` shows them all"
                 raise NotFoundError(msg) from error
             model = self._model_of(log.run)
             target = _target(to, log.run, self._data_dir)
             await self._refuse_taken(store, target)
             check_reachable(log, until)
-            rebuilt = await self._rebuilt(store, model, model_id, until)
+            rebuilt, state = await self._rebuilt(store, model, model_id, until)
             self._show_differences(rebuilt, accept=accept_differences)
-            await _to_its_end(self._write(store, target, log.run, until, rebuilt.state))
-        self._summarize(target, model_id, until, rebuilt)
+            await _to_its_end(self._write(store, target, log.run, until, state))
+        self._summarize(target, model_id, until, rebuilt, state.step)
 
     def _model_of(self, run: RunRecord) -> ModelSettings:
         for model in self._settings.models:
@@ -92,8 +94,8 @@ class _Replay:
                 return model
         configured = ", ".join(repr(model.name) for model in self._settings.models)
         msg = (
-            f"run {run.model_id!r} is of base model {run.base_model!r}, but configured is {configured}; pass the "
-            "--config, or --base-model and --name, that the server was started with"
+            f"run {run.model_id!r} belongs to base model {run.base_model!r}, but configured is {configured}; pass the "
+            "same --config, or --base-model and --name, as to the server"
         )
         raise ConfigError(msg)
 
@@ -109,35 +111,28 @@ class _Replay:
             msg = f"--to {str(target)!r} exists already; choose another name"
             raise UserError(msg)
 
-    async def _rebuilt(self, store: RequestStore, model: ModelSettings, model_id: str, until: int) -> Rebuilt:
-        own = quote(model.name, safe="")
+    async def _rebuilt(
+        self, store: RequestStore, model: ModelSettings, model_id: str, until: int
+    ) -> tuple[Rebuilt, ModelState]:
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         hidden = not self._console.is_terminal
         with Progress(*columns, console=self._console, transient=True, disable=hidden) as progress:
             task = progress.add_task(f"loading {model.name}", total=None)
             thread = ThreadPoolExecutor(1, thread_name_prefix="tinsmith-training")
             async with self._backend(model, thread, progress, task) as backend:
-                files = CheckpointFiles(self._data_dir / "checkpoints", base_model=model.name, is_recorded=_nothing_is)
-                execution = Execution(
-                    base_model=model.name,
-                    backend=backend,
-                    snapshots=None,
-                    files=files,
-                    thread=thread,
-                    recovery_points=None,
-                    sampler=None,
-                    consistency=model.consistency,
-                )
+                models = Models(backend, TrainingThread(thread))
+                checkpoints = CheckpointReader(self._data_dir.checkpoints, base_model=model.name)
+                replayer = Replayer(models, checkpoints, recovery_root=self._data_dir.recovery_points(model.name))
                 progress.update(task, description=f"rebuilding {model_id}", total=until + 1, completed=0)
                 try:
-                    return await rebuild(
+                    rebuilt = await rebuild_at(
                         model_id,
                         until,
                         store=store,
-                        execution=execution,
-                        recovery_root=self._data_dir / "recovery" / own,
+                        replayer=replayer,
                         progress=lambda seq_id: progress.update(task, completed=seq_id + 1),
                     )
+                    return rebuilt, await models.capture(model_id)
                 except BackendFailedError as error:
                     msg = f"the backend failed while it rebuilt {model_id!r}: {error}"
                     raise ServerError(msg) from error
@@ -146,7 +141,7 @@ class _Replay:
     async def _backend(
         self, model: ModelSettings, thread: ThreadPoolExecutor, progress: Progress, task: TaskID
     ) -> AsyncIterator[TrainingBackend]:
-        """Make one of our own, as the engine of this model does; the engine's is not touched."""
+        """Create a backend as the engine of this model does. The engine's own backend is not touched."""
 
         def loaded(stage: str, fraction: float | None) -> None:
             total, done = (None, None) if fraction is None else (100.0, 100.0 * fraction)
@@ -167,11 +162,11 @@ class _Replay:
         if not rebuilt.differences:
             return
         msg = (
-            f"{len(rebuilt.differences)} of {rebuilt.num_replayed} operations gave other results than were recorded, "
-            f"the first of them {rebuilt.differences[0]}"
+            f"{len(rebuilt.differences)} of {rebuilt.num_replayed} operations gave results that differ from "
+            f"the recorded ones; the first is {rebuilt.differences[0]}"
         )
         if not accept:
-            msg = f"{msg}; nothing was written, --accept-differences writes it all the same"
+            msg = f"{msg}. Nothing was written; --accept-differences writes the result anyway"
             raise ServerError(msg)
         self._console.print(f"[bold yellow]warning:[/] {msg}", highlight=False, soft_wrap=True)
 
@@ -208,34 +203,32 @@ class _Replay:
             await store.add_checkpoint(record)
         self.written = str(target)
 
-    def _summarize(self, target: _Target, model_id: str, until: int, rebuilt: Rebuilt) -> None:
-        start = "its creation" if rebuilt.point_seq_id is None else f"the snapshot of seq_id {rebuilt.point_seq_id}"
+    def _summarize(self, target: _Target, model_id: str, until: int, rebuilt: Rebuilt, step: int) -> None:
+        start = (
+            "its creation" if rebuilt.point_seq_id is None else f"the recovery point of seq_id {rebuilt.point_seq_id}"
+        )
         same = "" if rebuilt.differences or not rebuilt.num_replayed else ", with the recorded results bit for bit"
         told = (
-            f"{model_id} after seq_id {until} (optimizer step {rebuilt.state.step}): from {start}, "
+            f"{model_id} after seq_id {until} (optimizer step {step}): from {start}, "
             f"{rebuilt.num_replayed} operations replayed{same}"
         )
         self._console.print(told, highlight=False, soft_wrap=True)
-        print(target)  # noqa: T201 - the one thing that a script wants to read
+        print(target)  # noqa: T201 - on stdout, for scripts
 
 
-def _target(to: str, run: RunRecord, data_dir: Path) -> _Target:
+def _target(to: str, run: RunRecord, data_dir: DataDir) -> _Target:
     if not to.startswith("tinker://"):
         directory = Path(to).expanduser().absolute()
         return _Target(root=directory.parent, directory=directory.name)
     path = TinkerPath.parse(to)
     if path.kind != "training" or path.model_id != run.model_id:
-        msg = f"--to {to!r}: a training state of this run is named tinker://{run.model_id}/weights/<name>"
+        msg = f"--to {to!r} does not name a training state of this run: use tinker://{run.model_id}/weights/<name>"
         raise UserError(msg)
-    return _Target(root=data_dir / "checkpoints", directory=path.directory, path=path)
-
-
-async def _nothing_is(_: str) -> bool:
-    return False
+    return _Target(root=data_dir.checkpoints, directory=path.directory, path=path)
 
 
 async def _to_its_end(work: Awaitable[T]) -> T:
-    """Do the work to its end although Ctrl-C comes: half of it would be worse."""
+    """Finish the work even if Ctrl-C arrives: a half-written checkpoint would be worse."""
     doing = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(doing)

@@ -1,1 +1,1 @@
-"""One engine: it claims operations, plans batches, runs them, records results, and recovers."""
+"""One engine: it claims operations, plans batches, runs them, records results, and recovers models."""

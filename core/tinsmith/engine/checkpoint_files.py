@@ -1,7 +1,7 @@
-"""The checkpoints that operations write and read: which files may be replaced, and what may be loaded."""
+"""The checkpoints that operations read and write: what may be loaded, and which files may be replaced."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -10,34 +10,61 @@ from pathlib import Path
 from tinsmith.backend import ModelState
 from tinsmith.checkpoints.format import SHARD_BYTES, Checkpoint, delete_checkpoint, read_checkpoint, write_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
-from tinsmith.errors import ServerError, UserError
+from tinsmith.engine.store_retries import with_retries
+from tinsmith.errors import NotFoundError, ServerError, UserError
 from tinsmith.failpoints import durable_boundary
-from tinsmith.store import CheckpointKind, CheckpointRecord, OperationRecord
+from tinsmith.store import CheckpointKind, CheckpointRecord, Lease, OperationRecord, RequestStore
 
 
-class CheckpointFiles:
-    """Of one base model. Files are written and read in other threads, one model's beside another's training."""
+class CheckpointReader:
+    """Reads training states of one base model. Files are read outside the event loop and the training thread."""
+
+    def __init__(self, root: Path, *, base_model: str) -> None:
+        self._root = root
+        self._base_model = base_model
+
+    async def state_at(self, path: str, *, load_optimizer: bool) -> ModelState:
+        """Return the state that loading `path` restores."""
+        return _loaded(await self._read(path), load_optimizer=load_optimizer)
+
+    async def state_at_replay(self, path: str, *, load_optimizer: bool, of: OperationRecord) -> ModelState:
+        """Return the state that a recorded operation loaded. Raise ServerError if `path` was overwritten since."""
+        checkpoint = await self._read(path)
+        if of.finished_at is None or checkpoint.created_at > of.finished_at:
+            msg = f"{path!r}, which seq_id {of.seq_id} loaded, has been overwritten since"
+            raise ServerError(msg)
+        return _loaded(checkpoint, load_optimizer=load_optimizer)
+
+    async def _read(self, path: str) -> Checkpoint:
+        directory = TinkerPath.parse(path).directory
+        checkpoint: Checkpoint = await asyncio.to_thread(read_checkpoint, self._root, directory)
+        if checkpoint.kind != "training":
+            msg = f"{path!r} is a {checkpoint.kind} checkpoint; training loads what save_state wrote (.../weights/...)"
+            raise UserError(msg)
+        if checkpoint.base_model != self._base_model:
+            msg = f"{path!r} is a checkpoint of base model {checkpoint.base_model!r}, not of {self._base_model!r}"
+            raise UserError(msg)
+        return checkpoint
+
+
+class CheckpointWriter:
+    """Writes the checkpoints that clients ask for, outside the event loop and the training thread."""
 
     def __init__(
         self,
+        store: RequestStore,
         root: Path,
         *,
-        base_model: str,
-        is_recorded: Callable[[str], Awaitable[bool]],
-        epoch: int = 0,
+        lease: Lease,
         model_path: Path | None = None,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        """`is_recorded` says whether the store knows a checkpoint of this path; `epoch` is the lease's.
-
-        `model_path` is the base model's.
-        """
+        """`model_path` is the base model's directory; full fine-tuning copies its configuration and tokenizer."""
+        self._store = store
         self._root = root
-        self._epoch = epoch
-        self._base_model = base_model
+        self._lease = lease
         self._model_path = model_path
         self._shard_bytes = shard_bytes
-        self._is_recorded = is_recorded
 
     @durable_boundary("checkpoint.write")
     async def write(
@@ -51,8 +78,8 @@ class CheckpointFiles:
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> CheckpointRecord:
-        """Make it durable and describe it."""
-        # a directory that the store does not know is what an engine that died had written: it is written again
+        """Make a checkpoint durable, and return its record."""
+        # A directory that the store does not know was left by an engine that died: write it again.
         overwrite = overwrite or not await self._is_recorded(path)
         now = datetime.now(UTC)
         parsed = TinkerPath.parse(path)
@@ -60,11 +87,11 @@ class CheckpointFiles:
             write_checkpoint,
             kind=kind,
             state=state,
-            base_model=self._base_model,
+            base_model=self._lease.base_model,
             user_metadata=user_metadata or {},
             created_at=now,
             overwrite=overwrite,
-            epoch=self._epoch,
+            epoch=self._lease.epoch,
             model_path=self._model_path,
             shard_bytes=self._shard_bytes,
         )
@@ -74,7 +101,7 @@ class CheckpointFiles:
             model_id=parsed.model_id,
             tenant=record.tenant,
             kind=kind,
-            base_model=self._base_model,
+            base_model=self._lease.base_model,
             lora=state.lora,
             created_at=now,
             size_bytes=size,
@@ -84,27 +111,19 @@ class CheckpointFiles:
             user_metadata=dict(user_metadata or {}),
         )
 
+    async def _is_recorded(self, path: str) -> bool:
+        try:
+            await with_retries(self._store.get_checkpoint, path)
+        except NotFoundError:
+            return False
+        return True
+
     async def remove(self, path: str) -> None:
-        """Delete the files of a checkpoint that was not recorded after all."""
+        """Delete the files of a checkpoint that will not be recorded."""
         await asyncio.to_thread(delete_checkpoint, self._root, TinkerPath.parse(path).directory)
 
-    async def state_at(self, path: str, *, load_optimizer: bool, by: OperationRecord | None = None) -> ModelState:
-        """Return what loading it gives. `by` loaded it once, and must find what it found then."""
-        checkpoint = await self._read(path)
-        if by is not None and (by.finished_at is None or checkpoint.created_at > by.finished_at):
-            msg = f"{path!r}, which seq_id {by.seq_id} loaded, has been overwritten since"
-            raise ServerError(msg)
-        if load_optimizer:
-            return checkpoint.state
-        return replace(checkpoint.state, adam_m={}, adam_v={}, gradients={}, step=0)
 
-    async def _read(self, path: str) -> Checkpoint:
-        directory = TinkerPath.parse(path).directory
-        checkpoint: Checkpoint = await asyncio.to_thread(read_checkpoint, self._root, directory)
-        if checkpoint.kind != "training":
-            msg = f"{path!r} is a {checkpoint.kind} checkpoint; training loads what save_state wrote (.../weights/...)"
-            raise UserError(msg)
-        if checkpoint.base_model != self._base_model:
-            msg = f"{path!r} is of base model {checkpoint.base_model!r}, not of {self._base_model!r}"
-            raise UserError(msg)
-        return checkpoint
+def _loaded(checkpoint: Checkpoint, *, load_optimizer: bool) -> ModelState:
+    if load_optimizer:
+        return checkpoint.state
+    return replace(checkpoint.state, adam_m={}, adam_v={}, gradients={}, step=0)

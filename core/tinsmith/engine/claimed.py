@@ -1,49 +1,114 @@
-"""An operation that an engine has claimed, and what the scheduler, observers and clients are told of it."""
+"""An operation on its way through the engine: claimed, then finished."""
 
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tinsmith import operations as ops
+from tinsmith.backend import Capabilities
+from tinsmith.checks import check_operation
 from tinsmith.errors import TinsmithError
 from tinsmith.hook_values import OperationFinished
+from tinsmith.losses import LossSpec
 from tinsmith.scheduler import Pending
-from tinsmith.store import OperationRecord
+from tinsmith.store import Completion, Effect, OperationRecord
+from tinsmith.store.codec import decode_operation
+
+_BATCHED = frozenset({"forward", "forward_backward", "optim_step"})
+_LARGE_BYTES = 1 << 17  # from this payload size on, operations are decoded and checked outside the event loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimed:
-    """`refused` where it was checked and must not run; `operation` is None only where it could not even be decoded."""
+    """A claimed operation. `refused` is set if it must not run; `operation` is None only if it cannot be decoded."""
 
     record: OperationRecord
     operation: ops.Operation | None
     refused: ops.Failed | None = None
 
+    @property
+    def runs_in_batch(self) -> bool:
+        return self.record.kind in _BATCHED and self.refused is None
 
-def as_pending(record: OperationRecord) -> Pending:
-    return Pending(
-        request_id=record.request_id,
-        model_id=record.subject_id,
-        tenant=record.tenant,
-        kind=record.kind,
-        seq_id=record.seq_id,
-        num_tokens=record.num_tokens,
-        enqueued_at_s=record.created_at.timestamp(),
-    )
+    def as_pending(self) -> Pending:
+        """Return what the scheduler sees of it."""
+        return Pending(
+            request_id=self.record.request_id,
+            model_id=self.record.subject_id,
+            tenant=self.record.tenant,
+            kind=self.record.kind,
+            seq_id=self.record.seq_id,
+            num_tokens=self.record.num_tokens,
+            enqueued_at_s=self.record.created_at.timestamp(),
+        )
 
 
-def finished_event(record: OperationRecord, result: ops.Result, run_s: float, *, batch_size: int) -> OperationFinished:
-    assert record.started_at is not None
-    return OperationFinished(
-        request_id=record.request_id,
-        base_model=record.base_model,
-        kind=record.kind,
-        tenant=record.tenant,
-        model_id=record.subject_id if record.ordered else None,
-        num_tokens=record.num_tokens,
-        queued_s=(record.started_at - record.created_at).total_seconds(),
-        run_s=run_s,
-        batch_size=batch_size,
-        failed=result if isinstance(result, ops.Failed) else None,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A result, and what is recorded together with it."""
+
+    result: ops.Result
+    effects: tuple[Effect, ...] = ()
+    consistency: ops.Consistency | None = None  # of a save for sampling, even if it was refused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A claimed operation and its outcome."""
+
+    claimed: Claimed
+    outcome: Outcome
+
+    def completion(self) -> Completion:
+        return Completion(
+            request_id=self.claimed.record.request_id, result=self.outcome.result, effects=self.outcome.effects
+        )
+
+    def event(self, run_s: float, *, batch_size: int) -> OperationFinished:
+        """Return what observers are told."""
+        record, result = self.claimed.record, self.outcome.result
+        assert record.started_at is not None
+        return OperationFinished(
+            request_id=record.request_id,
+            base_model=record.base_model,
+            kind=record.kind,
+            tenant=record.tenant,
+            model_id=record.subject_id if record.ordered else None,
+            num_tokens=record.num_tokens,
+            queued_s=(record.started_at - record.created_at).total_seconds(),
+            run_s=run_s,
+            batch_size=batch_size,
+            failed=result if isinstance(result, ops.Failed) else None,
+            consistency=self.outcome.consistency,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationDecoder:
+    """Decodes what was claimed, and checks it against what trainer and sampler can do."""
+
+    training: Capabilities
+    sampling: Capabilities
+    losses: Mapping[str, LossSpec]
+
+    async def decode_all(self, records: Sequence[OperationRecord]) -> list[Claimed]:
+        if sum(len(record.payload or b"") for record in records) >= _LARGE_BYTES:
+            return await asyncio.to_thread(self._decode_all, records)
+        return self._decode_all(records)
+
+    def _decode_all(self, records: Sequence[OperationRecord]) -> list[Claimed]:
+        return [self._decode(record) for record in records]
+
+    def _decode(self, record: OperationRecord) -> Claimed:
+        """A bad operation is refused by itself."""
+        assert record.payload is not None
+        operation: ops.Operation | None = None
+        try:
+            operation = decode_operation(record.kind, record.payload)
+            check_operation(operation, self.training if record.ordered else self.sampling, self.losses)
+        except TinsmithError as error:
+            return Claimed(record=record, operation=operation, refused=failed(error))
+        return Claimed(record=record, operation=operation)
 
 
 def failed(error: TinsmithError) -> ops.Failed:

@@ -1,7 +1,7 @@
-"""The consistency gate: what was trained is what is sampled, checked at every save for sampling.
+"""The consistency gate checks at every save for sampling that the sampler serves what was trained.
 
-The same few probe sequences are scored by the trainer, in one forward of its own, and by the sampler, from the very
-snapshot that clients will sample from. `consistency.py` judges; this file asks. Nothing here changes a model.
+Trainer and sampler score the same few probe sequences: the trainer in a forward pass, the sampler from the snapshot
+that clients will sample from. `consistency_verdict.py` judges the scores. Nothing here changes a model.
 """
 
 import asyncio
@@ -20,22 +20,22 @@ from tinsmith.errors import UserError
 from tinsmith.operations import Consistency
 from tinsmith.settings import ConsistencySettings
 
-_PROBE_ID: Final = "consistency-probe"  # as model and as sampling session; clients' ids have colons
+_PROBE_ID: Final = "consistency-probe"  # as model_id and as sampling_session_id; clients' ids contain colons
 _LOSS: Final = "cross_entropy"
-_SAMPLER_TIMEOUT_S: Final = 60.0  # probes wait in line with everybody's samples
+_SAMPLER_TIMEOUT_S: Final = 60.0  # probes queue behind the samples of all clients
 
 Call = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Runs a call of the training backend in its thread."""
+"""Runs a call of the training backend in the backend's thread."""
 
 _log = logging.getLogger("tinsmith.consistency")
 
 
 class ProbeError(Exception):
-    """The probes could not be scored; the message says by whom and why."""
+    """The probes could not be scored. The message names the side that failed, and why."""
 
 
 class ConsistencyGate:
-    """Of one engine. Remembers the scores of the base model and of every model's last consistent save."""
+    """One per engine. Remembers the scores of the base model, and of the last consistent save of every model."""
 
     def __init__(
         self, backend: TrainingBackend, sampler: SamplingBackend, settings: ConsistencySettings, *, call: Call
@@ -51,14 +51,14 @@ class ConsistencyGate:
         self._base: Scores | None = None
         self._last: dict[str, Scores] = {}
 
-    @property
-    def refuses(self) -> bool:
-        return self._settings.action == "refuse"
+    def refuses(self, found: Consistency) -> bool:
+        """Tell whether a save with this verdict must fail."""
+        return found.verdict == "inconsistent" and self._settings.action == "refuse"
 
     async def check(self, model_id: str, snapshot_id: str, lora: ops.LoraConfig) -> Consistency | None:
-        """Compare a loaded snapshot with the model that it was taken from, which must not train meanwhile.
+        """Compare a loaded snapshot with the model it was taken from, which must not train meanwhile.
 
-        None where the gate is off.
+        Return None if the gate is off.
         """
         if self._settings.action == "off":
             return None
@@ -74,11 +74,11 @@ class ConsistencyGate:
                 raise
             if not np.isfinite(trainer_N).all():
                 scoring.cancel()
-                reason = "the model gives logprobs that are not finite: it has diverged"
+                reason = "the logprobs of the model are not finite: it has diverged"
                 return self._tell(snapshot_id, not_compared(reason))
             now = Scores(trainer_N=trainer_N, sampler_N=await scoring)
         except TimeoutError:
-            reason = f"the sampler was too busy: it did not score the probes within {_SAMPLER_TIMEOUT_S:.0f} s"
+            reason = f"the sampler is too busy: it did not score the probes within {_SAMPLER_TIMEOUT_S:.0f} s"
             return self._tell(snapshot_id, not_compared(reason))
         except ProbeError as error:
             return self._tell(snapshot_id, Consistency(verdict="inconsistent", reason=str(error)))
@@ -88,24 +88,24 @@ class ConsistencyGate:
         return self._tell(snapshot_id, found)
 
     def forget(self, model_id: str) -> None:
-        """The model has been unloaded."""
+        """Drop what is remembered of a model that has been unloaded."""
         self._last.pop(model_id, None)
 
     async def _base_scores(self, lora: ops.LoraConfig) -> Scores:
-        """Score the base model: once by the sampler, and by the trainer as soon as it has room for a fresh adapter."""
+        """Score the base model once: with the sampler now, with the trainer once it has room for a new adapter."""
         if self._base is None:
             self._base = Scores(trainer_N=None, sampler_N=await self._by_sampler(None))
         if self._base.trainer_N is None and lora.rank > 0:
             try:
                 result = await self._call(partial(self._score_fresh, lora))
-            except UserError as error:  # it has no room; what the two differ by on the base stays an assumption
+            except UserError as error:  # no room: the difference on the base model stays an assumption
                 _log.info("the trainer cannot score the base model now: %s", error)
             else:
                 self._base = replace(self._base, trainer_N=_trainer_scores(result))
         return self._base
 
     def _score_fresh(self, lora: ops.LoraConfig) -> ops.ForwardBackwardOutput | ops.Failed:
-        """In the training thread: an adapter that has not been trained changes nothing. Same LoRA, same programs."""
+        """Score with an untrained adapter, which changes nothing. The same LoRA shape reuses compiled programs."""
         self._backend.create_model(ops.CreateModel(model_id=_PROBE_ID, lora=lora))
         try:
             (result,) = self._backend.forward([self._forward(_PROBE_ID)])
@@ -131,12 +131,12 @@ class ConsistencyGate:
         elif found.verdict == "not compared":
             _log.warning("%s was not compared with its trainer: %s", snapshot_id, found.reason)
         else:
-            _log.error("%s is not what was trained: %s; %s", snapshot_id, found.reason, figures(found))
+            _log.error("%s does not match the trained model: %s; %s", snapshot_id, found.reason, figures(found))
         return found
 
 
 def figures(found: Consistency) -> str:
-    """Put the measured differences into words."""
+    """Describe the measured differences."""
     if found.max_difference is None or found.mean_difference is None:
         return "no differences were measured"
     return (
@@ -146,21 +146,21 @@ def figures(found: Consistency) -> str:
 
 
 def refusal(found: Consistency) -> str:
-    """Name the figures and the remedy."""
+    """Return the message of a refused save: what differs, by how much, and what to do."""
     return (
-        f"the snapshot was not saved, since the sampler does not serve what was trained: {found.reason} "
+        f"the snapshot was not saved, because the sampler does not serve what was trained: {found.reason} "
         f"({figures(found)}). Save again; if that fails too, restart the engine, compare the versions and dtypes of "
         "trainer and sampler, and run their contract suites; models[].consistency in the configuration sets the "
-        "bound, or has such saves pass with a warning"
+        "bound, or turns the refusal into a warning"
     )
 
 
 def probe_tokens(
     training: Capabilities, sampling: Capabilities, settings: ConsistencySettings
 ) -> tuple[ops.TokenArray, ...]:
-    """Draw the probes: always the same ones for the same vocabulary, and each of other tokens."""
+    """Draw the probes. The same vocabulary always gives the same probes; each has different tokens."""
     context = min(training.max_context_tokens, sampling.max_context_tokens)
-    length = min(settings.tokens, context - 1)  # a sampler draws one token behind each
+    length = min(settings.tokens, context - 1)  # the sampler appends one token to each
     vocab_size = min(training.vocab_size, sampling.vocab_size)
     rng = np.random.default_rng(0)
     return tuple(rng.integers(0, vocab_size, length).astype(np.int32) for _ in range(settings.probes))
@@ -209,7 +209,7 @@ def _sampler_scores(result: ops.SampleOutput | ops.Failed) -> ScoresN:
         msg = f"the sampler could not score the probes: {result.message}"
         raise ProbeError(msg)
     if result.prompt_logprobs is None:
-        msg = "the sampler returned no prompt logprobs, although it says that it has them"
+        msg = "the sampler returned no prompt logprobs, although its prompt_logprobs capability is on"
         raise ProbeError(msg)
     return _joined([result.prompt_logprobs[1:]])
 

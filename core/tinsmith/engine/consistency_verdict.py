@@ -1,9 +1,9 @@
-"""Does the sampler score what the trainer scores? The comparison behind the consistency gate, on plain arrays.
+"""The comparison behind the consistency gate, on plain arrays: does the sampler score what the trainer scores?
 
 All scores are log-probabilities in nats of the same probe tokens. Besides the difference itself, the comparison looks
-at how the scores moved: with an adapter against the base model, and since the model's last save. A sampler that serves
-something else moves otherwise than the trainer, however small the adapter is, as long as what it does stands out from
-the numerical difference that the two have on the base model anyway.
+at how the scores moved: from the base model to the adapter, and since the model's last save. The scores of a sampler
+that serves something else move differently from the trainer's. This shows even for a small adapter, as long as its
+effect exceeds the numerical difference that the two already have on the base model.
 
 Array suffix: N = scored probe tokens.
 """
@@ -17,18 +17,18 @@ from tinsmith.operations import Consistency
 
 ScoresN = npt.NDArray[np.float64]
 
-_STANDS_OUT = 3.0  # times the noise: a movement whose direction can be trusted
-_NOISE = 4.0  # times the noise on the base model: what an adapter may add to it
-_FOLLOWED = 0.25  # how far from 1 the share of the adapter's effect that the sampler shows may be
-_FOLLOWED_SINCE = 0.5  # the same of the movement since the last save, which is smaller
+_STANDS_OUT = 3.0  # times the noise: from here on the direction of a movement can be trusted
+_NOISE = 4.0  # times the noise on the base model: allowed with an adapter
+_FOLLOWED = 0.25  # the share of the adapter's effect that the sampler shows may differ from 1 by this much
+_FOLLOWED_SINCE = 0.5  # the same for the movement since the last save, which is smaller
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What is tolerated. The noise is a root mean square, where it could not be measured `unmeasured_noise`."""
+    """What is tolerated. Noise is a root mean square; `unmeasured_noise` stands in if it could not be measured."""
 
     max_difference: float
-    share_of_effect: float  # of the adapter's own effect: rounding in the sampler's kernels
+    share_of_effect: float  # of the adapter's own effect, for rounding in the sampler's kernels
     least_noise: float
     unmeasured_noise: float
 
@@ -39,14 +39,14 @@ LOW_PRECISION = Bounds(max_difference=1.0, share_of_effect=0.1, least_noise=2e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Both sides' scores of one set of weights; `trainer_N` is None where the trainer could not score it."""
+    """The scores of one set of weights by both sides. `trainer_N` is None if the trainer could not score it."""
 
     trainer_N: ScoresN | None
     sampler_N: ScoresN
 
 
 def compare(now: Scores, *, base: Scores, last: Scores | None, bounds: Bounds) -> Consistency:
-    """Judge a snapshot. `base`: of the base model; `last`: of the model's last save that was found consistent."""
+    """Judge a snapshot. `base` scores the base model, `last` the model's last consistent save."""
     trainer_N, sampler_N = now.trainer_N, now.sampler_N
     assert trainer_N is not None
     difference_N = np.abs(sampler_N - trainer_N)
@@ -70,7 +70,7 @@ def compare(now: Scores, *, base: Scores, last: Scores | None, bounds: Bounds) -
     allowed = _NOISE * noise + bounds.share_of_effect * _rms(effect_N)
     if reason is None and not _rms(difference_N) <= allowed:
         reason = (
-            f"the difference (root mean square {_rms(difference_N):.3g}) is more than rounding explains "
+            f"the difference (root mean square {_rms(difference_N):.3g}) exceeds what rounding explains "
             f"({allowed:.3g}, given the adapter's own effect of {_rms(effect_N):.3g})"
         )
     if reason is None:
@@ -79,7 +79,7 @@ def compare(now: Scores, *, base: Scores, last: Scores | None, bounds: Bounds) -
 
 
 def not_compared(reason: str) -> Consistency:
-    """Say so, rather than pass in silence."""
+    """Return the verdict of a save that could not be compared."""
     return Consistency(verdict="not compared", reason=reason)
 
 
@@ -87,15 +87,15 @@ def _too_far(measured: Consistency, bounds: Bounds) -> str | None:
     largest, on_base = measured.max_difference, measured.base_difference
     assert largest is not None
     if largest <= bounds.max_difference:
-        return None  # written so that NaN is too far
-    reason = f"the largest difference is {largest:.3g}, allowed are {bounds.max_difference:g}"
+        return None  # false for NaN, which is too far
+    reason = f"the largest difference is {largest:.3g}, but at most {bounds.max_difference:g} is allowed"
     if on_base is not None and not on_base <= bounds.max_difference:
-        reason += f"; without any adapter it is {on_base:.3g} already: the two do not hold the same base model"
+        reason += f"; without any adapter it is already {on_base:.3g}: trainer and sampler hold different base models"
     return reason
 
 
 def _does_not_follow(now: Scores, before: Scores, noise: float, tolerance: float, what: str) -> str | None:
-    """Compare how far the sampler moved along the trainer's own movement; 1 is as far, 0 not at all."""
+    """Measure how far the sampler followed the trainer's movement: 1 is all the way, 0 not at all."""
     assert now.trainer_N is not None
     assert before.trainer_N is not None
     moved_N = now.trainer_N - before.trainer_N
@@ -104,7 +104,7 @@ def _does_not_follow(now: Scores, before: Scores, noise: float, tolerance: float
     followed = float((now.sampler_N - before.sampler_N) @ moved_N / (moved_N @ moved_N))
     if abs(followed - 1.0) <= tolerance:
         return None
-    return f"the sampler shows {followed:.2f} of what the {what} does in the trainer; it should be 1"
+    return f"the sampler shows {followed:.2f} of the effect that the {what} has in the trainer; it should be 1"
 
 
 def _rms(values_N: ScoresN) -> float:

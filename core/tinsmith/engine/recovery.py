@@ -1,25 +1,19 @@
-"""Rebuilding the models that an engine held: the newest good snapshot, then the operations after it once more.
-
-Training state is a function of the log: creation, passes, optimizer steps and loads that succeeded, in seq_id order.
-What replayed operations return is compared with what was recorded.
-"""
+"""Rebuilding the models that the previous engine held."""
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from tinsmith import operations as ops
-from tinsmith.engine.execution import BackendFailedError, Execution
+from tinsmith.engine.failures import BackendFailedError
+from tinsmith.engine.models import Models
 from tinsmith.engine.recovery_points import RecoveryPoints
-from tinsmith.engine.replay import CHANGING, replay
+from tinsmith.engine.replay import REPLAY_PAGE, History, Rebuilt, Replayer
 from tinsmith.engine.sampling_snapshots import Snapshots
-from tinsmith.engine.store_retries import insist
+from tinsmith.engine.store_retries import with_retries
 from tinsmith.errors import LeaseLostError, ModelLostError, StoreError, TinsmithError
-from tinsmith.store import Lease, LiveModel, OperationRecord, RequestStore
+from tinsmith.store import Lease, LiveModel, OperationRecord, RecoveryPointRecord, RequestStore, RunRecord
 from tinsmith.store.codec import decode_operation
-
-_PAGE = 32  # operations in memory
 
 RecoveryProgress = Callable[[str, float], None]
 """Called with what is being rebuilt, and the share of the models done, 0 to 1."""
@@ -27,138 +21,135 @@ RecoveryProgress = Callable[[str, float], None]
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Rebuilding:
-    """How far one model has come."""
-
-    live: LiveModel
-    number: int
-    of: int
-    seq_id: int = -1
-    changes: int = 0
-    differences: list[str] = field(default_factory=list)
-
-
 class Recovery:
     """Runs once, before the engine claims anything."""
 
     def __init__(
         self,
-        *,
-        lease: Lease,
         store: RequestStore,
-        execution: Execution,
-        snapshots: Snapshots | None,
+        lease: Lease,
+        models: Models,
+        replayer: Replayer,
+        snapshots: Snapshots,
         recovery_points: RecoveryPoints,
-        progress: RecoveryProgress,
+        *,
         max_attempts: int,
-        interrupted: bool,
     ) -> None:
-        """`interrupted`: the engine before was killed from outside. `max_attempts` bounds the rebuilds of a model."""
-        self._lease = lease
+        """`max_attempts` bounds how often the rebuild of one model is begun."""
         self._store = store
-        self._execution = execution
+        self._lease = lease
+        self._models = models
+        self._replayer = replayer
         self._snapshots = snapshots
         self._recovery_points = recovery_points
-        self._progress = progress
         self._max_attempts = max_attempts
-        self._interrupted = interrupted
 
-    async def run(self) -> None:
-        """Rebuild every live model; one that cannot be is lost alone, with the reason.
+    async def run(self, progress: RecoveryProgress, *, interrupted: bool) -> None:
+        """Rebuild every live model. A model that cannot be rebuilt is lost by itself, with the reason.
 
-        Raise BackendFailedError where the backend failed: the model that it failed in is lost, the others are there
-        for the next engine. Raise StoreError where the store fails for too long: that costs no model, and the next
-        engine tries again.
+        `interrupted` means that the previous engine was killed from outside. Raise BackendFailedError if the backend
+        fails: the model that it failed in is lost, the next engine rebuilds the others. Raise StoreError if the store
+        fails for too long: no model is lost, the next engine tries again.
         """
-        models = await insist(lambda: self._store.live_models(self._lease.base_model))
-        await self._recovery_points.keep_only({live.run.model_id for live in models})
-        if self._snapshots is not None:
-            await self._snapshots.adopt({name: live.run.model_id for live in models for name in live.ephemeral})
-        for number, live in enumerate(models, start=1):
-            await self._rebuild_or_lose(_Rebuilding(live, number, len(models)))
+        live_models = await with_retries(self._store.live_models, self._lease.base_model)
+        await self._recovery_points.keep_only({live.run.model_id for live in live_models})
+        await self._snapshots.adopt({name: live.run.model_id for live in live_models for name in live.ephemeral})
+        for number, live in enumerate(live_models, start=1):
+            tell = partial(_tell, progress, live.run, number, len(live_models))
+            await self._rebuild_or_lose(live, tell, interrupted=interrupted)
 
-    async def _rebuild_or_lose(self, model: _Rebuilding) -> None:
-        run = model.live.run
+    async def _rebuild_or_lose(self, live: LiveModel, tell: Callable[[int], None], *, interrupted: bool) -> None:
+        history = _LiveHistory(live, self._store, self._lease, publish_again=self._publish_again, tell=tell)
         try:
-            await self._refuse_what_kills(run.model_id)
-            await self._rebuild(model)
-        except (StoreError, LeaseLostError):  # says nothing about the model
+            await self._begin(live.run.model_id, interrupted=interrupted)
+            tell(-1)
+            rebuilt = await self._replayer.rebuild(history)
+        except (StoreError, LeaseLostError):  # the model is not at fault
             raise
         except (TinsmithError, BackendFailedError) as error:
-            reason = f"it could not be rebuilt after its engine had ended: {error}"
-            _log.exception("model %s is lost: %s", run.model_id, reason)
-            await insist(lambda: self._store.lose_run(self._lease, run.model_id, reason))
-            if isinstance(error, BackendFailedError):
-                raise
-            await self._execution.discard(run.model_id, reason)
-            await self._recovery_points.forget(run.model_id)
-            return
-        _log.info(
-            "rebuilt %s: %d operations replayed, up to seq_id %d", run.model_id, model.changes, run.applied_seq_id
-        )
-        await insist(lambda: self._store.end_rebuild(self._lease, run.model_id))
-        self._recovery_points.ran(run.model_id, run.applied_seq_id, operations=model.changes)
-        if model.differences:
-            note = (
-                f"{len(model.differences)} operations replayed after a restart gave other results than they gave at "
-                f"first, the first of them {model.differences[0]}"
-            )
-            await insist(lambda: self._store.note_run(self._lease, run.model_id, note))
+            await self._lose(live.run.model_id, error)
+        else:
+            await self._end(live.run, rebuilt)
 
-    async def _refuse_what_kills(self, model_id: str) -> None:
-        begin = self._store.begin_rebuild
-        begun = await insist(lambda: begin(self._lease, model_id, interrupted=self._interrupted))
+    async def _begin(self, model_id: str, *, interrupted: bool) -> None:
+        begun = await with_retries(self._store.begin_rebuild, self._lease, model_id, interrupted=interrupted)
         if begun > self._max_attempts:
             msg = f"its engine ended {begun - 1} times while it was rebuilt"
             raise ModelLostError(msg)
 
-    async def _rebuild(self, model: _Rebuilding) -> None:
-        self._say(model)
-        await self._restore_newest(model)
-        while page := await self._page(model):
-            for record in page:
-                await self._replay(model, record)
-                model.seq_id = record.seq_id
-                self._say(model)
+    async def _lose(self, model_id: str, error: Exception) -> None:
+        reason = f"it could not be rebuilt after its engine had ended: {error}"
+        _log.error("model %s is lost: %s", model_id, reason, exc_info=error)
+        await with_retries(self._store.lose_run, self._lease, model_id, reason)
+        if isinstance(error, BackendFailedError):
+            raise error
+        await self._models.discard(model_id, reason)
+        await self._snapshots.drop_model(model_id)
+        await self._recovery_points.forget(model_id)
 
-    async def _page(self, model: _Rebuilding) -> list[OperationRecord]:
-        replayable = self._store.replayable
-        return await insist(lambda: replayable(model.live.run.model_id, after_seq_id=model.seq_id, limit=_PAGE))
-
-    async def _restore_newest(self, model: _Rebuilding) -> None:
-        run = model.live.run
-        for snapshot in model.live.recovery_points:
-            try:
-                state = await self._recovery_points.read(snapshot)
-            except TinsmithError:
-                _log.exception("snapshot %s is damaged; going back to the one before", snapshot.directory)
-                await insist(partial(self._store.drop_recovery_point, self._lease, run.model_id, snapshot.seq_id))
-                continue
-            await self._execution.restore(run.model_id, run.lora, state)
-            model.seq_id = snapshot.seq_id
-            break
-        if model.live.pruned_seq_id > model.seq_id:
-            msg = (
-                f"there is no good snapshot of it, and its log is incomplete: operations up to seq_id "
-                f"{model.live.pruned_seq_id} are past their retention"
+    async def _end(self, run: RunRecord, rebuilt: Rebuilt) -> None:
+        model_id, differences = run.model_id, rebuilt.differences
+        _log.info(
+            "rebuilt %s: %d operations replayed, up to seq_id %d", model_id, rebuilt.num_replayed, run.applied_seq_id
+        )
+        await with_retries(self._store.end_rebuild, self._lease, model_id)
+        self._recovery_points.ran(model_id, run.applied_seq_id, operations=rebuilt.num_replayed)
+        if differences:
+            for which in differences:
+                _log.error("the replay of %s differs from the recorded result: %s", model_id, which)
+            note = (
+                f"{len(differences)} operations that were replayed after a restart gave other results than at first; "
+                f"the first is {differences[0]}"
             )
-            raise ModelLostError(msg)
+            await with_retries(self._store.note_run, self._lease, model_id, note)
 
-    async def _replay(self, model: _Rebuilding, record: OperationRecord) -> None:
+    async def _publish_again(self, operation: ops.SaveForSampler) -> None:
+        """Bring back an ephemeral snapshot that was only in memory."""
+        snapshot_id, model_id = operation.sampling_session_id, operation.model_id
+        if snapshot_id is None or self._snapshots.holds(snapshot_id):
+            return
+        if self._snapshots.why_not(self._models.lora(model_id)) is None:
+            snapshot = await self._models.publish(model_id, snapshot_id)
+            await self._snapshots.add(snapshot, model_id=model_id, persisted=False)
+
+
+class _LiveHistory(History):
+    """Everything that is recorded of a live model."""
+
+    def __init__(
+        self,
+        live: LiveModel,
+        store: RequestStore,
+        lease: Lease,
+        *,
+        publish_again: Callable[[ops.SaveForSampler], Awaitable[None]],
+        tell: Callable[[int], None],
+    ) -> None:
+        super().__init__(live.run, live.recovery_points, live.pruned_seq_id)
+        self._store = store
+        self._lease = lease
+        self._publish_again = publish_again
+        self._tell = tell
+
+    async def page(self, *, after_seq_id: int) -> list[OperationRecord]:
+        return await with_retries(
+            self._store.replayable, self.run.model_id, after_seq_id=after_seq_id, limit=REPLAY_PAGE
+        )
+
+    async def unreadable(self, point: RecoveryPointRecord, error: TinsmithError) -> None:
+        _log.error("recovery point %s is damaged; trying the one before", point.directory, exc_info=error)
+        await with_retries(self._store.drop_recovery_point, self._lease, self.run.model_id, point.seq_id)
+
+    async def replayed(self, record: OperationRecord) -> None:
         if record.kind == "save_for_sampler" and record.payload is not None:
             operation = decode_operation(record.kind, record.payload)
             assert isinstance(operation, ops.SaveForSampler)
-            await self._execution.publish_again(operation)
-        if record.kind not in CHANGING:
-            return
-        which = await replay(self._execution, record)
-        model.changes += 1
-        if which is not None:
-            _log.error("the replay of %s differs from the recorded result: %s", record.subject_id, which)
-            model.differences.append(which)
+            await self._publish_again(operation)
+        self._tell(record.seq_id)
 
-    def _say(self, model: _Rebuilding) -> None:
-        done, total = model.seq_id + 1, model.live.run.applied_seq_id + 1
-        text = f"rebuilding model {model.number} of {model.of}, at operation {done} of {total}"
-        self._progress(text, (model.number - 1 + min(done / max(total, 1), 1.0)) / model.of)
+
+def _tell(progress: RecoveryProgress, run: RunRecord, number: int, of: int, seq_id: int) -> None:
+    """Report that this model, one of so many, has been rebuilt up to `seq_id`."""
+    done, total = seq_id + 1, run.applied_seq_id + 1
+    text = f"rebuilding model {number} of {of}, at operation {done} of {total}"
+    progress(text, (number - 1 + min(done / max(total, 1), 1.0)) / of)

@@ -1,8 +1,8 @@
-"""The training snapshots of one engine: when one is due, writing it, and removing what is not needed any more.
+"""The recovery points of one engine: when one is due, writing it, and removing those that are no longer needed.
 
-A snapshot is a training checkpoint below the recovery root, registered in the store once it is whole. Its directory is
-named for its seq_id and its engine: an engine that has been superseded may still write for a moment, and never where
-another one does.
+A recovery point is a training checkpoint below the recovery root. It is registered in the store once it is complete.
+Its directory is named after its seq_id and its engine: a superseded engine may go on writing for a moment, but never
+to a directory of its successor.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from tinsmith.store import Lease, RecoveryPointRecord, RequestStore
 @dataclass(slots=True)
 class _Model:
     seq_id: int = -1  # the last operation that has run
-    operations: int = 0  # since the last snapshot
+    operations: int = 0  # since the last recovery point
     taken_at_s: float = field(default_factory=time.monotonic)
-    taking: int | None = None  # the seq_id of what is being written in the background
+    taking: int | None = None  # the seq_id of the recovery point that is being written in the background
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -49,7 +49,7 @@ class RecoveryPoints:
     def ran(self, model_id: str, seq_id: int, *, operations: int = 1) -> None:
         """Note that operations up to this one have run on the backend.
 
-        Those count that change nothing, too: what is before the oldest snapshot need not stay in the log.
+        Operations that change nothing count too, so that the log before the oldest recovery point can be pruned.
         """
         model = self._models.setdefault(model_id, _Model())
         model.seq_id = seq_id
@@ -63,7 +63,7 @@ class RecoveryPoints:
         return late or model.operations >= self._settings.point_every_operations
 
     def begin(self, model_id: str) -> int:
-        """Start a new count; return the operation whose state is to be captured now. `end` must follow."""
+        """Start a new count. Return the seq_id of the state that must be captured now. `end` must follow."""
         model = self._models[model_id]
         model.operations, model.taken_at_s, model.taking = 0, time.monotonic(), model.seq_id
         return model.seq_id
@@ -74,7 +74,7 @@ class RecoveryPoints:
 
     @durable_boundary("recovery_point.write")
     async def write(self, model_id: str, seq_id: int, state: ModelState) -> RecoveryPointRecord:
-        """Make it durable; it does not count before it is registered. Raise ServerError where the disk refuses."""
+        """Make it durable. It is not used before it is registered. Raise ServerError if the disk fails."""
         directory = f"{model_id}/{seq_id}-{self._engine}"
         now = datetime.now(UTC)
         write = partial(
@@ -95,12 +95,12 @@ class RecoveryPoints:
 
     @durable_boundary("recovery_point.register")
     async def register(self, record: RecoveryPointRecord) -> None:
-        """Raise ServerError where the results up to it are not recorded, or the model has ended."""
+        """Raise ServerError if the results up to it are not recorded, or the model has ended."""
         await self._store.add_recovery_point(self._lease, record, keep=self.keep)
         await self.tidy(record.model_id)
 
     async def tidy(self, model_id: str) -> None:
-        """Remove the files of what is not registered, but not of what may be about to be: it is newer, or our own."""
+        """Remove files that are not registered, except those that may be registered soon: newer ones, and our own."""
         model = self._models.setdefault(model_id, _Model())
         async with model.writing:
             registered = await self._store.list_recovery_points(model_id)
@@ -116,19 +116,19 @@ class RecoveryPoints:
                 delete_checkpoint(self._root, f"{model_id}/{name}")
 
     async def forget(self, model_id: str) -> None:
-        """Remove everything of a model that has ended."""
+        """Remove all recovery points of a model that has ended."""
         model = self._models.pop(model_id, _Model())
         async with model.writing:
             await asyncio.to_thread(shutil.rmtree, self._root / model_id, ignore_errors=True)
 
     async def keep_only(self, model_ids: Collection[str]) -> None:
-        """Remove what earlier engines left of models that have ended since."""
+        """Remove what earlier engines left of models that have since ended."""
         found = await asyncio.to_thread(_names, self._root)
         for model_id in found - set(model_ids):
             await self.forget(model_id)
 
     async def read(self, record: RecoveryPointRecord) -> ModelState:
-        """Raise TinsmithError where it is missing or damaged."""
+        """Raise TinsmithError if it is missing or damaged."""
         checkpoint = await asyncio.to_thread(read_checkpoint, self._root, record.directory)
         return checkpoint.state
 

@@ -1,25 +1,144 @@
-"""Running a recorded operation once more, for what it does to its model, and comparing what it returns."""
+"""Rebuilding a model: restore its newest readable recovery point, then replay the operations after it.
 
-from tinsmith.engine.execution import Execution
+Training state is a function of the log: creation, passes, optimizer steps and loads that succeeded, in seq_id order.
+The results of replayed operations are compared with the recorded ones.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tinsmith import operations as ops
+from tinsmith.backend import ModelState
+from tinsmith.checkpoints.format import read_checkpoint
+from tinsmith.engine.checkpoint_files import CheckpointReader
+from tinsmith.engine.models import Models
 from tinsmith.engine.replay_comparison import difference
-from tinsmith.errors import ModelLostError
-from tinsmith.store import OperationRecord
+from tinsmith.errors import ModelLostError, ServerError, TinsmithError
+from tinsmith.failpoints import durable_boundary
+from tinsmith.store import OperationRecord, RecoveryPointRecord, RunRecord
 from tinsmith.store.codec import decode_operation, decode_result
 
-CHANGING = frozenset({"create_model", "forward_backward", "optim_step", "load_state"})
-"""The operations that change training state."""
+REPLAY_PAGE = 32
+"""How many operations of a log are in memory at a time."""
+
+_CHANGING = frozenset({"create_model", "forward_backward", "optim_step", "load_state"})  # the training state
+_CREATION = -1  # the seq_id before the first operation
 
 
-async def replay(execution: Execution, record: OperationRecord) -> str | None:
-    """Replay one of CHANGING; say how its result differs from the recorded one, None where every bit agrees.
+class History(ABC):
+    """What a model is rebuilt from. Told how far the rebuild is."""
 
-    Raise ModelLostError where its content is gone.
-    """
-    if record.payload is None:
-        msg = f"its log is incomplete: the {record.kind} with seq_id {record.seq_id} has no content any more"
-        raise ModelLostError(msg)
-    replayed = await execution.replay(decode_operation(record.kind, record.payload), record)
-    if record.result_kind is None or record.result is None:
+    def __init__(self, run: RunRecord, recovery_points: Sequence[RecoveryPointRecord], pruned_seq_id: int) -> None:
+        """`recovery_points` are newest first; operations up to `pruned_seq_id` may be gone from the log."""
+        self.run = run
+        self.recovery_points = recovery_points
+        self.pruned_seq_id = pruned_seq_id
+
+    @abstractmethod
+    async def page(self, *, after_seq_id: int) -> Sequence[OperationRecord]:
+        """Return the next succeeded operations in order, with payloads and results; none at the end."""
+
+    @abstractmethod
+    async def unreadable(self, point: RecoveryPointRecord, error: TinsmithError) -> None:
+        """A recovery point is missing or damaged; the one before is tried next."""
+
+    @abstractmethod
+    async def replayed(self, record: OperationRecord) -> None:
+        """The model is as it was after this operation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebuilt:
+    """How a model was rebuilt."""
+
+    point_seq_id: int | None  # of the recovery point it started from; None: its creation
+    num_replayed: int
+    differences: tuple[str, ...]  # the results that were not as recorded
+
+
+class Replayer:
+    def __init__(self, models: Models, checkpoints: CheckpointReader, *, recovery_root: Path) -> None:
+        self._models = models
+        self._checkpoints = checkpoints
+        self._recovery_root = recovery_root
+
+    async def rebuild(self, history: History) -> Rebuilt:
+        """Raise TinsmithError if something that is needed is gone, BackendFailedError if the backend fails."""
+        point = await self._restore_newest(history)
+        seq_id = _CREATION if point is None else point.seq_id
+        if history.pruned_seq_id > seq_id:
+            msg = (
+                f"none of its recovery points can be read, and its log is incomplete: operations up to seq_id "
+                f"{history.pruned_seq_id} are past their retention"
+            )
+            raise ModelLostError(msg)
+        num_replayed, differences = 0, list[str]()
+        while page := await history.page(after_seq_id=seq_id):
+            for record in page:
+                if record.kind in _CHANGING:
+                    num_replayed += 1
+                    differences += await self._replay(record)
+                await history.replayed(record)
+            seq_id = page[-1].seq_id
+        return Rebuilt(
+            point_seq_id=None if point is None else point.seq_id,
+            num_replayed=num_replayed,
+            differences=tuple(differences),
+        )
+
+    async def _restore_newest(self, history: History) -> RecoveryPointRecord | None:
+        for point in history.recovery_points:
+            try:
+                checkpoint = await asyncio.to_thread(read_checkpoint, self._recovery_root, point.directory)
+            except TinsmithError as error:
+                await history.unreadable(point, error)
+                continue
+            await self._restore(history.run, checkpoint.state)
+            return point
         return None
-    differs = difference(decode_result(record.result_kind, record.result), replayed)
-    return None if differs is None else f"{record.kind} with seq_id {record.seq_id}, {differs}"
+
+    @durable_boundary("recovery.restore")
+    async def _restore(self, run: RunRecord, state: ModelState) -> None:
+        await self._models.create(ops.CreateModel(model_id=run.model_id, lora=run.lora), state)
+
+    async def _replay(self, record: OperationRecord) -> list[str]:
+        """Replay an operation. Return how its result differs from the recorded one, if it does."""
+        if record.payload is None:
+            msg = f"its log is incomplete: the content of the {record.kind} with seq_id {record.seq_id} is gone"
+            raise ModelLostError(msg)
+        result = await self._run_again(decode_operation(record.kind, record.payload), record)
+        if record.result_kind is None or record.result is None:
+            return []
+        differs = difference(decode_result(record.result_kind, record.result), result)
+        return [] if differs is None else [f"{record.kind} with seq_id {record.seq_id}, {differs}"]
+
+    @durable_boundary("recovery.replay")
+    async def _run_again(self, operation: ops.Operation, record: OperationRecord) -> ops.Result:
+        """Run an operation that has succeeded before, only for its effect on the model."""
+        match operation:
+            case ops.CreateModel(checkpoint=None):
+                await self._models.create(operation, None)
+                return ops.ModelCreated(model_id=operation.model_id)
+            case ops.CreateModel(checkpoint=str() as path):
+                state = await self._loaded(path, record, load_optimizer=operation.load_optimizer)
+                await self._models.create(replace(operation, lora=state.lora), state)
+                return ops.ModelCreated(model_id=operation.model_id)
+            case ops.LoadState():
+                state = await self._loaded(operation.path, record, load_optimizer=operation.load_optimizer)
+                await self._models.restore(operation.model_id, state)
+                return ops.WeightsLoaded(model_id=operation.model_id, path=operation.path)
+            case ops.ForwardBackward() | ops.OptimStep():
+                (result,) = await self._models.run_batch([operation])
+                if isinstance(result, ops.Failed):
+                    msg = f"its {record.kind} with seq_id {record.seq_id} succeeded before but fails now: "
+                    raise ServerError(msg + result.message)
+                return result
+            case _:
+                msg = f"{record.kind} does not change a training state"
+                raise ServerError(msg)
+
+    async def _loaded(self, path: str, record: OperationRecord, *, load_optimizer: bool) -> ModelState:
+        return await self._checkpoints.state_at_replay(path, load_optimizer=load_optimizer, of=record)

@@ -1,4 +1,4 @@
-"""Does a replayed operation give what it gave the first time? Bit for bit, or by how much it differs."""
+"""Comparing the result of a replayed operation with the recorded one, bit for bit."""
 
 from collections.abc import Mapping
 
@@ -9,19 +9,19 @@ from tinsmith.operations import Array
 
 
 def difference(recorded: ops.Result, replayed: ops.Result) -> str | None:
-    """Say how the two differ; None where every bit agrees."""
+    """Describe how the two differ. Return None if every bit agrees."""
     match recorded, replayed:
         case ops.ForwardBackwardOutput(), ops.ForwardBackwardOutput():
             return _outputs(recorded, replayed)
         case ops.OptimStepOutput(), ops.OptimStepOutput():
             return _largest(_metrics(recorded.metrics), _metrics(replayed.metrics))
         case _:
-            return None if recorded == replayed else f"{recorded} was recorded, {replayed} came back"
+            return None if recorded == replayed else f"recorded {recorded}, now {replayed}"
 
 
 def _outputs(recorded: ops.ForwardBackwardOutput, replayed: ops.ForwardBackwardOutput) -> str | None:
     if len(recorded.loss_fn_outputs) != len(replayed.loss_fn_outputs):
-        return f"{len(recorded.loss_fn_outputs)} outputs were recorded, {len(replayed.loss_fn_outputs)} came back"
+        return f"recorded {len(recorded.loss_fn_outputs)} outputs, now {len(replayed.loss_fn_outputs)}"
     return _largest(_arrays(recorded), _arrays(replayed))
 
 
@@ -40,12 +40,12 @@ def _metrics(metrics: Mapping[str, float]) -> dict[str, Array]:
 
 def _largest(recorded: Mapping[str, Array], replayed: Mapping[str, Array]) -> str | None:
     if recorded.keys() != replayed.keys():
-        return f"only one of the two has: {', '.join(sorted(recorded.keys() ^ replayed.keys())[:5])}"
+        return f"only one of the two has {', '.join(sorted(recorded.keys() ^ replayed.keys())[:5])}"
     worst: tuple[float, str] | None = None
     for name, before in recorded.items():
         after = replayed[name]
         if before.shape != after.shape or before.dtype != after.dtype:
-            return f"{name} was {before.dtype}{before.shape}, and is now {after.dtype}{after.shape}"
+            return f"{name} was {before.dtype}{before.shape}, now {after.dtype}{after.shape}"
         if before.tobytes() != after.tobytes():
             size = _distance(before, after)
             if worst is None or not size <= worst[0]:  # NaN counts as the largest

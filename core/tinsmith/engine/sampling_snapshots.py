@@ -1,4 +1,4 @@
-"""The sampling snapshots of one engine: which are in the sampler, which have gone to disk, and bringing those back."""
+"""The snapshots of one engine: which are in the sampler, which only on disk, and loading those again."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -6,20 +6,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
 
 from tinsmith.backend import ModelState, SamplingBackend, Snapshot
 from tinsmith.checkpoints.format import delete_checkpoint, read_snapshot, write_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
-from tinsmith.errors import ServerError
+from tinsmith.errors import ServerError, UnsupportedError, UserError
 from tinsmith.failpoints import durable_boundary
-
-T = TypeVar("T")
+from tinsmith.operations import LoraConfig
+from tinsmith.store import Lease
 
 
 @dataclass(slots=True)
 class _Held:
-    """One snapshot. `snapshot` is None while it is on disk only; then it can be read from `directory` of `root`."""
+    """One snapshot. `snapshot` is None while it is only on disk, in `directory` of `root`."""
 
     root: Path
     directory: str
@@ -31,25 +30,43 @@ class _Held:
 
 
 class Snapshots:
-    """Keeps at most `max_resident` in the sampler, those last used; a snapshot that is being sampled from stays.
+    """Keeps the `max_resident` snapshots that were used last in the sampler, and those that are being sampled from.
 
-    Ephemeral snapshots live until their model is unloaded, over restarts of the engine too; persisted ones (their id
-    is their tinker:// path) are read from their checkpoint whenever they are asked for.
+    Ephemeral snapshots live until their model is unloaded, and survive restarts of the engine. Persisted ones, whose
+    id is their tinker:// path, are read from their checkpoint when they are needed.
     """
 
     def __init__(
-        self, sampler: SamplingBackend, *, checkpoint_root: Path, spill_root: Path, max_resident: int, epoch: int
+        self, sampler: SamplingBackend, *, lease: Lease, checkpoint_root: Path, spill_root: Path, max_resident: int
     ) -> None:
         self._sampler = sampler
-        self._epoch = epoch
+        self._lease = lease
         self._checkpoint_root = checkpoint_root
         self._spill_root = spill_root
         self._max_resident = max_resident
         self._held: dict[str, _Held] = {}  # least recently used first
-        self._writing = asyncio.Lock()  # the spill root allows one writer at a time
+        self._writing = asyncio.Lock()  # one writer at a time in the spill root
+
+    def why_not(self, lora: LoraConfig) -> UserError | None:
+        """Return why models of this configuration cannot be sampled from; None if they can."""
+        sampler = self._sampler.capabilities
+        if not sampler.sampling:
+            msg = "this base model cannot be sampled from: it has no sampler; save with a name instead"
+            return UserError(msg)
+        if lora.rank == 0 and not sampler.full_fine_tuning:
+            msg = (
+                "this base model's sampler takes only LoRA adapters, but all weights of this model are trained (LoRA "
+                "rank 0); save with a name instead: the checkpoint is a Hugging Face directory, which can be served "
+                "as a base model of its own"
+            )
+            return UnsupportedError(msg)
+        return None
 
     async def adopt(self, models: Mapping[str, str]) -> None:
-        """Take over what an earlier engine wrote of live ephemeral snapshots (id to model_id); remove the others."""
+        """Take over the ephemeral snapshots that an earlier engine wrote. `models` maps live ids to model_ids.
+
+        Remove all others.
+        """
         for name in await asyncio.to_thread(self._on_disk):
             if name in models:
                 self._held[name] = _Held(root=self._spill_root, directory=name, on_disk=True, model_id=models[name])
@@ -64,31 +81,33 @@ class Snapshots:
     def holds(self, snapshot_id: str) -> bool:
         return snapshot_id in self._held
 
-    async def persist(self, model_id: str, base_model: str) -> None:
-        """Write the model's ephemeral snapshots to disk, so that they outlive the engine without a replay."""
+    async def persist(self, model_id: str) -> None:
+        """Write the model's ephemeral snapshots to disk: a recovery does not replay what precedes its start."""
         for snapshot_id, held in [each for each in self._held.items() if each[1].model_id == model_id]:
             async with held.loading:
                 if not held.on_disk and held.snapshot is not None:
-                    await self._write_out(held, held.snapshot, base_model)
-                    if self._held.get(snapshot_id) is not held:  # its model was unloaded meanwhile
+                    await self._write_out(held, held.snapshot)
+                    if self._held.get(snapshot_id) is not held:  # the model was unloaded meanwhile
                         await asyncio.to_thread(delete_checkpoint, held.root, held.directory)
 
-    async def add(self, snapshot: Snapshot, *, model_id: str, persisted: bool, base_model: str) -> None:
-        """Load a fresh snapshot. A persisted one must have been written already."""
+    async def add(self, snapshot: Snapshot, *, model_id: str, persisted: bool) -> None:
+        """Load a new snapshot. A persisted one must have been written already."""
         held = self._entry(snapshot.snapshot_id) if persisted else self._ephemeral(snapshot.snapshot_id)
         held.model_id = model_id
         async with held.loading:
-            await self._sampler.drop_snapshot(snapshot.snapshot_id)  # of a deleted checkpoint of the same name
+            await self._sampler.drop_snapshot(
+                snapshot.snapshot_id
+            )  # it may be that of a deleted checkpoint of the same name
             await self._sampler.load_snapshot(snapshot)
             held.snapshot = snapshot
         self._held[snapshot.snapshot_id] = held
-        await self._make_room(base_model)
+        await self._make_room()
 
     @asynccontextmanager
-    async def use(self, snapshot_id: str | None, *, base_model: str) -> AsyncIterator[None]:
-        """Have it in the sampler while the block runs; None is the base model.
+    async def use(self, snapshot_id: str | None) -> AsyncIterator[None]:
+        """Keep a snapshot in the sampler while the block runs. None is the base model.
 
-        Raise NotFoundError or ServerError where it is gone.
+        Raise NotFoundError or ServerError if it is gone.
         """
         if snapshot_id is None:
             yield
@@ -98,24 +117,24 @@ class Snapshots:
         held.users += 1
         try:
             await self._load(snapshot_id, held)
-            await self._make_room(base_model)
+            await self._make_room()
             yield
         except BaseException:
             if held.snapshot is None and held.users == 1:
-                self._held.pop(snapshot_id, None)  # there is none
+                self._held.pop(snapshot_id, None)  # it does not exist
             raise
         finally:
             held.users -= 1
 
     async def discard(self, snapshot_id: str) -> None:
-        """Forget a snapshot that nobody has been told of. A persisted one stays on disk."""
+        """Drop a snapshot that no client knows yet. A persisted one stays on disk."""
         held = self._held.pop(snapshot_id, None)
         await self._sampler.drop_snapshot(snapshot_id)
         if held is not None and held.on_disk and held.root == self._spill_root:
             await asyncio.to_thread(delete_checkpoint, held.root, held.directory)
 
     async def drop_model(self, model_id: str) -> None:
-        """Forget the ephemeral snapshots of a model; samples that run from them end first."""
+        """Drop the ephemeral snapshots of a model, after the samples that are being drawn from them."""
         for snapshot_id, held in list(self._held.items()):
             if held.model_id == model_id and held.root == self._spill_root:
                 del self._held[snapshot_id]
@@ -126,7 +145,7 @@ class Snapshots:
     def _entry(self, snapshot_id: str) -> _Held:
         if not snapshot_id.startswith("tinker://"):
             msg = (
-                f"sampling snapshot {snapshot_id!r} is gone: its session ended, or its model was lost; save the "
+                f"sampling snapshot {snapshot_id!r} is gone, because its session ended or its model was lost; save the "
                 "weights for sampling again"
             )
             raise ServerError(msg)
@@ -142,42 +161,42 @@ class Snapshots:
                 await self._sampler.load_snapshot(snapshot)
                 held.snapshot = snapshot
 
-    async def _make_room(self, base_model: str) -> None:
+    async def _make_room(self) -> None:
         resident = [(name, held) for name, held in self._held.items() if held.snapshot is not None]
         excess = len(resident) - self._max_resident
         for name, held in resident:
             if excess <= 0:
                 return
             if held.users == 0 and not held.loading.locked():
-                await self._spill(name, held, base_model)
+                await self._spill(name, held)
                 excess -= 1
 
-    async def _spill(self, snapshot_id: str, held: _Held, base_model: str) -> None:
+    async def _spill(self, snapshot_id: str, held: _Held) -> None:
         async with held.loading:
             snapshot = held.snapshot
             if snapshot is None or held.users:
                 return
             if not held.on_disk:
-                await self._write_out(held, snapshot, base_model)
+                await self._write_out(held, snapshot)
             if held.users == 0:
                 held.snapshot = None
                 await self._sampler.drop_snapshot(snapshot_id)
 
     @durable_boundary("snapshot.persist")
-    async def _write_out(self, held: _Held, snapshot: Snapshot, base_model: str) -> None:
+    async def _write_out(self, held: _Held, snapshot: Snapshot) -> None:
         async with self._writing:
-            await asyncio.to_thread(self._write, held, snapshot, base_model)
+            await asyncio.to_thread(self._write, held, snapshot)
         held.on_disk = True
 
-    def _write(self, held: _Held, snapshot: Snapshot, base_model: str) -> None:
+    def _write(self, held: _Held, snapshot: Snapshot) -> None:
         write_checkpoint(
             held.root,
             held.directory,
             kind="sampler",
             state=ModelState(lora=snapshot.lora, weights=snapshot.adapter_weights()),
-            base_model=base_model,
+            base_model=self._lease.base_model,
             user_metadata={},
             created_at=datetime.now(UTC),
             overwrite=True,
-            epoch=self._epoch,
+            epoch=self._lease.epoch,
         )

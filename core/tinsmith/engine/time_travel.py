@@ -1,20 +1,11 @@
-"""Rebuilding a model as it was after any operation that its log still reaches. Changes nothing in the log."""
+"""Rebuilding a model as it was after an earlier operation. The log is only read."""
 
-import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 
-from tinsmith.backend import ModelState
-from tinsmith.checkpoints.format import read_checkpoint
-from tinsmith.engine.execution import Execution
-from tinsmith.engine.replay import CHANGING, replay
+from tinsmith.engine.replay import REPLAY_PAGE, History, Rebuilt, Replayer
 from tinsmith.errors import ServerError, TinsmithError, UserError
-from tinsmith.store import RecoveryPointRecord, RequestStore, RunLog
-
-_PAGE = 32  # operations in memory
-_CREATION = -1  # before the first operation
+from tinsmith.store import OperationRecord, RecoveryPointRecord, RequestStore, RunLog
 
 ReplayProgress = Callable[[int], None]
 """Called with the seq_id up to which the model has been rebuilt."""
@@ -22,119 +13,92 @@ ReplayProgress = Callable[[int], None]
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rebuilt:
-    state: ModelState
-    point_seq_id: int | None  # of the recovery point that it was rebuilt from; None: from its creation
-    num_replayed: int
-    differences: tuple[str, ...]  # results that came out otherwise than they were recorded
-
-
-@dataclass(slots=True)
-class _Journey:
-    replayed: int = 0
-    differences: list[str] = field(default_factory=list)
-
-
 def check_reachable(log: RunLog, seq_id: int) -> None:
-    """Raise UserError where the log and the recovery points do not reach this operation, saying what they reach."""
+    """Raise UserError if an operation is out of reach of the log and the recovery points; say what is in reach."""
     run, oldest = log.run, oldest_reachable(log)
     if run.applied_seq_id < 0:
-        msg = f"nothing of {run.model_id!r} has been run yet, so there is no state to rebuild"
+        msg = f"{run.model_id!r} has not run any operation yet, so there is no state to rebuild"
         raise UserError(msg)
     if oldest is None:
         msg = (
-            f"{run.model_id!r} cannot be rebuilt any more: its operations up to seq_id {log.pruned_seq_id} are past "
-            f"their retention, and it has no recovery point ({run.state}); recovery.keep_log_s keeps the logs of later "
-            "runs"
+            f"{run.model_id!r} can no longer be rebuilt: its operations up to seq_id {log.pruned_seq_id} are past "
+            f"their retention, and it has no recovery point ({run.state}); set recovery.keep_log_s to keep the logs of "
+            "future runs"
         )
         raise UserError(msg)
     reach = f"--until may be {oldest} to {run.applied_seq_id}"
     if seq_id > run.applied_seq_id:
-        msg = f"seq_id {seq_id} of {run.model_id!r} has not been run, the last one is {run.applied_seq_id}; {reach}"
+        msg = f"seq_id {seq_id} of {run.model_id!r} has not run yet, the last is {run.applied_seq_id}; {reach}"
         raise UserError(msg)
     if seq_id < max(oldest, 0):
         recovery_points = ", ".join(str(each.seq_id) for each in reversed(log.recovery_points)) or "none"
         msg = (
             f"seq_id {seq_id} of {run.model_id!r} is out of reach: operations up to {log.pruned_seq_id} are past their "
-            f"retention, and its recovery points are at seq_id {recovery_points}; {reach}. To go back further another "
-            "time set recovery.keep_log_s or recovery.keep_points"
+            f"retention, and its recovery points are at seq_id {recovery_points}; {reach}. To reach further back in "
+            "future runs, set recovery.keep_log_s or recovery.keep_points"
         )
         raise UserError(msg)
 
 
 def oldest_reachable(log: RunLog) -> int | None:
-    """Return the lowest seq_id that can be rebuilt; None where there is nothing to start from."""
+    """Return the lowest seq_id that can be rebuilt. None if there is nothing to start from."""
     if log.pruned_seq_id < 0:
         return 0
     return min((each.seq_id for each in log.recovery_points if each.seq_id >= log.pruned_seq_id), default=None)
 
 
-async def rebuild(
+async def rebuild_at(
     model_id: str,
     until: int,
     *,
     store: RequestStore,
-    execution: Execution,
-    recovery_root: Path,
+    replayer: Replayer,
     progress: ReplayProgress,
 ) -> Rebuilt:
-    """Rebuild one model on a backend that holds nothing else, and return its state after the operation `until`.
+    """Rebuild one model as it was after the operation `until`, on a backend that holds nothing else.
 
-    Raise UserError where it is out of reach; ServerError where what is needed is damaged, or was pruned meanwhile.
+    Raise UserError if it cannot be reached; ServerError if something that is needed is damaged, or is pruned meanwhile.
     """
     log = await store.run_log(model_id)
     check_reachable(log, until)
-    point = await _restore(log, until, execution, recovery_root)
-    reached, journey = _CREATION if point is None else point.seq_id, _Journey()
-    progress(reached)
-    while page := await store.replayable(model_id, after_seq_id=reached, limit=_PAGE):
-        # looked at after the page: what is not pruned now was in it
-        if (await store.run_log(model_id)).pruned_seq_id > reached:
-            msg = (
-                f"the log of {model_id!r} was pruned up to seq_id {until} and beyond while it was replayed: the server "
-                "goes on meanwhile; try again with a later one, or set recovery.keep_log_s"
-            )
-            raise ServerError(msg)
-        for record in page:
-            if record.seq_id > until:
-                break
-            if record.kind in CHANGING:
-                differs = await replay(execution, record)
-                journey.replayed += 1
-                if differs is not None:
-                    journey.differences.append(differs)
-            progress(record.seq_id)
-        reached = page[-1].seq_id
-        if reached >= until:
-            break
-    if point is None and journey.replayed == 0:
+    rebuilt = await replayer.rebuild(_PastHistory(log, until, store, progress))
+    if rebuilt.point_seq_id is None and rebuilt.num_replayed == 0:
         msg = f"{model_id!r} was never created: its creation failed, or is not in the log"
         raise UserError(msg)
-    return Rebuilt(
-        state=await execution.capture(model_id),
-        point_seq_id=None if point is None else point.seq_id,
-        num_replayed=journey.replayed,
-        differences=tuple(journey.differences),
-    )
+    return rebuilt
 
 
-async def _restore(log: RunLog, until: int, execution: Execution, recovery_root: Path) -> RecoveryPointRecord | None:
-    """Start from the newest good recovery point that is not too late; None: from the creation."""
-    for point in log.recovery_points:
-        if not log.pruned_seq_id <= point.seq_id <= until:
-            continue
-        try:
-            checkpoint = await asyncio.to_thread(read_checkpoint, recovery_root, point.directory)
-        except TinsmithError as error:  # damaged, or replaced by a newer one meanwhile
-            _log.warning("the recovery point of seq_id %d cannot be used: %s", point.seq_id, error)
-            continue
-        await execution.restore(log.run.model_id, log.run.lora, checkpoint.state)
-        return point
-    if log.pruned_seq_id >= 0:
-        msg = (
-            f"no recovery point of {log.run.model_id!r} at or before seq_id {until} can be read, and its log is "
-            "incomplete"
-        )
-        raise ServerError(msg)
-    return None
+class _PastHistory(History):
+    """What is recorded of a model up to an operation, while the server may be running on."""
+
+    def __init__(self, log: RunLog, until: int, store: RequestStore, progress: ReplayProgress) -> None:
+        usable = [each for each in log.recovery_points if log.pruned_seq_id <= each.seq_id <= until]
+        super().__init__(log.run, usable, log.pruned_seq_id)
+        self._until = until
+        self._store = store
+        self._progress = progress
+        self._complete = False  # everything up to `until` has been read
+
+    async def page(self, *, after_seq_id: int) -> list[OperationRecord]:
+        self._progress(after_seq_id)
+        if self._complete:
+            return []
+        page = await self._store.replayable(self.run.model_id, after_seq_id=after_seq_id, limit=REPLAY_PAGE)
+        await self._refuse_pruned(after_seq_id)  # asked after the page: what is not pruned now was in it
+        self._complete = not page or page[-1].seq_id >= self._until
+        return [record for record in page if record.seq_id <= self._until]
+
+    async def _refuse_pruned(self, after_seq_id: int) -> None:
+        if (await self._store.run_log(self.run.model_id)).pruned_seq_id > after_seq_id:
+            msg = (
+                f"the log of {self.run.model_id!r} was pruned beyond seq_id {after_seq_id} while it was replayed, "
+                "because the server is running; try again with a later --until, or set recovery.keep_log_s"
+            )
+            raise ServerError(msg)
+
+    async def unreadable(self, point: RecoveryPointRecord, error: TinsmithError) -> None:
+        """It is damaged, or was removed in favour of a newer one."""
+        _log.warning("the recovery point of seq_id %d cannot be read: %s", point.seq_id, error)
+
+    async def replayed(self, record: OperationRecord) -> None:
+        self._progress(record.seq_id)

@@ -19,7 +19,9 @@ from typing import Any, Final, TypeVar
 import uvloop
 
 from tinsmith.backend import Progress, SamplingBackend, TrainingBackend
-from tinsmith.engine.engine import Engine, EngineFailedError
+from tinsmith.engine.assembly import EngineOptions, EngineParts, assemble_engine
+from tinsmith.engine.engine import Engine
+from tinsmith.engine.failures import EngineFailedError
 from tinsmith.errors import LeaseLostError, ServerError
 from tinsmith.hook_values import OperationFinished
 from tinsmith.plugins.loading import Plugins
@@ -247,23 +249,19 @@ class _EngineProcess:
                 self.reports.saved_for_sampling(event.consistency)
             self.plugins.operation_finished(event)
 
-        engine = Engine(
-            lease=self.lease,
+        parts = EngineParts(
             store=self.store,
-            scheduler=self.scheduler,
+            lease=self.lease,
+            data_dir=self.data_dir,
             backend=backend,
             sampler=sampler,
+            scheduler=self.scheduler,
             losses=self.plugins.losses.all(),
-            checkpoint_root=self.data_dir.checkpoints,
-            gap_timeout_s=self.settings.server.gap_timeout_s,
-            resident_snapshots=self.model.resident_snapshots,
             on_finished=finished,
-            recovery=self.settings.recovery,
-            consistency=self.model.consistency,
-            model_path=self._model_path(),
-            shard_bytes=self.model.checkpoint_shard_bytes,
             thread=thread,
         )
+        options = EngineOptions.configured(self.settings, self.model, model_path=self._model_path())
+        engine = assemble_engine(parts, options)
         await self.reports.say(EngineState.RECOVERING, capabilities=capabilities_of(backend, sampler))
         if await _unless(stopping, self._recovered(engine)) is None:
             return

@@ -3,9 +3,19 @@
 import hashlib
 import secrets
 from collections import Counter
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
 
 from tinsmith import operations as ops
+from tinsmith.backend import SamplingBackend, TrainingBackend
+from tinsmith.builtin.fair_scheduler import FairConfig, FairScheduler
+from tinsmith.engine.assembly import EngineOptions, EngineParts, assemble_engine
+from tinsmith.engine.engine import Engine
+from tinsmith.hook_values import OperationFinished
+from tinsmith.losses import BUILTIN_LOSSES
+from tinsmith.settings import DataDir
 from tinsmith.store import EngineRecord, Lease, NewOperation, RequestStore, RunRecord, SessionRecord
 from tinsmith.store.codec import decode_result, encode_operation, kind_of
 
@@ -21,6 +31,33 @@ async def take_over(store: RequestStore, base_model: str, *, engine_id: str | No
         if isinstance(found, Lease):
             return found
         dead = found.engine_id
+
+
+async def make_engine(
+    store: RequestStore,
+    backend: TrainingBackend,
+    data_dir: Path,
+    *,
+    sampler: SamplingBackend | None,
+    lease: Lease | None = None,
+    on_finished: Callable[[OperationFinished], None] = lambda _: None,
+    **options: Any,  # Any: fields of EngineOptions
+) -> Engine:
+    """Make an engine of base model "toy" with the default scheduler and core's losses.
+
+    Without a `lease` it takes over from whichever engine holds it.
+    """
+    parts = EngineParts(
+        store=store,
+        lease=lease or await take_over(store, "toy"),
+        data_dir=DataDir(data_dir),
+        backend=backend,
+        sampler=sampler,
+        scheduler=FairScheduler(FairConfig()),
+        losses={loss.name: loss for loss in BUILTIN_LOSSES},
+        on_finished=on_finished,
+    )
+    return assemble_engine(parts, EngineOptions(**{"gap_timeout_s": 600.0, "resident_snapshots": 8, **options}))
 
 
 class EngineDriver:

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 
 from tinsmith.backend import Capabilities, SamplingBackend, TrainingBackend
+from tinsmith.engine.assembly import EngineOptions, EngineParts, assemble_engine
 from tinsmith.engine.engine import Engine
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import capabilities_of, make_backends, make_scheduler
@@ -50,22 +51,17 @@ async def _start(
     backend: TrainingBackend,
     sampler: SamplingBackend | None,
 ) -> Engine:
-    engine = Engine(
-        lease=lease,
+    parts = EngineParts(
         store=store,
-        scheduler=make_scheduler(settings, plugins),
+        lease=lease,
+        data_dir=settings.data_dir,
         backend=backend,
         sampler=sampler,
+        scheduler=make_scheduler(settings, plugins),
         losses=plugins.losses.all(),
-        checkpoint_root=settings.data_dir.checkpoints,
-        gap_timeout_s=settings.server.gap_timeout_s,
-        resident_snapshots=model.resident_snapshots,
         on_finished=plugins.operation_finished,
-        recovery=settings.recovery,
-        consistency=model.consistency,
-        model_path=model.path,
-        shard_bytes=model.checkpoint_shard_bytes,
     )
+    engine = assemble_engine(parts, EngineOptions.configured(settings, model, model_path=model.path))
     await engine.recover("the engine was restarted", lambda _what, _share: None)
     await _report_ready(store, lease, capabilities_of(backend, sampler))
     return engine

@@ -1,0 +1,131 @@
+"""Building an engine from what it works with and how it is configured."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tinsmith.backend import SamplingBackend, TrainingBackend
+from tinsmith.checkpoints.format import SHARD_BYTES
+from tinsmith.engine.checkpoint_files import CheckpointReader, CheckpointWriter
+from tinsmith.engine.claimed import OperationDecoder
+from tinsmith.engine.claims import Claims
+from tinsmith.engine.consistency_gate import ConsistencyGate
+from tinsmith.engine.engine import Engine
+from tinsmith.engine.model_operations import ModelOperations
+from tinsmith.engine.models import Models
+from tinsmith.engine.no_sampler import NoSampler
+from tinsmith.engine.recorder import Recorder
+from tinsmith.engine.recovery import Recovery
+from tinsmith.engine.recovery_point_taker import RecoveryPointTaker
+from tinsmith.engine.recovery_points import RecoveryPoints
+from tinsmith.engine.replay import Replayer
+from tinsmith.engine.sampling_lane import SamplingLane
+from tinsmith.engine.sampling_snapshots import Snapshots
+from tinsmith.engine.training_lane import TrainingLane
+from tinsmith.engine.training_thread import TrainingThread
+from tinsmith.hook_values import OperationFinished
+from tinsmith.losses import LossSpec
+from tinsmith.scheduler import Limits, Scheduler
+from tinsmith.settings import ConsistencySettings, DataDir, ModelSettings, RecoverySettings, Settings
+from tinsmith.store import Lease, RequestStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How an engine is configured."""
+
+    gap_timeout_s: float
+    resident_snapshots: int
+    recovery: RecoverySettings = field(default_factory=RecoverySettings)
+    consistency: ConsistencySettings = field(default_factory=ConsistencySettings)
+    model_path: Path | None = None  # the base model's directory
+    shard_bytes: int = SHARD_BYTES
+
+    @classmethod
+    def configured(cls, settings: Settings, model: ModelSettings, *, model_path: Path | None) -> "EngineOptions":
+        return cls(
+            gap_timeout_s=settings.server.gap_timeout_s,
+            resident_snapshots=model.resident_snapshots,
+            recovery=settings.recovery,
+            consistency=model.consistency,
+            model_path=model_path,
+            shard_bytes=model.checkpoint_shard_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What an engine works with."""
+
+    store: RequestStore
+    lease: Lease
+    data_dir: DataDir
+    backend: TrainingBackend
+    sampler: SamplingBackend | None
+    scheduler: Scheduler
+    losses: Mapping[str, LossSpec]
+    on_finished: Callable[[OperationFinished], None]
+    thread: ThreadPoolExecutor | None = None  # of one worker, in which the backend was created; None: a new one
+
+
+def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
+    """Connect the parts of an engine. Each is described in its own module."""
+    store, lease, backend, data_dir = parts.store, parts.lease, parts.backend, parts.data_dir
+    sampler = parts.sampler or NoSampler(backend.capabilities)
+    tasks, look, stopping = asyncio.TaskGroup(), asyncio.Event(), asyncio.Event()
+
+    thread = TrainingThread(parts.thread)
+    models = Models(backend, thread)
+    reader = CheckpointReader(data_dir.checkpoints, base_model=lease.base_model)
+    writer = CheckpointWriter(
+        store, data_dir.checkpoints, lease=lease, model_path=options.model_path, shard_bytes=options.shard_bytes
+    )
+    recovery_root = data_dir.recovery_points(lease.base_model)
+    recovery_points = RecoveryPoints(store, lease, root=recovery_root, settings=options.recovery)
+    snapshots = Snapshots(
+        sampler,
+        lease=lease,
+        checkpoint_root=data_dir.checkpoints,
+        spill_root=data_dir.spilled_snapshots(lease.base_model),
+        max_resident=options.resident_snapshots,
+    )
+    gate = ConsistencyGate(backend, sampler, options.consistency, call=thread.call)
+
+    decoder = OperationDecoder(training=backend.capabilities, sampling=sampler.capabilities, losses=parts.losses)
+    claims = Claims(store, lease, decoder=decoder, settings=options.recovery)
+    recorder = Recorder(store, lease, claims, on_finished=parts.on_finished)
+    training = TrainingLane(
+        parts.scheduler,
+        Limits(max_batch_tokens=backend.capabilities.max_batch_tokens),
+        models,
+        ModelOperations(models, snapshots, gate, reader=reader, writer=writer, recovery_points=recovery_points),
+        recorder,
+        RecoveryPointTaker(recovery_points, models, snapshots, tasks),
+        tasks,
+        on_room=look.set,
+        stopping=stopping,
+    )
+    sampling = SamplingLane(sampler, snapshots, recorder, tasks, on_room=look.set)
+    recovery = Recovery(
+        store,
+        lease,
+        models,
+        Replayer(models, reader, recovery_root=recovery_root),
+        snapshots,
+        recovery_points,
+        max_attempts=options.recovery.max_retries + 1,
+    )
+    return Engine(
+        lease.base_model,
+        store,
+        claims,
+        training,
+        sampling,
+        recovery,
+        tasks=tasks,
+        look=look,
+        stopping=stopping,
+        gap_timeout_s=options.gap_timeout_s,
+    )

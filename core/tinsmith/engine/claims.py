@@ -1,0 +1,96 @@
+"""What one engine has claimed from the log and not yet recorded."""
+
+import asyncio
+from datetime import timedelta
+
+from tinsmith.engine.claimed import Claimed, OperationDecoder
+from tinsmith.engine.store_retries import with_retries
+from tinsmith.settings import RecoverySettings
+from tinsmith.steady_clock import SteadyClock
+from tinsmith.store import Lease, OperationRecord, RequestStore
+
+
+class Claims:
+    """Takes operations from the queue, and puts back what the engine does not finish.
+
+    `held` is what this engine knows that it has claimed. Everything else that the store counts as running under this
+    lease was claimed by an earlier engine, or in a claim whose answer was lost, and goes back into the queue.
+    """
+
+    def __init__(
+        self, store: RequestStore, lease: Lease, *, decoder: OperationDecoder, settings: RecoverySettings
+    ) -> None:
+        self._store = store
+        self._lease = lease
+        self._decoder = decoder
+        self._settings = settings
+        self._held: set[str] = set()  # request_ids
+        self._answer_lost = False  # of the last claim
+
+    async def claim(self, *, training: int, samples: int) -> list[Claimed]:
+        """Claim up to so many operations of models, and so many samples."""
+        together = min(training, samples)
+        records = await self._claim(together)
+        if len(records) == together:  # there may be more of either
+            training -= sum(record.ordered for record in records)
+            samples -= sum(not record.ordered for record in records)
+            records += await self._claim(training, ordered=True)
+            records += await self._claim(samples, ordered=False)
+        return await self._decoder.decode_all(records)
+
+    async def claim_suspect(self) -> Claimed | None:
+        """Claim one operation that must run alone, because it may have killed the previous engine."""
+        for claimed in await self._decoder.decode_all(await self._claim(1, alone=True)):
+            return claimed
+        return None
+
+    async def _claim(self, room: int, *, ordered: bool | None = None, alone: bool = False) -> list[OperationRecord]:
+        if room <= 0:
+            return []
+        records = await with_retries(self._claim_once, room, ordered=ordered, alone=alone)
+        self._held.update(record.request_id for record in records)
+        return records
+
+    async def _claim_once(self, room: int, *, ordered: bool | None, alone: bool) -> list[OperationRecord]:
+        """If the answer to the last claim was lost, first put back what it may have taken."""
+        if self._answer_lost:
+            await self.requeue(None)
+        self._answer_lost = True
+        records = await self._store.claim(self._lease, max_operations=room, ordered=ordered, alone=alone)
+        self._answer_lost = False
+        return records
+
+    async def cancelled(self) -> list[str]:
+        """Return the request_ids that clients have cancelled since the last call."""
+        return await with_retries(self._store.cancelled, self._lease)
+
+    def release(self, *request_ids: str) -> None:
+        """These are recorded or cancelled."""
+        self._held.difference_update(request_ids)
+
+    async def requeue(self, reason: str | None, *, interrupted: bool = False) -> list[str]:
+        """Put back what is not held; return the request_ids that failed instead. The store documents `reason`."""
+        return await with_retries(
+            self._store.requeue,
+            self._lease,
+            max_attempts=self._settings.max_retries + 1,
+            reason=reason,
+            max_interruptions=self._settings.max_interruptions if interrupted else None,
+            held=self._held,
+        )
+
+    async def requeue_all(self) -> None:
+        """Put everything back, at an orderly stop."""
+        self._held.clear()
+        await self.requeue(None)
+
+    async def close_gaps(self, timeout_s: float) -> None:
+        """Until cancelled, fail what has waited behind a missing seq_id for `timeout_s`."""
+        clock = SteadyClock()
+        while True:
+            await asyncio.sleep(min(5.0, timeout_s / 4))
+            now, steady_s = clock.read()
+            if steady_s < timeout_s:
+                continue  # nothing ran here for a while, so clients may have been unable to send what is missing
+            older_than = now - timedelta(seconds=timeout_s)
+            await with_retries(self._store.fail_gaps, self._lease.base_model, older_than=older_than)

@@ -1,0 +1,151 @@
+"""The operations that run by themselves: they create and unload models, and read and write checkpoints.
+
+`replay.py` defines what the same operations mean to a model that is rebuilt.
+"""
+
+from dataclasses import replace
+from typing import assert_never
+
+from tinsmith import operations as ops
+from tinsmith.backend import ModelState
+from tinsmith.engine.checkpoint_files import CheckpointReader, CheckpointWriter
+from tinsmith.engine.claimed import Outcome, failed
+from tinsmith.engine.consistency_gate import ConsistencyGate
+from tinsmith.engine.models import Models
+from tinsmith.engine.recovery_points import RecoveryPoints
+from tinsmith.engine.sampling_snapshots import Snapshots
+from tinsmith.engine.save_for_sampler import SaveForSampler
+from tinsmith.errors import TinsmithError, UserError
+from tinsmith.store import (
+    CheckpointRecord,
+    CheckpointWritten,
+    Effect,
+    LoraResolved,
+    OperationRecord,
+    RecoveryPointTaken,
+    RunState,
+    RunStateChanged,
+)
+
+ModelOperation = (
+    ops.CreateModel | ops.SaveState | ops.LoadState | ops.SaveForSampler | ops.ExportAdapter | ops.UnloadModel
+)
+
+
+class ModelOperations:
+    def __init__(
+        self,
+        models: Models,
+        snapshots: Snapshots,
+        gate: ConsistencyGate,
+        *,
+        reader: CheckpointReader,
+        writer: CheckpointWriter,
+        recovery_points: RecoveryPoints,
+    ) -> None:
+        self._models = models
+        self._snapshots = snapshots
+        self._gate = gate
+        self._reader = reader
+        self._writer = writer
+        self._recovery_points = recovery_points
+        self._save_for_sampler = SaveForSampler(models, snapshots, gate, checkpoints=writer)
+
+    async def run(self, operation: ModelOperation, record: OperationRecord) -> Outcome:
+        """Run one. If the request or the disk is at fault, the outcome says so."""
+        try:
+            return await self._run(operation, record)
+        except TinsmithError as error:
+            return self.refuse(operation, failed(error))
+
+    def refuse(self, operation: ops.Operation | None, failure: ops.Failed) -> Outcome:
+        """Return the outcome of an operation that failed. A model whose creation failed is lost."""
+        if not isinstance(operation, ops.CreateModel):
+            return Outcome(result=failure)
+        reason = f"it could not be created: {failure.message}"
+        self._models.mark_gone(operation.model_id, reason)
+        lost = RunStateChanged(model_id=operation.model_id, state=RunState.LOST, reason=reason)
+        return Outcome(result=failure, effects=(lost,))
+
+    async def _run(self, operation: ModelOperation, record: OperationRecord) -> Outcome:
+        match operation:
+            case ops.CreateModel():
+                return await self._create(operation, record)
+            case ops.SaveState():
+                return await self._save_state(operation, record)
+            case ops.LoadState():
+                return await self._load_state(operation, record)
+            case ops.SaveForSampler():
+                return await self._save_for_sampler.run(operation, record)
+            case ops.ExportAdapter():
+                return await self._export(operation, record)
+            case ops.UnloadModel():
+                return await self._unload(operation.model_id)
+            case _:
+                assert_never(operation)
+
+    async def _create(self, operation: ops.CreateModel, record: OperationRecord) -> Outcome:
+        effects: tuple[Effect, ...] = ()
+        state: ModelState | None = None
+        if operation.checkpoint is not None:
+            state = await self._reader.state_at(operation.checkpoint, load_optimizer=operation.load_optimizer)
+            operation = replace(operation, lora=state.lora)
+            taken = await self._keep(operation.model_id, state, record)
+            effects = (LoraResolved(model_id=operation.model_id, lora=state.lora), taken)
+        await self._models.create(operation, state)
+        ready = RunStateChanged(model_id=operation.model_id, state=RunState.READY)
+        return Outcome(result=ops.ModelCreated(model_id=operation.model_id), effects=(*effects, ready))
+
+    async def _save_state(self, operation: ops.SaveState, record: OperationRecord) -> Outcome:
+        written = await self._writer.write(
+            operation.path,
+            "training",
+            await self._models.capture(operation.model_id),
+            record,
+            overwrite=operation.overwrite,
+            ttl_seconds=operation.ttl_seconds,
+            user_metadata=operation.user_metadata,
+        )
+        return _saved(written)
+
+    async def _export(self, operation: ops.ExportAdapter, record: OperationRecord) -> Outcome:
+        state = await self._models.capture(operation.model_id)
+        ttl_seconds = operation.ttl_seconds
+        return _saved(await self._writer.write(operation.path, "external", state, record, ttl_seconds=ttl_seconds))
+
+    async def _load_state(self, operation: ops.LoadState, record: OperationRecord) -> Outcome:
+        state = await self._reader.state_at(operation.path, load_optimizer=operation.load_optimizer)
+        own = self._models.lora(operation.model_id)
+        if replace(state.lora, seed=own.seed) != own:
+            msg = (
+                f"{operation.path!r} has {_describe(state.lora)}, but model {operation.model_id!r} has "
+                f"{_describe(own)}; create a new model from the checkpoint instead"
+            )
+            raise UserError(msg)
+        taken = await self._keep(operation.model_id, state, record)
+        await self._models.restore(operation.model_id, state)
+        result = ops.WeightsLoaded(model_id=operation.model_id, path=operation.path)
+        return Outcome(result=result, effects=(taken,))
+
+    async def _keep(self, model_id: str, state: ModelState, record: OperationRecord) -> RecoveryPointTaken:
+        """Keep what is about to be loaded: a recovery cannot rely on the checkpoint, which may be deleted by then."""
+        await self._snapshots.persist(model_id)
+        taken = await self._recovery_points.write(model_id, record.seq_id, state)
+        return RecoveryPointTaken(record=taken, keep=self._recovery_points.keep)
+
+    async def _unload(self, model_id: str) -> Outcome:
+        await self._models.unload(model_id)
+        self._gate.forget(model_id)
+        await self._snapshots.drop_model(model_id)
+        unloaded = RunStateChanged(model_id=model_id, state=RunState.UNLOADED)
+        return Outcome(result=ops.ModelUnloaded(model_id=model_id), effects=(unloaded,))
+
+
+def _saved(written: CheckpointRecord) -> Outcome:
+    result = ops.WeightsSaved(path=written.path, size_bytes=written.size_bytes)
+    return Outcome(result=result, effects=(CheckpointWritten(record=written),))
+
+
+def _describe(lora: ops.LoraConfig) -> str:
+    flags = ("attn", lora.train_attn), ("mlp", lora.train_mlp), ("unembed", lora.train_unembed)
+    return f"rank {lora.rank} on {', '.join(name for name, on in flags if on)}"

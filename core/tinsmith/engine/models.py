@@ -1,0 +1,108 @@
+"""The models on one training backend, and what can be done to them: all that a replay needs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tinsmith import operations as ops
+from tinsmith.backend import ModelState, Snapshot, TrainingBackend
+from tinsmith.engine.failures import BackendFailedError
+from tinsmith.engine.training_thread import TrainingThread
+from tinsmith.errors import OutOfMemoryError, UserError
+from tinsmith.failpoints import durable_boundary
+from tinsmith.store.codec import kind_of
+
+BatchOperation = ops.ForwardBackward | ops.OptimStep
+BatchResult = ops.ForwardBackwardOutput | ops.OptimStepOutput | ops.Failed
+
+
+class Models:
+    """Knows which models are on the backend. Calls the backend in its thread.
+
+    Methods raise BackendFailedError if the backend breaks its contract.
+    """
+
+    def __init__(self, backend: TrainingBackend, thread: TrainingThread) -> None:
+        self._backend = backend
+        self._thread = thread
+        self._loras: dict[str, ops.LoraConfig] = {}  # by model_id
+        self._why_gone: dict[str, str] = {}  # by model_id
+
+    def lora(self, model_id: str) -> ops.LoraConfig:
+        return self._loras[model_id]
+
+    def why_not(self, model_id: str, operation: ops.Operation | None) -> ops.Failed | None:
+        """Return the failure of an operation whose model is not on the backend; None if it is, or need not be."""
+        if isinstance(operation, ops.CreateModel | ops.UnloadModel) or model_id in self._loras:
+            return None
+        reason = self._why_gone.get(model_id, "this engine does not hold it")
+        return ops.Failed(message=f"model {model_id!r} is not there: {reason}", category="server")
+
+    @durable_boundary("engine.run_batch")
+    async def run_batch(self, operations: Sequence[BatchOperation]) -> Sequence[BatchResult]:
+        """Run passes, or optimizer steps, together. All must be of one kind."""
+        kind = kind_of(operations[0])
+        try:
+            results = await self._thread.call(self._verb(operations[0]), operations)
+        except OutOfMemoryError as error:
+            return await self._run_one_by_one(operations, error)
+        except UserError as error:  # the backend must say which operation is at fault
+            msg = f"{kind} raised {type(error).__name__}, but must return Failed: {error}"
+            raise BackendFailedError(msg) from error
+        if len(results) != len(operations):
+            msg = f"{kind} of {len(operations)} operations returned {len(results)} results"
+            raise BackendFailedError(msg)
+        return results
+
+    async def _run_one_by_one(
+        self, operations: Sequence[BatchOperation], error: OutOfMemoryError
+    ) -> Sequence[BatchResult]:
+        """Operations that do not fit together may fit alone. One that does not fit alone fails by itself."""
+        if len(operations) == 1:
+            return [ops.Failed(message=str(error), category=error.category)]
+        return [result for each in operations for result in await self.run_batch([each])]
+
+    def _verb(self, operation: BatchOperation) -> Callable[[Any], Sequence[BatchResult]]:  # Any: a list of this kind
+        match operation:
+            case ops.Forward():
+                return self._backend.forward
+            case ops.ForwardBackward():
+                return self._backend.forward_backward
+            case ops.OptimStep():
+                return self._backend.optim_step
+
+    async def create(self, operation: ops.CreateModel, state: ModelState | None) -> None:
+        """Create a model; restore `state` if it starts from one."""
+        await self._thread.call(self._backend.create_model, operation)
+        if state is not None:
+            try:
+                await self.restore(operation.model_id, state)
+            except UserError:
+                await self._thread.call(self._backend.unload_model, operation.model_id)
+                raise
+        self._loras[operation.model_id] = operation.lora
+
+    async def restore(self, model_id: str, state: ModelState) -> None:
+        await self._thread.call(self._backend.restore_state, model_id, state)
+
+    async def capture(self, model_id: str) -> ModelState:
+        return await self._thread.call(self._backend.capture_state, model_id)
+
+    async def publish(self, model_id: str, snapshot_id: str) -> Snapshot:
+        return await self._thread.call(self._backend.publish, model_id, snapshot_id)
+
+    async def weights_of(self, snapshot: Snapshot) -> ModelState:
+        """Copy a snapshot's weights to the host."""
+        return ModelState(lora=snapshot.lora, weights=await self._thread.call(snapshot.adapter_weights))
+
+    async def unload(self, model_id: str) -> None:
+        if self._loras.pop(model_id, None) is not None:
+            await self._thread.call(self._backend.unload_model, model_id)
+        self._why_gone.pop(model_id, None)
+
+    async def discard(self, model_id: str, reason: str) -> None:
+        """Remove a half-rebuilt model; operations that ask for it fail for this reason."""
+        await self.unload(model_id)
+        self.mark_gone(model_id, reason)
+
+    def mark_gone(self, model_id: str, reason: str) -> None:
+        self._why_gone[model_id] = reason

@@ -1,0 +1,70 @@
+"""Taking recovery points while training goes on."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from tinsmith import operations as ops
+from tinsmith.backend import ModelState
+from tinsmith.engine.failures import ending_the_engine
+from tinsmith.engine.models import Models
+from tinsmith.engine.recovery_points import RecoveryPoints
+from tinsmith.engine.sampling_snapshots import Snapshots
+from tinsmith.errors import LeaseLostError, TinsmithError
+from tinsmith.store import OperationRecord
+
+_log = logging.getLogger(__name__)
+
+
+class RecoveryPointTaker:
+    """Copies a model's state to the host between two batches, and writes it in the background."""
+
+    def __init__(
+        self, recovery_points: RecoveryPoints, models: Models, snapshots: Snapshots, tasks: asyncio.TaskGroup
+    ) -> None:
+        self._recovery_points = recovery_points
+        self._models = models
+        self._snapshots = snapshots
+        self._tasks = tasks
+
+    def ran(self, records: Sequence[OperationRecord]) -> None:
+        """Note that these operations have run on the backend."""
+        for record in records:
+            self._recovery_points.ran(record.subject_id, record.seq_id)
+
+    async def take_due(self, records: Sequence[OperationRecord], recorded: asyncio.Task[None]) -> None:
+        """Capture those models of a batch whose recovery point is due. Call before the next batch.
+
+        `recorded` ends when the results of the batch are in the store.
+        """
+        for model_id in dict.fromkeys(record.subject_id for record in records):
+            if self._recovery_points.due(model_id):
+                seq_id = self._recovery_points.begin(model_id)
+                with ending_the_engine(records[0].base_model, "capture_state"):
+                    state = await self._models.capture(model_id)
+                write = self._write(model_id, seq_id, state, recorded)
+                self._tasks.create_task(write, name=f"recovery point of {model_id}")
+
+    async def _write(self, model_id: str, seq_id: int, state: ModelState, recorded: asyncio.Task[None]) -> None:
+        try:
+            await self._snapshots.persist(model_id)
+            written = await self._recovery_points.write(model_id, seq_id, state)
+            await asyncio.wait([recorded])  # a recovery point must never be ahead of the recorded results
+            await self._recovery_points.register(written)
+        except LeaseLostError:
+            raise
+        except TinsmithError as error:
+            _log.warning("no recovery point of %s was taken; the next one may succeed: %s", model_id, error)
+        finally:
+            self._recovery_points.end(model_id)
+
+    async def tidy_after(self, record: OperationRecord, result: ops.Result) -> None:
+        """Remove the recovery points that an operation has made useless."""
+        never_created = record.kind == "create_model" and isinstance(result, ops.Failed)
+        try:
+            if record.kind == "unload_model" or never_created:
+                await self._recovery_points.forget(record.subject_id)
+            elif record.kind == "load_state":
+                await self._recovery_points.tidy(record.subject_id)
+        except TinsmithError as error:  # the next start removes them
+            _log.warning("old recovery points of %s could not be removed yet: %s", record.subject_id, error)

@@ -1,0 +1,84 @@
+"""The sampling lane: samples run as they come, many at a time; the sampler batches for itself."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final, cast
+
+from tinsmith import operations as ops
+from tinsmith.backend import SamplingBackend
+from tinsmith.engine.claimed import Claimed, Finished, Outcome, failed
+from tinsmith.engine.failures import engine_failed
+from tinsmith.engine.recorder import Recorder
+from tinsmith.engine.sampling_snapshots import Snapshots
+from tinsmith.errors import TinsmithError
+from tinsmith.failpoints import durable_boundary
+
+_MAX_SAMPLES: Final = 1024  # in flight
+
+
+class SamplingLane:
+    def __init__(
+        self,
+        sampler: SamplingBackend,
+        snapshots: Snapshots,
+        recorder: Recorder,
+        tasks: asyncio.TaskGroup,
+        *,
+        on_room: Callable[[], None],
+    ) -> None:
+        """`on_room` is called whenever another sample can be claimed."""
+        self._sampler = sampler
+        self._snapshots = snapshots
+        self._recorder = recorder
+        self._tasks = tasks
+        self._on_room = on_room
+        self._running: dict[str, asyncio.Task[None]] = {}  # by request_id
+
+    @property
+    def room(self) -> int:
+        return _MAX_SAMPLES - len(self._running)
+
+    def start(self, claimed: Claimed) -> asyncio.Task[None]:
+        request_id = claimed.record.request_id
+        task = self._tasks.create_task(self._run(claimed), name=f"sample {request_id}")
+        self._running[request_id] = task
+        return task
+
+    async def run_alone(self, claimed: Claimed, *, unless: asyncio.Event) -> None:
+        """Start a sample, and return when it ends or the event is set."""
+        sample, stopped = self.start(claimed), self._tasks.create_task(unless.wait())
+        await asyncio.wait([sample, stopped], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+
+    def cancel(self, request_id: str) -> bool:
+        """Cancel a sample. Return False if it is not running here."""
+        task = self._running.get(request_id)
+        return task is not None and task.cancel()
+
+    def cancel_all(self) -> None:
+        for task in self._running.values():
+            task.cancel()
+
+    async def _run(self, claimed: Claimed) -> None:
+        started = time.monotonic()
+        try:
+            result = claimed.refused or await self._sample(cast("ops.Sample", claimed.operation))
+        except TinsmithError as error:
+            result = failed(error)
+        except Exception as error:
+            raise engine_failed(claimed.record.base_model, "sample", error) from error
+        finally:
+            del self._running[claimed.record.request_id]
+            self._on_room()
+        finished = Finished(claimed=claimed, outcome=Outcome(result=result))
+        await self._recorder.record([finished], time.monotonic() - started)
+
+    @durable_boundary("engine.sample")
+    async def _sample(self, operation: ops.Sample) -> ops.Result:
+        async with self._snapshots.use(operation.snapshot_id):
+            result = await self._sampler.sample(operation)
+        if isinstance(result, ops.SampleOutput) and operation.target_layout is not None:
+            return replace(result, target_layout=operation.target_layout)
+        return result
