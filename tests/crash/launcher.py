@@ -172,11 +172,11 @@ class Launcher:
         ToyBackend.forward_backward = poisonous
 
     def start_engines_here(self) -> None:
-        from tinsmith.processes import supervisor
+        from tinsmith.processes import engine_child
 
         stand_in = sys.executable, "-S", "-E", "-s", str(_HERE / "stand_in.py"), self.path
-        own = supervisor._command
-        supervisor._command = lambda child: (*stand_in, *own(child)[3:])  # without: python -m tinsmith
+        own = engine_child._command
+        engine_child._command = lambda child: (*stand_in, *own(child)[3:])  # without: python -m tinsmith
 
 
 def _import_everything() -> None:

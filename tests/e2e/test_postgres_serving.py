@@ -23,7 +23,7 @@ import tinker
 from tinsmith import failpoints
 from tinsmith.checkpoints.format import read_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
-from tinsmith.processes.supervisor import EXIT_SUPERSEDED
+from tinsmith.processes.deaths import EXIT_SUPERSEDED
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import running_server
 from tinsmith.testing.postgres import Postgres

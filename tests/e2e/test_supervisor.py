@@ -20,6 +20,7 @@ import pytest
 from tinsmith import operations as ops
 from tinsmith.errors import LeaseLostError, UserError
 from tinsmith.plugins.loading import Plugins
+from tinsmith.processes import deaths, engine_child
 from tinsmith.processes import supervisor as supervisor_module
 from tinsmith.processes.engine import serve_engine
 from tinsmith.processes.supervisor import Supervisor
@@ -118,7 +119,7 @@ async def ready(store: SqlStore) -> EngineRecord:
 
 
 def use_command(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    monkeypatch.setattr(supervisor_module, "_command", lambda _: (sys.executable, "-c", script))
+    monkeypatch.setattr(engine_child, "_command", lambda _: (sys.executable, "-c", script))
 
 
 async def test_a_killed_engine_is_replaced_and_its_models_go_on(tmp_path: Path, store: SqlStore) -> None:
@@ -195,7 +196,7 @@ async def test_the_models_of_an_engine_that_was_given_up_go_on_when_it_is_starte
         reason = explain(await store.get_operation(waiting), await store.waiting(waiting))
         assert reason.queue_state == "paused_capacity"
         assert "there is no directory" in reason.text
-        assert "start the server again" in reason.text
+        assert "restart the server" in reason.text
     async with supervised(settings_for(tmp_path), store):
         assert isinstance(await client.result(waiting), ops.OptimStepOutput)
     run = await store.get_run(client.model_id())
@@ -216,14 +217,14 @@ if number % 3 == 0:
 os.kill(os.getpid(), signal.SIGKILL)
 """
     use_command(monkeypatch, script)
-    monkeypatch.setattr(supervisor_module, "_COUNTERS", tmp_path / "none")  # who else runs out of memory is not counted
+    monkeypatch.setattr(deaths, "_COUNTERS", tmp_path / "none")  # who else runs out of memory is not counted
     settings = settings_for(tmp_path, max_restarts=2)
     settings = settings.model_copy(update={"recovery": RecoverySettings(max_interruptions=5)})
     async with supervised(settings, store):
         failed = await until(store, lambda record: record.state == EngineState.FAILED)
         assert "SIGKILL" in failed.detail
     # three crashes are too many, and so are six deaths from outside: these come first
-    assert seen.read_text() == ".killed.killed.crashed.killed.killed.crashed.killed."
+    assert seen.read_text() == ".interruption.interruption.crash.interruption.interruption.crash.interruption."
 
 
 async def test_an_engine_that_was_killed_for_memory_has_crashed(
@@ -231,7 +232,7 @@ async def test_an_engine_that_was_killed_for_memory_has_crashed(
 ) -> None:
     counters = tmp_path / "vmstat"
     counters.write_text("nr_free_pages 1\noom_kill 3\n")
-    monkeypatch.setattr(supervisor_module, "_COUNTERS", counters)
+    monkeypatch.setattr(deaths, "_COUNTERS", counters)
     use_command(
         monkeypatch,
         f"import os, signal; open({str(counters)!r}, 'w').write('oom_kill 4'); os.kill(os.getpid(), signal.SIGKILL)",

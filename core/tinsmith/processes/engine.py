@@ -1,4 +1,6 @@
-"""The process of one engine: `tinsmith engine`. Loads the backend, runs the engine, and says how far it has come."""
+"""The process of one engine: `tinsmith engine`. Loads the backend, runs the engine, and reports its progress."""
+
+from __future__ import annotations
 
 import asyncio
 import logging
@@ -26,15 +28,16 @@ from tinsmith.errors import LeaseLostError, ServerError
 from tinsmith.hook_values import OperationFinished
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import capabilities_of, make_backends, make_scheduler, make_store
-from tinsmith.processes.lease import Taken, give_back, keep_lease, take_lease
+from tinsmith.processes.deaths import EXIT_STORE, EXIT_SUPERSEDED, Cause
+from tinsmith.processes.engine_child import ENGINE_ID, SUPERVISED, new_engine_id
+from tinsmith.processes.lease import Taken, give_back, hold_lease, take_lease
 from tinsmith.processes.life_sign import LifeSign
 from tinsmith.processes.reports import EngineReports
-from tinsmith.processes.supervisor import CRASHED, ENGINE_ID, EXIT_STORE, EXIT_SUPERSEDED, SUPERVISED, new_engine_id
 from tinsmith.scheduler import Scheduler
 from tinsmith.settings import DataDir, ModelSettings, Settings
 from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore
 
-_UNKNOWN_END: Final = "its engine ended without a word"
+_UNKNOWN_END: Final = "its engine ended for an unknown reason"
 _ORPHAN_GRACE_S: Final = 10.0
 
 T = TypeVar("T")
@@ -43,26 +46,26 @@ _log = logging.getLogger(__name__)
 
 
 class StoppedWhileLoadingError(Exception):
-    """Asked to stop while the backend was being made, which cannot be interrupted."""
+    """The engine was asked to stop while its backend was loading, which cannot be interrupted."""
 
 
 def run_engine(settings: Settings, model_name: str, plugins: Plugins) -> None:
-    """Run until SIGTERM, SIGINT, or the end of the supervisor. Leaves with 1 or EXIT_STORE where trying again may help.
+    """Run until SIGTERM, SIGINT, or the end of the supervisor.
 
-    Raise ConfigError or PluginError where it does not.
+    Exit with 1 or EXIT_STORE if another start may help. Raise ConfigError or PluginError if it cannot.
     """
     level = settings.server.log_level.upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("alembic").setLevel(logging.WARNING)  # it says at every start that nothing has to be done
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # it reports at every start that there is nothing to do
     try:
         uvloop.run(_until_signalled(settings, model_name, plugins))
     except StoppedWhileLoadingError:
         sys.stderr.flush()
-        os._exit(0)  # the thread that loads would be waited for
+        os._exit(0)  # without waiting for the thread that loads
     except EngineFailedError as error:
         _log.error("%s", error)
         sys.exit(1)
-    except ServerError as error:  # of the store, which nothing that ran can help
+    except ServerError as error:  # of the store: nothing that ran here is at fault
         _log.error("%s", error)
         sys.exit(EXIT_STORE)
 
@@ -72,21 +75,22 @@ async def _until_signalled(settings: Settings, model_name: str, plugins: Plugins
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    before = os.environ.pop(SUPERVISED, None)
-    if before is not None:
+    supervised = os.environ.pop(SUPERVISED, None)
+    if supervised is not None:
         _end_with_parent(partial(loop.call_soon_threadsafe, stopping.set))
-    await serve_engine(settings, model_name, plugins, stopping=stopping, interrupted=before != CRASHED, on_lost=_leave)
+    before = Cause(supervised) if supervised else None
+    await serve_engine(settings, model_name, plugins, stopping=stopping, before=before, on_lost=_leave)
 
 
 def _leave(error: LeaseLostError) -> None:
-    """End at once: what runs in other threads must not go on beside the engine that serves now."""
+    """End at once: no other thread of this process may go on working beside the engine that serves now."""
     _log.error("%s; this engine ends", error)
     sys.stderr.flush()
     os._exit(EXIT_SUPERSEDED)
 
 
 def _end_with_parent(stop: Callable[[], object]) -> None:
-    """Stop when standard input closes, and leave at any rate soon after."""
+    """Stop when standard input closes, and exit soon after in any case."""
 
     def watch() -> None:
         while os.read(0, 1024):
@@ -104,21 +108,19 @@ async def serve_engine(
     plugins: Plugins,
     *,
     stopping: asyncio.Event,
-    interrupted: bool = True,
+    before: Cause | None = None,
     on_lost: Callable[[LeaseLostError], object] | None = None,
 ) -> None:
-    """Serve one of the configured base models until `stopping` is set; wait before where another engine does.
+    """Serve one of the configured base models until `stopping` is set. First wait while another engine serves it.
 
-    `interrupted`: the engine before it is not known to have crashed.
-    Raise ConfigError or PluginError where it cannot start as configured, ServerError where it cannot go on,
-    LeaseLostError where another engine has taken over; then `on_lost` is called first, at once.
+    `before` is why the previous engine died, None if nobody saw it die.
+    Raise ConfigError or PluginError if the engine cannot start as configured, ServerError if it cannot continue,
+    LeaseLostError if another engine has taken over; `on_lost` is called before that is raised, at once.
     """
     model = settings.model(model_name)
-    data_dir = settings.data_dir
     store = make_store(settings, plugins)
-    scheduler = make_scheduler(settings, plugins)
     engine_id = os.environ.pop(ENGINE_ID, None) or new_engine_id()
-    signs = data_dir.life_signs(model_name)
+    signs = settings.data_dir.life_signs(model_name)
     await store.open()
     try:
         with LifeSign(signs, engine_id):
@@ -129,54 +131,55 @@ async def serve_engine(
                 )
                 if taken is None:
                     return
-                first, ended = await _first_record(store, taken)
-                reports = EngineReports(store, taken.lease, first)
-                interrupted = interrupted or taken.replaced is not None  # which nobody saw crash
+                record = await _found_record(store, model_name)
                 process = _EngineProcess(
-                    settings, model, data_dir, plugins, store, taken.lease, scheduler, reports, ended, interrupted
+                    settings=settings,
+                    model=model,
+                    data_dir=settings.data_dir,
+                    plugins=plugins,
+                    store=store,
+                    lease=taken.lease,
+                    scheduler=make_scheduler(settings, plugins),
+                    reports=EngineReports(store, taken.lease, _first_record(record, taken.lease)),
+                    previous=_Previous.told_by(record, taken, before),
                 )
-                await _while_held(store, taken.lease, process.run(stopping), on_lost)
+                await hold_lease(store, taken.lease, process.run(stopping), on_lost)
             finally:
                 await give_back(store, model_name, engine_id, directory=signs)
     finally:
         await store.close()
 
 
-async def _while_held(
-    store: RequestStore,
-    lease: Lease,
-    work: Coroutine[Any, Any, None],
-    on_lost: Callable[[LeaseLostError], object] | None,
-) -> None:
-    """Renew the lease beside the work, which ends where it is lost."""
-    working, keeping = asyncio.create_task(work), asyncio.create_task(keep_lease(store, lease))
-    try:
-        await asyncio.wait([working, keeping], return_when=asyncio.FIRST_COMPLETED)
-        await (working if working.done() else keeping)
-    except LeaseLostError as error:
-        if on_lost is not None:
-            on_lost(error)
-        raise
-    finally:
-        for task in (working, keeping):
-            task.cancel()
-        await asyncio.wait([working, keeping])
-
-
-async def _first_record(store: RequestStore, taken: Taken) -> tuple[EngineRecord, str]:
-    """Take over from the record that the supervisor, or an earlier engine, left; it may say how that one ended."""
-    base_model = taken.lease.base_model
+async def _found_record(store: RequestStore, base_model: str) -> EngineRecord:
+    """Return what the supervisor, or the previous engine, reported last."""
     fresh = EngineRecord(base_model=base_model, state=EngineState.STARTING, updated_at=datetime.now(UTC))
-    found = next((record for record in await store.list_engines() if record.base_model == base_model), fresh)
-    ended = found.detail if found.state is EngineState.RESTARTING else taken.replaced or _UNKNOWN_END
-    first = replace(
-        found, state=EngineState.STARTING, detail="", progress=None, engine_id=taken.lease.engine_id, pid=os.getpid()
-    )
-    first = replace(first, consistency=None)  # its counts start again
-    return first, ended
+    return next((record for record in await store.list_engines() if record.base_model == base_model), fresh)
+
+
+def _first_record(found: EngineRecord, lease: Lease) -> EngineRecord:
+    """Take over the record. The counts of consistency start again."""
+    taken_over = replace(found, engine_id=lease.engine_id, pid=os.getpid(), consistency=None)
+    return replace(taken_over, state=EngineState.STARTING, detail="", progress=None)
 
 
 @dataclass(frozen=True, slots=True)
+class _Previous:
+    """How the engine before this one ended, as far as anybody knows."""
+
+    how: str
+    interrupted: bool  # so that nothing that it was running is at fault
+
+    @classmethod
+    def told_by(cls, record: EngineRecord, taken: Taken, before: Cause | None) -> _Previous:
+        """Combine what the supervisor reported with what this engine saw while it waited for the lease.
+
+        A previous engine that this one waited for, or whose end nobody saw, counts as interrupted.
+        """
+        how = record.detail if record.state is EngineState.RESTARTING else taken.replaced or _UNKNOWN_END
+        return cls(how, interrupted=before is None or before.is_from_outside or taken.replaced is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _EngineProcess:
     settings: Settings
     model: ModelSettings
@@ -186,8 +189,7 @@ class _EngineProcess:
     lease: Lease
     scheduler: Scheduler
     reports: EngineReports
-    ended: str  # how the engine before this one ended
-    interrupted: bool  # from outside, as far as anybody knows
+    previous: _Previous
 
     async def run(self, stopping: asyncio.Event) -> None:
         async with self.reports.running():
@@ -212,7 +214,7 @@ class _EngineProcess:
         make = partial(make_backends, self.model, self.plugins, self.data_dir, self._progress(loop))
         making = loop.run_in_executor(thread, make)
         stopped = asyncio.create_task(stopping.wait())
-        either: list[asyncio.Future[Any]] = [making, stopped]  # Any: futures of two sorts
+        either: list[asyncio.Future[Any]] = [making, stopped]  # Any: futures of two types
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if not making.done():
@@ -244,7 +246,7 @@ class _EngineProcess:
         stopping: asyncio.Event,
     ) -> None:
         def finished(event: OperationFinished) -> None:
-            self.reports.progress("", None)  # whatever was going on is over
+            self.reports.progress("", None)  # whatever was in progress is done
             if event.consistency is not None:
                 self.reports.saved_for_sampling(event.consistency)
             self.plugins.operation_finished(event)
@@ -274,12 +276,12 @@ class _EngineProcess:
             stop.cancel()
 
     async def _recovered(self, engine: Engine) -> bool:
-        await engine.recover(self.ended, self.reports.progress, interrupted=self.interrupted)
+        await engine.recover(self.previous.how, self.reports.progress, interrupted=self.previous.interrupted)
         return True
 
 
 async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """Do the work, and return what it returns; None where `stopping` was set before, and it was given up."""
+    """Do the work and return its result. Cancel it and return None if `stopping` is set first."""
     doing, stopped = asyncio.create_task(work), asyncio.create_task(stopping.wait())
     await asyncio.wait([doing, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()

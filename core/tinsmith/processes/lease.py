@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from tinsmith.errors import LeaseLostError, ServerError
 from tinsmith.processes import life_sign
@@ -74,6 +75,27 @@ class Silence:
         if self._seen is None or (self._seen.engine_id, self._seen.until) != (found.engine_id, found.until):
             self._seen, self._since_s = found, now_s
         return now_s - self._since_s
+
+
+async def hold_lease(
+    store: RequestStore,
+    lease: Lease,
+    work: Coroutine[Any, Any, None],
+    on_lost: Callable[[LeaseLostError], object] | None,
+) -> None:
+    """Renew the lease while the work runs. If it is lost, call `on_lost`, cancel the work and raise LeaseLostError."""
+    working, keeping = asyncio.create_task(work), asyncio.create_task(keep_lease(store, lease))
+    try:
+        await asyncio.wait([working, keeping], return_when=asyncio.FIRST_COMPLETED)
+        await (working if working.done() else keeping)
+    except LeaseLostError as error:
+        if on_lost is not None:
+            on_lost(error)
+        raise
+    finally:
+        for task in (working, keeping):
+            task.cancel()
+        await asyncio.wait([working, keeping])
 
 
 async def keep_lease(store: RequestStore, lease: Lease) -> NoReturn:

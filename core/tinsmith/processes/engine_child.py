@@ -1,0 +1,140 @@
+"""The process of one engine as its supervisor holds it: settings in, output passed on, and a judgement of its end."""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tinsmith.failpoints import durable_boundary
+from tinsmith.processes.deaths import Cause, Death, Witness
+from tinsmith.settings import ModelSettings, Settings
+from tinsmith.settings.sources import environment_path
+
+SUPERVISED: Final = "_TINSMITH_SUPERVISED"
+"""Set in an engine's environment: its standard input is a pipe that closes when the supervisor dies.
+
+The value is the Cause of the previous engine's death, empty if this supervisor has not seen one die.
+"""
+
+ENGINE_ID: Final = "_TINSMITH_ENGINE_ID"
+"""Set in an engine's environment: the name under which it takes its lease."""
+
+_LAST_WORDS_S: Final = 2.0
+_LINE_BYTES: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    engine_id: str
+    death: Death
+
+
+class EngineChild:
+    """One base model's engine process, over all its starts."""
+
+    def __init__(self, settings: Settings, model: ModelSettings) -> None:
+        self.model = model
+        self.settings_file = _settings_file(settings, model)
+        self._settings = settings
+        self._process: asyncio.subprocess.Process | None = None
+        self._ending: signal.Signals | None = None
+        self._last_lines: deque[str] = deque(maxlen=20)
+
+    async def run(self, before: Cause | None) -> Ended:
+        """Start the process and wait for its end; `before` is why the previous one died."""
+        witness = Witness()
+        engine_id = new_engine_id()
+        self._write_settings()
+        self._last_lines.clear()
+        environment = {**_environment(), SUPERVISED: before or "", ENGINE_ID: engine_id}
+        self._process = await _start(_command(self), environment)
+        if self._ending is not None:  # asked to end while it was being started
+            self.end(self._ending)
+        output = asyncio.create_task(self._pass_on(self._process))
+        try:
+            code = await self._process.wait()
+            await asyncio.wait([output], timeout=_LAST_WORDS_S)  # what it started may hold its output open
+            return Ended(engine_id, witness.judge(code, self._last_lines[-1] if self._last_lines else ""))
+        finally:
+            output.cancel()
+            self.settings_file.unlink(missing_ok=True)
+
+    def end(self, number: signal.Signals) -> None:
+        """Send SIGTERM or SIGKILL to the process, or as soon as it has been started."""
+        self._ending = number
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    def _write_settings(self) -> None:
+        """Write the engine's settings for this user alone, since the store's URL may hold a password. Omit API keys."""
+        server = self._settings.server.model_copy(update={"api_keys": (), "host": "127.0.0.1"})
+        supervisor = self._settings.supervisor.model_copy(update={"engines": None})
+        changed = {"models": (self.model,), "server": server, "supervisor": supervisor}
+        own = self._settings.model_copy(update=changed)
+        self.settings_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.settings_file.unlink(missing_ok=True)
+        descriptor = os.open(self.settings_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(own.model_dump(mode="json", exclude_none=True), file)
+
+    async def _pass_on(self, process: asyncio.subprocess.Process) -> None:
+        """Print the process's output line by line, each with the model's name in front, until it closes."""
+        assert process.stdout is not None
+        while True:
+            try:
+                raw = await process.stdout.readline()
+            except ValueError:  # the line is longer than the limit, and the reader has dropped it
+                continue
+            if not raw:
+                return
+            line = raw.decode(errors="replace").rstrip()
+            if line:
+                self._last_lines.append(line)
+            print(f"[{self.model.name}] {line}", file=sys.stderr, flush=True)  # noqa: T201 - the engine's own output
+
+
+def new_engine_id() -> str:
+    return f"engine-{secrets.token_hex(8)}"
+
+
+@durable_boundary("supervisor.start_engine")
+async def _start(command: tuple[str, ...], environment: dict[str, str]) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,  # closes when this process dies, however it dies
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,  # Ctrl-C in the terminal reaches the server alone, which stops its engines in order
+        limit=_LINE_BYTES,
+    )
+
+
+def _command(child: EngineChild) -> tuple[str, ...]:
+    return sys.executable, "-m", "tinsmith", "engine", child.model.name, "--config", str(child.settings_file)
+
+
+def _settings_file(settings: Settings, model: ModelSettings) -> Path:
+    """Return the same path at every start, so that a file that a crash left behind is replaced."""
+    server = settings.server
+    own = f"{socket.gethostname()}-{server.port or os.getpid()}" if server.share_data_dir else ""
+    return settings.data_dir.engine_settings(model.name, server=own)
+
+
+def _environment() -> dict[str, str]:
+    """Return our environment without the settings in it: the settings file contains them all."""
+    sections = set(Settings.model_fields)
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if (path := environment_path(name)) is None or path[0] not in sections
+    }

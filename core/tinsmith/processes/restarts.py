@@ -1,0 +1,40 @@
+"""Whether and when an engine that has died is started again."""
+
+from tinsmith.processes.deaths import Cause, Death
+from tinsmith.settings import RecoverySettings, SupervisorSettings
+
+
+class Restarts:
+    """Decides for one engine, over all its starts.
+
+    Only deaths before the engine was ready count towards giving up. Later ones are charged to the operations that were
+    running, which the store fails when they were charged too often.
+    """
+
+    def __init__(self, supervisor: SupervisorSettings, recovery: RecoverySettings) -> None:
+        self._supervisor = supervisor
+        self._recovery = recovery
+        self._crashes = 0  # before the engine was ready, in a row
+        self._interruptions = 0  # likewise
+        self._next_delay_s = supervisor.restart_backoff_s
+        self.number = 0
+
+    def delay_after_s(self, death: Death, *, was_ready: bool) -> float | None:
+        """Return the seconds to wait before the next start, or None if the engine is given up."""
+        if death.cause is Cause.SUPERSEDED:
+            return 0.0  # the next one waits for the lease as a standby
+        if was_ready:
+            self._crashes, self._interruptions, self._next_delay_s = 0, 0, self._supervisor.restart_backoff_s
+        elif self._is_one_too_many(death.cause):
+            return None
+        self.number += 1
+        delay_s = self._next_delay_s
+        self._next_delay_s = min(2 * delay_s, self._supervisor.restart_backoff_max_s)
+        return delay_s
+
+    def _is_one_too_many(self, cause: Cause) -> bool:
+        if cause.is_from_outside:
+            self._interruptions += 1
+            return self._interruptions > self._recovery.max_interruptions
+        self._crashes += 1
+        return cause is Cause.MISCONFIGURED or self._crashes > self._supervisor.max_restarts
