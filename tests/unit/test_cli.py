@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import tinsmith
 from tinsmith.commands import cli
-from tinsmith.commands.flags import base_model_name_of, settings_flags
+from tinsmith.commands.flags import base_model_name_of, settings_flags, take_model
 from tinsmith.errors import ConfigError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings.sources import Flag
@@ -100,10 +100,13 @@ def test_secrets_are_not_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("serve",), "no model to serve; give `--base-model PATH`"),
+        (("serve",), "no model to serve; give `tinsmith serve MODEL`"),
         (("serve", "--prot", "1"), "no option '--prot'; did you mean '--port'?"),
         (("serve", "--server.port"), "--server.port needs a value"),
-        (("serve", "here"), "unexpected argument 'here'"),
+        (("serve", "a/b", "--server.port", "1", "c/d"), "one model can be given here, and these are 2: a/b, c/d"),
+        (("serve", "a/b", "--base-model", "c/d"), "one model can be given here, and these are 2: c/d, a/b"),
+        (("serve", "./gone", "--backend", "jax"), "'./gone' is neither a directory nor a name that a model on the hub"),
+        (("engine", "y", "here"), "unexpected argument 'here'"),
         (
             ("serve", "--base-model", "x", "--backend", "toy", "--server.prot", "1"),
             "--server.prot: server.prot: unknown",
@@ -145,8 +148,18 @@ def test_base_model_flags(tmp_path: Path) -> None:
     assert json.loads(flag.text) == [{"name": "Maker/Model"}]
     [flag] = settings_flags(base_model=str(tmp_path), base_model_name="short")
     assert json.loads(flag.text) == [{"name": "short", "path": str(tmp_path)}]
-    with pytest.raises(ConfigError, match="--base-model"):
+    [flag] = settings_flags(base_model="Maker/Model@v1.2", base_model_name="Maker/Model")
+    assert json.loads(flag.text) == [{"name": "Maker/Model", "revision": "v1.2"}]
+    with pytest.raises(ConfigError, match="pass the directory that gets this name"):
         settings_flags(base_model_name="short")
+    with pytest.raises(ConfigError, match="models from the hub keep their names"):
+        settings_flags(base_model="Maker/Model", base_model_name="short")
+
+
+def test_the_model_is_the_argument_that_belongs_to_no_option() -> None:
+    assert take_model(["--server.port", "1", "a/b", "--x.y=2"], None) == ("a/b", ["--server.port", "1", "--x.y=2"])
+    assert take_model(["a/b", "--server.public_url", ""], None) == ("a/b", ["--server.public_url", ""])
+    assert take_model(["--server.port"], "a/b") == ("a/b", ["--server.port"])
 
 
 def test_dotted_flags_win_over_short_ones() -> None:

@@ -5,13 +5,13 @@ import sys
 import textwrap
 
 
-def test_loading_every_plugin_and_the_server_imports_no_framework() -> None:
+def test_loading_every_plugin_and_the_server_imports_no_framework_and_no_client_of_the_hub() -> None:
     code = """
         import sys
         import tinsmith, tinsmith.plugins, tinsmith.server.app, tinsmith.commands.cli, tinsmith.plugins.loading
         plugins = tinsmith.plugins.loading.Plugins.load()
         assert plugins.report()
-        heavy = {"jax", "jaxlib", "torch", "transformers", "vllm", "megatron"} & set(sys.modules)
+        heavy = {"jax", "jaxlib", "torch", "transformers", "vllm", "megatron", "huggingface_hub"} & set(sys.modules)
         assert not heavy, heavy
     """
     done = subprocess.run(

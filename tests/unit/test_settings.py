@@ -197,7 +197,7 @@ def test_everything_wrong_is_reported_at_once_with_its_source(plugins: Plugins, 
         ("server: {port: 1}\nserver: {port: 2}\n", ":2: server is already set in line 1; keep one"),
         ("server:\n  port: 1\n  port: 2\n", ":3: server.port is already set in line 2"),
         ("models:\n  - {name: a, backend: {plugin: gauge}}\n  - {name: a, backend: {plugin: gauge}}\n", "'a' occurs 2"),
-        ("models: []\n", "no model to serve; give `--base-model PATH`"),
+        ("models: []\n", "no model to serve; give `tinsmith serve MODEL`"),
         ("models:\n  - {backend: {plugin: gauge}}\n", "models.0.name: field required; add it"),
         ("models:\n  - {name: 7, backend: {plugin: gauge}}\n", "got 7; put it in quotes"),
         ("models:\n  - {name: a, backend: gauge}\n", "models.0.backend: "),
@@ -285,15 +285,37 @@ def test_a_model_is_found_in_the_hugging_face_cache(
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("abc123")
     (snapshot / "config.json").write_text("{}")
+    (snapshot / "model.safetensors").write_bytes(b"")
     flags = [("models.0.name", "Maker/Tiny"), ("models.0.backend.plugin", "pathy")]
     [model] = load(plugins, environ={}, flags=flags).models
     assert model.path == snapshot
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    [model] = load(plugins, environ={}, flags=[*flags, ("models.0.revision", "v2")]).models
+    assert model.path is None  # another revision is not here, so the engine downloads it
+    (snapshot / "model.safetensors").rename(snapshot / "model-00001-of-00002.safetensors")
+    (snapshot / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}'
+    )
+    [model] = load(plugins, environ={}, flags=flags).models
+    assert model.path is None  # a shard is missing
+
+
+def test_a_name_on_the_hub_is_left_to_the_engine(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = [("models.0.name", "no/such"), ("models.0.backend.plugin", "pathy")]
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    assert load(plugins, environ={}, flags=flags).models[0].path is None
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    message = failure(plugins, flags=flags)
+    assert "--models.0.name: models.0.name: 'no/such' is neither a directory nor complete in the cache" in message
+    assert "HF_HUB_OFFLINE forbids downloading it" in message
 
 
 def test_a_missing_model_directory_is_refused(plugins: Plugins, tmp_path: Path) -> None:
     backend = ("models.0.backend.plugin", "pathy")
-    message = failure(plugins, flags=[("models.0.name", "no/such"), backend])
-    assert "--models.0.name: models.0.name: 'no/such' is neither a directory nor known to a plugin" in message
+    message = failure(plugins, flags=[("models.0.name", "/no/such"), backend])
+    assert "--models.0.name: models.0.name: '/no/such' is neither a directory nor a name that a model" in message
+    flags = [("models.0.name", "n"), ("models.0.path", str(tmp_path)), ("models.0.revision", "v2"), backend]
+    assert "models.0.revision: only a model from the hub has one" in failure(plugins, flags=flags)
     message = failure(plugins, flags=[("models.0.name", "n"), ("models.0.path", str(tmp_path / "gone")), backend])
     assert "--models.0.path: models.0.path: there is no directory" in message
     message = failure(plugins, flags=[("models.0.name", str(tmp_path)), backend])

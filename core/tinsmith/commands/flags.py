@@ -41,6 +41,27 @@ def settings_flags(
     return flags + list(_dotted(rest, [option for option, _, _ in short]))
 
 
+def take_model(arguments: Sequence[str], base_model: str | None) -> tuple[str | None, list[str]]:
+    """Take the one argument that is neither an option nor its value: the model. Return it and the others.
+
+    `base_model` is what `--base-model` says. Raise ConfigError if there are several models.
+    """
+    models = [] if base_model is None else [base_model]
+    others: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith("--"):
+            models.append(argument)
+        else:
+            others.append(argument)
+            if "=" not in argument:
+                others += [value for value in (next(rest, None),) if value is not None]
+    if len(models) > 1:
+        msg = f"one model can be given here, and these are {len(models)}: {', '.join(models)}; list several in a file"
+        raise ConfigError(msg)
+    return next(iter(models), None), others
+
+
 def base_model_name_of(path: str) -> str:
     """Return the name by which clients ask for a base model that is served from a path.
 
@@ -58,13 +79,21 @@ def base_model_name_of(path: str) -> str:
 def _base_model(base_model: str | None, name: str | None) -> Iterator[Flag]:
     if base_model is None:
         if name is not None:
-            msg = "--name: pass the model that gets this name with --base-model"
+            msg = "--name: pass the directory that gets this name, as in `tinsmith serve DIRECTORY --name NAME`"
             raise ConfigError(msg)
         return
-    model = {"name": name or base_model_name_of(base_model)}
-    if Path(base_model).expanduser().is_dir() or name is not None:
-        model["path"] = base_model
-    yield Flag("models", json.dumps([model]), "--base-model")
+    yield Flag("models", json.dumps([_model(base_model, name)]), "--base-model")
+
+
+def _model(base_model: str, name: str | None) -> dict[str, str]:
+    """Describe a model by its directory, or by NAME or NAME@REVISION on the hub."""
+    if Path(base_model).expanduser().is_dir():
+        return {"name": name or base_model_name_of(base_model), "path": base_model}
+    on_hub, _, revision = base_model.partition("@")
+    if name not in (None, on_hub):
+        msg = f"--name: there is no directory {base_model!r}, and models from the hub keep their names; leave it out"
+        raise ConfigError(msg)
+    return {"name": on_hub, **({"revision": revision} if revision else {})}
 
 
 def _dotted(arguments: Sequence[str], known: Sequence[str]) -> Iterator[Flag]:

@@ -14,6 +14,7 @@ from typing import Any, Final
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from tinsmith.errors import ConfigError, PluginError, UserError
+from tinsmith.huggingface.hub_cache import HubReference, is_offline, offline_message
 from tinsmith.plugins.loading import Plugins
 from tinsmith.plugins.registry import suggestion
 from tinsmith.settings import ModelSettings, PluginSection, Settings
@@ -205,7 +206,7 @@ def _resolve(settings: Settings, plugins: Plugins, problems: _Problems, *, needs
         return settings.model_copy(update={"server": server})
     _check_keys(settings, problems)
     if not settings.models:
-        problems.add(("models",), "no model to serve; give `--base-model PATH`, or `models:` in the file")
+        problems.add(("models",), "no model to serve; give `tinsmith serve MODEL`, or `models:` in the file")
     _check_engines(settings, problems)
     models = tuple(_resolve_model(index, model, plugins, problems) for index, model in enumerate(settings.models))
     return settings.model_copy(update={"models": models, "server": server})
@@ -248,18 +249,21 @@ def _resolve_model(index: int, model: ModelSettings, plugins: Plugins, problems:
 
 
 def _find_directory(path: KeyPath, model: ModelSettings, plugins: Plugins, problems: _Problems) -> Path | None:
+    """Return the model's directory, or None if its engine has to download it first."""
     key: KeyPath = (*path, "path") if model.path else (*path, "name")
+    if model.path is not None and model.revision is not None:
+        problems.add((*path, "revision"), "only a model from the hub has one; remove it, or remove `path`")
     try:
-        directory = model.path or plugins.resolve_base_model(model.name)
+        directory = model.path or plugins.resolve_base_model(model.source)
     except PluginError as error:
         problems.add(key, str(error))
         return None
     if directory is None:
-        problems.add(
-            key,
-            f"{model.name!r} is neither a directory nor known to a plugin; set `models[].path` to its Hugging Face "
-            "directory",
-        )
+        reference = HubReference.parse(model.source)
+        if reference is None:
+            problems.add(key, f"{model.name!r} is neither a directory nor a name that a model on the hub can have")
+        elif is_offline():
+            problems.add(key, offline_message(reference))
         return None
     directory = directory.expanduser().absolute()
     if not directory.is_dir():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from tinsmith.commands.flags import setting_flag, settings_flags
+from tinsmith.commands.flags import setting_flag, settings_flags, take_model
 from tinsmith.commands.load_settings import load_settings
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import Settings
@@ -16,12 +17,24 @@ from tinsmith.settings import Settings
 ANY_SETTING: Final[dict[str, Any]] = {"allow_extra_args": True, "ignore_unknown_options": True}  # Any: click's
 """The context of a command that takes `--section.key value` for every setting."""
 
+WITH_MODEL: Final[dict[str, Any]] = {"ignore_unknown_options": True}  # Any: click's
+
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", help="YAML configuration file; default: $TINSMITH_CONFIG")
 ]
 BaseModel = Annotated[
-    str | None, typer.Option(help="the one model to serve: a Hugging Face directory, or a name that a plugin resolves")
+    str | None,
+    typer.Option(help="the one model to serve: a Hugging Face directory, or NAME or NAME@REVISION on the hub"),
 ]
+ModelAndSettings = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL | --SECTION.KEY VALUE",
+        help="the one model, as with --base-model; any setting of the configuration file",
+        show_default=False,
+    ),
+]
+"""For commands with the context WITH_MODEL: what is neither MODEL nor one of the command's options is a setting."""
 Name = Annotated[
     str | None, typer.Option(help="name that clients pass as base_model; default: the directory's absolute path")
 ]
@@ -41,12 +54,18 @@ def settings_of(
     context: typer.Context,
     config: Path | None,
     *short: tuple[str, str, object],
+    arguments: Sequence[str] | None = None,
     base_model: str | None = None,
     name: str | None = None,
     backend: str | None = None,
 ) -> Settings:
-    """Return the settings of a command that needs a model. `short` holds (option, key, value) of other options."""
-    flags = settings_flags(base_model=base_model, base_model_name=name, backend=backend, short=short, rest=context.args)
+    """Return the settings of a command that needs a model.
+
+    `short` holds (option, key, value) of other options, `arguments` what came as ModelAndSettings.
+    """
+    base_model, rest = take_model(arguments or (), base_model)
+    rest += context.args
+    flags = settings_flags(base_model=base_model, base_model_name=name, backend=backend, short=short, rest=rest)
     return load_settings(plugins_of(context), file=config, environ=os.environ, flags=flags)
 
 

@@ -9,11 +9,13 @@ import typer
 from tinsmith.commands.flags import setting_flag
 from tinsmith.commands.options import (
     ANY_SETTING,
+    WITH_MODEL,
     Backend,
     BaseModel,
     ConfigFile,
     DataDir,
     LogLevel,
+    ModelAndSettings,
     Name,
     plugins_of,
     settings_of,
@@ -21,13 +23,14 @@ from tinsmith.commands.options import (
 
 
 def add_serving_commands(group: typer.Typer) -> None:
-    group.command("serve", context_settings=ANY_SETTING)(serve)
+    group.command("serve", context_settings=WITH_MODEL)(serve)
     group.command("engine", context_settings=ANY_SETTING)(engine)
-    group.command("check-config", context_settings=ANY_SETTING)(check_config)
+    group.command("check-config", context_settings=WITH_MODEL)(check_config)
 
 
 def serve(
     context: typer.Context,
+    model: ModelAndSettings = None,
     config: ConfigFile = None,
     base_model: BaseModel = None,
     name: Name = None,
@@ -37,7 +40,7 @@ def serve(
     data_dir: DataDir = None,
     log_level: LogLevel = None,
 ) -> None:
-    """Serve base models to Tinker clients. Every other setting is an option too: --section.key value."""
+    """Serve base models to Tinker clients. A model that is not on this machine is downloaded from the hub."""
     from tinsmith.processes.serve import serve as run_server  # here, because `version` needs no web framework
 
     settings = settings_of(
@@ -47,6 +50,7 @@ def serve(
         ("--port", "server.port", port),
         ("--data-dir", "server.data_dir", data_dir),
         ("--log-level", "server.log_level", log_level),
+        arguments=model,
         base_model=base_model,
         name=name,
         backend=backend,
@@ -79,11 +83,12 @@ def engine(
 
 def check_config(
     context: typer.Context,
+    model: ModelAndSettings = None,
     config: ConfigFile = None,
     base_model: BaseModel = None,
     name: Name = None,
     backend: Backend = None,
 ) -> None:
     """Check the configuration as `serve` would, and print every resulting setting. Starts nothing."""
-    settings = settings_of(context, config, base_model=base_model, name=name, backend=backend)
+    settings = settings_of(context, config, arguments=model, base_model=base_model, name=name, backend=backend)
     typer.echo(settings.model_dump_json(indent=2))

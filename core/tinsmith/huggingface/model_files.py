@@ -5,9 +5,12 @@ import shutil
 from pathlib import Path
 from typing import Any, Final
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, ServerError
+from tinsmith.huggingface.safetensors_files import shard_files
 
-_PATTERNS: Final = ("*.json", "*.model", "*.txt", "*.jinja")
+BESIDE_THE_WEIGHTS: Final = ("*.json", "*.model", "*.txt", "*.jinja")
+"""Patterns of the files that hold configuration and tokenizer."""
+
 _NOT_OURS: Final = ("adapter_config.json", "tinsmith.json")
 
 
@@ -28,6 +31,15 @@ def read_model_config(directory: Path) -> dict[str, Any]:  # Any: JSON
     return config
 
 
+def missing_files(directory: Path) -> list[str]:
+    """Name the files that no backend can do without and that are not there; empty if there are all."""
+    try:
+        weights = shard_files(directory, "model") or [directory / "model.safetensors"]
+    except ServerError:
+        return ["model.safetensors.index.json"]
+    return [file.name for file in (directory / "config.json", *weights) if not file.is_file()]
+
+
 def copy_model_files(source: Path, target: Path, *, dtype: str, tied: bool | None = None) -> None:
     """Copy configuration and tokenizer, so that the target loads on its own. config.json gets the new dtype."""
     config = read_model_config(source)
@@ -35,7 +47,7 @@ def copy_model_files(source: Path, target: Path, *, dtype: str, tied: bool | Non
     config["dtype"] = dtype
     if tied is not None:
         config["tie_word_embeddings"] = tied
-    for file in sorted({file for pattern in _PATTERNS for file in source.glob(pattern)}):
+    for file in sorted({file for pattern in BESIDE_THE_WEIGHTS for file in source.glob(pattern)}):
         if file.is_file() and not file.name.endswith(".index.json") and file.name not in _NOT_OURS:
             shutil.copyfile(file, target / file.name)
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,9 +1,12 @@
 """Makes what the settings name: the request store, the scheduler, and the backends of a model."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 from tinsmith.backend import BackendContext, Capabilities, Isolation, Progress, SamplingBackend, TrainingBackend
+from tinsmith.huggingface.hub_cache import HubReference
+from tinsmith.huggingface.hub_download import download_model
 from tinsmith.plugins.loading import Plugins
 from tinsmith.scheduler import Scheduler
 from tinsmith.settings import DataDir, ModelSettings, Settings
@@ -53,6 +56,19 @@ def make_trainer(
     return spec.create(config, _context(model, plugins, data_dir, spec.name, progress, samples=samples))
 
 
+def model_directory(model: ModelSettings, plugins: Plugins, progress: Progress) -> Path | None:
+    """Find a model's directory; download it if only the hub has it. Return None if the backend brings its own model.
+
+    Raise ConfigError if only a person can help, ServerError if trying again may.
+    """
+    found = model.path or plugins.resolve_base_model(model.source)
+    spec = plugins.default_backend() if model.backend is None else plugins.backends.get(model.backend.plugin)
+    if found is not None or not spec.needs_model_path:
+        return found
+    reference = HubReference.parse(model.source)
+    return None if reference is None else download_model(reference, progress)
+
+
 def _context(
     model: ModelSettings, plugins: Plugins, data_dir: DataDir, plugin: str, progress: Progress, *, samples: bool
 ) -> BackendContext:
@@ -60,7 +76,7 @@ def _context(
     cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     return BackendContext(
         model_name=model.name,
-        model_path=model.path or plugins.resolve_base_model(model.name),
+        model_path=model_directory(model, plugins, progress),
         cache_dir=cache_dir,
         losses=plugins.losses.all(),
         samples=samples,

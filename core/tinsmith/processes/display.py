@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
 
+from tinsmith.huggingface.hub_cache import hub_endpoint
 from tinsmith.plugins.contract_version import CONTRACT_VERSION
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings, Settings
@@ -21,7 +22,7 @@ def show_banner(console: Console, settings: Settings, plugins: Plugins, url: str
     grid = Table.grid(padding=(0, 2))
     for model in settings.models:
         grid.add_row("model", f"[bold]{escape(model.name)}[/]")
-        grid.add_row("", f"from {escape(str(model.path or 'the backend itself'))}, {escape(_runs_on(model))}")
+        grid.add_row("", escape(f"from {_origin(model, plugins)}, {_runs_on(model)}"))
     grid.add_row("store", escape(f"{settings.store.plugin}, data in {settings.server.data_dir}"))
     grid.add_row("keys", _keys(settings))
     grid.add_row("url", f"[bold]{url}[/]   (api docs {url}/docs, readiness {url}/readyz, metrics {url}/metrics)")
@@ -47,6 +48,13 @@ def connecting_lines(settings: Settings, url: str) -> tuple[str, str]:
     service = f'tinker.ServiceClient(base_url="{url}", api_key={key})'
     name = settings.models[0].name
     return first, f'client = {service}.create_lora_training_client(base_model="{name}", rank=16).result()'
+
+
+def _origin(model: ModelSettings, plugins: Plugins) -> str:
+    if model.path is not None:
+        return str(model.path)
+    needed = model.backend is not None and plugins.backends.get(model.backend.plugin).needs_model_path
+    return f"{hub_endpoint()}, to be downloaded" if needed else "the backend itself"
 
 
 def _runs_on(model: ModelSettings) -> str:

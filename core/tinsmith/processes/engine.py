@@ -229,7 +229,7 @@ class _EngineProcess:
             await loop.run_in_executor(thread, backend.close)
 
     def _model_path(self) -> Path | None:
-        return self.model.path or self.plugins.resolve_base_model(self.model.name)
+        return self.model.path or self.plugins.resolve_base_model(self.model.source)
 
     def _progress(self, loop: asyncio.AbstractEventLoop) -> Progress:
         def progress(stage: str, fraction: float | None) -> None:

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from tinsmith.backend import Capabilities
 from tinsmith.errors import UserError
+from tinsmith.huggingface.hub_cache import HubReference, cached_model
 from tinsmith.losses import LossSpec
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.api_keys import ApiKeys
@@ -109,10 +110,13 @@ class ServerContext:
         raise UserError(msg)
 
     def tokenizer_of(self, base_model: str) -> str:
-        """Say where clients find the tokenizer: the model's directory, or its name where they may be elsewhere."""
-        path = self.model_settings(base_model).path
-        same_machine = self.settings.server.host in {"127.0.0.1", "localhost", "::1"}
-        return str(path.expanduser().resolve()) if path is not None and same_machine else base_model
+        """Return where clients find the tokenizer: the model's directory, or its name if they may be elsewhere."""
+        if self.settings.server.host not in {"127.0.0.1", "localhost", "::1"}:
+            return base_model
+        model = self.model_settings(base_model)
+        reference = HubReference.parse(model.source)
+        path = model.path or (cached_model(reference) if reference is not None else None)
+        return base_model if path is None else str(path.expanduser().absolute())
 
     def now(self) -> datetime:
         return datetime.now(UTC)

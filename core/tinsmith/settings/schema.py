@@ -190,8 +190,11 @@ class ModelSettings(_Section):
 
     name: str = Field(description="name that clients pass as `base_model`")
     path: Path | None = Field(
-        None, description="Hugging Face directory of the model; default: `name`, if that is a directory"
+        None,
+        description="Hugging Face directory of the model; default: `name`, if that is a directory, else the model of "
+        "that name on the Hugging Face hub",
     )
+    revision: str | None = Field(None, description="branch, tag or commit on the hub; default: `main`")
     backend: PluginSection | None = Field(
         None, description="name of the backend that trains; default: the installed one, if there is only one"
     )
@@ -207,6 +210,11 @@ class ModelSettings(_Section):
         ge=1 << 16,
         description="size in bytes of the largest weights file in a checkpoint of full fine-tuning",
     )
+
+    @property
+    def source(self) -> str:
+        """Return what to look the model up by if it has no path: NAME, or NAME@REVISION."""
+        return self.name if self.revision is None else f"{self.name}@{self.revision}"
 
 
 class Settings(_Section):

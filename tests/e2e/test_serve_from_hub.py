@@ -1,0 +1,127 @@
+"""`tinsmith serve NAME`: a model comes from a stand-in for the hub while the server answers; then the SDK trains it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+from stand_in_hub import StandInHub
+
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith.testing.sdk_data import datum, step
+
+pytestmark = pytest.mark.slow
+
+START_S = 300
+NAME = "maker/tiny"
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[StandInHub]:
+    write_tiny_model(tmp_path / "tiny", TinyShape(num_layers=1, hidden_size=64, intermediate_size=96))
+    with StandInHub.running() as hub:
+        hub.add(NAME, tmp_path / "tiny")
+        yield hub
+
+
+@pytest.fixture
+def environment(hub: StandInHub, tmp_path: Path) -> dict[str, str]:
+    ours = ("TINSMITH_", "HF_", "TRANSFORMERS_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return {**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+
+
+@contextmanager
+def serving(
+    tmp_path: Path, environment: dict[str, str], *arguments: str
+) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
+    """Yield the process and its URL, once it answers; stop it in order."""
+    command = [
+        sys.executable,
+        "-m",
+        "tinsmith",
+        "serve",
+        *arguments,
+        "--port",
+        "0",
+        "--data-dir",
+        str(tmp_path / "data"),
+    ]
+    lock = tmp_path / "data" / "server.lock"
+    lock.unlink(missing_ok=True)
+    with (tmp_path / "log").open("ab") as log:
+        process = subprocess.Popen(command, stderr=log, env=environment, start_new_session=True)
+    try:
+        while not lock.exists() or not json.loads(lock.read_text() or "{}").get("url"):
+            assert waited(process), (tmp_path / "log").read_text()
+        yield process, json.loads(lock.read_text())["url"]
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(START_S) == 0
+
+
+def waited(process: "subprocess.Popen[bytes]") -> bool:
+    """Wait a moment; return whether the process runs still."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(0.1)
+    return process.poll() is None
+
+
+def engine(url: str) -> dict[str, Any]:
+    try:
+        with urllib.request.urlopen(f"{url}/readyz") as answer:
+            body = json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            body = json.load(error)
+    return dict(body["engines"][NAME])
+
+
+def wait_for(process: "subprocess.Popen[bytes]", url: str, state: str, detail: str = "") -> dict[str, Any]:
+    while (found := engine(url))["state"] != state or not found["detail"].startswith(detail):
+        assert waited(process), found
+    return found
+
+
+def test_a_name_is_downloaded_served_and_trained(hub: StandInHub, environment: dict[str, str], tmp_path: Path) -> None:
+    arguments = (NAME, "--backend", "jax", "--models.0.backend.warm_up", "false")
+    hub.hold = "model.safetensors"
+    with serving(tmp_path, environment, *arguments) as (process, url):
+        assert hub.held.wait(START_S)
+        assert wait_for(process, url, "loading", "downloading")["detail"] == "downloading 0.0 of 0.3 MB"
+    log = (tmp_path / "log").read_text()
+    assert f"from {hub.url}, to be downloaded" in " ".join(log.split())
+    assert "loading maker/tiny: downloading 0.0 of 0.3 MB" in log
+
+    hub.hold = None
+    hub.release.set()
+    hub.sent.clear()
+    with serving(tmp_path, environment, *arguments) as (_, url):
+        client = tinker.ServiceClient(base_url=url, api_key="tml-test")
+        model = client.create_lora_training_client(base_model=NAME, rank=4).result(timeout=START_S)
+        first, second = (step(model, [datum()]).metrics["loss:sum"] for _ in range(2))
+        assert second < first
+        tokenizer = Path(model.get_info().model_data.tokenizer_id)
+        assert tokenizer.is_relative_to(tmp_path / "home")
+        assert (tokenizer / "tokenizer.json").exists()
+        client.close("success").result(timeout=START_S)
+    assert hub.sent == ["model.safetensors"]
+
+
+def test_a_name_that_the_hub_does_not_know_fails_with_a_remedy(
+    environment: dict[str, str], tmp_path: Path, hub: StandInHub
+) -> None:
+    file = tmp_path / "tinsmith.yaml"
+    file.write_text("models: [{name: maker/tiny, revision: v9, backend: {plugin: jax}}]")
+    with serving(tmp_path, environment, "--config", str(file)) as (process, url):
+        detail = wait_for(process, url, "failed")["detail"]
+    assert f"the model 'maker/tiny' has no revision 'v9'; see {hub.url}/maker/tiny/branches" in detail
