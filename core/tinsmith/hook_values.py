@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """`tenant` owns what the request makes; one tenant never sees another's."""
+    """The sender of a request. `tenant` owns whatever the request creates; tenants never see each other's objects."""
 
     tenant: str
     name: str = ""  # shown to people
@@ -25,13 +25,13 @@ class Principal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutesContext:
-    """Of the server that the routes are added to."""
+    """Parts of the server that the routes are added to."""
 
-    store: RequestStore  # open while requests are answered, not yet when routes are asked for
-    registry: CollectorRegistry  # what `/metrics` shows; a plugin may register collectors of its own
+    store: RequestStore  # open while requests are answered; not yet open when the hook is called
+    registry: CollectorRegistry  # `/metrics` shows it; a plugin may register its own collectors
     caller: Callable[[Request], Principal]
-    """Says who sent a request, as for core's routes: use it as `Depends(context.caller)`. The answer is 401 where
-    nobody knows."""
+    """Identifies the sender of a request, as core's routes do: use it as `Depends(context.caller)`. An unknown
+    sender gets a 401."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,4 +57,4 @@ class OperationFinished:
     run_s: float  # in the backend, shared by the whole batch
     batch_size: int
     failed: Failed | None = None
-    consistency: Consistency | None = None  # of a save for sampling, also where it was refused
+    consistency: Consistency | None = None  # set for a save for sampling, even if it was refused

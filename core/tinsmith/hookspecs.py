@@ -1,8 +1,8 @@
 """Every hook of tinsmith, in lifecycle order.
 
-A plugin is a module named by an entry point of the group `tinsmith`, with functions marked `@tinsmith.hookimpl`. It is
-imported in every process, so it must import no framework; `create` functions import theirs inside themselves. Hooks
-find things, classes do the work: all work goes through the typed classes that a hook returns.
+A plugin is a module named by an entry point of the group `tinsmith`, with functions marked `@tinsmith.hookimpl`. Every
+process imports it, so it must not import a framework; `create` functions import theirs in their bodies. Hooks find
+things, classes do the work: all work goes through the typed classes that a hook returns.
 """
 
 # mypy: disable-error-code="empty-body"
@@ -38,42 +38,42 @@ hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
 
 @hookspec
 def tinsmith_register_backends() -> AnyBackendSpec | Sequence[AnyBackendSpec]:
-    """Offer training backends. Chosen by `models[].backend.plugin`; a name offered twice is an error."""
+    """Offer training backends. `models[].backend.plugin` selects one. A name that is offered twice is an error."""
 
 
 @hookspec
 def tinsmith_register_samplers() -> AnySamplerSpec | Sequence[AnySamplerSpec]:
-    """Offer samplers. Chosen by `models[].sampler.plugin`; without that section the backend samples itself."""
+    """Offer samplers. `models[].sampler.plugin` selects one. Without that section, the backend samples."""
 
 
 @hookspec
 def tinsmith_register_stores() -> StoreSpec[Any] | Sequence[StoreSpec[Any]]:
-    """Offer request stores. Chosen by `store.plugin`. `create` does no I/O; `RequestStore.open` does."""
+    """Offer request stores. `store.plugin` selects one. `create` performs no I/O; `RequestStore.open` does."""
 
 
 @hookspec
 def tinsmith_register_schedulers() -> SchedulerSpec[Any] | Sequence[SchedulerSpec[Any]]:
-    """Offer schedulers. Chosen by `scheduler.plugin`.
+    """Offer schedulers. `scheduler.plugin` selects one.
 
-    A scheduler keeps nothing to itself: what it must remember is in `Batch.memory`.
+    A scheduler keeps no state of its own: it returns whatever it must remember in `Batch.memory`.
     """
 
 
 @hookspec
 def tinsmith_register_losses() -> LossSpec | Sequence[LossSpec]:
-    """Offer loss functions; every backend that lists their names in its capabilities can run them.
+    """Offer loss functions. Every backend that lists a name in its capabilities can run that loss.
 
-    `per_token` maps logprobs to losses *and* their derivatives, over any array namespace `xp`; the request's loss is
+    `per_token` maps logprobs to losses *and* their derivatives, over any array namespace `xp`. The loss of a request is
     the plain sum.
     """
 
 
 @hookspec
 def tinsmith_register_routes(settings: Settings, context: RoutesContext) -> APIRouter | Sequence[APIRouter]:
-    """Offer HTTP routes. Called in the server process only; they are added after core's own.
+    """Offer HTTP routes. Called in the server process only. They are added after core's own routes.
 
-    `context` holds the request store, the registry of `/metrics`, and `caller`, the dependency that says who sent a
-    request. A plugin that fails here is logged and left out.
+    `context` holds the request store, the registry of `/metrics`, and `caller`, the dependency that identifies the
+    sender of a request. A plugin that fails here is logged and left out.
     """
 
 
@@ -87,10 +87,10 @@ def tinsmith_register_commands(group: typer.Typer) -> None:
 
 @hookspec(firstresult=True)
 def tinsmith_authenticate(headers: Mapping[str, str]) -> Principal | None:
-    """Say who sent a request, or None where this plugin does not know. Server process; header names in lower case.
+    """Return who sent a request, or None if this plugin does not know. Header names are in lower case. Server process.
 
-    Raise `AuthenticationError` to refuse without asking the others; anything else that is raised refuses too. Core's
-    keys are asked last.
+    Raise `AuthenticationError` to refuse the request without asking other plugins. Any other exception refuses it, too.
+    Core's API keys are tried last.
     """
 
 

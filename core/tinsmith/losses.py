@@ -4,9 +4,9 @@ Each maps per-token logprobs to per-token losses *and* their derivative by the l
 automatic differentiation through the head: the gradient of the loss by the logits follows from `dloss_dlogp` alone.
 The request's loss is the plain sum over all tokens and data, never normalised.
 
-`xp` is numpy, jax.numpy, torch or anything with their `exp`, `minimum`, `where` and `clip`. All arrays of a call
-share one shape; config values are scalars or broadcast against it (a packed batch holds many requests). Backends mask
-padding themselves.
+`xp` is numpy, jax.numpy, torch or any module with their `exp`, `minimum`, `where` and `clip`. All arrays of a call
+share one shape. Config values are scalars or broadcast against that shape, since a packed batch holds many requests.
+Backends mask the padding.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,13 +30,13 @@ class LossSpec:
     inputs: tuple[str, ...]  # besides target_tokens: float32, of the shape of target_tokens, all required
     per_token: LossFunction
     config: Mapping[str, float] = field(default_factory=dict)  # every key of loss_fn_config, with its default
-    stops_gradients: bool = False  # part of the loss counts as constant: dloss_dlogp is not its whole derivative
+    stops_gradients: bool = False  # part of the loss is treated as constant, so dloss_dlogp is not the whole derivative
 
 
 def cross_entropy(
     xp: Xp, logp: XpArray, inputs: Mapping[str, XpArray], config: Mapping[str, XpArray]
 ) -> tuple[XpArray, XpArray]:
-    """-w * logp. Weights may be negative and need not sum to anything."""
+    """-w * logp. Weights may be negative; their sum has no meaning."""
     del xp, config
     weights = inputs["weights"]
     return -weights * logp, -weights
@@ -52,7 +52,7 @@ def importance_sampling(
 
 
 def ppo(xp: Xp, logp: XpArray, inputs: Mapping[str, XpArray], config: Mapping[str, XpArray]) -> tuple[XpArray, XpArray]:
-    """-min(r * A, clip(r, low, high) * A): no gradient where the clipped term is the smaller one (arXiv 1707.06347)."""
+    """-min(r * A, clip(r, low, high) * A): no gradient if the clipped term is the smaller one (arXiv 1707.06347)."""
     ratio = xp.exp(logp - inputs["logprobs"])
     advantages = inputs["advantages"]
     plain = ratio * advantages

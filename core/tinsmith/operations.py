@@ -1,6 +1,6 @@
-"""What is asked of an engine and what comes back: frozen values with NumPy arrays, no behaviour, no framework.
+"""Requests to an engine and their results: frozen values with NumPy arrays, no behaviour, no framework.
 
-Operations are stored as bytes (`codec.py`) and are the unit of the log: `(model_id, seq_id)` is the key of one.
+An operation is one entry of the log. Its key is `(model_id, seq_id)`; `store/codec.py` turns it into bytes.
 
 Array suffixes: T = tokens of one sequence, K = targets per position or alternatives per token, P = prompt tokens.
 """
@@ -27,14 +27,14 @@ LORA_ALPHA = 32.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """Which adapter a model trains. `seed` is always set: the server draws one where the client sent none."""
+    """Which adapter a model trains. `seed` is always set: if the client sends none, the server draws one."""
 
     rank: int  # 0: no adapter, all weights are trained; the flags are then all set
     seed: int
     alpha: float = LORA_ALPHA
     train_attn: bool = True  # q, k, v and o projections
     train_mlp: bool = True  # gate, up and down projections
-    train_unembed: bool = True  # the output head, also where it is tied to the embedding
+    train_unembed: bool = True  # the output head, even if it is tied to the embedding
 
     @property
     def scale(self) -> float:
@@ -43,7 +43,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamParams:
-    """One step's hyper-parameters; nothing carries over from the step before. Maths: torch.optim.AdamW."""
+    """Hyper-parameters of one step. None carries over to the next step. Maths: torch.optim.AdamW."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -55,9 +55,9 @@ class AdamParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datum:
-    """One sequence. Position i of `tokens_T` predicts target i: the client has shifted already.
+    """One sequence. Position i of `tokens_T` predicts target i: the client has already shifted the targets.
 
-    `loss_inputs` holds `target_tokens` (int64, [T] or [T, K]) and the float32 inputs of the loss, each of the shape
+    `loss_inputs` holds `target_tokens` (int64, [T] or [T, K]) and the float32 inputs of the loss, each with the shape
     of `target_tokens`.
     """
 
@@ -66,7 +66,7 @@ class Datum:
 
     @property
     def targets_TK(self) -> IntArray:
-        """Targets as [T, K]; K is 1 where the client sent [T]."""
+        """Targets as [T, K]; K is 1 if the client sent [T]."""
         targets: IntArray = self.loss_inputs["target_tokens"]
         return targets.reshape(len(self.tokens_T), -1)
 
@@ -76,7 +76,7 @@ class Datum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateModel:
-    """seq_id 0 of every model. With `checkpoint` the weights (and, if asked, the optimizer) come from there."""
+    """The first operation of every model (seq_id 0). `checkpoint` is where weights and, if asked, moments come from."""
 
     model_id: str
     lora: LoraConfig
@@ -100,12 +100,12 @@ class ForwardBackward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward(ForwardBackward):
-    """The same losses and logprobs; leaves the pending gradient alone."""
+    """Computes the same losses and logprobs, and leaves the pending gradient unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimStep:
-    """Applies and clears the pending gradient. Without one it is a step with a zero gradient."""
+    """Applies the pending gradient and clears it. If none is pending, the gradient is zero."""
 
     model_id: str
     adam: AdamParams
@@ -124,7 +124,7 @@ class SaveState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadState:
-    """Replaces the weights of an existing model; without `load_optimizer` moments and step start afresh."""
+    """Replaces the weights of an existing model. Without `load_optimizer`, moments and step count are reset."""
 
     model_id: str
     path: str
@@ -135,8 +135,8 @@ class LoadState:
 class SaveForSampler:
     """Freezes the weights as of this operation as a sampling snapshot.
 
-    Persisted (`path` set): also written as a sampler checkpoint. Ephemeral (`sampling_session_id` set): a sampler
-    comes into being with it.
+    Persisted (`path` is set): also writes a sampler checkpoint. Ephemeral (`sampling_session_id` is set): also creates
+    a sampling session.
     """
 
     model_id: str
@@ -157,7 +157,7 @@ class ExportAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnloadModel:
-    """Frees what the model holds on the device. Internal: sent when a session ends."""
+    """Frees everything that the model holds on the device. Internal: queued when a session ends."""
 
     model_id: str
 
@@ -167,7 +167,7 @@ class UnloadModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to draw tokens. Every field is decided before the operation is stored, the seed included."""
+    """How to draw tokens. All fields, including the seed, are fixed before the operation is stored."""
 
     max_tokens: int
     seed: int  # 0 <= seed < 2**63
@@ -176,12 +176,12 @@ class SamplingParams:
     top_p: float = 1.0
     stop_strings: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()
-    stop_at_eos: bool = True  # False only where the client sent an empty stop list
+    stop_at_eos: bool = True  # False only if the client sent an empty list of stops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseLayout:
-    """Which cells of a [rows, columns] matrix a sparse tensor (CSR) lists, in its order."""
+    """The cells of a [rows, columns] matrix that a sparse tensor (CSR) lists, in the order of the tensor."""
 
     crow_indices: IntArray  # [rows + 1]
     col_indices: IntArray  # [cells]
@@ -189,7 +189,7 @@ class SparseLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """`num_samples` independent continuations of one prompt, and what was asked about the prompt itself."""
+    """Asks for `num_samples` independent continuations of one prompt, and for scores of the prompt itself."""
 
     sampling_session_id: str
     snapshot_id: str | None  # None = the base model
@@ -201,7 +201,7 @@ class Sample:
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: IntArray | None = None  # [P - 1, K]; row i scores position i + 1; -1 = skip
-    target_layout: SparseLayout | None = None  # where the targets came sparse: the answer has this layout too
+    target_layout: SparseLayout | None = None  # set if the targets came sparse; the answer then has the same layout
 
 
 TrainingOperation = (
@@ -223,7 +223,7 @@ Operation = TrainingOperation | Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """An operation's own failure, as a value: nothing else in its batch is touched."""
+    """The failure of one operation, as a value. The rest of its batch is unaffected."""
 
     message: str
     category: Category = "user"
@@ -236,9 +236,9 @@ class ModelCreated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackwardOutput:
-    """One mapping per datum, in order: `logprobs` float32 of the shape of its targets, and more where a backend has it.
+    """One mapping per datum, in order: `logprobs` (float32, the shape of the targets), and whatever a backend adds.
 
-    Every metric name ends in a reduction the SDK knows (`:sum`, `:mean`, `:min`, `:max`); `loss:sum` is required.
+    Every metric name ends in a reduction that the SDK knows (`:sum`, `:mean`, `:min`, `:max`). `loss:sum` is required.
     """
 
     loss_fn_outputs: tuple[Mapping[str, Array], ...]
@@ -252,28 +252,28 @@ class OptimStepOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consistency:
-    """What the trainer and the sampler make of the same probe tokens, compared when a snapshot is saved.
+    """How the trainer and the sampler score the same probe tokens, compared when a snapshot is saved.
 
-    Differences are absolute, of log-probabilities in nats; None where nothing was compared.
+    Differences are absolute differences of log-probabilities, in nats. They are None if nothing was compared.
     """
 
     verdict: Literal["consistent", "inconsistent", "not compared"]
-    reason: str | None = None  # of the last two
+    reason: str | None = None  # for the last two verdicts
     num_tokens: int = 0  # scored
     max_difference: float | None = None
     mean_difference: float | None = None
-    effect: float | None = None  # of the adapter: the trainer's mean difference to the base model
-    base_difference: float | None = None  # the largest one without an adapter; None where it could not be measured
+    effect: float | None = None  # of the adapter: the trainer's mean difference from the base model
+    base_difference: float | None = None  # the largest difference without an adapter; None if it could not be measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsSaved:
-    """Of SaveState, SaveForSampler and ExportAdapter."""
+    """The result of SaveState, SaveForSampler and ExportAdapter."""
 
     path: str | None = None
     sampling_session_id: str | None = None
     size_bytes: int | None = None
-    consistency: Consistency | None = None  # of SaveForSampler, where the model has a sampler
+    consistency: Consistency | None = None  # only for SaveForSampler, if the model has a sampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +289,7 @@ class ModelUnloaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopLogprobs:
-    """The k best tokens per position, best first; unused cells hold token 0 and logprob -99999."""
+    """The k best tokens per position, best first. Unused cells hold token 0 and logprob -99999."""
 
     token_ids: TokenArray  # [length, k]
     logprobs: FloatArray  # [length, k]
@@ -297,10 +297,10 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSequence:
-    """Stop tokens and stop strings are kept in `tokens`; never empty."""
+    """Stop tokens and stop strings are part of `tokens`, which is never empty."""
 
     tokens: TokenArray
-    logprobs: FloatArray  # of log softmax(logits / temperature), before top-k and top-p; temperature 1 where greedy
+    logprobs: FloatArray  # of log softmax(logits / temperature), before top-k and top-p; at temperature 1 if greedy
     stop_reason: StopReason
     top_logprobs: TopLogprobs | None = None
 
@@ -308,10 +308,10 @@ class SampledSequence:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOutput:
     sequences: tuple[SampledSequence, ...]
-    prompt_logprobs: FloatArray | None = None  # [P]; NaN at 0 and where not scored
+    prompt_logprobs: FloatArray | None = None  # [P]; NaN at position 0 and at positions that were not scored
     top_prompt_logprobs: TopLogprobs | None = None  # [P, k]; row 0 unused
-    target_prompt_logprobs: FloatArray | None = None  # [P - 1, K]; 0 where the target was -1
-    target_layout: SparseLayout | None = None  # of the request; set by the engine, not by samplers
+    target_prompt_logprobs: FloatArray | None = None  # [P - 1, K]; 0 if the target is -1
+    target_layout: SparseLayout | None = None  # copied from the request by the engine; samplers leave it None
     prompt_cache_hit_tokens: int = 0
 
 

@@ -1,7 +1,7 @@
-"""Runs the contract suites for everything that a plugin offers, and says what came of it, test by test.
+"""Runs the contract suites for everything that a plugin offers, and reports the outcome of each test.
 
-Asserts read as pytest shows them only where pytest imports the suites itself, so nothing of `tinsmith.testing` is
-imported here: pytest finds the suites through a file of two lines that is written for it.
+pytest explains a failed assert only in modules that it imports itself. So this module does not import
+`tinsmith.testing`: it writes a two-line test file through which pytest finds the suites.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Outcome = Literal["passed", "skipped", "failed"]
 Progress = Callable[[int, int], None]
-"""Called with how many tests there have been and how many there are."""
+"""Called with the number of tests that have run, and the number of all tests."""
 
 _TEST_FILE: Final = """\
 from tinsmith.testing.plugin_suites import suites_of
@@ -89,8 +89,8 @@ def check_plugin(
 ) -> CheckReport:
     """Run every suite that holds one of the offers.
 
-    `options` are those of a configuration file's section; `trainer` is the backend whose adapters a sampler gets.
-    Raise UserError for options that no offer takes, PluginError where the suites cannot be run.
+    `options` are the settings of a configuration file's section. A sampler gets the adapters of the backend `trainer`.
+    Raise UserError for options that no offer accepts, PluginError if the suites cannot run.
     """
     _check_options(offers, options)
     if not offers:

@@ -1,4 +1,4 @@
-"""Writes a plugin that works: a distribution with an entry point, settings, tests and a README, to grow from."""
+"""Writes a working plugin to start from: a distribution with an entry point, settings, tests and a README."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ Select it by its name:
 $ tinsmith serve --base-model skeleton-dashed --backend skeleton-dashed
 ```
 
-It brings a model of its own. One that trains a Hugging Face model drops `needs_model_path=False` from its spec and
-reads the directory `context.model_path`.""",
+It brings its own model. To train a Hugging Face model instead, remove `needs_model_path=False` from the spec and read
+the directory `context.model_path`.""",
     PluginKind.SAMPLER: """\
-It samples, so it stands beside a backend that trains the same model, `--kind backend` for instance:
+It only samples, so it needs a backend that trains the same model, for instance one made with `--kind backend`:
 
 ```yaml
 models:
@@ -68,7 +68,7 @@ Select it in the configuration file:
 scheduler: {plugin: skeleton-dashed}
 ```""",
     PluginKind.LOSS: """\
-Once installed, it is a loss like the others, on every backend that can run all of them:
+Once it is installed, every backend that accepts plugin losses can run it:
 
 ```python
 training.forward_backward(data, "skeleton-dashed", {"gamma": 2.0})
@@ -77,9 +77,9 @@ training.forward_backward(data, "skeleton-dashed", {"gamma": 2.0})
 
 
 def write_plugin(name: str, kind: PluginKind, directory: Path | None, *, installed: Sequence[PluginReport]) -> Path:
-    """Write the distribution and return its directory; by default `tinsmith-NAME` where we are.
+    """Write the distribution and return its directory; by default `tinsmith-NAME` in the current directory.
 
-    Raise UserError for a name that cannot be one or is taken, and where the directory holds anything already.
+    Raise UserError if the name is invalid or taken, or if the directory is not empty.
     """
     _check_name(name, kind, installed)
     root = directory or Path(f"tinsmith-{_dashed(name)}")
@@ -96,8 +96,8 @@ def write_plugin(name: str, kind: PluginKind, directory: Path | None, *, install
 def _check_name(name: str, kind: PluginKind, installed: Sequence[PluginReport]) -> None:
     if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME or keyword.iskeyword(name):
         msg = (
-            f"{name!r} cannot be the name of a plugin; it must start with a letter, be of at most {_LONGEST_NAME} "
-            "lower-case letters, digits and single dashes, and be no word of Python's own"
+            f"{name!r} cannot be the name of a plugin; it must start with a letter, consist of at most {_LONGEST_NAME} "
+            "lower-case letters, digits and single dashes, and must not be a Python keyword"
         )
         raise UserError(msg)
     for plugin in installed:
@@ -122,7 +122,7 @@ def _files(name: str, kind: PluginKind) -> Iterator[tuple[str, str]]:
 
 
 def _filled(text: str, name: str) -> str:
-    """Put the name in place of `skeleton`: as it is in strings, with underscores in identifiers."""
+    """Replace `skeleton` by the name: unchanged in strings, with underscores in identifiers."""
     dashed = _dashed(name)
     text = text.replace("skeleton-dashed", dashed).replace('"skeleton"', f'"{dashed}"')
     text = text.replace("plugin: skeleton", f"plugin: {dashed}")

@@ -1,21 +1,21 @@
 """The default scheduler: packs passes of all tenants into one batch, by deficit round robin over their tokens.
 
-Each tenant has a debt: the tokens served to it beyond those of the least served tenant that wants something. The
-tenant with the smallest debt chooses what kind of batch runs, and every place in it goes to the smallest debt again.
+Each tenant has a debt: the tokens it was served beyond those of the least served tenant that has work. The tenant with
+the smallest debt chooses the kind of the batch, and each place in the batch goes to the tenant whose debt is smallest.
 
 How far tenants can drift apart: let tenants i and j start level, and always have more passes of one kind waiting than a
 batch holds, those of j no longer than those of i. Then the tokens served to i are never ahead of those of j by more
 than the longest operation of i, L. Proof:
 
-1. A place goes to i while j has one in hand, too: j leaves a batch where what it has does not fit into the room that is
-   left, and then nothing of i does, since the room only shrinks. So i's debt was not above j's, and is not above it by
-   more than L afterwards.
-2. Debts are tokens served, up to what `_settle` does: it takes the same from all, and shortens what lies between two
-   neighbours where that is longer than the cap. Where L is within the cap, nothing between i and a j below it is
-   shortened. What lies between i and a j above it may be: i's debt then counts more than was served to it, never less.
+1. A place goes to i while j is a candidate, too: j drops out of a batch only if its operation does not fit into the
+   room that is left, and then no operation of i fits either, since the room only shrinks. So i's debt was
+   not above j's, and afterwards it exceeds it by at most L.
+2. Debts are tokens served, except for what `_settle` does: it subtracts the same amount from all, and shortens the gap
+   between two neighbours if it exceeds the cap. If L is within the cap, no gap between i and a j below it is shortened.
+   The gap between i and a j above it may be: i's debt then counts more than i was served, never less.
 
-It is exact: of two that are level, one is served first. Nothing of the kind holds for j, whose shorter operations may
-also fill what no operation of i fits into; that costs i nothing.
+The bound is exact: of two tenants that are level, one is served first. It does not hold for j, whose shorter operations
+may also fill room that is too small for any operation of i; that costs i nothing.
 """
 
 import heapq
@@ -29,28 +29,28 @@ from tinsmith.backend import BackendConfig
 from tinsmith.scheduler import Batch, Limits, Pending, Scheduler
 
 PASSES: Final = frozenset({"forward", "forward_backward"})
-"""Kinds of which a batch may hold several operations of one model."""
+"""Kinds of operation of which a batch may hold several from one model."""
 
 MERGED: Final = PASSES | {"optim_step"}
-"""Kinds of which a batch may hold several models' operations. Any other runs alone: its result comes at once."""
+"""Kinds of operation that a batch may mix across models. Any other kind runs alone, and its result comes at once."""
 
 
 class FairConfig(BackendConfig):
-    """The `scheduler:` section where `plugin: fair`."""
+    """The `scheduler:` section for `plugin: fair`."""
 
     min_cost_tokens: int = Field(
-        64, ge=1, description="what any operation costs its tenant at least, however few tokens it has"
+        64, ge=1, description="the least that an operation costs its tenant, in tokens, however short it is"
     )
     max_debt_batches: float = Field(
         2.0,
         gt=0,
-        description="what a tenant has been served beyond the next one is forgiven from this many full batches on, so "
-        "that nobody saves up for a burst",
+        description="the largest debt, in full batches, that a tenant keeps towards the next one; what exceeds it is "
+        "forgiven, so that no tenant can save up for a burst",
     )
 
 
 class FairScheduler(Scheduler):
-    """Of tenants that always have work none gets ahead of one with shorter operations by more than one operation."""
+    """No tenant gets ahead of one with shorter operations by more than one operation, if both always have work."""
 
     def __init__(self, config: FairConfig) -> None:
         self._config = config

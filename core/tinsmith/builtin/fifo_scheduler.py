@@ -7,7 +7,7 @@ from tinsmith.scheduler import Batch, Limits, Pending, Scheduler
 
 
 class FifoConfig(BackendConfig):
-    """The `scheduler:` section where `plugin: fifo`: nothing to set."""
+    """The `scheduler:` section for `plugin: fifo`. It has no settings."""
 
 
 class FifoScheduler(Scheduler):

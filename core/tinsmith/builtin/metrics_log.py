@@ -10,7 +10,7 @@ _log = logging.getLogger("tinsmith.operations")
 
 @hookimpl
 def tinsmith_operation_finished(event: OperationFinished) -> None:
-    """Failures are warnings where the server is at fault, information where the request is."""
+    """A failure is logged as a warning if the server is at fault, and as information if the request is."""
     level = logging.DEBUG
     if event.failed is not None:
         level = logging.INFO if event.failed.category == "user" else logging.WARNING

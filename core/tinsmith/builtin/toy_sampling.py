@@ -57,7 +57,7 @@ class _Drawing:
     def __init__(self, op: Sample, rng: np.random.Generator, vocab_size: int) -> None:
         self.tokens: list[int] = []
         self._logprobs: list[float] = []
-        self._logp_V: list[Float64Array] = []  # kept for the alternatives, where asked for
+        self._logp_V: list[Float64Array] = []  # kept for the alternatives, if they are requested
         self._text = ""
         self._stopped = False
         self._op, self._rng, self._vocab_size = op, rng, vocab_size
@@ -103,7 +103,7 @@ def draw(logp_V: Float64Array, params: SamplingParams, rng: np.random.Generator)
 
 
 def top_logprobs(logp_TV: Float64Array, k: int) -> TopLogprobs:
-    """Return the k best tokens of every row, the lower token id first where two are equal."""
+    """Return the k best tokens of every row, the lower token id first if two are equal."""
     width = min(k, logp_TV.shape[1])
     best = np.argsort(-logp_TV, axis=-1, kind="stable")[:, :width]
     token_ids = np.zeros((len(logp_TV), k), np.int32)

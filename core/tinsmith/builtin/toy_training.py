@@ -67,7 +67,7 @@ class TrainedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """One datum's numbers. `gradients` is empty where none were asked for."""
+    """One datum's numbers. `gradients` is empty if none were requested."""
 
     loss: float
     outputs: Mapping[str, Array]

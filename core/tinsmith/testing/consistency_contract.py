@@ -1,7 +1,7 @@
 """What a trainer and a sampler must be as a pair: the consistency gate passes their saves, and catches planted faults.
 
-Subclass `ConsistencyContract` and give it a `backend` fixture, the trainer; and `sampler`, where that is another
-object.
+Subclass `ConsistencyContract` and give it a `backend` fixture, the trainer; and a
+`sampler` fixture if another object samples.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ class _Pair:
 class ConsistencyContract(TrainingSuite):
     @pytest.fixture
     def sampler(self, backend: TrainingBackend) -> SamplingBackend:
-        """Override where the trainer does not sample itself."""
+        """Override this if the trainer does not sample."""
         if not isinstance(backend, SamplingBackend):
             pytest.skip("override the fixture 'sampler' to have the pair tested")
         return backend

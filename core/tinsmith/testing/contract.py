@@ -34,7 +34,7 @@ def _is_shipped(cls: type, name: str) -> bool:
 
 
 def need(capable: object, what: str) -> None:
-    """Skip the test where the backend's capabilities do not claim `what`."""
+    """Skip the test if the backend's capabilities do not claim `what`."""
     if not capable:
         pytest.skip(f"the backend's capabilities do not claim {what}")
 

@@ -1,7 +1,7 @@
-"""What a training backend must do that offers full fine-tuning: models of LoRA rank 0, whose own weights are trained.
+"""What a backend that offers full fine-tuning must do: it trains all weights of models with LoRA rank 0.
 
 Subclass `FullFineTuningContract` and give it a `backend` fixture, as for `TrainingBackendContract`, with room for six
-such models at a time, and `model_path` where there is one.
+such models at a time, and a `model_path` fixture if the backend reads a directory.
 """
 
 from collections.abc import Iterator, Mapping

@@ -42,7 +42,7 @@ class LossContract(Contract):
         np.testing.assert_allclose(actual_T, (upper[0] - lower[0]) / (2 * _STEP), rtol=1e-4, atol=1e-6)
 
     def test_every_token_is_on_its_own(self, loss: LossSpec) -> None:
-        """Backends pack requests of several tenants into one call, and cut it where they like."""
+        """Backends pack requests of several tenants into one call, and may cut it anywhere."""
         logp_T, inputs = _tokens(loss)
         together = loss.per_token(np, logp_T, inputs, loss.config)
         for index in range(_NUM_TOKENS):

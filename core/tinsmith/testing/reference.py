@@ -80,7 +80,7 @@ def loss_derivatives(
 def loss_sum(
     loss_fn: str, data: Sequence[Datum], logprobs: Sequence[Array], config: Mapping[str, float] | None = None
 ) -> float:
-    """Return what `loss:sum` must be where these are the logprobs of the data's targets."""
+    """Return the `loss:sum` that follows from these logprobs of the data's targets."""
     return math.fsum(
         float(losses(loss_fn, logp, datum.loss_inputs, config or {}).sum())
         for datum, logp in zip(data, logprobs, strict=True)

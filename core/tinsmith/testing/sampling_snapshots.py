@@ -217,7 +217,7 @@ async def _let_run() -> None:
 
 
 def _assert_same(backend: SamplingBackend, actual: SampledSequence, expected: SampledSequence, what: str) -> None:
-    """Compare as strictly as `isolation` promises; where that is not bitwise, draws may part at a near tie."""
+    """Compare as strictly as `isolation` promises; if that is not bitwise, draws may diverge at a near tie."""
     if backend.capabilities.isolation == "bitwise":
         assert_same_sequence(actual, expected, what)
         return

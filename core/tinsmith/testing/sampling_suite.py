@@ -45,7 +45,7 @@ class SamplingSuite(Contract):
 
     @pytest.fixture
     def adapter_shapes(self, backend: SamplingBackend) -> Shapes:
-        """Override where the backend does not train: canonical names and shapes of a rank-4 adapter of its model."""
+        """Canonical names and shapes of a rank-4 adapter of the model. Override this if the backend does not train."""
         if not isinstance(backend, TrainingBackend):
             pytest.skip("override the fixture 'adapter_shapes' to have snapshots tested")
         driver = ModelDriver(backend)
@@ -91,7 +91,7 @@ async def ask(
     snapshot_id: str | None = None,
     **options: Any,  # the other fields of Sample
 ) -> SampleOutput:
-    """Sample; fail the test where the backend answers Failed or the wrong number of sequences."""
+    """Sample. Fail the test if the backend returns Failed or the wrong number of sequences."""
     op = Sample(
         sampling_session_id="contract:sample:0", snapshot_id=snapshot_id, prompt_P=prompt_P, params=wanted, **options
     )

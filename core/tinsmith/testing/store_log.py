@@ -479,7 +479,7 @@ class LogContract(StoreSuite):
         assert await claim(store) == [first]
 
     async def test_a_gap_stays_open_while_an_operation_before_it_runs(self, store: RequestStore) -> None:
-        """Once the model has moved on it never comes back to the gap, also where its engine dies."""
+        """Once a model has moved past a gap, it never returns to it, even if its engine dies."""
         await a_model(store)
         first = await store.submit(an_operation(seq_id=1))
         assert await claim(store) == [first]

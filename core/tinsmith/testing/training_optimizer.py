@@ -62,7 +62,7 @@ class OptimizerContract(TrainingSuite):
 
     @pytest.mark.parametrize("kind", _STEPS)
     def test_step_is_adamw(self, driver: ModelDriver, kind: str) -> None:
-        """Three steps, each against the oracle's step from where the backend stood."""
+        """Three steps. Each is compared with the oracle's step from the backend's state."""
         model_id = driver.create_trained()
         for seed in (24, 25, 26):
             driver.forward_backward(model_id, ragged_data(seed, driver.capabilities.vocab_size))

@@ -7,7 +7,7 @@ from tinsmith import Batch, Limits, Pending
 
 
 class SkeletonConfig(tinsmith.BackendConfig):
-    """The `scheduler:` section where `plugin: skeleton`: nothing to set yet."""
+    """The `scheduler:` section for `plugin: skeleton`. It has no settings yet."""
 
 
 class SkeletonScheduler(tinsmith.Scheduler):
@@ -23,9 +23,7 @@ class SkeletonScheduler(tinsmith.Scheduler):
         if not first_of_model:
             return Batch()
         oldest_first = sorted(first_of_model.values(), key=lambda each: (each.enqueued_at_s, each.model_id))
-        waiting_since: dict[
-            str, float
-        ] = {}  # a tenant's last turn, or where it had none the age of its oldest operation
+        waiting_since: dict[str, float] = {}  # a tenant's last turn, or the arrival of its oldest operation
         for each in oldest_first:
             waiting_since.setdefault(each.tenant, memory.get(each.tenant, each.enqueued_at_s))
         chosen = min(oldest_first, key=lambda each: waiting_since[each.tenant])

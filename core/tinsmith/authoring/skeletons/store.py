@@ -12,7 +12,7 @@ import tinsmith
 
 
 class SkeletonConfig(tinsmith.SqlStoreConfig):
-    directory: Path | None = Field(None, description="where the database lives; default: the data directory")
+    directory: Path | None = Field(None, description="directory of the database; default: the data directory")
 
 
 class SkeletonStore(tinsmith.SqlStore):
