@@ -76,7 +76,7 @@ def served_tiny_model(console: Console, directory: Path, *, backend: str | None 
 
 def find_example(name: str) -> Path:
     """Return the path of an example script: beside the sources, or inside the installed package."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     for folder in (package.parents[1] / "examples", package / "examples"):
         if (folder / name).is_file():
             return folder / name
