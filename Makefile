@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup test check fix bench bench-recovery docs test-crash test-gpu clean
+.PHONY: help demo setup test test-all check fix bench bench-recovery docs test-crash test-gpu clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,19 +22,26 @@ demo: $(VENV)/.demo-installed ## Train a tiny model with an ordinary Tinker scri
 
 setup: $(VENV)/.dev-installed ## Create the development environment
 
-# Processes that share the tests, a file each: what a file's tests share (engines, compiled programs) is made once. The
-# longest files come first (conftest.py).
+# Processes that share the tests. All tests of a group (conftest.py) run in one process: what they share, such as engines
+# and compiled programs, is made once. The longest groups come first.
 TEST_PROCESSES ?= 2
+IN_PARALLEL := -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 
-test: $(VENV)/.dev-installed ## Run every test that needs no accelerator; sets up everything it needs
-	$(BIN)/python -m pytest -m "not gpu and not crash" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=30
+# XLA's optimizations take longer than the tests of tiny models win by them. Tests of bits switch them on again.
+test: export JAX_DISABLE_MOST_OPTIMIZATIONS := 1
+test: $(VENV)/.dev-installed ## Run the tests that need no accelerator, in ten minutes; sets up everything it needs
+	$(BIN)/python -m pytest -m "not gpu and not crash and not thorough" $(IN_PARALLEL) --durations=30
+
+test-all: $(VENV)/.dev-installed ## Run every test that needs no accelerator: more repetitions, sizes and families, and the crash campaigns
+	$(BIN)/python -m pytest -m "not gpu and not crash" $(IN_PARALLEL) --durations=30
+	$(BIN)/python -m pytest -s -p no:xdist -m crash
 
 check: $(VENV)/.dev-installed ## Ruff, mypy, import contracts, documentation and the fast tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q -m "not slow and not gpu and not crash" tests/unit
+	$(BIN)/python -m pytest -q -m "not slow and not thorough and not gpu and not crash" $(IN_PARALLEL) tests/unit
 
 fix: $(VENV)/.dev-installed ## Fix and format what ruff can, and regenerate the reference pages
 	$(BIN)/ruff check --fix

@@ -1,39 +1,85 @@
-"""The order of all tests: the files that take longest come first, so that no process is left alone with one of them."""
+"""Which process runs which test, in what order, and what `make test` leaves to `make test-all`."""
 
+import gc
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 _ROOT = Path(__file__).parent
-_FIRST = [  # on two busy cores from four minutes down to half a minute
-    "tests/e2e/test_examples.py",
-    "tests/e2e/test_kill_nine.py",
-    "plugins/vllm_sampler/tests/test_vllm_life.py",
-    "plugins/vllm_sampler/tests/test_vllm_contract.py",
-    "plugins/vllm_sampler/tests/test_vllm_parity.py",
-    "plugins/vllm_sampler/tests/test_vllm_sdk.py",
-    "tests/e2e/test_cross_backend.py",
-    "tests/crash/test_campaign.py",
-    "tests/e2e/test_sdk_jax.py",
-    "plugins/jax_backend/tests/test_jax_isolation.py",
-    "plugins/jax_backend/tests/test_jax_compilation.py",
-    "plugins/jax_backend/tests/test_sampler_life.py",
-    "plugins/jax_backend/tests/test_sampler.py",
-    "plugins/jax_backend/tests/test_jax_contracts.py",
-    "plugins/fsdp_backend/tests/test_fsdp_e2e.py",
-    "plugins/fsdp_backend/tests/test_fsdp_contracts.py",
-    "plugins/fsdp_backend/tests/test_fsdp_ranks.py",
-    "plugins/fsdp_backend/tests/test_fsdp_modes.py",
-    "tests/crash/test_disk_faults.py",
-    "tests/e2e/test_stranger.py",
-    "tests/e2e/test_supervisor.py",
-    "tests/stateful/test_stateful.py",
-]
+_PLUGINS = _ROOT / "plugins"
+_JAX_OUTSIDE_ITS_PLUGIN = ("test_cross_backend", "test_kill_nine", "test_sdk_imports", "test_sdk_jax")
+_ON_POSTGRES = (
+    "test_postgres_serving",
+    "test_postgres_store",
+    "test_sql_store_contract",
+    "test_stateful",
+    "test_upgrade",
+)
+_GROUPS = (  # one process runs all of a group: its servers, ranks and compiled programs are made once; longest first
+    ("jax", ["plugins/jax_backend/tests", *(f"tests/e2e/{name}.py" for name in _JAX_OUTSIDE_ITS_PLUGIN)]),
+    ("vllm", ["plugins/vllm_sampler/tests"]),
+    ("crash", ["tests/crash"]),
+    ("fsdp", ["plugins/fsdp_backend/tests"]),
+    ("examples", ["tests/e2e/test_examples.py"]),
+)
 
 
+_WITH_THE_SDK = ("tests/crash", "tests/e2e", "plugins/vllm_sampler/tests/test_vllm_sdk.py")
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {_ROOT / name: number for number, name in enumerate(_FIRST)}
-    if missing := [str(path) for path in place if not path.is_file()]:
-        msg = f"conftest.py orders test files that are not there: {missing}"
-        raise pytest.UsageError(msg)
-    items.sort(key=lambda item: place.get(item.path, len(place)))  # the rest stays as it is
+    _mark_repetitions(items)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    order = [name for name, _ in _GROUPS]
+    items.sort(key=lambda item: order.index(name) if (name := _group(item)) in order else len(order))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt all that was imported from garbage collection: a collection would look at millions of objects."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Collect what the SDK left open at the end of each of its files, where the warnings about it are expected.
+
+    This runs after the file's own fixtures are torn down.
+    """
+    try:
+        yield
+    finally:
+        ends = nextitem is None or nextitem.path != item.path
+        if ends and any(item.path.is_relative_to(_ROOT / place) for place in _WITH_THE_SDK):
+            gc.collect()
+
+
+def _group(item: pytest.Item) -> str:
+    """Return the item's group; by default its file."""
+    path = item.path.relative_to(_ROOT)
+    for name, members in _GROUPS:
+        if any(path.is_relative_to(member) for member in members):
+            return name
+    return "postgres" if path.stem in _ON_POSTGRES else str(path)
+
+
+def _mark_repetitions(items: Iterable[pytest.Item]) -> None:
+    """Leave repetitions of the shipped suites to `make test-all` where a test takes long: with the plugins' backends.
+
+    Of a test that is repeated with several parameters, `make test` runs the first, and the first with each loss. With
+    the toy backend it runs them all.
+    """
+    seen = set[tuple[object, ...]]()
+    for item in items:
+        if not isinstance(item, pytest.Function) or not item.path.is_relative_to(_PLUGINS):
+            continue
+        if not item.function.__module__.startswith("tinsmith.testing.") or item.get_closest_marker("thorough"):
+            continue
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        key = (item.cls, item.originalname, parameters.get("loss_fn"))
+        if key in seen:
+            item.add_marker(pytest.mark.thorough)
+        seen.add(key)

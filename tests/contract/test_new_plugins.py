@@ -26,10 +26,17 @@ def run(*arguments: str, cwd: Path, path: list[Path] | None = None) -> "subproce
     return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
-@pytest.mark.parametrize("kind", PluginKind)
-def test_a_new_plugin_passes_its_suite(kind: PluginKind, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "chosen"),
+    [
+        *((kind, "") for kind in PluginKind if kind != PluginKind.STORE),
+        (PluginKind.STORE, "session"),  # each test of a store makes a database
+        pytest.param(PluginKind.STORE, "", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_new_plugin_passes_its_suite(kind: PluginKind, chosen: str, tmp_path: Path) -> None:
     root = write_plugin("on-trial", kind, tmp_path / "it", installed=())
-    strict = ("-p", "no:cacheprovider", "-W", "error")
+    strict = ("-p", "no:cacheprovider", "-W", "error", "-k", chosen)
     done = run("pytest", "-q", *strict, cwd=root)
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout

@@ -1,4 +1,4 @@
-"""What one backend saved, another takes up: 20 steps here, 20 there, 20 here again, through the SDK and real servers.
+"""What one backend saved, another takes up: some steps here, some there, some here again, through the SDK.
 
 Runs over the trainers that are installed. A server of its own per leg: nothing but the data directory goes from one
 backend to the next.
@@ -19,16 +19,21 @@ from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import running_server
 from tinsmith.testing.sdk_data import ragged
 
-STEPS = 20
 WAIT_S = 600
 ADAM = tinker.AdamParams(learning_rate=1e-3)
 OPTIONS: dict[str, dict[str, object]] = {
-    "jax": {"warm_up": False, "max_context_tokens": 128, "max_batch_tokens": 512, "max_lora_rank": 8},
+    # as in other tests, so that in one process the programs are compiled once
+    "jax": {"warm_up": False, "max_context_tokens": 128, "max_batch_tokens": 128, "max_lora_rank": 8},
     "fsdp": {},
     "toy": {},
 }
 INSTALLED = sorted(OPTIONS.keys() & Plugins.load().backends.unambiguous().keys())
 REAL = [name for name in INSTALLED if name != "toy"]  # they train the same model
+STEPS = [4, pytest.param(20, marks=pytest.mark.thorough)]  # of each leg
+PAIRS = [  # the way there and the way back are in either one
+    pytest.param(*pair, marks=[pytest.mark.thorough] if number else [])
+    for number, pair in enumerate(itertools.permutations(REAL, 2))
+]
 
 pytestmark = pytest.mark.slow
 
@@ -67,12 +72,12 @@ def train(model: tinker.TrainingClient, steps: range) -> list[float]:
     return losses
 
 
-def legs(data_dir: Path, backends: list[str], model_path: Path, rank: int) -> list[list[float]]:
-    """Train STEPS on each in turn, and one step more on the last; return the losses of each leg."""
+def legs(data_dir: Path, backends: list[str], model_path: Path, rank: int, num_steps: int) -> list[list[float]]:
+    """Train `num_steps` on each in turn, and one step more on the last; return the losses of each leg."""
     path, losses = None, list[list[float]]()
     for number, backend in enumerate(backends):
         last = number == len(backends) - 1
-        steps = range(number * STEPS, (number + 1) * STEPS + last)
+        steps = range(number * num_steps, (number + 1) * num_steps + last)
         with served(data_dir, backend, model_path) as client:
             if path is None:
                 creating = client.create_lora_training_client(base_model=str(model_path), rank=rank, seed=5)
@@ -84,26 +89,30 @@ def legs(data_dir: Path, backends: list[str], model_path: Path, rank: int) -> li
     return losses
 
 
-def staying(data_dir: Path, backend: str, model_path: Path, rank: int) -> list[float]:
+def staying(data_dir: Path, backend: str, model_path: Path, rank: int, num_steps: int) -> list[float]:
     with served(data_dir, backend, model_path) as client:
         creating = client.create_lora_training_client(base_model=str(model_path), rank=rank, seed=5)
-        return train(creating.result(timeout=WAIT_S), range(3 * STEPS + 1))
+        return train(creating.result(timeout=WAIT_S), range(3 * num_steps + 1))
 
 
+@pytest.mark.parametrize("num_steps", STEPS)
 @pytest.mark.parametrize(("backend", "rank"), [*((name, 4) for name in INSTALLED if name != "fsdp"), ("toy", 0)])
-def test_the_same_backend_resumes_bit_for_bit(tmp_path: Path, model_path: Path, backend: str, rank: int) -> None:
-    stayed = staying(tmp_path / "stay", backend, model_path, rank)
-    moved = legs(tmp_path / "move", [backend, backend, backend], model_path, rank)
+def test_the_same_backend_resumes_bit_for_bit(
+    tmp_path: Path, model_path: Path, backend: str, rank: int, num_steps: int
+) -> None:
+    stayed = staying(tmp_path / "stay", backend, model_path, rank, num_steps)
+    moved = legs(tmp_path / "move", [backend, backend, backend], model_path, rank, num_steps)
     assert list(itertools.chain(*moved)) == stayed
 
 
 @pytest.mark.skipif(len(REAL) < 2, reason=f"needs two trainers of Hugging Face models, installed are {REAL}")
-@pytest.mark.parametrize(("home", "away"), list(itertools.permutations(REAL, 2)))
+@pytest.mark.parametrize("num_steps", STEPS)
+@pytest.mark.parametrize(("home", "away"), PAIRS)
 def test_another_backend_goes_on_where_the_first_one_was(
-    tmp_path: Path, model_path: Path, home: str, away: str
+    tmp_path: Path, model_path: Path, home: str, away: str, num_steps: int
 ) -> None:
     """Every loss after each move, the very next one above all, is that of never having moved."""
-    stayed = staying(tmp_path / "stay", home, model_path, rank=4)
-    moved = legs(tmp_path / "move", [home, away, home], model_path, rank=4)
+    stayed = staying(tmp_path / "stay", home, model_path, 4, num_steps)
+    moved = legs(tmp_path / "move", [home, away, home], model_path, 4, num_steps)
     np.testing.assert_allclose(list(itertools.chain(*moved)), stayed, rtol=0, atol=1e-4)
-    assert abs(stayed[0] - stayed[-1]) > 0.1, "it must have learnt something"
+    assert abs(stayed[0] - stayed[-1]) > 0.001 * num_steps, "it must have learnt something"

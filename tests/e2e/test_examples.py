@@ -21,7 +21,7 @@ LIMIT_S = 600
 INTERRUPTED_START = """
 import os, signal, sys
 from pathlib import Path
-from tinsmith import demo
+from tinsmith.commands import demo
 
 directory, start = Path(sys.argv[1]), demo._start
 
@@ -79,6 +79,7 @@ def ended(process: "subprocess.Popen[Any]") -> bool:
     return process.poll() is not None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("script", ["tutorial_pig_latin.py", "rl_group.py"])
 def test_example(server: tuple[str, str], script: str) -> None:
     url, name = server

@@ -63,7 +63,7 @@ def served(
         "plugin": "jax",
         "warm_up": False,
         "max_context_tokens": 128,
-        "max_batch_tokens": 512,
+        "max_batch_tokens": 128,
         "max_lora_rank": 8,
     }
     model = ModelSettings(name=str(base), path=base, backend=PluginSection.model_validate(options))

@@ -315,6 +315,7 @@ for survived in range(100):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_killed_writer_leaves_old_or_new(tmp_path: Path, overwrite: bool) -> None:
     """Kill a writer before each of its system calls in turn, then read, then write again."""

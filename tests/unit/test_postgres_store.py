@@ -32,6 +32,8 @@ from tinsmith.store import OperationState, StoreContext
 from tinsmith.testing.postgres import Postgres
 from tinsmith.testing.store_records import a_sample, a_session, claim, complete, done
 
+pytestmark = pytest.mark.slow  # it starts PostgreSQL
+
 WAIT_S = 300.0
 
 

@@ -613,6 +613,7 @@ async def test_a_model_that_breaks_the_recovery_is_lost_alone(setup: Setup, clie
         await train(other, 1)
 
 
+@pytest.mark.slow
 async def test_a_store_that_fails_during_recovery_costs_no_model(
     setup: Setup, client: EngineDriver, undisturbed: dict[str, bytes | int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -326,9 +326,25 @@ class Run:
             path.write_bytes(path.read_bytes()[:-1])
 
 
-@settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+@pytest.mark.slow
+@settings(deadline=None, max_examples=3, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
 @given(schedule=SCHEDULES, every=st.integers(1, 7), keep=st.integers(1, 3))
 def test_pruning_never_removes_what_a_recovery_needs(
+    schedule: list[tuple[str, Any]], every: int, keep: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    compare_with_a_calm_run(schedule, every, keep, tmp_path_factory)
+
+
+@pytest.mark.thorough
+@settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+@given(schedule=SCHEDULES, every=st.integers(1, 7), keep=st.integers(1, 3))
+def test_pruning_never_removes_what_a_recovery_needs_at_length(
+    schedule: list[tuple[str, Any]], every: int, keep: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    compare_with_a_calm_run(schedule, every, keep, tmp_path_factory)
+
+
+def compare_with_a_calm_run(
     schedule: list[tuple[str, Any]], every: int, keep: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     disturbed = Run(tmp_path_factory.mktemp("disturbed"), every, keep)

@@ -251,6 +251,7 @@ async def test_many_topics_take_several_messages(tmp_path: Path) -> None:
     await two.close()
 
 
+@pytest.mark.slow
 async def test_a_full_socket_does_not_stop_the_sender(tmp_path: Path) -> None:
     one, two = SocketWakeUps(tmp_path / "wake"), SocketWakeUps(tmp_path / "wake")
     await one.open()

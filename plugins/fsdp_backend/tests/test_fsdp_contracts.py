@@ -27,6 +27,7 @@ class TestFsdpFullFineTuningQwen3(FullFineTuningContract):
         return fsdp_models["qwen3"]
 
 
+@pytest.mark.thorough
 class TestFsdpFullFineTuningLlama(FullFineTuningContract):
     @pytest.fixture
     def backend(self, two_llama_ranks: FsdpBackend) -> FsdpBackend:
@@ -47,6 +48,7 @@ class TestFsdpCheckpoints(CheckpointContract):
         return fsdp_models["qwen3"]
 
 
+@pytest.mark.thorough
 class TestFsdpTrainingLlama(TrainingBackendContract):
     @pytest.fixture
     def backend(self, two_llama_ranks: FsdpBackend) -> FsdpBackend:

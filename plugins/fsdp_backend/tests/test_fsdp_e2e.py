@@ -1,4 +1,4 @@
-"""The pig-latin script through the unmodified SDK: `tinsmith serve` with FSDP ranks as trainer, JAX as sampler."""
+"""Scripts through the unmodified SDK: `tinsmith serve` with FSDP ranks as trainer, JAX as sampler."""
 
 import contextlib
 import json
@@ -26,7 +26,8 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.timeout(900)
-def test_pig_latin_and_full_fine_tuning_on_two_ranks_and_the_jax_sampler(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scripts", [[FULL_SCRIPT], pytest.param([SCRIPT, FULL_SCRIPT], marks=pytest.mark.thorough)])
+def test_scripts_on_two_ranks_and_the_jax_sampler(tmp_path: Path, scripts: list[Path]) -> None:
     model = tmp_path / "model"
     write_tiny_model(model, TinyShape(num_layers=2))
     settings = {
@@ -46,9 +47,10 @@ def test_pig_latin_and_full_fine_tuning_on_two_ranks_and_the_jax_sampler(tmp_pat
         server = subprocess.Popen(command, stderr=log, env=environment(), start_new_session=True)
         try:
             url = wait_for_url(server, tmp_path / "data")
-            for command in ([str(SCRIPT), "--base-url", url, "--base-model", "tiny"], [str(FULL_SCRIPT), url]):
+            for script in scripts:
+                arguments = [url] if script == FULL_SCRIPT else ["--base-url", url, "--base-model", "tiny"]
                 done = subprocess.run(
-                    [sys.executable, *command],
+                    [sys.executable, str(script), *arguments],
                     capture_output=True,
                     text=True,
                     timeout=LIMIT_S,
@@ -61,6 +63,7 @@ def test_pig_latin_and_full_fine_tuning_on_two_ranks_and_the_jax_sampler(tmp_pat
             server.wait(300)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     script = Path(__file__).parents[3] / "benchmarks" / "gpu_training.py"

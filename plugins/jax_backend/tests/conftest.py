@@ -4,11 +4,16 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tinsmith.huggingface.tiny_model import TinyShape
+from tinsmith.huggingface.tiny_model import write_tiny_model as write_shape
 
 _SIZES = {
     "vocab_size": 160,
@@ -59,6 +64,26 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def contract_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer, in the shape that other tests have: in one process its programs are compiled once."""
+    directory = tmp_path_factory.mktemp("contract") / "tiny"
+    shape = TinyShape(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
+    )
+    write_shape(directory, shape)
+    return directory
+
+
+@pytest.fixture(scope="session")
 def jax_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One compile cache for all backends of the run: JAX keeps the first directory that it has used."""
     return tmp_path_factory.mktemp("jax_cache")
+
+
+@pytest.fixture(scope="module")
+def shipped_compilation() -> Iterator[None]:
+    """Compile as users do, with every optimization, which `make test` leaves out: the bits that matter are theirs."""
+    former = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", former)

@@ -2,19 +2,28 @@
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from jax_harness import LOSSES, add_model, assert_same_bits, assert_same_state, make_backend, make_op
+from jax_harness import FEW_PROGRAMS, LOSSES, add_model, assert_same_bits, assert_same_state, make_backend, make_op
 
 from tinsmith import AdamParams, Array, BackendContext, Forward, LoraConfig, ModelState, OptimStep
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
+
+LIMITS = [
+    pytest.param(FEW_PROGRAMS, id="few programs"),
+    pytest.param(
+        {"max_context_tokens": 200, "max_batch_tokens": 256, "max_lora_rank": 8},
+        id="many programs",
+        marks=pytest.mark.thorough,
+    ),
+]
 
 
 def _ignore(stage: str, fraction: float | None) -> None:
@@ -22,12 +31,12 @@ def _ignore(stage: str, fraction: float | None) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("settings", LIMITS)
 def test_random_requests_compile_nothing_after_the_warm_up(
-    tiny_models: Mapping[str, Path], jax_cache: Path, monkeypatch: pytest.MonkeyPatch
+    contract_model: Path, jax_cache: Path, settings: Mapping[str, int]
 ) -> None:
     """100 calls of any lengths, tenants, losses and targets; JAX's own events are counted, not only ours."""
-    settings = {"max_context_tokens": 200, "max_batch_tokens": 256, "max_lora_rank": 8}
-    backend = make_backend(tiny_models["qwen3"], jax_cache, warm_up=True, **settings)
+    backend = make_backend(contract_model, jax_cache, warm_up=True, **settings)
     assert backend.programs.wait_until_warm(600)
     compiled: list[str] = []
 
@@ -42,7 +51,7 @@ def test_random_requests_compile_nothing_after_the_warm_up(
     jax.monitoring.register_event_duration_secs_listener(count)
     try:
         for call in range(100):
-            _random_call(backend, np.random.default_rng(call))
+            _random_call(backend, np.random.default_rng(call), settings["max_context_tokens"])
     finally:
         jax.monitoring.clear_event_listeners()
     assert compiled == []
@@ -50,12 +59,12 @@ def test_random_requests_compile_nothing_after_the_warm_up(
     backend.close()
 
 
-def _random_call(backend: JaxBackend, rng: np.random.Generator) -> None:
+def _random_call(backend: JaxBackend, rng: np.random.Generator, context: int) -> None:
     ops = []
     for number in rng.choice(10, rng.integers(1, 11), replace=False):
         loss = str(rng.choice(sorted(LOSSES)))
         targets = int(rng.integers(2, 9)) if rng.random() < 0.1 else None
-        lengths = rng.integers(1, 201, rng.integers(1, 3))
+        lengths = rng.integers(1, context + 1, rng.integers(1, 3))
         ops.append(make_op(f"t{number}", int(rng.integers(1000)), lengths, loss, targets=targets))
     if rng.random() < 0.3:
         outputs = backend.forward([Forward(model_id=op.model_id, data=op.data, loss_fn=op.loss_fn) for op in ops])
@@ -90,11 +99,12 @@ def test_the_smallest_of_every_kind_comes_first_and_then_what_holds_everything(
     assert {train.gradients(large).key, train.step(8, 16).key, train.score(large).key} <= set(keys[6:12])
 
 
+@pytest.mark.parametrize("settings", LIMITS)
 def test_a_request_during_the_warm_up_takes_a_larger_program_that_is_ready(
-    tiny_models: Mapping[str, Path], jax_cache: Path
+    contract_model: Path, jax_cache: Path, settings: Mapping[str, int]
 ) -> None:
     """It compiles nothing, and its numbers are those of its own programs, bit for bit."""
-    backend = make_backend(tiny_models["qwen3"], jax_cache)
+    backend = make_backend(contract_model, jax_cache, **settings)
     train, busy, go_on = backend.train_programs, threading.Event(), threading.Event()
     op, lora = make_op("m", 0, (5, 60)), LoraConfig(rank=4, seed=1)
 
@@ -112,7 +122,8 @@ def test_a_request_during_the_warm_up_takes_a_larger_program_that_is_ready(
         assert go_on.wait(600)
         return len
 
-    large = train.buckets.choose(num_tokens=512, num_adapters=8, num_targets=1, padded_rank=8)
+    most = settings["max_batch_tokens"]
+    large = train.buckets.choose(num_tokens=most, num_adapters=8, num_targets=1, padded_rank=8)
     ready = [train.gradients(large), train.step(8, 8), train.score(large)]
     backend.programs.start_warm_up([*ready, Program("slow", block)])  # type: ignore[arg-type]
     assert busy.wait(600)
@@ -160,9 +171,23 @@ def cache_of_its_own(tmp_path: Path) -> Iterator[Path]:
     compilation_cache.reset_cache()
 
 
+_DAMAGE: Mapping[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: data[:0],
+    "the head of it": lambda data: data[:8],
+    "half of it": lambda data: data[: len(data) // 2],
+    "all but the end": lambda data: data[:-1],
+    "zeros": lambda data: bytes(len(data)),  # as a file system may leave it when the power fails
+}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "damages",
+    [["all but the end"], pytest.param([*_DAMAGE], marks=pytest.mark.thorough)],
+    ids=["one kind of damage", "every kind of damage"],
+)
 def test_programs_that_a_killed_engine_had_half_written_are_compiled_again(
-    tiny_models: Mapping[str, Path], cache_of_its_own: Path, caplog: pytest.LogCaptureFixture
+    tiny_models: Mapping[str, Path], cache_of_its_own: Path, caplog: pytest.LogCaptureFixture, damages: list[str]
 ) -> None:
     """With the same numbers, and once: JAX alone would warn, compile and leave the damage there at every start."""
     compiled, op = cache_of_its_own / "compiled", make_op("m", 0, (5, 60))
@@ -179,15 +204,9 @@ def test_programs_that_a_killed_engine_had_half_written_are_compiled_again(
     expected = start_and_score()
     whole = {entry: entry.read_bytes() for entry in compiled.iterdir()}
     assert whole
-    for damage in (
-        lambda data: data[:0],
-        lambda data: data[:8],
-        lambda data: data[: len(data) // 2],
-        lambda data: data[:-1],
-        lambda data: bytes(len(data)),  # a file system that lost its power may leave zeros
-    ):
+    for damage in damages:
         for entry, data in whole.items():
-            entry.write_bytes(damage(data))
+            entry.write_bytes(_DAMAGE[damage](data))
         caplog.clear()
         assert_same_bits(start_and_score(), expected)
         assert [f"removed {len(whole)} of the compiled programs" in message for message in caplog.messages] == [True]

@@ -5,36 +5,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from jax_harness import make_backend
+from jax_harness import FEW_PROGRAMS, make_backend
 from tokenizers import Tokenizer
 
-from tinsmith.testing import (
-    CheckpointContract,
-    ConsistencyContract,
-    SamplingBackendContract,
-    TinyShape,
-    TrainingBackendContract,
-    write_tiny_model,
-)
+from tinsmith.testing import CheckpointContract, ConsistencyContract, SamplingBackendContract, TrainingBackendContract
 from tinsmith_jax.backend import JaxBackend
 
 pytestmark = pytest.mark.slow  # it compiles some thirty programs
 
-_SHAPE = TinyShape(
-    vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(FEW_PROGRAMS, id="few programs"),
+        pytest.param({"max_context_tokens": 128}, id="many programs", marks=pytest.mark.thorough),
+    ],
 )
-
-
-@pytest.fixture(scope="module")
-def contract_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("contract") / "tiny"
-    write_tiny_model(directory, _SHAPE)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def jax_backend(contract_model: Path, jax_cache: Path) -> Iterator[JaxBackend]:
-    backend = make_backend(contract_model, jax_cache, max_context_tokens=128)
+def jax_backend(request: pytest.FixtureRequest, contract_model: Path, jax_cache: Path) -> Iterator[JaxBackend]:
+    backend = make_backend(contract_model, jax_cache, **request.param)
     yield backend
     backend.close()
 

@@ -27,7 +27,7 @@ NUM_STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def shared(tiny_models: Mapping[str, Path], jax_cache: Path) -> JaxBackend:
+def shared(tiny_models: Mapping[str, Path], jax_cache: Path, shipped_compilation: None) -> JaxBackend:
     return make_backend(tiny_models["qwen3"], jax_cache, max_context_tokens=256, max_batch_tokens=256)
 
 
@@ -53,6 +53,7 @@ def solo_curve(backend: JaxBackend, number: int) -> tuple[list[float], list[list
     return [loss for loss, _ in results], [logprobs for _, logprobs in results], state
 
 
+@pytest.mark.thorough  # the short form is the next test, and the suites' tests of company
 @pytest.mark.slow
 def test_eight_tenants_together_have_their_solo_curves(backend: JaxBackend) -> None:
     solo = [solo_curve(backend, number) for number in range(len(TENANTS))]
@@ -71,7 +72,7 @@ def test_eight_tenants_together_have_their_solo_curves(backend: JaxBackend) -> N
         assert_same_state(backend.capture_state(f"t{number}"), state)
 
 
-@pytest.mark.parametrize("rank", [4, 16])
+@pytest.mark.parametrize("rank", [4, pytest.param(16, marks=pytest.mark.thorough)])
 def test_many_layouts_of_company_change_no_bit(backend: JaxBackend, rank: int) -> None:
     """Random strangers before, behind and between, up to the greatest bucket."""
     op = make_op("m", 0, (1, 64, 65, 30))
@@ -107,7 +108,7 @@ def test_forward_leaves_gradients_alone(backend: JaxBackend) -> None:
         np.testing.assert_allclose(one["logprobs"], other["logprobs"], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("rank", [8, 16])
+@pytest.mark.parametrize("rank", [8, pytest.param(16, marks=pytest.mark.thorough)])
 def test_two_calls_equal_one_with_both_data(backend: JaxBackend, rank: int) -> None:
     """However the data are cut into operations, calls and micro-batches."""
     op = make_op("m", 0, (30, 90, 64, 200, 1, 256, 65))
@@ -159,7 +160,7 @@ def test_a_neighbours_nan_and_decay_stay_with_it(backend: JaxBackend, poison: fl
     assert_same_state(backend.capture_state("m"), expected)
 
 
-@pytest.mark.parametrize("rank", [3, 16])
+@pytest.mark.parametrize("rank", [3, pytest.param(16, marks=pytest.mark.thorough)])
 def test_steps_together_equal_steps_apart(backend: JaxBackend, rank: int) -> None:
     """Also from moments and weights of all sizes, where a differently fused multiply-add shows."""
     adams = [
@@ -229,6 +230,7 @@ def test_the_sum_of_a_step_without_gradient(backend: JaxBackend) -> None:
         np.testing.assert_array_equal(after[name], value * np.float32(0.75))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_size_of_the_bucket_changes_no_bit(tiny_models: Mapping[str, Path], jax_cache: Path) -> None:
     """Past some size XLA:CPU compiles reductions in another way: the largest bucket against the smallest."""

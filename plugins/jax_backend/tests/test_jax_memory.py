@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from jax_harness import add_model, make_backend, make_op
+from jax_harness import FEW_PROGRAMS, add_model, make_backend, make_op
 
 from tinsmith import AdamParams, Failed, LoraConfig, ModelState, OptimStep, OptimStepOutput, OutOfMemoryError
 from tinsmith_jax.backend import JaxBackend
@@ -19,8 +19,8 @@ HUGE = 77  # a pass over a sequence of this length asks for too much
 
 
 @pytest.fixture
-def backend(tiny_models: dict[str, Path], jax_cache: Path) -> JaxBackend:
-    backend = make_backend(tiny_models["qwen3"], jax_cache)
+def backend(contract_model: Path, jax_cache: Path) -> JaxBackend:
+    backend = make_backend(contract_model, jax_cache, **FEW_PROGRAMS)
     for name in ("a", "b"):
         add_model(backend, name, LoraConfig(rank=4, seed=1), random_B=True)
     return backend
@@ -51,7 +51,7 @@ def bits(state: ModelState) -> dict[str, bytes]:
 def test_a_pass_that_does_not_fit_changes_nothing(starved: JaxBackend) -> None:
     starved.forward_backward([make_op("a", 1, [9])])
     before = bits(starved.capture_state("a")), bits(starved.capture_state("b"))
-    batch = [make_op("b", 2, [300, 290]), make_op("a", 3, [300, HUGE]), make_op("b", 4, [20])]
+    batch = [make_op("b", 2, [120, 110]), make_op("a", 3, [120, HUGE]), make_op("b", 4, [20])]
     with pytest.raises(OutOfMemoryError, match=r"no memory left for a pass over \d+ tokens: RESOURCE_EXHAUSTED"):
         starved.forward_backward(batch)
     assert (bits(starved.capture_state("a")), bits(starved.capture_state("b"))) == before

@@ -40,7 +40,10 @@ ADAM_CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=["qwen3", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in KINDS if kind != "qwen3")],
+)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

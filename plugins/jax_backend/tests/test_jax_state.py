@@ -204,6 +204,7 @@ def test_capabilities(backend: JaxBackend) -> None:
     assert capabilities.max_targets_per_token == 64
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_bfloat16_keeps_float32_where_it_matters(tiny_models: Mapping[str, Path], jax_cache: Path) -> None:
     exact = make_backend(tiny_models["llama3"], jax_cache)

@@ -40,7 +40,9 @@ async def backend(shared: JaxBackend) -> AsyncIterator[JaxBackend]:
 # Against the trainer and torch ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 66, 129, 300])
+@pytest.mark.parametrize(
+    "length", [1, 64, 65, 129, 300, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 63, 66))]
+)
 async def test_sampled_logprobs_are_those_of_the_trainer(backend: JaxBackend, length: int) -> None:
     given = prompt(length, seed=length)
     output = await sample(backend, make_sample(given, "snap-b", max_tokens=12, num_samples=2))
@@ -68,7 +70,9 @@ async def test_logprobs_are_of_the_scaled_distribution_before_truncation(
     assert (ranks < 7).all()
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_untied", "llama3"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("qwen3", "qwen3_untied")), "llama3"]
+)
 async def test_greedy_equals_the_argmax_of_torch(tiny_models: dict[str, Path], jax_cache: Path, kind: str) -> None:
     backend = make_backend(tiny_models[kind], jax_cache, decode_slots=2)
     reference = AutoModelForCausalLM.from_pretrained(tiny_models[kind], dtype=torch.float64)
@@ -85,6 +89,7 @@ async def test_greedy_equals_the_argmax_of_torch(tiny_models: dict[str, Path], j
     backend.close()
 
 
+@pytest.mark.thorough
 async def test_bfloat16_agrees_with_its_trainer(tiny_models: dict[str, Path], jax_cache: Path) -> None:
     """Same weights, other order of rounding: about 0.02 apart, where a wrong cast or mask is off by nats."""
     backend = make_backend(tiny_models["llama3"], jax_cache, decode_slots=2, dtype="bfloat16")

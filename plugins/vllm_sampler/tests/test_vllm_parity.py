@@ -30,9 +30,12 @@ def llama(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     sampler.close()
 
 
-@pytest.fixture(scope="module", params=["jax-qwen3", "jax-llama", "fsdp-llama"])
+@pytest.fixture(
+    scope="module",
+    params=[*(pytest.param(pair, marks=pytest.mark.thorough) for pair in ("jax-qwen3", "jax-llama")), "fsdp-llama"],
+)
 def pairing(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Trainer and family; FSDP with Qwen3 is in test_vllm_sdk.py, and its ranks take long to start."""
+    """Trainer and family; JAX with Qwen3 is in test_vllm_contract.py too, and FSDP with Qwen3 in test_vllm_sdk.py."""
     trainer, _, family = request.param.partition("-")
     return trainer, family
 

@@ -1,6 +1,5 @@
 """`tinsmith serve` with vLLM beside a JAX and beside an FSDP trainer, used as everybody does: through the SDK."""
 
-import gc
 import json
 import os
 import signal
@@ -51,7 +50,16 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def trainers(request: pytest.FixtureRequest) -> list[str]:
+    """All of them if any thorough test was chosen; each has a vLLM of its own, and they take long to start."""
+    chosen = [item for item in request.session.items if item.path == request.path]
+    return [*TRAINERS] if any(item.get_closest_marker("thorough") for item in chosen) else ["jax"]
+
+
+@pytest.fixture(scope="module")
+def served(
+    trainers: list[str], tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     """One base model per trainer, each with a vLLM of its own; two snapshots stay in it, others go to disk."""
     root = tmp_path_factory.mktemp("served")
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else root) as shared:
@@ -59,11 +67,11 @@ def served(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
             {
                 "name": f"tiny/{trainer}",
                 "path": str(tiny_models["qwen3"]),
-                "backend": {"plugin": trainer, **options},
+                "backend": {"plugin": trainer, **TRAINERS[trainer]},
                 "sampler": {"plugin": "vllm", "shared_memory_dir": shared, **settings()},
                 "resident_snapshots": RESIDENT,
             }
-            for trainer, options in TRAINERS.items()
+            for trainer in trainers
         ]
         config = {"server": {"port": 0, "data_dir": str(root / "data")}, "models": models}
         (root / "tinsmith.yaml").write_text(yaml.safe_dump(config))
@@ -105,12 +113,6 @@ def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, root: Path) ->
     raise AssertionError((root / "log").read_text())
 
 
-@pytest.fixture(autouse=True)
-def _collect_what_the_sdk_left() -> Iterator[None]:
-    yield
-    gc.collect()  # here, where the warning is expected
-
-
 @pytest.fixture
 def new_service(served: Served) -> Iterator[Callable[[], tinker.ServiceClient]]:
     """Make clients, each of a tenant of its own."""
@@ -130,7 +132,7 @@ def service(new_service: Callable[[], tinker.ServiceClient]) -> tinker.ServiceCl
     return new_service()
 
 
-@pytest.fixture(params=list(TRAINERS))
+@pytest.fixture(params=["jax", pytest.param("fsdp", marks=pytest.mark.thorough)])
 def base_model(request: pytest.FixtureRequest) -> str:
     return f"tiny/{request.param}"
 
@@ -222,6 +224,7 @@ def tinsmith(*arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environment()).stdout
 
 
+@pytest.mark.thorough  # contract/test_peft_loads_exports.py reads exports in `make test`
 def test_exports_are_what_any_vllm_serves(served: Served, service: tinker.ServiceClient, tmp_path: Path) -> None:
     """`tinsmith checkpoint export-peft`, and then a vLLM that has nothing of ours: one adapter of each trainer."""
     models = {trainer: new_model(service, f"tiny/{trainer}", rank=3) for trainer in TRAINERS}
@@ -253,7 +256,8 @@ def test_snapshots_come_back_without_anybody_noticing(service: tinker.ServiceCli
         assert_same(drawn(future), expected)
 
 
-def test_fifty_publishes_beside_samples(new_service: Callable[[], tinker.ServiceClient]) -> None:
+@pytest.mark.parametrize("num_publishes", [5, pytest.param(50, marks=pytest.mark.thorough)])
+def test_publishes_beside_samples(new_service: Callable[[], tinker.ServiceClient], num_publishes: int) -> None:
     """One tenant trains and publishes, another samples: nothing of the other's fails, is cut, or changes."""
     publisher, neighbour = (new_model(new_service(), "tiny/jax", rank) for rank in (2, 4))
     train(neighbour, 5)
@@ -279,8 +283,8 @@ def test_fifty_publishes_beside_samples(new_service: Callable[[], tinker.Service
     sampling = threading.Thread(target=keep_sampling)
     sampling.start()
     try:
-        for number in range(50):
-            if number == 40:
+        for number in range(num_publishes):
+            if number == num_publishes * 4 // 5:
                 enough.wait()  # there were samples under way, however slow this machine is
             train(publisher, number)
             last = publish(publisher)
@@ -309,7 +313,7 @@ def test_wrong_input_fails_by_itself(service: tinker.ServiceClient, base_model: 
     assert_same(drawn(ask(sampler, prompt(3))), good)
 
 
-def test_a_cancelled_sample_is_given_up(served: Served, service: tinker.ServiceClient) -> None:
+def test_a_cancelled_sample_is_given_up(served: Served, trainers: list[str], service: tinker.ServiceClient) -> None:
     """While vLLM stands still, so that nothing ends by itself; then it goes on with what is wanted."""
     sampler = service.create_sampling_client(base_model="tiny/jax").result(timeout=WAIT_S)
     before = drawn(ask(sampler, prompt(4)))
@@ -319,7 +323,7 @@ def test_a_cancelled_sample_is_given_up(served: Served, service: tinker.ServiceC
         while look(served, "SELECT state FROM operations WHERE id > ?", newest) != [(state,)]:
             time.sleep(0.05)
 
-    with standing_still(served):
+    with standing_still(served, len(trainers)):
         doomed = ask(sampler, prompt(4, 5), 8, max_tokens=CONTEXT - 5)
         wait_until("running")
         doomed.future().cancel()
@@ -337,9 +341,9 @@ def vllm_processes(served: Served) -> list[psutil.Process]:
 
 
 @contextmanager
-def standing_still(served: Served) -> Iterator[None]:
+def standing_still(served: Served, num_processes: int) -> Iterator[None]:
     """Stop all vLLM processes of the server until the block ends."""
-    while len(found := vllm_processes(served)) < len(TRAINERS):
+    while len(found := vllm_processes(served)) < num_processes:
         time.sleep(0.05)  # nothing tells when the last one is there
     for each in found:
         each.suspend()

@@ -79,7 +79,7 @@ def make_sampler(model_path: Path, cache_dir: Path, **changed: object) -> VllmSa
 
 
 TRAINERS: dict[str, dict[str, object]] = {
-    "jax": {"max_context_tokens": CONTEXT, "max_batch_tokens": 512, "max_lora_rank": 8, "warm_up": False},
+    "jax": {"max_context_tokens": CONTEXT, "max_batch_tokens": CONTEXT, "max_lora_rank": 8, "warm_up": False},
     "fsdp": {"max_context_tokens": CONTEXT, "max_batch_tokens": 512, "max_lora_rank": 8, "nproc_per_node": 1},
 }
 """Settings of every trainer whose adapters vLLM is to sample."""
