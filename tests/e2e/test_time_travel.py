@@ -1,4 +1,4 @@
-"""`tinsmith replay`: what it rebuilds is, bit for bit, what `save_state` saved at that point."""
+"""`tinsmith replay` rebuilds, bit for bit, what `save_state` saved at the same point."""
 
 import asyncio
 import sqlite3
@@ -44,7 +44,7 @@ def a_step() -> ops.OptimStep:
 
 
 async def train(client: EngineDriver, steps: int) -> list[int]:
-    """Train with passes, a save after each step, and a load; return the seq_ids of the saves."""
+    """Train, with a save after each step and one load. Return the seq_ids of the saves."""
     await client.result(await client.create_model())
     saves, seq_id = [], 0
     for number in range(steps):
@@ -58,16 +58,16 @@ async def train(client: EngineDriver, steps: int) -> list[int]:
         seq_id += 1
         await client.run(ops.SaveState(model_id=MODEL, path=client.path(f"at-{seq_id}")))
         saves.append(seq_id)
-        while number == 3 and not await past(client, saves[1]):  # snapshots are written beside the training
+        while number == 3 and not await past(client, saves[1]):  # recovery points are written during training
             await client.run(ops.Forward(model_id=MODEL, data=a_pass(0).data))
             seq_id += 1
     return saves
 
 
 async def past(client: EngineDriver, seq_id: int) -> bool:
-    """Say whether both snapshots are newer than this."""
-    snapshots = await client.store.list_recovery_points(MODEL)
-    return len(snapshots) == 2 and snapshots[-1].seq_id > seq_id
+    """Tell whether both recovery points are newer than this."""
+    points = await client.store.list_recovery_points(MODEL)
+    return len(points) == 2 and points[-1].seq_id > seq_id
 
 
 def bits(state: ModelState) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def replayed(settings: Settings, directory: Path, until: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """Five steps, every operation of which is within reach."""
+    """A server on which every operation of five steps is within reach."""
     with running_server(tmp_path_factory.mktemp("travel") / "data", recovery={"point_every_operations": 7}) as server:
         yield server
 
@@ -105,8 +105,8 @@ def test_every_saved_state_is_rebuilt_while_the_server_runs(
     server: RunningServer, saves: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data_dir = server.settings.server.data_dir
-    snapshots = server.call(server.store.list_recovery_points(MODEL))
-    assert [each for each in snapshots if each.seq_id > saves[1]], "nothing would be replayed from a snapshot"
+    points = server.call(server.store.list_recovery_points(MODEL))
+    assert [each for each in points if each.seq_id > saves[1]], "nothing would be replayed from a recovery point"
     for seq_id in saves:
         for until in (seq_id - 1, seq_id):
             assert replayed(server.settings, tmp_path / f"at-{until}", until) == saved(data_dir, f"at-{seq_id}")
@@ -172,7 +172,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_loaded(
 def test_ctrl_c_leaves_nothing(
     server: RunningServer, saves: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cancelled task is what Ctrl-C makes of it; here as the model is made."""
+    """Ctrl-C cancels the task; here while the model is created."""
     replay = _Replay(server.settings, PLUGINS, Console(stderr=True))
 
     async def interrupted() -> None:
@@ -196,7 +196,7 @@ def test_ctrl_c_leaves_nothing(
 
 
 def on_disk(tmp_path: Path, steps: int, **recovery: Any) -> tuple[Settings, list[int]]:
-    """Leave a stopped server's data."""
+    """Train on a server, stop it, and return what it leaves."""
     with running_server(tmp_path / "data", recovery={"point_every_operations": 5, **recovery}) as server:
         client = EngineDriver(server.store, "toy")
         server.call(client.open_session())
@@ -225,8 +225,8 @@ def test_a_log_that_was_pruned_says_how_far_it_reaches(tmp_path: Path) -> None:
     assert saves[0] < oldest < saves[-1]
     replayed(settings, tmp_path / "oldest", oldest)
     assert replayed(settings, tmp_path / "last", saves[-1]) == saved(settings.server.data_dir, f"at-{saves[-1]}")
-    for snapshot in (settings.server.data_dir / "recovery" / "toy" / MODEL).iterdir():
-        (snapshot / "adapter_model.safetensors").write_bytes(b"damaged")
+    for point in (settings.server.data_dir / "recovery" / "toy" / MODEL).iterdir():
+        (point / "adapter_model.safetensors").write_bytes(b"damaged")
     assert "can be read" in refused(settings, ServerError, until=saves[-1], to=str(tmp_path / "x"))
 
 

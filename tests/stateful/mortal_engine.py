@@ -1,4 +1,4 @@
-"""A real store and a real engine, whose engine dies before or after any call of the store, and is started again."""
+"""A real store with real engines. Each may die before or after any call of the store, and is then restarted."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -20,16 +20,16 @@ from tinsmith.store import RequestStore
 from tinsmith.testing.engine_driver import make_engine, take_over
 
 LOSSES = {loss.name: loss for loss in BUILTIN_LOSSES}
-_QUIET = frozenset({"wait_for_work"})  # it is no boundary: nothing is read or written
+_QUIET = frozenset({"wait_for_work"})  # reads and writes nothing
 
 STOP_S = 120.0
 
 How = Literal["before", "after", "unanswered"]
-"""The engine dies before the call, or after it; or it lives, and is told that the call failed, which it did not."""
+"""The engine dies before or after the call; or it lives, but is told that a call failed which succeeded."""
 
 
 class KilledError(Exception):
-    """Nothing in the engine may catch this, and nothing of it reaches the store any more."""
+    """The engine is dead: it must not catch this, and nothing from it reaches the store any more."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class MortalStore:
 
 
 class FragileBackend(ToyBackend):
-    """The toy backend; it fails where a pass holds POISON."""
+    """The toy backend. It fails if a pass contains POISON."""
 
     def forward_backward(self, ops: Sequence[ops.ForwardBackward]) -> Any:
         if any(POISON in datum.tokens_T for op in ops for datum in op.data):
@@ -77,7 +77,7 @@ def a_backend(kind: type[ToyBackend], cache_dir: Path) -> ToyBackend:
 
 @dataclass
 class MortalEngine:
-    """One engine after the other, as a supervisor starts them."""
+    """Starts one engine after another, as a supervisor does."""
 
     data_dir: Path
     databases: Databases
@@ -85,9 +85,9 @@ class MortalEngine:
     backend: ToyBackend = field(init=False)
     seen: MortalStore | None = None
     task: asyncio.Task[None] | None = None
-    stopping: asyncio.Event | None = None  # of the engine that lives
+    stopping: asyncio.Event | None = None  # of the living engine
     engines: int = 0
-    crashed: bool = False  # the last one, by itself
+    crashed: bool = False  # whether the last engine ended by itself
     interruptions: int = 0  # how many were killed
 
     async def open(self) -> None:
@@ -107,7 +107,7 @@ class MortalEngine:
         return self.task is not None and not self.task.done()
 
     async def start(self, dies_in: int | None = None, how: How = "before") -> None:
-        """Does nothing where one is alive."""
+        """Start an engine unless one is alive."""
         if self.alive:
             return
         await self._ended()
@@ -127,7 +127,7 @@ class MortalEngine:
             resident_snapshots=2,
             recovery=RecoverySettings(point_every_operations=2, max_interruptions=1000),
         )
-        asked = asyncio.create_task(stopping.wait())  # it may have been set before there was an engine to tell
+        asked = asyncio.create_task(stopping.wait())  # it may have been set before the engine existed
         asked.add_done_callback(lambda _: engine.stop())
         try:
             await engine.recover("it died", lambda _what, _share: None, interrupted=not self.crashed)
@@ -136,7 +136,7 @@ class MortalEngine:
             asked.cancel()
 
     async def stop(self) -> None:
-        """In order, where it comes to that before something kills it."""
+        """Stop the engine in order, unless something kills it first."""
         if self.alive:
             assert self.task is not None
             assert self.stopping is not None
@@ -146,7 +146,7 @@ class MortalEngine:
         await self.kill()
 
     async def kill(self) -> None:
-        """Nothing that it does from here on reaches the store."""
+        """Kill the engine: nothing that it does from here on reaches the store."""
         if self.seen is not None:
             self.seen.dead = True
         if self.alive:
@@ -166,11 +166,11 @@ class MortalEngine:
         except (KilledError, asyncio.CancelledError):
             self.interruptions += 1
         self.task = None
-        for writer in (self.store._relaxed, self.store._durable):  # type: ignore[attr-defined]  # what it had asked for is in
+        for writer in (self.store._relaxed, self.store._durable):  # type: ignore[attr-defined]  # what it handed over is committed
             await writer.write(lambda _: None)
 
     async def finished(self, request_id: str) -> Any:
-        """Wait for an operation, with one engine after the other."""
+        """Wait for an operation, restarting the engine as often as it dies."""
         async with asyncio.timeout(60):
             while True:
                 await self.start()

@@ -1,4 +1,4 @@
-"""The comparison behind the gate, on made-up scores: noisy kernels, small adapters, every kind of fault."""
+"""The comparison behind the consistency gate on synthetic scores: noisy kernels, small adapters, every fault."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ NUM_TOKENS = 94
 
 
 class World:
-    """A base model, an adapter's effect on it, and two sides that round differently. Deterministic by seed."""
+    """A base model, an adapter's effect on it, and two sides with different rounding. Deterministic for a seed."""
 
     def __init__(self, seed: int, *, noise: float, effect: float) -> None:
         self._rng = np.random.default_rng(seed)
@@ -31,7 +31,7 @@ class World:
         )
 
     def judge(self, served_N: ScoresN, *, last: Scores | None = None, bounds: Bounds) -> Consistency:
-        """`served_N`: the effect of what the sampler serves."""
+        """`served_N` is the effect of what the sampler serves."""
         now = self.scores(self.base_N + self.effect_N, self.base_N + served_N)
         return compare(now, base=self.base, last=last, bounds=bounds)
 
@@ -39,7 +39,7 @@ class World:
 @pytest.mark.parametrize(("bounds", "noise"), [(FLOAT32, 1e-6), (FLOAT32, 1e-4), (LOW_PRECISION, 2e-2)])
 @pytest.mark.parametrize("effect", [0.0, 0.3, 1.0, 4.0, 30.0, 1000.0])
 def test_rounding_is_not_taken_for_a_fault(bounds: Bounds, noise: float, effect: float) -> None:
-    """`effect` in units of the noise. A hundred saves in a row, each after a small change."""
+    """A hundred saves in a row, each after a small change. `effect` is in units of the noise."""
     for seed in range(100):
         world = World(seed, noise=noise, effect=effect * noise)
         last = world.scores(world.base_N + world.effect_N + world.draw(0.5 * effect * noise))
@@ -51,7 +51,7 @@ def test_rounding_is_not_taken_for_a_fault(bounds: Bounds, noise: float, effect:
 @pytest.mark.parametrize("effect", [10.0, 100.0])
 @pytest.mark.parametrize("fault", ["ignored", "doubled", "halved", "swapped", "a third is missing"])
 def test_faults_of_small_adapters_are_found(bounds: Bounds, noise: float, effect: float, fault: str) -> None:
-    """All far below the largest difference that is allowed."""
+    """All of them are far below the largest allowed difference."""
     for seed in range(30):
         world = World(seed, noise=noise, effect=effect * noise)
         served = {
@@ -66,7 +66,7 @@ def test_faults_of_small_adapters_are_found(bounds: Bounds, noise: float, effect
 
 
 def test_a_stale_adapter_is_found_by_what_changed_since_the_last_save() -> None:
-    """The change is a hundredth of what the adapter does in all."""
+    """The change is a hundredth of the adapter's whole effect."""
     for seed in range(30):
         world = World(seed, noise=1e-3, effect=1.0)
         before_N = world.effect_N + world.draw(1e-2)
@@ -109,7 +109,7 @@ def test_without_the_trainers_base_scores_the_noise_is_assumed() -> None:
 
 
 def test_what_the_adapter_does_not_explain_must_be_rounding() -> None:
-    """A disturbance at right angles to the adapter's effect: the sampler follows, and is wrong all the same."""
+    """A disturbance at right angles to the adapter's effect: the sampler follows the trainer and is still wrong."""
     for seed in range(30):
         world = World(seed, noise=1e-6, effect=1e-3)
         aside_N = world.draw(1e-4)

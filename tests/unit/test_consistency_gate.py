@@ -1,4 +1,4 @@
-"""The gate inside the engine: what a refused save leaves behind, what is recorded, and what clients are told."""
+"""The consistency gate inside the engine: what a refused save leaves behind, what is recorded, what clients see."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ MODEL = "s1:train:0"
 
 
 class Sampler(FaultySampler):
-    """Counts what is loaded; may say that it cannot score prompts, or fail to."""
+    """Tracks what is loaded. Can be made unable to score prompts, or to fail."""
 
     def __init__(self, toy: ToyBackend) -> None:
         super().__init__(toy)
@@ -131,7 +131,7 @@ async def test_a_refused_save_leaves_nothing_and_says_why(setup: Setup) -> None:
         with pytest.raises(NotFoundError):
             await setup.store.get_sampling_session("s1:sample:0")
         setup.sampler.fault = None
-        saved = await client.run(persisted(client, "x"))  # the name is free, and the model goes on
+        saved = await client.run(persisted(client, "x"))  # the name is still free, and the model still works
         assert isinstance(saved, ops.WeightsSaved)
         assert saved.consistency is not None
         assert saved.consistency.verdict == "consistent"
@@ -212,7 +212,7 @@ def shaken(snapshot: Any) -> Any:
 
 async def test_the_base_model_is_scored_once_there_is_room_for_a_fresh_adapter(setup: Setup) -> None:
     async with setup.running() as client:
-        for number in (1, 2):  # all places are taken
+        for number in (1, 2):  # the backend has no room left
             await client.result(await client.create_model(number))
         await train(client)
         first = await client.run(ephemeral(0))
@@ -226,7 +226,7 @@ async def test_the_base_model_is_scored_once_there_is_room_for_a_fresh_adapter(s
 
 
 async def test_saving_changes_no_bit_of_any_tenants_training(tmp_path: Path) -> None:
-    """With the gate and without: the same losses, weights and moments, also of the neighbour."""
+    """With and without the gate: the same losses, weights and moments, also of another model."""
     states = []
     for action in ("refuse", "off"):
         directory = tmp_path / action

@@ -1,4 +1,4 @@
-"""The engine with the toy backend and a store on disk, without HTTP."""
+"""The engine on the toy backend and a store on disk, without HTTP."""
 
 import asyncio
 import itertools
@@ -35,7 +35,7 @@ ADAM = ops.AdamParams(learning_rate=0.01)
 
 
 class WatchedBackend(ToyBackend):
-    """The toy backend, which notes its calls and can be made to fail or to wait."""
+    """The toy backend. It records its calls, and can be made to fail or to wait."""
 
     def __init__(self, tmp_path: Path, **config: Any) -> None:
         context = BackendContext(model_name="toy", model_path=None, cache_dir=tmp_path, losses=LOSSES)
@@ -199,13 +199,13 @@ async def test_what_was_queued_runs_in_order_and_merged(setup: Setup, client: En
         setup.backend.batches.clear()
         setup.backend.training_held = threading.Event()
         held = await client.submit(a_step(client))
-        while not setup.backend.batches:  # noqa: ASYNC110 - it runs in a thread that tells nobody
+        while not setup.backend.batches:  # noqa: ASYNC110 - it runs in a thread, without an event to wait for
             await asyncio.sleep(0)
         for each in (client, other):
             for operation in (a_pass(each), a_pass(each), a_step(each)):
                 last = await each.submit(operation)
-        while len(engine.training.waiting) < 6:  # noqa: ASYNC110 - the engine tells nobody
-            await asyncio.sleep(0)  # until the engine has seen them all
+        while len(engine.training.waiting) < 6:  # noqa: ASYNC110 - the engine has no event to wait for
+            await asyncio.sleep(0)  # until the engine has claimed them all
         setup.backend.training_held.set()
         await client.result(held)
         await other.result(last)
@@ -298,7 +298,7 @@ async def test_loading_what_does_not_fit(setup: Setup, client: EngineDriver) -> 
             assert isinstance(failed, ops.Failed)
             assert failed.category == "user"
             assert expected in failed.message
-        await train(client)  # the model is as it was
+        await train(client)  # the model is unchanged
         created = await client.create_model(2, checkpoint=client.path("missing"))
         assert "no checkpoint" in (await client.failure(created)).message
 
@@ -339,7 +339,7 @@ async def test_a_persisted_snapshot_outlives_the_engine(setup: Setup, client: En
 
 
 class AdapterSampler(WatchedBackend):
-    """Samples from adapters alone, as samplers that hold one base model do."""
+    """Samples only from adapters, like a sampler that holds a single base model."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -354,7 +354,7 @@ class AdapterSampler(WatchedBackend):
 async def test_a_fully_trained_model_is_saved_where_it_cannot_be_sampled(
     setup: Setup, client: EngineDriver, tmp_path: Path
 ) -> None:
-    """A name gives a whole checkpoint, for another server; to sample from it here is refused, and so is no name."""
+    """A save with a name writes a whole checkpoint for another server. Samples, and saves without a name, fail."""
     path, model_id = client.path("x", "sampler_weights"), "s1:train:0"
     sampler = AdapterSampler(tmp_path)
     async with setup.running(sampler=sampler):
@@ -512,7 +512,7 @@ async def test_a_store_that_fails_for_a_moment_costs_nothing(
 async def test_a_claim_whose_answer_is_lost_is_made_again(
     setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The database took it, and the connection broke before it could say so."""
+    """The database committed the claim, but the connection broke before the engine heard of it."""
     monkeypatch.setattr(store_retries, "_DELAYS_S", (0.0, 0.0))
     claim, lost = setup.store.claim, 0
 
@@ -533,11 +533,11 @@ async def test_a_claim_whose_answer_is_lost_is_made_again(
         setup.backend.batches.clear()
         setup.backend.training_held = threading.Event()
         held = await client.submit(a_step(client))
-        while not setup.backend.batches:  # noqa: ASYNC110 - it runs in a thread that tells nobody
+        while not setup.backend.batches:  # noqa: ASYNC110 - it runs in a thread, without an event to wait for
             await asyncio.sleep(0)
-        lost += lost % 2  # the next one is lost
+        lost += lost % 2  # lose the next answer
         behind = await client.submit(a_pass(client))
-        while behind not in engine.training.waiting:  # noqa: ASYNC110 - the engine tells nobody
+        while behind not in engine.training.waiting:  # noqa: ASYNC110 - the engine has no event to wait for
             await asyncio.sleep(0)
         setup.backend.training_held.set()
         await client.result(held)

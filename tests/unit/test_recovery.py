@@ -1,4 +1,4 @@
-"""Engines that die at chosen points, with the toy backend: the next one goes on as if nothing had happened."""
+"""Engines on the toy backend die at chosen points; the next engine continues as if nothing had happened."""
 
 import asyncio
 import shutil
@@ -45,7 +45,7 @@ POISON = 13  # a token
 
 
 class FragileBackend(ToyBackend):
-    """The toy backend; it fails where a pass holds POISON, or where told to."""
+    """The toy backend. It fails if a pass contains POISON, and in the call that `fail_in` names."""
 
     def __init__(self, cache_dir: Path) -> None:
         super().__init__(
@@ -103,7 +103,7 @@ class Setup:
     progress: list[tuple[str, float]] = field(default_factory=list)
 
     async def make_engine(self, **recovery: Any) -> Engine:
-        """Each has a backend of its own, which remembers nothing."""
+        """Give each engine a backend of its own, without any models."""
         self.engines += 1
         self.backend = FragileBackend(self.data_dir)
         self.progress.clear()
@@ -119,7 +119,7 @@ class Setup:
 
     @asynccontextmanager
     async def engine(self, **recovery: Any) -> AsyncIterator[asyncio.Task[None]]:
-        """Run one until the block ends; then it is killed, as far as that can be done to a task."""
+        """Run an engine until the block ends, then kill it, as far as a task can be killed."""
         engine = await self.make_engine(**recovery)
         await engine.recover("killed", lambda what, share: self.progress.append((what, share)))
         task = asyncio.create_task(engine.run())
@@ -129,8 +129,8 @@ class Setup:
             task.cancel()
             with suppress(asyncio.CancelledError, EngineFailedError):
                 await task
-            # A killed process writes nothing more. A cancelled task does: what it had asked for already (a claim, a
-            # snapshot's registration) must be in before the next engine looks.
+            # A killed process writes nothing more, but a cancelled task does: what it has already handed to the store
+            # (a claim, the registration of a recovery point) must be committed before the next engine starts.
             for writer in (self.store._relaxed, self.store._durable):
                 await writer.write(lambda _: None)
 
@@ -140,24 +140,22 @@ class Setup:
             await asyncio.wait([task], timeout=WAIT_S)
             assert task.done()
 
-    def snapshots(self) -> list[str]:
+    def points_on_disk(self) -> list[str]:
         directory = self.data_dir / "recovery" / "toy" / MODEL
         if not directory.is_dir():
             return []
-        return sorted(
-            path.name for path in directory.iterdir() if not path.name.startswith(".")
-        )  # not half-written ones
+        return sorted(path.name for path in directory.iterdir() if not path.name.startswith("."))  # half-written ones
 
     async def until(self, condition: Callable[[], Any]) -> None:
         async with asyncio.timeout(WAIT_S):
-            while True:  # files come and go without telling
-                with suppress(FileNotFoundError):  # a directory that goes while it is looked at
+            while True:  # files come and go without an event to wait for
+                with suppress(FileNotFoundError):  # a directory may vanish while it is listed
                     if condition():
                         return
                 await asyncio.sleep(0.005)
 
     async def registered(self, client: EngineDriver, number: int = 1) -> None:
-        """Have the model scored, which changes nothing, until the snapshots that are due have been taken."""
+        """Score the model, which changes nothing, until so many recovery points have been registered."""
         async with asyncio.timeout(WAIT_S):
             while len(await self.store.list_recovery_points(MODEL)) < number:
                 await client.run(ops.Forward(model_id=MODEL, data=a_pass(client).data))
@@ -165,7 +163,7 @@ class Setup:
 
 @dataclass
 class FailingStore:
-    """In place of a store's method: fails a few times, then does what it should."""
+    """Replaces a method of the store: fails a few times, then works."""
 
     method: Callable[..., Awaitable[Any]]
     times: int
@@ -232,7 +230,7 @@ def bits(state: ModelState) -> dict[str, bytes | int]:
 
 @pytest.fixture
 async def undisturbed(tmp_path: Path) -> dict[str, bytes | int]:
-    """The state after creation, `train(0 .. 5)` and a pass."""
+    """The state after creation, `train(0 .. 5)` and a pass, without any death."""
     data_dir = tmp_path / "undisturbed"
     data_dir.mkdir()
     store = SqlStore(SqlStoreConfig(synchronous="off"), StoreContext(data_dir=data_dir))
@@ -259,7 +257,7 @@ async def test_a_model_goes_on_bit_for_bit(
         await client.submit(a_pass(client, 4, 2, 3))
     async with setup.engine(point_every_operations=every):
         await client.run(a_step(client))
-        assert len(setup.snapshots()) <= 3
+        assert len(setup.points_on_disk()) <= 3
     async with setup.engine(point_every_operations=every):
         assert setup.progress[-1][1] == 1.0
         assert setup.progress[-1][0].endswith("model 1 of 1, at operation 9 of 9")
@@ -270,20 +268,20 @@ async def test_a_model_goes_on_bit_for_bit(
     assert (run.state, run.state_reason, run.applied_seq_id) == (RunState.READY, None, 13)
 
 
-async def test_only_what_came_after_the_snapshot_is_replayed(setup: Setup, client: EngineDriver) -> None:
+async def test_only_what_came_after_the_recovery_point_is_replayed(setup: Setup, client: EngineDriver) -> None:
     async with setup.engine(point_every_operations=4):
         await client.create_model()
         await train(client, 0, 1, 2)
         await setup.registered(client)
-    snapshot, *_ = await setup.store.list_recovery_points(MODEL)
-    assert Path(snapshot.directory).name in setup.snapshots()
+    point, *_ = await setup.store.list_recovery_points(MODEL)
+    assert Path(point.directory).name in setup.points_on_disk()
     async with setup.engine():
-        assert setup.backend.calls == (["forward_backward", "optim_step"] * 3)[snapshot.seq_id :]
+        assert setup.backend.calls == (["forward_backward", "optim_step"] * 3)[point.seq_id :]
         assert len(setup.backend.calls) < 4
 
 
 async def test_an_engine_leaves_alone_what_another_writes(setup: Setup, client: EngineDriver) -> None:
-    """One that has been superseded may go on for a moment, in the same directory."""
+    """A superseded engine may go on writing for a moment, to the same directory."""
     async with setup.engine():
         await client.create_model()
         await train(client, 0)
@@ -303,7 +301,7 @@ async def test_an_engine_leaves_alone_what_another_writes(setup: Setup, client: 
         await new.register(second)
         for record in await setup.store.list_recovery_points(MODEL):
             assert (await new.read(record)).weights.keys() == state.weights.keys()
-        assert setup.snapshots() == sorted(Path(each.directory).name for each in (first, second))
+        assert setup.points_on_disk() == sorted(Path(each.directory).name for each in (first, second))
 
 
 async def test_a_stopped_engine_keeps_its_models(
@@ -330,7 +328,7 @@ async def test_a_stopped_engine_keeps_its_models(
         assert bits(setup.backend.capture_state(MODEL)) == undisturbed
 
 
-async def test_a_damaged_snapshot_falls_back_to_the_one_before(
+async def test_a_damaged_recovery_point_falls_back_to_the_one_before(
     setup: Setup, client: EngineDriver, undisturbed: dict[str, bytes | int]
 ) -> None:
     async with setup.engine(point_every_operations=2):
@@ -349,7 +347,7 @@ async def test_a_damaged_snapshot_falls_back_to_the_one_before(
         assert len(await setup.store.list_recovery_points(MODEL)) == 2 - damaged
 
 
-async def test_a_log_that_was_pruned_needs_a_snapshot(setup: Setup, client: EngineDriver) -> None:
+async def test_a_log_that_was_pruned_needs_a_recovery_point(setup: Setup, client: EngineDriver) -> None:
     other = EngineDriver(setup.store, "toy", tenant="bob", session_id="s2")
     await other.open_session()
     async with setup.engine(point_every_operations=2):
@@ -408,12 +406,12 @@ async def test_ephemeral_snapshots_survive(setup: Setup, client: EngineDriver, e
             assert await sampled() == wanted
     async with setup.engine():
         await setup.store.end_session("s1", "success", None)
-        await setup.until(lambda: not setup.snapshots() and not list((setup.data_dir / "snapshots").glob("*/*")))
+        await setup.until(lambda: not setup.points_on_disk() and not list((setup.data_dir / "snapshots").glob("*/*")))
     assert await setup.store.list_recovery_points(MODEL) == []
 
 
 @pytest.mark.parametrize("point", ["capture_state", "written", "registered"])
-async def test_dying_around_a_snapshot(
+async def test_dying_around_a_recovery_point(
     setup: Setup,
     client: EngineDriver,
     undisturbed: dict[str, bytes | int],
@@ -581,7 +579,7 @@ async def test_a_model_that_ends_its_engine_while_it_is_rebuilt_is_lost_alone(
     def die(self: FragileBackend, op: ops.CreateModel) -> None:
         begun.append(op.model_id)
         if op.model_id == MODEL:
-            raise asyncio.CancelledError  # as sudden as a death: nothing is said and nothing is recorded
+            raise asyncio.CancelledError  # as sudden as a death: nothing is recorded
 
     with monkeypatch.context() as patch:
         patch.setattr(FragileBackend, "create_model", die)
@@ -629,9 +627,9 @@ async def test_a_store_that_fails_during_recovery_costs_no_model(
             patch.setattr(setup.store, method, failing)
             with pytest.raises(StoreError, match="the disk is full"):
                 await engine.recover("killed", lambda _what, _share: None)
-            assert failing.times == 1  # it asked again
+            assert failing.times == 1  # it was retried
             engine = await setup.make_engine()
-            await engine.recover("killed", lambda _what, _share: None)  # once more is nothing to talk about
+            await engine.recover("killed", lambda _what, _share: None)  # a single failure goes unnoticed
             assert failing.times == 0
             engine = await setup.make_engine()
     assert (await setup.store.get_run(MODEL)).state == RunState.READY
@@ -665,7 +663,7 @@ async def test_other_results_than_before_are_reported(
     assert "differs from the recorded result" in caplog.text
 
 
-async def test_a_full_disk_costs_a_snapshot_and_nothing_else(
+async def test_a_full_disk_costs_a_recovery_point_and_nothing_else(
     setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: Any, **__: Any) -> int:
@@ -676,10 +674,10 @@ async def test_a_full_disk_costs_a_snapshot_and_nothing_else(
         async with setup.engine(point_every_operations=1):
             await client.create_model()
             await train(client, 0, 1)
-            await setup.until(lambda: "no space left" in caplog.text)  # snapshots are written beside the training
+            await setup.until(lambda: "no space left" in caplog.text)  # recovery points are written during training
     async with setup.engine(point_every_operations=1):
         await train(client, 2)
-        await setup.until(setup.snapshots)
+        await setup.until(setup.points_on_disk)
 
 
 async def test_scoring_alone_does_not_keep_the_log_for_ever(setup: Setup, client: EngineDriver) -> None:

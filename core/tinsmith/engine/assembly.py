@@ -73,8 +73,8 @@ class EngineParts:
 def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
     """Connect the parts of an engine. Each is described in its own module."""
     store, lease, backend, data_dir = parts.store, parts.lease, parts.backend, parts.data_dir
-    sampler = parts.sampler or NoSampler(backend.capabilities)
-    tasks, look, stopping = asyncio.TaskGroup(), asyncio.Event(), asyncio.Event()
+    sampler = NoSampler(backend.capabilities) if parts.sampler is None else parts.sampler
+    tasks, stopping = asyncio.TaskGroup(), asyncio.Event()
 
     thread = TrainingThread(parts.thread)
     models = Models(backend, thread)
@@ -94,7 +94,7 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
     gate = ConsistencyGate(backend, sampler, options.consistency, call=thread.call)
 
     decoder = OperationDecoder(training=backend.capabilities, sampling=sampler.capabilities, losses=parts.losses)
-    claims = Claims(store, lease, decoder=decoder, settings=options.recovery)
+    claims = Claims(store, lease, decoder=decoder, settings=options.recovery, gap_timeout_s=options.gap_timeout_s)
     recorder = Recorder(store, lease, claims, on_finished=parts.on_finished)
     training = TrainingLane(
         parts.scheduler,
@@ -104,10 +104,10 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         recorder,
         RecoveryPointTaker(recovery_points, models, snapshots, tasks),
         tasks,
-        on_room=look.set,
+        on_room=claims.wake,
         stopping=stopping,
     )
-    sampling = SamplingLane(sampler, snapshots, recorder, tasks, on_room=look.set)
+    sampling = SamplingLane(sampler, snapshots, recorder, tasks, on_room=claims.wake)
     recovery = Recovery(
         store,
         lease,
@@ -117,15 +117,4 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         recovery_points,
         max_attempts=options.recovery.max_retries + 1,
     )
-    return Engine(
-        lease.base_model,
-        store,
-        claims,
-        training,
-        sampling,
-        recovery,
-        tasks=tasks,
-        look=look,
-        stopping=stopping,
-        gap_timeout_s=options.gap_timeout_s,
-    )
+    return Engine(claims, training, sampling, recovery, tasks=tasks, stopping=stopping)

@@ -2,12 +2,15 @@
 
 import asyncio
 from datetime import timedelta
+from typing import Final
 
 from tinsmith.engine.claimed import Claimed, OperationDecoder
 from tinsmith.engine.store_retries import with_retries
 from tinsmith.settings import RecoverySettings
 from tinsmith.steady_clock import SteadyClock
 from tinsmith.store import Lease, OperationRecord, RequestStore
+
+_IDLE_S: Final = 60.0
 
 
 class Claims:
@@ -18,14 +21,37 @@ class Claims:
     """
 
     def __init__(
-        self, store: RequestStore, lease: Lease, *, decoder: OperationDecoder, settings: RecoverySettings
+        self,
+        store: RequestStore,
+        lease: Lease,
+        *,
+        decoder: OperationDecoder,
+        settings: RecoverySettings,
+        gap_timeout_s: float,
     ) -> None:
         self._store = store
         self._lease = lease
         self._decoder = decoder
         self._settings = settings
+        self._gap_timeout_s = gap_timeout_s
+        self._look = asyncio.Event()
         self._held: set[str] = set()  # request_ids
         self._answer_lost = False  # of the last claim
+
+    def wake(self) -> None:
+        """There may be something to claim, or room for it."""
+        self._look.set()
+
+    async def woken(self) -> None:
+        """Return after the next `wake`."""
+        await self._look.wait()
+        self._look.clear()
+
+    async def watch_store(self) -> None:
+        """Until cancelled, wake when there may be work."""
+        while True:
+            await self._store.wait_for_work(self._lease.base_model, _IDLE_S)
+            self.wake()
 
     async def claim(self, *, training: int, samples: int) -> list[Claimed]:
         """Claim up to so many operations of models, and so many samples."""
@@ -84,9 +110,9 @@ class Claims:
         self._held.clear()
         await self.requeue(None)
 
-    async def close_gaps(self, timeout_s: float) -> None:
-        """Until cancelled, fail what has waited behind a missing seq_id for `timeout_s`."""
-        clock = SteadyClock()
+    async def close_gaps(self) -> None:
+        """Until cancelled, fail what has waited too long behind a missing seq_id."""
+        clock, timeout_s = SteadyClock(), self._gap_timeout_s
         while True:
             await asyncio.sleep(min(5.0, timeout_s / 4))
             now, steady_s = clock.read()

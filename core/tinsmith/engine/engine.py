@@ -6,16 +6,11 @@ as there are. `assembly.py` builds an engine.
 
 import asyncio
 import logging
-from typing import Final
 
 from tinsmith.engine.claims import Claims
-from tinsmith.engine.failures import BackendFailedError, EngineFailedError
 from tinsmith.engine.recovery import Recovery, RecoveryProgress
 from tinsmith.engine.sampling_lane import SamplingLane
 from tinsmith.engine.training_lane import TrainingLane
-from tinsmith.store import RequestStore
-
-_IDLE_S: Final = 60.0
 
 _log = logging.getLogger(__name__)
 
@@ -23,36 +18,28 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Created once per process. `recover`, then `run` until `stop` is called or the backend fails."""
 
-    def __init__(  # noqa: PLR0913 - one per part
+    def __init__(
         self,
-        base_model: str,
-        store: RequestStore,
         claims: Claims,
         training: TrainingLane,
         sampling: SamplingLane,
         recovery: Recovery,
         *,
         tasks: asyncio.TaskGroup,
-        look: asyncio.Event,
         stopping: asyncio.Event,
-        gap_timeout_s: float,
     ) -> None:
-        """`look` is set when the store may have something to claim, and there may be room for it."""
+        """The lanes start their tasks in `tasks`, and take nothing new once `stopping` is set."""
         self.training = training
-        self._base_model = base_model
-        self._store = store
         self._claims = claims
         self._sampling = sampling
         self._recovery = recovery
         self._tasks = tasks
-        self._look = look
         self._stopping = stopping
-        self._gap_timeout_s = gap_timeout_s
 
     def stop(self) -> None:
         """Let `run` finish what is running, and return."""
         self._stopping.set()
-        self._look.set()
+        self._claims.wake()
         self.training.wake()
 
     async def recover(self, reason: str, progress: RecoveryProgress, *, interrupted: bool = False) -> None:
@@ -61,11 +48,7 @@ class Engine:
         `reason` says how that engine ended, `interrupted` whether it was killed from outside, as far as is known.
         Raise EngineFailedError if the backend fails.
         """
-        try:
-            await self._recovery.run(progress, interrupted=interrupted)
-        except BackendFailedError as error:
-            msg = f"the engine of {self._base_model!r} failed while it rebuilt a model: {error}"
-            raise EngineFailedError(msg) from error
+        await self._recovery.run(progress, interrupted=interrupted)
         for request_id in await self._claims.requeue(reason, interrupted=interrupted):
             _log.error("%s is not retried: %s", request_id, reason)
 
@@ -76,10 +59,7 @@ class Engine:
         """
         try:
             async with self._tasks as tasks:
-                watching = [
-                    tasks.create_task(self._watch_store()),
-                    tasks.create_task(self._claims.close_gaps(self._gap_timeout_s)),
-                ]
+                watching = [tasks.create_task(self._claims.watch_store()), tasks.create_task(self._claims.close_gaps())]
                 await asyncio.wait([tasks.create_task(self._feed()), tasks.create_task(self.training.run())])
                 for task in watching:
                     task.cancel()
@@ -88,18 +68,12 @@ class Engine:
             raise _first(failures) from failures
         await self._claims.requeue_all()
 
-    async def _watch_store(self) -> None:
-        while True:
-            await self._store.wait_for_work(self._base_model, _IDLE_S)
-            self._look.set()
-
     async def _feed(self) -> None:
         """Claim what there is room for, and hand it to the lanes."""
         await self._retry_suspects()
-        self._look.set()
+        self._claims.wake()
         while True:
-            await self._look.wait()
-            self._look.clear()
+            await self._claims.woken()
             if self._stopping.is_set():
                 return
             await self._cancel_samples()

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from tinsmith import operations as ops
-from tinsmith.engine.failures import BackendFailedError
+from tinsmith.engine.failures import BackendFailedError, EngineFailedError
 from tinsmith.engine.models import Models
 from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.engine.replay import REPLAY_PAGE, History, Rebuilt, Replayer
@@ -47,10 +47,17 @@ class Recovery:
     async def run(self, progress: RecoveryProgress, *, interrupted: bool) -> None:
         """Rebuild every live model. A model that cannot be rebuilt is lost by itself, with the reason.
 
-        `interrupted` means that the previous engine was killed from outside. Raise BackendFailedError if the backend
+        `interrupted` means that the previous engine was killed from outside. Raise EngineFailedError if the backend
         fails: the model that it failed in is lost, the next engine rebuilds the others. Raise StoreError if the store
         fails for too long: no model is lost, the next engine tries again.
         """
+        try:
+            await self._run(progress, interrupted=interrupted)
+        except BackendFailedError as error:
+            msg = f"the engine of {self._lease.base_model!r} failed while it rebuilt a model: {error}"
+            raise EngineFailedError(msg) from error
+
+    async def _run(self, progress: RecoveryProgress, *, interrupted: bool) -> None:
         live_models = await with_retries(self._store.live_models, self._lease.base_model)
         await self._recovery_points.keep_only({live.run.model_id for live in live_models})
         await self._snapshots.adopt({name: live.run.model_id for live in live_models for name in live.ephemeral})

@@ -95,9 +95,7 @@ class Snapshots:
         held = self._entry(snapshot.snapshot_id) if persisted else self._ephemeral(snapshot.snapshot_id)
         held.model_id = model_id
         async with held.loading:
-            await self._sampler.drop_snapshot(
-                snapshot.snapshot_id
-            )  # it may be that of a deleted checkpoint of the same name
+            await self._sampler.drop_snapshot(snapshot.snapshot_id)  # of a deleted checkpoint of the same name
             await self._sampler.load_snapshot(snapshot)
             held.snapshot = snapshot
         self._held[snapshot.snapshot_id] = held

@@ -1,4 +1,4 @@
-"""Driving an engine without HTTP: submit operations to a store, and read their results, as the server does."""
+"""Driving an engine without HTTP: submit operations to the store and read their results, as the server does."""
 
 import hashlib
 import secrets
@@ -19,11 +19,11 @@ from tinsmith.settings import DataDir
 from tinsmith.store import EngineRecord, Lease, NewOperation, RequestStore, RunRecord, SessionRecord
 from tinsmith.store.codec import decode_result, encode_operation, kind_of
 
-WAIT_S = 300.0  # a test that waits so long has failed
+WAIT_S = 300.0  # a test that waits this long has failed
 
 
 async def take_over(store: RequestStore, base_model: str, *, engine_id: str | None = None) -> Lease:
-    """Take the lease from whichever engine holds it, which counts as dead from now on."""
+    """Take the lease. Whichever engine holds it counts as dead from now on."""
     own = engine_id or f"engine-{secrets.token_hex(4)}"
     dead: str | None = None
     while True:
@@ -43,9 +43,9 @@ async def make_engine(
     on_finished: Callable[[OperationFinished], None] = lambda _: None,
     **options: Any,  # Any: fields of EngineOptions
 ) -> Engine:
-    """Make an engine of base model "toy" with the default scheduler and core's losses.
+    """Build an engine of base model "toy" with the default scheduler and the built-in losses.
 
-    Without a `lease` it takes over from whichever engine holds it.
+    By default it takes the lease over from whichever engine holds it.
     """
     parts = EngineParts(
         store=store,
@@ -61,7 +61,7 @@ async def make_engine(
 
 
 class EngineDriver:
-    """One client's view of one base model."""
+    """One client session on one base model."""
 
     def __init__(self, store: RequestStore, base_model: str, *, tenant: str = "ann", session_id: str = "s1") -> None:
         self.store = store
@@ -78,7 +78,7 @@ class EngineDriver:
     async def create_model(
         self, number: int = 0, *, rank: int = 4, checkpoint: str | None = None, load_optimizer: bool = False
     ) -> str:
-        """Submit the creation and return its request_id."""
+        """Submit the creation of a model, and return its request_id."""
         lora = ops.LoraConfig(rank=rank, seed=number)
         operation = ops.CreateModel(
             model_id=self.model_id(number), lora=lora, checkpoint=checkpoint, load_optimizer=load_optimizer
@@ -103,7 +103,7 @@ class EngineDriver:
         return f"tinker://{self.model_id(number)}/{kind}/{name}"
 
     async def submit(self, operation: ops.Operation, *, seq_id: int | None = None) -> str:
-        """Submit with the next number of its subject_id, and return the request_id."""
+        """Submit an operation under the next seq_id of its subject, and return the request_id."""
         subject_id = operation.sampling_session_id if isinstance(operation, ops.Sample) else operation.model_id
         if seq_id is None:
             seq_id = self._next_seq_id[subject_id]
@@ -126,7 +126,7 @@ class EngineDriver:
         )
 
     async def result(self, request_id: str) -> ops.Result:
-        """Wait for it."""
+        """Wait for the result of an operation."""
         record = await self.store.wait_for(request_id, WAIT_S)
         assert record.result_kind is not None, f"{record.kind} is still {record.state} after {WAIT_S:.0f} s"
         assert record.result is not None
