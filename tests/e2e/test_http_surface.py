@@ -46,8 +46,11 @@ def session(http: httpx.Client) -> str:
 
 
 def create_model(http: httpx.Client, session: str, **fields: Any) -> httpx.Response:
-    body = {"session_id": session, "model_seq_id": 0, "base_model": "toy", "lora_config": {"rank": 4}, **fields}
-    return http.post("create_model", json=body)
+    return http.post("create_model", json={**new_model(session), **fields})
+
+
+def new_model(session: str) -> dict[str, Any]:
+    return {"session_id": session, "model_seq_id": 0, "base_model": "toy", "lora_config": {"rank": 4}}
 
 
 @pytest.fixture
@@ -495,6 +498,12 @@ def test_administrators_see_everybodys_work_where_they_ask(tmp_path: Path) -> No
             "sessions": [session]
         }
         assert httpx.get(f"{url}/sessions/{session}", headers=root, timeout=300).status_code == 200
+        model = ok(httpx.post(f"{url}/create_model", json=new_model(session), headers=user, timeout=300))["model_id"]
+        for path in (f"sessions/{session}", f"training_runs/{model}"):
+            for scope, status in (("owned", 404), ("accessible", 200)):
+                found = httpx.get(f"{url}/{path}", params={"access_scope": scope}, headers=root, timeout=300)
+                assert found.status_code == status
+            assert httpx.get(f"{url}/{path}?access_scope=owned", headers=user, timeout=300).status_code == 200
         assert httpx.get(f"{url}/sessions?access_scope=all", headers=root, timeout=300).status_code == 422
 
 

@@ -30,6 +30,9 @@ _TAG = _no_meaning("a constant that repeats the endpoint")
 _NO_ENDPOINT = _refused("the endpoint answers that it is not offered")
 _DROPPED = _no_meaning("telemetry is accepted and dropped")
 _SPAN = _no_meaning("provenance feeds `stable_reinforce` only, which is refused as a loss")
+_LIMIT = _honoured("1 to 1000, else refused")
+_SCOPE = _honoured("`owned`, or `accessible`: an administrator then sees every tenant's")
+_EVENT = ("event", "event_id", "event_session_index", "severity", "timestamp")  # fields of every telemetry event
 _IMAGE = _refused("text models only: image and dmel chunks are refused by name")
 
 FIELDS: dict[str, dict[str, Status]] = {
@@ -213,7 +216,9 @@ FIELDS: dict[str, dict[str, Status]] = {
         "prompt_logprobs": _honoured(),
         "topk_prompt_logprobs": _honoured("what the sampler returns and the trainer takes as targets"),
         "topk_sample_logprobs": _honoured("what the sampler returns and the trainer takes as targets"),
-        "target_prompt_logprobs": _honoured("where the sampler offers it; the answer is dense"),
+        "target_prompt_logprobs": _honoured(
+            "if the sampler offers it; answered in the layout of the request, dense or sparse"
+        ),
         "prompt_alt_tokens_k": _refused("above 0"),
         "prompt_logprobs_last_n": _honoured(),
         "record_stability_info": _refused("when true: only the loss `stable_reinforce` uses it, and is not offered"),
@@ -256,27 +261,34 @@ FIELDS: dict[str, dict[str, Status]] = {
     "TelemetrySendRequest": dict.fromkeys(
         ("events", "platform", "sdk_version", "session_id", "process_uuid"), _DROPPED
     ),
-    **dict.fromkeys(
-        ("SessionStartEvent", "SessionEndEvent", "UnhandledExceptionEvent", "GenericEvent"),
-        dict.fromkeys(
-            (
-                "event",
-                "event_id",
-                "event_session_index",
-                "severity",
-                "timestamp",
-                "duration",
-                "error_message",
-                "error_type",
-                "traceback",
-                "event_name",
-                "event_data",
-            ),
-            _DROPPED,
-        ),
-    ),
+    "SessionStartEvent": dict.fromkeys(_EVENT, _DROPPED),
+    "SessionEndEvent": dict.fromkeys((*_EVENT, "duration"), _DROPPED),
+    "UnhandledExceptionEvent": dict.fromkeys((*_EVENT, "error_message", "error_type", "traceback"), _DROPPED),
+    "GenericEvent": dict.fromkeys((*_EVENT, "event_name", "event_data"), _DROPPED),
     "GetBillingUsageRequest": {"starting_on": _NO_ENDPOINT, "ending_before": _NO_ENDPOINT},
     "GetCurrentCheckpointStorageUsageRequest": {"project_id": _NO_ENDPOINT},
+    # Bodies that are no class of the SDK, and query parameters
+    "POST /api/v1/sessions/{session_id}/finish": {
+        "reason.type": _honoured("`success`, `errored` or `interrupted`; the first reason wins"),
+        "detail": _honoured("stored"),
+    },
+    "PUT /api/v1/sessions/{session_id}/project": {"project_id": _honoured("a label; `training_runs` can filter by it")},
+    "POST /api/v1/cancel_future": {"request_id": _honoured("cancels a sample; a training request is left as it is")},
+    "POST /api/v1/weights_info": {"tinker_path": _honoured("one's own, or published")},
+    "PUT /api/v1/training_runs/{training_run_id}/checkpoints/{checkpoint_id}/ttl": {
+        "ttl_seconds": _honoured("3600 to ten years from now, else refused; null for ever")
+    },
+    "GET /api/v1/sessions": {"limit": _LIMIT, "offset": _honoured(), "access_scope": _SCOPE},
+    "GET /api/v1/sessions/{session_id}": {"access_scope": _SCOPE},
+    "GET /api/v1/training_runs": {
+        "limit": _LIMIT,
+        "offset": _honoured(),
+        "access_scope": _SCOPE,
+        "project_id": _honoured(),
+    },
+    "GET /api/v1/training_runs/{training_run_id}": {"access_scope": _SCOPE},
+    "GET /api/v1/checkpoints": {"limit": _LIMIT, "offset": _honoured()},
+    "GET /api/v1/audit": {"event_type": _NO_ENDPOINT, "day": _NO_ENDPOINT},
 }
 
 

@@ -20,6 +20,7 @@ from tinsmith.server.auth import (
     missing,
     own_checkpoint,
     own_deleted_checkpoint,
+    own_run,
     readable_checkpoint,
     readable_run,
     visible_tenant,
@@ -71,8 +72,11 @@ async def _runs_of_project(context: ServerContext, tenant: str | None, project_i
 
 
 @router.get("/training_runs/{model_id}", response_model_exclude_none=True)
-async def get_training_run(model_id: str, caller: Caller, context: Context) -> wire.TrainingRun:
-    return await _training_run(context, await readable_run(context, caller, model_id))
+async def get_training_run(
+    model_id: str, caller: Caller, context: Context, access_scope: AccessScope = "accessible"
+) -> wire.TrainingRun:
+    find = own_run if access_scope == "owned" else readable_run
+    return await _training_run(context, await find(context, caller, model_id))
 
 
 async def _training_run(context: ServerContext, run: RunRecord) -> wire.TrainingRun:

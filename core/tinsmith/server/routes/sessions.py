@@ -84,8 +84,11 @@ async def list_sessions(
 
 
 @router.get("/sessions/{session_id}", response_model_exclude_none=True)
-async def get_session(session_id: str, caller: Caller, context: Context) -> wire.Session:
-    session = await readable_session(context, caller, session_id)
+async def get_session(
+    session_id: str, caller: Caller, context: Context, access_scope: AccessScope = "accessible"
+) -> wire.Session:
+    find = own_session if access_scope == "owned" else readable_session
+    session = await find(context, caller, session_id)
     samplers = await context.store.list_sampling_sessions(session_id)
     return wire.Session(
         training_run_ids=[run.model_id for run in await runs_of(context, session)],
