@@ -1,13 +1,13 @@
-"""Named points around what must survive a crash, where tests end the process, fail the disk or hold time up.
+"""Named points where tests kill the process, fail the disk or delay execution, around everything that must survive.
 
-A boundary is a function that makes something durable, or tells somebody that it is. `@durable_boundary(name)` gives it
-two failpoints, `name.before` and `name.after`. Unless `_TINSMITH_FAILPOINTS` is set when tinsmith is imported, the
-decorator returns the very function that it was given: nothing is left of it in production.
+A boundary is a function that makes something durable, or reports that it is. `@durable_boundary(name)` gives it two
+failpoints, `name.before` and `name.after`. Unless `_TINSMITH_FAILPOINTS` is set when tinsmith is imported, the
+decorator returns the function unchanged, so failpoints cost nothing in production.
 
-The variable holds `point=action[@when]`, separated by `;`. Actions: `kill` (SIGKILL to this process), `stop` (SIGSTOP),
-`enospc`, `eio` (an OSError), `delay:SECONDS`. When: `N` (the Nth time, 1 where it is left out), `N+` (from then on),
-`N-M`, or `pP:SEED` (each time with probability P). `log=FILE` appends the name of each point that acts. An empty value
-watches, and does nothing until `arm` is called.
+The variable contains entries `point=action[@when]`, separated by `;`. Actions: `kill` (SIGKILL to this process), `stop`
+(SIGSTOP), `enospc` or `eio` (an OSError), `delay:SECONDS`. When: `N` (the Nth time; default 1), `N+` (the Nth time and
+every later one), `N-M`, or `pP:SEED` (each time with probability P). `log=FILE` appends the name of each point that
+acts. With an empty value the points exist, but do nothing until `arm` is called.
 """
 
 import asyncio
@@ -26,42 +26,42 @@ from typing import Any, Final, TypeVar, cast
 VARIABLE: Final = "_TINSMITH_FAILPOINTS"
 
 BOUNDARIES: Final = {
-    "store.migrate": "bringing the schema to the newest version",
-    "store.commit": "the commit of any transaction that writes",
+    "store.migrate": "the schema is brought to the newest version",
+    "store.commit": "a transaction that writes is committed",
     "store.create_session": "a session is recorded",
     "store.end_session": "a session ends, and its models are queued to be unloaded",
     "store.create_run": "a model and its creation are recorded",
     "store.create_sampling_session": "a sampling session is recorded",
     "store.submit": "an operation is recorded",
-    "store.acquire_lease": "an engine becomes the one that serves its base model",
-    "store.claim": "an engine takes operations",
-    "store.complete": "results, what follows from them, and how far the model has come",
+    "store.acquire_lease": "an engine takes the lease of its base model",
+    "store.claim": "an engine claims operations",
+    "store.complete": "results, their consequences and the model's progress are recorded",
     "store.add_recovery_point": "a recovery point is registered",
-    "store.requeue": "what a dead engine was running is queued again",
-    "store.report_engine": "an engine, or its supervisor, says what it is at",
-    "store.delete_checkpoint": "a checkpoint is forgotten",
+    "store.requeue": "the operations that a dead engine was running are queued again",
+    "store.report_engine": "an engine or its supervisor reports the engine's state",
+    "store.delete_checkpoint": "the record of a checkpoint is deleted",
     "store.prune": "results past their retention are deleted",
-    "server.submit": "a training request is taken in and acknowledged",
-    "directory.fill": "the files of a directory are written, not yet durable",
+    "server.submit": "a training request is accepted and acknowledged",
+    "directory.fill": "the files of a directory are written, but not durable yet",
     "directory.sync": "its files are made durable",
-    "directory.set_aside": "the version that is about to be replaced is renamed",
-    "directory.put": "the new version is renamed to its name",
+    "directory.set_aside": "the version to be replaced is renamed",
+    "directory.put": "the new version gets its final name",
     "directory.sync_parents": "the renames are made durable",
-    "directory.doom": "a directory that is to be deleted is renamed",
+    "directory.doom": "a directory to be deleted is renamed",
     "directory.delete": "a directory is deleted",
-    "checkpoint.write": "a checkpoint that a client asked for",
-    "recovery_point.write": "a recovery point",
-    "recovery_point.register": "a recovery point that is whole starts to count, and older ones go",
-    "snapshot.persist": "sampling snapshots that were in memory only",
+    "checkpoint.write": "a checkpoint that a client asked for is written",
+    "recovery_point.write": "a recovery point is written",
+    "recovery_point.register": "a complete recovery point is registered, and older ones are deleted",
+    "snapshot.persist": "sampling snapshots that were only in memory are written",
     "engine.run_batch": "the backend runs a batch",
-    "engine.run_single": "an operation that runs by itself, with its files",
+    "engine.run_single": "an operation that runs alone is run, and its files are written",
     "engine.sample": "a sample is drawn",
-    "engine.record": "results are handed to the store",
-    "recovery.restore": "a model is made from its newest good recovery point",
-    "recovery.replay": "one operation runs once more",
+    "engine.record": "results are passed to the store",
+    "recovery.restore": "a model is restored from its newest intact recovery point",
+    "recovery.replay": "one operation is replayed",
     "supervisor.start_engine": "the process of an engine is started",
 }
-"""Every boundary: each has `.before` and `.after`."""
+"""Every boundary and what happens in it."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -97,7 +97,7 @@ _plan = _Plan()
 def durable_boundary(name: str) -> Callable[[F], F]:
     """Give a function, or a coroutine function, the failpoints `name.before` and `name.after`."""
     if name not in BOUNDARIES:
-        msg = f"{name!r} is not among failpoints.BOUNDARIES; describe it there"
+        msg = f"{name!r} is not in failpoints.BOUNDARIES; add it there with a description"
         raise ValueError(msg)
 
     def mark(function: F) -> F:
@@ -111,7 +111,7 @@ def points() -> list[str]:
 
 
 def arm(specification: str) -> None:
-    """Replace what is armed, as the variable would say it. Raise ValueError where it cannot be read."""
+    """Replace what is armed, given in the format of the variable. Raise ValueError if it is malformed."""
     plan = _Plan()
     for part in filter(None, specification.split(";")):
         point, _, what = part.partition("=")
@@ -119,7 +119,7 @@ def arm(specification: str) -> None:
             plan.log = what
             continue
         if point not in points():
-            msg = f"no failpoint {point!r}; there are: {', '.join(points())}"
+            msg = f"no failpoint {point!r}; available: {', '.join(points())}"
             raise ValueError(msg)
         plan.armed[point] = _parse(what)
     _plan.armed, _plan.log = plan.armed, plan.log
@@ -129,7 +129,7 @@ def _parse(text: str) -> _Armed:
     what, _, when = text.partition("@")
     action, _, argument = what.partition(":")
     if action not in {"kill", "stop", "enospc", "eio", "delay"}:
-        msg = f"no action {action!r}; there are: kill, stop, enospc, eio, delay:SECONDS"
+        msg = f"no action {action!r}; available: kill, stop, enospc, eio, delay:SECONDS"
         raise ValueError(msg)
     first, last, probability, seed = 1, 1, 1.0, ""
     if when.startswith("p"):
@@ -170,19 +170,19 @@ def _watched(name: str, function: F) -> F:
 
 
 def _pass(point: str) -> float:
-    """Do what is armed at a point; return for how long to wait there."""
+    """Perform the action armed at a point. Return for how many seconds to wait there."""
     armed = _plan.armed.get(point)
     if armed is None or not armed.acts():
         return 0.0
     if _plan.log is not None:
-        with open(_plan.log, "a", encoding="utf-8") as log:  # noqa: PTH123 - one write, whole even when several die
+        with open(_plan.log, "a", encoding="utf-8") as log:  # noqa: PTH123 - one write, complete even if several processes die
             log.write(f"{point}\n")
     match armed.action:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-            signal.pause()  # it takes effect at any moment
+            signal.pause()  # until the signal arrives
         case "stop":
-            # to this thread: one for the process may be taken by another thread, and this one gets further meanwhile
+            # to this thread: another thread may receive one for the process, while this one goes on
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         case "delay":
             return float(armed.argument)

@@ -1,4 +1,4 @@
-"""The wall clock, with a watch on it: one that jumps must not end what is by its time alone."""
+"""A wall clock that notices its own jumps, so that nothing expires only because the clock was set."""
 
 import logging
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Final
 
-_TOLERANCE_S: Final = 10.0  # between two looks; slewing and a busy machine are no jumps
+_TOLERANCE_S: Final = 10.0  # between two readings; more than slewing or a busy machine explain
 
 _log = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ def _now() -> datetime:
 
 
 class SteadyClock:
-    """Says the time, and for how long it has run at the pace of the monotonic clock."""
+    """Tells the time, and for how long it has kept pace with the monotonic clock."""
 
     def __init__(self, now: Callable[[], datetime] = _now, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -26,17 +26,17 @@ class SteadyClock:
         self._jumped = False
 
     def read(self) -> tuple[datetime, float]:
-        """Return the time, and the seconds since this clock was made or since a look that found it to have jumped."""
+        """Return the time, and the seconds since the clock was created or since a reading that found a jump."""
         now, at_s = self._now(), self._monotonic()
         before, before_s = self._seen
         jump_s = (now - before).total_seconds() - (at_s - before_s)
         if abs(jump_s) > _TOLERANCE_S:
-            _log.warning("the clock jumped by %+.0f s: what ends by it waits until it has been steady", jump_s)
+            _log.warning("the clock jumped by %+.0f s; nothing expires until it has been steady for a while", jump_s)
             self._steady_since, self._jumped = at_s, True
         self._seen = now, at_s
         return now, at_s - self._steady_since
 
     @property
     def jumped(self) -> bool:
-        """Whether a look has ever found that it jumped."""
+        """Whether any reading has found a jump."""
         return self._jumped

@@ -375,5 +375,5 @@ def test_an_import_says_whose_it_is(tmp_path: Path, bases: dict[bool, Path], mon
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     source = made_by_peft(bases[True], tmp_path / "source")
     common = ("import", source, "--base-model", bases[True], "--data-dir", tmp_path / "data", "--name", "x")
-    assert "say whose it is" in refused(*common)
+    assert "pass the tenant that may use it" in refused(*common)
     assert "imported:key-" in ok(*common, "--api-key", "tml-somebody")

@@ -116,7 +116,7 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tinsmith", "demo", "--directory", str(tmp_path / "demo")]
     demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
     assert demo.stdout is not None
-    assert "made a random Qwen3" in demo.stdout.readline()
+    assert "wrote a random Qwen3" in demo.stdout.readline()
     while not (tmp_path / "demo" / "server.log").is_file() or not psutil.Process(demo.pid).children():
         assert not ended(demo)
     family = psutil.Process(demo.pid).children(recursive=True)

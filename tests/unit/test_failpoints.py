@@ -52,7 +52,7 @@ def test_nothing_is_left_of_them_in_production() -> None:
 
 
 def test_a_name_that_is_not_described_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'store\.x' is not among failpoints.BOUNDARIES"):
+    with pytest.raises(ValueError, match=r"'store\.x' is not in failpoints.BOUNDARIES"):
         failpoints.durable_boundary("store.x")
 
 

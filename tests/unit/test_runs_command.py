@@ -61,7 +61,7 @@ def test_runs_are_listed(server: RunningServer) -> None:
     assert oldest.startswith("s1:train:0")
     assert "s2:train:0" not in runs(server, "list", "--tenant", "ann")
     assert "no runs of tenant 'eve'" in runs(server, "list", "--tenant", "eve")
-    assert "1 to 1 of 2; the next: --offset 1" in runs(server, "list", "--limit", "1")
+    assert "1 to 1 of 2; for more, pass --offset 1" in runs(server, "list", "--limit", "1")
     assert "--offset 7 is past the last" in runs(server, "list", "--offset", "7")
     listed = json.loads(runs(server, "list", "--json", "--limit", "1"))
     assert (listed["total"], [run["model_id"] for run in listed["runs"]]) == (2, ["s2:train:0"])
@@ -70,13 +70,13 @@ def test_runs_are_listed(server: RunningServer) -> None:
 def test_a_run_is_shown(server: RunningServer) -> None:
     shown = runs(server, "show", RUN)
     for line in (
-        "run           s1:train:0",
-        "base model    toy, LoRA of rank 4, seed 0",
-        "tenant        ann, session s1",
-        "state         ready",
-        "applied       up to seq_id 4",
-        "checkpoint    tinker://s1:train:0/weights/x (",
-        "replay        --until 0 to 4",
+        "run              s1:train:0",
+        "base model       toy, LoRA of rank 4, seed 0",
+        "tenant           ann, session s1",
+        "state            ready",
+        "applied          up to seq_id 4",
+        "checkpoint       tinker://s1:train:0/weights/x (",
+        "replay           possible for --until 0 to 4",
         "seq_id 0 to 4; the log has 5 operations",
         "optim_step         succeeded (attempt 2)",
     ):
@@ -91,8 +91,8 @@ def test_a_run_is_shown(server: RunningServer) -> None:
 
 def test_a_page_of_a_run(server: RunningServer) -> None:
     shown = runs(server, "show", RUN, "--from", "1", "--limit", "2")
-    assert "seq_id 1 to 2; the log has 5 operations; earlier ones: --from 0; later ones: --from 3" in shown
-    assert "seq_id 3 to 4; the log has 5 operations; earlier ones: --from 1" in runs(
+    assert "the log has 5 operations; for earlier ones, pass --from 0; for later ones, pass --from 3" in shown
+    assert "seq_id 3 to 4; the log has 5 operations; for earlier ones, pass --from 1" in runs(
         server, "show", RUN, "--limit", "2"
     )
     assert "no operations from there on" in runs(server, "show", RUN, "--from", "99")
@@ -129,5 +129,5 @@ def test_mistakes_are_explained(server: RunningServer, tmp_path: Path) -> None:
 def test_a_server_without_runs(tmp_path: Path) -> None:
     with running_server(tmp_path, engines=False):
         assert "a run begins when a client creates a training client" in runs(tmp_path, "list")
-        with pytest.raises(TinsmithError, match="there is none yet"):
+        with pytest.raises(TinsmithError, match="there are none yet"):
             runs(tmp_path, "show", "nope")

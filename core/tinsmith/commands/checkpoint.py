@@ -1,4 +1,4 @@
-"""`tinsmith checkpoint ...`: looks at checkpoints, checks them, and turns them into something else."""
+"""`tinsmith checkpoint ...`: inspects, verifies, converts, exports, merges and imports checkpoints."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ from tinsmith.store import CheckpointRecord, RequestStore
 _FAULTY: Final = 1
 _SHARD_MB: Final = SHARD_BYTES >> 20
 
-PATH_HELP = "a directory, or a tinker:// path of the data directory"
+PATH_HELP = "checkpoint directory, or a tinker:// path in the server's data directory"
 Where = Annotated[str, typer.Argument(metavar="PATH", help=PATH_HELP)]
-Output = Annotated[Path, typer.Argument(help="the directory to write")]
-BaseModel = Annotated[str | None, typer.Option(help="directory or name of the base model; default: the one it names")]
-Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; default: as it is")]
-ShardMb = Annotated[int, typer.Option(min=1, help="greatest size of one weights file, in MiB")]
-Force = Annotated[bool, typer.Option("--force", help="replace what is there")]
+Output = Annotated[Path, typer.Argument(help="directory to write")]
+BaseModel = Annotated[
+    str | None, typer.Option(help="directory or name of the base model; default: the one that the checkpoint names")
+]
+Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; default: unchanged")]
+ShardMb = Annotated[int, typer.Option(min=1, help="size of the largest weights file, in MiB")]
+Force = Annotated[bool, typer.Option("--force", help="overwrite what exists")]
 
 
 def add_checkpoint_commands(group: typer.Typer) -> None:
     commands = typer.Typer(
-        help="Look at checkpoints, check them, convert, export, merge and import them.",
+        help="Inspect, verify, convert, export, merge and import checkpoints.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
@@ -59,7 +61,7 @@ def add_checkpoint_commands(group: typer.Typer) -> None:
 def show(
     context: typer.Context, path: Where, as_json: AsJson = False, config: ConfigFile = None, data_dir: DataDir = None
 ) -> None:
-    """Print what a checkpoint is, and every tensor in it. Reads no weights."""
+    """Print a checkpoint's metadata and its tensors. Reads no weights."""
     told = described(_open(context, path, config, data_dir))
     if as_json:
         typer.echo(json.dumps(told, indent=2))
@@ -93,14 +95,14 @@ def verify(
     config: ConfigFile = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Check names, shapes, values, moments and checksums; list each fault, and leave with 1 where there is one.
+    """Check names, shapes, values, optimizer moments and checksums. List every fault; exit with 1 if there are any.
 
-    Names and shapes are compared with the base model's where it is found.
+    Names and shapes are compared with the base model, if it is found.
     """
     contents = _open(context, path, config, data_dir)
     directory = _find_base(context, base_model or contents.base_model)
     if base_model is not None and directory is None:
-        msg = f"no base model {base_model!r}: it is no directory, and nobody knows the name"
+        msg = f"no base model {base_model!r}: it is not a directory, and no plugin knows the name; pass its directory"
         raise UserError(msg)
     base = None if directory is None else verifying.open_base(directory)
     with _progress("verifying") as progress:
@@ -126,7 +128,7 @@ def convert(
     config: ConfigFile = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Write it anew: in another dtype, in files of another size, in the newest format version."""
+    """Rewrite a checkpoint: in another dtype, in files of another size, or in the newest format version."""
     contents = _open(context, path, config, data_dir)
     with _progress("converting") as progress:
         rewriting.convert(
@@ -144,7 +146,7 @@ def export_peft(
     config: ConfigFile = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Write an adapter as PEFT and vLLM load it."""
+    """Write an adapter in the form that PEFT and vLLM load."""
     contents = _open(context, path, config, data_dir)
     with _progress("exporting") as progress:
         rewriting.export_peft(contents, output, base_model=base_model, force=force, progress=progress)
@@ -162,7 +164,7 @@ def merge(
     config: ConfigFile = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Write base weights plus adapter as a Hugging Face model; a tied output head that was trained gets its own."""
+    """Merge an adapter into its base weights and write a Hugging Face model. A trained output head is untied."""
     contents = _open(context, path, config, data_dir)
     base = _need_base(context, base_model or contents.base_model)
     with _progress("merging") as progress:
@@ -181,19 +183,19 @@ def merge(
 def import_weights(
     context: typer.Context,
     path: Where,
-    base_model: Annotated[str, typer.Option(help="which of the server's base models it is for, as clients name it")],
-    name: Annotated[str, typer.Option(help="what the checkpoint is called")],
-    base_path: Annotated[Path | None, typer.Option(help="the base model's directory; default: by its name")] = None,
-    tenant: Annotated[str | None, typer.Option(help="who may use it; or give --api-key")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="TINKER_API_KEY", help="of whoever may use it")] = None,
-    fill_missing: Annotated[bool, typer.Option(help="start modules that it leaves out at zero effect")] = False,
+    base_model: Annotated[str, typer.Option(help="base model that it belongs to, by the name that clients use")],
+    name: Annotated[str, typer.Option(help="name of the new checkpoint")],
+    base_path: Annotated[Path | None, typer.Option(help="directory of the base model; default: by name")] = None,
+    tenant: Annotated[str | None, typer.Option(help="tenant that may use it; or pass --api-key")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="TINKER_API_KEY", help="API key of that tenant")] = None,
+    fill_missing: Annotated[bool, typer.Option(help="add the modules that it lacks, with no effect at first")] = False,
     force: Force = False,
     config: ConfigFile = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Take a PEFT adapter or a whole Hugging Face model from elsewhere into the server's data directory.
+    """Import a PEFT adapter or a whole Hugging Face model into the server's data directory.
 
-    Clients of the tenant create training clients from the printed paths, and sample from them.
+    Clients of the tenant can create training clients from the printed paths, and sample from them.
     """
     settings = settings_without_models(context, config, data_dir)
     served = next((model for model in settings.models if model.name == base_model), None)
@@ -226,7 +228,7 @@ async def _import(
 
 def _tenant_of(settings: Settings, api_key: str | None) -> str:
     if api_key is None:
-        msg = "say whose it is: --tenant NAME, or --api-key KEY (TINKER_API_KEY)"
+        msg = "pass the tenant that may use it: --tenant NAME, or --api-key KEY (TINKER_API_KEY)"
         raise UserError(msg)
     return owner_of(api_key, settings.server.api_keys).tenant
 
@@ -248,21 +250,22 @@ def _find_base(context: typer.Context, name: str | None) -> Path | None:
 def _need_base(context: typer.Context, name: str | None) -> Path:
     directory = _find_base(context, name)
     if directory is None:
-        msg = f"the base model {name!r} is not here; say where it is" if name else "name the base model: --base-model"
+        found = f"no base model {name!r} on this machine" if name else "the checkpoint names no base model"
+        msg = f"{found}; pass its directory with --base-model"
         raise UserError(msg)
     return directory
 
 
 def _dtype(name: str | None) -> str | None:
     if name is not None and name not in DTYPES:
-        msg = f"dtype {name!r} is not known; use one of {', '.join(DTYPES)}"
+        msg = f"unknown dtype {name!r}; use one of {', '.join(DTYPES)}"
         raise UserError(msg)
     return name
 
 
 @contextmanager
 def _progress(what: str) -> Iterator[rewriting.Progress]:
-    """Show what is at hand on stderr, where that is a terminal."""
+    """Show the tensor being processed on stderr, if that is a terminal."""
     console = Console(stderr=True)
     bar = Bar(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True)
     with bar:

@@ -1,4 +1,4 @@
-"""`tinsmith demo`: a tiny model, a server, and an ordinary Tinker script against it; then nothing is left running."""
+"""`tinsmith demo`: trains a tiny model with an ordinary Tinker script on a server of its own, then stops everything."""
 
 from __future__ import annotations
 
@@ -62,20 +62,20 @@ def run_demo(directory: Path, *, backend: str | None = None) -> int:
 
 @contextmanager
 def served_tiny_model(console: Console, directory: Path, *, backend: str | None = None) -> Iterator[tuple[str, str]]:
-    """Make a tiny model where there is none, serve it, yield URL and base model once it is ready, stop the server."""
+    """Make a tiny model if there is none, serve it, yield URL and base model once it is ready, stop the server."""
     directory.mkdir(parents=True, exist_ok=True)
     model = directory / "tiny-qwen3"
     if not (model / "config.json").is_file():
         num_parameters = write_tiny_model(model, TinyShape(), overwrite=True)
-        console.print(f"made a random Qwen3 with {num_parameters:,} parameters in {model}")
+        console.print(f"wrote a random Qwen3 with {num_parameters:,} parameters to {model}")
     with _server(model, directory, backend) as (server, log):
         url = _wait_until_ready(console, server, DataDir.at(directory / "data"), log)
-        console.print(f"server ready at {url}, its log is {log}\n")
+        console.print(f"server ready at {url}, log: {log}\n")
         yield url, base_model_name_of(str(model))
 
 
 def find_example(name: str) -> Path:
-    """Return the path of an example script: beside the sources, or inside the installed package."""
+    """Return the path of an example script, next to the sources or in the installed package."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package.parents[1] / "examples", package / "examples"):
         if (folder / name).is_file():
@@ -102,7 +102,7 @@ def _server(model: Path, directory: Path, backend: str | None) -> Iterator[tuple
 
 
 def _start(command: list[str], output: IO[bytes], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start in a session of its own, so that Ctrl-C reaches the demo alone, which then stops the server in order."""
+    """Start a session of its own, so that Ctrl-C reaches only the demo, which then stops the server in order."""
     return subprocess.Popen(command, stdout=output, stderr=output, env=environ, start_new_session=True)
 
 
@@ -113,7 +113,7 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
     try:
         server.wait(_STOP_TIMEOUT_S)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        server.terminate()  # the second signal: it kills its engines and leaves at once
+        server.terminate()  # the second signal: the server kills its engines and exits at once
         try:
             server.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -122,12 +122,12 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
 
 
 def _wait_until_ready(console: Console, server: subprocess.Popen[bytes], data_dir: DataDir, log: Path) -> str:
-    """Return the server's URL once every engine is ready; show meanwhile what it is at."""
+    """Return the server's URL once every engine is ready. Show the progress meanwhile."""
     deadline = time.monotonic() + _START_TIMEOUT_S
     with console.status("starting the server") as status:
         while time.monotonic() < deadline:
             if server.poll() is not None:
-                msg = f"the server ended with exit code {server.returncode}; its log {log} ends with:\n{_tail(log)}"
+                msg = f"the server ended with exit code {server.returncode}; the end of its log {log}:\n{_tail(log)}"
                 raise ServerError(msg)
             url = read_server_url(data_dir, pid=server.pid)
             if url is not None:
@@ -136,7 +136,7 @@ def _wait_until_ready(console: Console, server: subprocess.Popen[bytes], data_di
                     return url
                 status.update(told)
             time.sleep(_POLL_S)
-    msg = f"the server was not ready after {_START_TIMEOUT_S:.0f} s; its log {log} ends with:\n{_tail(log)}"
+    msg = f"the server was not ready after {_START_TIMEOUT_S:.0f} s; the end of its log {log}:\n{_tail(log)}"
     raise ServerError(msg)
 
 
@@ -177,9 +177,9 @@ def _tail(log: Path, *, num_lines: int = 15) -> str:
 
 @contextmanager
 def _interrupted_afterwards() -> Iterator[None]:
-    """Put SIGINT and SIGTERM off to the end of the block: a Popen they break off forgets the process it has forked.
+    """Defer SIGINT and SIGTERM to the end of the block, because an interrupted Popen loses the process it has forked.
 
-    The handlers are exchanged, the signals are not blocked: a child would inherit the mask and never hear them.
+    The handlers are replaced; the signals are not blocked, because a child would inherit the mask and never get them.
     """
     came: list[int] = []
     handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in _INTERRUPTS}
@@ -193,6 +193,6 @@ def _interrupted_afterwards() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: object) -> None:
-    """Let SIGTERM stop the demo as Ctrl-C does, and Ctrl-C also where a shell has started it in the background."""
+    """Make SIGTERM stop the demo like Ctrl-C, and Ctrl-C work even if a shell started the demo in the background."""
     del number, frame
     raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The request store for commands that look at what a server keeps, while it runs or when it is stopped."""
+"""The request store for commands that read what a server keeps, whether the server runs or not."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +12,7 @@ from tinsmith.store import RequestStore
 
 @asynccontextmanager
 async def opened_store(settings: Settings, plugins: Plugins) -> AsyncIterator[RequestStore]:
-    """Open the store that the settings name. Raise ConfigError where the data directory has none: none is made."""
+    """Open the store of the settings. Raise ConfigError if the data directory contains none; never create one."""
     default = settings.store.plugin == "sql" and settings.store.options().get("url") is None
     if default and not settings.data_dir.database.is_file():
         msg = (

@@ -1,4 +1,4 @@
-"""`tinsmith plugins`, `new-plugin` and `check-plugin`: what is installed, a start for one's own, and what holds."""
+"""`tinsmith plugins`, `new-plugin` and `check-plugin`: lists plugins, starts new ones, and tests them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tinsmith.plugins.loading import Plugins
 _FAILED: Final = 1
 _COLOURS: Final[Mapping[Outcome, str]] = {"passed": "green", "skipped": "yellow", "failed": "red"}
 
-PluginName = Annotated[str, typer.Argument(metavar="NAME", help="of a plugin, as `tinsmith plugins` lists it")]
+PluginName = Annotated[str, typer.Argument(metavar="NAME", help="name of the plugin; `tinsmith plugins` lists them")]
 
 
 def add_plugin_commands(group: typer.Typer) -> None:
@@ -43,7 +43,7 @@ def add_plugin_commands(group: typer.Typer) -> None:
 
 
 def list_plugins(context: typer.Context) -> None:
-    """List every plugin: where it comes from, what it offers, and why it is broken where it is."""
+    """List all plugins: origin, version, what they offer, and the error of each broken one."""
     table = Table(
         "plugin", "distribution", "version", "contract", "offers", box=None, pad_edge=False, header_style="bold"
     )
@@ -59,11 +59,11 @@ def list_plugins(context: typer.Context) -> None:
 
 def new_plugin(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="lower case, with dashes: what configurations will say")],
-    kind: Annotated[PluginKind, typer.Option(help="what it offers")],
-    directory: Annotated[Path | None, typer.Option(help="where to write it; default: tinsmith-NAME")] = None,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="lower case, with dashes; configurations use it")],
+    kind: Annotated[PluginKind, typer.Option(help="what the plugin offers")],
+    directory: Annotated[Path | None, typer.Option(help="directory to write; default: tinsmith-NAME")] = None,
 ) -> None:
-    """Write a plugin that works and passes its contract suite, to grow from."""
+    """Write a working plugin that passes its contract suite, as a starting point."""
     root = write_plugin(name, kind, directory, installed=plugins_of(context).report())
     console = _console()
     console.print(f"wrote a {kind} to {escape(str(root))}; next:\n", highlight=False)
@@ -75,17 +75,17 @@ def check(
     context: typer.Context,
     name: PluginName,
     option: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="a setting of what it offers; may be repeated")
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of what the plugin offers; may be repeated")
     ] = None,
-    trainer: Annotated[str | None, typer.Option(help="whose adapters the plugin's sampler gets: a backend")] = None,
-    traceback: Annotated[bool, typer.Option("--traceback", help="show the whole of what failed")] = False,
+    trainer: Annotated[str | None, typer.Option(help="backend whose adapters the plugin's sampler loads")] = None,
+    traceback: Annotated[bool, typer.Option("--traceback", help="print full tracebacks of failures")] = False,
     json: AsJson = False,
 ) -> None:
-    """Hold everything that a plugin offers against the contract suites, and say part by part what passes."""
+    """Run the contract suites on everything that a plugin offers, and report the results area by area."""
     plugins = plugins_of(context)
     offers = plugins.offers_of(name)
     if trainer is not None:
-        plugins.backends.get(trainer)  # raises, where there is none
+        plugins.backends.get(trainer)  # raises PluginError if there is none
     with _progress() as progress:
         report = check_plugin(name, offers, options=_options(option or []), trainer=trainer, progress=progress)
     if json:
@@ -103,7 +103,7 @@ def _print_report(console: Console, name: str, plugins: Plugins, report: CheckRe
             origin = f"{row.distribution} {row.version}{built_for}"
             console.print(f"[bold]plugin {escape(row.name)}[/] of {escape(origin)}", soft_wrap=True)
     if not report.findings:
-        console.print("it offers nothing that a contract suite holds")
+        console.print("it offers nothing that has a contract suite")
         return
     for offer in dict.fromkeys(finding.offer for finding in report.findings):
         console.print(f"\n[bold]{escape(str(offer))}[/]")
@@ -131,8 +131,8 @@ def _print_claims(console: Console, report: CheckReport, offer: Offered) -> None
     measured = report.isolation_difference.get(offer)
     if measured is not None:
         console.print(
-            f"  isolation: {capabilities.isolation} claimed; logprobs alone and in company differ by "
-            f"{measured:.3g} at most, measured"
+            f"  isolation: {capabilities.isolation} claimed; measured logprobs alone and in a batch differ by at "
+            f"most {measured:.3g}"
         )
 
 
@@ -143,7 +143,7 @@ def _shown(value: object) -> str:
 
 
 def _summary(findings: Sequence[Finding]) -> Iterator[tuple[Outcome, str]]:
-    """Yield what passed as a number, what was skipped by its reason, what failed one by one."""
+    """Yield the number of tests that passed, the skipped ones by reason, and each that failed."""
     passed = sum(finding.outcome == "passed" for finding in findings)
     if passed:
         yield "passed", str(passed)
@@ -168,12 +168,12 @@ def _options(given: Sequence[str]) -> dict[str, object]:
 
 @contextmanager
 def _progress() -> Iterator[Progress | None]:
-    """Show how far it has come, where somebody looks."""
+    """Show progress if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
     with (
-        os.fdopen(os.dup(sys.stderr.fileno()), "w") as terminal,  # pytest captures what goes to the original
+        os.fdopen(os.dup(sys.stderr.fileno()), "w") as terminal,  # because pytest captures the original
         Console(file=terminal).status("collecting") as status,
     ):
         yield lambda done, total: status.update(f"{done} of {total} tests")

@@ -1,4 +1,4 @@
-"""One run as `tinsmith runs show` tells it: plain values, without the tensors of its operations."""
+"""What `tinsmith runs show` reports of one run: plain values, without the tensors of its operations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from tinsmith.store.codec import decode_result
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationReport:
-    """One line of the log. What else there is to say of an operation's result goes to `metrics` or `notes`."""
+    """One line of the log. `metrics` and `notes` depend on the kind of the operation."""
 
     seq_id: int
     request_id: str
@@ -44,7 +44,7 @@ class OperationReport:
 class RunReport:
     run: RunRecord
     pruned_seq_id: int
-    oldest_replayable: int | None  # the lowest seq_id that `tinsmith replay` reaches
+    oldest_replayable: int | None  # the lowest seq_id that `tinsmith replay` can rebuild
     recovery_points: tuple[RecoveryPointRecord, ...]
     checkpoints: list[CheckpointRecord]
     num_logged: int
@@ -55,7 +55,7 @@ class RunReport:
 
 
 async def report(store: RequestStore, model_id: str, *, from_seq_id: int | None, limit: int) -> RunReport:
-    """Read a run and a page of its log, the last one without `from_seq_id`. Raise NotFoundError."""
+    """Read a run and a page of its log, by default the last page. Raise NotFoundError if there is no such run."""
     log = await store.run_log(model_id)
     checkpoints, _ = await store.list_checkpoints(None, model_id=model_id)
     totals = await store.log_totals(model_id)
@@ -98,7 +98,7 @@ def _operation(logged: LoggedOperation) -> OperationReport:
 
 
 def _outcome(logged: LoggedOperation) -> tuple[Mapping[str, float], tuple[str, ...], str | None]:
-    """Return metrics, notes and the error of a result; each kind of result says what it has."""
+    """Return the metrics, notes and error of a result."""
     if logged.result_kind is None or logged.result is None:
         return {}, (), None
     try:

@@ -20,7 +20,7 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import Settings
 from tinsmith.store import LogTotals, RequestStore, RunRecord, RunState
 
-_WIDE: Final = 200  # columns, where the output is no terminal
+_WIDE: Final = 200  # columns, if the output is not a terminal
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 _STATES: Final = {RunState.READY: "green", RunState.LOST: "red", RunState.UNLOADED: "dim"}
 
@@ -50,7 +50,7 @@ def print_runs(
     if not page.runs:
         of = "" if tenant is None else f" of tenant {tenant!r}"
         where = str(settings.server.data_dir)
-        empty = f"no runs{of} in {where}: a run begins when a client creates a training client"
+        empty = f"no runs{of} in {where}; a run begins when a client creates a training client"
         console.print(empty if page.total == 0 else f"there are {page.total} runs; --offset {offset} is past the last")
         return
     table = _table("run", "base model", "tenant", "state", "rank", ">operations", "created", "last request")
@@ -68,7 +68,7 @@ def print_runs(
     console.print(table, highlight=False)
     last = offset + len(page.runs)
     if last < page.total:
-        console.print(f"{offset + 1} to {last} of {page.total}; the next: --offset {last}", highlight=False)
+        console.print(f"{offset + 1} to {last} of {page.total}; for more, pass --offset {last}", highlight=False)
 
 
 def print_run(
@@ -93,25 +93,25 @@ async def _report(store: RequestStore, run: str, from_seq_id: int | None, limit:
     except NotFoundError as error:
         runs, _ = await store.list_runs(None, limit=3, offset=0)
         there = ", ".join(repr(each.model_id) for each in runs)
-        newest = f"the newest are {there}" if there else "there is none yet"
-        msg = f"no run {run!r}: {newest}; `tinsmith runs list` shows them all"
+        newest = f"the newest are {there}" if there else "there are none yet"
+        msg = f"no run {run!r}: {newest}; `tinsmith runs list` prints all of them"
         raise NotFoundError(msg) from error
 
 
 def _show(console: Console, found: RunReport) -> None:
     for name, value in _facts(found):
-        console.print(f"[bold]{name:<14}[/]{value}", highlight=False, soft_wrap=True)
+        console.print(f"[bold]{name:<17}[/]{value}", highlight=False, soft_wrap=True)
     console.print()
     if not found.operations:
-        console.print("no operations of it are in the log" if found.num_logged == 0 else "no operations from there on")
+        console.print(f"its log contains no operations{' from there on' if found.num_logged else ''}")
         return
     console.print(_operations_table(found.operations), highlight=False)
     first, last = found.operations[0].seq_id, found.operations[-1].seq_id
     told = f"seq_id {first} to {last}; the log has {found.num_logged} operations"
     if found.first_seq_id is not None and first > found.first_seq_id:
-        told += f"; earlier ones: --from {max(found.first_seq_id, first - len(found.operations))}"
+        told += f"; for earlier ones, pass --from {max(found.first_seq_id, first - len(found.operations))}"
     if found.last_seq_id is not None and last < found.last_seq_id:
-        told += f"; later ones: --from {last + 1}"
+        told += f"; for later ones, pass --from {last + 1}"
     console.print(told, highlight=False, soft_wrap=True)
     console.print()
     console.print(_totals_table(found.totals), highlight=False)
@@ -132,12 +132,12 @@ def _facts(found: RunReport) -> list[tuple[str, str]]:
         facts.append(("metadata", escape(msgspec.json.encode(run.user_metadata).decode())))
     if found.recovery_points:
         listed = ", ".join(f"{each.seq_id} ({_bytes(each.size_bytes)})" for each in found.recovery_points)
-        facts.append(("snapshots", f"of seq_id {listed}"))
+        facts.append(("recovery points", f"after seq_id {listed}"))
     facts += [("checkpoint", f"{escape(each.path)} ({_bytes(each.size_bytes)})") for each in found.checkpoints]
     if found.oldest_replayable is None:
-        facts.append(("replay", "out of reach: its log is past its retention"))
+        facts.append(("replay", "not possible: its log is past its retention"))
     elif run.applied_seq_id >= 0:
-        facts.append(("replay", f"--until {found.oldest_replayable} to {run.applied_seq_id}"))
+        facts.append(("replay", f"possible for --until {found.oldest_replayable} to {run.applied_seq_id}"))
     return facts
 
 
@@ -199,7 +199,7 @@ def _totals_table(totals: Sequence[LogTotals]) -> Table:
 
 
 def _table(*headings: str) -> Table:
-    """Make a plain table; a heading that begins with > is of a column of numbers."""
+    """Make a plain table. A heading that begins with > belongs to a right-aligned column of numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
     for heading in headings:
         right = heading.startswith(">")
@@ -239,7 +239,7 @@ def _bytes(number: int) -> str:
 
 
 def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else _WIDE, emoji=False)  # :train: is one
+    return Console(width=None if sys.stdout.isatty() else _WIDE, emoji=False)  # run ids contain :train:
 
 
 def _print_json(value: Any) -> None:  # Any: a dataclass of the store's records

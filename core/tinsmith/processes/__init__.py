@@ -1,1 +1,1 @@
-"""What runs servers and engines: start, supervision, leases, life signs."""
+"""The processes of servers and engines: how they start, are supervised, hold their leases, and report."""

@@ -1,4 +1,4 @@
-"""One server per data directory, or several that say so: a lock file, held as long as the process lives."""
+"""A lock file that keeps other servers out of the data directory, unless all of them share it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tinsmith.settings import DataDir
 
 
 class DataDirLock:
-    """Hold with `with`. The kernel frees it when the process dies, however it dies.
+    """Use with `with`. The kernel releases the lock when the process dies, however it dies.
 
-    Its content says who holds it and where; of several servers, which came last.
+    The file contains the process id and URL of the server that holds the lock; of several servers, the last one's.
     """
 
     def __init__(self, data_dir: DataDir, *, shared: bool = False) -> None:
@@ -23,7 +23,7 @@ class DataDirLock:
         self._file: IO[str] | None = None
 
     def __enter__(self) -> Self:
-        """Raise ConfigError where another process holds it, or the directory cannot be written."""
+        """Raise ConfigError if another process holds the lock, or the directory cannot be written."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
@@ -36,8 +36,8 @@ class DataDirLock:
             holder = file.read().strip() or "unknown"
             file.close()
             msg = (
-                f"server.data_dir: {str(self._path.parent)!r} is in use by another server ({holder}); stop it, or "
-                "choose another directory with --data-dir, or have all of them set server.share_data_dir"
+                f"server.data_dir: {str(self._path.parent)!r} is in use by another server ({holder}); stop it, choose "
+                "another directory with --data-dir, or set server.share_data_dir for all of them"
             )
             raise ConfigError(msg) from error
         self._file = file
@@ -45,7 +45,7 @@ class DataDirLock:
         return self
 
     def describe(self, *, url: str | None) -> None:
-        """Write who holds the lock, for others to read."""
+        """Write for others who holds the lock."""
         assert self._file is not None
         self._file.seek(0)
         self._file.truncate()
@@ -62,7 +62,7 @@ class DataDirLock:
 
 
 def read_server_url(data_dir: DataDir, *, pid: int) -> str | None:
-    """Return where the server with this process id answers, or None while it does not say."""
+    """Return the URL of the server with this process id, or None if it has not written one yet."""
     try:
         described = json.loads(data_dir.server_lock.read_text(encoding="utf-8"))
     except (OSError, ValueError):

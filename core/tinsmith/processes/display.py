@@ -1,4 +1,4 @@
-"""What `tinsmith serve` shows: what it serves and where, how to connect, and how far each model has come."""
+"""What `tinsmith serve` prints: its models and URL, how to connect, and the progress of each engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tinsmith.store import EngineRecord, EngineState
 
 
 def show_banner(console: Console, settings: Settings, plugins: Plugins, url: str) -> None:
-    """Say what is being started, from where, and the two lines that connect to it."""
+    """Print what is being started, and the two lines of Python that connect to it."""
     grid = Table.grid(padding=(0, 2))
     for model in settings.models:
         grid.add_row("model", f"[bold]{escape(model.name)}[/]")
@@ -42,7 +42,7 @@ def show_banner(console: Console, settings: Settings, plugins: Plugins, url: str
 
 
 def connecting_lines(settings: Settings, url: str) -> tuple[str, str]:
-    """Return two lines of Python that give a training client."""
+    """Return two lines of Python that create a training client."""
     key = 'os.environ["TINKER_API_KEY"]' if settings.server.api_keys else '"tml-local"'
     first = "import os, tinker" if settings.server.api_keys else "import tinker"
     service = f'tinker.ServiceClient(base_url="{url}", api_key={key})'
@@ -69,7 +69,7 @@ def _keys(settings: Settings) -> str:
 
 
 class EngineDisplay:
-    """Shows what engines report: in place on a terminal, while something loads or compiles; else a line per stage."""
+    """Shows what engines report: live while something loads or compiles on a terminal, else a line for each stage."""
 
     def __init__(self, console: Console, base_models: tuple[str, ...]) -> None:
         self._console = console
@@ -78,10 +78,10 @@ class EngineDisplay:
         self._live: Live | None = None
 
     def update(self, records: list[EngineRecord]) -> None:
-        """Show the records as they are now."""
+        """Show the current records."""
         by_model = {record.base_model: record for record in records if record.base_model in self._base_models}
         for name, record in by_model.items():
-            # On a terminal what is under way moves in rows of its own; only what has been reached stays as a line.
+            # On a terminal, work in progress has live rows of its own; only lasting states are printed as lines.
             line = _reached(record) if self._console.is_terminal else _line(record)
             if line is None or self._shown.get(name) == line.removesuffix(_share(record)):
                 continue
@@ -110,7 +110,7 @@ class EngineDisplay:
 
 
 def is_busy(record: EngineRecord) -> bool:
-    """Whether it loads, or is ready and compiles: a detail without an end, or not at its end."""
+    """Return whether an engine is loading, or is ready and still compiling."""
     if record.state in (EngineState.STARTING, EngineState.LOADING, EngineState.RECOVERING):
         return True
     return (
@@ -119,7 +119,7 @@ def is_busy(record: EngineRecord) -> bool:
 
 
 def _reached(record: EngineRecord) -> str | None:
-    """Give the line of a state that lasts, or None."""
+    """Return the line of a state that lasts, or None."""
     match record.state:
         case EngineState.READY:
             return _state(record)

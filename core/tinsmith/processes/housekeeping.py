@@ -1,4 +1,4 @@
-"""What a server does by the clock: end sessions nobody keeps alive, drop old results, delete expired checkpoints."""
+"""What a server does periodically: ends abandoned sessions, deletes old results and expired checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class Housekeeping:
-    """`run` works until cancelled; a round that fails is logged, and the next one tries again."""
+    """`run` works until it is cancelled. A round that fails is logged, and the next one tries again."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Housekeeping:
         return min(self._settings.session_timeout_s, self._settings.result_retention_s) / 10
 
     async def run(self) -> None:
-        while True:  # the first round at once: a server that is started again often has to come to it, too
+        while True:  # the first round is at once, because a server that restarts often must get to it, too
             try:
                 await self.round()
             except (TinsmithError, OSError) as error:
@@ -48,9 +48,9 @@ class Housekeeping:
             await asyncio.sleep(self.interval_s)
 
     async def round(self) -> None:
-        """Do everything that is due. Where the clock has jumped, nothing ends by it until it has been steady."""
+        """Do everything that is due. After a jump of the clock, nothing expires until the clock has been steady."""
         now, steady_s = self._clock.read()
-        if steady_s >= self._settings.session_timeout_s:  # else clients could not send heartbeats, or at other times
+        if steady_s >= self._settings.session_timeout_s:  # otherwise clients may have had no time for heartbeats
             await self._expire_sessions(now)
         elif self._clock.jumped:
             return
@@ -58,7 +58,7 @@ class Housekeeping:
         idle_since = min(finished_before, now - timedelta(seconds=self._keep_log_s))
         num_pruned = await self._store.prune(finished_before, idle_since=idle_since)
         if num_pruned:
-            _log.debug("dropped %d operations past their retention", num_pruned)
+            _log.debug("deleted %d operations past their retention", num_pruned)
         for record in await self._store.expired_checkpoints(now):
             await self._delete(record.path)
         await asyncio.to_thread(sweep, self._checkpoint_root)
@@ -69,10 +69,10 @@ class Housekeeping:
             _log.info("session %s expired: no heartbeat for %s", session_id, timeout)
 
     async def _delete(self, path: str) -> None:
-        """Forget the checkpoint first, so that nobody finds one whose files are half gone."""
+        """Delete the record first, so that nobody finds a checkpoint whose files are partly deleted."""
         try:
             record = await self._store.delete_checkpoint(path)
         except NotFoundError:
-            return  # its owner was faster
+            return  # its owner has deleted it meanwhile
         await asyncio.to_thread(delete_checkpoint, self._checkpoint_root, record.directory)
-        _log.info("checkpoint %s deleted: its time to live is over", path)
+        _log.info("checkpoint %s deleted: it has expired", path)

@@ -1,4 +1,4 @@
-"""The lease of an engine: waiting for it as a standby, and renewing it while the engine works."""
+"""The lease of an engine: a standby waits for it, and a working engine renews it."""
 
 import asyncio
 import logging
@@ -13,8 +13,8 @@ from tinsmith.errors import LeaseLostError, ServerError
 from tinsmith.processes import life_sign
 from tinsmith.store import Lease, LeaseHeld, RequestStore
 
-_RENEWALS: Final = 4  # in the time that a lease lasts
-_LOOK_S: Final = 1.0  # how often a standby looks whether the process that it waits for is dead
+_RENEWALS: Final = 4  # during the time that a lease lasts
+_LOOK_S: Final = 1.0  # how often a standby checks whether the process that it waits for is dead
 
 _log = logging.getLogger(__name__)
 
@@ -22,18 +22,18 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Taken:
     lease: Lease
-    replaced: str | None  # how the engine before it ended, where this one has waited for it
+    replaced: str | None  # how the previous engine ended, if this one waited for it
 
 
 async def take_lease(
     store: RequestStore, base_model: str, *, engine_id: str, duration_s: float, directory: Path
 ) -> Taken:
-    """Wait until no other engine serves the base model, however long that takes, and say for whom it waits.
+    """Wait until no other engine serves the base model, however long that takes, then take the lease.
 
-    An engine whose lease has not been renewed for `duration_s` of this process's own time is silent, whatever the
-    store's clock says: it may have been set back.
+    An engine that has not renewed its lease for `duration_s`, by the clock of this process, counts as dead even if its
+    lease has not expired by the store's clock, because that clock may have been set back.
     """
-    gone: str | None = None  # which engine is to be replaced although its lease has not run out
+    gone: str | None = None  # the engine to replace although its lease has not expired
     how: str | None = None
     waited_for: str | None = None
     silence = Silence()
@@ -43,19 +43,19 @@ async def take_lease(
             life_sign.forget_ended(directory)
             _log.info("serving %r with epoch %d as %s", base_model, found.epoch, engine_id)
             if how is None and waited_for is not None:
-                how = f"engine {waited_for} stopped, or did not renew its lease in time"
+                how = f"engine {waited_for} stopped or did not renew its lease in time"
             return Taken(found, how)
         if life_sign.has_ended(directory, found.engine_id):
             gone, how = found.engine_id, f"the process of engine {found.engine_id} died"
             continue
         if silence.lasts_s(found) >= duration_s:
             gone, how = found.engine_id, f"engine {found.engine_id} has not renewed its lease for {duration_s:g} s"
-            _log.warning("%s, which ends %s: the database's clock has been set back", how, found.until)
+            _log.warning("%s, although it expires at %s: the database's clock was set back", how, found.until)
             continue
         if waited_for != found.engine_id:
             waited_for = found.engine_id
             _log.info(
-                "standby: engine %s serves %r; this one takes over when that one stops, or is silent for %g s",
+                "standby: engine %s serves %r; this one takes over if that one stops or is silent for %g s",
                 waited_for,
                 base_model,
                 duration_s,
@@ -64,7 +64,7 @@ async def take_lease(
 
 
 class Silence:
-    """For how long nobody has renewed a lease, by this process's clock that never jumps."""
+    """Measures for how long nobody has renewed a lease, by the monotonic clock of this process."""
 
     def __init__(self) -> None:
         self._seen: LeaseHeld | None = None
@@ -99,7 +99,7 @@ async def hold_lease(
 
 
 async def keep_lease(store: RequestStore, lease: Lease) -> NoReturn:
-    """Renew it until cancelled. Raise LeaseLostError once another engine has taken it."""
+    """Renew the lease until cancelled. Raise LeaseLostError once another engine has taken it."""
     while True:
         await asyncio.sleep(lease.duration_s / _RENEWALS)
         try:
@@ -107,11 +107,11 @@ async def keep_lease(store: RequestStore, lease: Lease) -> NoReturn:
         except LeaseLostError:
             raise
         except ServerError as error:
-            _log.warning("the lease of %r could not be renewed, trying again: %s", lease.base_model, error)
+            _log.warning("cannot renew the lease of %r, trying again: %s", lease.base_model, error)
 
 
 async def give_back(store: RequestStore, base_model: str, engine_id: str, *, directory: Path) -> None:
-    """Let the next engine take it at once. Where the store cannot be reached, it has to see that this one is dead."""
+    """Release the lease for the next engine, which sees the end of this process if the store cannot be reached."""
     with suppress(ServerError):
         await store.release_lease(base_model, engine_id)
         life_sign.forget(directory, engine_id)

@@ -1,8 +1,8 @@
-"""How one engine can know that another one is dead, without waiting for its lease to run out.
+"""How an engine knows that another one is dead without waiting until its lease expires.
 
-Every engine holds a lock on a file of its own in the data directory; the kernel frees it when the process dies, however
-it dies. That proves something only under the same kernel, so the file names it: whoever shares the directory over a
-network, or comes after a reboot, waits for the lease.
+Every engine locks a file of its own in the data directory, and the kernel releases the lock when the process dies,
+however it dies. A free lock proves death only to processes under the same kernel, so the file names the boot of its
+kernel. An engine on another machine, or after a reboot, waits for the lease.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class LifeSign:
-    """Hold with `with`, from before the lease is asked for until the process ends."""
+    """Use with `with`, from before the engine asks for its lease until the process ends."""
 
     def __init__(self, directory: Path, engine_id: str) -> None:
         self._path = directory / f"{engine_id}{_SUFFIX}"
@@ -29,7 +29,7 @@ class LifeSign:
         fcntl.flock(self._file, fcntl.LOCK_EX)
         self._file.write(_kernel())
         self._file.flush()
-        fresh.rename(self._path)  # under its name it is always locked by a living process
+        fresh.rename(self._path)  # a file of this name is always locked by a living process
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -39,7 +39,7 @@ class LifeSign:
 
 
 def has_ended(directory: Path, engine_id: str) -> bool:
-    """Say whether that engine is certainly dead. False where it lives, or nothing is known."""
+    """Return whether that engine is certainly dead. False if it lives or nothing is known."""
     kernel = _kernel()
     try:
         with (directory / f"{engine_id}{_SUFFIX}").open() as file:
@@ -47,24 +47,24 @@ def has_ended(directory: Path, engine_id: str) -> bool:
                 return False
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return True
-    except OSError:  # there is none, or it is locked
+    except OSError:  # there is no file, or it is locked
         return False
 
 
 def forget(directory: Path, engine_id: str) -> None:
-    """Remove the sign of an engine whose lease nobody needs to end."""
+    """Remove the file of an engine that has released its lease."""
     (directory / f"{engine_id}{_SUFFIX}").unlink(missing_ok=True)
 
 
 def forget_ended(directory: Path) -> None:
-    """Remove what dead engines have left."""
+    """Remove the files of dead engines."""
     for path in directory.glob(f"*{_SUFFIX}"):
         if has_ended(directory, path.stem):
             path.unlink(missing_ok=True)
 
 
 def _kernel() -> str:
-    """Return what tells this run of this machine from all others, empty where that is not known."""
+    """Return an id of this boot of this machine, empty if it is unknown."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:

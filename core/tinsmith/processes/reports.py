@@ -1,4 +1,4 @@
-"""What an engine says of itself: every change reaches the store, several at once as one."""
+"""An engine's reports of its own state: every change reaches the store, and several at once are sent as one."""
 
 import asyncio
 import logging
@@ -36,19 +36,19 @@ class EngineReports:
                 await task
 
     async def say(self, state: EngineState, detail: str = "", *, capabilities: Capabilities | None = None) -> None:
-        """Report now."""
+        """Send a report now."""
         known = capabilities or self.record.capabilities
         self.record = replace(self.record, state=state, detail=detail, progress=None, capabilities=known)
         await self._send()
 
     def progress(self, stage: str, fraction: float | None) -> None:
-        """Note how far the backend has come; sent soon."""
+        """Record the backend's progress, to be sent soon."""
         if (stage, fraction) != (self.record.detail, self.record.progress):
             self.record = replace(self.record, detail=stage, progress=fraction)
             self._changed.set()
 
     def saved_for_sampling(self, found: Consistency) -> None:
-        """Count a save that was compared, or should have been; sent soon."""
+        """Count a save by the verdict of the consistency gate, to be sent soon."""
         before = self.record.consistency or ConsistencyCounts()
         field = found.verdict.replace(" ", "_")
         counts = replace(before, **{field: getattr(before, field) + 1})
@@ -69,9 +69,9 @@ class EngineReports:
             try:
                 await self._send()
             except LeaseLostError:
-                return  # the engine is told elsewhere
+                return  # `hold_lease` ends the engine
             except ServerError:
-                _log.exception("could not report progress")
+                _log.exception("cannot report progress")
 
     async def _send(self) -> None:
         self.record = replace(self.record, updated_at=datetime.now(UTC))

@@ -33,7 +33,7 @@ from tinsmith.settings import ServerSettings, Settings
 from tinsmith.store import EngineState, RequestStore
 
 _EXIT_INTERRUPTED: Final = 130
-_GRACE_S: Final = 10  # for answers under way when the server stops
+_GRACE_S: Final = 10  # for responses in progress when the server stops
 _LOADING_REFRESH_S: Final = 0.2
 _WATCH_REFRESH_S: Final = 2.0
 _BACKLOG: Final = 2048
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 def serve(settings: Settings, plugins: Plugins) -> None:
-    """Serve until SIGINT or SIGTERM; a second one stops at once. Raise ConfigError where it cannot start."""
+    """Serve until SIGINT or SIGTERM; a second signal stops at once. Raise ConfigError if the server cannot start."""
     configure_logging(settings.server.log_level)
     allow_many_connections()
     with DataDirLock(settings.data_dir, shared=settings.server.share_data_dir) as lock:
@@ -54,7 +54,7 @@ def serve(settings: Settings, plugins: Plugins) -> None:
 
 
 def configure_logging(level: str) -> None:
-    """Send log lines to stderr, with time and origin."""
+    """Log to stderr, with time and logger name."""
     logging.basicConfig(
         level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
     )
@@ -63,7 +63,7 @@ def configure_logging(level: str) -> None:
 
 
 def allow_many_connections() -> None:
-    """Raise this process's limit of open files: each long poll is one, and 1,024 is a usual default."""
+    """Raise this process's limit of open files, because each long poll needs one and the usual default is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -71,7 +71,7 @@ def allow_many_connections() -> None:
 
 
 def listen(server: ServerSettings) -> socket.socket:
-    """Bind the address, so that a port in use is known before anything is loaded."""
+    """Bind the address before anything is loaded, so that a port in use is reported at once."""
     try:
         [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
             server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -147,7 +147,7 @@ async def _announce(http: _HttpServer, settings: Settings, plugins: Plugins, url
 
 
 async def _show_engines(console: Console, settings: Settings, store: RequestStore) -> None:
-    """Show what the engines report: closely while something loads, now and then afterwards."""
+    """Show what the engines report: often while something loads, rarely afterwards."""
     names = tuple(model.name for model in settings.models)
     display = EngineDisplay(console, names)
     try:
@@ -159,10 +159,10 @@ async def _show_engines(console: Console, settings: Settings, store: RequestStor
 
 
 async def _show_once(display: EngineDisplay, names: tuple[str, ...], store: RequestStore) -> bool:
-    """Return whether all have loaded and compiled, or given up."""
+    """Return whether every engine is ready and has compiled, or has failed."""
     try:
         records = [record for record in await store.list_engines() if record.base_model in names]
-    except ServerError as error:  # requests tell their clients; the display looks again
+    except ServerError as error:  # requests report it to their clients; the display tries again
         _log.warning("cannot read what the engines report: %s", error)
         return True
     display.update(records)
@@ -172,7 +172,7 @@ async def _show_once(display: EngineDisplay, names: tuple[str, ...], store: Requ
 
 
 class _HttpServer(uvicorn.Server):
-    """Uvicorn without its signal handling; ends long polls before it waits for answers under way."""
+    """Uvicorn without its signal handling. Ends long polls before it waits for responses in progress."""
 
     def __init__(self, app: FastAPI) -> None:
         config = uvicorn.Config(
@@ -193,7 +193,7 @@ class _HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # `_signals` has them
+        yield  # `_signals` handles them
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -206,7 +206,7 @@ class _HttpServer(uvicorn.Server):
 
 @contextmanager
 def _signals(http: _HttpServer, supervisor: Supervisor) -> Iterator[None]:
-    """First signal: stop in order. Second: kill the engines and leave."""
+    """At the first signal, stop in order; at the second, kill the engines and exit."""
     loop = asyncio.get_running_loop()
 
     def stop() -> None:

@@ -1,10 +1,10 @@
-"""A whole server in this process, for tests: HTTP on a free loopback port, the store, and an engine per model.
+"""A complete server in this process, for tests: HTTP on a free loopback port, the store, and an engine per model.
 
     with running_server(tmp_path) as server:
         client = tinker.ServiceClient(base_url=server.url, api_key="tml-test")
 
-Server and engines run in threads of their own and share nothing but the database, as separate processes do. Without
-`models` one model named "toy" is served by the toy backend.
+Server and engines run in threads of their own and share only the database, like separate processes. By default one
+model named "toy" is served by the toy backend.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _STOP_TIMEOUT_S: Final = 300.0
 
 
 class RunningServer:
-    """What a test holds while the server runs."""
+    """A test's handle to the server."""
 
     def __init__(self, *, url: str, settings: Settings, app: FastAPI, store: RequestStore, loop: "LoopThread") -> None:
         self.url = url
@@ -60,11 +60,10 @@ def running_server(
     extra_plugins: Sequence[object] = (),
     engines: bool = True,
 ) -> Iterator[RunningServer]:
-    """Serve until the block ends. Without `engines` all work stays queued.
+    """Serve until the block ends. Without `engines`, all work stays queued.
 
-    `server` and `recovery` override fields of ServerSettings and RecoverySettings, `store_options` those of the store.
-
-    A second server on the same `data_dir` sees what the first one left.
+    `server` and `recovery` override fields of ServerSettings and RecoverySettings, and `store_options` those of the
+    store. A second server on the same `data_dir` finds what the first one left.
     """
     settings = Settings(
         server=ServerSettings.model_validate({"data_dir": data_dir, "port": 0, **(server or {})}),
@@ -86,7 +85,7 @@ def running_server(
 
 
 class _HttpServer(uvicorn.Server):
-    """Tells when it answers, and ends long polls when it stops."""
+    """Signals when it accepts requests, and ends long polls when it stops."""
 
     def __init__(self, app: FastAPI) -> None:
         config = uvicorn.Config(
@@ -112,7 +111,7 @@ class _HttpServer(uvicorn.Server):
 @contextmanager
 def _http(app: FastAPI, loop: LoopThread) -> Iterator[str]:
     server = _HttpServer(app)
-    # said in full, or asyncio leaves Nagle's algorithm on and every answer waits 40 ms for an acknowledgement
+    # with all arguments: otherwise asyncio leaves Nagle's algorithm on, and each response waits 40 ms for an ACK
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         serving = asyncio.run_coroutine_threadsafe(server.serve([listener]), loop.loop)
