@@ -1,5 +1,14 @@
-"""The request store's seam: what it holds, and the class that a store plugin implements."""
+"""The request store's interface: the records that it holds, and the classes that a store plugin implements."""
 
+from tinsmith.store.checkpoints import Checkpoints
+from tinsmith.store.engine_log import EngineLog
+from tinsmith.store.engine_states import EngineStates
+from tinsmith.store.leases import Leases
+from tinsmith.store.log_inspection import LogInspection
+from tinsmith.store.old_names import SamplerCreated as SamplerCreated
+from tinsmith.store.old_names import SamplerRecord as SamplerRecord
+from tinsmith.store.old_names import SnapshotRecord as SnapshotRecord
+from tinsmith.store.old_names import SnapshotTaken as SnapshotTaken
 from tinsmith.store.records import (
     SEQ_IDS_PER_CLONE,
     CheckpointKind,
@@ -34,23 +43,33 @@ from tinsmith.store.records import (
     SessionRecord,
     Waiting,
 )
+from tinsmith.store.recovery import Recovery
 from tinsmith.store.request_store import RequestStore, StoreContext, StoreSpec
+from tinsmith.store.runs import Runs
+from tinsmith.store.sampling_sessions import SamplingSessions
+from tinsmith.store.server_log import ServerLog
+from tinsmith.store.sessions import Sessions
 
 __all__ = [
     "SEQ_IDS_PER_CLONE",
     "CheckpointKind",
     "CheckpointRecord",
     "CheckpointWritten",
+    "Checkpoints",
     "Completion",
     "ConsistencyCounts",
     "Effect",
+    "EngineLog",
     "EngineRecord",
     "EngineState",
+    "EngineStates",
     "FinishedSample",
     "FinishedSamples",
     "Lease",
     "LeaseHeld",
+    "Leases",
     "LiveModel",
+    "LogInspection",
     "LogTotals",
     "LoggedOperation",
     "LoraResolved",
@@ -58,6 +77,7 @@ __all__ = [
     "NewOperation",
     "OperationRecord",
     "OperationState",
+    "Recovery",
     "RecoveryPointRecord",
     "RecoveryPointTaken",
     "RequestStore",
@@ -65,10 +85,14 @@ __all__ = [
     "RunRecord",
     "RunState",
     "RunStateChanged",
+    "Runs",
     "SamplingSessionCreated",
     "SamplingSessionRecord",
+    "SamplingSessions",
+    "ServerLog",
     "SessionEnd",
     "SessionRecord",
+    "Sessions",
     "StoreContext",
     "StoreSpec",
     "Waiting",

@@ -1,4 +1,4 @@
-"""What the request store holds and hands out: frozen values, one for each kind of row, and what changes rows."""
+"""What the request store holds: a frozen record for each kind of row, and the effects that change rows."""
 
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -11,7 +11,7 @@ from tinsmith.operations import Failed, LoraConfig, Result
 Metadata = dict[str, Any]  # Any: JSON values the client chose
 
 SEQ_IDS_PER_CLONE: Final = 10**9
-"""Every clone of a sampling client has as many numbers of its sampling session to itself: clone = seq_id // this."""
+"""Each clone of a sampling client numbers its samples in a range of this size: clone = seq_id // this."""
 
 
 class OperationState(StrEnum):
@@ -25,14 +25,14 @@ class OperationState(StrEnum):
 class RunState(StrEnum):
     CREATING = "creating"
     READY = "ready"
-    LOST = "lost"  # its state could not be made or rebuilt; the reason is in `state_reason`
+    LOST = "lost"  # its state could not be created or rebuilt; `state_reason` says why
     UNLOADED = "unloaded"  # the session ended
 
 
 class EngineState(StrEnum):
     STARTING = "starting"
     LOADING = "loading"
-    RECOVERING = "recovering"  # rebuilding the models that the engine before it held
+    RECOVERING = "recovering"  # rebuilding the models of the engine before it
     READY = "ready"
     RESTARTING = "restarting"
     FAILED = "failed"  # given up; `detail` says why
@@ -87,7 +87,7 @@ class SamplingSessionRecord:
     created_at: datetime
     snapshot_id: str | None = None
     model_path: str | None = None
-    model_id: str | None = None  # the model it was taken from, where known
+    model_id: str | None = None  # the model that the weights come from, if known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryPointRecord:
-    """A model's whole training state on disk, as of the operation `seq_id`: where a recovery starts."""
+    """A model's whole training state on disk, right after the operation `seq_id`. Recovery starts from it."""
 
     model_id: str
     seq_id: int
@@ -120,7 +120,7 @@ class RecoveryPointRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveModel:
-    """What an engine that starts has to rebuild."""
+    """A model that an engine has to rebuild when it starts."""
 
     run: RunRecord
     pruned_seq_id: int  # operations up to here may be gone from the log
@@ -130,28 +130,28 @@ class LiveModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsistencyCounts:
-    """What came of the saves for sampling since the engine started, and the differences found, in nats."""
+    """Outcomes of the saves for sampling since the engine started, and the differences found, in nats."""
 
     consistent: int = 0
     inconsistent: int = 0  # refused, unless configured otherwise
     not_compared: int = 0
-    last_max_difference: float | None = None  # of the last save that was compared
+    last_max_difference: float | None = None  # of the last save compared
     last_mean_difference: float | None = None
-    largest_difference: float | None = None  # of all of them
+    largest_difference: float | None = None  # of all saves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLog:
-    """What there is of a model's log, and where a replay of it can start."""
+    """How far back a model's log reaches, and where a replay can start."""
 
     run: RunRecord
-    pruned_seq_id: int  # the highest one that retention has removed; -1: the log begins with the creation
+    pruned_seq_id: int  # the highest seq_id removed by retention; -1: the log is complete
     recovery_points: tuple[RecoveryPointRecord, ...]  # newest first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedOperation:
-    """An operation of the log as people look at it: what it was, what it cost, what came of it."""
+    """An operation of the log, for people: what it was, what it cost, and its result."""
 
     seq_id: int
     request_id: str
@@ -161,7 +161,7 @@ class LoggedOperation:
     created_at: datetime
     started_at: datetime | None  # when an engine claimed it
     finished_at: datetime | None  # when its result was recorded
-    attempts: int  # more than one: it crashed its engine, or an engine crashed beside it
+    attempts: int  # more than one: an engine crashed while it ran
     interruptions: int  # how often its engine was killed from outside
     payload_bytes: int  # as stored
     result_bytes: int
@@ -171,7 +171,7 @@ class LoggedOperation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogTotals:
-    """The operations of one kind and state that are in a model's log."""
+    """Totals over the operations of one kind and state in a model's log."""
 
     kind: str
     state: OperationState
@@ -179,19 +179,19 @@ class LogTotals:
     num_tokens: int
     payload_bytes: int
     result_bytes: int
-    queued_s: float  # from arrival to claim, of those claimed
-    run_s: float  # from claim to record, of those finished
-    retried: int  # how many an engine died with
+    queued_s: float  # from arrival to claim, summed over those claimed
+    run_s: float  # from claim to result, summed over those finished
+    retried: int  # those that were running when an engine died
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRecord:
-    """What the engine of one base model last said of itself."""
+    """What the engine of one base model last reported of itself."""
 
     base_model: str
     state: EngineState
     updated_at: datetime
-    detail: str = ""  # "loading weights", "compiling 3 of 22", the reason of a failure
+    detail: str = ""  # "loading weights", "compiling 3 of 22", the reason for a failure
     progress: float | None = None  # 0 to 1
     engine_id: str | None = None
     pid: int | None = None
@@ -202,7 +202,7 @@ class EngineRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The right to serve one base model. A takeover raises the epoch: what comes with a lower one is refused."""
+    """The right to serve one base model. A takeover raises the epoch; writes with a lower epoch are refused."""
 
     base_model: str
     engine_id: str
@@ -212,33 +212,35 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseHeld:
-    """Another engine has it."""
+    """Another engine holds the lease."""
 
     base_model: str
     engine_id: str
-    remaining_s: float  # where it is not renewed
-    until: datetime  # by the store's clock: another one after each renewal
+    remaining_s: float  # unless it is renewed
+    until: datetime  # by the store's clock; each renewal moves it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewOperation:
-    """What `submit` records. `digest` is of the content that a repeat must match."""
+    """An operation to submit. `subject_id` is the id of the model or sampling session that it addresses."""
 
     base_model: str  # the queue: one engine serves each
     kind: str
     tenant: str
     session_id: str
-    subject_id: str  # model_id or sampling_session_id
+    subject_id: str  # model_id or sampling_session_id; seq_ids are unique within it
     seq_id: int
-    ordered: bool
+    ordered: bool  # the subject is a model: operations run in seq_id order
     payload: bytes
-    digest: bytes
+    digest: bytes  # of the content, which a repeat must match
     num_tokens: int = 0
-    refused: Failed | None = None  # recorded as failed at once; consumes its seq_id all the same
+    refused: Failed | None = None  # recorded as failed at once; its seq_id is used up all the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationRecord:
+    """An operation in the log. `subject_id` is the id of the model or sampling session that it addresses."""
+
     request_id: str
     base_model: str
     kind: str
@@ -257,7 +259,7 @@ class OperationRecord:
     result: bytes | None = None  # only in what `wait_for`, `get_operation` and `replayable` return
 
 
-# What a completed operation changes besides its own row; written in the same transaction -----------------------------
+# Effects: what a completed operation changes beside its own row, in the same transaction -----------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +271,7 @@ class RunStateChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraResolved:
-    """A model made from a checkpoint: its LoRA config is known only now."""
+    """The LoRA config of a model created from a checkpoint, known only once the checkpoint is read."""
 
     model_id: str
     lora: LoraConfig
@@ -287,7 +289,7 @@ class SamplingSessionCreated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryPointTaken:
-    """The state right after this very operation; the newest `keep` stay registered."""
+    """The state right after this operation. The newest `keep` recovery points stay registered."""
 
     record: RecoveryPointRecord
     keep: int
@@ -307,14 +309,14 @@ class Completion:
 class Waiting:
     """Why an operation is still pending."""
 
-    missing_seq_id: int | None = None  # a lower one that has not arrived
-    num_ahead: int = 0  # operations of the same base model queued or running before it
+    missing_seq_id: int | None = None  # a lower seq_id that has not arrived
+    num_ahead: int = 0  # older pending operations of the same base model
     engine: EngineRecord | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedSample:
-    """That an unordered operation has a result, not the result itself."""
+    """A notice that an unordered operation has finished, without its result."""
 
     request_id: str
     succeeded: bool
@@ -323,7 +325,7 @@ class FinishedSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedSamples:
-    """`cursor` is the place of the last of them; without any it is the one that was asked with."""
+    """`cursor` is the place of the last entry, or the cursor of the request if there are no entries."""
 
     samples: tuple[FinishedSample, ...]
     cursor: int

@@ -1,0 +1,47 @@
+"""The store, for an engine: claim operations from the log, and record their results.
+
+Methods that take a lease raise LeaseLostError, and change nothing, once another engine has taken the lease over. A
+lease that has expired but was not taken over is renewed in the same transaction.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import datetime
+
+from tinsmith.store.records import Completion, Lease, OperationRecord
+
+
+class EngineLog(ABC):
+    @abstractmethod
+    async def claim(
+        self, lease: Lease, *, max_operations: int, ordered: bool | None = None, alone: bool = False
+    ) -> list[OperationRecord]:
+        """Take operations that can run. Return at once, with an empty list if there are none.
+
+        Of each model, the operations queued from `next_seq_id` on without a gap can run; samples always can.
+        `ordered` True takes operations of models only, False samples only. `alone` takes only what `requeue` has
+        marked to run by itself. Tenants take turns, each with its oldest operation first.
+        """
+
+    @abstractmethod
+    async def complete(self, lease: Lease, completions: Sequence[Completion]) -> None:
+        """Record results, effects and the models' applied positions in one transaction, and wake waiting calls.
+
+        Operations that were cancelled in the meantime are skipped, and so are those that another engine has claimed.
+        """
+
+    @abstractmethod
+    async def cancelled(self, lease: Lease) -> list[str]:
+        """Return the request_ids of claimed operations that were cancelled since the last call."""
+
+    @abstractmethod
+    async def fail_gaps(self, base_model: str, *, older_than: datetime) -> int:
+        """Fail operations that have waited behind a missing seq_id since before `older_than`. Return how many failed.
+
+        The error names the missing seq_id, and the model moves past it. No lease is needed: the decision depends on
+        the log alone, and a model with a running operation is left as it is.
+        """
+
+    @abstractmethod
+    async def wait_for_work(self, base_model: str, timeout_s: float) -> None:
+        """Return when an operation may have become claimable or cancelled, or after `timeout_s`."""

@@ -1,0 +1,37 @@
+"""The store, for the REST server: clients' sessions."""
+
+from abc import ABC, abstractmethod
+from datetime import datetime
+
+from tinsmith.store.records import SessionEnd, SessionRecord
+
+
+class Sessions(ABC):
+    @abstractmethod
+    async def create_session(self, session: SessionRecord, *, idempotency_key: str | None) -> SessionRecord:
+        """Insert the session. A second call with the same tenant and key returns the first session."""
+
+    @abstractmethod
+    async def get_session(self, session_id: str) -> SessionRecord: ...
+
+    @abstractmethod
+    async def list_sessions(self, tenant: str | None, *, limit: int, offset: int) -> list[SessionRecord]:
+        """Return sessions, newest first. `tenant` None lists every tenant's."""
+
+    @abstractmethod
+    async def touch_session(self, session_id: str, at: datetime) -> SessionRecord:
+        """Record a heartbeat."""
+
+    @abstractmethod
+    async def update_session(self, session_id: str, *, project_id: str | None) -> SessionRecord: ...
+
+    @abstractmethod
+    async def end_session(self, session_id: str, reason: SessionEnd, detail: str | None) -> SessionRecord:
+        """Record the end, and queue an UnloadModel behind each live model's last operation.
+
+        The first reason wins.
+        """
+
+    @abstractmethod
+    async def expire_sessions(self, last_seen_before: datetime) -> list[str]:
+        """End the sessions without a heartbeat since then, with reason "expired". Return their ids."""
