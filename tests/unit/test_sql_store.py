@@ -16,9 +16,10 @@ from sqlmodel import Session
 from tinsmith.errors import ConfigError, ServerError, UserError
 from tinsmith.sql_store.choose import dialect_of
 from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.databases.database import Database
 from tinsmith.sql_store.databases.socket_wakeups import SocketWakeUps
 from tinsmith.sql_store.databases.sqlite import SqliteDialect
-from tinsmith.sql_store.grouping import Grouping
+from tinsmith.sql_store.grouping import Call, Grouping
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.tables import SessionRow, Table, to_row
 from tinsmith.sql_store.transactions.request_ids import created_at, new_request_id
@@ -287,18 +288,26 @@ async def test_a_directory_that_others_can_open_is_refused(tmp_path: Path) -> No
         await SocketWakeUps(directory).open()
 
 
-async def test_who_asks_while_the_event_loop_ends_is_refused() -> None:
-    answering = asyncio.Event()
+class NeverAnswers(Grouping):
+    def __init__(self, database: Database) -> None:
+        super().__init__([database], max_group=1)
+        self.asked = asyncio.Event()
 
-    async def never(_: list[int]) -> list[int]:
-        answering.set()
+    async def ask(self) -> object:
+        return await self._ask(Call(lambda _: None, (), {}))
+
+    async def _run(self, database: Database, calls: list[Call]) -> list[object]:
+        del database, calls
+        self.asked.set()
         await asyncio.Event().wait()
         raise AssertionError
 
-    group = Grouping(never, max_group=1)
-    group.open("test")
-    asked = [asyncio.create_task(group.ask(number)) for number in range(3)]
-    await answering.wait()  # one is being answered, the others wait
+
+async def test_who_asks_while_the_event_loop_ends_is_refused(tmp_path: Path) -> None:
+    group = NeverAnswers(dialect_of(SqlStoreConfig(), StoreContext(data_dir=tmp_path)).reader())
+    group.open()
+    asked = [asyncio.create_task(group.ask()) for _ in range(3)]
+    await group.asked.wait()  # one is being answered, the others wait
     for task in group._tasks:
         task.cancel()
     async with asyncio.timeout(WAIT_S):
@@ -306,4 +315,4 @@ async def test_who_asks_while_the_event_loop_ends_is_refused() -> None:
             with pytest.raises(ServerError, match="is closed"):
                 await each
         with pytest.raises(ServerError, match="is closed"):
-            await group.ask(3)
+            await group.ask()

@@ -1,116 +1,130 @@
-"""Answering many callers at once: what has queued up while one group was worked on becomes the next group."""
+"""Running many callers' functions in one transaction: calls that arrive during one transaction share the next."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from sqlalchemy.exc import SQLAlchemyError
+from sqlmodel import Session
 
 from tinsmith.errors import StoreError
+from tinsmith.sql_store.databases.database import Database
 
 _CLOSED: Final = "the request store is closed"
 
-Q = TypeVar("Q")
+Models = Iterable[str] | Callable[[Session], Iterable[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A function to run in a transaction; its first argument is the transaction. `models` are locked before it."""
+
+    function: Callable[..., Any]  # Any, here and below: calls with results of every type share the queue
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    models: Models = ()
+    result: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """In place of a result: what one question of a group raised."""
+    """Takes the place of the result of a call that raised."""
 
     error: Exception
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked(Generic[Q]):
-    question: Q
-    future: asyncio.Future[Any]  # Any: results of every type
+class Grouping(ABC):
+    """A queue of calls, and one task for each database that takes groups from it and runs them."""
 
-
-class Grouping(Generic[Q]):
-    """Several may share one queue: `answer` functions run at the same time then, each on its own group."""
-
-    def __init__(self, *answers: Callable[[list[Q]], Awaitable[list[Any]]], max_group: int) -> None:
-        """`answers` return one result, or Failure, per question; what they raise is every question's."""
-        self._answers = answers
+    def __init__(self, databases: Sequence[Database], *, max_group: int) -> None:
+        self._databases = databases
         self._max_group = max_group
-        self._queue: asyncio.Queue[_Asked[Q] | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[Call | None] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_open = False
 
-    def open(self, name: str) -> None:
+    def open(self) -> None:
         self._is_open = True
-        self._tasks = [asyncio.create_task(self._work(answer), name=name) for answer in self._answers]
+        self._tasks = [asyncio.create_task(self._work(each), name=type(self).__name__) for each in self._databases]
         for task in self._tasks:
             task.add_done_callback(self._ended)
 
     async def close(self) -> None:
-        """Answer what is queued, then stop."""
+        """Run the calls in the queue, then stop and close the databases."""
         self._is_open = False
         for _ in self._tasks:
             self._queue.put_nowait(None)
         await asyncio.gather(*self._tasks)
         self._tasks = []
+        for database in self._databases:
+            await database.close()
 
-    async def ask(self, question: Q) -> Any:  # Any: results of every type
+    @abstractmethod
+    async def _run(self, database: Database, calls: list[Call]) -> list[Any]:
+        """Run the calls in one transaction. Return a result or a Failure for each; an exception fails all of them."""
+
+    async def _ask(self, call: Call) -> Any:
         if not self._is_open:
             raise StoreError(_CLOSED)
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(_Asked(question, future))
-        return await future
+        self._queue.put_nowait(call)
+        return await call.result
 
-    async def _work(self, answer: Callable[[list[Q]], Awaitable[list[Any]]]) -> None:
-        group: list[_Asked[Q]] = []
+    async def _work(self, database: Database) -> None:
+        group: list[Call] = []
         try:
             while (first := await self._queue.get()) is not None:
                 group = [first, *self._more()]
-                group = [asked for asked in group if not asked.future.cancelled()] or [first]
+                group = [call for call in group if not call.result.cancelled()] or [first]
                 try:
-                    results = await answer([asked.question for asked in group])
-                except Exception as error:  # noqa: BLE001 - it is told to everybody who asked
+                    results = await self._run(database, group)
+                except Exception as error:  # noqa: BLE001 - every caller gets it
                     results = [Failure(error)] * len(group)
-                for asked, result in zip(group, results, strict=True):
-                    _settle(asked.future, result)
+                for call, result in zip(group, results, strict=True):
+                    _settle(call, result)
         finally:
-            _refuse(group)  # those that have been answered stay so
+            _refuse(group)  # calls with a result keep it
+
+    def _more(self) -> list[Call]:
+        more: list[Call] = []
+        while len(more) + 1 < self._max_group and not self._queue.empty():
+            call = self._queue.get_nowait()
+            if call is None:  # the end, after this group
+                self._queue.put_nowait(None)
+                break
+            more.append(call)
+        return more
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """The event loop ends: who asks while it does must not wait for ever."""
+        """Refuse pending and later calls if the event loop is ending, or they would wait for ever."""
         if task.cancelled():
             self._is_open = False
             while not self._queue.empty():
-                asked = self._queue.get_nowait()
-                _refuse([] if asked is None else [asked])
-
-    def _more(self) -> list[_Asked[Q]]:
-        more: list[_Asked[Q]] = []
-        while len(more) + 1 < self._max_group and not self._queue.empty():
-            asked = self._queue.get_nowait()
-            if asked is None:  # the end, for after this group
-                self._queue.put_nowait(None)
-                break
-            more.append(asked)
-        return more
+                call = self._queue.get_nowait()
+                _refuse([] if call is None else [call])
 
 
-def _refuse(group: Sequence[_Asked[Any]]) -> None:
-    for asked in group:
-        _settle(asked.future, Failure(StoreError(_CLOSED)))
+def _refuse(calls: Sequence[Call]) -> None:
+    for call in calls:
+        _settle(call, Failure(StoreError(_CLOSED)))
 
 
-def _settle(future: asyncio.Future[Any], result: Any) -> None:
-    if future.done():
+def _settle(call: Call, result: Any) -> None:
+    if call.result.done():
         return
     if isinstance(result, Failure):
-        future.set_exception(_store_error(result.error))
+        call.result.set_exception(_store_error(result.error))
     else:
-        future.set_result(result)
+        call.result.set_result(result)
 
 
 def _store_error(error: Exception) -> Exception:
-    """Turn what the database raised into a StoreError, and leave everything else as it is."""
+    """Wrap errors of the database in a StoreError; return any other error as it is."""
     if not isinstance(error, SQLAlchemyError | OSError):
         return error
-    wrapped = StoreError(f"the request store failed: {error}; see that its disk has space and is not locked")
+    wrapped = StoreError(
+        f"the request store failed: {error}; check that its disk has free space and that no other program locks it"
+    )
     wrapped.__cause__ = error
     return wrapped

@@ -1,55 +1,38 @@
-"""Reading: a few connections, each of which answers whatever has queued up in one transaction."""
+"""Reading: a few connections, each of which answers all waiting reads in one transaction."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from sqlmodel import Session
 
 from tinsmith.sql_store.databases.database import Database
-from tinsmith.sql_store.grouping import Failure, Grouping
+from tinsmith.sql_store.grouping import Call, Failure, Grouping
 
-_MAX_GROUP = 64
+_MAX_GROUP: Final = 64
 
+P = ParamSpec("P")
 T = TypeVar("T")
-_Read = Callable[[Session], Any]  # Any: reads of every result type share the queue
 
 
-class Reader:
-    """Everything that is asked of it sees what was committed before it was asked."""
+class Reader(Grouping):
+    """A read sees everything that was committed before it was asked for."""
 
     def __init__(self, databases: Sequence[Database]) -> None:
-        self._databases = databases
-        self._grouping: Grouping[_Read] = Grouping(
-            *(partial(_answer, database) for database in databases), max_group=_MAX_GROUP
-        )
+        super().__init__(databases, max_group=_MAX_GROUP)
 
-    def open(self) -> None:
-        self._grouping.open("sql-reader")
-
-    async def close(self) -> None:
-        """Answer what is queued, then stop."""
-        await self._grouping.close()
-        for database in self._databases:
-            await database.close()
-
-    async def read(self, run: Callable[[Session], T]) -> T:
+    async def read(self, function: Callable[Concatenate[Session, P], T], *args: P.args, **options: P.kwargs) -> T:
         """Run a synchronous function that only reads."""
-        result: T = await self._grouping.ask(run)
+        result: T = await self._ask(Call(function, args, options))
         return result
 
-
-async def _answer(database: Database, reads: list[_Read]) -> list[Any]:
-    def run(session: Session) -> list[Any]:
-        return [_attempt(read, session, database) for read in reads]
-
-    return await database.run(run)
+    async def _run(self, database: Database, calls: list[Call]) -> list[Any]:  # Any: results of every type
+        return await database.run(lambda session: [_attempt(call, session, database) for call in calls])
 
 
-def _attempt(read: _Read, session: Session, database: Database) -> Any:
+def _attempt(call: Call, session: Session, database: Database) -> Any:  # Any: as above
     try:
-        return read(session)
+        return call.function(session, *call.args, **call.options)
     except Exception as error:
         if database.spoils(error):
             raise
-        return Failure(error)  # it belongs to the one who asked
+        return Failure(error)  # for this caller alone

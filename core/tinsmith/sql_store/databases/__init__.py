@@ -1,1 +1,1 @@
-"""What differs between SQLite and PostgreSQL, and how each wakes its waiters."""
+"""SQLite and PostgreSQL: connections, durability, wake-ups, and removing deleted content from files."""

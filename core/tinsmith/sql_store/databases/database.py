@@ -1,45 +1,64 @@
-"""Running work on a database connection, without a word about which database it is.
+"""Running work on a database connection, whichever database it is.
 
-Work is a synchronous function over a session, so that the same code runs where the driver is synchronous (SQLite, in a
-thread of its own: a hop to another thread per statement would cost more than the statement) and where it need not be.
+Work is a synchronous function over a session, and runs in the connection's own thread: a hop to another thread for each
+statement would cost more than the statement itself.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar, TypeVarTuple
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Engine
 from sqlmodel import Session
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class Database(ABC):
-    """One connection, used by one task at a time. Creating it does no I/O."""
+    """One connection and its thread, used by one task at a time. Creating it does no I/O."""
 
     locks_rows = False
-    """Whether others may write at the same time, so that what a write builds on has to be locked."""
+    """Whether other processes may write at the same time, so that rows must be locked before they are changed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=engine.dialect.name)
+
+    async def run(self, work: Callable[[Session], T], *, commit: Callable[[Session], None] = Session.commit) -> T:
+        """Run `work` in a transaction and commit it. If it raises, nothing has changed. It may run twice."""
+        return await self._in_thread(self._transact, work, commit)
+
+    async def migrate(self, work: Callable[[Connection], None]) -> None:
+        """Run `work` over a plain connection, in a transaction that may change the schema."""
+        await self._in_thread(self._migrate, work)
+
+    async def close(self) -> None:
+        """Close the connection, and end its thread."""
+        await self._in_thread(self._engine.dispose)
+        self._thread.shutdown()
 
     def spoils(self, error: Exception) -> bool:
-        """Say whether an error ends the whole transaction, not only the statement that raised it."""
+        """Return whether an error ends the whole transaction, not only the statement that raised it."""
         del error
         return False
 
-    @abstractmethod
-    async def run(self, work: Callable[[Session], T], *, commit: Callable[[Session], None] = Session.commit) -> T:
-        """Run `work` in a transaction and commit it. Where it raises, nothing has changed. It may be run twice."""
-
-    @abstractmethod
-    async def migrate(self, work: Callable[[Connection], None]) -> None:
-        """The same, over a plain connection, in a transaction that may change the schema."""
-
     async def scrub(self, *, deleted: bool) -> None:
-        """Have the files hold nothing that was deleted, as far as this database can.
+        """Remove deleted content from the files, as far as this database can.
 
         `deleted`: whether this process has deleted something since the last call.
         """
         del deleted
 
     @abstractmethod
-    async def close(self) -> None:
-        """Give the connection back."""
+    def _transact(self, work: Callable[[Session], T], commit: Callable[[Session], None]) -> T:
+        """Do what `run` promises, in the connection's thread."""
+
+    @abstractmethod
+    def _migrate(self, work: Callable[[Connection], None]) -> None:
+        """Do what `migrate` promises, in the connection's thread."""
+
+    async def _in_thread(self, call: Callable[[*Ts], T], *args: *Ts) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)

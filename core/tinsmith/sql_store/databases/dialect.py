@@ -1,4 +1,4 @@
-"""What differs between databases, behind one interface: connections, durability, and the channel for wake-ups."""
+"""One interface for what differs between databases: connections, durability, and the channel for wake-ups."""
 
 from abc import ABC, abstractmethod
 
@@ -12,7 +12,7 @@ class Dialect(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The database as messages may show it: no password."""
+        """The database's name in messages, without a password."""
 
     @abstractmethod
     def reader(self) -> Database:
@@ -20,10 +20,10 @@ class Dialect(ABC):
 
     @abstractmethod
     def writer(self, *, durable: bool) -> Database:
-        """Make a connection whose commits are durable, or only visible to every process at once.
+        """Make a connection whose commits are durable, or else only visible to every process at once.
 
-        What a durable commit follows is durable with it. Commits that are not may be lost only together with every
-        process that has seen them.
+        A durable commit also makes every commit before it durable. A commit that is not durable may be lost only
+        together with every process that has seen it.
         """
 
     @abstractmethod

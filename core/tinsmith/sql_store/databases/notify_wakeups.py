@@ -1,4 +1,4 @@
-"""Wake-ups over PostgreSQL's NOTIFY, which goes out with the commit that it tells of, and one listening connection."""
+"""Wake-ups over PostgreSQL's NOTIFY, which the commit itself sends, and one listening connection."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ from tinsmith.errors import StoreError
 from tinsmith.sql_store.databases.wakeups import WakeUps
 
 _CHANNEL: Final = "tinsmith"
-_MAX_PAYLOAD_BYTES: Final = 7900  # PostgreSQL takes less than 8000
+_MAX_PAYLOAD_BYTES: Final = 7900  # PostgreSQL allows less than 8000
 _SEPARATOR: Final = "\n"
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.05, 5.0
 _OPEN_S: Final = 30.0
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class NotifyWakeUps(WakeUps):
-    """A payload is the sender's name and topics, one a line. What was said while nobody listened is made up for."""
+    """A payload holds the sender's name and the topics, one on each line. After an outage, all topics are woken."""
 
     def __init__(self, conninfo: str) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class NotifyWakeUps(WakeUps):
                 await self._listening.wait()
         except TimeoutError as error:
             await self.close()
-            msg = f"the database did not let this process listen for wake-ups within {_OPEN_S:.0f} s"
+            msg = f"the database accepted no connection to listen for wake-ups within {_OPEN_S:.0f} s"
             raise StoreError(msg) from error
 
     async def close(self) -> None:
@@ -65,15 +65,15 @@ class NotifyWakeUps(WakeUps):
                 async with await psycopg.AsyncConnection.connect(self._conninfo, autocommit=True) as connection:
                     await connection.execute(f"LISTEN {_CHANNEL}")
                     self._listening.set()
-                    self.wake(self.topics())  # whatever was told before
+                    self.wake(self.topics())  # notifications may have been missed
                     delay_s = _FIRST_DELAY_S
                     await self._receive(connection)
             except psycopg.Error as error:
-                _log.warning("no wake-ups from the database, connecting again in %g s: %s", delay_s, error)
+                _log.warning("no wake-ups from the database; connecting again in %g s: %s", delay_s, error)
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, _MAX_DELAY_S)
 
-    async def _receive(self, connection: psycopg.AsyncConnection[Any]) -> None:  # Any: rows, of which there are none
+    async def _receive(self, connection: psycopg.AsyncConnection[Any]) -> None:  # Any: there are no rows
         async for notification in connection.notifies():
             sender, *topics = notification.payload.split(_SEPARATOR)
             if sender != self._own:

@@ -1,12 +1,9 @@
 """PostgreSQL 13 or later, with psycopg: for several servers, and engines on several machines."""
 
-import asyncio
 import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, Final, TypeVar
 
 import psycopg
@@ -27,7 +24,7 @@ from tinsmith.sql_store.databases.wakeups import WakeUps
 
 T = TypeVar("T")
 
-_MIGRATION_LOCK: Final = 0x7469_6E73  # "tins": one process at a time brings the schema to its newest version
+_MIGRATION_LOCK: Final = 0x7469_6E73  # "tins": one process at a time migrates the schema
 _CONFLICTS: Final = frozenset({"40001", "40P01"})  # serialisation failure, deadlock
 _MAX_CONFLICTS: Final = 10  # in a row
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.05, 2.0
@@ -39,7 +36,7 @@ _KEEPALIVE: Final = {
     "tcp_user_timeout": "25000",
 }
 _IDLE_MS: Final = 10_000
-"""A transaction in which nothing has happened for so long belongs to a process that was stopped: it holds locks."""
+"""The database ends a transaction that has been idle this long: a stopped process must not keep its locks."""
 _GONE: Final = ("08", "57P")  # connection exceptions; a server that shuts down or starts
 _FULL: Final = "53300"  # too many connections
 _OLDEST: Final = (13,)
@@ -51,11 +48,11 @@ _log = logging.getLogger(__name__)
 
 
 class PostgresDialect(Dialect):
-    """Every commit is durable: engines outlive a crash of the database, which must not forget their claims."""
+    """Every commit is durable: an engine outlives a crash of the database, which must not forget its claims."""
 
     def __init__(self, url: URL, config: SqlStoreConfig) -> None:
         if url.drivername not in ("postgresql", "postgresql+psycopg"):
-            msg = f"store.url: the driver of {url.render_as_string()!r} is not supported; write postgresql://"
+            msg = f"store.url: the driver of {url.render_as_string()!r} is not supported; use postgresql://"
             raise ConfigError(msg)
         query = {**_KEEPALIVE, "application_name": "tinsmith", **url.query}
         self._url = url.set(drivername="postgresql+psycopg", query=query)
@@ -98,7 +95,7 @@ class PostgresDialect(Dialect):
 
 
 class _BinaryCursor(psycopg.Cursor[Any]):
-    """Results as bytes, not as text: half the size for tensors."""
+    """Fetches results in binary format, which halves the size of tensors."""
 
     def __init__(self, *args: Any, **options: Any) -> None:  # Any: psycopg's own
         super().__init__(*args, **options)
@@ -106,10 +103,10 @@ class _BinaryCursor(psycopg.Cursor[Any]):
 
 
 class PostgresDatabase(Database):
-    """A connection and the thread that it belongs to. A connection that breaks is made again.
+    """Reconnects if the connection breaks, without losing work or doing it twice.
 
-    Nothing that was asked for is lost or done twice meanwhile: work that did not commit runs again, and where the
-    connection broke during the commit itself, the database says afterwards whether it took place.
+    Work that did not commit runs again. If the connection broke during the commit itself, the database is asked
+    afterwards whether the commit took place.
     """
 
     locks_rows = True
@@ -117,14 +114,7 @@ class PostgresDatabase(Database):
     def __init__(
         self, url: URL, name: str, *, isolation_level: str, read_only: bool, outage_s: float, scrubber: Scrubber
     ) -> None:
-        self._name = name
-        self._scrubber = scrubber
-        self._writes = not read_only
-        self._outage_s = outage_s
-        self._down_since: float | None = None
-        self._closing = threading.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="postgres")
-        self._engine = create_engine(
+        engine = create_engine(
             url,
             poolclass=QueuePool,
             pool_size=1,
@@ -134,15 +124,19 @@ class PostgresDatabase(Database):
             connect_args={"cursor_factory": _BinaryCursor},
             execution_options={"postgresql_readonly": True} if read_only else {},
         )
-        event.listen(self._engine, "connect", _prepare)
-
-    async def run(self, work: Callable[[Session], T], *, commit: Callable[[Session], None] = Session.commit) -> T:
-        return await self._in_thread(partial(self._run, work, commit))
+        super().__init__(engine)
+        event.listen(engine, "connect", _prepare)
+        self._name = name
+        self._scrubber = scrubber
+        self._writes = not read_only
+        self._outage_s = outage_s
+        self._down_since: float | None = None
+        self._closing = threading.Event()
 
     def spoils(self, error: Exception) -> bool:
         return isinstance(error, DBAPIError) and (_is_gone(error) or _sqlstate(error) in _CONFLICTS)
 
-    def _run(self, work: Callable[[Session], T], commit: Callable[[Session], None]) -> T:
+    def _transact(self, work: Callable[[Session], T], commit: Callable[[Session], None]) -> T:
         conflicts = 0
         while True:
             transaction: str | None = None
@@ -170,7 +164,7 @@ class PostgresDatabase(Database):
                 return result
 
     def _has_committed(self, transaction: str, error: DBAPIError) -> bool:
-        """Ask what became of a commit during which the connection broke."""
+        """Ask whether a commit during which the connection broke took place."""
         while True:
             self._wait(error)
             try:
@@ -181,26 +175,23 @@ class PostgresDatabase(Database):
                     raise
                 error = again
                 continue
-            if status != "in progress":  # else the process that runs it has not noticed yet that nobody listens
+            if status != "in progress":  # else its server process has not noticed the broken connection yet
                 return bool(status == "committed")
 
     def _wait(self, error: DBAPIError) -> None:
-        """Give the database a moment. Raise StoreError once that has lasted too long."""
+        """Wait before the next try. Raise StoreError once the outage has lasted too long."""
         now = time.monotonic()
         if self._down_since is None:
             self._down_since = now
-            _log.warning("the database %s cannot be reached, trying again: %s", self._name, _reason(error))
+            _log.warning("the database %s cannot be reached; trying again: %s", self._name, _reason(error))
         down_s = now - self._down_since
         if down_s >= self._outage_s or self._closing.is_set():
             msg = (
-                f"the database {self._name} has not been reachable for {down_s:.0f} s ({_reason(error)}); see that it "
-                "runs and that store.url is right"
+                f"the database {self._name} has not been reachable for {down_s:.0f} s ({_reason(error)}); check that "
+                "it runs and that store.url is right"
             )
             raise StoreError(msg) from error
         self._closing.wait(min(max(down_s, _FIRST_DELAY_S), _MAX_DELAY_S))
-
-    async def migrate(self, work: Callable[[Connection], None]) -> None:
-        await self._in_thread(partial(self._migrate, work))
 
     def _migrate(self, work: Callable[[Connection], None]) -> None:
         with self._engine.begin() as connection:
@@ -208,7 +199,7 @@ class PostgresDatabase(Database):
             if version < _OLDEST:
                 msg = f"store.url: PostgreSQL {version[0]} at {self._name} is too old; use {_OLDEST[0]} or later"
                 raise ConfigError(msg)
-            connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))  # it is begun only once
+            connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))  # a migration is not retried
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
             work(connection)
 
@@ -217,22 +208,18 @@ class PostgresDatabase(Database):
 
     async def close(self) -> None:
         self._closing.set()
-        await self._in_thread(self._engine.dispose)
-        self._thread.shutdown()
-
-    async def _in_thread(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        await super().close()
 
 
 def _prepare(connection: Any, record: object) -> None:  # Any: the driver's connection
-    """Have the database end what this process leaves open; it is done again where the process goes on."""
+    """Have the database end transactions that this process leaves open. If the process continues, it repeats them."""
     del record
     connection.execute(f"SET idle_in_transaction_session_timeout = {_IDLE_MS}")
     connection.commit()
 
 
 def _is_gone(error: DBAPIError) -> bool:
-    """Say whether it was the connection that failed, and nothing that was sent over it."""
+    """Return whether the connection itself failed, rather than a statement sent over it."""
     if error.connection_invalidated or isinstance(error, InterfaceError):
         return True
     state = _sqlstate(error)
@@ -240,7 +227,7 @@ def _is_gone(error: DBAPIError) -> bool:
 
 
 def _is_conflict(error: DBAPIError) -> bool:
-    """Say whether another process was faster: a deadlock, or a unique key, which a second look finds taken."""
+    """Return whether another process was faster: a deadlock, or a unique key that a second try finds taken."""
     return _sqlstate(error) in _CONFLICTS or isinstance(error, IntegrityError)
 
 

@@ -1,4 +1,10 @@
-"""Having deleted rows gone, by rewriting tables: VACUUM alone leaves their bytes until others need the space."""
+"""Removing deleted content from PostgreSQL's files, by rewriting tables with VACUUM FULL.
+
+Plain VACUUM frees the space of deleted rows without overwriting it, so their bytes stay in the files until other rows
+need the space. `RequestStore.prune` promises that pruned content is unreadable, on every database. The server keeps
+that promise itself, because a maintenance command would keep it only if somebody scheduled the command. Operators who
+prefer their own schedule set `store.rewrite_share` to 0 and run `VACUUM FULL payloads, results, checkpoints`.
+"""
 
 import asyncio
 import logging
@@ -10,10 +16,10 @@ from psycopg import sql
 
 from tinsmith.errors import ServerError
 
-_TABLES: Final = ("payloads", "results", "checkpoints")  # what users sent, got, and named
-_LOCK_WAIT: Final = "2s"  # who comes after us waits as long
-_OTHERS_WAIT_S: Final = 10.0  # for transactions that may see deleted rows; ours take milliseconds
-_LOOK_S: Final = 0.02
+_TABLES: Final = ("payloads", "results", "checkpoints")  # content that users sent, received, and named
+_LOCK_WAIT: Final = "2s"  # requests that queue behind the lock wait as long
+_OTHERS_WAIT_S: Final = 10.0  # for transactions that can still see deleted rows; our own take milliseconds
+_POLL_S: Final = 0.02
 
 _BOUNDARY: Final = "SELECT pg_current_xact_id()::xid::text"
 _OLDER = sql.SQL(
@@ -26,18 +32,18 @@ _log = logging.getLogger(__name__)
 
 
 class Scrubber:
-    """Of one process, for what that process deletes. Rewriting a table locks it: `share` of the time at most."""
+    """Rewrites tables after this process has deleted rows. A rewrite locks its table: `share` of the time at most."""
 
     def __init__(self, conninfo: str, *, share: float) -> None:
         self._conninfo = conninfo
         self._share = share
-        self._due = True  # an earlier process may have died between deleting and this
+        self._due = True  # an earlier process may have died after deleting
         self._not_before = 0.0
 
     async def scrub(self, *, deleted: bool) -> None:
-        """Rewrite the tables where something was deleted since the last time, or leave that to a later call.
+        """Rewrite the tables if something was deleted since the last rewrite, or leave that to a later call.
 
-        Raise ServerError where the database refuses.
+        Raise ServerError if the database refuses.
         """
         self._due = self._due or deleted
         if not self._due or self._share == 0 or time.monotonic() < self._not_before:
@@ -54,7 +60,7 @@ class Scrubber:
 
 
 async def _rewrite(connection: psycopg.AsyncConnection[Any]) -> float | None:  # Any: rows of every shape
-    """Return how long the tables were locked, or None where some of what was deleted may be there still."""
+    """Return how long tables were locked, or None if deleted rows may still be there."""
     await connection.execute(f"SET lock_timeout = '{_LOCK_WAIT}'")
     if not await _nobody_sees_deleted_rows(connection):
         _log.info("deleted rows stay in the database's files: another transaction could see them; trying again later")
@@ -70,7 +76,7 @@ async def _rewrite(connection: psycopg.AsyncConnection[Any]) -> float | None:  #
 
 
 async def _nobody_sees_deleted_rows(connection: psycopg.AsyncConnection[Any]) -> bool:  # Any: as above
-    """Wait for the end of the transactions that began before now: a rewrite keeps what they could still read."""
+    """Wait until every transaction that began before now has ended: a rewrite keeps rows that it can still see."""
     boundary = await (await connection.execute(_BOUNDARY)).fetchone()
     assert boundary is not None
     older = _OLDER.format(sql.Literal(boundary[0]))
@@ -79,5 +85,5 @@ async def _nobody_sees_deleted_rows(connection: psycopg.AsyncConnection[Any]) ->
         assert count is not None
         if time.monotonic() > until:
             return False
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
     return True

@@ -1,4 +1,4 @@
-"""Wake-ups over Unix datagram sockets: one per process, in a private directory next to the database."""
+"""Wake-ups over Unix datagram sockets, one for each process, in a private directory next to the database."""
 
 import asyncio
 import hashlib
@@ -20,7 +20,7 @@ _SEPARATOR = "\n"
 
 
 class SocketWakeUps(WakeUps):
-    """Every process binds `<directory>/<pid>-<random>.sock` and sends to all the others that it finds there."""
+    """Each process binds `<directory>/<pid>-<random>.sock`, and sends to all other sockets in the directory."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class SocketWakeUps(WakeUps):
         (self._directory / self._own).unlink(missing_ok=True)
 
     def _receive(self, own: socket.socket) -> None:
-        for _ in range(64):  # then let others have the loop; what is left makes it readable again
+        for _ in range(64):  # then other tasks run; the loop calls again if there is more
             try:
                 message = own.recv(2 * _MAX_MESSAGE_BYTES)
             except BlockingIOError:
@@ -67,15 +67,15 @@ class SocketWakeUps(WakeUps):
                     self._socket.sendto(message, address)
             except (ConnectionRefusedError, FileNotFoundError):  # its process is gone
                 self._forget(name)
-            except OSError:  # its buffer is full: it has wake-ups enough to look at everything
+            except OSError:  # its buffer is full: it has enough wake-ups to read everything
                 continue
 
     def _peers(self) -> list[str]:
-        """List the other sockets; the directory is read again only after it changed."""
+        """Return the other sockets. The directory is read again only if it has changed."""
         changed_at = self._directory.stat().st_mtime_ns
         if changed_at != self._listed_at:
             self._listed_at = changed_at
-            names = os.listdir(self._directory)  # noqa: PTH208 - names are all we need, on a hot path
+            names = os.listdir(self._directory)  # noqa: PTH208 - only names are needed, on a hot path
             self._others = [name for name in names if name.endswith(_SUFFIX) and name != self._own]
         return self._others
 
@@ -101,7 +101,7 @@ def _fits(directory: Path) -> bool:
 
 
 def _short(directory: Path) -> Path:
-    """Where a directory with a long path keeps its sockets instead; the same for every process of this user."""
+    """Return the directory that replaces one with a long path, the same for every process of this user."""
     digest = hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"tinsmith-{os.getuid()}-{digest}"
 
@@ -110,5 +110,5 @@ def _make_private(directory: Path) -> None:
     directory.mkdir(mode=0o700, exist_ok=True)
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        msg = f"{directory} must be a directory of this user that nobody else can open (mode 0700); remove or change it"
+        msg = f"{directory} must be a directory of this user that nobody else can open (mode 0700); remove or chmod it"
         raise ServerError(msg)

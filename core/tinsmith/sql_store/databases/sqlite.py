@@ -1,12 +1,10 @@
-"""SQLite: one file in WAL mode, on a disk of this machine."""
+"""SQLite: one file in WAL mode, on a local disk of this machine."""
 
-import asyncio
 import sqlite3
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from sqlalchemy import Connection, create_engine, event
 from sqlalchemy.engine import URL
@@ -21,13 +19,13 @@ from tinsmith.sql_store.databases.dialect import Dialect
 from tinsmith.sql_store.databases.socket_wakeups import SocketWakeUps
 from tinsmith.sql_store.databases.wakeups import WakeUps
 
-_STRENGTH = ("off", "normal", "full")
+_STRENGTH: Final = ("off", "normal", "full")
 
 T = TypeVar("T")
 
 
 class SqliteDialect(Dialect):
-    """Relaxed commits go to the write-ahead log unsynced; the next durable commit syncs the log, and them with it."""
+    """Relaxed commits are written to the log without a sync. The next durable commit syncs them with itself."""
 
     def __init__(self, url: URL, config: SqlStoreConfig) -> None:
         if not url.database or url.database == ":memory:" or url.query:
@@ -56,8 +54,8 @@ class SqliteDialect(Dialect):
     def _database(self, begin: str, synchronous: str) -> Database:
         pragmas = (
             f"busy_timeout = {int(self._config.busy_timeout_s * 1000)}",
-            "auto_vacuum = INCREMENTAL",  # before anything is written, or it changes nothing
-            "secure_delete = ON",  # what is deleted is overwritten
+            "auto_vacuum = INCREMENTAL",  # has no effect once anything is written
+            "secure_delete = ON",  # overwrites deleted content
             "journal_mode = WAL",
             f"synchronous = {synchronous}",
             "foreign_keys = ON",
@@ -68,41 +66,32 @@ class SqliteDialect(Dialect):
 
 
 class SqliteDatabase(Database):
-    """A connection and the thread that it belongs to."""
-
     def __init__(self, path: Path, *, begin: str, pragmas: tuple[str, ...]) -> None:
-        self._path = path
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sqlite")
         url = URL.create("sqlite+pysqlite", database=str(path))
-        self._engine = create_engine(url, poolclass=StaticPool, connect_args={"check_same_thread": False})
+        super().__init__(create_engine(url, poolclass=StaticPool, connect_args={"check_same_thread": False}))
+        self._path = path
         event.listen(self._engine, "connect", partial(_prepare, pragmas))
         event.listen(self._engine, "begin", partial(_begin, begin))
 
-    async def run(self, work: Callable[[Session], T], *, commit: Callable[[Session], None] = Session.commit) -> T:
-        return await self._in_thread(partial(self._run, work, commit))
-
-    def _run(self, work: Callable[[Session], T], commit: Callable[[Session], None]) -> T:
+    def _transact(self, work: Callable[[Session], T], commit: Callable[[Session], None]) -> T:
         with Session(self._engine, expire_on_commit=False) as session:
             result = work(session)
             commit(session)
             return result
 
-    async def migrate(self, work: Callable[[Connection], None]) -> None:
-        await self._in_thread(partial(self._migrate, work))
-
     def _migrate(self, work: Callable[[Connection], None]) -> None:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._path.touch(mode=0o600)  # it holds the users' data; SQLite copies the mode to its log
+        self._path.touch(mode=0o600)  # it holds users' data; SQLite gives its log the same mode
         with self._engine.begin() as connection:
             work(connection)
         self._raw(sqlite_scrubbing.convert)
 
     async def scrub(self, *, deleted: bool) -> None:
-        del deleted  # it costs little
-        await self._in_thread(partial(self._raw, sqlite_scrubbing.scrub))
+        del deleted  # it costs little, so it is always done
+        await self._in_thread(self._raw, sqlite_scrubbing.scrub)
 
     def _raw(self, work: Callable[[sqlite3.Connection], None]) -> None:
-        """Work on the driver's connection, without a transaction around it."""
+        """Run `work` on the driver's connection, outside a transaction."""
         connection = self._engine.raw_connection()
         try:
             work(cast("sqlite3.Connection", connection.driver_connection))
@@ -112,17 +101,10 @@ class SqliteDatabase(Database):
         finally:
             connection.close()
 
-    async def close(self) -> None:
-        await self._in_thread(self._engine.dispose)
-        self._thread.shutdown()
-
-    async def _in_thread(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
-
 
 def _prepare(pragmas: tuple[str, ...], connection: Any, record: object) -> None:  # Any: the driver's connection
     del record
-    connection.isolation_level = None  # we say BEGIN ourselves: the driver's own breaks savepoints and DDL
+    connection.isolation_level = None  # `_begin` sends BEGIN: the driver's own breaks savepoints and DDL
     for pragma in pragmas:
         connection.execute(f"PRAGMA {pragma}")
 

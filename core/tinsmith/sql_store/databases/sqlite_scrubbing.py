@@ -1,4 +1,4 @@
-"""Having deleted rows gone: `secure_delete` overwrites them in the file, this module empties the log beside it."""
+"""Removing deleted content: `secure_delete` overwrites it in the file, this module empties the write-ahead log."""
 
 import logging
 import sqlite3
@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-_WAIT_MS: Final = 1000  # for others' transactions; they wait for us as long
-_SLACK: Final = 0.25  # of the file may be free: it is used again sooner than given back
+_WAIT_MS: Final = 1000  # for transactions of other processes, which are blocked as long
+_SLACK: Final = 0.25  # share of the file that may stay free, to be used again
 _SMALL_PAGES: Final = 1024
-_PAGES_AT_A_TIME: Final = 8192  # other writers have their turn in between
+_PAGES_AT_A_TIME: Final = 8192  # other processes can write in between
 _INCREMENTAL: Final = 2
 
 _log = logging.getLogger(__name__)
 
 
 def scrub(connection: sqlite3.Connection) -> None:
-    """Give back what is free of the file, where that is much, and empty the write-ahead log.
+    """Empty the write-ahead log, and shrink the file if much of it is free.
 
-    Where a transaction of another process stays open meanwhile, the next call does what this one could not.
+    If another process keeps a transaction open meanwhile, the next call does the rest.
     """
     with _waiting(connection, _WAIT_MS):
         free = _number(connection, "freelist_count")
@@ -30,18 +30,20 @@ def scrub(connection: sqlite3.Connection) -> None:
             free = left
         (busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
     if busy:
-        _log.info("deleted rows may be in the write-ahead log still: another process reads; trying again later")
+        _log.info("deleted rows may still be in the write-ahead log: another process reads it; trying again later")
 
 
 def convert(connection: sqlite3.Connection) -> None:
-    """Bring a file of before there was scrubbing into shape: pages can be given back, and hold nothing deleted."""
+    """Rewrite a file of a version without scrubbing, so that it can shrink and holds nothing deleted."""
     if _number(connection, "auto_vacuum") == _INCREMENTAL:
         return
     try:
         connection.execute(f"PRAGMA auto_vacuum = {_INCREMENTAL}")
         connection.execute("VACUUM")
-    except sqlite3.OperationalError as error:  # in use, or no space: it is only older than it could be
-        _log.warning("the database was not rewritten, so what an earlier version deleted may be in it still: %s", error)
+    except sqlite3.OperationalError as error:  # in use, or no space: the store works all the same
+        _log.warning(
+            "the database was not rewritten and may still hold rows that an earlier version deleted: %s", error
+        )
 
 
 @contextmanager

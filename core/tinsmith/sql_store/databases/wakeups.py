@@ -1,6 +1,6 @@
-"""Wake-ups: within this process by events, to and from the others by a channel that a database provides.
+"""Wake-ups: within this process by events, between processes by a channel that belongs to the database.
 
-A wake-up may be lost or come too often: whoever waits subscribes, looks at the database, waits, and looks again.
+A wake-up may be lost, or come too often. So a waiting call subscribes, reads the database, waits, and reads again.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from sqlmodel import Session
 
 
 class WakeUps(ABC):
-    """The topics of one process: what it waits for, and what it tells."""
+    """The topics that one process waits for, and tells to the others."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, set[asyncio.Event]] = {}
@@ -31,21 +31,21 @@ class WakeUps(ABC):
                 del self._waiting[topic]
 
     def topics(self) -> list[str]:
-        """Return what this process waits for."""
+        """Return the topics that this process waits for."""
         return list(self._waiting)
 
     def enlist(self, session: Session, topics: list[str]) -> None:
-        """Have the transaction itself tell the other processes when it commits, where the database can."""
+        """Have the transaction itself tell the other processes when it commits, if the database can do that."""
 
     def tell(self, topics: Iterable[str]) -> None:
-        """Wake who waits for one of the topics, in every process, once they are committed. Does not block."""
+        """Wake all calls that wait for one of the topics, in every process. Called after the commit; does not block."""
         distinct = list(dict.fromkeys(topics))
         self.wake(distinct)
         if distinct:
             self._send(distinct)
 
     def wake(self, topics: Iterable[str]) -> None:
-        """Wake who waits in this process alone."""
+        """Wake the calls that wait in this process."""
         for topic in topics:
             for event in self._waiting.get(topic, ()):
                 event.set()
@@ -58,4 +58,4 @@ class WakeUps(ABC):
 
     @abstractmethod
     def _send(self, topics: list[str]) -> None:
-        """Tell the other processes; what cannot be sent at once is dropped."""
+        """Tell the other processes. Messages that cannot be sent at once are dropped."""

@@ -1,11 +1,11 @@
-"""What is known of checkpoints; their files are the engine's business."""
+"""What is known of checkpoints. Their files are not handled here."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
+from typing import Final
 
 from sqlalchemy import ColumnElement
-from sqlalchemy import delete as delete_rows
 from sqlmodel import Session, col, func, select
 
 from tinsmith.errors import NotFoundError, UserError
@@ -13,7 +13,7 @@ from tinsmith.sql_store.tables import CheckpointRow, to_record, to_row
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import CheckpointRecord
 
-_NO_LIMIT = 2**62
+_NO_LIMIT: Final = 2**62
 _THERE = col(CheckpointRow.deleted_at).is_(None)
 
 
@@ -22,7 +22,7 @@ def get(session: Session, path: str) -> CheckpointRecord:
 
 
 def list_all(
-    session: Session, tenant: str | None, model_id: str | None, limit: int | None, offset: int
+    session: Session, tenant: str | None, *, model_id: str | None, limit: int | None, offset: int
 ) -> tuple[list[CheckpointRecord], int]:
     conditions: list[ColumnElement[bool]] = [_THERE]
     if tenant is not None:
@@ -32,7 +32,7 @@ def list_all(
     newest = col(CheckpointRow.created_at).desc(), col(CheckpointRow.path).desc()
     query = select(CheckpointRow).where(*conditions).order_by(*newest).offset(offset)
     if limit is not None or offset:
-        query = query.limit(_NO_LIMIT if limit is None else limit)  # SQLite knows no offset without a limit
+        query = query.limit(_NO_LIMIT if limit is None else limit)  # SQLite allows no offset without a limit
     rows = session.exec(query)
     total = session.exec(select(func.count()).select_from(CheckpointRow).where(*conditions)).one()
     return [to_record(row, CheckpointRecord) for row in rows], total
@@ -77,11 +77,6 @@ def deleted(session: Session, path: str) -> CheckpointRecord:
         msg = f"no checkpoint {path!r}"
         raise NotFoundError(msg)
     return to_record(row, CheckpointRecord)
-
-
-def forget_deleted(tx: Transaction, before: datetime) -> int:
-    old = delete_rows(CheckpointRow).where(col(CheckpointRow.deleted_at) < before)
-    return tx.session.connection().execute(old).rowcount
 
 
 def expired(session: Session, now: datetime) -> list[CheckpointRecord]:

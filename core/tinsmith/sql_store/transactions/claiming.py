@@ -1,23 +1,26 @@
-"""Taking what is runnable, and telling an engine what was cancelled meanwhile."""
+"""Claiming: giving an engine operations that can run."""
 
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Final
 
 import sqlalchemy
 from sqlalchemy import bindparam, func
-from sqlmodel import Session, col, select
+from sqlmodel import Session
 
-from tinsmith.operations import Failed
-from tinsmith.sql_store.tables import OPERATIONS, PAYLOADS, QUEUED, RUNS, UNTOLD, OperationRow
+from tinsmith.sql_store.tables import OPERATIONS, PAYLOADS, QUEUED, RUNS
 from tinsmith.sql_store.transactions import leases, log
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import Lease, OperationRecord, OperationState
 
-_PART = 500  # values of one IN list
+_PART: Final = 500  # values of one IN list
 
 _Place = tuple[int, int, int]
-"""Its place in its tenant's queue, the id of when it could run at the earliest, its own id. Tenants take turns."""
+"""An operation's place in its tenant's queue, the id of the last operation it had to wait for, and its own id.
+
+Sorted by place, so tenants take turns.
+"""
 
 _OURS = OPERATIONS.c.base_model == bindparam("base_model")
 _ANY_QUEUED = sqlalchemy.select(OPERATIONS.c.id).where(_OURS, QUEUED).limit(1)
@@ -72,8 +75,8 @@ _CLAIMED = (
 _ADVANCE = RUNS.update().where(RUNS.c.model_id == bindparam("model")).values(next_seq_id=bindparam("next"))
 
 
-def something_queued(session: Session, base_model: str, *, ordered: bool | None = None) -> bool:
-    """Look without writing, so that an idle engine's look costs no transaction. What is queued may have to wait."""
+def any_queued(session: Session, base_model: str, *, ordered: bool | None = None) -> bool:
+    """Look without writing, so that an idle engine costs no transaction. Operations found may still have to wait."""
     query = _ANY_QUEUED if ordered is None else _SOME_QUEUED
     values = {"base_model": base_model} | ({} if ordered is None else {"ordered": ordered})
     return session.connection().execute(query, values).first() is not None
@@ -103,7 +106,7 @@ def claim(
 
 
 def _start(tx: Transaction, ids: Sequence[int], engine_id: str) -> dict[int, OperationRecord]:
-    """Leave out samples that are being cancelled at this moment; models' operations are locked with their model."""
+    """Skip samples that are being cancelled right now. Operations of models are locked with their model."""
     connection = tx.session.connection()
     ids = connection.execute(_LOCK, {"ids": ids}).scalars().all()
     if not ids:
@@ -118,15 +121,15 @@ def _start(tx: Transaction, ids: Sequence[int], engine_id: str) -> dict[int, Ope
 
 
 def _samples(session: Session, base_model: str, limit: int, *, alone: bool) -> list[_Place]:
-    """Return each tenant's oldest."""
+    """Return each tenant's oldest samples."""
     found = session.connection().execute(_SAMPLES, {"base_model": base_model, "limit": limit, "alone": alone})
     return [(place, operation_id, operation_id) for place, operation_id in found]
 
 
 def _runnable_in_order(session: Session, base_model: str, *, alone: bool) -> list[_Place]:
-    """Return, of each model, what is queued from `next_seq_id` on without a gap."""
+    """Return the operations of each model that are queued from `next_seq_id` on without a gap."""
     found = session.connection().execute(_IN_ORDER, {"base_model": base_model})
-    runnable: list[tuple[int, str, int]] = []  # when the last of it and its predecessors came, tenant, id
+    runnable: list[tuple[int, str, int]] = []  # the last id of it and its predecessors, tenant, id
     for _, rows in groupby(found, key=lambda row: row.subject_id):
         arrived = 0
         for number, row in enumerate(rows):
@@ -145,7 +148,7 @@ def _runnable_in_order(session: Session, base_model: str, *, alone: bool) -> lis
 
 
 def _advance_models(session: Session, claimed: Sequence[OperationRecord]) -> None:
-    """Move each model's next_seq_id past what was claimed, and past what had been refused in between."""
+    """Move each model's next_seq_id past the claimed operations, and past refused ones between them."""
     last: dict[str, int] = {}
     for record in claimed:
         if record.ordered:
@@ -153,31 +156,3 @@ def _advance_models(session: Session, claimed: Sequence[OperationRecord]) -> Non
     if last:
         values = [{"model": model_id, "next": seq_id + 1} for model_id, seq_id in last.items()]
         session.connection().execute(_ADVANCE, values)
-
-
-def cancel(tx: Transaction, request_id: str) -> OperationRecord:
-    row = log.find(tx.session, request_id, lock=True)
-    if row.ordered or row.state in log.FINISHED:
-        return log.get(tx.session, request_id)
-    row.cancel_told = row.state != OperationState.RUNNING
-    log.finish(tx, [row], Failed(message="cancelled by the client"), OperationState.CANCELLED)
-    if not row.cancel_told:
-        tx.wake.append(log.work_topic(row.base_model))
-    tx.session.flush()
-    return log.get(tx.session, request_id)
-
-
-def untold_cancellations(session: Session, base_model: str) -> bool:
-    return session.exec(_untold(base_model).limit(1)).first() is not None
-
-
-def cancelled(tx: Transaction, lease: Lease) -> list[str]:
-    leases.fence(tx, lease)
-    rows = tx.session.exec(_untold(lease.base_model).with_for_update()).all()
-    for row in rows:
-        row.cancel_told = True
-    return [row.request_id for row in rows]
-
-
-def _untold(base_model: str):  # type: ignore[no-untyped-def]  # sqlmodel's select has no public name
-    return select(OperationRow).where(OperationRow.base_model == base_model, UNTOLD).order_by(col(OperationRow.id))

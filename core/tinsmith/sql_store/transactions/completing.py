@@ -1,4 +1,4 @@
-"""Recording what came of operations, and what follows from it, in one transaction."""
+"""Recording the results of operations and their effects, in one transaction."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from tinsmith.sql_store.tables import (
     SamplingSessionRow,
     to_row,
 )
-from tinsmith.sql_store.transactions import checkpoint_rows, leases, log, recovering
+from tinsmith.sql_store.transactions import checkpoints, leases, log, recovery_points
 from tinsmith.sql_store.transactions.finished_samples import Finished
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import (
@@ -102,7 +102,7 @@ def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion
 
 
 def _apply(tx: Transaction, effect: Effect) -> None:
-    """Every effect may be applied twice."""
+    """Applying an effect twice changes nothing."""
     session = tx.session
     match effect:
         case RunStateChanged():
@@ -110,14 +110,14 @@ def _apply(tx: Transaction, effect: Effect) -> None:
             if run is not None:
                 run.state, run.state_reason = effect.state, effect.reason
                 if effect.state not in log.LIVE:
-                    recovering.drop_recovery_points(session, effect.model_id)
+                    recovery_points.drop_all(session, effect.model_id)
         case LoraResolved():
             run = session.get(RunRow, effect.model_id)
             if run is not None:
                 run.lora = effect.lora
         case CheckpointWritten():
-            checkpoint_rows.write(tx, effect.record)
+            checkpoints.write(tx, effect.record)
         case SamplingSessionCreated():
             session.merge(to_row(effect.record, SamplingSessionRow))
         case RecoveryPointTaken():
-            recovering.keep_newest(session, effect.record, effect.keep)
+            recovery_points.keep_newest(session, effect.record, effect.keep)

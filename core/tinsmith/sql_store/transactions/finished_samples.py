@@ -1,15 +1,14 @@
-"""In which order the samples of a client finished: numbers without gaps, visible in their order.
+"""The order in which a client's samples finished: numbers without gaps, which become visible in order.
 
-A cursor works only if nothing appears behind it later. Rows of an identity column do not give that: of two transactions
-the one with the higher numbers may commit first. So numbers come from one row per client, locked from the moment at
-which they are taken to the commit. Taking them is the last thing that a transaction does, in one order of the rows:
-the lock is short, and no two transactions wait for each other.
+A cursor works only if nothing appears behind it later. An identity column cannot guarantee that: of two transactions,
+the one with the higher numbers may commit first. So the numbers come from one row per client, which stays locked until
+the commit. Taking numbers is the last thing that a transaction does, and rows are always taken in the same order, so
+locks are short and no two transactions wait for each other.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime, timedelta
-from typing import Final
+from datetime import datetime
 
 import sqlalchemy
 from sqlalchemy import bindparam
@@ -19,9 +18,6 @@ from sqlmodel import Session
 from tinsmith.errors import UserError
 from tinsmith.sql_store.tables import FINISHED_SAMPLES, SAMPLE_COUNTS
 from tinsmith.store import SEQ_IDS_PER_CLONE, FinishedSample, FinishedSamples
-
-_KEPT_LONGER: Final = timedelta(hours=3)
-"""Than the operation itself: the SDK gives up when nothing has come for two hours."""
 
 _OURS = (SAMPLE_COUNTS.c.subject_id == bindparam("of_subject"), SAMPLE_COUNTS.c.clone == bindparam("of_clone"))
 _COUNT_UP = SAMPLE_COUNTS.update().where(*_OURS).values(last=SAMPLE_COUNTS.c.last + bindparam("more"))
@@ -46,7 +42,7 @@ _AFTER = (
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What a transaction notes of a sample that it finishes."""
+    """A sample that a transaction finishes."""
 
     subject_id: str
     seq_id: int
@@ -60,7 +56,7 @@ def topic(subject_id: str, clone: int) -> str:
 
 
 def announce(session: Session, finished: Iterable[Finished], now: datetime) -> list[str]:
-    """Number them, at the end of a transaction, and return the topics to tell after its commit."""
+    """Number the samples at the end of a transaction. Return the topics to tell after its commit."""
     by_client: dict[tuple[str, int], list[Finished]] = {}
     for each in finished:
         by_client.setdefault((each.subject_id, each.seq_id // SEQ_IDS_PER_CLONE), []).append(each)
@@ -85,7 +81,7 @@ def announce(session: Session, finished: Iterable[Finished], now: datetime) -> l
 
 
 def _take_numbers(session: Session, subject_id: str, clone: int, count: int) -> int:
-    """Return the number before the first of `count` new ones."""
+    """Take `count` numbers, and return the number before the first of them."""
     ours = {"of_subject": subject_id, "of_clone": clone}
     connection = session.connection()
     if connection.execute(_COUNT_UP, {**ours, "more": count}).rowcount == 0:
@@ -97,7 +93,7 @@ def _take_numbers(session: Session, subject_id: str, clone: int, count: int) -> 
 
 
 def _started(session: Session, subject_id: str, clone: int, count: int) -> bool:
-    """Insert the client's first count, unless another process just did."""
+    """Insert the client's first count. Return False if another process has just done so."""
     try:
         with session.begin_nested():
             session.connection().execute(_START, {"subject_id": subject_id, "clone": clone, "last": count})
@@ -112,8 +108,8 @@ def after(session: Session, subject_id: str, clone: int, *, cursor: int, limit: 
     last: int = connection.execute(_LAST, ours).scalar() or 0
     if cursor > last:
         msg = (
-            f"cursor {cursor} of {subject_id!r} is ahead of all that this server has recorded ({last}): its database "
-            "was replaced meanwhile; make a new sampling client"
+            f"cursor {cursor} of {subject_id!r} is ahead of everything that this server has recorded ({last}), so its "
+            "database must have been replaced; create a new sampling client"
         )
         raise UserError(msg)
     rows = connection.execute(_AFTER, {**ours, "cursor": cursor, "at_most": limit}).all()
@@ -124,8 +120,3 @@ def after(session: Session, subject_id: str, clone: int, *, cursor: int, limit: 
         ),
         cursor=rows[-1].number if rows else cursor,
     )
-
-
-def prune(session: Session, finished_before: datetime) -> None:
-    old = FINISHED_SAMPLES.c.finished_at < finished_before - _KEPT_LONGER
-    session.connection().execute(FINISHED_SAMPLES.delete().where(old))

@@ -1,7 +1,7 @@
-"""Leases: at most one engine of a base model records anything, judged by the database's clock.
+"""Leases: at most one engine of a base model records anything. Leases expire by the database's clock.
 
-Every write of an engine starts with `fence`, in its own transaction: it locks the lease's row, so that a takeover waits
-until the write is committed, and a write that comes after the takeover finds the higher epoch.
+Every write of an engine calls `fence` first, in the same transaction. It locks the lease's row, so a takeover waits
+until the write is committed, and a write after the takeover finds the higher epoch.
 """
 
 from datetime import datetime, timedelta
@@ -64,7 +64,7 @@ def release(tx: Transaction, base_model: str, engine_id: str) -> None:
 
 
 def fence(tx: Transaction, lease: Lease) -> None:
-    """Let the transaction go on only while nobody has taken the lease over; raise LeaseLostError otherwise."""
+    """Raise LeaseLostError if another engine has taken the lease over. Renew the lease if it has expired."""
     row = tx.session.connection().execute(_SHARE, {"base_model": lease.base_model}).first()
     _refuse_superseded(lease, row)
     assert row is not None
@@ -83,7 +83,7 @@ def _refuse_superseded(lease: Lease, row: sqlalchemy.Row[tuple[int, str | None, 
     now = "nobody" if row is None or row.engine_id is None else f"engine {row.engine_id!r} with epoch {row.epoch}"
     msg = (
         f"engine {lease.engine_id!r} of {lease.base_model!r} no longer holds its lease (epoch {lease.epoch}): "
-        f"{now} does; nothing more that it does is recorded"
+        f"{now} holds it; nothing that this engine does is recorded any more"
     )
     raise LeaseLostError(msg)
 

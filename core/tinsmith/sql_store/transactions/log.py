@@ -1,4 +1,4 @@
-"""The log's rows: finding, finishing and counting operations. Submitting, claiming and closing build on these."""
+"""The log's rows: finding, finishing and counting operations. The other modules build on these."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import fields
@@ -72,7 +72,7 @@ def find(session: Session, request_id: str, *, lock: bool = False) -> OperationR
 
 
 def finished(session: Session, request_ids: Collection[str]) -> list[str]:
-    """Return those that are finished, or gone."""
+    """Return those that are finished or no longer exist."""
     asked = sorted(request_ids)
     pending: set[str] = set()
     for start in range(0, len(asked), 500):
@@ -85,7 +85,7 @@ def finished(session: Session, request_ids: Collection[str]) -> list[str]:
 
 
 def finish(tx: Transaction, rows: Iterable[OperationRow], result: Result, state: OperationState | None = None) -> None:
-    """Record one result for operations that were queued or running, and wake who waits for them."""
+    """Record one result for operations that were queued or running, and wake the calls that wait for them."""
     kind, encoded = encode_result(result)
     succeeded_or_failed = OperationState.FAILED if isinstance(result, Failed) else OperationState.SUCCEEDED
     for row in rows:
@@ -100,14 +100,14 @@ def finish(tx: Transaction, rows: Iterable[OperationRow], result: Result, state:
 
 
 def locked_run(session: Session, model_id: str) -> RunRow | None:
-    """Take the model's row for this transaction: every change of a model's log starts here."""
+    """Lock the model's row for this transaction. Every change of a model's log starts with it."""
     return session.exec(select(RunRow).where(RunRow.model_id == model_id).with_for_update()).first()
 
 
 def one_at_a_time(session: Session, what: str) -> None:
-    """Wait until no other process does the same, and keep it from doing so for the rest of the transaction."""
+    """Exclude other processes that do the same, for the rest of the transaction."""
     connection = session.connection()
-    if connection.dialect.name == "postgresql":  # elsewhere there is one writer anyway
+    if connection.dialect.name == "postgresql":  # SQLite has one writer anyway
         connection.execute(_ADVISORY_LOCK, {"what": f"tinsmith {what}"})
 
 
@@ -127,7 +127,7 @@ def waiting(session: Session, request_id: str) -> Waiting:
 
 def count_samples(session: Session, tenant: str) -> int:
     of_tenant = col(OperationRow.tenant) == tenant, col(OperationRow.ordered).is_(False)
-    states = (QUEUED, RUNNING)  # one query each: they have an index each
+    states = (QUEUED, RUNNING)  # a query for each, because each has an index
     return sum(session.exec(select(func.count()).where(*of_tenant, state)).one() for state in states)
 
 

@@ -1,4 +1,4 @@
-"""A model's log as people look at it: what is there, what it cost, what came of it. Nothing here is on a hot path."""
+"""A model's log, for people: what is there, what it cost, and its results. Nothing here is on a hot path."""
 
 from datetime import datetime
 
@@ -8,7 +8,7 @@ from sqlmodel import Session
 
 from tinsmith.errors import NotFoundError
 from tinsmith.sql_store.tables import OPERATIONS, PAYLOADS, RESULTS, RunRow, to_record
-from tinsmith.sql_store.transactions import recovering
+from tinsmith.sql_store.transactions import recovery_points
 from tinsmith.store import LoggedOperation, LogTotals, RunLog, RunRecord
 
 _PAYLOAD_BYTES = func.coalesce(func.length(PAYLOADS.c.payload), 0)
@@ -28,11 +28,11 @@ def run_log(session: Session, model_id: str) -> RunLog:
     return RunLog(
         run=to_record(run, RunRecord),
         pruned_seq_id=run.pruned_seq_id,
-        recovery_points=tuple(recovering.list_recovery_points(session, model_id)),
+        recovery_points=tuple(recovery_points.list_of(session, model_id)),
     )
 
 
-def list_log(session: Session, model_id: str, from_seq_id: int | None, limit: int) -> list[LoggedOperation]:
+def list_log(session: Session, model_id: str, *, from_seq_id: int | None, limit: int) -> list[LoggedOperation]:
     wanted = ("seq_id", "request_id", "kind", "state", "num_tokens", "created_at", "started_at", "finished_at")
     query = (
         sqlalchemy.select(

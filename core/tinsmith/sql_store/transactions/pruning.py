@@ -1,39 +1,32 @@
-"""Deleting what is past its retention, and nothing that a recovery could need."""
+"""Deleting what is past its retention, except what a recovery could need."""
 
-from datetime import datetime
+from datetime import datetime, timedelta
+from typing import Final
 
+from sqlalchemy import delete
 from sqlmodel import and_, col, func, or_, select, update
 
-from tinsmith.sql_store.tables import OperationRow, PayloadRow, RecoveryPointRow, ResultRow, RetentionRow, RunRow
+from tinsmith.sql_store.tables import (
+    FINISHED_SAMPLES,
+    CheckpointRow,
+    OperationRow,
+    PayloadRow,
+    RecoveryPointRow,
+    ResultRow,
+    RetentionRow,
+    RunRow,
+)
 from tinsmith.sql_store.transactions import log
 from tinsmith.sql_store.transactions.writer import Transaction
 
+_SAMPLES_KEPT_LONGER: Final = timedelta(hours=3)
+"""The SDK asks for the samples of a client for up to two hours."""
 
-def prune(tx: Transaction, finished_before: datetime, idle_since: datetime, limit: int) -> int:
-    """Delete at most `limit`; remember how far, so that their ids are known to have existed."""
+
+def operations(tx: Transaction, finished_before: datetime, *, idle_since: datetime, limit: int) -> int:
+    """Delete at most `limit` operations. Remember up to when, so that later requests for them get the right error."""
     log.one_at_a_time(tx.session, "prune")
-    oldest = (
-        select(func.min(RecoveryPointRow.seq_id)).where(RecoveryPointRow.model_id == RunRow.model_id).scalar_subquery()
-    )
-    old = (
-        select(OperationRow)
-        .join(RunRow, col(RunRow.model_id) == OperationRow.subject_id, isouter=True)
-        .where(
-            col(OperationRow.finished_at) < finished_before,
-            or_(
-                col(RunRow.model_id).is_(None),
-                # a refused operation whose turn has not come holds its number: without its row there would be a gap
-                and_(
-                    col(OperationRow.seq_id) < col(RunRow.next_seq_id),
-                    or_(col(RunRow.state).not_in(log.LIVE), col(OperationRow.seq_id) <= oldest),
-                    or_(idle_since >= finished_before, col(RunRow.last_request_at) < idle_since),
-                ),
-            ),
-        )
-        .order_by(col(OperationRow.finished_at))
-        .limit(limit)
-    )
-    rows = tx.session.exec(old).all()
+    rows = tx.session.exec(_unneeded(finished_before, idle_since).limit(limit)).all()
     for row in rows:
         if row.ordered:
             behind = col(RunRow.model_id) == row.subject_id, col(RunRow.pruned_seq_id) < row.seq_id
@@ -44,9 +37,46 @@ def prune(tx: Transaction, finished_before: datetime, idle_since: datetime, limi
     tx.session.flush()
     for row in rows:
         tx.session.delete(row)
+    _remember(tx, finished_before)
+    return len(rows)
+
+
+def _unneeded(finished_before: datetime, idle_since: datetime):  # type: ignore[no-untyped-def]  # sqlmodel's select has no public name
+    oldest = (
+        select(func.min(RecoveryPointRow.seq_id)).where(RecoveryPointRow.model_id == RunRow.model_id).scalar_subquery()
+    )
+    return (
+        select(OperationRow)
+        .join(RunRow, col(RunRow.model_id) == OperationRow.subject_id, isouter=True)
+        .where(
+            col(OperationRow.finished_at) < finished_before,
+            or_(
+                col(RunRow.model_id).is_(None),
+                and_(
+                    # a refused operation whose turn has not come: without its row there would be a gap
+                    col(OperationRow.seq_id) < col(RunRow.next_seq_id),
+                    or_(col(RunRow.state).not_in(log.LIVE), col(OperationRow.seq_id) <= oldest),
+                    or_(idle_since >= finished_before, col(RunRow.last_request_at) < idle_since),
+                ),
+            ),
+        )
+        .order_by(col(OperationRow.finished_at))
+    )
+
+
+def _remember(tx: Transaction, finished_before: datetime) -> None:
     retention = tx.session.get(RetentionRow, 1)
     if retention is None:
         tx.session.add(RetentionRow(id=1, finished_before=finished_before))
     elif retention.finished_before < finished_before:
         retention.finished_before = finished_before
-    return len(rows)
+
+
+def finished_samples(tx: Transaction, finished_before: datetime) -> None:
+    old = FINISHED_SAMPLES.c.finished_at < finished_before - _SAMPLES_KEPT_LONGER
+    tx.session.connection().execute(FINISHED_SAMPLES.delete().where(old))
+
+
+def deleted_checkpoints(tx: Transaction, deleted_before: datetime) -> int:
+    old = delete(CheckpointRow).where(col(CheckpointRow.deleted_at) < deleted_before)
+    return tx.session.connection().execute(old).rowcount

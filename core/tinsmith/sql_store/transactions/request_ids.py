@@ -1,4 +1,4 @@
-"""Request ids carry the time at which they were made, so that one whose row is gone is known to have existed."""
+"""Request ids contain the time of their creation, which tells pruned requests from unknown ones."""
 
 import secrets
 from datetime import UTC, datetime
@@ -13,7 +13,7 @@ def new_request_id(now: datetime) -> str:
 
 
 def created_at(request_id: str) -> datetime | None:
-    """Return None where `request_id` is not one of ours."""
+    """Return None if `request_id` was not made by `new_request_id`."""
     time, _, rest = request_id.removeprefix(_PREFIX).partition("-")
     if not request_id.startswith(_PREFIX) or len(time) != _TIME_DIGITS or len(rest) != 2 * _RANDOM_BYTES:
         return None

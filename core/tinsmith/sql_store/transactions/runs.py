@@ -1,15 +1,15 @@
-"""Models (training runs) and sampling sessions."""
+"""Models, which the REST API calls training runs."""
 
 from sqlmodel import Session, col, func, select
 
 from tinsmith.errors import NotFoundError
-from tinsmith.sql_store.tables import RunRow, SamplingSessionRow, to_record, to_row
+from tinsmith.sql_store.tables import RunRow, to_record, to_row
 from tinsmith.sql_store.transactions import submitting
 from tinsmith.sql_store.transactions.writer import Transaction
-from tinsmith.store import NewOperation, RunRecord, SamplingSessionRecord
+from tinsmith.store import NewOperation, RunRecord
 
 
-def create_run(tx: Transaction, run: RunRecord, operation: NewOperation) -> str:
+def create(tx: Transaction, run: RunRecord, operation: NewOperation) -> str:
     if tx.session.get(RunRow, run.model_id) is None:
         submitting.refuse_ended_session(tx.session, run.session_id, lock=True)
         tx.session.add(to_row(run, RunRow))
@@ -17,7 +17,7 @@ def create_run(tx: Transaction, run: RunRecord, operation: NewOperation) -> str:
     return submitting.submit(tx, operation)
 
 
-def get_run(session: Session, model_id: str) -> RunRecord:
+def get(session: Session, model_id: str) -> RunRecord:
     row = session.get(RunRow, model_id)
     if row is None:
         msg = f"no model {model_id!r}"
@@ -25,8 +25,8 @@ def get_run(session: Session, model_id: str) -> RunRecord:
     return to_record(row, RunRecord)
 
 
-def list_runs(
-    session: Session, tenant: str | None, session_id: str | None, limit: int, offset: int
+def list_all(
+    session: Session, tenant: str | None, *, session_id: str | None, limit: int, offset: int
 ) -> tuple[list[RunRecord], int]:
     conditions = [] if tenant is None else [RunRow.tenant == tenant]
     if session_id is not None:
@@ -35,28 +35,3 @@ def list_runs(
     rows = session.exec(select(RunRow).where(*conditions).order_by(*newest).limit(limit).offset(offset))
     total = session.exec(select(func.count()).select_from(RunRow).where(*conditions)).one()
     return [to_record(row, RunRecord) for row in rows], total
-
-
-def create_sampling_session(tx: Transaction, sampler: SamplingSessionRecord) -> SamplingSessionRecord:
-    first = tx.session.get(SamplingSessionRow, sampler.sampling_session_id)
-    if first is not None:
-        return to_record(first, SamplingSessionRecord)
-    tx.session.add(to_row(sampler, SamplingSessionRow))
-    return sampler
-
-
-def get_sampling_session(session: Session, sampling_session_id: str) -> SamplingSessionRecord:
-    row = session.get(SamplingSessionRow, sampling_session_id)
-    if row is None:
-        msg = f"no sampling session {sampling_session_id!r}"
-        raise NotFoundError(msg)
-    return to_record(row, SamplingSessionRecord)
-
-
-def list_sampling_sessions(session: Session, session_id: str) -> list[SamplingSessionRecord]:
-    rows = session.exec(
-        select(SamplingSessionRow)
-        .where(SamplingSessionRow.session_id == session_id)
-        .order_by(col(SamplingSessionRow.created_at), col(SamplingSessionRow.sampling_session_id))
-    )
-    return [to_record(row, SamplingSessionRecord) for row in rows]

@@ -1,4 +1,4 @@
-"""Sessions: functions over one database session, as the other modules of this package."""
+"""Clients' sessions. As in all modules of this package, `tx.session` and `session: Session` are SQLAlchemy's."""
 
 from datetime import datetime
 
@@ -6,7 +6,7 @@ from sqlmodel import Session, col, select
 
 from tinsmith.errors import NotFoundError
 from tinsmith.sql_store.tables import SessionRow, to_record, to_row
-from tinsmith.sql_store.transactions import closing
+from tinsmith.sql_store.transactions import unloading
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import SessionEnd, SessionRecord
 
@@ -26,7 +26,7 @@ def get(session: Session, session_id: str) -> SessionRecord:
     return to_record(_row(session, session_id), SessionRecord)
 
 
-def list_all(session: Session, tenant: str | None, limit: int, offset: int) -> list[SessionRecord]:
+def list_all(session: Session, tenant: str | None, *, limit: int, offset: int) -> list[SessionRecord]:
     query = select(SessionRow).order_by(col(SessionRow.created_at).desc(), col(SessionRow.session_id).desc())
     if tenant is not None:
         query = query.where(SessionRow.tenant == tenant)
@@ -49,7 +49,7 @@ def end(tx: Transaction, session_id: str, reason: SessionEnd, detail: str | None
     row = _row(tx.session, session_id, lock=True)
     if row.ended is None:
         row.ended, row.end_detail = reason, detail
-        closing.unload_models(tx, session_id)
+        unloading.unload_models(tx, session_id)
     return to_record(row, SessionRecord)
 
 

@@ -1,4 +1,4 @@
-"""Secrets that all processes on one database share."""
+"""Secrets shared by all processes on one database."""
 
 import secrets
 
@@ -6,6 +6,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlmodel import Session
 
 from tinsmith.sql_store.tables import SecretRow
+from tinsmith.sql_store.transactions.writer import Transaction
 
 _SECRET_BYTES = 32
 
@@ -15,15 +16,15 @@ def find(session: Session, name: str) -> bytes | None:
     return None if row is None else row.value
 
 
-def find_or_make(session: Session, name: str) -> bytes:
-    if (found := find(session, name)) is not None:
+def find_or_make(tx: Transaction, name: str) -> bytes:
+    if (found := find(tx.session, name)) is not None:
         return found
     value = secrets.token_bytes(_SECRET_BYTES)
     try:
-        with session.begin_nested():
-            session.add(SecretRow(name=name, value=value))
+        with tx.session.begin_nested():
+            tx.session.add(SecretRow(name=name, value=value))
     except IntegrityError:  # another process was faster
-        theirs = find(session, name)
+        theirs = find(tx.session, name)
         assert theirs is not None
         return theirs
     return value

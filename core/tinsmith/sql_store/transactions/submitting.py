@@ -1,4 +1,4 @@
-"""Taking operations in: every accepted number finds its row, and a repeat finds the first one."""
+"""Submitting operations: one row for each (subject_id, seq_id). A repeat finds the first row."""
 
 import sqlalchemy
 from sqlalchemy import bindparam
@@ -15,7 +15,7 @@ from tinsmith.store import EngineState, NewOperation, OperationState, RunState
 _SAME = sqlalchemy.select(OPERATIONS.c.request_id, OPERATIONS.c.digest).where(
     OPERATIONS.c.subject_id == bindparam("subject_id"), OPERATIONS.c.seq_id == bindparam("seq_id")
 )
-# The lock waits for nothing but an engine that is being given up, which fails what has been submitted until then.
+# The lock only waits for `engine_states.report` giving the engine up, which fails everything submitted before it.
 _ENGINE = (
     sqlalchemy.select(ENGINES.c.state, ENGINES.c.detail)
     .where(ENGINES.c.base_model == bindparam("base_model"))
@@ -43,7 +43,7 @@ def submit(tx: Transaction, operation: NewOperation) -> str:
 
 
 def refuse_ended_session(session: Session, session_id: str, *, lock: bool = False) -> None:
-    """With `lock` it cannot end before the transaction does."""
+    """With `lock`, the session cannot end before the transaction does."""
     row = session.get(SessionRow, session_id, with_for_update={"read": True} if lock else None)
     if row is not None and row.ended is not None:
         detail = f": {row.end_detail}" if row.end_detail else ""
@@ -53,18 +53,18 @@ def refuse_ended_session(session: Session, session_id: str, *, lock: bool = Fals
 
 def _repeat(session: Session, operation: NewOperation, run: RunRow | None, request_id: str, digest: bytes) -> str:
     if digest != operation.digest:
-        if run is not None:  # the number may be taken by the UnloadModel that the session's end has queued
+        if run is not None:  # the end of the session may have queued an UnloadModel under this seq_id
             refuse_ended_session(session, run.session_id)
         msg = (
-            f"seq_id {operation.seq_id} of {operation.subject_id!r} was already used by another request with other "
-            "content; every request needs a seq_id of its own"
+            f"seq_id {operation.seq_id} of {operation.subject_id!r} was already used by a request with other content; "
+            "every request needs a seq_id of its own"
         )
         raise ConflictError(msg)
     return request_id
 
 
 def _hopeless(session: Session, operation: NewOperation, run: RunRow | None) -> Failed | None:
-    """Say why an operation cannot run, now or later. Raise where it cannot even be recorded."""
+    """Return why an operation can never run, or None. Raise if it cannot even be recorded."""
     if run is not None:
         if operation.seq_id <= run.pruned_seq_id:
             msg = f"the result of seq_id {operation.seq_id} of {operation.subject_id!r} is past its retention"
@@ -72,13 +72,13 @@ def _hopeless(session: Session, operation: NewOperation, run: RunRow | None) -> 
         refuse_ended_session(session, run.session_id)
         if operation.seq_id < run.next_seq_id:
             return Failed(
-                message=f"seq_id {operation.seq_id} of {operation.subject_id!r} came after the model had gone on "
+                message=f"seq_id {operation.seq_id} of {operation.subject_id!r} arrived after the model had gone on "
                 f"without it, to seq_id {run.next_seq_id}; send requests in order, or sooner",
             )
         if run.state == RunState.LOST:
             return lost(run.model_id, run.state_reason)
         if run.state == RunState.READY:
-            return None  # if its engine has been given up, it waits for the next one
+            return None  # waits for the next engine if this one has been given up
     engine = session.connection().execute(_ENGINE, {"base_model": operation.base_model}).first()
     if engine is not None and engine.state == EngineState.FAILED:
         return no_engine(operation.base_model, engine.detail)
@@ -87,8 +87,8 @@ def _hopeless(session: Session, operation: NewOperation, run: RunRow | None) -> 
 
 def lost(model_id: str, reason: str | None) -> Failed:
     return Failed(
-        message=f"model {model_id!r} is gone: {reason or 'its engine ended'}; create a new one, from a checkpoint "
-        "where there is one",
+        message=f"model {model_id!r} is lost: {reason or 'its engine ended'}; create a new one, from a checkpoint if "
+        "there is one",
         category="server",
     )
 

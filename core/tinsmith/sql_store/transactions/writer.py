@@ -1,10 +1,10 @@
-"""Group commit: one task per process and durability, which puts everything that waits to be written into one commit."""
+"""Group commit: one task per process and durability puts all waiting writes into one commit."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import sqlalchemy
 from sqlalchemy import bindparam
@@ -14,13 +14,14 @@ from sqlmodel import Session
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.databases.database import Database
 from tinsmith.sql_store.databases.wakeups import WakeUps
-from tinsmith.sql_store.grouping import Failure, Grouping
+from tinsmith.sql_store.grouping import Call, Failure, Grouping, Models
 from tinsmith.sql_store.tables import RUNS
 from tinsmith.sql_store.transactions.finished_samples import Finished, announce
 
-_MAX_GROUP = 256
-_MAX_LOOKS = 4
+_MAX_GROUP: Final = 256
+_MAX_TRIES: Final = 4
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _LOCK = (
@@ -33,7 +34,7 @@ _LOCK = (
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
-    """What a write works on. `wake` collects the topics to tell once it is committed, `finished` the samples."""
+    """What a write works on. It adds to `wake` the topics to tell after the commit, to `finished` the samples."""
 
     session: Session
     now: datetime
@@ -41,103 +42,82 @@ class Transaction:
     finished: list[Finished] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
-    run: Callable[[Transaction], Any]  # Any: writes of every result type share the queue
-    models: Callable[[Session], Iterable[str]] | None
-
-
-class Writer:
-    """Runs writes in the order in which they were asked for. One that raises is undone alone; any may run twice."""
+class Writer(Grouping):
+    """Runs writes in the order in which they arrive. A write that raises is undone alone; any may run twice."""
 
     def __init__(self, database: Database, wakeups: WakeUps) -> None:
+        super().__init__([database], max_group=_MAX_GROUP)
         self._database = database
         self._wakeups = wakeups
-        self._grouping: Grouping[_Write] = Grouping(self._commit, max_group=_MAX_GROUP)
 
-    def open(self) -> None:
-        self._grouping.open("sql-writer")
+    async def write(self, function: Callable[Concatenate[Transaction, P], T], *args: P.args, **options: P.kwargs) -> T:
+        """Run a synchronous function in a transaction. Return its result once the transaction is committed.
 
-    async def close(self) -> None:
-        """Write what is queued, then stop."""
-        await self._grouping.close()
-        await self._database.close()
-
-    async def write(
-        self, run: Callable[[Transaction], T], *, models: Callable[[Session], Iterable[str]] | None = None
-    ) -> T:
-        """Run a synchronous function in a transaction; return its result once that is committed.
-
-        `models` are those whose logs it changes: a database that writes for several at once locks those of a whole
-        commit first, in one order, so that no two wait for each other. A caller that is cancelled while it waits does
-        not undo the write.
+        Cancelling the caller does not undo the write.
         """
-        result: T = await self._grouping.ask(_Write(run, models))
+        result: T = await self._ask(Call(function, args, options))
+        return result
+
+    async def write_locking(
+        self, models: Models, function: Callable[Concatenate[Transaction, P], T], *args: P.args, **options: P.kwargs
+    ) -> T:
+        """Run a function as `write` does, after locking `models`: those whose logs it changes.
+
+        If several processes can write at once, all models of a commit are locked first and in one order, so that no
+        two commits wait for each other.
+        """
+        result: T = await self._ask(Call(function, args, options, models))
         return result
 
     async def scrub(self, *, deleted: bool) -> None:
-        """Have the database's files hold nothing that was deleted, by this process where it says so."""
+        """Remove deleted content from the database's files. `deleted`: this process has just deleted something."""
         await self._database.scrub(deleted=deleted)
 
-    async def _commit(self, writes: list[_Write]) -> list[Any]:  # Any: results of every type
-        results, wake = await self._database.run(partial(self._run_group, writes), commit=_commit)
+    async def _run(self, database: Database, calls: list[Call]) -> list[Any]:  # Any: results of every type
+        results, wake = await database.run(partial(self._run_group, calls), commit=_commit)
         self._wakeups.tell(wake)
         return results
 
-    def _run_group(self, writes: list[_Write], session: Session) -> tuple[list[Any], list[str]]:
-        """Run all writes, as a rule without savepoints; where one raises, again with one each."""
-        now = datetime.now(UTC)
-        wake: list[str] = []
-        finished: list[Finished] = []
-        self._lock_models(writes, session)
+    def _run_group(self, calls: list[Call], session: Session) -> tuple[list[Any], list[str]]:  # Any: as above
+        """Run all writes without savepoints. If one raises, run them again, each in a savepoint of its own."""
+        tx = Transaction(session, datetime.now(UTC))
+        self._lock_models(calls, session)
         try:
-            results = [_run_one(write, Transaction(session, now, wake, finished)) for write in writes]
+            results = [_run_one(call, tx) for call in calls]
         except Exception as error:
-            if len(writes) == 1 or self._database.spoils(error):
+            if len(calls) == 1 or self._database.spoils(error):
                 raise
             session.rollback()
-            self._lock_models(writes, session)
-            results, wake, finished = self._run_one_by_one(writes, session, now)
-        wake += announce(session, finished, now)
+            tx = Transaction(session, tx.now)
+            self._lock_models(calls, session)
+            results = [self._run_alone(call, tx) for call in calls]
+        wake = tx.wake + announce(session, tx.finished, tx.now)
         self._wakeups.enlist(session, wake)
         return results, wake
 
-    def _run_one_by_one(
-        self, writes: list[_Write], session: Session, now: datetime
-    ) -> tuple[list[Any], list[str], list[Finished]]:  # Any: as above
-        results: list[Any] = []  # Any: as above
-        wake: list[str] = []
-        finished: list[Finished] = []
-        for write in writes:
+    def _run_alone(self, call: Call, tx: Transaction) -> Any:  # Any: as above
+        """If another process has just taken a unique key, a second try finds it taken."""
+        tries = _MAX_TRIES if self._database.locks_rows else 1
+        while True:
+            tries -= 1
+            own = Transaction(tx.session, tx.now)
             try:
-                result, transaction = self._run_alone(write, session, now)
+                with tx.session.begin_nested():
+                    result = _run_one(call, own)
             except Exception as error:
                 if self._database.spoils(error):
                     raise
-                results.append(Failure(error))
+                if tries == 0 or not isinstance(error, IntegrityError):
+                    return Failure(error)
             else:
-                results.append(result)
-                wake.extend(transaction.wake)
-                finished.extend(transaction.finished)
-        return results, wake, finished
+                tx.wake.extend(own.wake)
+                tx.finished.extend(own.finished)
+                return result
 
-    def _run_alone(self, write: _Write, session: Session, now: datetime) -> tuple[Any, Transaction]:  # Any: as above
-        """Where another process took a unique key at this very moment, a second look finds it taken."""
-        looks = _MAX_LOOKS if self._database.locks_rows else 1
-        while True:
-            transaction = Transaction(session, now)
-            looks -= 1
-            try:
-                with session.begin_nested():
-                    return _run_one(write, transaction), transaction
-            except IntegrityError:
-                if looks == 0:
-                    raise
-
-    def _lock_models(self, writes: list[_Write], session: Session) -> None:
+    def _lock_models(self, calls: list[Call], session: Session) -> None:
         if self._database.locks_rows:
-            models = {model for write in writes if write.models is not None for model in write.models(session)}
-            if models:
+            each = (call.models(session) if callable(call.models) else call.models for call in calls)
+            if models := {model for models in each for model in models}:
                 session.connection().execute(_LOCK, {"models": sorted(models)})
 
 
@@ -146,9 +126,9 @@ def _commit(session: Session) -> None:
     session.commit()
 
 
-def _run_one(write: _Write, transaction: Transaction) -> Any:  # Any: as above
-    """Leave no objects behind: the next write changes rows beside the session."""
-    result = write.run(transaction)
-    transaction.session.flush()
-    transaction.session.expunge_all()
+def _run_one(call: Call, tx: Transaction) -> Any:  # Any: as above
+    """Leave no objects in the session: the next write changes rows without it."""
+    result = call.function(tx, *call.args, **call.options)
+    tx.session.flush()
+    tx.session.expunge_all()
     return result

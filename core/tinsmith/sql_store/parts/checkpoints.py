@@ -1,0 +1,37 @@
+"""What is known of checkpoints."""
+
+from collections.abc import Callable
+from datetime import datetime
+
+from tinsmith.failpoints import durable_boundary
+from tinsmith.sql_store.parts.connections import Connections
+from tinsmith.sql_store.transactions import checkpoints
+from tinsmith.store import CheckpointRecord, Checkpoints
+
+
+class SqlCheckpoints(Connections, Checkpoints):
+    async def get_checkpoint(self, path: str) -> CheckpointRecord:
+        return await self._reader.read(checkpoints.get, path)
+
+    async def list_checkpoints(
+        self, tenant: str | None, *, model_id: str | None = None, limit: int | None = None, offset: int = 0
+    ) -> tuple[list[CheckpointRecord], int]:
+        return await self._reader.read(checkpoints.list_all, tenant, model_id=model_id, limit=limit, offset=offset)
+
+    async def add_checkpoint(self, record: CheckpointRecord) -> None:
+        await self._durable.write(checkpoints.add, record)
+
+    async def update_checkpoint(
+        self, path: str, change: Callable[[CheckpointRecord], CheckpointRecord]
+    ) -> CheckpointRecord:
+        return await self._durable.write(checkpoints.update, path, change)
+
+    @durable_boundary("store.delete_checkpoint")
+    async def delete_checkpoint(self, path: str) -> CheckpointRecord:
+        return await self._durable.write(checkpoints.delete, path)
+
+    async def deleted_checkpoint(self, path: str) -> CheckpointRecord:
+        return await self._reader.read(checkpoints.deleted, path)
+
+    async def expired_checkpoints(self, now: datetime) -> list[CheckpointRecord]:
+        return await self._reader.read(checkpoints.expired, now)

@@ -1,0 +1,20 @@
+"""Models, which the REST API calls training runs."""
+
+from tinsmith.failpoints import durable_boundary
+from tinsmith.sql_store.parts.connections import Connections
+from tinsmith.sql_store.transactions import runs
+from tinsmith.store import NewOperation, RunRecord, Runs
+
+
+class SqlRuns(Connections, Runs):
+    @durable_boundary("store.create_run")
+    async def create_run(self, run: RunRecord, operation: NewOperation) -> str:
+        return await self._durable.write_locking([run.model_id], runs.create, run, operation)
+
+    async def get_run(self, model_id: str) -> RunRecord:
+        return await self._reader.read(runs.get, model_id)
+
+    async def list_runs(
+        self, tenant: str | None, *, session_id: str | None = None, limit: int, offset: int
+    ) -> tuple[list[RunRecord], int]:
+        return await self._reader.read(runs.list_all, tenant, session_id=session_id, limit=limit, offset=offset)

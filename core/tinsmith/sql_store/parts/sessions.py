@@ -1,0 +1,33 @@
+"""Clients' sessions."""
+
+from datetime import datetime
+
+from tinsmith.failpoints import durable_boundary
+from tinsmith.sql_store.parts.connections import Connections
+from tinsmith.sql_store.transactions import sessions
+from tinsmith.store import SessionEnd, SessionRecord, Sessions
+
+
+class SqlSessions(Connections, Sessions):
+    @durable_boundary("store.create_session")
+    async def create_session(self, session: SessionRecord, *, idempotency_key: str | None) -> SessionRecord:
+        return await self._durable.write(sessions.create, session, idempotency_key)
+
+    async def get_session(self, session_id: str) -> SessionRecord:
+        return await self._reader.read(sessions.get, session_id)
+
+    async def list_sessions(self, tenant: str | None, *, limit: int, offset: int) -> list[SessionRecord]:
+        return await self._reader.read(sessions.list_all, tenant, limit=limit, offset=offset)
+
+    async def touch_session(self, session_id: str, at: datetime) -> SessionRecord:
+        return await self._relaxed.write(sessions.touch, session_id, at)
+
+    async def update_session(self, session_id: str, *, project_id: str | None) -> SessionRecord:
+        return await self._durable.write(sessions.update, session_id, project_id)
+
+    @durable_boundary("store.end_session")
+    async def end_session(self, session_id: str, reason: SessionEnd, detail: str | None) -> SessionRecord:
+        return await self._durable.write(sessions.end, session_id, reason, detail)
+
+    async def expire_sessions(self, last_seen_before: datetime) -> list[str]:
+        return await self._durable.write(sessions.expire, last_seen_before)

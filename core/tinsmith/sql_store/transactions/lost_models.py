@@ -1,0 +1,33 @@
+"""Models whose state cannot be created or rebuilt."""
+
+from sqlmodel import col, select
+
+from tinsmith.sql_store.tables import OperationRow, RunRow
+from tinsmith.sql_store.transactions import leases, log, recovery_points, submitting
+from tinsmith.sql_store.transactions.writer import Transaction
+from tinsmith.store import Lease, RunState
+
+
+def lose(tx: Transaction, lease: Lease, model_id: str, reason: str) -> None:
+    leases.fence(tx, lease)
+    run = log.locked_run(tx.session, model_id)
+    if run is not None and run.state in log.LIVE:
+        mark_lost(tx, run, reason)
+
+
+def mark_lost(tx: Transaction, run: RunRow, reason: str) -> None:
+    """Fail what is pending as well; the caller has locked the run."""
+    run.state, run.state_reason = RunState.LOST, reason
+    recovery_points.drop_all(tx.session, run.model_id)
+    pending = select(OperationRow).where(
+        OperationRow.subject_id == run.model_id, col(OperationRow.state).not_in(log.FINISHED)
+    )
+    log.finish(tx, tx.session.exec(pending).all(), submitting.lost(run.model_id, reason))
+    tx.session.flush()
+
+
+def note(tx: Transaction, lease: Lease, model_id: str, text: str) -> None:
+    leases.fence(tx, lease)
+    run = log.locked_run(tx.session, model_id)
+    if run is not None and run.state in log.LIVE:
+        run.state_reason = text
