@@ -49,7 +49,7 @@ class PlainModel:
     def accept(self, seq_id: int, operation: ops.Operation, request_id: str) -> None:
         entry = self.entries[seq_id] = Entry(operation, request_id)
         if seq_id < self.next_seq_id:
-            entry.answer = ops.Failed(message="came after the model had gone on")
+            entry.answer = ops.Failed(message="arrived after the model had gone on")
         while (due := self.entries.get(self.next_seq_id)) is not None:
             if due.answer is None:
                 due.answer = self._apply(due.operation)

@@ -217,7 +217,7 @@ def test_a_pass_is_stored_in_few_bytes() -> None:
     assert len(canonical_bytes(operation)) / 1000 > 16
     assert_equal(decode_operation("forward_backward", stored), operation)
     assert stored[:2] == b"\xc1\x01"
-    with pytest.raises(ServerError, match="layout 9 is not known, a newer tinsmith may have written it"):
+    with pytest.raises(ServerError, match="layout 9 is not known; a newer tinsmith may have written it"):
         decode_operation("forward_backward", b"\xc1\x09" + stored[2:])
     with pytest.raises(ServerError, match="the compressed bytes are damaged"):
         decode_operation("forward_backward", stored[:-1])

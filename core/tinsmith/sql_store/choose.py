@@ -1,4 +1,4 @@
-"""Which database a configuration means."""
+"""Choosing the database from the configuration."""
 
 from sqlalchemy import make_url
 from sqlalchemy.engine import URL
@@ -12,21 +12,21 @@ from tinsmith.store import StoreContext
 
 
 def dialect_of(config: SqlStoreConfig, context: StoreContext) -> Dialect:
-    """Raise ConfigError where the URL cannot be used, naming what can."""
+    """Raise ConfigError if the URL cannot be used; the message says which URLs can."""
     default = URL.create("sqlite", database=str(context.data_dir.expanduser() / "tinsmith.db"))
     try:
         url = default if config.url is None else make_url(config.url)
     except ArgumentError as error:
         msg = (
-            f"store.url {config.url!r} is not a database URL; expected for instance sqlite:////var/lib/tinsmith.db "
+            f"store.url {config.url!r} is not a database URL; use for instance sqlite:////var/lib/tinsmith.db "
             "or postgresql://user@host/database"
         )
         raise ConfigError(msg) from error
     match url.get_backend_name():
         case "sqlite" if context.shared:
             msg = (
-                "server.share_data_dir: several servers need a database that they share, which SQLite is not; set "
-                "store.url, for instance to postgresql://user@host/database"
+                "server.share_data_dir: several servers cannot share an SQLite database; set store.url, for instance "
+                "to postgresql://user@host/database"
             )
             raise ConfigError(msg)
         case "sqlite":
@@ -34,7 +34,7 @@ def dialect_of(config: SqlStoreConfig, context: StoreContext) -> Dialect:
         case "postgresql":
             return _postgres(url, config)
         case other:
-            msg = f"store.url: no support for {other!r}; supported: sqlite, postgresql"
+            msg = f"store.url: {other!r} is not supported; supported: sqlite, postgresql"
             raise ConfigError(msg)
 
 

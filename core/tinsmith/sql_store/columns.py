@@ -1,4 +1,4 @@
-"""Column types that hold the store's values as they are: aware times, enumerations, tuples and frozen dataclasses."""
+"""Column types for the store's values: aware times, enumerations, tuples and frozen dataclasses."""
 
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -17,7 +17,7 @@ E = TypeVar("E", bound=StrEnum)
 
 
 class Microseconds(TypeDecorator[datetime]):
-    """An aware time as microseconds since 1970: the same order, bits and meaning in every database."""
+    """An aware time, as microseconds since 1970: exact, and the same in every database."""
 
     impl = BigInteger
     cache_ok = True
@@ -51,7 +51,7 @@ class AsText(TypeDecorator[E], Generic[E]):
 
 
 class AsJson(TypeDecorator[T], Generic[T]):
-    """A frozen dataclass or tuple as JSON, checked when it is read."""
+    """A frozen dataclass or tuple as JSON. Reading validates it."""
 
     impl = JSON(none_as_null=True)
     cache_ok = True
@@ -70,7 +70,7 @@ class AsJson(TypeDecorator[T], Generic[T]):
 
 
 class DatabaseNow(FunctionElement[datetime]):
-    """The time by the database's own clock, which is the same for all machines; exact to a millisecond at least."""
+    """The time by the database's clock, which all machines share, to the millisecond or better."""
 
     type = Microseconds()
     inherit_cache = True

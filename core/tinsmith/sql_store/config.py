@@ -1,4 +1,4 @@
-"""Settings of the SQL store. Imports no database library, since every process loads it."""
+"""Settings of the SQL store. This module imports no database library, because every process loads it."""
 
 from typing import Literal
 
@@ -8,25 +8,27 @@ from tinsmith.backend import BackendConfig
 
 
 class SqlStoreConfig(BackendConfig):
-    """The `store:` section where `plugin: sql`."""
+    """The `store:` section with `plugin: sql`."""
 
-    url: str | None = Field(None, description="an SQLAlchemy URL; default: SQLite in the data directory")
+    url: str | None = Field(None, description="SQLAlchemy URL of the database; default: SQLite in the data directory")
     synchronous: Literal["full", "normal", "off"] = Field(
         "full",
-        description="what an acknowledged write survives: full = a power cut, normal and off = a killed process",
+        description="what acknowledged requests survive: `full` a power cut, `normal` and `off` a killed process",
     )
-    max_readers: int = Field(4, ge=1, le=64, description="connections for reading, per process")
-    busy_timeout_s: float = Field(30.0, gt=0, description="how long a write waits for another process's")
+    max_readers: int = Field(4, ge=1, le=64, description="number of connections for reading, per process")
+    busy_timeout_s: float = Field(
+        30.0, gt=0, description="SQLite: seconds for which a write waits for other processes' writes"
+    )
     outage_s: float = Field(
-        30.0, gt=0, description="PostgreSQL: how long calls wait for a database that cannot be reached"
+        30.0, gt=0, description="PostgreSQL: seconds for which calls wait for a database that cannot be reached"
     )
     rewrite_share: float = Field(
         0.02,
         ge=0,
         le=1,
-        description="PostgreSQL: share of the time in which tables may be locked to rewrite them without what was "
-        "deleted; 0: never",
+        description="PostgreSQL: largest share of the time for which tables are locked while they are rewritten to "
+        "remove deleted content; with 0, run `VACUUM FULL payloads, results, checkpoints` yourself",
     )
     safety_poll_s: float = Field(
-        2.0, gt=0, description="how often waiting calls look at the database although no wake-up came"
+        2.0, gt=0, description="seconds after which waiting calls read the database even without a wake-up"
     )

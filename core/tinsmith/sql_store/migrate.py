@@ -1,4 +1,4 @@
-"""Bringing a database to the newest schema, from this process, with alembic."""
+"""Migrating a database to the newest schema, with alembic, in this process."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 @durable_boundary("store.migrate")
 def migrate(connection: Connection, name: str) -> None:
-    """Run what is missing in the caller's transaction.
+    """Run the missing migrations in the caller's transaction.
 
-    Raise ConfigError where a newer tinsmith made the database; `name` is the database as messages show it.
+    Raise ConfigError if a newer tinsmith has migrated the database. `name` is its name in messages.
     """
     found, revisions = _found(connection), known_revisions()
     if found == revisions[-1]:
-        return  # without alembic, whose import takes a third of a second
+        return  # without importing alembic, which takes a third of a second
     if found is not None and found not in revisions:
         msg = (
-            f"database {name!r} has the schema {found!r}, which this tinsmith does not know (its newest is "
-            f"{revisions[-1]!r}): a newer one made it; upgrade tinsmith, or name another database in store.url"
+            f"database {name!r} has the schema {found!r} of a newer tinsmith; this one knows schemas up to "
+            f"{revisions[-1]!r}; upgrade tinsmith, or set store.url to another database"
         )
         raise ConfigError(msg)
     from alembic import command
@@ -37,7 +37,7 @@ def migrate(connection: Connection, name: str) -> None:
 
 
 def known_revisions() -> list[str]:
-    """Return the schemas that there have been, oldest first: the files' names start with them."""
+    """Return all schema revisions, oldest first, from the names of the migrations' files."""
     names = (each.name for each in files("tinsmith.sql_store").joinpath("migrations", "versions").iterdir())
     return sorted(name.partition("_")[0] for name in names if name[0].isdigit())
 

@@ -1,7 +1,7 @@
-"""The rows. They never leave this package: `to_record` and `to_row` translate to the store's frozen records.
+"""The tables' rows. They never leave this package: `to_record` and `to_row` convert from and to the store's records.
 
-Payloads and results lie in tables of their own, so that changing an operation's state does not rewrite its tensors.
-Fields have the names of the records'.
+Payloads and results have tables of their own, so that changing an operation's state does not rewrite its tensors.
+Fields are named as in the records.
 """
 
 from dataclasses import fields
@@ -19,7 +19,7 @@ from tinsmith.store import ConsistencyCounts, EngineState, OperationState, RunSt
 R = TypeVar("R")
 Row = TypeVar("Row", bound=SQLModel)
 
-_BigKey = BigInteger().with_variant(Integer(), "sqlite")  # SQLite numbers only INTEGER keys by itself
+_BigKey = BigInteger().with_variant(Integer(), "sqlite")  # SQLite generates only INTEGER keys
 
 
 def _time(*, index: bool = False) -> Any:  # Any: as sqlmodel.Field itself
@@ -40,7 +40,7 @@ def _count() -> Any:  # Any: as sqlmodel.Field itself
 
 
 class Table(SQLModel):
-    """Base of the rows: a metadata of our own, with names for constraints, so that migrations can change them."""
+    """Base of the rows. Its metadata names all constraints, so that migrations can change them."""
 
     metadata = MetaData(
         naming_convention={
@@ -86,7 +86,7 @@ class RunRow(Table, table=True):
     next_seq_id: int = Field(sa_type=BigInteger)
     applied_seq_id: int = Field(sa_type=BigInteger)
     pruned_seq_id: int = Field(default=-1, sa_type=BigInteger)  # the highest one that retention has removed
-    rebuilds: int = _count()  # begun and not finished: how often an engine died while it rebuilt this model
+    rebuilds: int = _count()  # rebuilds begun and not finished: how often an engine died in one
 
 
 class SamplingSessionRow(Table, table=True):
@@ -121,7 +121,7 @@ class CheckpointRow(Table, table=True):
     deleted_at: datetime | None = Field(default=None, sa_type=Microseconds, nullable=True)  # kept for repeated requests
 
 
-# Written out, since SQLite uses a partial index only where the query shows its condition as a literal.
+# As literals, because SQLite uses a partial index only if the query contains the same condition as a literal.
 QUEUED, RUNNING = text("operations.state = 'queued'"), text("operations.state = 'running'")
 UNTOLD = text("NOT operations.cancel_told")
 _QUEUED, _RUNNING, _UNTOLD = text("state = 'queued'"), text("state = 'running'"), text("NOT cancel_told")
@@ -130,9 +130,7 @@ _QUEUED, _RUNNING, _UNTOLD = text("state = 'queued'"), text("state = 'running'")
 class OperationRow(Table, table=True):
     __tablename__ = "operations"
     __table_args__ = (
-        UniqueConstraint(
-            "subject_id", "seq_id", name="uq_operations_stream_seq_id"
-        ),  # what the column was called at first
+        UniqueConstraint("subject_id", "seq_id", name="uq_operations_stream_seq_id"),  # from the column's first name
         Index(
             "ix_operations_queued",
             "base_model",
@@ -162,10 +160,10 @@ class OperationRow(Table, table=True):
     created_at: datetime = _time()
     started_at: datetime | None = _maybe_time()
     finished_at: datetime | None = Field(default=None, sa_type=Microseconds, nullable=True, index=True)
-    engine_id: str | None = None  # who claimed it
-    attempts: int = 0  # how often it was claimed, but for orderly stops and interruptions
+    engine_id: str | None = None  # the engine that claimed it
+    attempts: int = 0  # how often it was claimed, without orderly stops and interruptions
     interruptions: int = _count()  # how often its engine was killed from outside
-    alone: bool = Field(  # an engine died while it ran: nothing else runs beside the next attempt
+    alone: bool = Field(  # an engine died while it ran, so the next attempt runs by itself
         default=False, sa_column=Column(Boolean, nullable=False, server_default=false())
     )
     cancel_told: bool = True  # False: its engine does not know yet that it was cancelled
@@ -192,13 +190,13 @@ class ResultRow(Table, table=True):
 
 
 class FinishedSampleRow(Table, table=True):
-    """That a sample finished, and when among the others of its client."""
+    """The place of a finished sample among those of its client."""
 
     __tablename__ = "finished_samples"
 
     subject_id: str = Field(primary_key=True)
     clone: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))
-    number: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))  # from 1 on
+    number: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))  # from 1
     request_id: str
     succeeded: bool
     size_bytes: int = Field(sa_type=BigInteger)
@@ -206,7 +204,7 @@ class FinishedSampleRow(Table, table=True):
 
 
 class SampleCountRow(Table, table=True):
-    """Where the numbers of `finished_samples` come from."""
+    """The last number used in `finished_samples`, for each client."""
 
     __tablename__ = "sample_counts"
 
@@ -231,7 +229,7 @@ class EngineRow(Table, table=True):
 
 
 class LeaseRow(Table, table=True):
-    """Never deleted: the epoch must grow for ever."""
+    """Never deleted, because the epoch must never start again."""
 
     __tablename__ = "leases"
 
@@ -259,7 +257,7 @@ class SecretRow(Table, table=True):
 
 
 class RetentionRow(Table, table=True):
-    """One row: operations finished before `finished_before` have been removed."""
+    """A single row: operations that finished before `finished_before` have been removed."""
 
     __tablename__ = "retention"
 
@@ -267,7 +265,7 @@ class RetentionRow(Table, table=True):
     finished_before: datetime = _time()
 
 
-# The hot paths use the bare tables: a mapped object costs several times what its statement does.
+# Hot paths use the bare tables: a mapped object costs several times as much as its statement.
 OPERATIONS, PAYLOADS, RESULTS, ENGINES, RUNS, FINISHED_SAMPLES, SAMPLE_COUNTS, LEASES = (
     row.metadata.tables[str(row.__tablename__)]
     for row in (OperationRow, PayloadRow, ResultRow, EngineRow, RunRow, FinishedSampleRow, SampleCountRow, LeaseRow)
@@ -275,11 +273,11 @@ OPERATIONS, PAYLOADS, RESULTS, ENGINES, RUNS, FINISHED_SAMPLES, SAMPLE_COUNTS, L
 
 
 def to_record(row: SQLModel, record: type[R]) -> R:
-    """Make a record of a row that has its fields."""
+    """Make a record from a row that has its fields."""
     return record(**{field.name: getattr(row, field.name) for field in fields(record)})  # type: ignore[arg-type]  # R is a dataclass
 
 
 def to_row(record: object, row: type[Row], **more: object) -> Row:
-    """Make a row of a record; `more` are the columns that the record does not have."""
+    """Make a row from a record; `more` holds the columns that the record does not have."""
     values = {field.name: getattr(record, field.name) for field in fields(record)}  # type: ignore[arg-type]  # a dataclass
     return row(**values, **more)

@@ -1,6 +1,6 @@
-"""Operations and results to bytes and back: MessagePack by their dataclass, arrays as little-endian bytes.
+"""Encoding operations and results: MessagePack of their dataclasses, with arrays as little-endian bytes.
 
-`stored_bytes.py` says how the bytes rest. Decoded arrays are read-only.
+`compression.py` describes the stored bytes. Decoded arrays are read-only.
 """
 
 from typing import Any
@@ -39,22 +39,22 @@ _RESULT_NAMES: dict[type, str] = {cls: name for name, cls in RESULT_TYPES.items(
 
 
 def kind_of(operation: ops.Operation) -> str:
-    """Name an operation's kind, as the store and the scheduler know it."""
+    """Return the operation's kind, by which the store and the scheduler know it."""
     return _OPERATION_NAMES[type(operation)]
 
 
 def encode_operation(operation: ops.Operation) -> bytes:
-    """Return it as the log stores it. Which bytes those are may change; `canonical_bytes` never do."""
+    """Return the bytes that the log stores. Their layout may change with versions; `canonical_bytes` never change."""
     return stored_bytes.compress(_ENCODER.encode(operation))
 
 
 def canonical_bytes(operation: ops.Operation) -> bytes:
-    """Return what a repeat of an operation is compared by, over upgrades too: the same content, the same bytes."""
+    """Return the bytes by which a repeat of an operation is recognised. Upgrades must not change them."""
     return _CANONICAL.encode(operation)
 
 
 def decode_operation(kind: str, payload: bytes) -> ops.Operation:
-    """Raise ServerError where the bytes are not a stored operation of this kind."""
+    """Raise ServerError if the bytes are not a stored operation of this kind."""
     operation: ops.Operation = _decode(OPERATION_TYPES, kind, payload)
     return operation
 
@@ -92,7 +92,7 @@ def _encode_whole_array(value: object) -> object:
     raise NotImplementedError(msg)
 
 
-def _decode_array(_: type, stored: Any) -> np.ndarray[Any, Any]:  # Any: what MessagePack holds
+def _decode_array(_: type, stored: Any) -> np.ndarray[Any, Any]:  # Any: decoded MessagePack
     return stored_bytes.widen(stored)
 
 

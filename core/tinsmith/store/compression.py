@@ -1,9 +1,9 @@
-"""How MessagePack rests in the log: compressed, with integers as narrow as their values. Earlier layouts stay readable.
+"""How the log stores MessagePack: compressed, with integers cut to the width of their values. Old layouts are readable.
 
-    0x80-0x8f, 0xde, 0xdf ...   plain MessagePack of a map: every log before this layout, and whatever is short
-    0xc1 0x01 ...               a zstd frame of MessagePack; 0xc1 begins no MessagePack, the second byte is the layout
+    0x80-0x8f, 0xde, 0xdf ...   plain MessagePack of a map: short values, and every value before this layout
+    0xc1 0x01 ...               a zstd frame of MessagePack; no MessagePack begins with 0xc1; 0x01 is the layout
 
-Tokens and targets of one datum are mostly the same bytes once they have the same width: the frame holds them once.
+Once they have the same width, the tokens and targets of a datum are mostly the same bytes, which zstd stores once.
 """
 
 from typing import Any, Final
@@ -13,27 +13,27 @@ import zstandard
 
 _MARK: Final = 0xC1
 _ZSTD: Final = 1
-_SHORT_BYTES: Final = 256  # below, a frame saves nothing
+_SHORT_BYTES: Final = 256  # compressing less saves nothing
 _LEVEL: Final = 1
-_NARROW: Final = (1, 2, 3, 4)  # bytes of an integer
+_NARROW: Final = (1, 2, 3, 4)  # bytes for an integer
 
 StoredArray = tuple[str, tuple[int, ...], bytes] | tuple[str, tuple[int, ...], bytes, int]
-"""dtype, shape, little-endian bytes; and, of non-negative integers, the bytes that each was cut to."""
+"""dtype, shape, little-endian bytes; and, if integers were cut, their width in bytes."""
 
 
 def compress(packed: bytes) -> bytes:
-    """Return MessagePack as it is stored."""
+    """Return the bytes to store for MessagePack."""
     if len(packed) < _SHORT_BYTES:
         return packed
     return bytes((_MARK, _ZSTD)) + zstandard.ZstdCompressor(level=_LEVEL).compress(packed)
 
 
 def decompress(stored: bytes) -> bytes:
-    """Return the MessagePack. Raise ValueError where the bytes are damaged, or of a layout that is not known."""
+    """Return the MessagePack. Raise ValueError if the bytes are damaged or have an unknown layout."""
     if not stored or stored[0] != _MARK:
         return stored
     if stored[1:2] != bytes((_ZSTD,)):
-        msg = f"layout {stored[1] if len(stored) > 1 else 'missing'} is not known, a newer tinsmith may have written it"
+        msg = f"layout {stored[1] if len(stored) > 1 else 'missing'} is not known; a newer tinsmith may have written it"
         raise ValueError(msg)
     try:
         return zstandard.ZstdDecompressor().decompress(stored[2:])
@@ -43,7 +43,7 @@ def decompress(stored: bytes) -> bytes:
 
 
 def narrow(array: np.ndarray[Any, Any]) -> StoredArray:
-    """Take an array apart; nothing is lost."""
+    """Convert an array to its stored form, without loss."""
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     dtype, shape, size = little.dtype, little.shape, little.dtype.itemsize
     if dtype.kind in "iu" and little.size and little.min() >= 0:
@@ -55,7 +55,7 @@ def narrow(array: np.ndarray[Any, Any]) -> StoredArray:
 
 
 def widen(stored: StoredArray) -> np.ndarray[Any, Any]:
-    """Put it together: a read-only array, a view of the bytes where they were not cut."""
+    """Return the read-only array of a stored form. If integers were not cut, it is a view of the bytes."""
     dtype, shape, data = np.dtype(stored[0]), stored[1], stored[2]
     if len(stored) == 3:
         return np.frombuffer(data, dtype).reshape(shape)

@@ -8,7 +8,7 @@ BOUNDS = {
     "small:answers": Bounds(programs=("tt", "s"), faults=Faults(takeovers=1, lost_answers=1), in_order=True),
     "small:gaps": Bounds(programs=("trtt",), faults=Faults(crashes=1, stops=1, takeovers=1)),
     "small:poison": Bounds(programs=("pt", "t"), faults=Faults(crashes=1), in_order=True),
-    "small:snapshots": Bounds(programs=("tt",), faults=Faults(crashes=1, takeovers=1), keep=1, in_order=True),
+    "small:points": Bounds(programs=("tt",), faults=Faults(crashes=1, takeovers=1), keep=1, in_order=True),
     "small:damage": Bounds(programs=("ttt",), faults=Faults(crashes=1, damages=1), keep=2, in_order=True),
     "small:given-up": Bounds(
         programs=("t",), faults=Faults(crashes=2, takeovers=1), keep=1, in_order=True, max_interruptions=2
@@ -20,7 +20,7 @@ BOUNDS = {
     ),
     "large:gaps": Bounds(programs=("trtt", "t"), faults=Faults(crashes=1, takeovers=1)),
     "large:poison": Bounds(programs=("tpt", "t"), faults=Faults(crashes=1, takeovers=1), in_order=True),
-    "large:snapshots": Bounds(programs=("ttt",), faults=Faults(crashes=1, takeovers=1), keep=1, in_order=True),
+    "large:points": Bounds(programs=("ttt",), faults=Faults(crashes=1, takeovers=1), keep=1, in_order=True),
     "large:damage": Bounds(programs=("ttt",), faults=Faults(crashes=1, takeovers=1, damages=1), keep=2, in_order=True),
-    "large:poison-snapshots": Bounds(programs=("tpt",), faults=Faults(crashes=1), keep=1, in_order=True),
+    "large:poison-points": Bounds(programs=("tpt",), faults=Faults(crashes=1), keep=1, in_order=True),
 }

@@ -9,7 +9,7 @@ def broken_in(state: State, bounds: Bounds) -> str | None:
     for number, (subject, program) in enumerate(zip(state.subjects, bounds.programs, strict=True)):
         found = _alone(subject, program, bounds)
         if found is None and program[0] != SAMPLE:
-            found = _order(subject) or _snapshots(subject) or _recoverable(subject)
+            found = _order(subject) or _recovery_points(subject) or _recoverable(subject)
         if found is not None:
             return f"subject {number}: {found}"
     return None
@@ -58,19 +58,19 @@ def _truth(subject: Subject, up_to: int) -> Content:
     return tuple(seq_id for seq_id, row in rows if row is not None and row.state == SUCCEEDED)
 
 
-def _snapshots(subject: Subject) -> str | None:
+def _recovery_points(subject: Subject) -> str | None:
     files = {directory: content for directory, _, content in subject.files}
-    for seq_id, directory in subject.snapshots:
+    for seq_id, directory in subject.recovery_points:
         if seq_id > subject.applied_seq_id:
-            return f"the snapshot of seq_id {seq_id} is past the recorded results"
+            return f"the recovery point of seq_id {seq_id} is past the recorded results"
         if directory in files and files[directory] != _truth(subject, seq_id):
-            return f"the snapshot of seq_id {seq_id} holds {files[directory]}, not {_truth(subject, seq_id)}"
+            return f"the recovery point of seq_id {seq_id} holds {files[directory]}, not {_truth(subject, seq_id)}"
     return None
 
 
 def _recoverable(subject: Subject) -> str | None:
     files = {directory for directory, _, _ in subject.files}
-    start = next((seq_id for seq_id, directory in subject.snapshots if directory in files), -1)
+    start = next((seq_id for seq_id, directory in subject.recovery_points if directory in files), -1)
     if subject.pruned_seq_id > start:
         return f"recovery starts after seq_id {start}, but the log is pruned up to {subject.pruned_seq_id}"
     return None

@@ -15,11 +15,23 @@ MUTATIONS = {
     "requeue_keeps_position": ("`requeue` leaves `next_seq_id` where it is", "small:takeover"),
     "no_requeue": ("an engine that starts does not put back what was running", "small:takeover"),
     "resubmit_runs_again": ("a repeat queues the operation once more", "small:takeover"),
-    "snapshot_early": ("a snapshot is registered before the results up to it are recorded", "small:snapshots"),
-    "snapshot_unfenced": ("`add_recovery_point` does not ask whether a later engine has taken over", "small:snapshots"),
-    "snapshot_shared_names": ("engines write their snapshots of one seq_id to one directory", "small:given-up"),
-    "tidy_removes_newer": ("what is not registered is removed, though it is newer than what is", "small:snapshots"),
-    "prune_past_oldest": ("`prune` keeps what comes after the newest snapshot, not the oldest", "small:damage"),
+    "point_early": (
+        "a recovery point is registered before the results up to it are recorded",
+        "small:points",
+    ),
+    "point_unfenced": (
+        "`add_recovery_point` does not ask whether a later engine has taken over",
+        "small:points",
+    ),
+    "point_shared_names": (
+        "engines write their recovery points of one seq_id to one directory",
+        "small:given-up",
+    ),
+    "tidy_removes_newer": (
+        "what is not registered is removed, though it is newer than what is",
+        "small:points",
+    ),
+    "prune_past_oldest": ("`prune` keeps what comes after the newest recovery point, not the oldest", "small:damage"),
     "gap_closed_while_running": ("`fail_gaps` goes on while an operation before the gap runs", "small:gaps"),
-    "replay_from_start": ("recovery replays the whole log on top of the snapshot", "small:snapshots"),
+    "replay_from_start": ("recovery replays the whole log on top of the recovery point", "small:points"),
 }

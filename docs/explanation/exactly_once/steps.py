@@ -19,7 +19,7 @@ from exactly_once.values import (
     Content,
     Engine,
     Faults,
-    Snapshots,
+    RecoveryPoints,
     State,
     Subject,
     Taking,
@@ -60,21 +60,23 @@ class Steps:
                 if self._bounds.in_order and seq_id and subject.rows[seq_id - 1] is None:
                     break
                 if (changed := self._store.submit(subject, kind, seq_id)) is not None:
-                    yield Step("a client submits", (number, seq_id), _with_stream(state, number, changed))
+                    yield Step("a client submits", (number, seq_id), _with_subject(state, number, changed))
                 if kind == SAMPLE and (changed := self._store.cancel(subject, seq_id)) is not None:
-                    yield Step("a client cancels", (number, seq_id), _with_stream(state, number, changed), fault=True)
+                    yield Step("a client cancels", (number, seq_id), _with_subject(state, number, changed), fault=True)
 
     def _housekeeping(self, state: State) -> Iterator[Step]:
         for number, subject in enumerate(state.subjects):
             for seq_id, pruned in self._store.prune(subject, self._programs[number]):
-                yield Step("prune", (number, seq_id), _with_stream(state, number, pruned), fault=True)
-            if state.left.damages and len(subject.snapshots) > 1:
-                newest = subject.snapshots[0][1]
+                yield Step("prune", (number, seq_id), _with_subject(state, number, pruned), fault=True)
+            if state.left.damages and len(subject.recovery_points) > 1:
+                newest = subject.recovery_points[0][1]
                 files = tuple(each for each in subject.files if each[0] != newest)
                 if len(files) < len(subject.files):
-                    damaged = _with_stream(state, number, subject._replace(files=files))
+                    damaged = _with_subject(state, number, subject._replace(files=files))
                     left = state.left._replace(damages=state.left.damages - 1)
-                    yield Step("damage to the newest snapshot", (number,), damaged._replace(left=left), fault=True)
+                    yield Step(
+                        "damage to the newest recovery point", (number,), damaged._replace(left=left), fault=True
+                    )
 
     # the life of an engine
 
@@ -87,7 +89,7 @@ class Steps:
         if held and not state.left.takeovers:
             return
         engines = tuple(engine._replace(current=False) for engine in state.engines)
-        seen = tuple((subject.snapshots, subject.applied_seq_id) for subject in state.subjects)
+        seen = tuple((subject.recovery_points, subject.applied_seq_id) for subject in state.subjects)
         fresh = Engine(phase=RECOVERING, current=True, seen=seen, name=_fresh_name(state))
         left = state.left._replace(takeovers=state.left.takeovers - held)
         yield Step(
@@ -123,16 +125,16 @@ class Steps:
         yield from self._records(state, number, engine)
         yield from self._gaps(state, number)
         if engine.phase == READY and self._bounds.keep:
-            yield from self._snapshots(state, number, engine)
+            yield from self._recovery_points(state, number, engine)
 
     # recovery
 
     def _recover(self, state: State, number: int, engine: Engine) -> Step:
         model = len(engine.backend)
         if model < len(state.subjects):
-            snapshots, applied_seq_id = engine.seen[model]
+            points, applied_seq_id = engine.seen[model]
             rebuilt = engine._replace(
-                backend=(*engine.backend, self._rebuilt(state.subjects[model], snapshots)),
+                backend=(*engine.backend, self._rebuilt(state.subjects[model], points)),
                 positions=(*engine.positions, applied_seq_id),
             )
             return Step("the engine rebuilds", (number, model), _with_engine(state, number, rebuilt))
@@ -144,10 +146,10 @@ class Steps:
             return Step("the engine is ready", (number,), state)
         return Step("requeue", (number,), self._requeued(state, "interrupted" if state.interrupted else "crashed"))
 
-    def _rebuilt(self, subject: Subject, snapshots: Snapshots) -> Content:
-        """Restore the newest good snapshot of those seen at the start; replay what has succeeded after it."""
+    def _rebuilt(self, subject: Subject, points: RecoveryPoints) -> Content:
+        """Restore the newest good recovery point of those seen at the start; replay what has succeeded after it."""
         files = {directory: (seq_id, content) for directory, seq_id, content in subject.files}
-        good = next((files[directory] for _, directory in snapshots if directory in files), (-1, ()))
+        good = next((files[directory] for _, directory in points if directory in files), (-1, ()))
         seq_id, content = good
         after = -1 if "replay_from_start" in self._mutations else seq_id
         rows = enumerate(subject.rows)
@@ -189,7 +191,7 @@ class Steps:
     def _claimed(self, state: State, number: int, engine: Engine, subject: int, seq_id: int) -> Step:
         changed = self._store.claim(state.subjects[subject], self._programs[subject], seq_id)
         claimed = engine._replace(claimed=tuple(sorted([*engine.claimed, (subject, seq_id)])))
-        after = _with_engine(_with_stream(state, subject, changed), number, claimed)
+        after = _with_engine(_with_subject(state, subject, changed), number, claimed)
         return Step("claim", (number, subject, seq_id), after)
 
     def _claim_unanswered(self, state: State, number: int, engine: Engine, subject: int, seq_id: int) -> Step:
@@ -231,7 +233,7 @@ class Steps:
             return
         (subject, seq_id, content), rest = engine.ran[0], engine.ran[1:]
         changed = self._store.complete(state.subjects[subject], self._programs[subject], seq_id, content)
-        after = _with_stream(state, subject, changed)
+        after = _with_subject(state, subject, changed)
         where = (number, subject, seq_id)
         yield Step("complete", where, _with_engine(after, number, engine._replace(ran=rest)))
         if state.left.lost_answers:  # it will be asked again
@@ -245,11 +247,11 @@ class Steps:
             if self._programs[model][0] != SAMPLE:
                 for failed in self._store.fail_gaps(subject):
                     where = (number, model, failed.applied_seq_id)
-                    yield Step("fail_gaps", where, _with_stream(state, model, failed))
+                    yield Step("fail_gaps", where, _with_subject(state, model, failed))
 
-    # snapshots of the training state
+    # recovery points
 
-    def _snapshots(self, state: State, number: int, engine: Engine) -> Iterator[Step]:
+    def _recovery_points(self, state: State, number: int, engine: Engine) -> Iterator[Step]:
         for model, taking in enumerate(engine.taking):
             if self._programs[model][0] == SAMPLE:
                 continue
@@ -257,29 +259,29 @@ class Steps:
             match taking:
                 case None:
                     seq_id = engine.positions[model]
-                    if seq_id > max((each[0] for each in subject.snapshots), default=-1):
+                    if seq_id > max((each[0] for each in subject.recovery_points), default=-1):
                         copied = Taking(COPIED, seq_id, engine.backend[model])
-                        yield Step("copy for a snapshot", where, _taking(state, number, model, copied))
+                        yield Step("copy for a recovery point", where, _taking(state, number, model, copied))
                 case Taking(stage="copied"):
                     directory = self._directory(engine, taking)
                     others = [each for each in subject.files if each[0] != directory]
                     files = tuple(sorted([*others, (directory, taking.seq_id, taking.content)]))
-                    written = _with_stream(state, model, subject._replace(files=files))
+                    written = _with_subject(state, model, subject._replace(files=files))
                     after = _taking(written, number, model, taking._replace(stage=WRITTEN))
-                    yield Step("write a snapshot", where, after, fault=True)
+                    yield Step("write a recovery point", where, after, fault=True)
                 case Taking(stage="written"):
                     yield from self._register(state, number, model, taking)
                 case _:
                     files = tuple(each for each in subject.files if not self._untidy(each, taking))
-                    tidied = _with_stream(state, model, subject._replace(files=files))
+                    tidied = _with_subject(state, model, subject._replace(files=files))
                     yield Step("tidy", where, _taking(tidied, number, model, None))
 
     def _register(self, state: State, number: int, model: int, taking: Taking) -> Iterator[Step]:
         engine = state.engines[number]
         waits = any(subject == model and seq_id <= taking.seq_id for subject, seq_id, _ in engine.ran)
-        if waits and "snapshot_early" not in self._mutations:
+        if waits and "point_early" not in self._mutations:
             return
-        if not engine.current and "snapshot_unfenced" not in self._mutations:
+        if not engine.current and "point_unfenced" not in self._mutations:
             yield self._refused(state, number)
             return
         directory = self._directory(engine, taking)
@@ -287,11 +289,11 @@ class Steps:
         if changed is None:
             yield Step("add_recovery_point is refused", (number, model), _taking(state, number, model, None))
             return
-        after = _taking(state, number, model, taking._replace(stage=REGISTERED, listed=changed.snapshots))
-        yield Step("add_recovery_point", (number, model, taking.seq_id), _with_stream(after, model, changed))
+        after = _taking(state, number, model, taking._replace(stage=REGISTERED, listed=changed.recovery_points))
+        yield Step("add_recovery_point", (number, model, taking.seq_id), _with_subject(after, model, changed))
 
     def _directory(self, engine: Engine, taking: Taking) -> str:
-        return f"{taking.seq_id}" if "snapshot_shared_names" in self._mutations else f"{taking.seq_id}{engine.name}"
+        return f"{taking.seq_id}" if "point_shared_names" in self._mutations else f"{taking.seq_id}{engine.name}"
 
     def _untidy(self, file: tuple[str, int, Content], taking: Taking) -> bool:
         directory, seq_id, _ = file
@@ -300,7 +302,7 @@ class Steps:
         return directory not in listed and not newer
 
 
-def _with_stream(state: State, number: int, subject: Subject) -> State:
+def _with_subject(state: State, number: int, subject: Subject) -> State:
     return state._replace(subjects=replaced(state.subjects, number, subject))
 
 
@@ -321,5 +323,5 @@ def _fresh_name(state: State) -> str:
     """One that nobody uses any more: names are random in reality, so that none comes twice."""
     used = {engine.name for engine in state.engines}
     for subject in state.subjects:
-        used |= {name[-1] for name, _, _ in subject.files} | {name[-1] for _, name in subject.snapshots}
+        used |= {name[-1] for name, _, _ in subject.files} | {name[-1] for _, name in subject.recovery_points}
     return next(letter for letter in "abcdefghijkl" if letter not in used)

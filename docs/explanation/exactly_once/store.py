@@ -133,19 +133,19 @@ class Store:
 
     def add_recovery_point(self, subject: Subject, seq_id: int, directory: str) -> Subject | None:
         """Return None where it is refused."""
-        if seq_id > subject.applied_seq_id and "snapshot_early" not in self._mutations:
+        if seq_id > subject.applied_seq_id and "point_early" not in self._mutations:
             return None
-        others = [each for each in subject.snapshots if each[0] != seq_id]
+        others = [each for each in subject.recovery_points if each[0] != seq_id]
         newest = sorted([*others, (seq_id, directory)], reverse=True)[: self._bounds.keep]
-        return subject._replace(snapshots=tuple(newest))
+        return subject._replace(recovery_points=tuple(newest))
 
     # housekeeping
 
     def prune(self, subject: Subject, program: str) -> Iterator[tuple[int, Subject]]:
         """One at a time, whichever are old enough."""
-        snapshots = [seq_id for seq_id, _ in subject.snapshots]
+        points = [seq_id for seq_id, _ in subject.recovery_points]
         bound = max if "prune_past_oldest" in self._mutations else min
-        needed_after = bound(snapshots, default=-1)
+        needed_after = bound(points, default=-1)
         for seq_id, row in enumerate(subject.rows):
             if row is None or row.state not in FINISHED or not row.kept:
                 continue

@@ -10,7 +10,7 @@ DOWN, RECOVERING, ALONE, READY = "down", "recovering", "alone", "ready"
 """Of an engine. ALONE: it retries what may have killed the one before, one by one."""
 
 COPIED, WRITTEN, REGISTERED = "copied", "written", "registered"
-"""Of a training snapshot that is being taken."""
+"""Of a recovery point that is being taken."""
 
 TRAIN, POISON, REFUSED, SAMPLE = "t", "p", "r", "s"
 """Kinds. POISON kills the engine that runs it; REFUSED was recorded as failed at once; SAMPLE has no order."""
@@ -18,7 +18,7 @@ TRAIN, POISON, REFUSED, SAMPLE = "t", "p", "r", "s"
 Content = tuple[int, ...]
 """A training state, as the seq_ids applied to it in turn: two are equal just where the bits of the real ones are."""
 
-Snapshots = tuple[tuple[int, str], ...]
+RecoveryPoints = tuple[tuple[int, str], ...]
 """Registered (seq_id, directory), newest first."""
 
 GAVE_UP: Content = (-1,)
@@ -37,23 +37,23 @@ class Row(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """A model (RunRow, its operations, its snapshots), or a sampling session, which uses `rows` alone."""
+    """A model (RunRow, its operations, its recovery points), or a sampling session, which uses `rows` alone."""
 
     rows: tuple[Row | None, ...]  # by seq_id; None has not come
     next_seq_id: int = 0
     applied_seq_id: int = -1
     pruned_seq_id: int = -1
-    snapshots: Snapshots = ()
+    recovery_points: RecoveryPoints = ()
     files: tuple[tuple[str, int, Content], ...] = ()  # on disk: directory, seq_id, state
 
 
 class Taking(NamedTuple):
-    """A snapshot on its way, and, once registered, which directories its engine has seen registered."""
+    """A recovery point on its way, and, once registered, which directories its engine has seen registered."""
 
     stage: str
     seq_id: int
     content: Content
-    listed: Snapshots = ()
+    listed: RecoveryPoints = ()
 
 
 class Engine(NamedTuple):
@@ -65,14 +65,14 @@ class Engine(NamedTuple):
 
     phase: str = DOWN
     current: bool = False
-    seen: tuple[tuple[Snapshots, int], ...] = ()  # of each model at its start, with its applied_seq_id
+    seen: tuple[tuple[RecoveryPoints, int], ...] = ()  # of each model at its start, with its applied_seq_id
     backend: tuple[Content, ...] = ()  # by model, as far as they are rebuilt
     positions: tuple[int, ...] = ()  # of each, the last operation that ran
     claimed: tuple[tuple[int, int], ...] = ()  # (subject, seq_id) whose turn has not come
     ran: tuple[tuple[int, int, Content], ...] = ()  # and results that are not recorded yet, in order
     taking: tuple[Taking | None, ...] = ()
     looked: tuple[int, int] | None = None  # only where a claim is not atomic
-    name: str = ""  # goes into the directory of its snapshots
+    name: str = ""  # goes into the directory of its recovery points
 
 
 class Faults(NamedTuple):
@@ -81,7 +81,7 @@ class Faults(NamedTuple):
     crashes: int = 0
     takeovers: int = 0  # an engine loses its lease while it lives
     lost_answers: int = 0  # a transaction is committed, but its caller hears of a failure
-    damages: int = 0  # of the newest of several snapshots
+    damages: int = 0  # of the newest of several recovery points
     stops: int = 0  # orderly
 
 
@@ -103,7 +103,7 @@ class Bounds:
     engines: int = 2
     max_attempts: int = 2  # crashes, after which an operation fails
     max_interruptions: int = 9  # deaths from outside
-    keep: int = 0  # snapshots; 0 takes none
+    keep: int = 0  # recovery points; 0 takes none
     in_order: bool = False  # clients submit in order, so that there are no gaps
 
     def start(self) -> State:
