@@ -258,8 +258,11 @@ async def test_a_full_socket_does_not_stop_the_sender(tmp_path: Path) -> None:
     await one.open()
     await two.open()
     with two.subscribe("here") as here:
-        for _ in range(100_000):
+        for _ in range(5_000):
             one.tell(["here"])
+        assert one._socket is not None
+        with pytest.raises(BlockingIOError):
+            one._socket.sendto(b"here", str(tmp_path / "wake" / two._own))
         await asyncio.wait_for(here.wait(), WAIT_S)
     await one.close()
     await two.close()

