@@ -9,13 +9,13 @@ from pathlib import Path
 from tinsmith.backend import SamplingBackend, TrainingBackend
 from tinsmith.checkpoints.format import SHARD_BYTES
 from tinsmith.engine.checkpoint_files import CheckpointReader, CheckpointWriter
-from tinsmith.engine.claimed import OperationDecoder
 from tinsmith.engine.claims import Claims
 from tinsmith.engine.consistency_gate import ConsistencyGate
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.model_operations import ModelOperations
 from tinsmith.engine.models import Models
 from tinsmith.engine.no_sampler import NoSampler
+from tinsmith.engine.operation_decoder import OperationDecoder
 from tinsmith.engine.recorder import Recorder
 from tinsmith.engine.recovery import Recovery
 from tinsmith.engine.recovery_point_taker import RecoveryPointTaker

@@ -1,21 +1,14 @@
 """An operation on its way through the engine: claimed, then finished."""
 
-import asyncio
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tinsmith import operations as ops
-from tinsmith.backend import Capabilities
-from tinsmith.checks import check_operation
 from tinsmith.errors import TinsmithError
 from tinsmith.hook_values import OperationFinished
-from tinsmith.losses import LossSpec
 from tinsmith.scheduler import Pending
 from tinsmith.store import Completion, Effect, OperationRecord
-from tinsmith.store.codec import decode_operation
 
 _BATCHED = frozenset({"forward", "forward_backward", "optim_step"})
-_LARGE_BYTES = 1 << 17  # from this payload size on, operations are decoded and checked outside the event loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,34 +74,6 @@ class Finished:
             failed=result if isinstance(result, ops.Failed) else None,
             consistency=self.outcome.consistency,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperationDecoder:
-    """Decodes what was claimed, and checks it against what trainer and sampler can do."""
-
-    training: Capabilities
-    sampling: Capabilities
-    losses: Mapping[str, LossSpec]
-
-    async def decode_all(self, records: Sequence[OperationRecord]) -> list[Claimed]:
-        if sum(len(record.payload or b"") for record in records) >= _LARGE_BYTES:
-            return await asyncio.to_thread(self._decode_all, records)
-        return self._decode_all(records)
-
-    def _decode_all(self, records: Sequence[OperationRecord]) -> list[Claimed]:
-        return [self._decode(record) for record in records]
-
-    def _decode(self, record: OperationRecord) -> Claimed:
-        """A bad operation is refused by itself."""
-        assert record.payload is not None
-        operation: ops.Operation | None = None
-        try:
-            operation = decode_operation(record.kind, record.payload)
-            check_operation(operation, self.training if record.ordered else self.sampling, self.losses)
-        except TinsmithError as error:
-            return Claimed(record=record, operation=operation, refused=failed(error))
-        return Claimed(record=record, operation=operation)
 
 
 def failed(error: TinsmithError) -> ops.Failed:

@@ -4,7 +4,8 @@ import asyncio
 from datetime import timedelta
 from typing import Final
 
-from tinsmith.engine.claimed import Claimed, OperationDecoder
+from tinsmith.engine.claimed import Claimed
+from tinsmith.engine.operation_decoder import OperationDecoder
 from tinsmith.engine.store_retries import with_retries
 from tinsmith.settings import RecoverySettings
 from tinsmith.steady_clock import SteadyClock

@@ -62,30 +62,31 @@ class ConsistencyGate:
         """
         if self._settings.action == "off":
             return None
-        if self._impossible is not None:
-            return self._tell(snapshot_id, not_compared(self._impossible))
         try:
-            base = await self._base_scores(lora)
-            scoring = asyncio.ensure_future(self._by_sampler(snapshot_id))
-            try:
-                trainer_N = await self._by_trainer(model_id)
-            except BaseException:
-                scoring.cancel()
-                raise
-            if not np.isfinite(trainer_N).all():
-                scoring.cancel()
-                reason = "the logprobs of the model are not finite: it has diverged"
-                return self._tell(snapshot_id, not_compared(reason))
-            now = Scores(trainer_N=trainer_N, sampler_N=await scoring)
+            found = await self._compare(model_id, snapshot_id, lora)
         except TimeoutError:
             reason = f"the sampler is too busy: it did not score the probes within {_SAMPLER_TIMEOUT_S:.0f} s"
-            return self._tell(snapshot_id, not_compared(reason))
+            found = not_compared(reason)
         except ProbeError as error:
-            return self._tell(snapshot_id, Consistency(verdict="inconsistent", reason=str(error)))
+            found = Consistency(verdict="inconsistent", reason=str(error))
+        return self._tell(snapshot_id, found)
+
+    async def _compare(self, model_id: str, snapshot_id: str, lora: ops.LoraConfig) -> Consistency:
+        if self._impossible is not None:
+            return not_compared(self._impossible)
+        base = await self._base_scores(lora)
+        scoring = asyncio.ensure_future(self._by_sampler(snapshot_id))
+        try:
+            trainer_N = await self._by_trainer(model_id)
+            if not np.isfinite(trainer_N).all():
+                return not_compared("the logprobs of the model are not finite: it has diverged")
+            now = Scores(trainer_N=trainer_N, sampler_N=await scoring)
+        finally:
+            scoring.cancel()  # if it is still running
         found = compare(now, base=base, last=self._last.get(model_id), bounds=self._bounds)
         if found.verdict == "consistent":
             self._last[model_id] = now
-        return self._tell(snapshot_id, found)
+        return found
 
     def forget(self, model_id: str) -> None:
         """Drop what is remembered of a model that has been unloaded."""
