@@ -398,6 +398,13 @@ def unknown_snapshots_are_the_base_model(patch: Patch) -> None:
     patch.setattr(ToyBackend, "sample", sample)
 
 
+def more_is_sampled_than_trained_on(patch: Patch) -> None:
+    capabilities = ToyBackend.capabilities.fget  # type: ignore[attr-defined]  # a property
+    patch.setattr(
+        ToyBackend, "capabilities", property(lambda self: replace(capabilities(self), max_targets_per_token=63))
+    )
+
+
 LOSSES: dict[str, Any] = {"loss_fn": "ppo", "defaults": False}
 FAULTS: list[tuple[Fault, str, dict[str, Any]]] = [
     (loss_is_a_mean, "test_loss_is_the_sum_that_the_oracle_gives", LOSSES),
@@ -458,6 +465,7 @@ FAULTS: list[tuple[Fault, str, dict[str, Any]]] = [
     (last_n_is_ignored, "test_last_n_leaves_the_rest_unscored", {}),
     (worst_come_first, "test_top_prompt_logprobs", {}),
     (skipped_targets_are_scored, "test_target_prompt_logprobs", {}),
+    (more_is_sampled_than_trained_on, "test_what_is_sampled_can_be_trained_on", {}),
     (snapshots_are_ignored, "test_sampler_and_trainer_agree", {}),
     (snapshots_are_ignored, "test_snapshots_differ_from_the_base_and_each_other", {}),
     (unknown_snapshots_are_the_base_model, "test_unknown_snapshot_is_a_failure_of_its_own", {}),

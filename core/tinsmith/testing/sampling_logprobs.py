@@ -117,6 +117,13 @@ class LogprobsContract(SamplingSuite):
         assert (answer[targets >= 0] < 0).all()
         np.testing.assert_allclose(answer[:, 0], output.prompt_logprobs[1:], rtol=0, atol=_ONE_OP)
 
+    def test_what_is_sampled_can_be_trained_on(self, driver: ModelDriver) -> None:
+        """A distillation trains on the alternatives that it has sampled. It needs as many targets per token."""
+        sampled, trained = driver.capabilities.max_topk_logprobs, driver.capabilities.max_targets_per_token
+        assert trained >= sampled, (
+            f"max_topk_logprobs is {sampled} and max_targets_per_token {trained}; raise the latter or lower the former"
+        )
+
     @in_one_loop
     async def test_sampler_and_trainer_agree(self, backend: SamplingBackend, driver: ModelDriver) -> None:
         """To 1e-4: the logprobs drawn with, those of the prompt, and those that `forward` gives the same tokens."""

@@ -201,7 +201,7 @@ def test_capabilities(backend: JaxBackend) -> None:
     assert (capabilities.max_context_tokens, capabilities.max_batch_tokens) == (320, 512)
     assert capabilities.losses == frozenset(LOSSES)
     assert (capabilities.isolation, capabilities.deterministic) == ("bitwise", True)
-    assert capabilities.max_targets_per_token == 64
+    assert capabilities.max_targets_per_token == capabilities.max_topk_logprobs == 128
 
 
 @pytest.mark.thorough

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinsmith import Datum, ForwardBackward
-from tinsmith_jax.buckets import ADAPTERS, TARGETS, Buckets
+from tinsmith_jax.buckets import ADAPTERS, Buckets
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.packing import MicroBatch, Piece, plan
 
-BUCKETS = Buckets(max_tokens=1024)
+BUCKETS = Buckets(max_tokens=1024, max_targets=64)
 
 
 def piece(index: int, model: str, num_tokens: int, *, rank: int = 8, targets: int = 1) -> Piece:
@@ -70,7 +70,7 @@ def test_every_piece_runs_once_and_in_its_models_order(drawn: list[tuple[int, in
         assert batch.num_tiles * TILE <= BUCKETS.max_tokens
         assert len(batch.models) <= ADAPTERS[-1]
         assert len({each.padded_rank for each in batch.pieces}) == 1
-        assert len({each.num_targets > TARGETS[0] for each in batch.pieces}) == 1
+        assert len({each.num_targets > 1 for each in batch.pieces}) == 1
         for each in batch.pieces:
             order.setdefault(each.op.model_id, []).append(each.op_index)
     expected: dict[str, list[int]] = {}

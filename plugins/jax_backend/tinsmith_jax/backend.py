@@ -16,7 +16,6 @@ from tinsmith import (
     StopRules,
 )
 from tinsmith_jax import runtime
-from tinsmith_jax.buckets import TARGETS
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.loss_table import LossTable
@@ -77,7 +76,7 @@ class JaxBackend(Trainer, SamplingBackend):
             losses=frozenset(losses.kinds),
             max_lora_rank=config.max_lora_rank,
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
-            max_targets_per_token=TARGETS[-1],
+            max_targets_per_token=self.limits.max_targets,
             deterministic=self.limits.platform == "cpu",
             # elsewhere nobody has measured it: no claim of bits, and no isolation_error to report
             isolation="bitwise" if self.limits.exact else "close",

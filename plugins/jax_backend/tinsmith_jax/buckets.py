@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from tinsmith_jax.layers import TILE
 
-TARGETS = (1, 64)  # targets per token
 ADAPTERS = (1, 8)  # adapters in a micro-batch
 # Adapters in an optimizer call. Not 1: XLA drops the indexing of a stack of one, fuses what follows in another way, and
 # rounds differently.
@@ -26,18 +25,21 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
+    """The sizes there are. Targets per token: one, or room for as many as are allowed."""
+
     max_tokens: int  # a power of two times TILE, at least two tiles
+    max_targets: int  # per token
 
     def choose(self, *, num_tokens: int, num_adapters: int, num_targets: int, padded_rank: int) -> Bucket:
         """Give the smallest bucket that holds a micro-batch which keeps within `max_tokens` and ADAPTERS[-1]."""
-        targets = next(k for k in TARGETS if k >= num_targets)
+        targets = 1 if num_targets == 1 else self.max_targets
         adapters = next(k for k in _stack_sizes(targets) if k >= num_adapters)
         tokens = next(t for t in self._token_sizes(adapters, targets) if t >= num_tokens)
         return Bucket(num_tokens=tokens, num_adapters=adapters, num_targets=targets, padded_rank=padded_rank)
 
     def all(self, padded_ranks: tuple[int, ...]) -> Iterator[Bucket]:
         """List every bucket, the likely ones first: one target, small before large."""
-        for targets in TARGETS:
+        for targets in (1, self.max_targets):
             for adapters in _stack_sizes(targets):
                 for tokens in self._token_sizes(adapters, targets):
                     for rank in padded_ranks:
@@ -59,7 +61,7 @@ class Buckets:
 
     def _token_sizes(self, adapters: int, targets: int) -> list[int]:
         sizes = [_SMALLEST << i for i in range((self.max_tokens // _SMALLEST).bit_length())]
-        if targets > TARGETS[0]:  # rare: a coarse ladder
+        if targets > 1:  # rare: a coarse ladder
             return sorted({min(_MANY_ADAPTERS_FROM, sizes[-1]), sizes[-1]})
         if adapters > ADAPTERS[0]:
             return [size for size in sizes if size >= min(_MANY_ADAPTERS_FROM, sizes[-1])]
@@ -67,4 +69,4 @@ class Buckets:
 
 
 def _stack_sizes(targets: int) -> tuple[int, ...]:
-    return ADAPTERS if targets == TARGETS[0] else ADAPTERS[-1:]  # several targets are rare: one size for all
+    return ADAPTERS if targets == 1 else ADAPTERS[-1:]  # several targets are rare: one size for all

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tinsmith import Array, Datum, ForwardBackward
-from tinsmith_jax.buckets import ADAPTERS, TARGETS, Bucket, Buckets
+from tinsmith_jax.buckets import ADAPTERS, Bucket, Buckets
 from tinsmith_jax.layers import TILE, Tiles
 from tinsmith_jax.loss_table import LossBatch, LossTable
 
@@ -99,7 +99,7 @@ def plan(pieces: Iterable[Piece], buckets: Buckets, call_tokens: int) -> Iterato
 
 
 def _fits(batch: MicroBatch, piece: Piece, max_tokens: int) -> bool:
-    same_targets = (batch.pieces[0].num_targets > TARGETS[0]) == (piece.num_targets > TARGETS[0])
+    same_targets = (batch.pieces[0].num_targets > 1) == (piece.num_targets > 1)
     has_row = piece.op.model_id in batch.models or len(batch.models) < ADAPTERS[-1]
     return same_targets and has_row and (batch.num_tiles + piece.num_tiles) * TILE <= max_tokens
 

@@ -14,6 +14,7 @@ from tinsmith_jax.model_config import ModelConfig
 logger = logging.getLogger(__name__)
 
 _COMPILE_TIME_BYTES: Final = 4  # an entry begins with them; a program follows
+_FEWEST_TARGETS: Final = 64  # per token, however few alternatives are sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,7 @@ class Limits:
     max_lora_rank: int
     max_context_tokens: int
     max_batch_tokens: int  # a power of two from 128; holds a sequence of the greatest context
+    max_targets: int  # per token
     recompute: bool
     call_tokens: int = 32  # what starting a call costs, in tokens of work; weighs padding against more calls
 
@@ -79,6 +81,7 @@ def decide(config: JaxConfig, model: ModelConfig) -> Limits:
         max_lora_rank=config.max_lora_rank,
         max_context_tokens=context,
         max_batch_tokens=1 << max(7, (batch - 1).bit_length()),  # a power of two, at least 128
+        max_targets=max(_FEWEST_TARGETS, config.max_topk_logprobs),  # what is sampled can be trained on
         recompute=not on_cpu if config.recompute is None else config.recompute,
         call_tokens=32 if on_cpu else 4096,  # an accelerator is idle below some thousands of tokens
     )

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from tinsmith_jax import adapters, head, optimizer
-from tinsmith_jax.buckets import STEPS, TARGETS, Bucket, Buckets
+from tinsmith_jax.buckets import STEPS, Bucket, Buckets
 from tinsmith_jax.compilation import Program
 from tinsmith_jax.layers import TILE, Tiles
 from tinsmith_jax.loss_table import LossBatch, LossTable
@@ -36,7 +36,7 @@ class TrainPrograms:
 
     @property
     def buckets(self) -> Buckets:
-        return Buckets(max_tokens=self.limits.max_batch_tokens)
+        return Buckets(max_tokens=self.limits.max_batch_tokens, max_targets=self.limits.max_targets)
 
     def score(self, bucket: Bucket) -> Program:
         """(base, weights, tokens, positions, tiles, batch) -> (logp [T, K], loss [T, K])."""
@@ -92,7 +92,7 @@ class TrainPrograms:
         ranks = adapters.rank_classes(self.limits.max_lora_rank)
         every = list(self.buckets.all(ranks))
         smallest = every[: len(ranks)]
-        common = [bucket for bucket in every if bucket.num_targets == TARGETS[0]]
+        common = [bucket for bucket in every if bucket.num_targets == 1]
         largest = common[-len(ranks) :]
         yield from map(self.gradients, smallest)
         for rank in ranks:
