@@ -229,6 +229,24 @@ def test_adapters_in_peft_are_the_same_bits(tmp_path: Path, bases: dict[bool, Pa
         np.testing.assert_array_equal(loaded[name].numpy(force=True), array)
 
 
+def test_the_head_gets_the_name_that_tinkers_service_gives_it(tmp_path: Path, bases: dict[bool, Path]) -> None:
+    """Under it, tinker-cookbook merges the head of a tied model; see tests/e2e/test_cookbook.py."""
+    what = state(bases[True])
+    ok("export-peft", saved(tmp_path, what, bases[True]), tmp_path / "tinker", "--head", "unembed_tokens")
+    stored = StoredTensors.of(tmp_path / "tinker", "adapter_model")
+    renamed = {name for name in stored if "unembed_tokens" in name}
+    assert renamed == {f"base_model.model.model.unembed_tokens.lora_{side}.weight" for side in "AB"}
+    assert not any("lm_head" in name for name in stored)
+    assert "no faults" in ok("verify", tmp_path / "tinker", "--base-model", bases[True])
+    ok("export-peft", tmp_path / "tinker", tmp_path / "peft")  # and back
+    back = StoredTensors.of(tmp_path / "peft", "adapter_model")
+    assert back.keys() == what.weights.keys()
+    for name, array in what.weights.items():
+        np.testing.assert_array_equal(back[name], array)
+    with pytest.warns(UserWarning, match="missing adapter keys"):  # PEFT does not drop the head in silence
+        with_peft(bases[True], tmp_path / "tinker")
+
+
 def test_converting_changes_dtype_and_shards(tmp_path: Path, bases: dict[bool, Path]) -> None:
     ok("convert", bases[False], tmp_path / "half", "--dtype", "bfloat16")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")

@@ -12,8 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tinsmith import LoraConfig, ModelState
+from tinsmith.checkpoints.format import write_adapter
+from tinsmith.checkpoints.tools import rewriting
+from tinsmith.checkpoints.tools.contents import open_contents
+from tinsmith.huggingface.safetensors_files import StoredTensors
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import RunningServer, running_server
@@ -24,8 +30,8 @@ BACKEND = PluginSection.model_validate({"plugin": "jax", "max_lora_rank": 8, "wa
 LIMIT_S = 600
 
 
-def installed() -> bool:
-    looked = subprocess.run([PYTHON, "-c", "import tinker_cookbook.rl.train"], capture_output=True, check=False)
+def installed(module: str = "tinker_cookbook.rl.train") -> bool:
+    looked = subprocess.run([PYTHON, "-c", f"import {module}"], capture_output=True, check=False)
     return looked.returncode == 0
 
 
@@ -78,3 +84,42 @@ def test_reinforcement_learning_stays_on_policy(server: RunningServer, tmp_path:
     distances = [each["optim/kl_sample_train_v1"] for each in metrics if "optim/kl_sample_train_v1" in each]
     assert len(distances) == 4
     assert all(abs(distance) < 1e-6 for distance in distances)
+
+
+MERGE = """
+import sys
+from tinker_cookbook.weights import build_hf_model
+base, adapter, output = sys.argv[1:]
+build_hf_model(base_model=base, adapter_path=adapter, output_path=output, merge_strategy="shard")
+"""
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_cookbook_merges_what_is_exported_for_it(tied: bool, tmp_path: Path) -> None:
+    """Into the embedding, if that is the head: the cookbook does not part them, as `tinsmith checkpoint merge` does."""
+    if not installed("tinker_cookbook.weights"):
+        pytest.skip(f"tinker-cookbook is not installed for {PYTHON}; {PAGE.name} says how")
+    write_tiny_model(tmp_path / "base", TinyShape(num_layers=1, tied=tied))
+    base = StoredTensors.of(tmp_path / "base", "model")
+    head = base["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((4, head.shape[1]), (head.shape[0], 4)))
+    lora = LoraConfig(rank=4, seed=0, train_attn=False, train_mlp=False)
+    weights = {"base_model.model.lm_head.lora_A.weight": a, "base_model.model.lm_head.lora_B.weight": b}
+    (tmp_path / "adapter").mkdir()
+    write_adapter(tmp_path / "adapter", ModelState(lora=lora, weights=weights), base_model="base")
+    rewriting.export_peft(
+        open_contents(tmp_path / "adapter"),
+        tmp_path / "exported",
+        base_model=None,
+        force=False,
+        progress=lambda _: None,
+        head="unembed_tokens",
+    )
+    command = [PYTHON, "-c", MERGE, *(str(tmp_path / name) for name in ("base", "exported", "merged"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    merged = StoredTensors.of(tmp_path / "merged", "model")
+    np.testing.assert_allclose(
+        merged["model.embed_tokens.weight" if tied else "lm_head.weight"], head + lora.scale * b @ a, rtol=0, atol=1e-5
+    )

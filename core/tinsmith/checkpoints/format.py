@@ -25,6 +25,7 @@ from tinsmith.checkpoints import atomic_directory
 from tinsmith.errors import ServerError, UnsupportedError, UserError
 from tinsmith.huggingface import model_files as hf_files
 from tinsmith.huggingface import peft_layout
+from tinsmith.huggingface.decoder import HEAD
 from tinsmith.huggingface.safetensors_files import ShardWriter, StoredTensors, shard_files
 from tinsmith.operations import Array, LoraConfig
 from tinsmith.store import CheckpointKind
@@ -205,9 +206,12 @@ def _write_files(fresh: Path, manifest: Manifest, state: ModelState) -> None:
         _write_arrays(fresh / _GRADIENTS, state.gradients)
 
 
-def write_adapter(directory: Path, state: ModelState, *, base_model: str) -> None:
-    """Write the two files that PEFT loads."""
-    _write_arrays(directory / _WEIGHTS, state.weights)
+def write_adapter(directory: Path, state: ModelState, *, base_model: str, head: str = HEAD) -> None:
+    """Write the two files that PEFT loads. `head` is the output head's name in the weights file."""
+    _write_arrays(
+        directory / _WEIGHTS,
+        {peft_layout.rename_module(name, HEAD, head): each for name, each in state.weights.items()},
+    )
     config = peft_layout.adapter_config(base_model, state.lora, state.weights)
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import typer
 from rich.console import Console
@@ -40,6 +40,10 @@ BaseModel = Annotated[
 ]
 Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; default: unchanged")]
 ShardMb = Annotated[int, typer.Option(min=1, help="size of the largest weights file, in MiB")]
+Head = Annotated[
+    Literal["lm_head", "unembed_tokens"],
+    typer.Option(help="name of the output head; unembed_tokens is what tinker-cookbook merges into a tied model"),
+]
 Force = Annotated[bool, typer.Option("--force", help="overwrite what exists")]
 
 
@@ -142,6 +146,7 @@ def export_peft(
     path: Where,
     output: Output,
     base_model: BaseModel = None,
+    head: Head = "lm_head",
     force: Force = False,
     config: ConfigFile = None,
     data_dir: DataDir = None,
@@ -149,7 +154,7 @@ def export_peft(
     """Write an adapter in the form that PEFT and vLLM load."""
     contents = _open(context, path, config, data_dir)
     with _progress("exporting") as progress:
-        rewriting.export_peft(contents, output, base_model=base_model, force=force, progress=progress)
+        rewriting.export_peft(contents, output, base_model=base_model, force=force, progress=progress, head=head)
     typer.echo(f"wrote {output}")
 
 

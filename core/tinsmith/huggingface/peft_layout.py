@@ -14,6 +14,10 @@ from tinsmith.errors import ServerError
 from tinsmith.huggingface.decoder import ATTENTION, HEAD, MLP
 from tinsmith.operations import Array, FloatArray, LoraConfig
 
+TINKER_HEAD: Final = "model.unembed_tokens"
+"""What Tinker's own service calls the output head. tinker-cookbook's merge knows it as the head of a tied model, which
+has no `lm_head.weight`."""
+
 _KINDS: Final = (*ATTENTION, *MLP, HEAD)  # their order decides what each module draws
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>[A-Za-z0-9_.]+)\.lora_(?P<side>[AB])\.weight")
@@ -44,6 +48,11 @@ def adapter_config(base_model: str, lora: LoraConfig, weights: Mapping[str, Arra
 def weight_name(module: str, side: Literal["A", "B"]) -> str:
     """Return the name of a weight, for a module path such as `model.layers.0.self_attn.q_proj` or `lm_head`."""
     return f"base_model.model.{module}.lora_{side}.weight"
+
+
+def rename_module(name: str, old: str, new: str) -> str:
+    """Return a weight's name, with the module called `new` if it is called `old`."""
+    return name.replace(f"base_model.model.{old}.lora_", f"base_model.model.{new}.lora_")
 
 
 def draw_lora_A(lora: LoraConfig, kind: str, layer: int, in_features: int) -> FloatArray:

@@ -9,11 +9,12 @@ import numpy as np
 from tinsmith.checkpoints.tools.contents import Contents
 from tinsmith.errors import ServerError, UnsupportedError, UserError
 from tinsmith.huggingface import peft_layout
+from tinsmith.huggingface.decoder import HEAD
+from tinsmith.huggingface.peft_layout import TINKER_HEAD, rename_module, weight_name
 from tinsmith.operations import Array, LoraConfig
 
 _ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP: Final = ("gate_proj", "up_proj", "down_proj")
-_HEAD: Final = "lm_head"
 _UNSUPPORTED: Final = {
     "use_dora": "its magnitudes have no place in a LoRA adapter, merge it instead",
     "rank_pattern": "every module has the same rank here",
@@ -38,18 +39,19 @@ def adapter_of(contents: Contents) -> tuple[LoraConfig, dict[str, Array]]:
     config = contents.adapter_config
     problems = list(_problems(config))
     modules: dict[str, set[str]] = {}
-    for name in contents.weights:
+    stored = {rename_module(name, TINKER_HEAD, HEAD): name for name in contents.weights}
+    for name, stored_name in stored.items():
         try:
             module, side = peft_layout.parse(name)
         except ServerError as error:
             problems.append(str(error))
             continue
         leaf = module.rpartition(".")[2]
-        if leaf not in (*_ATTENTION, *_MLP, _HEAD):
-            allowed = ", ".join((*_ATTENTION, *_MLP, _HEAD))
+        if leaf not in (*_ATTENTION, *_MLP, HEAD):
+            allowed = ", ".join((*_ATTENTION, *_MLP, HEAD))
             problems.append(f"module {module!r} is not one that is trained here ({allowed})")
         modules.setdefault(module, set()).add(side)
-        rank = contents.weights.stored[name].shape[0 if side == "A" else -1]
+        rank = contents.weights.stored[stored_name].shape[0 if side == "A" else -1]
         if rank != config.get("r"):
             problems.append(f"tensor {name!r} has rank {rank}, adapter_config.json says r = {config.get('r')}")
     problems += [
@@ -68,9 +70,9 @@ def adapter_of(contents: Contents) -> tuple[LoraConfig, dict[str, Array]]:
         alpha=float(config["lora_alpha"]),
         train_attn=not leaves.isdisjoint(_ATTENTION),
         train_mlp=not leaves.isdisjoint(_MLP),
-        train_unembed=_HEAD in leaves,
+        train_unembed=HEAD in leaves,
     )
-    return lora, {name: contents.weights[name] for name in contents.weights}
+    return lora, {name: contents.weights[stored_name] for name, stored_name in stored.items()}
 
 
 def complete(
@@ -106,8 +108,8 @@ def complete(
         bound = in_features**-0.5
         rng = np.random.default_rng([lora.seed, index])
         a = rng.uniform(-bound, bound, (lora.rank, in_features)).astype(np.float32)
-        completed[f"base_model.model.{module}.lora_A.weight"] = a
-        completed[f"base_model.model.{module}.lora_B.weight"] = np.zeros((out_features, lora.rank), np.float32)
+        completed[weight_name(module, "A")] = a
+        completed[weight_name(module, "B")] = np.zeros((out_features, lora.rank), np.float32)
     return completed
 
 
@@ -122,7 +124,7 @@ def _trained_modules(lora: LoraConfig, base_shapes: Mapping[str, tuple[int, ...]
     if lora.train_unembed:
         head = base_shapes.get("lm_head.weight") or base_shapes.get("model.embed_tokens.weight")
         if head is not None:
-            found[_HEAD] = head
+            found[HEAD] = head
     return found
 
 

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -18,11 +18,11 @@ from tinsmith.checkpoints.tools.contents import Contents
 from tinsmith.errors import NotFoundError, ServerError, UnsupportedError, UserError
 from tinsmith.huggingface import model_files as hf_files
 from tinsmith.huggingface import peft_layout
+from tinsmith.huggingface.decoder import HEAD
 from tinsmith.huggingface.safetensors_files import DTYPES, ShardWriter, StoredTensors
 from tinsmith.operations import Array
 
 _EMBEDDING: Final = "model.embed_tokens.weight"
-_HEAD: Final = "lm_head"
 
 Progress = Callable[[str], None]
 """Called with the name of each tensor before it is read."""
@@ -121,8 +121,19 @@ def _convert_own(contents: Contents, target: Path, *, shard_bytes: int, force: b
         inner.rmdir()
 
 
-def export_peft(contents: Contents, target: Path, *, base_model: str | None, force: bool, progress: Progress) -> None:
-    """Write a directory that PEFT and vLLM load as it is. Raise UnsupportedError for a full model."""
+def export_peft(
+    contents: Contents,
+    target: Path,
+    *,
+    base_model: str | None,
+    force: bool,
+    progress: Progress,
+    head: Literal["lm_head", "unembed_tokens"] = "lm_head",
+) -> None:
+    """Write a directory that PEFT and vLLM load as it is; with the head `unembed_tokens`, tinker-cookbook's merge.
+
+    Raise UnsupportedError for a full model.
+    """
     if contents.layout == "model":
         msg = "this is a fully fine-tuned model, which has no adapter; it loads with transformers as it is"
         raise UnsupportedError(msg)
@@ -134,7 +145,9 @@ def export_peft(contents: Contents, target: Path, *, base_model: str | None, for
     with fresh_directory(target, force=force) as fresh:
         for name in weights:
             progress(name)
-        checkpoints.write_adapter(fresh, ModelState(lora=lora, weights=weights), base_model=named)
+        state = ModelState(lora=lora, weights=weights)
+        head_name = HEAD if head == "lm_head" else peft_layout.TINKER_HEAD
+        checkpoints.write_adapter(fresh, state, base_model=named, head=head_name)
 
 
 def merge(
@@ -163,9 +176,9 @@ def merge(
     deltas = {f"{peft_layout.parse(name)[0]}.weight" for name in weights}
     tied = bool(hf_files.read_model_config(base).get("tie_word_embeddings"))
     sources = {name: name for name in originals}
-    unties = f"{_HEAD}.weight" in deltas and (tied or f"{_HEAD}.weight" not in originals)
+    unties = f"{HEAD}.weight" in deltas and (tied or f"{HEAD}.weight" not in originals)
     if unties:
-        sources[f"{_HEAD}.weight"] = _EMBEDDING
+        sources[f"{HEAD}.weight"] = _EMBEDDING
     if strange := sorted(deltas - sources.keys()):
         msg = f"the base model has no {strange[0]!r} ({len(strange)} such); is {str(base)!r} the right one?"
         raise UserError(msg)
@@ -181,8 +194,8 @@ def merge(
 
 
 def _merged(name: str, original: Array, weights: dict[str, Array], scale: float) -> Array:
-    stem = f"base_model.model.{name.removesuffix('.weight')}"
-    a, b = weights[f"{stem}.lora_A.weight"], weights[f"{stem}.lora_B.weight"]
+    module = name.removesuffix(".weight")
+    a, b = weights[peft_layout.weight_name(module, "A")], weights[peft_layout.weight_name(module, "B")]
     if (b.shape[0], a.shape[1]) != original.shape:
         msg = f"{name} of the base model is {list(original.shape)}, the adapter's {[b.shape[0], a.shape[1]]}"
         raise UserError(msg)

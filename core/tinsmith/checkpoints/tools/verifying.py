@@ -9,6 +9,7 @@ from tinsmith.checkpoints import format as checkpoints
 from tinsmith.checkpoints.tools.contents import Contents
 from tinsmith.errors import TinsmithError
 from tinsmith.huggingface import peft_layout
+from tinsmith.huggingface.decoder import HEAD
 from tinsmith.huggingface.safetensors_files import StoredTensors
 
 _M, _V = checkpoints.M_PREFIX, checkpoints.V_PREFIX
@@ -75,8 +76,9 @@ def _names(contents: Contents, base: StoredTensors | None) -> Iterator[str]:
 
 
 def _against_module(name: str, module: str, side: str, shape: tuple[int, ...], base: StoredTensors) -> Iterator[str]:
+    module = HEAD if module == peft_layout.TINKER_HEAD else module
     matrix = base.stored.get(f"{module}.weight")
-    if matrix is None and module == "lm_head":
+    if matrix is None and module == HEAD:
         matrix = base.stored.get("model.embed_tokens.weight")  # tied
     if matrix is None:
         yield f"weights: {name}: the base model has no {module}.weight"
