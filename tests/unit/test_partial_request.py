@@ -1,4 +1,4 @@
-"""The address of a forward_backward is read from its beginning, or not at all."""
+"""The address of a refused request is read from its body, or not at all."""
 
 import pytest
 
@@ -17,6 +17,10 @@ def test_a_beginning_is_enough(model_id: str, seq_id: int) -> None:
     assert [address_of(whole[:length]) for length in range(len(address))] == [None] * len(address)
 
 
+def test_json_states_its_address_anywhere() -> None:
+    assert address_of(b'{"path": 3, "seq_id": 7, "model_id": "0123:train:7"}') == ("0123:train:7", 7)
+
+
 @pytest.mark.parametrize(
     "start",
     [
@@ -28,7 +32,13 @@ def test_a_beginning_is_enough(model_id: str, seq_id: int) -> None:
         b"\x0a\x01m\x10\x00",  # seq_id 0
         b"\x0a\x01m\x10\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",  # -1
         b"\x0a\x01\xff\x10\x01",
-        b'{"model_id": "m", "seq_id": 1}',
+        b'{"model_id": "m", "seq_id": 1',
+        b'{"model_id": "m", "seq_id": 0}',
+        b'{"model_id": "m", "seq_id": true}',
+        b'{"model_id": "m", "seq_id": 2147483648}',
+        b'{"model_id": 7, "seq_id": 1}',
+        b'{"seq_id": 1}',
+        b'[{"model_id": "m", "seq_id": 1}]',
     ],
 )
 def test_anything_else_is_nobodys(start: bytes) -> None:

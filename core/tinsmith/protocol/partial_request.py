@@ -1,17 +1,33 @@
-"""Whose a forward_backward is, read from a body that cannot be read whole: too large, cut off, or damaged further on.
-
-The first two fields of the message say it, and protobuf writes fields in the order of their numbers.
-"""
+"""Which request a refused body is. The body may be too large, cut off, damaged or of the wrong form."""
 
 from typing import Final
+
+import orjson
 
 _MODEL_ID: Final = b"\x0a"  # field 1, length-delimited
 _SEQ_ID: Final = b"\x10"  # field 2, varint
 _MAX_VARINT_BYTES: Final = 5  # of an int32 that is not negative
 
 
-def address_of(start: bytes) -> tuple[str, int] | None:
-    """Return `(model_id, seq_id)`, or None where the body does not begin with both."""
+def address_of(body: bytes) -> tuple[str, int] | None:
+    """Return `(model_id, seq_id)`, or None if the body does not state both.
+
+    JSON must be complete. Of a protobuf the beginning is enough, since its fields come in the order of their numbers.
+    """
+    address = _in_json(body) if body.startswith(b"{") else _in_protobuf(body)
+    return address if address is not None and 1 <= address[1] < 2**31 else None
+
+
+def _in_json(body: bytes) -> tuple[str, int] | None:
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    model_id, seq_id = fields.get("model_id"), fields.get("seq_id")
+    return (model_id, seq_id) if isinstance(model_id, str) and type(seq_id) is int else None
+
+
+def _in_protobuf(start: bytes) -> tuple[str, int] | None:
     if not start.startswith(_MODEL_ID):
         return None
     length, at = _varint(start, 1)
@@ -20,13 +36,11 @@ def address_of(start: bytes) -> tuple[str, int] | None:
     if len(model_id) < length or start[at : at + 1] != _SEQ_ID:
         return None
     seq_id, end = _varint(start, at + 1)
-    if end > len(start) or not model_id.isascii() or not 1 <= seq_id < 2**31:
-        return None
-    return model_id.decode(), seq_id
+    return (model_id.decode(), seq_id) if end <= len(start) and model_id.isascii() else None
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the number and where it ends: behind the data where it is cut off or too long."""
+    """Return the number and the position after it, which is past the data if the number is cut off or too long."""
     number = 0
     for index, byte in enumerate(data[at : at + _MAX_VARINT_BYTES]):
         number |= (byte & 0x7F) << (7 * index)

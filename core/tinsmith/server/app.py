@@ -13,7 +13,7 @@ from tinsmith.server import error_answers
 from tinsmith.server.api_keys import ApiKeys
 from tinsmith.server.auth import who_sent
 from tinsmith.server.bodies import BodyLimit
-from tinsmith.server.context import Engines, Metrics, ServerContext
+from tinsmith.server.context import API_PREFIX, Engines, Metrics, ServerContext
 from tinsmith.server.key_tokens import KeyTokens
 from tinsmith.server.routes import futures, not_offered, runs, sampling, service, sessions, training, weights
 from tinsmith.server.sample_limits import SampleLimits
@@ -21,7 +21,6 @@ from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import Settings
 from tinsmith.store import RequestStore
 
-API_PREFIX = "/api/v1"
 _ROUTERS = (not_offered, service, sessions, training, weights, sampling, futures, runs)
 
 

@@ -10,11 +10,12 @@ from typing import Final
 import zstandard
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tinsmith.errors import UserError
-from tinsmith.server.error_answers import headers_of
+from tinsmith.errors import TinsmithError, UserError
+from tinsmith.server.error_answers import tinsmith_error
+from tinsmith.server.refusals import record_refusal
 
 STRANGER_BYTES: Final = 1 << 16
 """What is read without asking who sends it; the routes ask again, and of everybody."""
@@ -23,19 +24,21 @@ Authenticate = Callable[[Mapping[str, str]], object]
 """Raises AuthenticationError, by lower-case header names, where nobody knows who sent them."""
 
 
-REFUSED: Final = "tinsmith.refused_body"
-"""In the scope of a forward_backward whose body is too large: the error. The body is its beginning alone."""
 _START_BYTES: Final = 1 << 12
 
 
-class BodyTooLargeError(UserError):
-    """The body, packed or unpacked, is over the limit. `start` is what there is of its beginning, unpacked."""
-
-    http_status = 413
+class UnreadableBodyError(UserError):
+    """The body cannot be read. `start` is its beginning, unpacked, as far as there is one."""
 
     def __init__(self, message: str, start: bytes = b"") -> None:
         super().__init__(message)
         self.start = start
+
+
+class BodyTooLargeError(UnreadableBodyError):
+    """The body, packed or unpacked, is over the limit."""
+
+    http_status = 413
 
 
 class BodyLimit:
@@ -52,13 +55,6 @@ class BodyLimit:
             return
         try:
             body = await self._read(Headers(scope=scope), receive)
-        except BodyTooLargeError as error:
-            if scope["path"].endswith("/forward_backward"):  # its number is used up, so the route has to see it
-                scope[REFUSED] = error
-                await self._app(scope, _replay(error.start, receive), _closing(send))
-            else:
-                await _refuse(error, scope, receive, send)
-            return
         except UserError as error:
             await _refuse(error, scope, receive, send)
             return
@@ -106,7 +102,7 @@ class BodyLimit:
                 unpacked = reader.read(self._max_bytes + 1)
             except zstandard.ZstdError as error:
                 msg = f"the body is not valid zstd: {error}"
-                raise UserError(msg) from error
+                raise UnreadableBodyError(msg, _start("zstd", body)) from error
         if len(unpacked) > self._max_bytes:
             raise BodyTooLargeError(self._too_large(), unpacked[:_START_BYTES])
         return unpacked
@@ -130,7 +126,13 @@ def _start(encoding: str, packed: bytes) -> bytes:
 
 
 async def _refuse(error: UserError, scope: Scope, receive: Receive, send: Send) -> None:
-    answer = JSONResponse({"detail": str(error)}, error.http_status, headers_of(error))
+    """Answer in place of the route. A training request keeps its number if the beginning of its body states it."""
+    request = Request(scope, receive)
+    start = error.start if isinstance(error, UnreadableBodyError) else b""
+    try:
+        answer = await record_refusal(request, start, str(error)) or await tinsmith_error(request, error)
+    except TinsmithError as other:  # a wrong key, or a number that is in use
+        answer = await tinsmith_error(request, other)
     await answer(scope, receive, _closing(send))
 
 

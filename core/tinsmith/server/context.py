@@ -22,6 +22,7 @@ from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import ModelSettings, Settings
 from tinsmith.store import EngineRecord, EngineState, RequestStore
 
+API_PREFIX = "/api/v1"
 _ENGINES_STALE_AFTER_S = 1.0
 
 

@@ -11,26 +11,25 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from tinsmith.errors import CapacityError, InvalidTokenError, TinsmithError
-from tinsmith.server.refused_bodies import record_refusal
 
 _log = logging.getLogger(__name__)
 
 
 def install(app: FastAPI) -> None:
-    app.add_exception_handler(TinsmithError, _tinsmith_error)
+    app.add_exception_handler(TinsmithError, tinsmith_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected)
 
 
-async def _tinsmith_error(request: Request, error: Exception) -> JSONResponse:
+async def tinsmith_error(request: Request, error: Exception) -> JSONResponse:
     status = error.http_status if isinstance(error, TinsmithError) else 500
     if status >= 500:
         _log.error("%s %r: %s", request.method, request.url.path, error)  # %r: a path may hold line breaks
-    return JSONResponse({"detail": str(error)}, status, headers_of(error))
+    return JSONResponse({"detail": str(error)}, status, _headers_of(error))
 
 
-def headers_of(error: Exception) -> dict[str, str]:
+def _headers_of(error: Exception) -> dict[str, str]:
     """Return what the answer to this error says beside its status and detail."""
     match error:
         case CapacityError():
@@ -42,15 +41,14 @@ def headers_of(error: Exception) -> dict[str, str]:
 
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
-    """Name the field in one line; the SDK shows the detail to its user."""
+    del request
+    return JSONResponse({"detail": validation_detail(error)}, 422)
+
+
+def validation_detail(error: Exception) -> str:
+    """Name the fields in one line; the SDK shows it to its user."""
     problems = error.errors() if isinstance(error, RequestValidationError) else []
-    lines = [_line(problem) for problem in problems[:5]]
-    detail = "; ".join(lines) or "the request is not valid"
-    try:
-        recorded = await record_refusal(request, getattr(error, "body", None), detail)
-    except TinsmithError as refusal:
-        return await _tinsmith_error(request, refusal)
-    return recorded or JSONResponse({"detail": detail}, 422)
+    return "; ".join(_line(problem) for problem in problems[:5]) or "the request is not valid"
 
 
 def _line(problem: Mapping[str, Any]) -> str:  # Any: as pydantic has it

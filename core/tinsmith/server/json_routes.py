@@ -1,11 +1,13 @@
 """Routes that read JSON strictly: no NaN, which answers could not repeat, and no half surrogates, which are no text."""
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import orjson
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 class _StrictRequest(Request):
@@ -20,6 +22,9 @@ class JsonRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def read_strictly(request: Request) -> Response:
-            return await handle(_StrictRequest(request.scope, request.receive))
+            return await self.answer(_StrictRequest(request.scope, request.receive), handle)
 
         return read_strictly
+
+    async def answer(self, request: Request, handle: Handler) -> Response:
+        return await handle(request)

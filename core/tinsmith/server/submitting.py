@@ -1,8 +1,8 @@
-"""From a request to a row in the log. A submit is answered at once; whatever it needs happens behind its future."""
+"""From an operation to a row in the log. A submit is answered at once; its result is behind a future."""
 
 import hashlib
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
@@ -16,44 +16,74 @@ from tinsmith.server.context import ServerContext
 from tinsmith.store import NewOperation, RunRecord
 from tinsmith.store.codec import encode_operation, kind_of
 
-LARGE_BYTES: Final = 1 << 18
-"""Bodies from here on are taken apart in a thread: the event loop answers heartbeats meanwhile."""
+T = TypeVar("T")
+
+_LARGE_BYTES: Final = 1 << 18
 
 
-@durable_boundary("server.submit")
+async def in_thread_if_large(num_bytes: int, work: Callable[[], T]) -> T:
+    """Do the work on a large body in a thread, so that the event loop goes on answering heartbeats."""
+    return await run_in_threadpool(work) if num_bytes >= _LARGE_BYTES else work()
+
+
 async def submit_training(
     context: ServerContext,
     run: RunRecord,
     seq_id: int,
+    operation: ops.TrainingOperation,
     *,
-    kind: str,
-    build: Callable[[], ops.TrainingOperation],
+    problem: UserError | None = None,
     body_bytes: int = 0,
 ) -> wire.Submitted:
-    """Record what `build` returns. Where it raises UserError, the refusal is recorded: it consumes the seq_id too."""
+    """Record an operation, as failed if there is a problem or if the backend cannot carry it out.
+
+    The digest is the operation's in any case, so a repeat finds it even if a problem has come or gone in between.
+    """
     capabilities = await context.engines.capabilities(run.base_model)
 
     def prepare() -> NewOperation:
+        found = problem
         try:
-            operation = build()
-        except UserError as error:
-            return _refused(run, seq_id, kind, error)
-        refused: ops.Failed | None = None
-        if capabilities is not None:
-            try:
+            if capabilities is not None:
                 check_operation(operation, capabilities, context.losses)
-            except UserError as error:
-                refused = ops.Failed(message=str(error), category=error.category)
-        return new_training_operation(run, seq_id, operation, refused=refused)
+        except UserError as error:
+            found = found or error
+        return new_training_operation(run, seq_id, operation, problem=found)
 
-    operation = await run_in_threadpool(prepare) if body_bytes >= LARGE_BYTES else prepare()
+    return await _submit(context, run, await in_thread_if_large(body_bytes, prepare))
+
+
+async def submit_refusal(
+    context: ServerContext, run: RunRecord, seq_id: int, kind: str, message: str
+) -> wire.Submitted:
+    """Record a request that became no operation, as failed. Its message stands in for its content when it repeats."""
+    return await _submit(
+        context,
+        run,
+        NewOperation(
+            base_model=run.base_model,
+            kind=kind,
+            tenant=run.tenant,
+            session_id=run.session_id,
+            subject_id=run.model_id,
+            seq_id=seq_id,
+            ordered=True,
+            payload=b"",
+            digest=hashlib.sha256(f"{kind}\0{message}".encode()).digest(),
+            refused=ops.Failed(message=message, category="user"),
+        ),
+    )
+
+
+@durable_boundary("server.submit")
+async def _submit(context: ServerContext, run: RunRecord, operation: NewOperation) -> wire.Submitted:
     request_id = await context.store.submit(operation)
     count(context, operation)
     return wire.Submitted(request_id=request_id, model_id=run.model_id)
 
 
 def new_training_operation(
-    run: RunRecord, seq_id: int, operation: ops.TrainingOperation, *, refused: ops.Failed | None = None
+    run: RunRecord, seq_id: int, operation: ops.TrainingOperation, *, problem: UserError | None = None
 ) -> NewOperation:
     return NewOperation(
         base_model=run.base_model,
@@ -63,26 +93,10 @@ def new_training_operation(
         subject_id=run.model_id,
         seq_id=seq_id,
         ordered=True,
-        payload=b"" if refused is not None else encode_operation(operation),
+        payload=b"" if problem is not None else encode_operation(operation),
         digest=translate.digest(operation),
         num_tokens=operation.num_tokens if isinstance(operation, ops.ForwardBackward) else 0,
-        refused=refused,
-    )
-
-
-def _refused(run: RunRecord, seq_id: int, kind: str, error: UserError) -> NewOperation:
-    """There is no operation to compare a repeat by; the same fault has the same message."""
-    return NewOperation(
-        base_model=run.base_model,
-        kind=kind,
-        tenant=run.tenant,
-        session_id=run.session_id,
-        subject_id=run.model_id,
-        seq_id=seq_id,
-        ordered=True,
-        payload=b"",
-        digest=hashlib.sha256(f"{kind}\0{error}".encode()).digest(),
-        refused=ops.Failed(message=str(error), category=error.category),
+        refused=None if problem is None else ops.Failed(message=str(problem), category=problem.category),
     )
 
 

@@ -1,22 +1,22 @@
 """Models and what trains them. Requests of one model run in seq_id order, whatever order they arrive in."""
 
+from functools import partial
+
 from fastapi import APIRouter, Request
 
 from tinsmith import operations as ops
 from tinsmith.checks import check_operation
-from tinsmith.errors import NotFoundError, UserError
+from tinsmith.errors import UserError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
-from tinsmith.protocol.partial_request import address_of
 from tinsmith.server.auth import Caller, own_run, own_session, readable_run
-from tinsmith.server.bodies import REFUSED
 from tinsmith.server.context import Context, ServerContext
-from tinsmith.server.json_routes import JsonRoute
+from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.routes.sessions import refuse_ended
-from tinsmith.server.submitting import count, new_training_operation, submit_training
+from tinsmith.server.submitting import count, in_thread_if_large, new_training_operation, submit_training
 from tinsmith.store import RunRecord, SessionRecord
 
-router = APIRouter(tags=["training"], route_class=JsonRoute)
+router = APIRouter(tags=["training"], route_class=NumberedRoute)
 
 
 @router.post("/create_model", response_model_exclude_none=True)
@@ -84,44 +84,13 @@ async def forward_backward(request: Request, caller: Caller, context: Context) -
         )
         raise UserError(msg)
     body = await request.body()
-    refused: UserError | None = request.scope.get(REFUSED)
-    if refused is not None:
-        return await _refuse_forward_backward(context, caller, body, refused)
-    try:
-        message = translate.parse_forward_backward(body)
-    except UserError as error:
-        return await _refuse_forward_backward(context, caller, body, error)
+    message = translate.parse_forward_backward(body)
     run = await own_run(context, caller, message.model_id)
-    return await submit_training(
-        context,
-        run,
-        message.seq_id,
-        kind="forward" if message.forward_only else "forward_backward",
-        build=lambda: translate.forward_backward(message),
-        body_bytes=len(body),
-    )
-
-
-async def _refuse_forward_backward(
-    context: ServerContext, caller: Principal, start: bytes, error: UserError
-) -> wire.Submitted:
-    """Fail it behind its future where the body says whose it is: its number is used up. Else raise the error."""
-    address = address_of(start)
-    if address is None:
-        raise error
-    model_id, seq_id = address
-    try:
-        run = await own_run(context, caller, model_id)
-    except NotFoundError:
-        raise error from None
-
-    def build() -> ops.TrainingOperation:
-        raise error
-
-    return await submit_training(context, run, seq_id, kind="forward_backward", build=build)
+    operation = await in_thread_if_large(len(body), partial(translate.forward_backward, message))
+    return await submit_training(context, run, message.seq_id, operation, body_bytes=len(body))
 
 
 @router.post("/optim_step", response_model_exclude_none=True)
 async def optim_step(body: wire.OptimStepRequest, caller: Caller, context: Context) -> wire.Submitted:
     run = await own_run(context, caller, body.model_id)
-    return await submit_training(context, run, body.seq_id, kind="optim_step", build=lambda: translate.optim_step(body))
+    return await submit_training(context, run, body.seq_id, translate.optim_step(body))

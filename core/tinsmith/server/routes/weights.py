@@ -1,7 +1,5 @@
 """Saving, loading and exporting a model's weights."""
 
-from functools import partial
-
 from fastapi import APIRouter
 
 from tinsmith import operations as ops
@@ -11,19 +9,18 @@ from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
 from tinsmith.server.auth import Caller, own_run, own_session, readable_checkpoint
 from tinsmith.server.context import Context, ServerContext
-from tinsmith.server.json_routes import JsonRoute
+from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.routes.training import submit_creation
 from tinsmith.server.submitting import submit_training
 from tinsmith.store import CheckpointRecord, RunRecord
 
-router = APIRouter(tags=["weights"], route_class=JsonRoute)
+router = APIRouter(tags=["weights"], route_class=NumberedRoute)
 
 
 @router.post("/save_weights", response_model_exclude_none=True)
 async def save_weights(body: wire.SaveWeightsRequest, caller: Caller, context: Context) -> wire.Submitted:
     run = await own_run(context, caller, body.model_id)
-    build = partial(translate.save_weights, body)
-    return await submit_training(context, run, body.seq_id, kind="save_state", build=build)
+    return await submit_training(context, run, body.seq_id, translate.save_weights(body))
 
 
 @router.post("/save_weights_for_sampler", response_model_exclude_none=True)
@@ -31,8 +28,8 @@ async def save_weights_for_sampler(
     body: wire.SaveWeightsForSamplerRequest, caller: Caller, context: Context
 ) -> wire.Submitted:
     run = await own_run(context, caller, body.model_id)
-    build = partial(translate.save_weights_for_sampler, body, run.session_id)
-    return await submit_training(context, run, body.seq_id, kind="save_for_sampler", build=build)
+    operation = translate.save_weights_for_sampler(body, run.session_id)
+    return await submit_training(context, run, body.seq_id, operation)
 
 
 @router.post("/save_weights_external", response_model_exclude_none=True)
@@ -40,8 +37,7 @@ async def save_weights_external(
     body: wire.SaveWeightsExternalRequest, caller: Caller, context: Context
 ) -> wire.Submitted:
     run = await own_run(context, caller, body.model_id)
-    build = partial(translate.save_weights_external, body)
-    return await submit_training(context, run, body.seq_id, kind="export_adapter", build=build)
+    return await submit_training(context, run, body.seq_id, translate.save_weights_external(body))
 
 
 @router.post("/load_weights", response_model_exclude_none=True)
@@ -51,7 +47,10 @@ async def load_weights(body: wire.LoadWeightsRequest, caller: Caller, context: C
     if body.model_id is None or body.seq_id is None or body.session_id is not None:
         msg = "send either session_id and model_seq_id, for a new model, or model_id and seq_id, for an existing one"
         raise UserError(msg)
-    return await _load_into(context, caller, body, await own_run(context, caller, body.model_id), body.seq_id)
+    run = await own_run(context, caller, body.model_id)
+    operation = translate.load_weights(body)
+    problem = await _why_not_loadable(context, caller, body.path, run)
+    return await submit_training(context, run, body.seq_id, operation, problem=problem)
 
 
 async def _create_from_checkpoint(
@@ -73,20 +72,6 @@ async def _create_from_checkpoint(
     return await submit_creation(
         context, caller, session, operation, base_model=checkpoint.base_model, user_metadata=body.user_metadata
     )
-
-
-async def _load_into(
-    context: ServerContext, caller: Principal, body: wire.LoadWeightsRequest, run: RunRecord, seq_id: int
-) -> wire.Submitted:
-    problem = await _why_not_loadable(context, caller, body.path, run)
-
-    def build() -> ops.LoadState:
-        operation = translate.load_weights(body)
-        if problem is not None:
-            raise problem
-        return operation
-
-    return await submit_training(context, run, seq_id, kind="load_state", build=build)
 
 
 async def _why_not_loadable(context: ServerContext, caller: Principal, path: str, run: RunRecord) -> UserError | None:
