@@ -119,7 +119,7 @@ def test_bad_passes_fail_alone(client: Client) -> None:
 @pytest.mark.usefixtures("neighbour")
 def test_bad_models_are_refused(client: Client) -> None:
     for fields, words in (
-        ({"base_model": "gpt-9"}, "base_model 'gpt-9' is not served here"),
+        ({"base_model": "gpt-9"}, "no base model named 'gpt-9'"),
         ({"rank": -1}, "rank -1 is not allowed"),
         ({"rank": 10_000}, "rank 10000 is not allowed"),
     ):
@@ -129,7 +129,7 @@ def test_bad_models_are_refused(client: Client) -> None:
         client.create_training_client_from_state("tinker://x:train:0/weights/none").result(timeout=300)
     with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
         client.create_sampling_client(model_path="tinker://x:train:0/sampler_weights/none").result(timeout=300)
-    with pytest.raises(tinker.BadRequestError, match="is not served here"):
+    with pytest.raises(tinker.BadRequestError, match="no base model named"):
         client.create_sampling_client(base_model="gpt-9").result(timeout=300)
 
 

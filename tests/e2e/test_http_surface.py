@@ -404,7 +404,7 @@ def test_endpoints_that_are_not_offered_say_so_by_name(http: httpx.Client, metho
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"base_model": "gpt-9"}, "base_model 'gpt-9' is not served here; available: 'toy'"),
+        ({"base_model": "gpt-9"}, "no base model named 'gpt-9'; available: 'toy'"),
         ({"lora_config": None}, "lora_config is missing"),
         ({"optimizer_config": {"type": "dimuon", "version": 1}}, "'dimuon' is not offered"),
     ],

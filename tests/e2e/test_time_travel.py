@@ -161,7 +161,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_loaded(
     for to in (str(tmp_path / "taken"), str(tmp_path / "link"), f"tinker://{MODEL}/weights/at-{saves[0]}"):
         assert "exists already" in refused(settings, UserError, to=to)
     other = ModelSettings(name="other", backend=PluginSection(plugin="toy"))
-    assert "belongs to base model 'toy', but configured is 'other'" in refused(
+    assert "no base model named 'toy'; available: 'other'" in refused(
         settings.model_copy(update={"models": (other,)}), ConfigError
     )
     elsewhere = settings.server.model_copy(update={"data_dir": tmp_path})

@@ -89,15 +89,14 @@ class _Replay:
         self._summarize(target, model_id, until, rebuilt, state.step)
 
     def _model_of(self, run: RunRecord) -> ModelSettings:
-        for model in self._settings.models:
-            if model.name == run.base_model:
-                return model
-        configured = ", ".join(repr(model.name) for model in self._settings.models)
-        msg = (
-            f"run {run.model_id!r} belongs to base model {run.base_model!r}, but configured is {configured}; pass the "
-            "same --config, or --base-model and --name, as to the server"
-        )
-        raise ConfigError(msg)
+        try:
+            return self._settings.model(run.base_model)
+        except UserError as error:
+            msg = (
+                f"run {run.model_id!r} belongs to another model: {error}; pass the same --config, or --base-model and "
+                "--name, as to the server"
+            )
+            raise ConfigError(msg) from error
 
     async def _refuse_taken(self, store: RequestStore, target: _Target) -> None:
         taken = await asyncio.to_thread(os.path.lexists, target.root / target.directory)

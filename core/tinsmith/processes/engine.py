@@ -1,4 +1,4 @@
-"""The process of one engine: `tinsmith engine`. Loads the backend, runs the engine, and reports its progress."""
+"""The process of one engine, `tinsmith engine`: signals, the lease, and exit codes."""
 
 from __future__ import annotations
 
@@ -9,44 +9,31 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import uvloop
 
-from tinsmith.backend import Progress, SamplingBackend, TrainingBackend
-from tinsmith.engine.assembly import EngineOptions, EngineParts, assemble_engine
-from tinsmith.engine.engine import Engine
 from tinsmith.engine.failures import EngineFailedError
 from tinsmith.errors import LeaseLostError, ServerError
-from tinsmith.hook_values import OperationFinished
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.assembly import capabilities_of, make_backends, make_scheduler, make_store
+from tinsmith.processes.assembly import make_scheduler, make_store
 from tinsmith.processes.deaths import EXIT_STORE, EXIT_SUPERSEDED, Cause
 from tinsmith.processes.engine_child import ENGINE_ID, SUPERVISED, new_engine_id
-from tinsmith.processes.lease import Taken, give_back, hold_lease, take_lease
+from tinsmith.processes.engine_run import EngineRun, Previous, StoppedWhileLoadingError
+from tinsmith.processes.lease import give_back, hold_lease, take_lease
 from tinsmith.processes.life_sign import LifeSign
 from tinsmith.processes.reports import EngineReports
-from tinsmith.scheduler import Scheduler
-from tinsmith.settings import DataDir, ModelSettings, Settings
+from tinsmith.processes.stopping import unless_stopped
+from tinsmith.settings import Settings
 from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore
 
-_UNKNOWN_END: Final = "its engine ended for an unknown reason"
 _ORPHAN_GRACE_S: Final = 10.0
 
-T = TypeVar("T")
-
 _log = logging.getLogger(__name__)
-
-
-class StoppedWhileLoadingError(Exception):
-    """The engine was asked to stop while its backend was loading, which cannot be interrupted."""
 
 
 def run_engine(settings: Settings, model_name: str, plugins: Plugins) -> None:
@@ -126,13 +113,13 @@ async def serve_engine(
         with LifeSign(signs, engine_id):
             try:
                 lease_s = settings.recovery.lease_s
-                taken = await _unless(
+                taken = await unless_stopped(
                     stopping, take_lease(store, model_name, engine_id=engine_id, duration_s=lease_s, directory=signs)
                 )
                 if taken is None:
                     return
                 record = await _found_record(store, model_name)
-                process = _EngineProcess(
+                engine_run = EngineRun(
                     settings=settings,
                     model=model,
                     data_dir=settings.data_dir,
@@ -141,9 +128,9 @@ async def serve_engine(
                     lease=taken.lease,
                     scheduler=make_scheduler(settings, plugins),
                     reports=EngineReports(store, taken.lease, _first_record(record, taken.lease)),
-                    previous=_Previous.told_by(record, taken, before),
+                    previous=Previous.told_by(record, taken, before),
                 )
-                await hold_lease(store, taken.lease, process.run(stopping), on_lost)
+                await hold_lease(store, taken.lease, engine_run.run(stopping), on_lost)
             finally:
                 await give_back(store, model_name, engine_id, directory=signs)
     finally:
@@ -160,138 +147,3 @@ def _first_record(found: EngineRecord, lease: Lease) -> EngineRecord:
     """Take over the record. The counts of consistency start again."""
     taken_over = replace(found, engine_id=lease.engine_id, pid=os.getpid(), consistency=None)
     return replace(taken_over, state=EngineState.STARTING, detail="", progress=None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Previous:
-    """How the engine before this one ended, as far as anybody knows."""
-
-    how: str
-    interrupted: bool  # so that nothing that it was running is at fault
-
-    @classmethod
-    def told_by(cls, record: EngineRecord, taken: Taken, before: Cause | None) -> _Previous:
-        """Combine what the supervisor reported with what this engine saw while it waited for the lease.
-
-        A previous engine that this one waited for, or whose end nobody saw, counts as interrupted.
-        """
-        how = record.detail if record.state is EngineState.RESTARTING else taken.replaced or _UNKNOWN_END
-        return cls(how, interrupted=before is None or before.is_from_outside or taken.replaced is not None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _EngineProcess:
-    settings: Settings
-    model: ModelSettings
-    data_dir: DataDir
-    plugins: Plugins
-    store: RequestStore
-    lease: Lease
-    scheduler: Scheduler
-    reports: EngineReports
-    previous: _Previous
-
-    async def run(self, stopping: asyncio.Event) -> None:
-        async with self.reports.running():
-            await self._run(stopping)
-
-    async def _run(self, stopping: asyncio.Event) -> None:
-        await self.reports.say(EngineState.STARTING)
-        await self.reports.say(EngineState.LOADING)
-        thread = ThreadPoolExecutor(1, thread_name_prefix="tinsmith-training")
-        try:
-            async with self._loaded(thread, stopping) as (backend, sampler):
-                await self._serve(backend, sampler, thread, stopping)
-        finally:
-            thread.shutdown(wait=False)
-        await self.reports.say(EngineState.STOPPED)
-
-    @asynccontextmanager
-    async def _loaded(
-        self, thread: ThreadPoolExecutor, stopping: asyncio.Event
-    ) -> AsyncIterator[tuple[TrainingBackend, SamplingBackend | None]]:
-        loop = asyncio.get_running_loop()
-        make = partial(make_backends, self.model, self.plugins, self.data_dir, self._progress(loop))
-        making = loop.run_in_executor(thread, make)
-        stopped = asyncio.create_task(stopping.wait())
-        either: list[asyncio.Future[Any]] = [making, stopped]  # Any: futures of two types
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if not making.done():
-            await self.reports.say(EngineState.STOPPED)
-            raise StoppedWhileLoadingError
-        backend, sampler = await making
-        try:
-            yield backend, sampler
-        finally:
-            if sampler is not None and not isinstance(sampler, TrainingBackend):
-                sampler.close()
-            await loop.run_in_executor(thread, backend.close)
-
-    def _model_path(self) -> Path | None:
-        return self.model.path or self.plugins.resolve_base_model(self.model.source)
-
-    def _progress(self, loop: asyncio.AbstractEventLoop) -> Progress:
-        def progress(stage: str, fraction: float | None) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self.reports.progress, stage, fraction)
-
-        return progress
-
-    async def _serve(
-        self,
-        backend: TrainingBackend,
-        sampler: SamplingBackend | None,
-        thread: ThreadPoolExecutor,
-        stopping: asyncio.Event,
-    ) -> None:
-        def finished(event: OperationFinished) -> None:
-            self.reports.progress("", None)  # whatever was in progress is done
-            if event.consistency is not None:
-                self.reports.saved_for_sampling(event.consistency)
-            self.plugins.operation_finished(event)
-
-        parts = EngineParts(
-            store=self.store,
-            lease=self.lease,
-            data_dir=self.data_dir,
-            backend=backend,
-            sampler=sampler,
-            scheduler=self.scheduler,
-            losses=self.plugins.losses.all(),
-            on_finished=finished,
-            thread=thread,
-        )
-        options = EngineOptions.configured(self.settings, self.model, model_path=self._model_path())
-        engine = assemble_engine(parts, options)
-        await self.reports.say(EngineState.RECOVERING, capabilities=capabilities_of(backend, sampler))
-        if await _unless(stopping, self._recovered(engine)) is None:
-            return
-        await self.reports.say(EngineState.READY)
-        _log.info("ready: %s", self.model.name)
-        stop = asyncio.create_task(_call_when_set(stopping, engine.stop))
-        try:
-            await engine.run()
-        finally:
-            stop.cancel()
-
-    async def _recovered(self, engine: Engine) -> bool:
-        await engine.recover(self.previous.how, self.reports.progress, interrupted=self.previous.interrupted)
-        return True
-
-
-async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """Do the work and return its result. Cancel it and return None if `stopping` is set first."""
-    doing, stopped = asyncio.create_task(work), asyncio.create_task(stopping.wait())
-    await asyncio.wait([doing, stopped], return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if doing.done():
-        return await doing
-    doing.cancel()
-    await asyncio.wait([doing])
-    return None
-
-
-async def _call_when_set(event: asyncio.Event, call: Callable[[], None]) -> None:
-    await event.wait()
-    call()

@@ -12,14 +12,13 @@ from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from tinsmith.backend import Capabilities
-from tinsmith.errors import UserError
 from tinsmith.huggingface.hub_cache import HubReference, cached_model
 from tinsmith.losses import LossSpec
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.api_keys import ApiKeys
 from tinsmith.server.sample_limits import SampleLimits
 from tinsmith.server.signed_urls import UrlSigner
-from tinsmith.settings import ModelSettings, Settings
+from tinsmith.settings import Settings
 from tinsmith.store import EngineRecord, EngineState, RequestStore
 
 API_PREFIX = "/api/v1"
@@ -99,22 +98,13 @@ class ServerContext:
 
     @property
     def checkpoint_root(self) -> Path:
-        return self.settings.server.data_dir.expanduser() / "checkpoints"
-
-    def model_settings(self, base_model: str) -> ModelSettings:
-        """Raise UserError where the server does not serve it."""
-        for model in self.settings.models:
-            if model.name == base_model:
-                return model
-        served = ", ".join(repr(model.name) for model in self.settings.models) or "none"
-        msg = f"base_model {base_model[:200]!r} is not served here; available: {served}"
-        raise UserError(msg)
+        return self.settings.data_dir.checkpoints
 
     def tokenizer_of(self, base_model: str) -> str:
         """Return where clients find the tokenizer: the model's directory, or its name if they may be elsewhere."""
         if self.settings.server.host not in {"127.0.0.1", "localhost", "::1"}:
             return base_model
-        model = self.model_settings(base_model)
+        model = self.settings.model(base_model)
         reference = HubReference.parse(model.source)
         path = model.path or (cached_model(reference) if reference is not None else None)
         return base_model if path is None else str(path.expanduser().absolute())

@@ -5,6 +5,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError
 
 from tinsmith.errors import ConfigError
+from tinsmith.settings import DataDir
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.databases.dialect import Dialect
 from tinsmith.sql_store.databases.sqlite import SqliteDialect
@@ -13,7 +14,7 @@ from tinsmith.store import StoreContext
 
 def dialect_of(config: SqlStoreConfig, context: StoreContext) -> Dialect:
     """Raise ConfigError if the URL cannot be used; the message says which URLs can."""
-    default = URL.create("sqlite", database=str(context.data_dir.expanduser() / "tinsmith.db"))
+    default = URL.create("sqlite", database=str(DataDir.at(context.data_dir).database))
     try:
         url = default if config.url is None else make_url(config.url)
     except ArgumentError as error:

@@ -36,7 +36,7 @@ async def create_sampling_session(
             msg = f"base_model {base_model!r} does not fit {str(path)!r}, which is of {checkpoint.base_model!r}"
             raise UserError(msg)
         base_model = checkpoint.base_model
-    context.model_settings(base_model or "")
+    context.settings.model(base_model or "")  # raises UserError if it is not served
     sampler = await context.store.create_sampling_session(
         SamplingSessionRecord(
             sampling_session_id=translate.sampling_session_id(body.session_id, body.sampling_session_seq_id),

@@ -39,7 +39,7 @@ async def submit_creation(
     user_metadata: wire.Json | None,
 ) -> wire.Submitted:
     """Make the run and submit its seq_id 0."""
-    context.model_settings(base_model)
+    context.settings.model(base_model)  # raises UserError if it is not served
     refuse_ended(session)
     capabilities = await context.engines.capabilities(base_model)
     if capabilities is not None:
