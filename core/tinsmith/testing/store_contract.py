@@ -1,9 +1,9 @@
-"""The suite that every request store passes: subclass `RequestStoreContract` and say how to make one.
+"""The contract suite of request stores: subclass `RequestStoreContract` and override `make_store`.
 
     class TestMyStore(RequestStoreContract):
         @pytest.fixture
         def make_store(self, tmp_path):
-            return lambda: MyStore(...)  # each call: another process's view of the same, initially empty database
+            return lambda: MyStore(...)  # each call: as another process opens the same, initially empty database
 
 Needs the `testing` extra (pytest, pytest-asyncio in auto mode).
 """
@@ -46,7 +46,7 @@ from tinsmith.testing.store_recovery import RecoveryContract
 
 
 class RequestStoreContract(LogContract, RecoveryContract, LeaseContract):
-    """Every promise of `tinsmith.store.RequestStore`. Override nothing but `make_store`."""
+    """Tests every promise of `tinsmith.store.RequestStore`. Override `make_store` only."""
 
     # sessions
 
@@ -95,7 +95,7 @@ class RequestStoreContract(LogContract, RecoveryContract, LeaseContract):
         assert (await store.get_session("s1")).ended == "expired"
         assert (await store.get_session("s2")).ended is None
 
-    # models, samplers, checkpoints
+    # models, sampling sessions, checkpoints
 
     async def test_a_model_is_created_once(self, store: RequestStore) -> None:
         await store.create_session(a_session(), idempotency_key=None)
@@ -120,7 +120,7 @@ class RequestStoreContract(LogContract, RecoveryContract, LeaseContract):
         assert (await store.list_runs(None, session_id="s1", limit=9, offset=0))[1] == 3
         assert (await store.list_runs(None, session_id="s2", limit=9, offset=0))[1] == 0
 
-    async def test_samplers(self, store: RequestStore) -> None:
+    async def test_sampling_sessions(self, store: RequestStore) -> None:
         first = SamplingSessionRecord(
             sampling_session_id="s1:sample:0",
             session_id="s1",
@@ -162,7 +162,7 @@ class RequestStoreContract(LogContract, RecoveryContract, LeaseContract):
         assert await state_of(store, request_id) == OperationState.SUCCEEDED
         assert await store.list_checkpoints("ann") == ([second], 1)
         assert await store.expired_checkpoints(expires_at) == []
-        # a client that did not hear the answer asks again
+        # a client that did not receive the answer asks again
         assert await store.deleted_checkpoint(first.path) == changed
         for never in (second.path, "tinker://s1:train:0/weights/never"):
             with pytest.raises(NotFoundError, match=never):

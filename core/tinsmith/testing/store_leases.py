@@ -62,7 +62,7 @@ class LeaseContract(StoreSuite):
         first = await lease_of(store, "engine-1")
         waiting = asyncio.create_task(other.wait_for_lease(BASE, LONG_S))
         await asyncio.sleep(0)  # it has subscribed
-        await store.release_lease(BASE, "engine-9")  # not its
+        await store.release_lease(BASE, "engine-9")  # holds nothing
         await store.renew_lease(first)
         await store.release_lease(BASE, "engine-1")
         await waiting
@@ -83,7 +83,7 @@ class LeaseContract(StoreSuite):
         assert second.epoch == first.epoch + 1
 
     async def test_a_lease_that_ran_out_may_be_taken_or_go_on(self, store: RequestStore, other: RequestStore) -> None:
-        for number in range(3):  # nobody wants it: the engine goes on with the same epoch, whatever it does first
+        for number in range(3):  # nobody takes it: the engine keeps its epoch, whichever call it makes first
             short = await lease_of(store, "engine-1", 0.001)
             await self._until_it_ran_out(other)
             long = replace(short, duration_s=3600.0)
@@ -102,7 +102,7 @@ class LeaseContract(StoreSuite):
             await store.renew_lease(short)
 
     async def _until_it_ran_out(self, store: RequestStore) -> None:
-        """Without taking it: a supervisor's report is ignored until then."""
+        """Wait without taking the lease: a supervisor's report is ignored until it expires."""
         probe = replace(self._record(None), detail=f"probe {id(asyncio.current_task())} {datetime.now(UTC)}")
         async with asyncio.timeout(LONG_S):
             while probe not in await store.list_engines():
@@ -166,7 +166,7 @@ class LeaseContract(StoreSuite):
         assert await state_of(store, first) == OperationState.RUNNING
 
     async def test_takeovers_and_completions_at_once(self, store: RequestStore, other: RequestStore) -> None:
-        """Whichever comes first: what was completed is never queued again, and what was queued again not completed."""
+        """Whichever is first: a completed operation is not requeued, and a requeued one is not completed."""
         for number in range(8):
             engine_id = f"engine-{number}"
             lease = await lease_of(store, engine_id)

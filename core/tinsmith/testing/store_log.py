@@ -335,7 +335,7 @@ class LogContract(StoreSuite):
     async def test_samples_are_announced_in_the_order_in_which_they_finish(
         self, store: RequestStore, other: RequestStore
     ) -> None:
-        """Whatever their end was, each client its own, and what is not announced does not move the cursor."""
+        """However they ended, each client sees its own samples; what is not announced does not move the cursor."""
         ids = [await store.submit(a_sample(seq_id)) for seq_id in range(5)]
         clone = await store.submit(a_sample(3 * SEQ_IDS_PER_CLONE + 1))
         neighbour = await store.submit(a_sample(0, "s2:sample:0"))
@@ -394,7 +394,7 @@ class LogContract(StoreSuite):
         assert await finished(store, after=2, timeout_s=0.05) == ([], 2)
 
     async def test_nothing_appears_behind_a_cursor(self, store: RequestStore, other: RequestStore) -> None:
-        """Two processes finish samples of several clients at once, and a third one follows each of them."""
+        """Two processes finish samples of several clients at once, and a third process follows each client."""
         subject_ids = [f"s1:sample:{number}" for number in range(3)]
         ids = {
             subject_id: [await store.submit(a_sample(seq_id, subject_id)) for seq_id in range(40)]
@@ -440,14 +440,14 @@ class LogContract(StoreSuite):
             assert await again.prune(datetime.now(UTC) + timedelta(seconds=1)) == 2
             with pytest.raises(ResultExpiredError):
                 await again.get_operation(ids[1])
-            assert await finished(again, after=1) == ([(ids[1], True)], 2)  # or its client would wait for ever
+            assert await finished(again, after=1) == ([(ids[1], True)], 2)  # otherwise its client would wait for ever
             for clone, cursor in ((0, 3), (1, 1)):
                 with pytest.raises(UserError, match=f"cursor {cursor} of 's1:sample:0' is ahead"):
                     await finished(again, clone=clone, after=cursor)
         finally:
             await again.close()
 
-    # gaps, ends, engines
+    # gaps, ended sessions, engines
 
     async def test_a_gap_that_stays_open_fails_what_waits(self, store: RequestStore) -> None:
         await a_model(store)
@@ -464,7 +464,7 @@ class LogContract(StoreSuite):
         assert "gone on without" in (await failure_of(store, too_late)).message
 
     async def test_nothing_is_left_behind_a_failed_gap(self, store: RequestStore) -> None:
-        """Requests sent in parallel arrive in any order: a younger one must not be stranded below an older one."""
+        """Requests sent in parallel arrive in any order. A late lower seq_id must not stay pending for ever."""
         await a_model(store)
         old, young = [await store.submit(an_operation(seq_id=seq_id)) for seq_id in (3, 2)]
         between = (await store.get_operation(young)).created_at

@@ -1,4 +1,4 @@
-"""Records, operations and short calls that the suites of request stores share."""
+"""Records, operations and short calls, shared by the suites of request stores."""
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -29,7 +29,7 @@ from tinsmith.store.codec import decode_result, encode_operation
 
 BASE = "org/base-model"
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
-LONG_S = 300.0  # a wait that a test expects to be woken from
+LONG_S = 300.0  # longer than any wait: a test expects a wake-up before it
 LORA = LoraConfig(rank=8, seed=7)
 
 MakeStore = Callable[[], RequestStore]
@@ -100,7 +100,7 @@ def a_recovery_point(seq_id: int, model_id: str = "s1:train:0") -> RecoveryPoint
 
 
 async def a_model(store: RequestStore, model_id: str = "s1:train:0", tenant: str = "ann") -> str:
-    """Make a session and a model that is ready, and return the creation's request_id."""
+    """Create a session and a model, and complete the creation. Return its request_id."""
     session_id = model_id.split(":")[0]
     await store.create_session(a_session(session_id, tenant=tenant), idempotency_key=session_id)
     request_id = await store.create_run(a_run(model_id, tenant=tenant), a_creation(model_id, tenant=tenant))
@@ -116,7 +116,7 @@ async def claim(store: RequestStore, max_operations: int = 100, **more: Any) -> 
 
 
 async def lease_of(store: RequestStore, engine_id: str = "engine-1", duration_s: float = 3600.0) -> Lease:
-    """Return the lease of an engine that no other one disputes."""
+    """Return the lease of an engine without a competitor."""
     lease = await store.acquire_lease(BASE, engine_id=engine_id, duration_s=duration_s)
     assert isinstance(lease, Lease), lease
     return lease
@@ -133,7 +133,7 @@ def done(request_id: str, result: Result | None = None, *effects: Any) -> Comple
 async def finished(
     store: RequestStore, subject_id: str = "s1:sample:0", clone: int = 0, *, after: int = 0, timeout_s: float = 0
 ) -> tuple[list[tuple[str, bool]], int]:
-    """Return who finished and whether it succeeded, and the cursor."""
+    """Return the request_ids that finished and whether they succeeded, and the cursor."""
     found = await store.finished_samples(subject_id, clone, after=after, limit=100, timeout_s=timeout_s)
     return [(sample.request_id, sample.succeeded) for sample in found.samples], found.cursor
 

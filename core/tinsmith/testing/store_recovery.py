@@ -1,4 +1,4 @@
-"""What a store keeps for engines that die: what was running, snapshots, the operations after them."""
+"""What a store keeps for the next engine: running operations, recovery points, and the operations after them."""
 
 import asyncio
 from dataclasses import replace
@@ -60,7 +60,7 @@ class RecoveryContract(StoreSuite):
         assert await state_of(store, running[1]) == OperationState.QUEUED
         run = await store.get_run("s1:train:0")
         assert (run.state, run.next_seq_id, run.applied_seq_id) == (RunState.READY, 2, 1)
-        # what an engine died of may not take others with it
+        # what may have killed the engine runs by itself
         assert await claim(store, 1, alone=True) == [running[1]]
         assert await claim(store, alone=True) == []
         assert set(await claim(store)) == {queued, sample}
@@ -130,7 +130,7 @@ class RecoveryContract(StoreSuite):
         assert await claim(store) == [request_id]
 
     async def test_what_is_held_is_not_put_back(self, store: RequestStore) -> None:
-        """An engine that did not hear what it claimed last knows what it had claimed before."""
+        """An engine that missed the answer to its last claim knows what it claimed before."""
         await a_model(store)
         held = [await store.submit(an_operation(seq_id=1)), await store.submit(a_sample())]
         assert sorted(await claim(store)) == sorted(held)
@@ -145,7 +145,7 @@ class RecoveryContract(StoreSuite):
         request_id = await store.submit(a_sample())
         assert await claim(store) == [request_id]
         await store.requeue(await lease_of(store), max_attempts=3, reason="killed by signal 9")
-        assert await claim(store, alone=True) == []  # many may have been running: they are tried together once more
+        assert await claim(store, alone=True) == []  # many may have been running, so they run together once more
         assert await claim(store) == [request_id]
         await store.requeue(await lease_of(store), max_attempts=3, reason="killed by signal 9")
         assert await claim(store, alone=True) == [request_id]
@@ -154,7 +154,7 @@ class RecoveryContract(StoreSuite):
         assert failed.category == "server"
         assert "killed by signal 9" in failed.message
 
-    async def test_the_log_and_the_snapshots_of_a_live_model(self, store: RequestStore) -> None:
+    async def test_the_log_and_the_recovery_points_of_a_live_model(self, store: RequestStore) -> None:
         created = await a_model(store)
         first, second, third = [await store.submit(an_operation(seq_id=seq_id)) for seq_id in (1, 2, 3)]
         await claim(store)
@@ -178,19 +178,19 @@ class RecoveryContract(StoreSuite):
         (live,) = await store.live_models(BASE)
         assert (live.run.applied_seq_id, live.recovery_points, live.ephemeral) == (2, (), ("s1:sample:0",))
 
-        snapshots = [a_recovery_point(seq_id) for seq_id in range(4)]
+        points = [a_recovery_point(seq_id) for seq_id in range(4)]
         with pytest.raises(ServerError, match="ahead"):
-            await store.add_recovery_point(await lease_of(store), snapshots[3], keep=2)
-        for snapshot in snapshots[:3]:
-            await store.add_recovery_point(await lease_of(store), snapshot, keep=2)
-        assert await store.list_recovery_points("s1:train:0") == [snapshots[2], snapshots[1]]
-        await complete(store, [done(third, None, RecoveryPointTaken(record=snapshots[3], keep=2))])
+            await store.add_recovery_point(await lease_of(store), points[3], keep=2)
+        for point in points[:3]:
+            await store.add_recovery_point(await lease_of(store), point, keep=2)
+        assert await store.list_recovery_points("s1:train:0") == [points[2], points[1]]
+        await complete(store, [done(third, None, RecoveryPointTaken(record=points[3], keep=2))])
         (live,) = await store.live_models(BASE)
-        assert live.recovery_points == (snapshots[3], snapshots[2])
+        assert live.recovery_points == (points[3], points[2])
         await store.drop_recovery_point(await lease_of(store), "s1:train:0", 3)
-        assert await store.list_recovery_points("s1:train:0") == [snapshots[2]]
+        assert await store.list_recovery_points("s1:train:0") == [points[2]]
 
-    async def test_a_model_that_ends_has_no_snapshots(self, store: RequestStore) -> None:
+    async def test_a_model_that_ends_has_no_recovery_points(self, store: RequestStore) -> None:
         for number, ending in enumerate([RunState.UNLOADED, RunState.LOST]):
             model_id = f"s{number}:train:0"
             await a_model(store, model_id)

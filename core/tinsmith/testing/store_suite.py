@@ -1,4 +1,4 @@
-"""The fixtures that all suites of request stores share."""
+"""Fixtures shared by the suites of request stores."""
 
 from collections.abc import AsyncIterator
 
@@ -11,8 +11,8 @@ from tinsmith.testing.store_records import MakeStore
 class StoreSuite:
     @pytest.fixture
     def make_store(self) -> MakeStore:
-        """Override: how another process opens the same, initially empty database."""
-        msg = f"{type(self).__name__} must override the fixture 'make_store' and return what makes a RequestStore"
+        """Override: return a function that opens the same, initially empty database as another process would."""
+        msg = f"{type(self).__name__} must override the fixture 'make_store' with one that returns a function"
         raise NotImplementedError(msg)
 
     @pytest.fixture
@@ -24,7 +24,7 @@ class StoreSuite:
 
     @pytest.fixture
     async def other(self, make_store: MakeStore, store: RequestStore) -> AsyncIterator[RequestStore]:
-        """Another process's view of the same database."""
+        """The same database, as another process opens it."""
         other = make_store()
         await other.open()
         yield other

@@ -1,4 +1,4 @@
-"""`python -m exactly_once [--bounds large] [--mutation NAME ...]`: check, and print what breaks, and how."""
+"""`python -m exactly_once [--bounds large] [--mutation NAME ...]`: check, and print each violation with its steps."""
 
 import argparse
 import sys

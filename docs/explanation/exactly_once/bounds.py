@@ -1,9 +1,9 @@
-"""How large a world is searched. Programs: t trains, p is poison, r was refused, s is a sample."""
+"""How much is searched. In the programs, t trains, p is poison, r was refused, and s is a sample."""
 
 from exactly_once.values import Bounds, Faults
 
 BOUNDS = {
-    # every rule once, in a few seconds
+    # each rule once, in a few seconds
     "small:takeover": Bounds(programs=("tt", "t"), faults=Faults(crashes=1, takeovers=1), in_order=True),
     "small:answers": Bounds(programs=("tt", "s"), faults=Faults(takeovers=1, lost_answers=1), in_order=True),
     "small:gaps": Bounds(programs=("trtt",), faults=Faults(crashes=1, stops=1, takeovers=1)),
@@ -13,7 +13,7 @@ BOUNDS = {
     "small:given-up": Bounds(
         programs=("t",), faults=Faults(crashes=2, takeovers=1), keep=1, in_order=True, max_interruptions=2
     ),
-    # the same with more of everything
+    # the same, with more of everything
     "large:takeover": Bounds(programs=("tt", "tt"), faults=Faults(crashes=1, takeovers=2), in_order=True),
     "large:answers": Bounds(
         programs=("tt", "s"), faults=Faults(crashes=1, takeovers=1, lost_answers=1, stops=1), in_order=True

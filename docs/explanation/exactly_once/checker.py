@@ -1,4 +1,4 @@
-"""Breadth-first search of every state that can be reached, so that the first counterexample is a shortest one."""
+"""Breadth-first search of every reachable state, so the first counterexample is a shortest one."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from exactly_once.values import FINISHED, Bounds, State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """`broken` None means that everything holds within the bounds."""
+    """The result. `broken` None means that every invariant holds within the bounds."""
 
     states: int
     steps: int
@@ -75,7 +75,7 @@ class _Search:
         stuck = [state for state, number in self._numbers.items() if number not in can_finish]
         if not stuck:
             return None
-        most = max(stuck, key=_progress)  # what is left then is what it is about
+        most = max(stuck, key=_progress)  # what it leaves unfinished is the point
         return self._counterexample(
             f"from here nothing finishes everything, though no more faults happen: {_unfinished(most)}",
             self._numbers[most],
@@ -110,7 +110,7 @@ _OF_ENGINES = (
 
 
 def _describe(step: Step) -> str:
-    """`complete (engine 0, subject 1, seq_id 2)`."""
+    """Return for instance `complete (engine 0, subject 1, seq_id 2)`."""
     names = ("engine", "subject", "seq_id") if step.what.startswith(_OF_ENGINES) else ("subject", "seq_id")
     places = ", ".join(f"{name} {number}" for name, number in zip(names, step.where, strict=False))
     return f"{step.what} ({places})"

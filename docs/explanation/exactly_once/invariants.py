@@ -1,11 +1,11 @@
-"""What must hold: of every state, of every step, and of what can still become of a state."""
+"""The invariants: what must hold in every state, and in every step."""
 
 from exactly_once.steps import Step
 from exactly_once.values import FAILED, FINISHED, GAVE_UP, POISON, SAMPLE, SUCCEEDED, Bounds, Content, State, Subject
 
 
 def broken_in(state: State, bounds: Bounds) -> str | None:
-    """Say which invariant a state breaks."""
+    """Return the invariant that a state breaks."""
     for number, (subject, program) in enumerate(zip(state.subjects, bounds.programs, strict=True)):
         found = _alone(subject, program, bounds)
         if found is None and program[0] != SAMPLE:
@@ -16,7 +16,7 @@ def broken_in(state: State, bounds: Bounds) -> str | None:
 
 
 def broken_by(before: State, step: Step) -> str | None:
-    """Say which invariant a step breaks: a result, once recorded, never changes."""
+    """Return the invariant that a step breaks: a recorded result never changes."""
     for old, new in zip(before.subjects, step.state.subjects, strict=True):
         if old is new:
             continue
@@ -29,7 +29,7 @@ def broken_by(before: State, step: Step) -> str | None:
 
 
 def is_finished(state: State) -> bool:
-    """Every operation has come, and has its one result; a number that a model had passed for good may be refused."""
+    """Every operation has arrived and has its one result. A seq_id up to `pruned_seq_id` may be missing: it is refused."""
     for subject in state.subjects:
         for seq_id, row in enumerate(subject.rows):
             if row is None:
@@ -41,7 +41,7 @@ def is_finished(state: State) -> bool:
 
 
 def _order(subject: Subject) -> str | None:
-    """Exactly once, in order: what an operation saw is what succeeded before it, each once."""
+    """Exactly once, in order: an operation saw what succeeded before it, each operation once."""
     applied: Content = ()
     for seq_id, row in enumerate(subject.rows):
         if row is not None and row.state == SUCCEEDED:
@@ -77,7 +77,7 @@ def _recoverable(subject: Subject) -> str | None:
 
 
 def _alone(subject: Subject, program: str, bounds: Bounds) -> str | None:
-    """An operation is given up only for poison, or after all its deaths from outside."""
+    """An operation is given up only if it is poison, or after `max_interruptions` deaths from outside."""
     for seq_id, row in enumerate(subject.rows):
         if row is None or row.state != FAILED or row.result != GAVE_UP or program[seq_id] == POISON:
             continue

@@ -1,4 +1,4 @@
-"""Mistakes that the checker must find: each is one rule of the protocol left out, and the world in which it shows."""
+"""Mistakes that the checker must find: one rule of the protocol left out, and the bounds in which it shows."""
 
 MUTATIONS = {
     "complete_unfenced": ("`complete` does not ask whether a later engine has taken over", "small:takeover"),

@@ -1,4 +1,4 @@
-"""Every step that can be taken from a state: clients, engines, housekeeping and faults, in any order."""
+"""Every step that is possible in a state: of clients, engines, housekeeping and faults, in any order."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -28,10 +28,10 @@ from exactly_once.values import (
 
 
 class Step(NamedTuple):
-    """`fault`: a run without faults does not take it."""
+    """One step. A run without faults takes no step with `fault`."""
 
     what: str
-    where: tuple[int, ...]  # engine, subject, seq_id: those that `what` is about
+    where: tuple[int, ...]  # engine, subject and seq_id, as far as they apply
     state: State
     fault: bool = False
 
@@ -81,7 +81,7 @@ class Steps:
     # the life of an engine
 
     def _starts(self, state: State) -> Iterator[Step]:
-        """The lease is free, or has run out. Only the lowest that is down starts: they are alike."""
+        """The lease is free or has expired. Only the first engine that is down starts: they are interchangeable."""
         number = next((n for n, engine in enumerate(state.engines) if engine.phase == DOWN), None)
         if number is None:
             return
@@ -147,7 +147,7 @@ class Steps:
         return Step("requeue", (number,), self._requeued(state, "interrupted" if state.interrupted else "crashed"))
 
     def _rebuilt(self, subject: Subject, points: RecoveryPoints) -> Content:
-        """Restore the newest good recovery point of those seen at the start; replay what has succeeded after it."""
+        """Restore the newest good recovery point of those seen at the start, and replay what succeeded after it."""
         files = {directory: (seq_id, content) for directory, seq_id, content in subject.files}
         good = next((files[directory] for _, directory in points if directory in files), (-1, ()))
         seq_id, content = good
@@ -157,7 +157,7 @@ class Steps:
 
     @staticmethod
     def _refused(state: State, number: int) -> Step:
-        """The store has told it that its lease is another's: it ends."""
+        """The store has told the engine that another one holds its lease, so it ends."""
         return Step("superseded: the engine ends", (number,), _with_engine(state, number, Engine()))
 
     # operations
@@ -195,7 +195,7 @@ class Steps:
         return Step("claim", (number, subject, seq_id), after)
 
     def _claim_unanswered(self, state: State, number: int, engine: Engine, subject: int, seq_id: int) -> Step:
-        """The engine asks what it was given, and goes on with that; where it does not, nobody works on it."""
+        """The engine asks what it was given, and continues with that. If it did not, nobody would run it."""
         step = self._claimed(state, number, engine, subject, seq_id)
         after = step.state
         if "claim_answer_lost" in self._mutations:
@@ -236,11 +236,11 @@ class Steps:
         after = _with_subject(state, subject, changed)
         where = (number, subject, seq_id)
         yield Step("complete", where, _with_engine(after, number, engine._replace(ran=rest)))
-        if state.left.lost_answers:  # it will be asked again
+        if state.left.lost_answers:  # the engine repeats the call
             yield Step("complete, its answer lost", where, _one_answer_less(after), fault=True)
 
     def _gaps(self, state: State, number: int) -> Iterator[Step]:
-        """A superseded engine may do it as well."""
+        """A superseded engine may do it too."""
         if self._bounds.in_order:
             return
         for model, subject in enumerate(state.subjects):
@@ -320,7 +320,7 @@ def _one_answer_less(state: State) -> State:
 
 
 def _fresh_name(state: State) -> str:
-    """One that nobody uses any more: names are random in reality, so that none comes twice."""
+    """Return a name that is no longer in use. Real names are random, so none occurs twice."""
     used = {engine.name for engine in state.engines}
     for subject in state.subjects:
         used |= {name[-1] for name, _, _ in subject.files} | {name[-1] for _, name in subject.recovery_points}

@@ -1,4 +1,4 @@
-"""The store's transactions, each one step: `tinsmith.sql_store`, rule by rule."""
+"""The store's transactions, each of them one step: the rules of `tinsmith.sql_store`."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -21,11 +21,11 @@ from exactly_once.values import (
 )
 
 Ended = Literal["stopped", "crashed", "interrupted"]
-"""How an engine did."""
+"""How an engine ended."""
 
 
 class Store:
-    """Functions from one subject to the next, under a set of mutations."""
+    """Each function returns the subject after a transaction, under a set of mutations."""
 
     def __init__(self, bounds: Bounds, mutations: frozenset[str]) -> None:
         self._bounds = bounds
@@ -34,16 +34,16 @@ class Store:
     # clients
 
     def submit(self, subject: Subject, kind: str, seq_id: int) -> Subject | None:
-        """Return None where nothing changes."""
+        """Return None if nothing changes."""
         row = subject.rows[seq_id]
-        if row is not None and row.kept:  # a repeat finds the first one
+        if row is not None and row.kept:  # a repeat finds the first row
             if "resubmit_runs_again" in self._mutations and row.state == SUCCEEDED:
                 return _with_row(subject, seq_id, Row(QUEUED))
             return None
         if kind != SAMPLE and seq_id <= subject.pruned_seq_id:
             return None  # ResultExpiredError
         if row is not None:
-            return None  # a sample past its retention would be a new one; not modelled
+            return None  # a repeat of a pruned sample would be a new operation; not modelled
         hopeless = kind == REFUSED or (kind != SAMPLE and seq_id < subject.next_seq_id)
         return _with_row(subject, seq_id, Row(FAILED, result=()) if hopeless else Row(QUEUED))
 
@@ -56,7 +56,7 @@ class Store:
     # engines
 
     def claimable(self, subject: Subject, program: str, *, alone: bool) -> Iterator[int]:
-        """One at a time: taking several in one transaction is taking them with nothing between."""
+        """One at a time: claiming several in one transaction equals claiming them one right after the other."""
         if program[0] == SAMPLE:
             for seq_id, row in enumerate(subject.rows):
                 if row is not None and row.state == QUEUED and (row.alone or not alone):
@@ -103,7 +103,7 @@ class Store:
         return subject
 
     def _counted(self, row: Row, ended: Ended) -> Row:
-        """`claim` has counted an attempt."""
+        """Take back the attempt that `claim` counted, unless the engine crashed, and count an interruption."""
         if ended != "crashed" or "requeue_without_attempts" in self._mutations:
             row = row._replace(attempts=row.attempts - 1)
         return row._replace(interruptions=row.interruptions + 1) if ended == "interrupted" else row
@@ -114,7 +114,7 @@ class Store:
         return row.attempts >= self._bounds.max_attempts
 
     def fail_gaps(self, subject: Subject) -> Iterator[Subject]:
-        """Whatever comes back may have waited long enough or not: once for each that may be the last that has."""
+        """Yield one outcome for each operation that may be the last one that has waited long enough."""
         rows, first = subject.rows, subject.next_seq_id
         if "gap_closed_while_running" not in self._mutations and any(row and row.state == RUNNING for row in rows):
             return
@@ -132,7 +132,7 @@ class Store:
             yield moved
 
     def add_recovery_point(self, subject: Subject, seq_id: int, directory: str) -> Subject | None:
-        """Return None where it is refused."""
+        """Return None if it is refused."""
         if seq_id > subject.applied_seq_id and "point_early" not in self._mutations:
             return None
         others = [each for each in subject.recovery_points if each[0] != seq_id]
@@ -142,7 +142,7 @@ class Store:
     # housekeeping
 
     def prune(self, subject: Subject, program: str) -> Iterator[tuple[int, Subject]]:
-        """One at a time, whichever are old enough."""
+        """One at a time, in any order: any of them may be old enough."""
         points = [seq_id for seq_id, _ in subject.recovery_points]
         bound = max if "prune_past_oldest" in self._mutations else min
         needed_after = bound(points, default=-1)

@@ -1,4 +1,4 @@
-"""What a state of the model is made of. Everything is immutable and hashable; a state is one value."""
+"""The parts of a state. Everything is immutable and hashable; a state is one value."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,26 +7,26 @@ QUEUED, RUNNING, SUCCEEDED, FAILED, CANCELLED = "queued", "running", "succeeded"
 FINISHED = frozenset({SUCCEEDED, FAILED, CANCELLED})
 
 DOWN, RECOVERING, ALONE, READY = "down", "recovering", "alone", "ready"
-"""Of an engine. ALONE: it retries what may have killed the one before, one by one."""
+"""Phases of an engine. ALONE: it retries, one by one, what may have killed the engine before it."""
 
 COPIED, WRITTEN, REGISTERED = "copied", "written", "registered"
-"""Of a recovery point that is being taken."""
+"""Stages of a recovery point that is being taken."""
 
 TRAIN, POISON, REFUSED, SAMPLE = "t", "p", "r", "s"
-"""Kinds. POISON kills the engine that runs it; REFUSED was recorded as failed at once; SAMPLE has no order."""
+"""Kinds of operations. POISON kills its engine; REFUSED was recorded as failed at once; SAMPLE has no order."""
 
 Content = tuple[int, ...]
-"""A training state, as the seq_ids applied to it in turn: two are equal just where the bits of the real ones are."""
+"""A training state, as the seq_ids applied to it in order. Equal tuples stand for equal bits."""
 
 RecoveryPoints = tuple[tuple[int, str], ...]
 """Registered (seq_id, directory), newest first."""
 
 GAVE_UP: Content = (-1,)
-"""The recorded reason of what was tried too often."""
+"""The recorded result of an operation that was tried too often."""
 
 
 class Row(NamedTuple):
-    """An operation in the store. A row that is not `kept` was pruned: only the invariants still look at it."""
+    """An operation in the store. A row that is not `kept` was pruned; only the invariants still read it."""
 
     state: str
     attempts: int = 0
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 class Subject(NamedTuple):
     """A model (RunRow, its operations, its recovery points), or a sampling session, which uses `rows` alone."""
 
-    rows: tuple[Row | None, ...]  # by seq_id; None has not come
+    rows: tuple[Row | None, ...]  # by seq_id; None has not arrived
     next_seq_id: int = 0
     applied_seq_id: int = -1
     pruned_seq_id: int = -1
@@ -48,7 +48,7 @@ class Subject(NamedTuple):
 
 
 class Taking(NamedTuple):
-    """A recovery point on its way, and, once registered, which directories its engine has seen registered."""
+    """A recovery point being taken; once it is registered, also the points that its engine has seen registered."""
 
     stage: str
     seq_id: int
@@ -57,36 +57,36 @@ class Taking(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """One process. All of it is gone when it dies.
+    """One process; its whole state is lost when it dies.
 
-    `current`: its epoch is the newest. Epochs only grow and are only ever compared with the newest, so that whether
-    it is the newest is all there is to know.
+    `current`: its epoch is the newest. Epochs only grow and are only compared with the newest, so nothing else
+    about them matters.
     """
 
     phase: str = DOWN
     current: bool = False
     seen: tuple[tuple[RecoveryPoints, int], ...] = ()  # of each model at its start, with its applied_seq_id
-    backend: tuple[Content, ...] = ()  # by model, as far as they are rebuilt
-    positions: tuple[int, ...] = ()  # of each, the last operation that ran
+    backend: tuple[Content, ...] = ()  # by model, for those rebuilt so far
+    positions: tuple[int, ...] = ()  # the last operation that ran, by model
     claimed: tuple[tuple[int, int], ...] = ()  # (subject, seq_id) whose turn has not come
-    ran: tuple[tuple[int, int, Content], ...] = ()  # and results that are not recorded yet, in order
+    ran: tuple[tuple[int, int, Content], ...] = ()  # with results that are not recorded yet, in order
     taking: tuple[Taking | None, ...] = ()
     looked: tuple[int, int] | None = None  # only where a claim is not atomic
     name: str = ""  # goes into the directory of its recovery points
 
 
 class Faults(NamedTuple):
-    """How many of each may still happen."""
+    """How many faults of each kind may still happen."""
 
     crashes: int = 0
-    takeovers: int = 0  # an engine loses its lease while it lives
-    lost_answers: int = 0  # a transaction is committed, but its caller hears of a failure
+    takeovers: int = 0  # a living engine loses its lease
+    lost_answers: int = 0  # a transaction is committed, but its caller gets an error
     damages: int = 0  # of the newest of several recovery points
     stops: int = 0  # orderly
 
 
 class State(NamedTuple):
-    """`interrupted`: the last engine was killed from outside, as far as anybody knows; else it crashed."""
+    """`interrupted`: as far as known, the last engine was killed from outside; otherwise it crashed."""
 
     subjects: tuple[Subject, ...]
     engines: tuple[Engine, ...]
@@ -96,7 +96,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """`programs`: of each subject, the kinds of its operations in seq_id order."""
+    """`programs`: for each subject, the kinds of its operations in seq_id order."""
 
     programs: tuple[str, ...]
     faults: Faults
