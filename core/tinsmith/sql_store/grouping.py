@@ -65,11 +65,12 @@ class Grouping(ABC):
     async def _run(self, database: Database, calls: list[Call]) -> list[Any]:
         """Run the calls in one transaction. Return a result or a Failure for each; an exception fails all of them."""
 
-    async def _ask(self, call: Call) -> Any:
+    def _queued(self, call: Call) -> asyncio.Future[Any]:
+        """Put a call into the queue, and return its future result."""
         if not self._is_open:
             raise StoreError(_CLOSED)
         self._queue.put_nowait(call)
-        return await call.result
+        return call.result
 
     async def _work(self, database: Database) -> None:
         group: list[Call] = []

@@ -22,7 +22,7 @@ class Reader(Grouping):
 
     async def read(self, function: Callable[Concatenate[Session, P], T], *args: P.args, **options: P.kwargs) -> T:
         """Run a synchronous function that only reads."""
-        result: T = await self._ask(Call(function, args, options))
+        result: T = await self._queued(Call(function, args, options))
         return result
 
     async def _run(self, database: Database, calls: list[Call]) -> list[Any]:  # Any: results of every type

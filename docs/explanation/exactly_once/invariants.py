@@ -29,7 +29,7 @@ def broken_by(before: State, step: Step) -> str | None:
 
 
 def is_finished(state: State) -> bool:
-    """Every operation has arrived and has its one result. A seq_id up to `pruned_seq_id` may be missing: it is refused."""
+    """Every operation has its one result. Those up to `pruned_seq_id` may be missing, because they are refused."""
     for subject in state.subjects:
         for seq_id, row in enumerate(subject.rows):
             if row is None:

@@ -29,7 +29,7 @@ class Database(ABC):
 
     async def run(self, work: Callable[[Session], T], *, commit: Callable[[Session], None] = Session.commit) -> T:
         """Run `work` in a transaction and commit it. If it raises, nothing has changed. It may run twice."""
-        return await self._in_thread(self._transact, work, commit)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, work, commit)
 
     async def migrate(self, work: Callable[[Connection], None]) -> None:
         """Run `work` over a plain connection, in a transaction that may change the schema."""

@@ -55,7 +55,7 @@ class Writer(Grouping):
 
         Cancelling the caller does not undo the write.
         """
-        result: T = await self._ask(Call(function, args, options))
+        result: T = await self._queued(Call(function, args, options))
         return result
 
     async def write_locking(
@@ -66,7 +66,7 @@ class Writer(Grouping):
         If several processes can write at once, all models of a commit are locked first and in one order, so that no
         two commits wait for each other.
         """
-        result: T = await self._ask(Call(function, args, options, models))
+        result: T = await self._queued(Call(function, args, options, models))
         return result
 
     async def scrub(self, *, deleted: bool) -> None:
@@ -83,7 +83,10 @@ class Writer(Grouping):
         tx = Transaction(session, datetime.now(UTC))
         self._lock_models(calls, session)
         try:
-            results = [_run_one(call, tx) for call in calls]
+            results = []
+            for call in calls:
+                results.append(call.function(tx, *call.args, **call.options))
+                _forget_objects(session)
         except Exception as error:
             if len(calls) == 1 or self._database.spoils(error):
                 raise
@@ -103,7 +106,8 @@ class Writer(Grouping):
             own = Transaction(tx.session, tx.now)
             try:
                 with tx.session.begin_nested():
-                    result = _run_one(call, own)
+                    result = call.function(own, *call.args, **call.options)
+                    _forget_objects(own.session)
             except Exception as error:
                 if self._database.spoils(error):
                     raise
@@ -126,9 +130,7 @@ def _commit(session: Session) -> None:
     session.commit()
 
 
-def _run_one(call: Call, tx: Transaction) -> Any:  # Any: as above
-    """Leave no objects in the session: the next write changes rows without it."""
-    result = call.function(tx, *call.args, **call.options)
-    tx.session.flush()
-    tx.session.expunge_all()
-    return result
+def _forget_objects(session: Session) -> None:
+    """Leave no objects in the session: the next write may change their rows without it."""
+    session.flush()
+    session.expunge_all()
