@@ -497,6 +497,37 @@ async def test_poison_fails_alone(setup: Setup, client: EngineDriver, undisturbe
         assert bits(setup.backend.capture_state(MODEL)) == undisturbed
 
 
+async def test_what_is_retried_alone_is_recorded_before_the_next_is_claimed(
+    setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with setup.engine():
+        await client.result(await client.create_model())
+        setup.backend.fail_in = "forward_backward"
+        suspects = [await client.submit(a_pass(client)) for _ in range(2)]
+        await setup.until(lambda: setup.backend.calls)
+    claim, complete = setup.store.claim, setup.store.complete
+    recorded: list[Any] = []
+    at_claims: list[tuple[int, int]] = []
+
+    async def recording(lease: Lease, completions: Sequence[Any]) -> None:
+        await complete(lease, completions)
+        recorded.extend(completions)
+
+    async def claiming(lease: Lease, **limits: Any) -> list[OperationRecord]:
+        if limits["alone"]:
+            at_claims.append((len(setup.backend.calls), len(recorded)))
+        return await claim(lease, **limits)
+
+    monkeypatch.setattr(setup.store, "complete", recording)
+    monkeypatch.setattr(setup.store, "claim", claiming)
+    async with setup.engine():
+        for request_id in suspects:
+            assert isinstance(await client.result(request_id), ops.ForwardBackwardOutput)
+        await setup.until(lambda: len(at_claims) > 1)
+    assert len(at_claims) > 1, "nothing was retried alone"
+    assert all(ran == done for ran, done in at_claims), at_claims
+
+
 async def test_a_request_that_does_not_fit_fails_alone_and_at_once(
     setup: Setup, client: EngineDriver, undisturbed: dict[str, bytes | int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

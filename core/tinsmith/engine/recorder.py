@@ -26,11 +26,6 @@ class Recorder:
         async with self._turn:
             await self.record(finished, run_s)
 
-    async def all_recorded(self) -> None:
-        """Return when everything that is waiting for its turn is recorded."""
-        async with self._turn:
-            pass
-
     @durable_boundary("engine.record")
     async def record(self, finished: Sequence[Finished], run_s: float) -> None:
         await with_retries(self._store.complete, self._lease, [each.completion() for each in finished])

@@ -84,8 +84,8 @@ class TrainingLane:
         """Run one operation and record its result, while nothing else runs."""
         claimed = self._refused_without_model(claimed)
         if claimed.runs_in_batch:
-            await self._run_batch([claimed])
-            await self._recorder.all_recorded()
+            recorded = await self._run_batch([claimed])
+            await asyncio.wait([recorded])
         else:
             await self._run_single(claimed)
 
@@ -121,7 +121,8 @@ class TrainingLane:
         del self._waiting[claimed.record.request_id]
         return claimed
 
-    async def _run_batch(self, chosen: Sequence[Claimed]) -> None:
+    async def _run_batch(self, chosen: Sequence[Claimed]) -> asyncio.Task[None]:
+        """Run a batch. Return the task that records its results, which need not end before the next batch."""
         started = time.monotonic()
         records = [each.record for each in chosen]
         with ending_the_engine(records[0].base_model, records[0].kind):
@@ -132,6 +133,7 @@ class TrainingLane:
         recorded = self._tasks.create_task(self._recorder.record_in_turn(finished, time.monotonic() - started))
         self._recovery_points.ran(records)
         await self._recovery_points.take_due(records, recorded)
+        return recorded
 
     def _start_single(self, claimed: Claimed) -> None:
         record = claimed.record
