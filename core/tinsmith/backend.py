@@ -1,4 +1,4 @@
-"""The seam a third party implements: a training backend, a sampling backend, and what they say about themselves.
+"""The interface that a third party implements: a training backend, a sampling backend, and their capabilities.
 
 A backend never sees HTTP, the store or another tenant's bookkeeping: it gets operations and returns results.
 """
@@ -60,8 +60,8 @@ class Capabilities:
     # determinism
     deterministic: bool = False  # the same operations give the same bits after a restart
     isolation: Isolation = "none"  # a tenant's numbers alone against in company
-    isolation_error: float = 0.0  # the measured difference where isolation is not "bitwise"
-    # sampling: meaningful where the object is a SamplingBackend
+    isolation_error: float = 0.0  # the measured difference, if isolation is not "bitwise"
+    # sampling: meaningful if the object is a SamplingBackend
     sampling: bool = False
     prompt_logprobs: bool = False
     target_prompt_logprobs: bool = False
@@ -78,7 +78,7 @@ class ModelState:
     shapes are those of the base model's own safetensors, `<module path>.weight` [out, in]; a tied head is not there.
     Optimizer and gradient mappings have the same keys. All float32.
 
-    Mappings may be lazy: each tensor is asked for once, is not kept, and may be read or gathered just then.
+    Mappings may be lazy: each tensor is asked for once and not kept, so it may be read or gathered at that moment.
     """
 
     lora: LoraConfig
@@ -117,7 +117,7 @@ class HostSnapshot(Snapshot):
 
 
 Progress = Callable[[str, float | None], None]
-"""Called with what is going on ("loading weights") and the share done, 0 to 1, or None where unknown."""
+"""Called with the stage ("loading weights") and the fraction done, 0 to 1, or None if unknown."""
 
 
 def _no_progress(stage: str, fraction: float | None) -> None:
@@ -128,11 +128,11 @@ def _no_progress(stage: str, fraction: float | None) -> None:
 class BackendContext:
     """What core hands to a backend's `create` besides its own config."""
 
-    model_name: str  # as clients say it
-    model_path: Path | None  # a Hugging Face directory; None where the backend brings its own model
+    model_name: str  # as clients name it
+    model_path: Path | None  # a Hugging Face directory; None if the backend brings its own model
     cache_dir: Path  # private to this backend and model, kept between starts (mode 0700)
     losses: Mapping[str, LossSpec]  # every registered loss
-    samples: bool = True  # False: the model has a sampler beside this backend, which need not prepare to sample
+    samples: bool = True  # False: the model has a separate sampler, so this backend need not prepare to sample
     progress: Progress = _no_progress
 
     @property
@@ -147,10 +147,10 @@ class BackendContext:
 class TrainingBackend(ABC):
     """Trains many models on one base. Called from one thread, never concurrently.
 
-    A user's fault is a value, `Failed`, for its own operation, or `UserError` raised by a method that handles one
-    model. Any method may raise `OutOfMemoryError` where the device has no room for what was asked and nothing has
-    changed: of several operations each is then asked for alone, and the one that does not fit fails. Any other
-    exception means that the state is unknown: the engine throws the backend away.
+    A user's mistake is a value, `Failed`, for its own operation, or `UserError` raised by a method that handles one
+    model. Any method may raise `OutOfMemoryError` if the device has no room for what was asked and nothing has
+    changed. The engine then repeats several operations one by one, and those that do not fit fail. Any other
+    exception means that the state is unknown: the engine discards the backend.
     """
 
     @property
@@ -162,7 +162,7 @@ class TrainingBackend(ABC):
     def create_model(self, op: CreateModel) -> None:
         """Make a fresh adapter (B zero, A from `op.lora.seed`), or at rank 0 a copy of the base weights to train.
 
-        `op.checkpoint` is core's business.
+        The core handles `op.checkpoint`.
         """
 
     @abstractmethod
@@ -206,7 +206,7 @@ class TrainingBackend(ABC):
 class SamplingBackend(ABC):
     """Samples from the base model and from snapshots. Called from one event loop, many samples at a time.
 
-    It batches for itself: a new request joins the running batch at the next step, a finished one leaves at once.
+    It does its own batching: a new request joins the running batch at the next step, and a finished one leaves at once.
     """
 
     @property
@@ -230,7 +230,7 @@ class SamplingBackend(ABC):
         """
 
     def close(self) -> None:
-        """Free the device; called once, last. Not called where the object is the training backend too."""
+        """Free the device; called once, last. Not called if the object is also the training backend."""
 
 
 C = TypeVar("C", bound=BackendConfig)
@@ -244,8 +244,8 @@ class BackendSpec(Generic[C]):
     config: type[C]
     create: Callable[[C, BackendContext], TrainingBackend]
     description: str = ""
-    needs_model_path: bool = True  # False: brings its own model, and starts without a Hugging Face directory
-    samples: bool = True  # False: only trains, needs a sampler beside it, and so is nobody's default
+    needs_model_path: bool = True  # False: it has its own model, and starts without a Hugging Face directory
+    samples: bool = True  # False: it only trains, needs a separate sampler, and is never the default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -279,7 +279,7 @@ def test_what_is_there_is_replaced_only_by_force(tmp_path: Path, bases: dict[boo
     directory = saved(tmp_path, state(bases[True]), bases[True])
     ok("export-peft", directory, tmp_path / "out")
     (tmp_path / "out" / "mine").write_text("")
-    assert "exists already" in refused("export-peft", directory, tmp_path / "out")
+    assert "already exists" in refused("export-peft", directory, tmp_path / "out")
     assert (tmp_path / "out" / "mine").exists()
     ok("export-peft", directory, tmp_path / "out", "--force")
     assert not (tmp_path / "out" / "mine").exists()
@@ -342,7 +342,7 @@ def test_a_peft_adapter_becomes_a_tenants_checkpoint(tmp_path: Path, bases: dict
     ok("export-peft", paths[0], tmp_path / "back", "--data-dir", tmp_path / "data")
     there, back = (logits(with_peft(bases[True], directory)) for directory in (source, tmp_path / "back"))
     assert torch.equal(there, back)
-    assert "exists already" in refused(*arguments, "--name", "mine")
+    assert "already exists" in refused(*arguments, "--name", "mine")
     ok(*arguments, "--name", "mine", "--force")
 
 

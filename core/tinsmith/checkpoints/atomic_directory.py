@@ -27,7 +27,7 @@ _TRIES: Final = 100  # of what another process undoes
 
 
 def locate(root: Path, directory: str) -> Path:
-    """Return where `directory` (relative, with slashes) lies. Raise UserError where it would leave `root`."""
+    """Return the path of `directory` (relative, with slashes) below `root`. Raise UserError if it lies outside."""
     parts = PurePosixPath(directory).parts
     allowed = parts and all(not part.startswith((".", "/")) for part in parts)
     if not allowed or "\0" in directory or "\\" in directory:
@@ -54,7 +54,7 @@ def write(root: Path, directory: str, fill: Callable[[Path], None], *, overwrite
     """Let `fill` write files into a new directory, make them durable, and put it at `directory` in one rename.
 
     `epoch` is that of the lease under which the process writes; whoever comes later has a higher one.
-    Raise UserError where it exists and not `overwrite`, ServerError where the disk refuses; then nothing has changed.
+    Raise UserError if it exists (unless `overwrite`), ServerError if the disk refuses. Nothing has changed then.
     """
     target = locate(root, directory)
     with _disk_errors_named(directory, "written"):
@@ -79,9 +79,9 @@ def write(root: Path, directory: str, fill: Callable[[Path], None], *, overwrite
 
 
 def write_new(root: Path, directory: str, fill: Callable[[Path], None]) -> None:
-    """Like `write`, where other processes write below the same parent: nothing but the new directory is touched.
+    """Like `write`, for use while others write below the same parent: only the new directory is touched.
 
-    Raise UserError where there is anything of that name, ServerError where the disk refuses.
+    Raise UserError if there is anything of that name, ServerError if the disk refuses.
     """
     target = locate(root, directory)
     taken = f"{directory!r} exists already in {str(root)!r}; choose another name"

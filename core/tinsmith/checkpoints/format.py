@@ -79,7 +79,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Version:
-    """Read alone first, since another version's manifest may look different everywhere else."""
+    """Decoded first: all other fields may differ in another version's manifest."""
 
     format_version: int
 
@@ -107,7 +107,7 @@ def write_checkpoint(  # noqa: PLR0913 - what a checkpoint says, and how it is p
     `epoch` is that of the lease under which an engine writes.
 
     With `beside_others` other processes may be writing below the same parent; nothing can be overwritten then. Raise
-    UserError where the directory exists and not `overwrite`; ServerError where the state is malformed or the disk
+    UserError if the directory exists (unless `overwrite`); ServerError if the state is malformed or the disk
     refuses. Whatever is raised, what was there before is still there.
     """
     _check_state(state)
@@ -142,8 +142,8 @@ def write_checkpoint(  # noqa: PLR0913 - what a checkpoint says, and how it is p
 def read_checkpoint(root: Path, directory: str) -> Checkpoint:
     """Read and verify a training or sampler checkpoint.
 
-    Raise NotFoundError where there is none, UnsupportedError where a newer tinsmith wrote it or it is an export, and
-    ServerError where a file is missing or damaged.
+    Raise NotFoundError if there is none, UnsupportedError if a newer tinsmith wrote it or it is an export, and
+    ServerError if a file is missing or damaged.
     """
     return _read_stable(root, directory, _read_all)
 
@@ -159,13 +159,13 @@ def delete_checkpoint(root: Path, directory: str) -> None:
 
 
 def checkpoint_files(root: Path, directory: str) -> list[Path]:
-    """List the files of a checkpoint of any kind, by name. Raise NotFoundError where there is none."""
+    """List the files of a checkpoint of any kind, by name. Raise NotFoundError if there is none."""
     found = atomic_directory.find(root, directory)
     return sorted(path for path in found.iterdir() if path.is_file() and not path.is_symlink())
 
 
 def _check_state(state: ModelState) -> None:
-    """Raise ServerError, naming the tensor, where the state is not one that any backend could take up again."""
+    """Raise ServerError, naming the tensor, if the state is not one that a backend could resume from."""
     if state.lora.rank == 0:
         _check_names(state)
         return
@@ -270,7 +270,7 @@ def describe(path: Path) -> StoredFile:
 
 
 def _read_stable(root: Path, directory: str, read: Callable[[Path], T]) -> T:
-    """Read a directory; once more where it was replaced meanwhile, since its files then belong to two versions."""
+    """Read a directory. If it was replaced meanwhile, its files belong to two versions: read it again."""
     while True:
         found = atomic_directory.find(root, directory)
         identity = found.stat().st_ino
@@ -337,7 +337,7 @@ def _read_weights_only(found: Path, snapshot_id: str) -> HostSnapshot:
 
 
 def read_manifest(found: Path) -> Manifest:
-    """Raise UnsupportedError where a newer tinsmith wrote it, ServerError where it is damaged."""
+    """Raise UnsupportedError if a newer tinsmith wrote it, ServerError if it is damaged."""
     path = found / MANIFEST
     if not path.exists() and ((found / ADAPTER_CONFIG).exists() or (found / "config.json").exists()):
         msg = f"this is an export without {MANIFEST}; load a training or sampler checkpoint instead"
@@ -360,7 +360,7 @@ def read_manifest(found: Path) -> Manifest:
 
 
 def _read_arrays(found: Path, manifest: Manifest, name: str) -> dict[str, Array]:
-    """Read one safetensors file; empty where the manifest lists none."""
+    """Read one safetensors file; empty if the manifest lists none."""
     expected = manifest.files.get(name)
     if expected is None:
         return {}

@@ -1,4 +1,4 @@
-"""`tinker://` paths: what names a checkpoint, and where on disk it lives."""
+"""`tinker://` paths: the names of checkpoints, and where they lie on disk."""
 
 import re
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class TinkerPath:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raise UserError where `text` is not such a path."""
+        """Raise UserError if `text` is not such a path."""
         parts = text.removeprefix(_SCHEME).split("/")
         if not text.startswith(_SCHEME) or len(parts) != 3 or parts[1] not in _KIND_OF_SEGMENT:
             msg = (
@@ -51,7 +51,7 @@ class TinkerPath:
 
     @property
     def checkpoint_id(self) -> str:
-        """The last two parts, as the REST API says it."""
+        """The last two parts, as the REST API writes it."""
         return f"{_SEGMENT_OF_KIND[self.kind]}/{self.name}"
 
     @property

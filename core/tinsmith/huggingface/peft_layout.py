@@ -1,4 +1,4 @@
-"""The PEFT adapter layout: what weights are called, what shapes they have, and the `adapter_config.json` beside them.
+"""The PEFT adapter layout: names and shapes of the weights, and the `adapter_config.json` beside them.
 
 Names: `base_model.model.<module path>.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank]; expert modules have
 one leading dimension more.
@@ -24,7 +24,7 @@ _NAME = re.compile(r"base_model\.model\.(?P<module>[A-Za-z0-9_.]+)\.lora_(?P<sid
 
 
 def adapter_config(base_model: str, lora: LoraConfig, weights: Mapping[str, Array]) -> dict[str, Any]:
-    """Describe the weights as PEFT and vLLM read it; every value that they would otherwise guess is spelled out."""
+    """Describe the weights for PEFT and vLLM. Every value that they would otherwise guess is spelled out."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -73,7 +73,7 @@ def target_modules(weights: Mapping[str, Array]) -> list[str]:
 
 
 def check_weights(lora: LoraConfig, weights: Mapping[str, Array]) -> None:
-    """Raise ServerError, naming the tensor, where names or shapes are not those of an adapter of this rank."""
+    """Raise ServerError, naming the tensor, if names or shapes are not those of an adapter of this rank."""
     sides = {parse(name) for name in weights}
     for name, array in weights.items():
         module, side = parse(name)
@@ -88,7 +88,7 @@ def check_weights(lora: LoraConfig, weights: Mapping[str, Array]) -> None:
 
 
 def parse(name: str) -> tuple[str, str]:
-    """Split a name into module path and side, "A" or "B". Raise ServerError where it is no such name."""
+    """Split a name into module path and side, "A" or "B". Raise ServerError if it is no such name."""
     match = _NAME.fullmatch(name)
     if match is None:
         msg = f"tensor {name!r} is not named base_model.model.<module path>.lora_A.weight or .lora_B.weight"

@@ -44,7 +44,7 @@ class StoredTensor:
     num_bytes: int
 
     def load(self) -> FloatArray:
-        """Read it as float32. Raise ServerError where it has another kind of numbers or the file is cut short."""
+        """Read it as float32. Raise ServerError if it has another dtype or the file is truncated."""
         if self.dtype not in _STORED:
             msg = f"{self.file.name}: tensor {self.name!r} is {self.dtype}; known are {', '.join(sorted(_STORED))}"
             raise ServerError(msg)
@@ -61,7 +61,7 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """List what a file holds. Raise ServerError where it is no whole safetensors file."""
+    """List the tensors of a file. Raise ServerError if it is not a complete safetensors file."""
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
@@ -71,10 +71,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         msg = f"{file.name} is missing"
         raise ServerError(msg) from error
     except (OSError, ValueError, struct.error) as error:
-        msg = f"{file.name} is no safetensors file, or damaged: {error}"
+        msg = f"{file.name} is not a safetensors file, or is damaged: {error}"
         raise ServerError(msg) from error
     if not isinstance(header, dict):
-        msg = f"{file.name} is no safetensors file, or damaged: its header is not readable"
+        msg = f"{file.name} is not a safetensors file, or is damaged: its header is not readable"
         raise ServerError(msg)
     header.pop("__metadata__", None)
     found = {name: _stored_tensor(file, name, entry, 8 + length) for name, entry in header.items()}
@@ -101,7 +101,7 @@ def _stored_tensor(file: Path, name: str, entry: Any, data_start: int) -> Stored
 
 
 class StoredTensors(Mapping[str, Array]):
-    """The tensors of one or more files; each is read, as float32, when it is asked for, and not kept."""
+    """The tensors of one or more files. Each is read as float32 on access, and not kept."""
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
         self.stored = dict(stored)
@@ -168,15 +168,15 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 class ShardWriter:
-    """Writes tensors as they come into `<stem>-00001-of-0000N.safetensors` and an index, as transformers does.
+    """Writes tensors, as they arrive, into `<stem>-00001-of-0000N.safetensors` and an index, like transformers.
 
-    At most one tensor is held. The number of shards is known at the end: files get their names then.
+    Holds at most one tensor. Files get their final names at the end, when the number of shards is known.
     """
 
     def __init__(
         self, directory: Path, stem: str, names: Collection[str], *, shard_bytes: int, dtype: str = "float32"
     ) -> None:
-        """`names`: of everything that may be added; room is kept for them in each header."""
+        """`names` lists everything that may be added; each header reserves room for all of it."""
         self._directory = directory
         self._stem = stem
         self._shard_bytes = shard_bytes
@@ -253,7 +253,7 @@ def _from_stored(raw: npt.NDArray[Any], dtype: str) -> FloatArray:
 def _to_stored(flat: Array, dtype: str) -> npt.NDArray[Any]:
     values = flat.astype("<f4", copy=False)
     if dtype != "bfloat16":
-        with np.errstate(over="ignore"):  # infinite in float16; whoever asks for it is told by `verify`
+        with np.errstate(over="ignore"):  # may be infinite in float16; `verify` reports that
             return values.astype(DTYPES[dtype][1], copy=False)
     bits = values.view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")  # to nearest, ties to even

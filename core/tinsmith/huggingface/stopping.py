@@ -25,8 +25,8 @@ class StopRules:
     def of_model(cls, model_path: Path) -> "StopRules":
         """Read a Hugging Face directory; its tokenizer may be absent.
 
-        What the tokenizer calls `eos_token` ends a sequence beside the ids of `generation_config.json`, or where that
-        names none, of `config.json`. Raise ConfigError where one of them is broken.
+        A sequence ends with the tokenizer's `eos_token` or an id of `generation_config.json` (of `config.json`, if the
+        former has none). Raise ConfigError if one of these files is broken.
         """
         config_eos_tokens = _configured_eos(model_path)
         tokenizer_file = model_path / "tokenizer.json"
@@ -34,11 +34,11 @@ class StopRules:
         return cls({*config_eos_tokens, *_tokenizer_eos(model_path, tokenizer)}, tokenizer)
 
     def stop_tokens(self, params: SamplingParams) -> frozenset[int]:
-        """Return the tokens that end a sequence: the listed ones, and end-of-sequence where that is on."""
+        """Return the tokens that end a sequence: the listed ones, and end-of-sequence if that is on."""
         return frozenset(params.stop_tokens) | (self.eos_tokens if params.stop_at_eos else frozenset())
 
     def watch(self, params: SamplingParams) -> "StopWatch":
-        """Start watching one sequence; raises UnsupportedError where strings are asked for without a tokenizer."""
+        """Start watching one sequence. Raise UnsupportedError if it has stop strings and there is no tokenizer."""
         tail = None
         if params.stop_strings:
             if self.tokenizer is None:
@@ -54,8 +54,8 @@ class StopRules:
 class DecodedTail:
     """Finds stop strings in the text of the last few tokens, at a cost that does not grow with the sequence.
 
-    A token that is longer than no character at all is at least one byte, so a match that ends in the newest token
-    begins at most as many tokens back as the string has bytes. Earlier matches were found earlier.
+    Every token with text is at least one byte long. So a match that ends in the newest token begins at most as many
+    tokens back as the string has bytes. Earlier matches were found earlier.
     """
 
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]) -> None:
@@ -66,7 +66,7 @@ class DecodedTail:
         self._tail: list[int] = []
 
     def push(self, token: int) -> bool:
-        """Add a token; True where it completes one of the strings."""
+        """Add a token. Return True if it completes one of the strings."""
         if self._tokenizer.id_to_token(token) is None:
             return False  # a row of the embedding without a token (padding of the vocabulary): no text
         self._tail.append(token)
@@ -84,7 +84,7 @@ class StopWatch:
         self._left = max_tokens
 
     def push(self, token: int) -> StopReason | None:
-        """Add a sampled token; the reason where it is the last one. It belongs to the result in any case."""
+        """Add a sampled token. Return the reason if it is the last one. It belongs to the result either way."""
         self._left -= 1
         if token in self._stop_tokens or (self._tail is not None and self._tail.push(token)):
             return "stop"

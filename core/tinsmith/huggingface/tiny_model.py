@@ -1,6 +1,6 @@
 """Write a tiny random model that every Hugging Face tool can read: for demos and tests, made on the spot.
 
-Needs no ML framework. The same shape and seed give the same files, byte for byte.
+No ML framework is needed. The same shape and seed give the same files, byte for byte.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TinyShape:
 def write_tiny_model(directory: Path, shape: TinyShape, *, overwrite: bool = False) -> int:
     """Write model and tokenizer and return the number of parameters.
 
-    Raise UserError where the directory holds anything already and not `overwrite`.
+    Raise UserError if the directory is not empty, unless `overwrite`.
     """
     if not overwrite and directory.exists() and any(directory.iterdir()):
         msg = f"{str(directory)!r} is not empty; choose another directory, or overwrite it with --force"

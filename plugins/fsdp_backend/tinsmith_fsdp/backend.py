@@ -152,7 +152,7 @@ class FsdpBackend(TrainingBackend):
         self._models[op.model_id] = FullModelState(op.model_id, op.lora, self.ranks, made, self._spool_directory)
 
     def _make(self, method: str, op: CreateModel, *arguments: Any, what: str, remedy: str) -> list[Any]:
-        """Let all ranks make a model, and none have it where one could not. Any: as the rank's method."""
+        """Have every rank make its part of a model. If one cannot, none keeps any. Any: as the method returns."""
         answers = self.ranks.call(method, op.model_id, *arguments)
         refused = [(rank, answer) for rank, answer in enumerate(answers) if isinstance(answer, NotMade)]
         if not refused:

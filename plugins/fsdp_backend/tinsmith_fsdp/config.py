@@ -10,7 +10,7 @@ from tinsmith import BackendConfig
 class FsdpConfig(BackendConfig):
     """`None` means: chosen for the device found."""
 
-    device: Literal["cpu", "cuda"] | None = Field(None, description="default cuda where there is one, else cpu")
+    device: Literal["cpu", "cuda"] | None = Field(None, description="default: cuda if there is a GPU, else cpu")
     nproc_per_node: int | None = Field(
         None, ge=1, description="ranks on each machine; default one per GPU, or one on a machine without"
     )

@@ -70,7 +70,7 @@ class FullModel:
         return scored
 
     def _backward(self, totals: Sequence[torch.Tensor]) -> None:
-        """Add to the gradients; where tp ranks see parts of one, what is added is their sum."""
+        """Add to the gradients. If tp ranks hold parts of a gradient, their sum is added."""
         held = [(part, part.parameter.grad) for part in self._base.parts if part.across_tp == "partial"]
         for part, _ in held:
             part.parameter.grad = None

@@ -51,7 +51,7 @@ class FullModelState:
         return spool
 
     def restore(self, state: ModelState) -> None:
-        """Raise UserError, with nothing changed, where the tensors are not those of this model."""
+        """Raise UserError, with nothing changed, if the tensors are not those of this model."""
         kinds: dict[Kind, Mapping[str, Array]] = {"weights": state.weights}
         if state.adam_m or state.adam_v:
             kinds |= {"adam_m": state.adam_m, "adam_v": state.adam_v}

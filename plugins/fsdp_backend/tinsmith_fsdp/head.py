@@ -33,7 +33,7 @@ class _Head(torch.autograd.Function):
     """Returns the summed loss; its gradients were computed on the way and only wait to be asked for.
 
     The adapters' are added to their leaves at once: this runs once per pass, never again for recomputation. The head's
-    own is there where it is trained.
+    own is there if it is trained.
     """
 
     @staticmethod

@@ -78,7 +78,7 @@ class AdapterLayout:
         return {name: flat[slot.offset : slot.stop].reshape(slot.shape) for name, slot in self.slots()}
 
     def from_canonical(self, named: Mapping[str, Array]) -> FloatArray:
-        """Lay weights out. Raise UserError where one is missing, of another shape, or unknown."""
+        """Lay weights out. Raise UserError if one is missing, of another shape, or unknown."""
         flat = np.zeros(self.size, np.float32)
         left = set(named)
         for name, slot in self.slots():

@@ -30,7 +30,7 @@ class MultiLoraLinear(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
         self.module = module
         self.cut = cut
-        self.group: dist.ProcessGroup | None = None  # of the tp axis, where it is more than one rank
+        self.group: dist.ProcessGroup | None = None  # of the tp axis, if it has more than one rank
         self.tp_rank = 0
         self.groups: Sequence[Group] = ()  # of the stream that passes now
 

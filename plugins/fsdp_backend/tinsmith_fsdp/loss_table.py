@@ -15,7 +15,7 @@ from tinsmith_fsdp.messages import Segment
 
 @dataclass(frozen=True, slots=True)
 class LossBatch:
-    """What the losses read. Where `mask_TK` is false (padding) loss and gradient are zero."""
+    """What the losses read. Loss and gradient are zero for padding (`mask_TK` is false)."""
 
     targets_TK: torch.Tensor  # int64
     mask_TK: torch.Tensor  # bool

@@ -11,7 +11,7 @@ _SIGNS: Final = ("Cannot allocate memory", "std::bad_alloc", "CUDA error: out of
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Say whether the error, or one that it was raised from, is about memory."""
+    """Return whether the error, or one that it was raised from, is about memory."""
     if error is None:
         return False
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -22,7 +22,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def free_what_is_unused() -> None:
-    """Give back the memory of modules that were dropped: they refer to themselves, so only the collector frees them."""
+    """Free the memory of dropped modules: they refer to themselves, so only the collector frees them."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -34,7 +34,7 @@ class PackedLayer(nn.Module):
         return [self._run(hidden, stream) for hidden, stream in zip(hiddens, streams, strict=True)]
 
     def _run(self, hidden: torch.Tensor, stream: Stream) -> torch.Tensor:
-        for linear in self.linears:  # here, and so again where the backward pass recomputes
+        for linear in self.linears:  # here, so that the backward pass sees it too when it recomputes
             linear.groups = stream.groups
         out = self.inner(hidden, attention_mask=None, position_embeddings=stream.rope, stream=stream)
         assert isinstance(out, torch.Tensor)
@@ -55,7 +55,7 @@ class PackedModel(nn.Module):
         self.counts_head = True  # whether this rank counts the head adapters' gradients
 
     def set_rotary(self, rotary: nn.Module) -> None:
-        """Give the rotary embedding, which has no parameters and stays outside of sharding."""
+        """Return the rotary embedding, which has no parameters and stays outside of sharding."""
         self._rotary = [rotary]
 
     def forward(
@@ -66,7 +66,7 @@ class PackedModel(nn.Module):
         for stream in streams:
             hidden = self.embed_tokens(stream.tokens_T[None])
             if backward:
-                hidden.requires_grad_()  # where the base is frozen, gradients flow for the adapters' sake
+                hidden.requires_grad_()  # a frozen base still passes gradients on, for the adapters
             stream.rope = self._rotary[0](hidden, stream.positions_T[None])
             hiddens.append(hidden)
         for layer in self.layers:

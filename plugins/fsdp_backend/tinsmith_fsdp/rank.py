@@ -97,7 +97,7 @@ class Worker:
 
 
 def _read(connection: Connection, calls: "queue.SimpleQueue[Call | None]", served: threading.Event) -> None:
-    """Take calls off the connection; its end is ours, even where the main thread waits for a rank that died."""
+    """Take calls off the connection. When it ends, this process ends, even if the main thread waits for a dead rank."""
     try:
         while True:
             message: Call | None = connection.recv()
@@ -122,7 +122,7 @@ def _connect(address: str, key: bytes) -> Connection:
 
 
 def _die_with_parent() -> None:
-    """Where the elastic agent is killed, nobody else would end us before the connection closes."""
+    """If the elastic agent is killed, nothing else ends this process before the connection closes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -76,7 +76,7 @@ class Ranks:
                 yield message.value
 
     def load(self, setup: Setup) -> list[Loaded]:
-        """Let every rank build its part of the model. Raise ConfigError where the model's files are at fault."""
+        """Have every rank build its part of the model. Raise ConfigError if the model's files are at fault."""
         try:
             pickle.dumps(setup.losses)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -133,7 +133,7 @@ class Ranks:
     # start and end
 
     def close(self) -> None:
-        """End all ranks: asked to where nothing went wrong, else by the end of their connections. May be repeated."""
+        """End all ranks: ask them to if nothing went wrong, else close their connections. May be called again."""
         if self._closed:
             return
         self._closed = True

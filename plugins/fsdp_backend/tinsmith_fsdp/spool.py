@@ -22,7 +22,7 @@ _ITEM = 4  # bytes of a float32
 class Spool:
     """Room for the tensors of `shapes` once per kind. Written by one thread; then any may read.
 
-    Where the disk refuses, reading says so rather than writing: nobody's training depends on it.
+    If the disk refuses, reading raises and writing does not: nobody's training depends on it.
     """
 
     def __init__(self, directory: Path, kinds: tuple[Kind, ...], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -60,7 +60,7 @@ class Spool:
             left, offset = left[written:], offset + written
 
     def read(self, kind: Kind, name: str) -> FloatArray:
-        """Raise ServerError where the disk has refused."""
+        """Raise ServerError if the disk has refused."""
         if self._refusal is not None:
             msg = f"the model's state could not be kept on disk: {self._refusal.strerror or self._refusal}"
             raise ServerError(msg) from self._refusal

@@ -95,11 +95,11 @@ class Trainer:
             if not out_of_memory and not isinstance(error, ConfigError):
                 raise
             refusal = NotMade(message=(str(error) or type(error).__name__).splitlines()[0], out_of_memory=out_of_memory)
-        free_what_is_unused()  # only here, where the error no longer holds what was made until then
+        free_what_is_unused()  # only here: the error kept alive what had been made until then
         return refusal
 
     def unload_model(self, model_id: str) -> None:
-        """Free what this rank has of the model: nothing, where another rank could not make its part."""
+        """Free this rank's part of the model. There is none if another rank could not make its own."""
         self._adapters.pop(model_id, None)
         if self._full.pop(model_id, None) is not None:
             free_what_is_unused()

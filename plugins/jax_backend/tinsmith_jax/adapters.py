@@ -36,12 +36,12 @@ class JaxSnapshot(Snapshot):
 
 
 def rank_classes(max_rank: int) -> tuple[int, ...]:
-    """Give the padded ranks in use: 8, 32, 128 below the greatest rank, and that one itself."""
+    """Return the padded ranks in use: 8, 32, 128 below the greatest rank, and that one itself."""
     return (*(rank for rank in _CLASSES if rank < max_rank), max_rank)
 
 
 def class_of(rank: int, max_rank: int) -> int:
-    """Give the smallest class that holds the rank. Raise UserError where none does."""
+    """Return the smallest class that holds the rank. Raise UserError if none does."""
     if not 1 <= rank <= max_rank:
         msg = f"LoRA rank {rank} is not served: allowed are 1 to {max_rank}, the backend's max_lora_rank"
         raise UserError(msg)
@@ -55,7 +55,7 @@ def trained_modules(lora: LoraConfig) -> frozenset[str]:
 
 
 def shapes(config: ModelConfig, rank: int) -> Adapter:
-    """Give the pytree of jax.ShapeDtypeStruct."""
+    """Return the pytree of jax.ShapeDtypeStruct."""
     layers = {}
     linear_shapes = config.linear_shapes()
     for name, path in HF_MODULES.items():
@@ -108,7 +108,7 @@ def to_canonical(adapter: Adapter, lora: LoraConfig, config: ModelConfig) -> dic
 
 
 def from_canonical(named: Mapping[str, Array], lora: LoraConfig, config: ModelConfig, padded_rank: int) -> Adapter:
-    """Build a host adapter. Raise UserError where names or shapes are not those of this LoRA on this model."""
+    """Build a host adapter. Raise UserError if names or shapes are not those of this LoRA on this model."""
     adapter = host_zeros(config, padded_rank)
     trained = trained_modules(lora)
     left = set(named)

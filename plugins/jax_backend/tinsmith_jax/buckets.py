@@ -31,7 +31,7 @@ class Buckets:
     max_targets: int  # per token
 
     def choose(self, *, num_tokens: int, num_adapters: int, num_targets: int, padded_rank: int) -> Bucket:
-        """Give the smallest bucket that holds a micro-batch which keeps within `max_tokens` and ADAPTERS[-1]."""
+        """Return the smallest bucket that holds a micro-batch which keeps within `max_tokens` and ADAPTERS[-1]."""
         targets = 1 if num_targets == 1 else self.max_targets
         adapters = next(k for k in _stack_sizes(targets) if k >= num_adapters)
         tokens = next(t for t in self._token_sizes(adapters, targets) if t >= num_tokens)

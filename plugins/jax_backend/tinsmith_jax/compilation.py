@@ -38,13 +38,13 @@ class Programs:
         self.compile_seconds = 0.0
 
     def get(self, program: Program) -> Compiled:
-        """Return the compiled program, compiling it now where nobody has."""
+        """Return the compiled program; compile it now if nobody has."""
         return self._get(program, announce=True)
 
     def pick(self, programs: Sequence[Program]) -> int:
         """Say which of several programs that can do the same work to use: the first, which costs least to run.
 
-        While the warm-up runs it is the first that is ready, where one is: running a larger program takes less time
+        While the warm-up runs it is the first that is ready, if any: running a larger program takes less time
         than compiling, and the warm-up compiles the better one anyway.
         """
         if self._thread is None or not self._thread.is_alive():
@@ -59,7 +59,7 @@ class Programs:
         self._thread.start()
 
     def wait_until_warm(self, timeout_s: float) -> bool:
-        """Wait for the end of the warm-up; False where it did not end in time."""
+        """Wait for the end of the warm-up; False if it did not end in time."""
         return self._warm.wait(timeout_s)
 
     def close(self) -> None:

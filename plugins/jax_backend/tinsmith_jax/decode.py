@@ -206,7 +206,7 @@ class _LoraRows(NamedTuple):
         return self._delta(x_NTi, self.resident["head"], None)
 
     def _delta(self, x_NTi: jax.Array, rows: tuple[jax.Array, jax.Array], layer: jax.Array | None) -> jax.Array:
-        """Compute x A B, and 0 for the base model's tiles; where all are such, not even the adapters are read.
+        """Compute x A B, and 0 for the base model's tiles. If all are the base model's, the adapters are not even read.
 
         What lies in the adapter row of a base model's slot is chosen away, not multiplied by 0: it may be NaN.
         """

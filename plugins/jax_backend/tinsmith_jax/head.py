@@ -35,7 +35,7 @@ class _Chunk(NamedTuple):
 
 
 def chunk_rows(vocab_size: int, platform: str, num_tokens: int) -> int:
-    """Give the rows of one chunk: a power of two, a property of model and device but for short streams."""
+    """Return the rows of one chunk: a power of two, a property of model and device but for short streams."""
     budget = (_CPU_LOGITS if platform == "cpu" else _DEVICE_LOGITS) // vocab_size
     return min(num_tokens, max(TILE, min(1024, 1 << max(0, budget.bit_length() - 1))))
 

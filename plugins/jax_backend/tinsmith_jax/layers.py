@@ -51,7 +51,7 @@ def by_tile(compute: Callable[[Any], Any], x_T: Any) -> Any:
 
 
 def rope_angles(positions: Any, inv_freq: tuple[float, ...], factor: float) -> tuple[Any, Any]:
-    """Give cos and sin, float32, of shape positions.shape + [head_dim / 2]."""
+    """Return cos and sin, float32, of shape positions.shape + [head_dim / 2]."""
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(inv_freq, jnp.float32)
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 

@@ -14,7 +14,7 @@ from tinsmith import LossSpec
 
 
 class LossBatch(NamedTuple):
-    """What the losses read. Where `kind_T` is negative (padding) loss and gradient are zero."""
+    """What the losses read. Loss and gradient are zero for padding (`kind_T` is negative)."""
 
     targets_TK: Any  # int32
     kind_T: Any  # int32, index into LossTable.names

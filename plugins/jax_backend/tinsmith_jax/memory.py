@@ -13,7 +13,7 @@ _EXHAUSTED: Final = "RESOURCE_EXHAUSTED"
 
 @contextmanager
 def out_of_memory_named(what: str, remedy: str) -> Iterator[None]:
-    """Raise OutOfMemoryError where the device has no room for `what`; every other error passes."""
+    """Raise OutOfMemoryError if the device has no room for `what`; every other error passes."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -109,7 +109,7 @@ def _step(state: State, pending: Adapter, h: Hyper) -> tuple[State, Any]:
 
 
 def _masks(weights: Adapter, h: Hyper) -> Adapter:
-    """Mark what is trained: padding and modules that are not would otherwise move where eps is 0 (0 / 0)."""
+    """Mark what is trained. Padding and untrained modules would otherwise move if eps is 0 (0 / 0)."""
     trained = {name: h.attn if name in ("q", "k", "v", "o") else h.mlp for name in weights["layers"]}
     return {
         "layers": {name: _pair_masks(pair, trained[name], h.rank) for name, pair in weights["layers"].items()},

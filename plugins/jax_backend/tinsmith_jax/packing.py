@@ -64,7 +64,7 @@ class MicroBatch:
         )
 
     def starts(self) -> list[int]:
-        """Give the first row of each piece."""
+        """Return the first row of each piece."""
         tiles = np.cumsum([0, *(piece.num_tiles for piece in self.pieces[:-1])])
         return [int(tile) * TILE for tile in tiles]
 
@@ -83,7 +83,7 @@ def plan(pieces: Iterable[Piece], buckets: Buckets, call_tokens: int) -> Iterato
     """Group pieces into micro-batches; a model's pieces stay in order.
 
     Batches are filled up to the greatest bucket; what is left of a rank class is cut so that the padded tokens, plus
-    `call_tokens` for every call, are as few as can be. Where the cuts lie changes no bits.
+    `call_tokens` for every call, are as few as possible. Where the cuts lie changes no bits.
     """
     open_batches: dict[int, MicroBatch] = {}
     for piece in pieces:

@@ -208,7 +208,7 @@ class Sampler(SamplingBackend):
             self._fail_all(CLOSED)
 
     def _take_arrived(self) -> bool:
-        """Wait until there is something to do; False where it is to end."""
+        """Wait until there is something to do; False if it is to end."""
         with self._wake:
             while not (self._closing or self._arrived or self._waiting):
                 self._wake.wait()
@@ -263,7 +263,7 @@ class Sampler(SamplingBackend):
             left -= count
 
     def _copy_prompts(self) -> None:
-        """Sequences of one request share a prompt: where one has read it, the others copy."""
+        """Sequences of one request share a prompt: once one has read it, the others copy."""
         for slot in self._slots:
             if slot.draw is None or slot.ready:
                 continue
@@ -346,7 +346,7 @@ class Sampler(SamplingBackend):
                 draw.top_logprobs.append(drawn.top_logprobs_XBK[step, slot.index, :top_k])
 
     def _release_ended(self, request: Request) -> None:
-        """Free the slots of sequences that have ended, and answer where all have."""
+        """Free the slots of sequences that have ended. Answer the request once all of them have."""
         bad = next((d for d in request.draws if d.logprobs and not np.isfinite(d.logprobs[-1])), None)
         if bad is not None:
             whose = "the base model" if request.snapshot is None else f"snapshot {request.snapshot.snapshot_id!r}"
@@ -389,7 +389,7 @@ class Sampler(SamplingBackend):
 
 
 def _describe(given: SlotInput, slot: Slot, draw: Draw) -> None:
-    """Fill in a slot that decodes: where it stands and how it draws."""
+    """Fill in a decoding slot: its position, and how it draws."""
     request, i = draw.request, slot.index
     params, prompt_P = request.op.params, request.op.prompt_P
     given.tokens[i] = draw.tokens[-1] if draw.tokens else prompt_P[-1]

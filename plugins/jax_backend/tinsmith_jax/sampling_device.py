@@ -33,7 +33,7 @@ TARGET_COLUMNS = (1, 8, 64)
 
 
 def prefill_sizes() -> tuple[int, ...]:
-    """Give the numbers of tiles for which there is a prefill program.
+    """Return the numbers of tiles for which there is a prefill program.
 
     On a CPU one only, so that a prompt's bits do not depend on how many others are read with it: XLA:CPU compiles
     reductions over many tiles in another way than over few. Never 1: it then turns batched products into plain ones.
@@ -138,7 +138,7 @@ class SamplingDevice:
     def prefill(self, tiles: Sequence[PromptTile]) -> FloatArray:
         """Read up to prefill_sizes()[-1] tiles into the cache; returns their hidden states [N, TILE, H].
 
-        Where there is no program for that many, the last tile is read several times: it writes the same numbers.
+        If no program takes that many, the last tile is read several times, which writes the same numbers.
         """
         num_asked = len(tiles)
         size = next(size for size in prefill_sizes() if size >= num_asked)

@@ -106,7 +106,7 @@ def prompt_scores(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Score prompt rows at temperature 1: logprobs of targets [N, K], best tokens and their logprobs [N, num_top].
 
-    Targets below 0 give 0. The best ones are looked for where `want_top` says so at run time; else zeros.
+    Targets below 0 give 0. The best ones are computed if `want_top` is set at run time, and are zeros otherwise.
     """
     logp_NV = log_softmax(logits_NV)
     found_NK = jnp.take_along_axis(logp_NV, jnp.maximum(targets_NK, 0), axis=-1)
@@ -115,7 +115,7 @@ def prompt_scores(
 
 
 def top_logprobs(logp_BV: jax.Array, *, num_top: int, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The `num_top` best tokens per row, best first, or zeros where they are not `wanted` (a run-time switch)."""
+    """The `num_top` best tokens per row, best first, or zeros if not `wanted` (a run-time switch)."""
 
     def search() -> tuple[jax.Array, jax.Array]:
         values, ids = lax.top_k(logp_BV, num_top)
@@ -148,7 +148,7 @@ def _exp_of_shifted(scaled_BV: jax.Array) -> jax.Array:
 
 
 def _largest_floor(order_BV: jax.Array, mass_BV: jax.Array, wanted_B: jax.Array) -> jax.Array:
-    """The largest floor (as ordered bits) at or above which the mass is at least `wanted`; the lowest where none is."""
+    """The largest floor (as ordered bits) at or above which the mass is at least `wanted`; the lowest if none."""
 
     def enough(floor_B: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(order_BV >= floor_B[:, None], mass_BV, 0.0), axis=-1) >= wanted_B

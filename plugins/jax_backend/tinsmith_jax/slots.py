@@ -180,7 +180,7 @@ class Line:
         self._queues.setdefault(request.op.sampling_session_id, deque()).extend(request.draws)
 
     def take(self, slots: list[Slot]) -> Draw | None:
-        """Remove and return the next sequence, given who occupies the slots now; None where nobody waits."""
+        """Remove and return the next sequence, given who occupies the slots now; None if nobody waits."""
         if not self._queues:
             return None
         held = [slot.draw.request.op.sampling_session_id for slot in slots if slot.draw is not None]

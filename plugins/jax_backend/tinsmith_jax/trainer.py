@@ -144,7 +144,7 @@ class Trainer(TrainingBackend):
         return [results[index] for index in range(len(ops))]
 
     def _step_what_fits(self, ops: Sequence[OptimStep], rank: int) -> list[OptimStepOutput | Failed]:
-        """Together, or one by one where the device has no room for all."""
+        """Step all together, or one by one if the device has no room for all."""
         try:
             with out_of_memory_named(f"the optimizer steps of {len(ops)} models", "end a session"):
                 return [OptimStepOutput(metrics={"grad_norm": norm}) for norm in self._step(ops, rank)]
@@ -250,7 +250,7 @@ class Trainer(TrainingBackend):
         return results
 
     def _ready(self, micro: MicroBatch, make: Callable[[Bucket], Program]) -> tuple[Bucket, Compiled]:
-        """Give the micro-batch's own bucket; during the warm-up a larger one that is ready, which changes no bits."""
+        """Return the micro-batch's own bucket; during the warm-up a larger one that is ready, which changes no bits."""
         own = micro.bucket(self._train.buckets)
         buckets = self._train.buckets.holding(own) if self._train.limits.exact else [own]
         programs = [make(bucket) for bucket in buckets]

@@ -74,7 +74,7 @@ def split_qkv(qkv: Any, deltas: tuple[Any, Any, Any], config: ModelConfig) -> tu
 def qk_norm(
     q: Any, k: Any, weights: Any, config: ModelConfig, *, apply: Callable[..., Any] = lambda compute, x: compute(x)
 ) -> tuple[Any, Any]:
-    """Normalise each head's queries and keys where the model does (Qwen3)."""
+    """Normalise each head's queries and keys if the model does (Qwen3)."""
     if not config.qk_norm:
         return q, k
     norms = (partial(rms_norm, weight=weights[name], eps=config.rms_norm_eps) for name in ("q_norm", "k_norm"))

@@ -4,7 +4,7 @@ Every layer tensor is stacked over layers and stored [in, out]; attention projec
 as gate|up. Legend: L = layers, H = hidden, I = intermediate, V = vocabulary, d = head_dim, q = heads * d, kv = kv heads
 * d.
 
-    {"embed": [V, H], "head": [V, H] (the same buffer as embed where tied), "final_norm": [H],
+    {"embed": [V, H], "head": [V, H] (the same buffer as embed if tied), "final_norm": [H],
      "layers": {"input_norm": [L, H], "qkv": [L, H, q + 2 kv], "q_norm", "k_norm": [L, d] (Qwen3 only),
                 "o": [L, q, H], "post_norm": [L, H], "gate_up": [L, H, 2 I], "down": [L, I, H]}}
 """

@@ -32,7 +32,7 @@ class AdapterFiles:
         self._ids = count(1)  # never used twice: vLLM's caches go by it
 
     def write(self, snapshot: Snapshot, base_model: str) -> tuple[int, Path]:
-        """Return a new id and the directory. Copies from the trainer's device where the weights are there."""
+        """Return a new id and the directory. Copies the weights from the trainer's device if they are there."""
         weights = snapshot.adapter_weights()
         adapter_id = next(self._ids)
         directory = self._root / str(adapter_id)
@@ -61,7 +61,7 @@ def _remove_orphans(parent: Path) -> None:
 
 
 def _locked(path: Path) -> IO[bytes] | None:
-    """Return the file, locked as long as it is open; None where another process has the lock."""
+    """Return the file, locked as long as it is open; None if another process has the lock."""
     lock = path.open("ab")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

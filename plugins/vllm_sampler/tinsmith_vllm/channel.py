@@ -25,15 +25,15 @@ class Channel(Generic[M]):
         self._sending = threading.Lock()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Raise OSError where the other end is gone."""
+        """Raise OSError if the other end is gone."""
         body = self._encoder.encode(message)
         with self._sending:
             self._socket.sendall(_LENGTH.pack(len(body)) + body)
 
     def receive(self) -> M | None:
-        """Wait for the next message; None where the other end is gone.
+        """Wait for the next message; None if the other end is gone.
 
-        Raise TimeoutError where the socket has a timeout and it passes; nothing is lost.
+        Raise TimeoutError if the socket has a timeout and it passes; nothing is lost.
         """
         while True:
             if len(self._buffer) >= _LENGTH.size:

@@ -107,7 +107,7 @@ class EngineLoop:
                 self._say_beat()
 
     def _take_messages(self) -> None:
-        """Handle what has come; wait for something where there is nothing to do."""
+        """Handle what has arrived. Wait for a message if there is nothing to do."""
         if not self._engine.has_unfinished_requests() and self._inbox.empty():
             try:
                 self._handle(self._inbox.get(timeout=_POLL_S if self._reading else None))

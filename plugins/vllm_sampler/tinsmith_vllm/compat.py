@@ -8,7 +8,7 @@ Checked with 0.32.0. What another release needs belongs here; the tests of this 
 - Model runner V1 (VLLM_USE_V2_MODEL_RUNNER=0): the hooks below are into it. On CPU it is the only one.
 - `logprobs_mode` has none of what the API promises, which is log softmax(logits / temperature) of the whole vocabulary:
   "raw" knows no temperature, "processed" comes after top-k and top-p. So the sampler's last step is wrapped.
-- Prompt logprobs go wrong where adapters have an `lm_head` part: the step's adapter indices are those of the sampled
+- Prompt logprobs go wrong if adapters have an `lm_head` part: the step's adapter indices are those of the sampled
   rows. And a request cannot ask about tokens of its choice. So prompts are scored by code of our own, in worker.py.
 - On CPU the operators of adapters take "none", which is -1, for an index from the end: rows of the base model got the
   adapter in the last slot. They are wrapped to leave such rows alone. The kernels for GPUs do so by themselves.

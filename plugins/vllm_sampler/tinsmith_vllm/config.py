@@ -61,7 +61,7 @@ class VllmConfig(BackendConfig):
     start_timeout_s: float = Field(1800.0, gt=0, description="until vLLM answers; loading and compiling take long")
     step_timeout_s: float = Field(300.0, gt=0, description="without a word from a busy vLLM; then it is restarted")
     shared_memory_dir: Path | None = Field(
-        None, description="where adapters are handed over; default /dev/shm, else the cache directory"
+        None, description="directory through which adapters are handed over; default /dev/shm, else the cache directory"
     )
     engine_args: dict[str, Any] = Field({}, description="more of vLLM's EngineArgs, by their names")
 

@@ -24,7 +24,7 @@ _MASK: Final = (1 << 64) - 1
 
 @dataclass(slots=True)
 class _Sequence:
-    """What has come of one sequence. `watch` is set where its text may end it, which vLLM does not look at."""
+    """What has come of one sequence. `watch` is set if stop strings may end it, which vLLM does not check."""
 
     watch: StopWatch | None
     tokens: list[TokenArray] = field(default_factory=list)

@@ -20,7 +20,7 @@ class Start(Message, frozen=True):
     engine_args: dict[str, object]
     float32_on_cpu: bool  # dtype, eagerness and memory were left open: the child knows the device
     eager_on_cpu: bool
-    half_the_memory_on_cpu: bool  # it is everybody's there, and vLLM does not start where its share is not free
+    half_the_memory_on_cpu: bool  # shared with everyone there; vLLM does not start unless its share is free
 
 
 class Load(Message, frozen=True):
@@ -102,7 +102,7 @@ class Loaded(Message, frozen=True):
 
 
 class PromptScores(Message, frozen=True):
-    logprobs: bytes  # [P - 1]; NaN where not scored
+    logprobs: bytes  # [P - 1]; NaN if not scored
     top_ids: bytes  # [P - 1, k]
     top_logprobs: bytes  # [P - 1, k]
     targets: bytes  # [P - 1, K]
@@ -117,9 +117,9 @@ class Drawn(Message, frozen=True):
     logprobs: bytes
     top_ids: bytes  # [length, k]
     top_logprobs: bytes
-    ended: str  # "stop", "length", or empty where it goes on
+    ended: str  # "stop", "length", or empty while it goes on
     cached_tokens: int
-    scores: PromptScores | None  # with the first tokens of sequence 0, where a question was asked
+    scores: PromptScores | None  # with the first tokens of sequence 0, if prompt scores were asked for
 
 
 class Refused(Message, frozen=True):

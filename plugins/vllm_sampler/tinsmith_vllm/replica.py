@@ -95,7 +95,7 @@ class Replica:
         self._thread.start()
 
     def wait_until_ready(self, look: Callable[[], None]) -> Ready:
-        """Wait for the first start, calling `look` every second. Raise ReplicaGoneError where there is none."""
+        """Wait for the first start, calling `look` every second. Raise ReplicaGoneError if there is none."""
         while not self._ready.wait(_LOOK_S):
             look()
         if self._description is None:

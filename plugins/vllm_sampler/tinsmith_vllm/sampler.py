@@ -205,7 +205,7 @@ class VllmSampler(SamplingBackend):
         return None
 
     async def _insist(self, op: Sample, adapter_id: int) -> SampleOutput | Failed:
-        """Draw it again where its replica dies: the same seeds give the same tokens."""
+        """Draw it again if its replica dies: the same seeds give the same tokens."""
         died: set[Replica] = set()
         for _ in range(_ATTEMPTS - 1):
             replica = self._choose(died)

@@ -1,4 +1,4 @@
-"""A PEFT adapter from anywhere as one of ours; what cannot be is named."""
+"""Turn a PEFT adapter from anywhere into one of ours; name everything that does not fit."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ _SEED: Final = 0  # of what is imported; nothing is drawn from it but missing mo
 def adapter_of(contents: Contents) -> tuple[LoraConfig, dict[str, Array]]:
     """Return LoRA settings and float32 weights. Raise UnsupportedError naming everything that does not fit.
 
-    Modules need not be complete: whoever wants to train goes through `complete`.
+    Modules may be missing; `complete` checks that there are enough to train.
     """
     if contents.manifest is not None:
         return contents.manifest.lora, {name: contents.weights[name] for name in contents.weights}
@@ -80,7 +80,7 @@ def complete(
 ) -> dict[str, Array]:
     """Check names and shapes against the base model, and that every module that the flags train is there.
 
-    With `fill` those that are missing start afresh: B is zero, so that nothing changes until they are trained.
+    With `fill` missing modules start fresh: B is zero, so nothing changes until they are trained.
     """
     expected = _trained_modules(lora, base_shapes)
     present = {peft_layout.parse(name)[0] for name in weights}

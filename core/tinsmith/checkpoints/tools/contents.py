@@ -1,4 +1,4 @@
-"""What a directory holds: a checkpoint of ours, a PEFT adapter, or a Hugging Face model; opened, not read."""
+"""What a directory holds: a checkpoint of ours, a PEFT adapter, or a Hugging Face model. Reads no weights."""
 
 import json
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ class Contents:
 
 
 def open_contents(directory: Path) -> Contents:
-    """Raise UserError where it is nothing of the sort, ServerError where it is damaged, naming the file."""
+    """Raise UserError if it is none of these, ServerError naming the file if it is damaged."""
     if not directory.is_dir():
         msg = f"{str(directory)!r} is not a directory"
         raise UserError(msg)
@@ -59,7 +59,7 @@ def open_contents(directory: Path) -> Contents:
         raise UserError(msg)
     weights = StoredTensors.of(directory, "adapter_model" if adapter else "model")
     if not weights:
-        msg = f"{str(directory)!r} holds no {'adapter_model' if adapter else 'model'}.safetensors, nor shards of it"
+        msg = f"{str(directory)!r} has neither {'adapter_model' if adapter else 'model'}.safetensors nor shards of it"
         if (directory / "adapter_model.bin").exists() or list(directory.glob("pytorch_model*.bin")):
             msg += "; pickled weights (.bin) are not read: save them as safetensors"
         raise UserError(msg)

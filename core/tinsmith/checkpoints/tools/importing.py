@@ -51,7 +51,7 @@ def state_of(request: Import) -> ModelState:
     """Read and check. Raise UnsupportedError or UserError naming everything that does not fit the base model."""
     base = StoredTensors.of(request.base_path, "model")
     if not base:
-        msg = f"{str(request.base_path)!r} holds no model.safetensors, nor shards of it"
+        msg = f"{str(request.base_path)!r} has neither model.safetensors nor shards of it"
         raise NotFoundError(msg)
     contents = request.contents
     if contents.manifest is not None:
@@ -82,7 +82,7 @@ async def run_import(request: Import, store: RequestStore, root: Path, progress:
         path = request.path(kind)
         known = await _is_known(store, str(path))
         if known and not request.force:
-            msg = f"{str(path)!r} exists already; choose another --name, or pass --force to replace it"
+            msg = f"{str(path)!r} already exists; choose another --name, or pass --force to replace it"
             raise UserError(msg)
         progress(f"writing {path}")
         now = datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""`tinsmith checkpoint convert`, `export-peft` and `merge`: new directories made of old ones, a tensor at a time."""
+"""`tinsmith checkpoint convert`, `export-peft` and `merge`: new directories from old ones, tensor by tensor."""
 
 import json
 import os
@@ -30,16 +30,16 @@ Progress = Callable[[str], None]
 
 @contextmanager
 def fresh_directory(target: Path, *, force: bool) -> Iterator[Path]:
-    """Let the block fill a directory that then appears at `target` whole, or not at all.
+    """Let the block fill a directory that appears at `target` complete, or not at all.
 
-    Raise UserError where `target` holds anything and not `force`, or cannot be made.
+    Raise UserError if `target` is not empty (unless `force`), or cannot be made.
     """
     target = target.absolute()
     if target.exists() and not target.is_dir():
         msg = f"{str(target)!r} is a file; name a directory"
         raise UserError(msg)
     if target.is_dir() and any(target.iterdir()) and not force:
-        msg = f"{str(target)!r} exists already; choose another directory, or pass --force to replace it"
+        msg = f"{str(target)!r} already exists; choose another directory, or pass --force to replace it"
         raise UserError(msg)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def fresh_directory(target: Path, *, force: bool) -> Iterator[Path]:
         msg = f"{str(target)!r} cannot be written: {error.strerror or error}"
         raise ServerError(msg) from error
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)  # it is not there any more where all went well
+        shutil.rmtree(fresh, ignore_errors=True)  # gone already if all went well
 
 
 def _put(fresh: Path, target: Path) -> None:
@@ -140,7 +140,7 @@ def export_peft(
     lora, weights = adapter_of(contents)
     named = base_model or contents.base_model
     if named is None:
-        msg = "the adapter does not say its base model; name it with --base-model"
+        msg = "the adapter does not name its base model; pass --base-model"
         raise UserError(msg)
     with fresh_directory(target, force=force) as fresh:
         for name in weights:
@@ -171,7 +171,7 @@ def merge(
     lora, weights = adapter_of(contents)
     originals = StoredTensors.of(base, "model")
     if not originals:
-        msg = f"{str(base)!r} holds no model.safetensors, nor shards of it"
+        msg = f"{str(base)!r} has neither model.safetensors nor shards of it"
         raise NotFoundError(msg)
     deltas = {f"{peft_layout.parse(name)[0]}.weight" for name in weights}
     tied = bool(hf_files.read_model_config(base).get("tie_word_embeddings"))

@@ -1,4 +1,4 @@
-"""`tinsmith checkpoint verify`: every fault of a checkpoint, each in one line. Tensors are read one at a time."""
+"""`tinsmith checkpoint verify`: lists every fault of a checkpoint, one per line. Reads one tensor at a time."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ Progress = Callable[[str], None]
 
 
 def faults(contents: Contents, base: StoredTensors | None, progress: Progress) -> Iterator[str]:
-    """Yield what is wrong. `base`: the base model's own tensors, to compare names and shapes with."""
+    """Yield each fault. `base`: the base model's tensors, whose names and shapes are compared."""
     yield from _files(contents, progress)
     yield from _names(contents, base)
     yield from _moments(contents)
