@@ -30,6 +30,11 @@ OPTIONS: dict[str, dict[str, object]] = {
 INSTALLED = sorted(OPTIONS.keys() & Plugins.load().backends.unambiguous().keys())
 REAL = [name for name in INSTALLED if name != "toy"]  # they train the same model
 STEPS = [4, pytest.param(20, marks=pytest.mark.thorough)]  # of each leg
+SAME = [  # a run that resumes on the same server is in test_sdk_jax.py
+    ("toy", 4),
+    pytest.param("toy", 0, marks=pytest.mark.thorough),
+    *(pytest.param(name, 4, marks=pytest.mark.thorough) for name in REAL if name != "fsdp"),
+]
 PAIRS = [  # the way there and the way back are in either one
     pytest.param(*pair, marks=[pytest.mark.thorough] if number else [])
     for number, pair in enumerate(itertools.permutations(REAL, 2))
@@ -96,7 +101,7 @@ def staying(data_dir: Path, backend: str, model_path: Path, rank: int, num_steps
 
 
 @pytest.mark.parametrize("num_steps", STEPS)
-@pytest.mark.parametrize(("backend", "rank"), [*((name, 4) for name in INSTALLED if name != "fsdp"), ("toy", 0)])
+@pytest.mark.parametrize(("backend", "rank"), SAME)
 def test_the_same_backend_resumes_bit_for_bit(
     tmp_path: Path, model_path: Path, backend: str, rank: int, num_steps: int
 ) -> None:

@@ -32,7 +32,6 @@ from tinsmith.testing.sdk_data import TOKENS, logprobs, ragged, wait_until_at_re
 pytestmark = pytest.mark.slow
 
 STEPS = 20
-FEW_STEPS = 8
 KILLS = 10
 WAIT_S = 600
 
@@ -109,14 +108,12 @@ def serving(data_dir: Path, model: ModelSettings = TOY, **server: str) -> Iterat
         served.close()
 
 
-def run(
-    service: tinker.ServiceClient, base_model: str, at_step: Callable[[int], None], num_steps: int
-) -> tuple[list[Any], str]:
+def run(service: tinker.ServiceClient, base_model: str, at_step: Callable[[int], None]) -> tuple[list[Any], str]:
     """Train with passes, scores, saves and samplers; return all that the client saw, and where the end is saved."""
     training = service.create_lora_training_client(base_model=base_model, rank=4, seed=1).result(timeout=WAIT_S)
     seen: list[Any] = []
     sampler = None
-    for number in range(num_steps):
+    for number in range(STEPS):
         at_step(number)
         passed = training.forward_backward(ragged(3, number), "cross_entropy")
         scored = training.forward(ragged(2, number), "cross_entropy")
@@ -136,17 +133,17 @@ def run(
     return seen, training.save_state("end").result(timeout=WAIT_S).path
 
 
-def undisturbed(data_dir: Path, model: ModelSettings, num_steps: int) -> tuple[list[Any], dict[str, bytes]]:
+def undisturbed(data_dir: Path, model: ModelSettings) -> tuple[list[Any], dict[str, bytes]]:
     with running_server(data_dir, models=[model]) as server:
         service = tinker.ServiceClient(base_url=server.url, api_key="tml-test")
-        seen, path = run(service, model.name, lambda _: None, num_steps)
+        seen, path = run(service, model.name, lambda _: None)
         service.close("success").result(timeout=WAIT_S)
-    return seen, state_at(data_dir, path, num_steps)
+    return seen, state_at(data_dir, path)
 
 
-def state_at(data_dir: Path, path: str, num_steps: int) -> dict[str, bytes]:
+def state_at(data_dir: Path, path: str) -> dict[str, bytes]:
     state = read_checkpoint(data_dir / "checkpoints", TinkerPath.parse(path).directory).state
-    assert state.step == num_steps
+    assert state.step == STEPS
     parts = {"weights": state.weights, "m": state.adam_m, "v": state.adam_v}
     return {f"{part} {name}": array.tobytes() for part, named in parts.items() for name, array in named.items()}
 
@@ -181,15 +178,15 @@ class Killer(threading.Thread):
             self.error = error
 
 
-def check(served: Served, killer: Killer, expected: list[Any], state: dict[str, bytes], num_steps: int = STEPS) -> None:
+def check(served: Served, killer: Killer, expected: list[Any], state: dict[str, bytes]) -> None:
     killer.start()
     service = tinker.ServiceClient(base_url=served.url, api_key="tml-test")
-    seen, path = run(service, served.model.name, killer.at_step, num_steps)
+    seen, path = run(service, served.model.name, killer.at_step)
     killer.join(WAIT_S)
     assert killer.error is None
     assert killer.kills == len(killer.moments)
     assert seen == expected
-    assert state_at(served.data_dir, path, num_steps) == state
+    assert state_at(served.data_dir, path) == state
     with sqlite3.connect(served.data_dir / "tinsmith.db") as database:
         model_id = TinkerPath.parse(path).model_id
         log = database.execute("SELECT seq_id, state FROM operations WHERE subject_id = ? ORDER BY seq_id", (model_id,))
@@ -207,7 +204,7 @@ def test_the_engine_is_killed_at_random_moments(tmp_path: Path) -> None:
     moments = [(2 * number, random_.uniform(0.0, 0.1)) for number in range(KILLS - 3)]
     moments += [(step, random_.uniform(0.3, 2.0)) for step in (4, 8, 12)]  # while the next engine starts or recovers
     with serving(tmp_path / "killed") as served:
-        expected = undisturbed(tmp_path / "undisturbed", served.model, STEPS)
+        expected = undisturbed(tmp_path / "undisturbed", served.model)
         check(served, Killer(served.kill_engine, sorted(moments)), *expected)
 
 
@@ -222,7 +219,7 @@ def test_everything_is_killed_and_started_again(tmp_path: Path) -> None:
 
         random_ = random.Random(21)
         moments = [(step, random_.uniform(0.0, 0.1)) for step in (5, 13)]
-        expected = undisturbed(tmp_path / "undisturbed", served.model, STEPS)
+        expected = undisturbed(tmp_path / "undisturbed", served.model)
         check(served, Killer(kill_and_start, moments), *expected)
 
 
@@ -261,10 +258,8 @@ def test_everything_is_killed_while_a_client_waits_for_many_samples(tmp_path: Pa
         service.close("success").result(timeout=WAIT_S)
 
 
-@pytest.mark.parametrize(
-    ("num_steps", "at_steps"), [(FEW_STEPS, [3]), pytest.param(STEPS, [3, 9, 15], marks=pytest.mark.thorough)]
-)
-def test_an_engine_of_the_jax_backend_is_killed(tmp_path: Path, num_steps: int, at_steps: list[int]) -> None:
+@pytest.mark.thorough
+def test_an_engine_of_the_jax_backend_is_killed(tmp_path: Path) -> None:
     """The engine finds the programs that the undisturbed run compiled, as an engine does that is started again."""
     shape = TinyShape(
         vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
@@ -274,10 +269,10 @@ def test_an_engine_of_the_jax_backend_is_killed(tmp_path: Path, num_steps: int, 
     model = ModelSettings(
         name="tiny", path=tmp_path / "tiny", backend=PluginSection.model_validate({**options, "warm_up": False})
     )
-    expected = undisturbed(tmp_path / "undisturbed", model, num_steps)
+    expected = undisturbed(tmp_path / "undisturbed", model)
     compiled_here = compilation_cache._cache._path  # where this process keeps all that it compiles
     shutil.copytree(compiled_here, tmp_path / "killed" / "cache" / "jax" / "tiny" / "compiled")
     random_ = random.Random(22)
     with serving(tmp_path / "killed", model) as served:
-        moments = [(step, random_.uniform(0.0, 0.3)) for step in at_steps]
-        check(served, Killer(served.kill_engine, moments), *expected, num_steps)
+        moments = [(step, random_.uniform(0.0, 0.3)) for step in (3, 9, 15)]
+        check(served, Killer(served.kill_engine, moments), *expected)

@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jax_harness import FEW_PROGRAMS
 
 from tinsmith import operations as ops
 from tinsmith.checkpoints.format import read_checkpoint
 from tinsmith.commands.replay import run_replay
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings, PluginSection
-from tinsmith.testing import EngineDriver, TinyShape, running_server, write_tiny_model
+from tinsmith.testing import EngineDriver, running_server
 
 MODEL = "s1:train:0"
 
@@ -33,11 +34,9 @@ def a_pass(number: int) -> ops.ForwardBackward:
 
 
 @pytest.mark.slow
-def test_every_saved_state_is_rebuilt(tmp_path: Path) -> None:
-    shape = TinyShape(num_layers=1, hidden_size=32, intermediate_size=48, num_heads=2, num_kv_heads=1, head_dim=16)
-    write_tiny_model(tmp_path / "tiny", shape)
-    options = {"plugin": "jax", "max_lora_rank": 4, "max_context_tokens": 64, "max_batch_tokens": 128, "warm_up": False}
-    model = ModelSettings(name="tiny", path=tmp_path / "tiny", backend=PluginSection.model_validate(options))
+def test_every_saved_state_is_rebuilt(tmp_path: Path, contract_model: Path) -> None:
+    options = {"plugin": "jax", "warm_up": False, **FEW_PROGRAMS}
+    model = ModelSettings(name="tiny", path=contract_model, backend=PluginSection.model_validate(options))
     saves = []
     with running_server(tmp_path / "data", models=[model], recovery={"point_every_operations": 5}) as server:
         client = EngineDriver(server.store, "tiny")

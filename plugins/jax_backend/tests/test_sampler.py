@@ -104,9 +104,10 @@ async def test_bfloat16_agrees_with_its_trainer(tiny_models: dict[str, Path], ja
     backend.close()
 
 
-async def test_sampling_follows_the_models_distribution(backend: JaxBackend) -> None:
+@pytest.mark.parametrize("count", [1000, pytest.param(3000, marks=pytest.mark.thorough)])
+async def test_sampling_follows_the_models_distribution(backend: JaxBackend, count: int) -> None:
     """First tokens of many samples against softmax; a chi-square statistic with fixed seeds."""
-    given, count = prompt(9), 3000
+    given = prompt(9)
     ops = [make_sample(given, "snap-a", max_tokens=1, num_samples=100, seed=seed) for seed in range(count // 100)]
     tokens = np.array([s.tokens[0] for output in await sample_all(backend, ops) for s in output.sequences])
     repeated = np.concatenate([given, [0]]).astype(np.int32)

@@ -162,6 +162,7 @@ def test_what_keeps_vllm_from_starting_is_said(tiny_models: dict[str, Path], tmp
         make_sampler(tiny_models["qwen3"], tmp_path, python=tmp_path / "nothing")
 
 
+@pytest.mark.thorough  # that the words of a process reach the user is tested above
 @pytest.mark.slow
 def test_heads_that_vllm_has_no_kernels_for_are_refused_at_the_start(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", replace(SHAPES["qwen3"], head_dim=16))
