@@ -37,10 +37,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.index(name) if (name := _group(item)) in order else len(order))
 
 
+def pytest_configure() -> None:
+    gc.disable()  # until everything is imported
+
+
 def pytest_collection_finish() -> None:
     """Exempt all that was imported from garbage collection: a collection would look at millions of objects."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -95,6 +95,7 @@ def test_example(server: tuple[str, str], script: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.thorough  # the interrupted ones below start all that this one starts
 def test_the_demo_learns_and_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tinsmith", "demo", "--directory", str(tmp_path / "demo")]
     demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())

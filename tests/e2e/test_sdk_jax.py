@@ -22,6 +22,7 @@ WAIT_S = 600  # the first operations compile
 SHAPE = TinyShape(  # and the limits below: as in other tests, so that in one process the programs are compiled once
     vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
 )
+BASE_MODELS = ["tiny/qwen3", pytest.param("tiny/llama", marks=pytest.mark.thorough)]
 # rank, learning rate, weight decay, clipping
 TENANTS = [
     (1, 1e-2, 0.0, 0.0),
@@ -76,7 +77,7 @@ def sequences(seed: int, count: int = 2) -> list[tinker.Datum]:
     return [datum(random.integers(3, 300, random.integers(2, 60)).tolist()) for _ in range(count)]
 
 
-@pytest.mark.parametrize("base_model", ["tiny/qwen3", pytest.param("tiny/llama", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("base_model", BASE_MODELS)
 def test_eight_tenants_at_once_have_their_solo_curves(
     make_client: Callable[[], tinker.ServiceClient], base_model: str
 ) -> None:
@@ -119,8 +120,11 @@ def test_a_run_resumes_bit_for_bit_in_a_new_session(make_client: Callable[[], ti
     assert go_on(resumed) == go_on(model)
 
 
-def test_a_snapshot_is_what_was_trained_and_stays_so(make_client: Callable[[], tinker.ServiceClient]) -> None:
-    model = new_model(make_client(), "tiny/llama", 4)
+@pytest.mark.parametrize("base_model", BASE_MODELS)
+def test_a_snapshot_is_what_was_trained_and_stays_so(
+    make_client: Callable[[], tinker.ServiceClient], base_model: str
+) -> None:
+    model = new_model(make_client(), base_model, 4)
     step(model, sequences(1), learning_rate=0.05)
     sampler = model.save_weights_and_get_sampling_client().result(timeout=WAIT_S)
     prompt = [5, 9, 17, 4]

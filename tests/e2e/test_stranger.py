@@ -153,6 +153,7 @@ def test_nothing_of_the_clone_is_seen(environment: Environment) -> None:
     assert "jax" not in listed
 
 
+@pytest.mark.thorough  # contract/test_new_plugins.py runs the suites of new plugins
 def test_its_suites_are_green(environment: Environment) -> None:
     told = environment.run("tinsmith", "check-plugin", "fresh")
     assert ", 0 failed" in told

@@ -122,6 +122,7 @@ def use_command(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(engine_child, "_command", lambda _: (sys.executable, "-c", script))
 
 
+@pytest.mark.thorough  # tests/crash/test_campaign.py kills engines in `make test`
 async def test_a_killed_engine_is_replaced_and_its_models_go_on(tmp_path: Path, store: SqlStore) -> None:
     client = EngineDriver(store, TOY.name)
     await client.open_session()

@@ -27,12 +27,18 @@ NUM_STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def shared(tiny_models: Mapping[str, Path], jax_cache: Path, shipped_compilation: None) -> JaxBackend:
+def few_programs(tiny_models: Mapping[str, Path], jax_cache: Path, shipped_compilation: None) -> JaxBackend:
+    return make_backend(tiny_models["qwen3"], jax_cache, max_context_tokens=128, max_batch_tokens=128)
+
+
+@pytest.fixture(scope="module")
+def many_programs(tiny_models: Mapping[str, Path], jax_cache: Path, shipped_compilation: None) -> JaxBackend:
     return make_backend(tiny_models["qwen3"], jax_cache, max_context_tokens=256, max_batch_tokens=256)
 
 
-@pytest.fixture
-def backend(shared: JaxBackend) -> Iterator[JaxBackend]:
+@pytest.fixture(params=["few_programs", pytest.param("many_programs", marks=pytest.mark.thorough)], ids=["few", "many"])
+def backend(request: pytest.FixtureRequest) -> Iterator[JaxBackend]:
+    shared: JaxBackend = request.getfixturevalue(request.param)
     yield shared
     for number in range(len(TENANTS)):
         shared.unload_model(f"t{number}")
@@ -55,6 +61,7 @@ def solo_curve(backend: JaxBackend, number: int) -> tuple[list[float], list[list
 
 @pytest.mark.thorough  # the short form is the next test, and the suites' tests of company
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["many_programs"], indirect=True)  # some sequences are long
 def test_eight_tenants_together_have_their_solo_curves(backend: JaxBackend) -> None:
     solo = [solo_curve(backend, number) for number in range(len(TENANTS))]
     for number, (lora, _, _) in enumerate(TENANTS):
@@ -111,7 +118,8 @@ def test_forward_leaves_gradients_alone(backend: JaxBackend) -> None:
 @pytest.mark.parametrize("rank", [8, pytest.param(16, marks=pytest.mark.thorough)])
 def test_two_calls_equal_one_with_both_data(backend: JaxBackend, rank: int) -> None:
     """However the data are cut into operations, calls and micro-batches."""
-    op = make_op("m", 0, (30, 90, 64, 200, 1, 256, 65))
+    longest = backend.capabilities.max_context_tokens or 0
+    op = make_op("m", 0, (30, 90, 64, longest - 56, 1, longest, 65))
 
     def part(start: int, end: int) -> ForwardBackward:
         return ForwardBackward(model_id="m", data=op.data[start:end])

@@ -77,7 +77,14 @@ def test_ties_with_the_last_kept_token_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1.0, -1, 1.0), (0.6, -1, 1.0), (1.7, 12, 1.0), (1.0, -1, 0.7)]
+    ("temperature", "top_k", "top_p"),
+    [
+        (1.7, 12, 0.7),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in ((1.0, -1, 1.0), (0.6, -1, 1.0), (1.7, 12, 1.0), (1.0, -1, 0.7))
+        ),
+    ],
 )
 def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: float) -> None:
     """A chi-square statistic over the tokens; the seed is fixed, so the outcome is too."""
