@@ -1,6 +1,7 @@
-"""What a backend can carry out, compared in one place: the engine asks before every run, the server as early as it can.
+"""Compares operations with the capabilities of a backend, in one place.
 
-`translate.py` has already made sure that a request is well-formed; here it is held against the capabilities.
+The engine checks every operation before it runs; the server checks it earlier if it knows the capabilities. That the
+request is well-formed, `translate.py` has checked before.
 """
 
 import math
@@ -16,7 +17,7 @@ from tinsmith.losses import LossSpec
 
 
 def check_operation(op: ops.Operation, capabilities: Capabilities, losses: Mapping[str, LossSpec]) -> None:
-    """Raise UserError, saying what is wrong and what is allowed, where the backend cannot carry out `op`."""
+    """Raises UserError, with what is wrong and what is allowed, if the backend cannot carry out `op`."""
     match op:
         case ops.CreateModel():
             _check_lora(op.lora, capabilities)

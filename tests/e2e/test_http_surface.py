@@ -423,7 +423,7 @@ def test_models_that_cannot_be_are_refused_at_once(
         ({"path": "tinker://x/weights/y"}, 404, "no checkpoint"),
         ({"path": "nonsense"}, 400, "is not a checkpoint path"),
         ({"path": "tinker://a/weights/../b"}, 400, "is not a checkpoint path"),
-        ({"path": "tinker://x/sampler_weights/y"}, 400, "is no training checkpoint"),
+        ({"path": "tinker://x/sampler_weights/y"}, 400, "is not a training checkpoint"),
         ({"path": "tinker://x/weights/y", "model_id": "m", "seq_id": 1}, 400, "either session_id and model_seq_id"),
         ({"path": "tinker://x/weights/y", "weights_access_token": "t"}, 400, "weights_access_token"),
     ],

@@ -79,7 +79,7 @@ def test_servers_on_one_store_take_each_others_tokens(tmp_path: Path) -> None:
         refused = config(without, token)
         assert refused.status_code == 401
         assert 'error="invalid_token"' in refused.headers["www-authenticate"]
-        assert "not known any more" in refused.json()["detail"]
+        assert "has been removed" in refused.json()["detail"]
     with running_server(tmp_path / "other", engines=False, server={"api_keys": KEYS}) as other:
         assert "not made by this server" in config(other, token).json()["detail"]
 

@@ -257,7 +257,7 @@ def test_encryption_and_foreign_tokens_are_refused_by_name() -> None:
     load = {"model_id": MODEL, "seq_id": 1, "path": "tinker://m/weights/x", "optimizer": True}
     with pytest.raises(UnsupportedError, match="weights_access_token"):
         translate.load_weights(wire.LoadWeightsRequest.model_validate({**load, "weights_access_token": "t"}))
-    with pytest.raises(UserError, match="is no training checkpoint"):
+    with pytest.raises(UserError, match="is not a training checkpoint"):
         translate.load_weights(wire.LoadWeightsRequest.model_validate({**load, "path": "tinker://m/sampler_weights/x"}))
 
 

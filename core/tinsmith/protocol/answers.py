@@ -1,4 +1,4 @@
-"""Results to what SDK 0.38.0 reads: protobuf for passes and samples, JSON for everything else."""
+"""Turns results into what SDK 0.38.0 reads: protobuf for passes and samples, JSON for everything else."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -78,7 +78,7 @@ def _json(content: Mapping[str, object]) -> Answer:
 
 
 def forward_backward_output(output: ops.ForwardBackwardOutput) -> pb.ForwardBackwardOutput:
-    """Put runs of data whose fields agree in dtype and trailing shape into one record each."""
+    """Put consecutive data whose fields agree in dtype and trailing shape into one record."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(output.metrics))
     run: list[Mapping[str, ops.Array]] = []
     for datum in output.loss_fn_outputs:

@@ -1,6 +1,6 @@
-"""What becomes of every field that SDK 0.38.0 can send: honoured, refused by name, or without meaning here.
+"""What happens to every field that SDK 0.38.0 can send: it is honoured, refused by name, or has no meaning here.
 
-Nothing deviates silently. A test walks the SDK's own types and fails where one of their fields is not listed;
+Nothing deviates silently. A test walks the SDK's own types and calls and fails if one of their fields is not listed;
 docs/reference/protocol.md shows this table (`python -m tinsmith.protocol.field_status` prints it).
 """
 
@@ -71,9 +71,9 @@ FIELDS: dict[str, dict[str, Status]] = {
     },
     "LoraConfig": {
         "rank": _honoured(
-            "1 up to the backend's limit, any whole number; 0 is full fine-tuning, where the backend offers it"
+            "1 up to the backend's limit, any whole number; 0 is full fine-tuning, if the backend offers it"
         ),
-        "seed": _honoured("drawn from the model id where absent"),
+        "seed": _honoured("drawn from the model id if absent"),
         "train_unembed": _honoured(),
         "train_mlp": _honoured(),
         "train_attn": _honoured("all three false is refused"),
@@ -133,7 +133,7 @@ FIELDS: dict[str, dict[str, Status]] = {
         "dense": _honoured(),
         "sparse_csr": _honoured("made dense: what is not listed is 0"),
         "dtype": _honoured("int32 and bfloat16 are widened"),
-        "shape": _honoured("one dimension where absent"),
+        "shape": _honoured("one dimension if absent"),
     },
     "proto SparseCsr": {"values": _honoured(), "crow_indices": _honoured(), "col_indices": _honoured()},
     # Weights
@@ -150,12 +150,12 @@ FIELDS: dict[str, dict[str, Status]] = {
     },
     "SaveWeightsForSamplerRequest": {
         "model_id": _honoured(),
-        "path": _honoured("with it persisted, without ephemeral"),
+        "path": _honoured("persisted with a path, ephemeral without"),
         "sampling_session_seq_id": _honoured("ephemeral only; the first of a retried request wins"),
         "kind": _honoured("`snapshot`; `inflight` is refused"),
         "seq_id": _honoured("required"),
-        "ttl_seconds": _honoured("refused where ephemeral"),
-        "user_metadata": _honoured("refused where ephemeral"),
+        "ttl_seconds": _honoured("refused if ephemeral"),
+        "user_metadata": _honoured("refused if ephemeral"),
         "type": _TAG,
     },
     "SaveWeightsExternalRequest": {
@@ -226,7 +226,7 @@ FIELDS: dict[str, dict[str, Status]] = {
     },
     "SamplingParams": {
         "max_tokens": _honoured("absent: up to the context length"),
-        "seed": _honoured("folded into 0 to 2**63 - 2; drawn from the request's ids where absent"),
+        "seed": _honoured("folded into 0 to 2**63 - 2; drawn from the request's ids if absent"),
         "stop": _honoured("added to EOS; an empty list switches EOS off too"),
         "temperature": _honoured("0 is greedy"),
         "top_k": _honoured("-1 is off"),

@@ -139,7 +139,7 @@ def dense_from_csr(
 
 
 def as_float32(name: str, values: ops.Array) -> ops.FloatArray:
-    """Take whole numbers too, where float32 holds them exactly."""
+    """Accept whole numbers too if float32 holds them exactly."""
     if values.dtype == np.float32:
         return values
     if values.size and int(np.abs(values).max()) > _EXACT_FLOAT32:

@@ -1,4 +1,4 @@
-"""Requests of the Tinker API to operations. Pure: no store, no clock; what it refuses, it refuses by name.
+"""Turns requests of the Tinker API into operations. Pure: no store, no clock. Refusals name the field.
 
 The same request always gives the same operation, bit for bit: maps are sorted, and a seed that the client did not send
 is derived from ids that a retry repeats. `digest` of the operation is therefore what a repeat is compared by.
@@ -26,13 +26,13 @@ _SEED_RANGE = 2**63 - 1
 
 
 def digest(op: ops.Operation) -> bytes:
-    """Hash what a repeat must match: the operation, but for ids that a retry of the SDK draws anew."""
+    """Hash what a repeat must match: the operation without the ids that the SDK draws anew for a retry."""
     content = replace(op, sampling_session_id="") if isinstance(op, ops.SaveForSampler) and not op.path else op
     return hashlib.sha256(kind_of(op).encode() + b"\0" + canonical_bytes(content)).digest()
 
 
 def model_id(session_id: str, model_seq_id: int) -> str:
-    """Name a model as the SDK does by itself, where it creates one from a checkpoint."""
+    """Name a model as the SDK itself does when it creates one from a checkpoint."""
     return f"{session_id}:train:{model_seq_id}"
 
 
@@ -46,7 +46,7 @@ def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
 def create_model(request: wire.CreateModelRequest) -> ops.CreateModel:
     check_optimizer(request.optimizer_config)
     if request.lora_config is None:
-        msg = "lora_config is missing; send one, with rank 0 for full fine-tuning where the base model offers it"
+        msg = "lora_config is missing; send one (rank 0 is full fine-tuning, if the base model offers it)"
         raise UnsupportedError(msg)
     config, name = request.lora_config, model_id(request.session_id, request.model_seq_id)
     seed = _derived_seed(name) if config.seed is None else config.seed % _SEED_RANGE
@@ -67,15 +67,13 @@ def check_optimizer(config: wire.OptimizerConfig | None) -> None:
 
 
 def check_load(request: wire.LoadWeightsRequest) -> None:
-    """Hold what both forms of load_weights share."""
+    """Check what both forms of load_weights share."""
     check_optimizer(request.optimizer_config)
     if request.weights_access_token is not None:
         msg = "weights_access_token is not offered; load your own or a published checkpoint without one"
         raise UnsupportedError(msg)
     if TinkerPath.parse(request.path).kind != "training":
-        msg = (
-            f"path {request.path!r} is no training checkpoint; pass what save_state returned (tinker://.../weights/...)"
-        )
+        msg = f"path {request.path!r} is not a training checkpoint; pass what save_state returned (tinker://.../weights/...)"
         raise UserError(msg)
 
 
@@ -96,7 +94,7 @@ def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
 
 
 def forward_backward(request: pb.ForwardBackwardRequest) -> ops.ForwardBackward:
-    """Return a Forward where the request is forward-only. Provenance spans carry no meaning for the losses offered."""
+    """Return a Forward if the request is forward-only. Provenance spans have no meaning for the losses offered."""
     operation = ops.Forward if request.forward_only else ops.ForwardBackward
     return operation(
         model_id=request.model_id,
@@ -140,7 +138,7 @@ def _loss_input(name: str, tensor: pb.Tensor) -> ops.Array:
 
 
 def _loss_config(request: pb.ForwardBackwardRequest) -> Mapping[str, float]:
-    """Numbers come in both maps, text in the second only."""
+    """Numbers come in both maps, text only in the second."""
     config = dict(request.loss_fn_config)
     for key in sorted(request.loss_fn_config_v2):
         value = request.loss_fn_config_v2[key]
@@ -175,7 +173,7 @@ def save_weights(request: wire.SaveWeightsRequest) -> ops.SaveState:
 
 
 def save_weights_for_sampler(request: wire.SaveWeightsForSamplerRequest, session_id: str) -> ops.SaveForSampler:
-    """Return a persisted snapshot where a name is given, else an ephemeral one."""
+    """Return a persisted snapshot if a name is given, else an ephemeral one."""
     if request.kind != "snapshot":
         msg = f"kind {request.kind!r} is not offered; use 'snapshot', whose weights never change"
         raise UnsupportedError(msg)
@@ -246,7 +244,7 @@ def _sorted(metadata: Mapping[str, str] | None) -> Mapping[str, str]:
 def sample(
     request: wire.SampleRequest, *, sampling_session: str, snapshot_id: str | None, max_context_tokens: int | None
 ) -> ops.Sample:
-    """`max_context_tokens` is what bounds a sample without max_tokens; None where the engine has not said it yet."""
+    """`max_context_tokens` bounds a sample without max_tokens. It is None until the engine has reported it."""
     if request.prompt_alt_tokens_k:
         msg = f"prompt_alt_tokens_k is {request.prompt_alt_tokens_k}; it is not offered, leave it at 0"
         raise UnsupportedError(msg)
@@ -329,10 +327,10 @@ def _stops(stop: str | list[int] | list[str] | None) -> tuple[tuple[str, ...], t
 
 
 def _derived_seed(name: str) -> int:
-    """Draw a seed from ids that nobody chose twice, so that a retried request is the same request."""
+    """Derive a seed from ids that are never used twice, so that a retried request is the same request."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % _SEED_RANGE
 
 
 def checksum(text: str) -> int:
-    """Name a text by a positive 31-bit number, for answers that want an integer id."""
+    """Map a text to a non-negative 31-bit number, for answers that need an integer id."""
     return zlib.crc32(text.encode()) & 0x7FFFFFFF

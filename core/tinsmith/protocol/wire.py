@@ -1,7 +1,7 @@
 """The JSON bodies of the Tinker API, field for field as SDK 0.38.0 sends and reads them.
 
-Unknown fields are ignored on input, so that a newer SDK still works; what becomes of every known one is in
-`field_status.py`. Protobuf bodies are in `tinsmith.protocol.proto`. Models of answers leave out what is None.
+Unknown fields are ignored on input, so that a newer SDK still works. `field_status.py` lists what happens to the known
+ones. Protobuf bodies are in `tinsmith.protocol.proto`. Models of answers leave out what is None.
 """
 
 from datetime import datetime
@@ -255,7 +255,7 @@ class TelemetryRequest(_Body):
 
 
 class ClientConfig(BaseModel):
-    """What the server asks of the SDK. Defaults are the SDK's where not said otherwise."""
+    """What the server asks of the SDK. Unless noted, the defaults are the SDK's."""
 
     pjwt_auth_enabled: bool = True  # the key is exchanged for a token; `tinker auth whoami` reads it
     parallel_fwdbwd_chunks: bool = True
@@ -465,7 +465,7 @@ class TraceExport(BaseModel):
 
 
 def as_text(metadata: Json | None) -> dict[str, str] | None:
-    """Metadata as answers carry it: the API takes any JSON values and returns strings."""
+    """Convert metadata for answers: the API takes any JSON values and returns strings."""
     if metadata is None:
         return None
     return {key: value if isinstance(value, str) else orjson.dumps(value).decode() for key, value in metadata.items()}

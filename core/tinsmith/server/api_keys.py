@@ -1,8 +1,8 @@
-"""Who sent a request, by API key: the default behind every other plugin's `tinsmith_authenticate`.
+"""Authentication by API key: the default, asked after every other plugin's `tinsmith_authenticate`.
 
-With keys configured, exactly those are known. With none, any key of the form that the SDK accepts is, and each is a
-tenant of its own, named by a fingerprint of the key: two people with different keys never see each other's work. A key
-can be exchanged for a token, which is good in its place for a while.
+If keys are configured, only those are accepted. If none are, any key that the SDK accepts is a tenant of its own, named
+by a fingerprint of the key, so two people with different keys never see each other's work. A key can be exchanged for a
+token that is valid in its place for a limited time.
 """
 
 import hashlib
@@ -31,11 +31,11 @@ class ApiKeys:
 
     @hookimpl(trylast=True)
     def tinsmith_authenticate(self, headers: Mapping[str, str]) -> Principal:
-        """Raise AuthenticationError where there is no key, or one that is not known."""
+        """Raises AuthenticationError if the key is missing or unknown."""
         return self.principal(headers.get(HEADER, ""))
 
     def principal(self, credential: str) -> Principal:
-        """Say whose key, or token, it is. Raise AuthenticationError where it is nobody's."""
+        """Return the owner of a key or token. Raises AuthenticationError if it has none."""
         if not credential:
             msg = "the X-API-Key header is missing; pass api_key=... or set TINKER_API_KEY"
             raise AuthenticationError(msg)
@@ -44,9 +44,9 @@ class ApiKeys:
         return owner_of(credential, self._keys)
 
     def exchange(self, credential: str) -> str:
-        """Make a token for a key. One for a token ends with it: nobody stays in without the key.
+        """Make a token for a key. One made for a token expires with that token, so access always ends without the key.
 
-        Raise AuthenticationError as `principal` does.
+        Raises AuthenticationError as `principal` does.
         """
         principal = self.principal(credential)
         if credential.startswith(_TOKEN_PREFIX):
@@ -61,7 +61,7 @@ class ApiKeys:
         for known in self._keys:
             if hmac.compare_digest(self._tokens.key_id(known.key.get_secret_value()), token.key_id):
                 return _owner(known)
-        msg = "the API key that this token was made for is not known any more; use one from `server.api_keys`"
+        msg = "the API key of this token has been removed; use one from `server.api_keys`"
         raise InvalidTokenError(msg)
 
 
@@ -70,11 +70,11 @@ def _owner(key: ApiKey) -> Principal:
 
 
 def owner_of(key: str, keys: Sequence[ApiKey]) -> Principal:
-    """Say whose key it is, among those that are configured. Raise AuthenticationError where it is nobody's."""
+    """Return the owner of a key among the configured ones. Raises AuthenticationError if it is not among them."""
     if not keys:
         return _anyone(key)
     found: Principal | None = None
-    for known in keys:  # all of them, so that time tells nothing
+    for known in keys:  # compare with all of them, so that timing reveals nothing
         if hmac.compare_digest(known.key.get_secret_value().encode(), key.encode()):
             found = _owner(known)
     if found is None:

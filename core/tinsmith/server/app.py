@@ -25,9 +25,9 @@ _ROUTERS = (not_offered, service, sessions, training, weights, sampling, futures
 
 
 async def create_app(settings: Settings, *, store: RequestStore, plugins: Plugins) -> FastAPI:
-    """Build the app over an open store. Opens and closes nothing that it was given.
+    """Build the app on an open store. It opens and closes nothing that it was given.
 
-    Each app needs plugins of its own, since its keys become one of them. Raises PluginError where two plugins offer a
+    Each app needs plugins of its own, since its keys become one of them. Raises PluginError if two plugins offer a
     loss of one name.
     """
     app = FastAPI(title="tinsmith", version=version("tinsmith"), docs_url="/docs", redoc_url=None)
@@ -71,7 +71,7 @@ def _routes_context(context: ServerContext) -> RoutesContext:
 
 
 def _add_api_keys(plugins: Plugins, api_keys: ApiKeys) -> None:
-    """Registering never raises; without its keys the server must not start."""
+    """Registering a plugin never raises, but without its keys the server must not start."""
     name = "configured_api_keys"
     plugins.add(api_keys, name)
     for row in plugins.report():
@@ -80,13 +80,13 @@ def _add_api_keys(plugins: Plugins, api_keys: ApiKeys) -> None:
 
 
 def begin_shutdown(app: FastAPI) -> None:
-    """End all long polls now, so that the server can stop without waiting for them. Call it on the event loop."""
+    """End all long polls now, so that the server can stop without waiting for them. Call this on the event loop."""
     context: ServerContext = app.state.context
     context.stopping.set()
 
 
 class _Measured:
-    """ASGI middleware: counts answers by route, and times them."""
+    """ASGI middleware that counts and times the answers of each route."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
         self._app = app

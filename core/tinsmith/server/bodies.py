@@ -1,6 +1,6 @@
-"""Reads request bodies within a limit, and unpacks zstd ones: no route ever sees more than `max_bytes`.
+"""Reads request bodies within a limit and unpacks zstd. No route ever sees more than `max_bytes`.
 
-Bodies are read before any route looks at the key. Whoever is not known may therefore send little, and nothing packed.
+Bodies are read before any route checks the key, so an unknown caller may send only a little, and nothing packed.
 """
 
 import io
@@ -18,10 +18,10 @@ from tinsmith.server.error_answers import tinsmith_error
 from tinsmith.server.refusals import record_refusal
 
 STRANGER_BYTES: Final = 1 << 16
-"""What is read without asking who sends it; the routes ask again, and of everybody."""
+"""How much is read before the caller is authenticated here. The routes authenticate every caller in any case."""
 
 Authenticate = Callable[[Mapping[str, str]], object]
-"""Raises AuthenticationError, by lower-case header names, where nobody knows who sent them."""
+"""Takes headers by lower-case name. Raises AuthenticationError if the caller is unknown."""
 
 
 _START_BYTES: Final = 1 << 12
@@ -58,7 +58,7 @@ class BodyLimit:
         except UserError as error:
             await _refuse(error, scope, receive, send)
             return
-        except ConnectionAbortedError:  # the client went away while sending: nobody to answer
+        except ConnectionAbortedError:  # the client disconnected while sending
             return
         await self._app(scope, _replay(body, receive), send)
 
@@ -96,7 +96,7 @@ class BodyLimit:
                 raise UserError(msg)
 
     def _unzstd(self, body: bytes) -> bytes:
-        """Unpack as a stream: a frame may claim any size."""
+        """Unpack as a stream, because a frame may claim any size."""
         with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(body), read_across_frames=True) as reader:
             try:
                 unpacked = reader.read(self._max_bytes + 1)
@@ -115,7 +115,7 @@ class BodyLimit:
 
 
 def _start(encoding: str, packed: bytes) -> bytes:
-    """Return the beginning of a body of which only the beginning is there."""
+    """Unpack the beginning of a body whose rest has not been read."""
     if encoding.lower() != "zstd":
         return packed[:_START_BYTES]
     with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(packed)) as reader:
@@ -137,7 +137,7 @@ async def _refuse(error: UserError, scope: Scope, receive: Receive, send: Send) 
 
 
 def _closing(send: Send) -> Send:
-    """What is left of the body is not read, so nothing else can come over this connection."""
+    """Close the connection after the answer: the rest of the body is not read, so no other request can follow."""
 
     async def closing(message: Message) -> None:
         if message["type"] == "http.response.start":

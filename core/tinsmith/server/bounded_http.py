@@ -1,7 +1,7 @@
-"""Uvicorn's HTTP/1.1, with an end to how long a request line, a header or a trailer may go on.
+"""Uvicorn's HTTP/1.1 with a limit on the length of a request line, a header or a trailer.
 
-Uvicorn's httptools reads them whole, of any size and before anybody looks at a key; it copies what it has with every
-read, so that a single connection could hold up the event loop.
+Uvicorn's httptools reads them whole, whatever their size, before any key is checked. It copies what it has at every
+read, so a single connection could block the event loop.
 """
 
 from typing import Final
@@ -9,7 +9,7 @@ from typing import Final
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEADER_BYTES: Final = 1 << 16
-"""Read past the first packet, which the operating system bounds, without a request's head or body getting on."""
+"""The most that is read, after the first packet, without completing a part of the request."""
 
 _TOO_LARGE: Final = b"""HTTP/1.1 431 Request Header Fields Too Large\r
 content-type: application/json\r
@@ -22,7 +22,7 @@ connection: close\r
 class BoundedHttp(HttpToolsProtocol):
     """One per connection."""
 
-    _unfinished = 0  # bytes since the parser last got through something that is bounded elsewhere
+    _unfinished = 0  # bytes since the parser last completed a part that is bounded elsewhere
     _got_on = False
 
     def data_received(self, data: bytes) -> None:

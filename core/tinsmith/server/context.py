@@ -1,4 +1,4 @@
-"""What the routes share: settings, store, plugins, and what the engines last said of themselves."""
+"""What the routes share: settings, store, plugins, and the last reports of the engines."""
 
 import asyncio
 import time
@@ -56,7 +56,7 @@ class Metrics:
 
 
 class Engines:
-    """What the engines last reported, read again from the store when it is older than a second."""
+    """The last reports of the engines, read again from the store after a second."""
 
     def __init__(self, store: RequestStore) -> None:
         self._store = store
@@ -72,7 +72,7 @@ class Engines:
         return self._records
 
     async def capabilities(self, base_model: str) -> Capabilities | None:
-        """Return None while the engine has not reported any."""
+        """Return None until the engine has reported them."""
         record = (await self.records()).get(base_model)
         return record.capabilities if record is not None else None
 

@@ -1,4 +1,4 @@
-"""Every failure as `{"detail": ...}`: never an empty body, never a bare 500."""
+"""Answers every failure with `{"detail": ...}`, never with an empty body or a bare 500."""
 
 import logging
 import secrets
@@ -30,11 +30,11 @@ async def tinsmith_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _headers_of(error: Exception) -> dict[str, str]:
-    """Return what the answer to this error says beside its status and detail."""
+    """Return the headers of the answer to this error."""
     match error:
         case CapacityError():
             return {"retry-after": "1"}
-        case InvalidTokenError():  # at these words the SDK exchanges its key once more, and repeats the request
+        case InvalidTokenError():  # makes the SDK exchange its key again and repeat the request
             return {"www-authenticate": 'Bearer error="invalid_token"'}
         case _:
             return {}
@@ -53,7 +53,7 @@ def validation_detail(error: Exception) -> str:
 
 def _line(problem: Mapping[str, Any]) -> str:  # Any: as pydantic has it
     where = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "json_invalid":  # the place is an offset, the reason is beside the message
+    if problem["type"] == "json_invalid":  # the location is an offset; the reason is in the context
         return f"body is not JSON at byte {problem['loc'][-1]}: {problem['ctx']['error']}"
     return f"{where}: {problem['msg']}"
 
@@ -72,7 +72,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-    """Say which log entry to look for; the traceback is the server's business."""
+    """Name the log entry, which holds the traceback."""
     reference = secrets.token_hex(4)
     _log.error("%s %r failed, reference %s", request.method, request.url.path, reference, exc_info=error)
     headers = {

@@ -1,4 +1,4 @@
-"""Routes that read JSON strictly: no NaN, which answers could not repeat, and no half surrogates, which are no text."""
+"""Routes that read JSON strictly: without NaN, which no answer can repeat, and lone surrogates, which are not text."""
 
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any

@@ -1,7 +1,7 @@
-"""Tokens (JWT) that stand for an API key for a while: what `auth/token` hands out.
+"""Tokens (JWT) that stand in for an API key for a limited time; `auth/token` issues them.
 
-A token names its key by a keyed hash. It is good only while that key is: whose it is and what it may do are looked up
-again with every request, and not taken from the token.
+A token identifies its key by a keyed hash and is valid only as long as that key. Its owner and rights are looked up
+with every request, not taken from the token.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _RENEW: Final = "exchange the API key for a new one (the SDK does)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyToken:
-    """What a token says, its signature checked."""
+    """The contents of a token whose signature has been checked."""
 
     tenant: str
     key_id: str
@@ -32,14 +32,14 @@ class KeyToken:
 
 
 class KeyTokens:
-    """Makes and reads tokens with a secret that all servers on one store share."""
+    """Issues and reads tokens with a secret that all servers on one store share."""
 
     def __init__(self, secret: bytes, lifetime_s: int) -> None:
         self._secret = secret
         self._lifetime_s = lifetime_s
 
     def key_id(self, key: str) -> str:
-        """Name a key without telling it, not even to somebody who guesses."""
+        """Identify a key without revealing it, not even to someone who guesses."""
         return hmac.new(self._secret, key.encode(), hashlib.sha256).hexdigest()[:32]
 
     def issue(self, principal: Principal, key_id: str, *, not_after: int | None = None) -> str:
@@ -58,7 +58,7 @@ class KeyTokens:
         return jwt.encode(claims, self._secret, algorithm=_ALGORITHM)
 
     def read(self, token: str) -> KeyToken:
-        """Raise InvalidTokenError where it was not made with our secret, for us, or is past its time."""
+        """Raises InvalidTokenError if it was not made with our secret, is for another audience, or has expired."""
         try:
             claims: dict[str, Any] = jwt.decode(  # Any: JSON
                 token,

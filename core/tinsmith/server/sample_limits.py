@@ -1,4 +1,4 @@
-"""How many samples one tenant may have waiting: the SDK takes a 429 as back-pressure and sends again later."""
+"""Limits the waiting samples of each tenant. The SDK takes a 429 as back-pressure and sends the sample again later."""
 
 import time
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class _Count:
 
 
 class SampleLimits:
-    """Counts in the store once a second, and what this server takes in itself in between."""
+    """Counts in the store once a second, and adds what this server accepts in between."""
 
     def __init__(self, store: RequestStore, max_pending: int) -> None:
         self._store = store
@@ -25,14 +25,12 @@ class SampleLimits:
         self._counts: dict[str, _Count] = {}
 
     async def admit(self, tenant: str) -> None:
-        """Raise CapacityError where the tenant has as many waiting as it may."""
+        """Raises CapacityError if the tenant has reached its limit."""
         count = self._counts.get(tenant)
         if count is None or time.monotonic() - count.read_at > _STALE_AFTER_S:
             count = _Count(pending=await self._store.count_samples(tenant), read_at=time.monotonic())
             self._counts[tenant] = count
         if count.pending >= self._max_pending:
-            msg = (
-                f"{count.pending} of your samples are waiting already, the most this server takes; send this one later"
-            )
+            msg = f"{count.pending} of your samples are waiting already, the limit of this server; send this one later"
             raise CapacityError(msg)
         count.pending += 1

@@ -20,7 +20,7 @@ class UrlSigner:
         return f"{stamp}/{self._sign(name, stamp)}/{quote(name)}"
 
     def check(self, name: str, stamp: int, signature: str, now: datetime) -> None:
-        """Raise AuthenticationError where the link was not made here, or is too old."""
+        """Raises AuthenticationError if the link was not made here or has expired."""
         if not hmac.compare_digest(signature.encode(), self._sign(name, stamp).encode()):
             msg = "the signature of this download link is wrong; ask for a new one (external_weights_urls)"
             raise AuthenticationError(msg)

@@ -1,4 +1,4 @@
-"""Why an operation is still pending, in words that the SDK shows to its user."""
+"""Explains why an operation is still pending. The SDK shows the text to its user."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +15,7 @@ class WaitingReason:
 
 
 def explain(operation: OperationRecord, waiting: Waiting) -> WaitingReason:
-    """Name what has to happen first: an engine, a missing request, those ahead, or the work itself."""
+    """Name what has to happen first: an engine has to start, a missing request to arrive, or earlier ones to finish."""
     engine = waiting.engine
     if engine is None:
         return _paused(f"no engine of {operation.base_model!r} has started yet")

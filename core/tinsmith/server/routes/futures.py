@@ -1,4 +1,4 @@
-"""Results: long polls that end before the SDK gives up, and say what they wait for."""
+"""Results, by long polls. Each ends before the SDK gives up, and tells what the result waits for."""
 
 import asyncio
 import logging
@@ -27,13 +27,13 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 INLINE_BYTES: Final = 4 << 20
-"""Larger results are announced by their size first, so that the SDK bounds what it downloads at once."""
+"""Larger results are announced by their size first, so that the SDK can limit its parallel downloads."""
 _THREAD_BYTES: Final = 1 << 16
 _DAMPING_S: Final = 1.0
-"""The SDK repeats a poll that got a 5xx at once and for ever; a store that is down must not be hammered."""
+"""The SDK repeats a poll that got a 5xx at once and without end, which would flood a store that is down."""
 
 _COMPLETIONS: Final = 1000
-"""Of one answer; the client fetches the rest at once, with the next cursor."""
+"""The most in one answer. The client fetches the rest at once, with the next cursor."""
 
 _FINISHED = {OperationState.SUCCEEDED, OperationState.FAILED, OperationState.CANCELLED}
 
@@ -61,7 +61,7 @@ async def retrieve_future(body: wire.RetrieveFutureRequest, caller: Caller, cont
 async def retrieve_futures(
     body: wire.RetrieveFuturesRequest, caller: Caller, context: Context
 ) -> wire.FuturesRetrieved:
-    """What has finished of one sampling client since its last poll. The cursor moves only with new completions."""
+    """List which of a sampling client's requests have finished since its last poll. The cursor moves only with them."""
     target = body.target
     await readable_sampler(context, caller, target.sampling_session_id)
     find = partial(
@@ -89,7 +89,7 @@ def _completion(sample: FinishedSample) -> wire.FutureCompletion:
 
 @router.post("/cancel_future")
 async def cancel_future(body: wire.CancelFutureRequest, caller: Caller, context: Context) -> dict[str, str]:
-    """Only samples can be cancelled: a training request is part of its model's history."""
+    """Cancel a sample. A training request is part of its model's history and cannot be cancelled."""
     await own_operation(context, caller, body.request_id)
     operation = await context.store.cancel(body.request_id)
     return {"request_id": operation.request_id, "state": operation.state.value}
@@ -101,7 +101,7 @@ async def _wait(context: ServerContext, request_id: str) -> OperationRecord:
 
 
 async def _until_stopping(context: ServerContext, poll: Coroutine[Any, Any, T]) -> T | None:
-    """Return what the poll finds, or None where the server stops before."""
+    """Return what the poll finds, or None if the server stops first."""
     wait = asyncio.ensure_future(poll)
     stop = asyncio.ensure_future(context.stopping.wait())
     try:

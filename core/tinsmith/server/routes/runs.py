@@ -60,7 +60,7 @@ async def list_training_runs(
 
 
 async def _runs_of_project(context: ServerContext, tenant: str | None, project_id: str) -> list[RunRecord]:
-    """Walk all sessions: projects are labels of sessions, and few ask for them."""
+    """Walk all sessions. Projects are labels of sessions, and few clients ask for them."""
     found: list[RunRecord] = []
     offset = 0
     while sessions := await context.store.list_sessions(tenant, limit=_PAGE, offset=offset):
@@ -151,7 +151,7 @@ async def unpublish(model_id: str, kind: str, name: str, caller: Caller, context
 
 
 async def _set_public(context: ServerContext, caller: Principal, path: str, *, public: bool) -> dict[str, bool]:
-    """Asked twice, do nothing: the API's 409 would make the SDK repeat the request in silence for five minutes."""
+    """Do nothing if it is so already: a 409 would make the SDK repeat the request silently for five minutes."""
     await own_checkpoint(context, caller, path)
     await context.store.update_checkpoint(path, lambda record: replace(record, public=public))
     return {"public": public}
@@ -171,7 +171,7 @@ async def set_ttl(
 
 @router.delete(_CHECKPOINT)
 async def delete_checkpoint(model_id: str, kind: str, name: str, caller: Caller, context: Context) -> dict[str, str]:
-    """Asked again, do it again: the client may not have heard the first answer, and files may have been left."""
+    """Delete it, again if asked again: the first answer may have been lost, and files may have been left behind."""
     path = _path(model_id, kind, name)
     try:
         await own_checkpoint(context, caller, path)
@@ -192,7 +192,7 @@ async def external_weights_urls(
     path = _path(model_id, kind, name)
     record = await readable_checkpoint(context, caller, path)
     if record.kind != "external":
-        msg = f"{path!r} is no export; make one with save_weights_external and ask for its links"
+        msg = f"{path!r} is not an export; make one with save_weights_external and ask for its links"
         raise UserError(msg)
     files = await asyncio.to_thread(checkpoints.checkpoint_files, context.checkpoint_root, record.directory)
     expires = context.now() + _LINK_LIFETIME
@@ -223,7 +223,7 @@ files_router = APIRouter(tags=["runs and checkpoints"])
 
 @files_router.get("/files/{stamp}/{signature}/{name:path}")
 async def get_file(stamp: int, signature: str, name: str, context: Context) -> FileResponse:
-    """The signature stands for the key; only files that `external_weights_urls` has listed have one."""
+    """Send a file. The signature replaces the key; only files that `external_weights_urls` has listed have one."""
     context.signer.check(name, stamp, signature, context.now())
     directory, _, file_name = name.rpartition("/")
     files = await asyncio.to_thread(checkpoints.checkpoint_files, context.checkpoint_root, directory)

@@ -27,7 +27,7 @@ async def create_sampling_session(
     refuse_ended(await own_session(context, caller, body.session_id))
     path = None if body.model_path is None else _sampler_path(body.model_path)
     if path is None and body.base_model is None:
-        msg = "base_model and model_path are both missing; say what to sample from"
+        msg = "base_model and model_path are both missing; send one of them"
         raise UserError(msg)
     base_model = body.base_model
     if path is not None:
@@ -56,7 +56,7 @@ def _sampler_path(text: str) -> TinkerPath:
     path = TinkerPath.parse(text)
     if path.kind != "sampler":
         msg = (
-            f"model_path {text!r} is no sampler checkpoint; pass what save_weights_for_sampler returned "
+            f"model_path {text!r} is not a sampler checkpoint; pass what save_weights_for_sampler returned "
             "(tinker://.../sampler_weights/...)"
         )
         raise UserError(msg)
@@ -75,20 +75,20 @@ async def get_sampling_session(sampler_id: str, caller: Caller, context: Context
 async def join_sampling_session(
     body: wire.SamplingSessionRequest, caller: Caller, context: Context
 ) -> wire.SamplingSessionJoined:
-    """Numbers are drawn, not counted: with 9 * 10**9 of them two clones meet as good as never, on any server."""
+    """Draw the number at random: of 9 * 10**9, two clones practically never get the same, whatever server they ask."""
     await own_sampler(context, caller, body.sampling_session_id)
     return wire.SamplingSessionJoined(client_counter=1 + secrets.randbelow(_MAX_CLIENT_COUNTER - 1))
 
 
 @router.post("/asample", response_model_exclude_none=True)
 async def asample(body: wire.SampleRequest, caller: Caller, context: Context) -> wire.Submitted:
-    """Refused with an HTTP error: samples have no order, so nothing waits behind one."""
+    """Submit a sample. It is refused with an HTTP error, because samples have no order and nothing waits behind one."""
     if body.sampling_session_id is None or body.seq_id is None:
         msg = "sampling_session_id and seq_id are required; create a sampling session for base_model or model_path"
         raise UnsupportedError(msg)
     for name, value in (("base_model", body.base_model), ("model_path", body.model_path)):
         if value is not None:
-            msg = f"{name} is not allowed in asample; the sampling session says what is sampled from"
+            msg = f"{name} is not allowed in asample; the sampling session determines it"
             raise UnsupportedError(msg)
     sampler = await own_sampler(context, caller, body.sampling_session_id)
     refuse_ended(await context.store.get_session(sampler.session_id))

@@ -1,4 +1,4 @@
-"""What a client asks before and beside its work: configuration, capabilities, health, telemetry, its own key."""
+"""What a client asks besides its work: configuration, capabilities, health, telemetry, its own key."""
 
 import re
 from typing import Annotated
@@ -27,7 +27,7 @@ async def client_config(
     x_api_key: Annotated[str, Header()] = "",
     x_stainless_runtime_version: Annotated[str, Header()] = "",
 ) -> wire.ClientConfig:
-    """Asked first by every client, with its key."""
+    """The first request of every client, sent with its key."""
     del body
     setting = context.settings.server.poll_samples_together
     together = polls_together(x_stainless_runtime_version) if setting == "auto" else setting == "always"
@@ -38,15 +38,15 @@ async def client_config(
 
 @router.post("/auth/token")
 async def auth_token(caller: Caller, context: Context, x_api_key: Annotated[str, Header()] = "") -> wire.AuthToken:
-    """Exchange an API key for a token that is good in its place for `server.token_lifetime_s`."""
+    """Exchange an API key for a token that is valid in its place for `server.token_lifetime_s`."""
     if not _by_api_key(context, caller, x_api_key):
-        msg = "tokens are made for API keys only, and a plugin knows this caller otherwise; use the credential itself"
+        msg = "tokens are issued for API keys only, and a plugin knows this caller by another credential; use that one"
         raise UnsupportedError(msg)
     return wire.AuthToken(jwt=context.api_keys.exchange(x_api_key))
 
 
 def _by_api_key(context: ServerContext, caller: Principal, credential: str) -> bool:
-    """Say whether it is the API key that makes the caller known, and not what a plugin goes by."""
+    """Return whether the caller was identified by the API key, and not by a plugin."""
     try:
         return context.api_keys.principal(credential) == caller
     except AuthenticationError:
@@ -54,10 +54,10 @@ def _by_api_key(context: ServerContext, caller: Principal, credential: str) -> b
 
 
 def polls_together(python_version: str) -> bool:
-    """Say whether an SDK on this Python can be told to poll its samples together.
+    """Return whether an SDK on this Python can be told to poll its samples together.
 
-    On Python 3.11 its `close` hangs now and then: it cancels its poller, and `asyncio.wait_for`, in the transport
-    below, loses a cancellation that meets an answer (mended in Python 3.12).
+    On Python 3.11 its `close` sometimes hangs. It cancels its poller, and `asyncio.wait_for` in the transport loses a
+    cancellation that coincides with an answer (fixed in Python 3.12).
     """
     found = re.match(r"(\d+)\.(\d+)", python_version)
     return found is not None and (int(found[1]), int(found[2])) >= (3, 12)
@@ -71,7 +71,7 @@ async def dynamic_config(body: wire.ClientConfigRequest, caller: Caller) -> wire
 
 @router.get("/get_server_capabilities", response_model_exclude_none=True)
 async def get_server_capabilities(caller: Caller, context: Context) -> wire.ServerCapabilities:
-    """A model that has not loaded yet is listed by its name alone."""
+    """List the models. One that has not loaded yet is listed by its name alone."""
     del caller
     records = await context.engines.records()
     return wire.ServerCapabilities(
@@ -93,7 +93,7 @@ def _supported(name: str, record: EngineRecord | None) -> wire.SupportedModel:
 
 @router.post("/telemetry")
 async def telemetry(body: wire.TelemetryRequest, caller: Caller) -> wire.TelemetryAccepted:
-    """Accepted and dropped. Without this route every client error waits 30 s for it."""
+    """Accept and drop telemetry. Without this route, every error in a client would be delayed by 30 s."""
     del body, caller
     return wire.TelemetryAccepted()
 
@@ -114,14 +114,14 @@ async def api_key_me(caller: Caller) -> wire.ApiKeyInfo:
 @open_router.get("/healthz")
 @open_router.get("/api/v1/healthz")
 async def healthz() -> wire.Health:
-    """The server answers. Whether models have loaded: /readyz."""
+    """Tell that the server answers. /readyz tells whether the models have loaded."""
     return wire.Health()
 
 
 @open_router.get("/readyz")
 @open_router.get("/api/v1/readyz")
 async def readyz(context: Context) -> Response:
-    """503 until every engine is ready, with what each is at."""
+    """Answer 503 until every engine is ready, with the state of each."""
     records = await context.engines.records()
     engines = {}
     for model in context.settings.models:

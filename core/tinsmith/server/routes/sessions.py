@@ -1,4 +1,4 @@
-"""Sessions: one per client process. They own models and samplers, live by heartbeats, and end once."""
+"""Sessions, one per client process. They own models and samplers, and heartbeats keep them alive until they end."""
 
 import secrets
 from typing import Annotated
@@ -18,7 +18,7 @@ _PAGE = 500
 
 
 class SessionEndedError(ServerError):
-    """A heartbeat of a session that has ended: the SDK stops its loop on a 410."""
+    """A heartbeat came for a session that has ended. On a 410 the SDK stops sending them."""
 
     http_status = 410
 
@@ -65,7 +65,7 @@ async def session_heartbeat(body: wire.SessionRequest, caller: Caller, context: 
 async def finish_session(
     session_id: str, body: wire.FinishSessionRequest, caller: Caller, context: Context
 ) -> dict[str, str]:
-    """The first reason wins."""
+    """End a session. If it has ended before, the first reason stays."""
     await own_session(context, caller, session_id)
     session = await context.store.end_session(session_id, body.reason.type, body.detail)
     return {"session_id": session_id, "ended": session.ended or body.reason.type}

@@ -1,4 +1,4 @@
-"""Models and what trains them. Requests of one model run in seq_id order, whatever order they arrive in."""
+"""Models and their training. Requests of one model run in the order of their seq_id, in whatever order they arrive."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ router = APIRouter(tags=["training"], route_class=NumberedRoute)
 
 @router.post("/create_model", response_model_exclude_none=True)
 async def create_model(body: wire.CreateModelRequest, caller: Caller, context: Context) -> wire.Submitted:
-    """Refused with an HTTP error where possible: nothing can wait behind a model's first request yet."""
+    """Create a model. A refusal is an HTTP error if possible: nothing can wait behind a model's first request yet."""
     session = await own_session(context, caller, body.session_id)
     operation = translate.create_model(body)
     return await submit_creation(
@@ -38,7 +38,7 @@ async def submit_creation(
     base_model: str,
     user_metadata: wire.Json | None,
 ) -> wire.Submitted:
-    """Make the run and submit its seq_id 0."""
+    """Create the run and submit its seq_id 0."""
     context.settings.model(base_model)  # raises UserError if it is not served
     refuse_ended(session)
     capabilities = await context.engines.capabilities(base_model)

@@ -56,7 +56,7 @@ async def load_weights(body: wire.LoadWeightsRequest, caller: Caller, context: C
 async def _create_from_checkpoint(
     context: ServerContext, caller: Principal, body: wire.LoadWeightsRequest, session_id: str, model_seq_id: int
 ) -> wire.Submitted:
-    """The LoRA settings are the checkpoint's; there is no create_model."""
+    """Create a model with the LoRA settings of the checkpoint, without a create_model request."""
     session = await own_session(context, caller, session_id)
     translate.check_load(body)
     checkpoint = await readable_checkpoint(context, caller, body.path)
@@ -75,7 +75,7 @@ async def _create_from_checkpoint(
 
 
 async def _why_not_loadable(context: ServerContext, caller: Principal, path: str, run: RunRecord) -> UserError | None:
-    """A checkpoint of the model itself may be one that an earlier, still queued request writes: the engine will see."""
+    """A checkpoint of the model itself is left to the engine: a request that is still queued may write it."""
     try:
         if TinkerPath.parse(path).model_id == run.model_id:
             return None
