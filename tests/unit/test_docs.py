@@ -151,6 +151,17 @@ def test_the_how_tos_loss_passes_the_contract() -> None:
     LossContract().test_config_may_differ_from_token_to_token(loss)
 
 
+def test_the_tour_names_every_room_and_files_that_exist() -> None:
+    tour, _, _ = (DOCS / "explanation" / "architecture.md").read_text().partition("## How it was before the rooms")
+    core = ROOT / "core" / "tinsmith"
+    rooms = {path.parent.name for path in core.glob("*/__init__.py")}
+    assert set(re.findall(r"^\| `(\w+)` \|", tour, re.MULTILINE)) == rooms
+    files = re.findall(r"`(\w+/[\w/]+\.py)`", tour)
+    assert len(files) > 10
+    missing = [name for name in files if not (core / name).exists() and not [*ROOT.glob(f"plugins/*/{name}")]]
+    assert missing == []
+
+
 def tutorials_files() -> dict[str, str]:
     """Return the tutorial's files, as a reader would have them in the end."""
     text = (DOCS / "tutorial" / "first-backend.md").read_text()
