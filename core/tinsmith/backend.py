@@ -237,6 +237,14 @@ C = TypeVar("C", bound=BackendConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What a backend would compute on, for `tinsmith doctor`."""
+
+    name: str
+    memory_bytes: int | None = None  # None: it shares the machine's memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSpec(Generic[C]):
     """An offer to train. `create` imports the framework inside itself."""
 
@@ -246,6 +254,11 @@ class BackendSpec(Generic[C]):
     description: str = ""
     needs_model_path: bool = True  # False: it has its own model, and starts without a Hugging Face directory
     samples: bool = True  # False: it only trains, needs a separate sampler, and is never the default
+    diagnose: Callable[[C, Path | None], Sequence[Device]] | None = None
+    """For `tinsmith doctor`, in a process of its own: return the devices that would be used.
+
+    Loads the framework, and no weights. Raise ConfigError if the model in the directory is not supported.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

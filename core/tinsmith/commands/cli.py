@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from tinsmith.commands.checkpoint import add_checkpoint_commands
 from tinsmith.commands.demo import add_demo_command
+from tinsmith.commands.doctor.command import add_doctor_command
 from tinsmith.commands.plugins import add_plugin_commands
 from tinsmith.commands.runs import add_run_commands
 from tinsmith.commands.serving import add_serving_commands
@@ -42,6 +43,7 @@ def build_group(plugins: Plugins) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     add_serving_commands(group)
+    add_doctor_command(group)
     add_run_commands(group)
     add_plugin_commands(group)
     add_demo_command(group)

@@ -58,15 +58,16 @@ def settings_of(
     base_model: str | None = None,
     name: str | None = None,
     backend: str | None = None,
+    needs_models: bool = True,
 ) -> Settings:
-    """Return the settings of a command that needs a model.
+    """Return the settings of a command that names a model.
 
     `short` holds (option, key, value) of other options, `arguments` what came as ModelAndSettings.
     """
     base_model, rest = take_model(arguments or (), base_model)
     rest += context.args
     flags = settings_flags(base_model=base_model, base_model_name=name, backend=backend, short=short, rest=rest)
-    return load_settings(plugins_of(context), file=config, environ=os.environ, flags=flags)
+    return load_settings(plugins_of(context), file=config, environ=os.environ, flags=flags, needs_models=needs_models)
 
 
 def settings_without_models(context: typer.Context, config: Path | None, data_dir: Path | None) -> Settings:

@@ -62,6 +62,14 @@ def download_model(reference: HubReference, progress: Progress) -> Path:
     return repository.directory
 
 
+def download_size(reference: HubReference) -> int:
+    """Ask the hub how many bytes the safetensors files of a model have. Raise as `download_model` does."""
+    with _explained(reference):
+        repository = _look_up(reference)
+        repository.beside_the_weights()
+        return sum(repository.size(file) for file in repository.files if fnmatch(file, "model*.safetensors"))
+
+
 def _look_up(reference: HubReference) -> _Repository:
     from huggingface_hub import HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars

@@ -1,6 +1,9 @@
 """The hooks of tinsmith-fsdp. Imported in every process: no torch here."""
 
-from tinsmith import BackendContext, BackendSpec, TrainingBackend, hookimpl
+from collections.abc import Sequence
+from pathlib import Path
+
+from tinsmith import BackendContext, BackendSpec, Device, TrainingBackend, hookimpl
 from tinsmith_fsdp.config import FsdpConfig
 
 
@@ -11,6 +14,14 @@ def create(config: FsdpConfig, context: BackendContext) -> TrainingBackend:
     return FsdpBackend(config, context)
 
 
+def diagnose(config: FsdpConfig, model_path: Path | None) -> Sequence[Device]:
+    """Return this node's GPUs, or its CPU. Raise ConfigError if the model is not supported."""
+    from tinsmith_fsdp.diagnosis import find_devices
+
+    del config
+    return find_devices(model_path)
+
+
 @hookimpl
 def tinsmith_register_backends() -> BackendSpec[FsdpConfig]:
     return BackendSpec(
@@ -19,4 +30,5 @@ def tinsmith_register_backends() -> BackendSpec[FsdpConfig]:
         create=create,
         description="trains transformers models with PyTorch FSDP2, one process per GPU (or CPU rank), on many nodes",
         samples=False,
+        diagnose=diagnose,
     )

@@ -1,6 +1,9 @@
 """The hooks of tinsmith-jax. Imported in every process: no jax here."""
 
-from tinsmith import BackendContext, BackendSpec, SamplerSpec, SamplingBackend, TrainingBackend, hookimpl
+from collections.abc import Sequence
+from pathlib import Path
+
+from tinsmith import BackendContext, BackendSpec, Device, SamplerSpec, SamplingBackend, TrainingBackend, hookimpl
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
 
 
@@ -9,6 +12,14 @@ def create(config: JaxConfig, context: BackendContext) -> TrainingBackend:
     from tinsmith_jax.backend import JaxBackend
 
     return JaxBackend(config, context)
+
+
+def diagnose(config: JaxConfig, model_path: Path | None) -> Sequence[Device]:
+    """Return JAX's devices. Raise ConfigError if the model is not supported."""
+    from tinsmith_jax.diagnosis import find_devices
+
+    del config
+    return find_devices(model_path)
 
 
 def create_sampler(config: JaxSamplerConfig, context: BackendContext) -> SamplingBackend:
@@ -25,6 +36,7 @@ def tinsmith_register_backends() -> BackendSpec[JaxConfig]:
         config=JaxConfig,
         create=create,
         description="trains and samples dense Qwen3 and Llama 3 models with JAX on CPU, GPU or TPU",
+        diagnose=diagnose,
     )
 
 

@@ -1,0 +1,124 @@
+"""The command `tinsmith doctor`."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tinsmith.commands.doctor.data_directory import check_data_directory
+from tinsmith.commands.doctor.finding import Finding
+from tinsmith.commands.doctor.installation import check_installation
+from tinsmith.commands.doctor.models import check_backends, check_hub, check_model
+from tinsmith.commands.doctor.port import check_port
+from tinsmith.commands.options import (
+    WITH_MODEL,
+    AsJson,
+    Backend,
+    BaseModel,
+    ConfigFile,
+    DataDir,
+    ModelAndSettings,
+    plugins_of,
+    settings_of,
+)
+from tinsmith.errors import ConfigError
+from tinsmith.plugins.loading import Plugins
+from tinsmith.settings import Settings
+
+_UNHEALTHY: Final = 1
+_COLOURS: Final = {"ok": "green", "note": "yellow", "problem": "red"}
+
+
+def add_doctor_command(group: typer.Typer) -> None:
+    group.command("doctor", context_settings=WITH_MODEL)(doctor)
+
+
+def doctor(
+    context: typer.Context,
+    model: ModelAndSettings = None,
+    config: ConfigFile = None,
+    base_model: BaseModel = None,
+    backend: Backend = None,
+    port: Annotated[int | None, typer.Option(help="TCP port that the server would listen on")] = None,
+    data_dir: DataDir = None,
+    json: AsJson = False,
+) -> None:
+    """Check the installation, this machine and the configuration, and say what to do about each problem."""
+    plugins = plugins_of(context)
+
+    def load(*, needs_models: bool) -> Settings:
+        return settings_of(
+            context,
+            config,
+            ("--port", "server.port", port),
+            ("--data-dir", "server.data_dir", data_dir),
+            arguments=model,
+            base_model=base_model,
+            backend=backend,
+            needs_models=needs_models,
+        )
+
+    findings = list(_examine(plugins, load))
+    (_print_json if json else _print_table)(findings)
+    if any(finding.status == "problem" for finding in findings):
+        raise typer.Exit(_UNHEALTHY)
+
+
+def _examine(plugins: Plugins, load: Callable[..., Settings]) -> Iterator[Finding]:
+    yield from check_installation(plugins)
+    settings, finding = _load(load)
+    yield finding
+    if settings is None:
+        return
+    yield check_port(settings.server)
+    yield from check_data_directory(settings.data_dir)
+    yield check_hub()
+    if not settings.models:
+        yield from check_backends(plugins)
+    for model in settings.models if finding.status == "ok" else ():
+        yield from check_model(model, plugins)
+
+
+def _load(load: Callable[..., Settings]) -> tuple[Settings | None, Finding]:
+    """Return the settings, as far as they can be read, and what is to be said about them."""
+    try:
+        settings = load(needs_models=False)
+    except ConfigError as error:
+        return None, Finding("configuration", "problem", str(error), "port, data directory and models were not checked")
+    if not settings.models:
+        remedy = "name one: `tinsmith doctor MODEL`, or --config FILE"
+        return settings, Finding("configuration", "note", "no model to check", remedy)
+    try:
+        settings = load(needs_models=True)
+    except ConfigError as error:
+        return settings, Finding("configuration", "problem", str(error), "the models were not checked")
+    return settings, Finding("configuration", "ok", f"valid, {len(settings.models)} models")
+
+
+def _print_json(findings: Sequence[Finding]) -> None:
+    healthy = all(finding.status != "problem" for finding in findings)
+    typer.echo(json_format.dumps({"healthy": healthy, "findings": [asdict(finding) for finding in findings]}, indent=2))
+
+
+def _print_table(findings: Iterable[Finding]) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    shown = ""
+    for finding in findings:
+        told = escape(finding.found)
+        if finding.remedy:
+            told += f"\n[bold]{escape(finding.remedy)}[/]"
+        subject = "" if finding.subject == shown else finding.subject
+        table.add_row(f"[{_COLOURS[finding.status]}]{finding.status}[/]", escape(subject), told)
+        shown = finding.subject
+    console = Console(width=None if sys.stdout.isatty() else 200, emoji=False, highlight=False)
+    console.print(table)
+    problems = sum(finding.status == "problem" for finding in findings)
+    console.print(f"\n{problems} problems" if problems else "\nhealthy")

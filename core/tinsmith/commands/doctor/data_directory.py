@@ -1,0 +1,106 @@
+"""Whether the data directory can be trusted: writable, with space, on a file system that keeps locks and renames."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from tinsmith.commands.doctor.finding import Finding, gigabytes
+from tinsmith.settings import DataDir
+
+_LITTLE: Final = 10e9  # bytes; a few checkpoints of an adapter, not one of a large model
+_TOO_LITTLE: Final = 0.5e9
+_CAUTIONS: Final = {
+    "nfs": "locks depend on the server's; use it for one server only, or a local disk",
+    "nfs4": "locks depend on the server's; use it for one server only, or a local disk",
+    "cifs": "it may not keep locks and renames; use a local disk",
+    "tmpfs": "everything in it is lost at a reboot; use a disk",
+    "ramfs": "everything in it is lost at a reboot; use a disk",
+    "overlay": "it belongs to a container and is lost with it; mount a volume",
+}
+
+
+def check_data_directory(data_dir: DataDir) -> Iterator[Finding]:
+    """Test it for real, in a temporary directory inside it, or inside its nearest parent if it does not exist yet."""
+    subject = f"data directory {data_dir.root}"
+    existing = next(path for path in (data_dir.root, *data_dir.root.parents) if path.exists())
+    try:
+        with TemporaryDirectory(dir=existing, prefix=".tinsmith-doctor-") as scratch:
+            faults = [*_lock_faults(Path(scratch) / "lock"), *_rename_faults(Path(scratch))]
+    except OSError as error:
+        found = f"cannot write to {str(existing)!r}: {error.strerror}"
+        yield Finding(subject, "problem", found, "choose another with --data-dir, or change its owner")
+        return
+    for fault in faults:
+        yield Finding(subject, "problem", fault, "choose a directory on a local disk with --data-dir")
+    if not faults:
+        yield Finding(subject, "ok", "writable; keeps locks, fsync and renames")
+    yield _space(subject, existing)
+    yield from _file_system(subject, existing)
+
+
+def _lock_faults(file: Path) -> Iterator[str]:
+    """Lock twice: the second must be refused, or two servers could write at once."""
+    with file.open("w") as first, file.open("w") as second:
+        try:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            yield f"its file system has no locks: {error.strerror}"
+            return
+        try:
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        yield "its file system grants one lock twice"
+
+
+def _rename_faults(directory: Path) -> Iterator[str]:
+    """Write, synchronise and rename as checkpoints are written."""
+    before, after = directory / "before", directory / "after"
+    after.write_bytes(b"old")
+    try:
+        with before.open("wb") as file:
+            file.write(b"new")
+            file.flush()
+            os.fsync(file.fileno())
+        before.replace(after)
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        yield f"its file system cannot write durably: {error.strerror}"
+        return
+    if after.read_bytes() != b"new":
+        yield "its file system loses renames"
+
+
+def _space(subject: str, directory: Path) -> Finding:
+    free = shutil.disk_usage(directory).free
+    found = f"{gigabytes(free)} free"
+    if free >= _LITTLE:
+        return Finding(subject, "ok", found)
+    remedy = "free some, or choose a larger disk with --data-dir: checkpoints of a large model need many GB"
+    return Finding(subject, "problem" if free < _TOO_LITTLE else "note", found, remedy)
+
+
+def _file_system(subject: str, directory: Path) -> Iterator[Finding]:
+    kind = _kind_of(directory.resolve())
+    if kind in _CAUTIONS:
+        yield Finding(subject, "note", f"on {kind}", _CAUTIONS[kind])
+
+
+def _kind_of(directory: Path) -> str | None:
+    """Return the type of the file system that holds a directory, or None if the system does not say."""
+    mounts = Path("/proc/self/mounts")
+    if not mounts.exists():
+        return None
+    found = [line.split()[1:3] for line in mounts.read_text(encoding="utf-8").splitlines()]
+    holding = [(point, kind) for point, kind in found if directory.is_relative_to(point.replace("\\040", " "))]
+    return max(holding, key=lambda each: len(each[0]))[1] if holding else None

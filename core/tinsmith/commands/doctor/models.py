@@ -1,0 +1,113 @@
+"""Whether the configured models can be read and served: their files, their backends, the memory they need."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tinsmith.backend import AnyBackendSpec, Device
+from tinsmith.commands.doctor.finding import Finding, gigabytes
+from tinsmith.commands.doctor.probe import probe_backend
+from tinsmith.errors import ConfigError, ServerError
+from tinsmith.huggingface.hub_cache import HubReference, hub_endpoint, is_offline
+from tinsmith.huggingface.hub_download import download_size
+from tinsmith.huggingface.model_files import missing_files, read_model_config
+from tinsmith.huggingface.safetensors_files import read_header, shard_files
+from tinsmith.plugins.loading import Plugins
+from tinsmith.settings import ModelSettings
+
+
+def check_backends(plugins: Plugins) -> Iterator[Finding]:
+    """Show the devices of every installed backend, for those who have not chosen one yet."""
+    for name, spec in plugins.backends.unambiguous().items():
+        if spec.diagnose is not None:
+            yield _devices(f"backend {name}", spec, ModelSettings(name=name), None)[0]
+
+
+def check_model(model: ModelSettings, plugins: Plugins) -> Iterator[Finding]:
+    """Check one model of the configuration, which has its backend named."""
+    subject = f"model {model.name}"
+    assert model.backend is not None
+    spec = plugins.backends.get(model.backend.plugin)
+    if model.path is None:
+        yield _elsewhere(subject, model, spec)
+        return
+    try:
+        size = _check_files(model.path)
+    except (ConfigError, ServerError) as error:
+        remedy = "download or copy it again; `tinsmith serve NAME` downloads a model of the hub"
+        yield Finding(subject, "problem", str(error), remedy)
+        return
+    yield Finding(subject, "ok", f"{gigabytes(size)} of weights in {model.path}")
+    if spec.diagnose is not None:
+        finding, devices = _devices(subject, spec, model, model.path)
+        yield finding
+        if devices is not None:
+            yield _memory(subject, size, devices)
+
+
+def _check_files(directory: Path) -> int:
+    """Return the size of the weights in bytes. Raise ConfigError or ServerError if anything is missing or damaged."""
+    read_model_config(directory)
+    if missing := missing_files(directory):
+        msg = f"{str(directory)!r} is incomplete: {', '.join(missing)} missing"
+        raise ConfigError(msg)
+    files = shard_files(directory, "model")
+    for file in files:
+        read_header(file)
+    return sum(file.stat().st_size for file in files)
+
+
+def _elsewhere(subject: str, model: ModelSettings, spec: AnyBackendSpec) -> Finding:
+    reference = HubReference.parse(model.source)
+    if not spec.needs_model_path or reference is None:
+        return Finding(subject, "ok", f"the backend {spec.name} brings it")
+    try:
+        size = download_size(reference)
+    except (ConfigError, ServerError) as error:
+        return Finding(subject, "problem", str(error))
+    return Finding(subject, "note", f"{gigabytes(size)} will be downloaded from {hub_endpoint()}")
+
+
+def _devices(
+    subject: str, spec: AnyBackendSpec, model: ModelSettings, path: Path | None
+) -> tuple[Finding, Sequence[Device] | None]:
+    options = {} if model.backend is None else model.backend.options()
+    try:
+        devices = probe_backend(spec.name, options, path)
+    except ServerError as error:
+        remedy = "choose another backend or model" if path is not None else f"reinstall the package of {spec.name}"
+        return Finding(subject, "problem", str(error), remedy), None
+    shown = ", ".join(_shown(device) for device in devices)
+    found = shown if path is None else f"supported by {spec.name}, on {shown}"
+    return Finding(subject, "ok", found), devices
+
+
+def _shown(device: Device) -> str:
+    if device.memory_bytes is None:
+        return f"{device.name} (no accelerator), {gigabytes(_machine_memory())} of the machine's memory"
+    return f"{device.name}, {gigabytes(device.memory_bytes)}"
+
+
+def _memory(subject: str, size: int, devices: Sequence[Device]) -> Finding:
+    """Compare the weights, as they are stored, with all there is: activations and adapters come on top."""
+    known = [device.memory_bytes for device in devices if device.memory_bytes is not None]
+    there = sum(known) if known else _machine_memory()
+    found = f"its weights take {gigabytes(size)} of {gigabytes(there)} of memory"
+    if size > there:
+        return Finding(subject, "problem", found, "choose a smaller model, or more devices")
+    if size > 0.7 * there:
+        return Finding(subject, "note", found, "little is left for training; lower max_batch_tokens if it runs out")
+    return Finding(subject, "ok", found)
+
+
+def _machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_hub() -> Finding:
+    """Say whether downloads are allowed at all; whether they work is checked for each model that needs one."""
+    if is_offline():
+        return Finding("hub", "note", "HF_HUB_OFFLINE is set: nothing is downloaded")
+    return Finding("hub", "ok", f"{hub_endpoint()} is asked for models that are not on this machine")

@@ -1,0 +1,59 @@
+"""Ask a backend about its devices and a model, in a process of its own: it loads the framework, and may crash.
+
+python -m tinsmith.commands.doctor.probe BACKEND    with {"options": ..., "model_path": ...} on standard input
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from tinsmith.backend import Device
+from tinsmith.errors import ServerError, TinsmithError
+from tinsmith.plugins.loading import Plugins
+
+_LIMIT_S: Final = 120.0
+_MARK: Final = "tinsmith-probe: "  # frameworks print, too
+
+
+def probe_backend(name: str, options: Mapping[str, Any], model_path: Path | None) -> list[Device]:
+    """Return the devices that a backend would use. Raise ServerError with what it says if it cannot."""
+    asked = json.dumps({"options": dict(options), "model_path": None if model_path is None else str(model_path)})
+    command = [sys.executable, "-m", "tinsmith.commands.doctor.probe", name]
+    try:
+        done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        msg = f"the backend {name!r} does not answer within {_LIMIT_S:.0f} s"
+        raise ServerError(msg) from error
+    answers = [line.removeprefix(_MARK) for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    if not answers:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        msg = f"the backend {name!r} ended with exit code {done.returncode}: {last}"
+        raise ServerError(msg)
+    answer = json.loads(answers[-1])
+    if "error" in answer:
+        raise ServerError(answer["error"])
+    return [Device(**device) for device in answer["devices"]]
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    spec = Plugins.load().backends.get(sys.argv[1])
+    assert spec.diagnose is not None
+    path = asked["model_path"]
+    try:
+        devices = spec.diagnose(spec.config.model_validate(asked["options"]), None if path is None else Path(path))
+        answer: dict[str, Any] = {
+            "devices": [{"name": device.name, "memory_bytes": device.memory_bytes} for device in devices]
+        }
+    except TinsmithError as error:
+        answer = {"error": str(error)}
+    print(f"{_MARK}{json.dumps(answer)}")  # noqa: T201 - to the process that asks
+
+
+if __name__ == "__main__":
+    main()

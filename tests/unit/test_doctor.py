@@ -1,0 +1,191 @@
+"""`tinsmith doctor` as a process: a healthy set-up, and broken ones, each with its remedy."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stand_in_hub import StandInHub
+
+from tinsmith.backend import Device
+from tinsmith.commands.doctor import data_directory, models
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+
+TOY = ("toy", "--backend", "toy")
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    ours = ("TINSMITH_", "HF_", "TRANSFORMERS_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return {**kept, "TINSMITH_SERVER__DATA_DIR": str(tmp_path / "data"), "HF_HOME": str(tmp_path / "home")}
+
+
+def doctor(environment: dict[str, str], *arguments: str, port: int = 0) -> tuple[int, list[dict[str, str]]]:
+    """Return the exit code and what was found."""
+    command = [sys.executable, "-m", "tinsmith", "doctor", *arguments, "--port", str(port), "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout, done.stderr
+    report = json.loads(done.stdout)
+    assert report["healthy"] is (done.returncode == 0)
+    return done.returncode, report["findings"]
+
+
+def only_problem(environment: dict[str, str], *arguments: str, port: int = 0) -> dict[str, str]:
+    code, findings = doctor(environment, *arguments, port=port)
+    assert code == 1
+    [problem] = [finding for finding in findings if finding["status"] == "problem"]
+    return problem
+
+
+def distribution(directory: Path, name: str, version: str, entry_points: str = "") -> None:
+    """Install a package that is metadata alone."""
+    metadata = directory / f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (metadata / "entry_points.txt").write_text(entry_points)
+
+
+def write_model(directory: Path) -> Path:
+    write_tiny_model(directory, TinyShape(num_layers=1, hidden_size=32, intermediate_size=64))
+    return directory
+
+
+def test_a_healthy_set_up(environment: dict[str, str], tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    arguments = (str(model), "--backend", "jax", "--data-dir", str(tmp_path))
+    code, findings = doctor({**environment, "JAX_PLATFORMS": "cpu"}, *arguments)
+    assert code == 0
+    found = {finding["subject"]: finding["found"] for finding in reversed(findings)}
+    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert "requirements are met" in found["package tinsmith"]
+    assert "requirements are met" in found["package tinsmith-jax"]
+    assert found["configuration"] == "valid, 1 models"
+    assert found["port 0"] == "a free one is picked"
+    assert found[f"data directory {tmp_path}"] == "writable; keeps locks, fsync and renames"
+    of_model = [finding["found"] for finding in findings if finding["subject"] == f"model {model}"]
+    assert of_model[0] == f"0.0 GB of weights in {model}"
+    assert of_model[1].startswith("supported by jax, on cpu (no accelerator), ")
+    assert of_model[2].startswith("its weights take 0.0 GB of ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]  # it leaves nothing
+
+
+def test_people_get_a_table(environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "tinsmith", "doctor", *TOY, "--port", "0"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0
+    assert done.stdout.endswith("\nhealthy\n")
+    assert "model toy" in done.stdout
+    assert "the backend toy brings it" in done.stdout
+
+
+def test_a_broken_plugin(environment: dict[str, str], tmp_path: Path) -> None:
+    distribution(
+        tmp_path / "site", "tinsmith-bad", "1.0", "[tinsmith]\nbad = tinsmith_bad\n[tinsmith.contract]\nbad = v1\n"
+    )
+    (tmp_path / "site" / "tinsmith_bad.py").write_text("import no_such_framework\n")
+    problem = only_problem({**environment, "PYTHONPATH": str(tmp_path / "site")}, *TOY)
+    assert problem["subject"] == "plugin bad"
+    assert "No module named 'no_such_framework'" in problem["found"]
+    assert "install what provides 'no_such_framework'" in problem["found"]
+
+
+def test_an_unsupported_version_of_a_package(environment: dict[str, str], tmp_path: Path) -> None:
+    distribution(tmp_path / "site", "fastapi", "0.1.0")
+    problem = only_problem({**environment, "PYTHONPATH": str(tmp_path / "site")}, *TOY)
+    assert problem["subject"] == "package fastapi"
+    assert problem["found"].startswith("0.1.0; tinsmith needs >=0.")
+    assert problem["remedy"].startswith("pip install 'fastapi>=0.")
+
+
+def test_a_port_that_is_taken(environment: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        problem = only_problem(environment, *TOY, port=port)
+    assert problem["subject"] == f"port {port}"
+    assert f"{port} is in use on 127.0.0.1; choose another with --port" in problem["found"]
+    assert f"it is held by process {os.getpid()}" in problem["remedy"]
+
+
+def test_a_data_directory_that_cannot_be_written(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    problem = only_problem(environment, *TOY, "--data-dir", str(tmp_path / "file" / "data"))
+    assert problem["found"] == f"cannot write to {str(tmp_path / 'file')!r}: Not a directory"
+    assert "choose another with --data-dir" in problem["remedy"]
+
+
+def test_a_damaged_model(environment: dict[str, str], tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    with (model / "model.safetensors").open("r+b") as weights:
+        weights.truncate(10_000)
+    problem = only_problem(environment, str(model), "--backend", "jax")
+    assert problem["subject"] == f"model {model}"
+    assert "model.safetensors" in problem["found"]
+    assert "cut short" in problem["found"]
+    assert "copy it again" in problem["remedy"]
+    (model / "model.safetensors").unlink()
+    assert "model.safetensors missing" in only_problem(environment, str(model), "--backend", "jax")["found"]
+
+
+def test_a_model_that_the_backend_does_not_support(environment: dict[str, str], tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
+    problem = only_problem(environment, str(model), "--backend", "jax")
+    assert "architecture 'MambaForCausalLM' is not supported" in problem["found"]
+
+
+def test_an_invalid_configuration(environment: dict[str, str], tmp_path: Path) -> None:
+    file = tmp_path / "tinsmith.yaml"
+    file.write_text("server:\n  prot: 1\n")
+    problem = only_problem(environment, "--config", str(file))
+    assert problem["subject"] == "configuration"
+    assert f"{file}:2: server.prot: unknown key" in problem["found"]
+
+
+def test_models_of_the_hub(environment: dict[str, str], tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    with StandInHub.running() as hub:
+        hub.add("maker/tiny", model)
+        code, findings = doctor({**environment, "HF_ENDPOINT": hub.url}, "maker/tiny", "--backend", "jax")
+        assert code == 0
+        assert findings[-1]["found"] == f"0.0 GB will be downloaded from {hub.url}"
+        problem = only_problem({**environment, "HF_ENDPOINT": hub.url}, "maker/gone", "--backend", "jax")
+    assert "'maker/gone' is neither a directory here nor a model that" in problem["found"]
+    assert hub.sent == []
+    problem = only_problem({**environment, "HF_HUB_OFFLINE": "1"}, "maker/tiny", "--backend", "jax")
+    assert "HF_HUB_OFFLINE forbids downloading it" in problem["found"]
+
+
+def test_a_full_disk_and_file_systems_with_cautions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for free, status in ((20e9, "ok"), (5e9, "note"), (1e8, "problem")):
+        monkeypatch.setattr(data_directory.shutil, "disk_usage", lambda _, free=free: Usage(free))
+        assert data_directory._space("data directory", tmp_path).status == status
+    monkeypatch.setattr(data_directory, "_kind_of", lambda _: "nfs4")
+    [caution] = data_directory._file_system("data directory", tmp_path)
+    assert (caution.status, caution.found) == ("note", "on nfs4")
+
+
+class Usage:
+    def __init__(self, free: float) -> None:
+        self.free = int(free)
+
+
+def test_locks_that_hold_nobody_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert list(data_directory._lock_faults(tmp_path / "lock")) == []
+    monkeypatch.setattr(data_directory.fcntl, "flock", lambda *_: None)
+    assert list(data_directory._lock_faults(tmp_path / "lock")) == ["its file system grants one lock twice"]
+
+
+def test_the_file_system_is_that_of_the_longest_mount_point() -> None:
+    assert data_directory._kind_of(Path("/proc/self")) == "proc"
+
+
+@pytest.mark.parametrize(("size", "status"), [(1, "ok"), (80, "note"), (101, "problem")])
+def test_weights_against_memory(size: int, status: str) -> None:
+    devices: list[Any] = [Device(name="a", memory_bytes=50), Device(name="b", memory_bytes=50)]
+    assert models._memory("model", size, devices).status == status
