@@ -30,6 +30,7 @@ def _ignore(stage: str, fraction: float | None) -> None:
     del stage, fraction
 
 
+@pytest.mark.thorough  # for sampling, test_sampler_life.py has a short form
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", LIMITS)
 def test_random_requests_compile_nothing_after_the_warm_up(

@@ -33,6 +33,7 @@ def a_pass(number: int) -> ops.ForwardBackward:
     return ops.ForwardBackward(model_id=MODEL, data=(datum(17), datum(30)))
 
 
+@pytest.mark.thorough  # tests/e2e/test_time_travel.py does so with the toy backend
 @pytest.mark.slow
 def test_every_saved_state_is_rebuilt(tmp_path: Path, contract_model: Path) -> None:
     options = {"plugin": "jax", "warm_up": False, **FEW_PROGRAMS}
