@@ -34,6 +34,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_the_protocol_holds(name: str) -> None:
     found = check(BOUNDS[name])

@@ -133,6 +133,7 @@ def test_a_newer_reader_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
         read_checkpoint(tmp_path, "m/weights/x")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformers_loads_it_as_it_is(tmp_path: Path, tied: bool) -> None:
     transformers = pytest.importorskip("transformers")

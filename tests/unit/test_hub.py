@@ -15,6 +15,8 @@ from tinsmith.huggingface.hub_cache import HubReference, cache_directory, is_off
 from tinsmith.huggingface.safetensors_files import ShardWriter, StoredTensors
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 
+pytestmark = pytest.mark.slow  # each download is a process of its own
+
 TINY = HubReference("maker/tiny")
 WHOLE = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
