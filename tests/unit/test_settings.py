@@ -1,5 +1,6 @@
 """Reading, merging and checking the configuration."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -298,6 +299,22 @@ def test_a_model_is_found_in_the_hugging_face_cache(
     )
     [model] = load(plugins, environ={}, flags=flags).models
     assert model.path is None  # a shard is missing
+
+
+def test_the_engine_accepts_the_settings_of_a_revision_that_is_in_the_cache(
+    plugins: Plugins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--Maker--Tiny" / "snapshots" / "abc123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "model.safetensors").write_bytes(b"")
+    backend = ("models.0.backend.plugin", "pathy")
+    flags = [("models.0.name", "Maker/Tiny"), ("models.0.revision", "abc123"), backend]
+    settings = load(plugins, environ={}, flags=flags)
+    file = tmp_path / "engine.json"  # as a supervisor writes it
+    file.write_text(json.dumps(settings.model_dump(mode="json", exclude_none=True)))
+    assert load(plugins, environ={}, file=file).models[0].path == snapshot
 
 
 def test_a_name_on_the_hub_is_left_to_the_engine(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:

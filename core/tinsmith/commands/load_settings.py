@@ -245,7 +245,8 @@ def _resolve_model(index: int, model: ModelSettings, plugins: Plugins, problems:
     if not spec.needs_model_path and model.path is None:
         return model.model_copy(update={"backend": backend})
     directory = _find_directory(path, model, plugins, problems)
-    return model.model_copy(update={"backend": backend, "path": directory})
+    revision = model.revision if directory is None else None  # its directory is that of the revision
+    return model.model_copy(update={"backend": backend, "path": directory, "revision": revision})
 
 
 def _find_directory(path: KeyPath, model: ModelSettings, plugins: Plugins, problems: _Problems) -> Path | None:
