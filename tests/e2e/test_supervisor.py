@@ -168,7 +168,8 @@ async def test_a_wrong_configuration_is_given_up_at_once(tmp_path: Path, store: 
 async def test_an_engine_that_dies_again_and_again_is_given_up(
     tmp_path: Path, store: SqlStore, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    use_command(monkeypatch, "import sys; print('no such device'); sys.exit(7)")
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    use_command(monkeypatch, "import os; print('no such device'); os._exit(7)")  # flushes nothing, like a killed one
     client = EngineDriver(store, TOY.name)
     await client.open_session()
     waiting = await client.create_model()

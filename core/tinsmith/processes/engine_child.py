@@ -54,8 +54,8 @@ class EngineChild:
         engine_id = new_engine_id()
         self._write_settings()
         self._last_lines.clear()
-        environment = {**_environment(), SUPERVISED: before or "", ENGINE_ID: engine_id}
-        self._process = await _start(_command(self), environment)
+        own = {SUPERVISED: before or "", ENGINE_ID: engine_id, "PYTHONUNBUFFERED": "1"}  # no last words are lost
+        self._process = await _start(_command(self), {**_environment(), **own})
         if self._ending is not None:  # asked to end while it was being started
             self.end(self._ending)
         output = asyncio.create_task(self._pass_on(self._process))
