@@ -1,6 +1,6 @@
 """The interface that a third party implements: a training backend, a sampling backend, and their capabilities.
 
-A backend never sees HTTP, the store or another tenant's bookkeeping: it gets operations and returns results.
+A backend never sees HTTP, the store or a tenant's bookkeeping: it receives operations and returns results.
 """
 
 from abc import ABC, abstractmethod
@@ -31,37 +31,37 @@ Isolation = Literal["bitwise", "close", "none"]
 
 
 class BackendConfig(BaseModel):
-    """Base of a backend's settings: the `backend:` or `sampler:` section of a model is checked against it."""
+    """Base class of a backend's settings, against which a model's `backend:` or `sampler:` section is validated."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a backend can do. Defaults say no.
+    """What a backend can do. The defaults claim nothing.
 
-    Four readers: the capabilities endpoint, request checking, scheduler limits, contract-suite skips.
+    Read by the capabilities endpoint, request checking, the scheduler (limits) and the contract suites (skips).
     """
 
     vocab_size: int
-    max_context_tokens: int  # of one sequence, prompt plus sampled
-    max_batch_tokens: int  # of one call of forward or forward_backward; the scheduler's budget
-    max_models: int = 1  # trained at a time
+    max_context_tokens: int  # per sequence: prompt plus sampled tokens
+    max_batch_tokens: int  # per call of forward or forward_backward; the scheduler's budget
+    max_models: int = 1  # in training at the same time
     losses: frozenset[str] = frozenset()
     max_lora_rank: int = 0  # 0 = no LoRA
     lora_targets: frozenset[Literal["attn", "mlp", "unembed"]] = frozenset()
     full_fine_tuning: bool = (
-        False  # rank 0: all weights of the model are trained; of a sampler: it takes such snapshots
+        False  # trains all weights of models with LoRA rank 0; for a sampler: accepts snapshots of such models
     )
-    max_targets_per_token: int = 1  # K of [T, K] targets
+    max_targets_per_token: int = 1  # K of [T, K] targets; if the backend trains, it also bounds the `topk` of samples
     modalities: frozenset[Literal["text", "image"]] = frozenset({"text"})
-    device: str = ""  # what it computes on, for people: "cpu", "NVIDIA H200"
-    dtype: str = ""  # of base weights and activations: "float32", "bfloat16"; unsaid, it counts as the latter
+    device: str = ""  # the hardware, for display: "cpu", "NVIDIA H200"
+    dtype: str = ""  # of base weights and activations: "float32" or "bfloat16"; empty: treated as "bfloat16"
     # determinism
-    deterministic: bool = False  # the same operations give the same bits after a restart
-    isolation: Isolation = "none"  # a tenant's numbers alone against in company
+    deterministic: bool = False  # the same operations give the same bits, even after a restart
+    isolation: Isolation = "none"  # how closely a tenant's results match those of running alone
     isolation_error: float = 0.0  # the measured difference, if isolation is not "bitwise"
-    # sampling: meaningful if the object is a SamplingBackend
+    # sampling: used only if the object is a SamplingBackend
     sampling: bool = False
     prompt_logprobs: bool = False
     target_prompt_logprobs: bool = False
@@ -71,28 +71,28 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelState:
-    """A model's whole training state in canonical names, as checkpoints hold it (docs/reference/checkpoints.md).
+    """A model's complete training state under canonical names, as checkpoints store it (docs/reference/checkpoints.md).
 
     Adapters: names are PEFT's, `base_model.model.<module path>.lora_A.weight` [rank, in] and `.lora_B.weight`
     [out, rank], with the Hugging Face module paths of the base model. Full fine-tuning (`lora.rank` 0): names and
-    shapes are those of the base model's own safetensors, `<module path>.weight` [out, in]; a tied head is not there.
+    shapes are those of the base model's safetensors, `<module path>.weight` [out, in]; a tied head is omitted.
     Optimizer and gradient mappings have the same keys. All float32.
 
-    Mappings may be lazy: each tensor is asked for once and not kept, so it may be read or gathered at that moment.
+    Mappings may be lazy: each tensor is accessed once and not kept, so it may be read or gathered on access.
     """
 
     lora: LoraConfig
     weights: Mapping[str, Array]
-    adam_m: Mapping[str, Array] = field(default_factory=dict)  # empty: no step was made
+    adam_m: Mapping[str, Array] = field(default_factory=dict)  # empty: no optimizer step yet
     adam_v: Mapping[str, Array] = field(default_factory=dict)
-    gradients: Mapping[str, Array] = field(default_factory=dict)  # pending; empty: none
-    step: int = 0  # optimizer steps made
+    gradients: Mapping[str, Array] = field(default_factory=dict)  # pending; empty if there are none
+    step: int = 0  # number of optimizer steps
 
 
 class Snapshot(ABC):
-    """Weights frozen for sampling: nothing that happens later changes them.
+    """Weights frozen for sampling. Later training does not change them.
 
-    A backend that is also the sampler may hand out a subclass that keeps device arrays; every other sampler reads
+    A backend that also samples may return a subclass that keeps device arrays. All other samplers read
     `adapter_weights`.
     """
 
@@ -102,11 +102,11 @@ class Snapshot(ABC):
 
     @abstractmethod
     def adapter_weights(self) -> Mapping[str, Array]:
-        """Return the weights on the host, in the names of ModelState.weights. May copy from the device."""
+        """Return the weights on the host, under the names of ModelState.weights. May copy from the device."""
 
 
 class HostSnapshot(Snapshot):
-    """A snapshot whose weights are host arrays, for instance read from a checkpoint."""
+    """A snapshot whose weights are host arrays, for example read from a checkpoint."""
 
     def __init__(self, snapshot_id: str, lora: LoraConfig, weights: Mapping[str, Array]) -> None:
         super().__init__(snapshot_id, lora)
@@ -126,18 +126,18 @@ def _no_progress(stage: str, fraction: float | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendContext:
-    """What core hands to a backend's `create` besides its own config."""
+    """What core passes to a backend's `create` in addition to the backend's config."""
 
     model_name: str  # as clients name it
     model_path: Path | None  # a Hugging Face directory; None if the backend brings its own model
-    cache_dir: Path  # private to this backend and model, kept between starts (mode 0700)
+    cache_dir: Path  # private to this backend and model, kept across restarts (mode 0700)
     losses: Mapping[str, LossSpec]  # every registered loss
-    samples: bool = True  # False: the model has a separate sampler, so this backend need not prepare to sample
+    samples: bool = True  # False: the model has a separate sampler, so this backend does not sample
     progress: Progress = _no_progress
 
     @property
     def model_directory(self) -> Path:
-        """`model_path`, for a backend that cannot start without one. Raise ConfigError if the model has none."""
+        """Return `model_path`, for backends that require one. Raise ConfigError if the model has none."""
         if self.model_path is None:
             msg = f"model {self.model_name!r} has no directory: set its path to a Hugging Face model directory"
             raise ConfigError(msg)
@@ -145,12 +145,12 @@ class BackendContext:
 
 
 class TrainingBackend(ABC):
-    """Trains many models on one base. Called from one thread, never concurrently.
+    """Trains many models on one base model. Called from one thread, never concurrently.
 
-    A user's mistake is a value, `Failed`, for its own operation, or `UserError` raised by a method that handles one
-    model. Any method may raise `OutOfMemoryError` if the device has no room for what was asked and nothing has
-    changed. The engine then repeats several operations one by one, and those that do not fit fail. Any other
-    exception means that the state is unknown: the engine discards the backend.
+    Report a user's mistake as a `Failed` result for that operation, or raise `UserError` in a method that handles one
+    model. Any method may raise `OutOfMemoryError` if the device lacks the memory for the call and nothing has
+    changed. The engine then retries the call's operations one by one, and those that do not fit fail. Any other
+    exception means that the backend's state is unknown, and the engine discards the backend.
     """
 
     @property
@@ -160,29 +160,29 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def create_model(self, op: CreateModel) -> None:
-        """Make a fresh adapter (B zero, A from `op.lora.seed`), or at rank 0 a copy of the base weights to train.
+        """Create an adapter (B zero, A drawn from `op.lora.seed`) or, at rank 0, a trainable copy of the base weights.
 
         The core handles `op.checkpoint`.
         """
 
     @abstractmethod
     def unload_model(self, model_id: str) -> None:
-        """Free everything the model holds. Published snapshots live on."""
+        """Free everything the model holds. Published snapshots stay valid."""
 
     @abstractmethod
     def forward(self, ops: Sequence[Forward]) -> list[ForwardBackwardOutput | Failed]:
-        """Score; results in the order of `ops`, which may belong to different models. Changes nothing."""
+        """Compute logprobs and losses, in the order of `ops`, which may be of different models. Changes no state."""
 
     @abstractmethod
     def forward_backward(self, ops: Sequence[ForwardBackward]) -> list[ForwardBackwardOutput | Failed]:
-        """Score and add to each model's pending gradient. A model may occur several times: in this order.
+        """Do as `forward`, and add to each model's pending gradient. A model's operations are applied in order.
 
-        A `Failed` operation has added nothing.
+        A `Failed` operation adds nothing.
         """
 
     @abstractmethod
     def optim_step(self, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
-        """Step each model (each at most once a call) and clear its pending gradient; the others stay untouched."""
+        """Step each named model (at most once per call) and clear its pending gradient. Leave others unchanged."""
 
     @abstractmethod
     def capture_state(self, model_id: str) -> ModelState:
@@ -190,23 +190,23 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def restore_state(self, model_id: str, state: ModelState) -> None:
-        """Replace the training state of an existing model whose LoRA config equals `state.lora` but for the seed.
+        """Replace the training state of an existing model whose LoRA config equals `state.lora`, except for the seed.
 
-        Empty `adam_m`, `adam_v` and step 0 mean a fresh optimizer; empty `gradients` none pending.
+        Empty `adam_m` and `adam_v` with step 0 mean a fresh optimizer; empty `gradients` mean none are pending.
         """
 
     @abstractmethod
     def publish(self, model_id: str, snapshot_id: str) -> Snapshot:
-        """Freeze the model's weights as of now."""
+        """Return a snapshot of the model's current weights."""
 
     def close(self) -> None:
         """Free the device; called once, last."""
 
 
 class SamplingBackend(ABC):
-    """Samples from the base model and from snapshots. Called from one event loop, many samples at a time.
+    """Samples from the base model and from snapshots. Called from one event loop, with many samples in flight.
 
-    It does its own batching: a new request joins the running batch at the next step, and a finished one leaves at once.
+    It does its own batching: new requests join the running batch at the next step, and finished ones leave at once.
     """
 
     @property
@@ -220,13 +220,13 @@ class SamplingBackend(ABC):
 
     @abstractmethod
     async def drop_snapshot(self, snapshot_id: str) -> None:
-        """Forget the snapshot once its running samples have ended. Unknown ids are ignored."""
+        """Free the snapshot once its running samples have ended. Ignore unknown ids."""
 
     @abstractmethod
     async def sample(self, op: Sample) -> SampleOutput | Failed:
-        """Draw the sequences. Cancelling the task frees its slots at the next step.
+        """Draw the sequences. If the task is cancelled, free its slots at the next step.
 
-        The result depends on the operation and the snapshot alone: not on other requests, not on later training.
+        The result depends only on the operation and the snapshot, not on other requests or later training.
         """
 
     def close(self) -> None:
@@ -238,32 +238,32 @@ C = TypeVar("C", bound=BackendConfig)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What a backend would compute on, for `tinsmith doctor`."""
+    """A device that a backend would use, as reported by `tinsmith doctor`."""
 
     name: str
-    memory_bytes: int | None = None  # None: it shares the machine's memory
+    memory_bytes: int | None = None  # None: shares the machine's memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSpec(Generic[C]):
-    """An offer to train. `create` imports the framework inside itself."""
+    """A plugin's offer of a training backend. `create` imports the framework inside the function."""
 
     name: str
     config: type[C]
     create: Callable[[C, BackendContext], TrainingBackend]
     description: str = ""
-    needs_model_path: bool = True  # False: it has its own model, and starts without a Hugging Face directory
-    samples: bool = True  # False: it only trains, needs a separate sampler, and is never the default
+    needs_model_path: bool = True  # False: brings its own model and needs no Hugging Face directory
+    samples: bool = True  # False: only trains, needs a separate sampler, and is never the default
     diagnose: Callable[[C, Path | None], Sequence[Device]] | None = None
-    """For `tinsmith doctor`, in a process of its own: return the devices that would be used.
+    """Called by `tinsmith doctor` in a separate process: return the devices that the backend would use.
 
-    Loads the framework, and no weights. Raise ConfigError if the model in the directory is not supported.
+    Load the framework, but no weights. Raise ConfigError if the model in the directory is not supported.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSpec(Generic[C]):
-    """An offer to sample only."""
+    """A plugin's offer of a sampling backend."""
 
     name: str
     config: type[C]

@@ -1,8 +1,8 @@
-"""LoRA adapters as pytrees: shapes, seeded initial values, canonical (PEFT) names, stacks of several, snapshots.
+"""LoRA adapters as pytrees: shapes, seeded initial values, canonical (PEFT) names, stacks of adapters, snapshots.
 
 An adapter is {"layers": {module: (A [L, in, r], B [L, r, out])}, "head": (A [H, r], B [r, V])} in float32. Modules are
-q, k, v, o, gate, up, down. r is the adapter's rank padded to its rank class, a property of its own rank alone. What is
-padding or not trained is zero in A and in B: it changes no output and its gradient is exactly zero.
+q, k, v, o, gate, up, down. r is the adapter's rank padded to its rank class, which depends on that rank alone. Padding
+and untrained modules are zero in both A and B: they change no output, and their gradient is exactly zero.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ _CLASSES = (8, 32, 128)
 
 
 class JaxSnapshot(Snapshot):
-    """A snapshot that stays on the device. The arrays are immutable and no computation is given them to overwrite."""
+    """A snapshot that stays on the device. Its arrays are immutable and are never donated to a computation."""
 
     def __init__(self, snapshot_id: str, lora: LoraConfig, arrays: Adapter, config: ModelConfig) -> None:
         super().__init__(snapshot_id, lora)
@@ -36,12 +36,12 @@ class JaxSnapshot(Snapshot):
 
 
 def rank_classes(max_rank: int) -> tuple[int, ...]:
-    """Return the padded ranks in use: 8, 32, 128 below the greatest rank, and that one itself."""
+    """Return the padded ranks in use: those of 8, 32 and 128 that are below the maximum, and the maximum itself."""
     return (*(rank for rank in _CLASSES if rank < max_rank), max_rank)
 
 
 def class_of(rank: int, max_rank: int) -> int:
-    """Return the smallest class that holds the rank. Raise UserError if none does."""
+    """Return the smallest class that fits the rank. Raise UserError if there is none."""
     if not 1 <= rank <= max_rank:
         msg = f"LoRA rank {rank} is not served: allowed are 1 to {max_rank}, the backend's max_lora_rank"
         raise UserError(msg)
@@ -49,13 +49,13 @@ def class_of(rank: int, max_rank: int) -> int:
 
 
 def trained_modules(lora: LoraConfig) -> frozenset[str]:
-    """Name the modules that the flags select; the output head is "head"."""
+    """Return the names of the modules that the flags select; the output head is "head"."""
     names = {name for name in HF_MODULES if (lora.train_attn if name in _ATTENTION else lora.train_mlp)}
     return frozenset(names | {"head"} if lora.train_unembed else names)
 
 
 def shapes(config: ModelConfig, rank: int) -> Adapter:
-    """Return the pytree of jax.ShapeDtypeStruct."""
+    """Return an adapter's shapes as a pytree of jax.ShapeDtypeStruct."""
     layers = {}
     linear_shapes = config.linear_shapes()
     for name, path in HF_MODULES.items():
@@ -66,15 +66,15 @@ def shapes(config: ModelConfig, rank: int) -> Adapter:
 
 
 def host_zeros(config: ModelConfig, rank: int) -> Adapter:
-    """Make an all-zero adapter on the host: no output, no gradient."""
+    """Make an all-zero adapter on the host, which has no output and no gradient."""
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes(config, rank))
 
 
 def fresh(lora: LoraConfig, config: ModelConfig, padded_rank: int) -> Adapter:
     """Make initial weights on the host: A uniform within 1 / sqrt(in), B zero.
 
-    Each module of each layer draws from its own stream of the seed: the same numbers on every device, and whichever
-    other modules are trained.
+    Each module of each layer draws from its own random stream, derived from the seed. The numbers are the same on every
+    device and whichever other modules are trained.
     """
     adapter = host_zeros(config, padded_rank)
     trained = trained_modules(lora)
@@ -93,7 +93,7 @@ def fresh(lora: LoraConfig, config: ModelConfig, padded_rank: int) -> Adapter:
 
 
 def to_canonical(adapter: Adapter, lora: LoraConfig, config: ModelConfig) -> dict[str, Array]:
-    """Copy the trained modules to the host under PEFT's names, lora_A as [rank, in] and lora_B as [out, rank]."""
+    """Copy the trained modules to the host under PEFT's names: lora_A as [rank, in], lora_B as [out, rank]."""
     named: dict[str, Array] = {}
     trained = trained_modules(lora)
     for name, path in HF_MODULES.items():
@@ -108,7 +108,7 @@ def to_canonical(adapter: Adapter, lora: LoraConfig, config: ModelConfig) -> dic
 
 
 def from_canonical(named: Mapping[str, Array], lora: LoraConfig, config: ModelConfig, padded_rank: int) -> Adapter:
-    """Build a host adapter. Raise UserError if names or shapes are not those of this LoRA on this model."""
+    """Build a host adapter. Raise UserError if names or shapes do not match this LoRA config and model."""
     adapter = host_zeros(config, padded_rank)
     trained = trained_modules(lora)
     left = set(named)
@@ -148,7 +148,7 @@ def _get(named: Mapping[str, Array], path: str, pair: tuple[Array, Array], rank:
 
 
 def stack(adapters: Sequence[Adapter]) -> Adapter:
-    """Join k adapters: [L, k, ...] for layer modules, so that a scan over layers sees [k, ...], and [k, ...] else."""
+    """Join k adapters: [L, k, ...] for layer modules, so that a scan over layers sees [k, ...]; else [k, ...]."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=-3), *adapters)
 
 
@@ -157,7 +157,7 @@ def unstack(stacked: Adapter, k: int) -> tuple[Adapter, ...]:
 
 
 def stack_rows(trees: Sequence[Any]) -> Any:
-    """Join pytrees along a new first axis."""
+    """Stack pytrees along a new first axis."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 

@@ -1,10 +1,10 @@
 """Causal attention over a packed stream of sequences that start on tile boundaries.
 
-Step j of the loop lets every query tile look at the key tile j places before it, if that belongs to the same sequence;
-there are as many steps as the longest sequence of the batch has tiles. Softmax is accumulated online in float32 from
-the query's own tile backwards, so a sequence's result depends on its own tiles alone: a foreign tile adds nothing, not
-even the NaN it may hold. The reverse pass recomputes the probabilities from the saved log-sum-exp (FlashAttention,
-arXiv 2205.14135). CPUs take the form of tile_attention.py.
+In step j of the loop, every query tile attends to the key tile j places before it, if that tile belongs to the same
+sequence. The number of steps is the number of tiles of the longest sequence in the batch. Softmax is accumulated online
+in float32, starting at the query's own tile and going backwards, so a sequence's result depends on its own tiles alone:
+a foreign tile contributes nothing, even if it holds NaN. The reverse pass recomputes the probabilities from the saved
+log-sum-exp (FlashAttention, arXiv 2205.14135). CPUs use the variant in tile_attention.py.
 
 Legend: n = tiles, c = TILE, N = kv heads, g = query heads per kv head, d = head_dim.
 """
@@ -22,7 +22,7 @@ from tinsmith_jax.layers import TILE
 
 
 def packed_attention(q_THd: Any, k_TNd: Any, v_TNd: Any, first_n: Any) -> Any:
-    """Attend within sequences; `first_n` is the first tile of each tile's sequence. Returns [T, heads * d]."""
+    """Attend within each sequence; `first_n` is the first tile of each tile's sequence. Returns [T, heads * d]."""
     T, num_heads, d = q_THd.shape
     num_kv = k_TNd.shape[1]
     n, group = T // TILE, num_heads // num_kv
@@ -40,7 +40,7 @@ def _attend(q: Any, k: Any, v: Any, first_n: Any) -> Any:
 
 
 def _attend_forward(q: Any, k: Any, v: Any, first_n: Any) -> tuple[Any, Any]:
-    """Q [n, N, g * c, d], k and v [n, N, c, d] to float32 [n, N, g * c, d]."""
+    """Map q [n, N, g * c, d] and k, v [n, N, c, d] to float32 [n, N, g * c, d]."""
     n, _, rows, d = q.shape
     k_padded, v_padded = _pad_front(k), _pad_front(v)
 

@@ -1,4 +1,4 @@
-"""The jax backend: a trainer and a sampler over one copy of the base model, taking turns on the device."""
+"""The jax backend: a trainer and a sampler that share one copy of the base model and take turns on the device."""
 
 from itertools import chain, zip_longest
 
@@ -29,9 +29,9 @@ from tinsmith_jax.weights import load_base
 
 
 class JaxBackend(Trainer, SamplingBackend):
-    """A trainer that can sample, too. Compiles in the background from its construction on.
+    """A trainer that can also sample. Starts compiling in the background when it is constructed.
 
-    Whatever is not compiled when it is needed is compiled then.
+    A program that is needed before the background thread has compiled it is compiled on demand.
     """
 
     def __init__(self, config: JaxConfig, context: BackendContext) -> None:
@@ -78,7 +78,7 @@ class JaxBackend(Trainer, SamplingBackend):
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
             max_targets_per_token=self.limits.max_targets,
             deterministic=self.limits.platform == "cpu",
-            # elsewhere nobody has measured it: no claim of bits, and no isolation_error to report
+            # not measured on other devices: no claim of bitwise isolation, and no isolation_error to report
             isolation="bitwise" if self.limits.exact else "close",
             sampling=samples,
             prompt_logprobs=True,
@@ -103,12 +103,12 @@ class JaxBackend(Trainer, SamplingBackend):
     @property
     def _sampler(self) -> Sampler:
         if self._own_sampler is None:
-            msg = "this model has another sampler; the jax backend only trains it"
+            msg = "this model has a separate sampler; the jax backend only trains it"
             raise ServerError(msg)
         return self._own_sampler
 
     def close(self) -> None:
-        """End samples and the warm-up; the arrays go with the object."""
+        """End samples and the warm-up. The arrays are freed with the object."""
         if self._own_sampler is not None:
             self._own_sampler.close()
         self.programs.close()

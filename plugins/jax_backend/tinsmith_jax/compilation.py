@@ -1,4 +1,4 @@
-"""Compiled programs, each made once ahead of its first use: on demand, or by the warm-up thread before that."""
+"""Compiled programs. Each is compiled once: in advance by the warm-up thread, or on demand at its first use."""
 
 import logging
 import threading
@@ -18,14 +18,14 @@ Compile = Callable[[], Compiled]
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to compile, and the key under which it is asked for. Keys come from bucket functions alone."""
+    """What to compile, and the key that identifies it. Keys come only from bucket functions."""
 
     key: Hashable
     compile: Compile
 
 
 class Programs:
-    """All compiled programs of a backend; thread-safe. Two askers of one program wait for one compilation."""
+    """All compiled programs of a backend. Thread-safe: concurrent requests for a program share one compilation."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -38,14 +38,14 @@ class Programs:
         self.compile_seconds = 0.0
 
     def get(self, program: Program) -> Compiled:
-        """Return the compiled program; compile it now if nobody has."""
+        """Return the compiled program, compiling it now if necessary."""
         return self._get(program, announce=True)
 
     def pick(self, programs: Sequence[Program]) -> int:
-        """Say which of several programs that can do the same work to use: the first, which costs least to run.
+        """Choose one of several programs that can do the same work: the first, which is the cheapest to run.
 
-        While the warm-up runs it is the first that is ready, if any: running a larger program takes less time
-        than compiling, and the warm-up compiles the better one anyway.
+        During the warm-up, choose the first one that is ready, if any. Running a larger program takes less time than
+        compiling, and the warm-up compiles the better one anyway.
         """
         if self._thread is None or not self._thread.is_alive():
             return 0
@@ -54,16 +54,16 @@ class Programs:
         return next((index for index, one in enumerate(made) if one is not None and one.done()), 0)
 
     def start_warm_up(self, programs: Sequence[Program]) -> None:
-        """Compile in the background, in this order."""
+        """Compile the programs in the background, in the given order."""
         self._thread = threading.Thread(target=self._warm_up, args=(programs,), name="jax-warm-up", daemon=True)
         self._thread.start()
 
     def wait_until_warm(self, timeout_s: float) -> bool:
-        """Wait for the end of the warm-up; False if it did not end in time."""
+        """Wait for the warm-up to end. Return False if it did not end in time."""
         return self._warm.wait(timeout_s)
 
     def close(self) -> None:
-        """Stop the warm-up after the program it is at."""
+        """Stop the warm-up once it has compiled its current program."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -84,7 +84,7 @@ class Programs:
             made.set_result(program.compile())
         except BaseException as error:
             with self._lock:
-                del self._made[program.key]  # the next asker tries again
+                del self._made[program.key]  # the next call tries again
             made.set_exception(error)
             raise
         with self._lock:
@@ -100,7 +100,7 @@ class Programs:
                 self._progress("warming up", number / len(programs))
                 self._get(program, announce=False)
         except Exception:
-            logger.exception("warm-up stopped; programs are compiled when first needed")
+            logger.exception("warm-up stopped; remaining programs are compiled when first needed")
             return
         self._progress("warming up", 1.0)
         logger.info("compiled %d programs in %.1f s", len(programs), time.monotonic() - start)

@@ -8,7 +8,7 @@ from tinsmith import BackendConfig
 
 
 class JaxConfig(BackendConfig):
-    """Defaults suit a small CPU machine and a single GPU alike; `None` means: chosen for the device found."""
+    """The defaults suit a small CPU machine and a single GPU. `None` means that the device decides."""
 
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="of base weights and activations; default float32 on CPU, else bfloat16"
@@ -34,7 +34,7 @@ class JaxConfig(BackendConfig):
 
 
 class JaxSamplerConfig(BackendConfig):
-    """Settings of the jax sampler beside another backend's trainer: those of JaxConfig that concern sampling."""
+    """Settings of the jax sampler when another backend trains: the sampling settings of JaxConfig."""
 
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="of base weights and activations; default float32 on CPU, else bfloat16"

@@ -1,9 +1,9 @@
-"""The compiled half of sampling: prompt tiles into the key-value cache, steps of decoding, copies between slots.
+"""The compiled half of sampling: reading prompt tiles into the cache, decoding, and copying between slots.
 
-One layer stack serves both phases. Its input is a batch of *tiles*: runs of consecutive tokens of one slot, 64 tokens
-when a prompt is read, 1 when it is continued. Attention walks over the cache in blocks of fixed size, as many as the
-longest sequence needs; a block past a sequence's end changes none of its bits, so a sequence does not depend on how
-long its neighbours are, and one program serves all lengths.
+One layer stack serves both phases. Its input is a batch of *tiles*, runs of consecutive tokens of one slot: 64 tokens
+while a prompt is read, 1 during decoding. Attention walks over the cache in blocks of fixed size, as many as the
+longest sequence needs. A block past a sequence's end changes none of its bits, so a sequence does not depend on the
+length of its neighbours, and one program serves all lengths.
 
 Suffixes: B = slots, N = tiles, T = tokens of a tile, L = layers, H = hidden, V = vocabulary, S = cache positions,
 J = heads of keys and values, Q = queries that share such a head (T times the query heads per J), D = head dim,
@@ -24,7 +24,7 @@ from tinsmith_jax.trunk import qk_norm, split_qkv
 KEY_BLOCK = 256
 """Cache positions per step of attention; the cache's length is a multiple of it."""
 STOP_TABLE = 8
-"""Stop tokens per slot that the device knows. The host checks all of them; the table only saves wasted steps."""
+"""Stop tokens per slot that the device checks. The host checks all of them; the table only avoids wasted steps."""
 
 # Any: nested dictionaries of arrays (described in weights.py and adapters.py), and jax or NumPy arrays below.
 Tree = Any
@@ -38,26 +38,26 @@ class Cache(NamedTuple):
 
 
 class TokenTiles(NamedTuple):
-    """Runs of consecutive tokens, each of one slot, all [N] but for the tokens."""
+    """Runs of consecutive tokens, each of one slot. All arrays are [N] except the tokens."""
 
     tokens_NT: Any
     slot_N: Any
     start_N: Any  # position of a tile's first token
-    adapted_N: Any  # bool: uses its slot's adapter; else the base model
+    adapted_N: Any  # bool: use the slot's adapter; else the base model
 
 
 class SlotState(NamedTuple):
-    """Where each slot stands, all [B] but for the table."""
+    """The state of each slot. All arrays are [B] except the table."""
 
-    token_B: Any  # the newest token, not yet in the cache
+    token_B: Any  # the latest token, not yet in the cache
     position_B: Any  # its position
     left_B: Any  # tokens still to draw; 0 = idle
     stop_BX: Any  # STOP_TABLE stop tokens, padded with -1
-    adapted_B: Any  # bool: uses the adapter in its slot
+    adapted_B: Any  # bool: use the adapter in the slot
 
 
 class Switches(NamedTuple):
-    """What the slots of this dispatch need; decided at run time, so it is no reason to compile."""
+    """Run-time switches for what the slots of this dispatch need. They do not trigger a compilation."""
 
     num_steps: Any
     any_truncated: Any
@@ -65,7 +65,7 @@ class Switches(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What the steps of a dispatch drew, X = its greatest number of steps; rows past `num_steps` mean nothing."""
+    """The tokens drawn by a dispatch of at most X steps. Rows past `num_steps` are meaningless."""
 
     num_steps: jax.Array
     tokens_XB: jax.Array  # -1 where the slot was idle
@@ -83,10 +83,10 @@ def empty_cache(config: ModelConfig, *, num_slots: int, max_tokens: int, dtype: 
 def prefill(
     config: ModelConfig, base: Tree, resident: Tree, cache: Cache, tiles: TokenTiles
 ) -> tuple[Cache, jax.Array]:
-    """Read tiles of 64 prompt tokens into the cache; tiles of one prompt may come together, in order.
+    """Read tiles of 64 prompt tokens into the cache. Several tiles of one prompt may be passed, in order.
 
     Returns the cache and the normed hidden states [N, T, H]. Positions past a prompt's end hold garbage until decoding
-    writes them; no query sees them before that.
+    overwrites them; no query reads them before that.
     """
     x_NTH = base["embed"][tiles.tokens_NT]
     return _layers(config, base, _LoraRows(resident, tiles.slot_N, tiles.adapted_N), cache, x_NTH, tiles)
@@ -103,7 +103,7 @@ def score_prompt(
     *,
     num_top: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Score one tile of a prompt; see `prompt_scores`. Logits exist for this tile only."""
+    """Score one tile of a prompt; see `prompt_scores`. Logits are computed for this tile only."""
     lora = _LoraRows(resident, slot[None], adapted[None])
     logits_TV = _logits(base, lora, hidden_TH[None])[0]
     return prompt_scores(logits_TV, targets_TK, num_top=num_top, want_top=want_top)
@@ -121,7 +121,7 @@ def decode(  # noqa: PLR0913 - a compiled program's arguments
     max_steps: int,
     num_top: int,
 ) -> tuple[Cache, Steps]:
-    """Continue every slot that has tokens left, by up to `switches.num_steps` (at most `max_steps`) tokens."""
+    """Decode up to `switches.num_steps` (at most `max_steps`) tokens in every slot that has tokens left."""
     num_slots = state.token_B.shape[0]
     lora = _LoraRows(resident, None, state.adapted_B)
 
@@ -133,8 +133,8 @@ def decode(  # noqa: PLR0913 - a compiled program's arguments
     def step(carry: tuple[Cache, SlotState, Steps]) -> tuple[Cache, SlotState, Steps]:
         cache, now, steps = carry
         active_B = now.left_B > 0
-        # An idle slot walks along with its last token: its result is dropped, and what it writes lies at a position
-        # that its next token or prompt tile overwrites before anything reads it.
+        # An idle slot is computed too, with its last token. Its result is dropped, and it writes at a position that the
+        # slot's next token or prompt tile overwrites before anything reads it.
         tiles = TokenTiles(now.token_B[:, None], jnp.arange(num_slots), now.position_B, now.adapted_B)
         cache, hidden_BTH = _layers(config, base, lora, cache, base["embed"][tiles.tokens_NT], tiles)
         logits_BV = _logits(base, lora, hidden_BTH)[:, 0]
@@ -170,7 +170,7 @@ def decode(  # noqa: PLR0913 - a compiled program's arguments
 
 
 def copy_slot(cache: Cache, source: jax.Array, target: jax.Array, num_blocks: jax.Array) -> Cache:
-    """Copy the first blocks of a slot to another one: the samples of a group share the work on their prompt."""
+    """Copy the first blocks of a slot to another, so that the samples of a group read their prompt only once."""
 
     def one(block: jax.Array, cache: Cache) -> Cache:
         return Cache(*(_copy_block(part, source, target, block * KEY_BLOCK) for part in cache))
@@ -180,7 +180,7 @@ def copy_slot(cache: Cache, source: jax.Array, target: jax.Array, num_blocks: ja
 
 
 def write_adapter(resident: Tree, adapter: Tree, slot: jax.Array, scale: jax.Array) -> Tree:
-    """Put an adapter into a slot: its rank padded with zeros to the resident one, its scale folded into B."""
+    """Put an adapter into a slot, padding its rank with zeros to the resident one and folding its scale into B."""
 
     def put(rows: tuple[jax.Array, jax.Array], pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         (rows_A, rows_B), (A, B) = rows, pair
@@ -193,7 +193,7 @@ def write_adapter(resident: Tree, adapter: Tree, slot: jax.Array, scale: jax.Arr
 
 
 class _LoraRows(NamedTuple):
-    """The resident adapters, which row each tile reads (None: tile n is slot n), and whether it uses that at all."""
+    """The resident adapters, the row that each tile reads (None: tile n is slot n), and whether the tile uses it."""
 
     resident: Tree
     slot_N: jax.Array | None
@@ -206,9 +206,9 @@ class _LoraRows(NamedTuple):
         return self._delta(x_NTi, self.resident["head"], None)
 
     def _delta(self, x_NTi: jax.Array, rows: tuple[jax.Array, jax.Array], layer: jax.Array | None) -> jax.Array:
-        """Compute x A B, and 0 for the base model's tiles. If all are the base model's, the adapters are not even read.
+        """Compute x A B, with 0 for tiles of the base model. If all tiles are, the adapters are not even read.
 
-        What lies in the adapter row of a base model's slot is chosen away, not multiplied by 0: it may be NaN.
+        The product with a base-model slot's adapter row is masked out, not multiplied by 0, because it may be NaN.
         """
 
         def product() -> jax.Array:
@@ -232,7 +232,7 @@ def _at(stacked: jax.Array, layer: jax.Array) -> jax.Array:
 def _layers(
     config: ModelConfig, base: Tree, lora: _LoraRows, cache: Cache, x_NTH: jax.Array, tiles: TokenTiles
 ) -> tuple[Cache, jax.Array]:
-    """Run the layer stack over tiles, writing their keys and values; returns the cache and normed hidden states."""
+    """Run the layer stack over tiles and write their keys and values. Returns the cache and normed hidden states."""
     T = tiles.tokens_NT.shape[1]
     position_NT = tiles.start_N[:, None] + jnp.arange(T)
     cos_sin = rope_angles(position_NT, config.rope.inv_freq, config.rope.factor)
@@ -267,7 +267,7 @@ def _layers(
 
 
 def _dense(x_NTi: jax.Array, weight_io: jax.Array) -> jax.Array:
-    """One matmul over all tokens of all tiles: the tiles' borders are not seen by it."""
+    """One matmul over all tokens of all tiles, regardless of tile borders."""
     N, T, width = x_NTi.shape
     return (x_NTi.reshape(N * T, width) @ weight_io).reshape(N, T, -1)
 
@@ -280,7 +280,7 @@ def _logits(base: Tree, lora: _LoraRows, hidden_NTH: jax.Array) -> jax.Array:
 
 
 def _write(cache: Cache, layer: jax.Array, tiles: TokenTiles, k_NTJD: jax.Array, v_NTJD: jax.Array) -> Cache:
-    """Write each tile's keys and values at its slot and start, one tile after the other, in place."""
+    """Write each tile's keys and values at its slot and start position, tile by tile, in place."""
 
     def one(n: jax.Array, cache: Cache) -> Cache:
         at = (layer, tiles.slot_N[n], 0, tiles.start_N[n], 0)
@@ -301,9 +301,9 @@ def _attend(
 ) -> jax.Array:
     """Causal attention of each tile to its slot, a block of keys at a time (online softmax): [N, T, heads * D].
 
-    Every sequence has a key in the first block, so the running maximum is finite from there on and a block that is
-    masked throughout leaves all three running values as they are. Masked values are replaced by zeros: 0 * NaN, from
-    what an earlier tenant left there, would be NaN.
+    Every sequence has a key in the first block, so the running maximum is finite from there on, and a fully masked
+    block leaves all three running values unchanged. Masked values are replaced by zeros, because an earlier tenant may
+    have left NaN there and 0 * NaN is NaN.
     """
     N, T, heads, D = q_NThD.shape
     J = cache.k_LBJSD.shape[2]

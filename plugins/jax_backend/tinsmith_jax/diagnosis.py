@@ -1,4 +1,4 @@
-"""What `tinsmith doctor` asks this backend."""
+"""The backend's answers to `tinsmith doctor`."""
 
 from pathlib import Path
 
@@ -16,6 +16,6 @@ def find_devices(model_path: Path | None) -> list[Device]:
 
 
 def _memory_of(device: jax.Device) -> int | None:
-    """A CPU reports none: it shares the machine's memory."""
+    """Return the device's memory, or None for a CPU, which shares the machine's memory."""
     limit = (device.memory_stats() or {}).get("bytes_limit")
     return None if limit is None else int(limit)

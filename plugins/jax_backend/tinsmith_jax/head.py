@@ -1,7 +1,7 @@
 """The output head in chunks of rows: logprobs of given targets, losses and, in the same pass, all gradients.
 
-Every loss gives its derivative by the logprob along with its value, so the gradient of the logits is known as soon as a
-chunk's logits are, and no more than one chunk of them ever exists (the idea of Liger-Kernel's fused linear cross
+Every loss returns its derivative by the logprob along with its value. The gradient of the logits is therefore known as
+soon as a chunk's logits are, and only one chunk of logits ever exists (as in Liger-Kernel's fused linear cross
 entropy).
 
 Legend: C = rows of a chunk, c = its tiles, T = tokens, K = targets per token, H = hidden, V = vocabulary, r = padded
@@ -25,7 +25,7 @@ class Scores(NamedTuple):
     logp_TK: Any
     loss_TK: Any
     d_hidden_TH: Any = None  # with gradients: of the summed loss
-    sums: Any = None  # with gradients: the head's (A, B) sums, this call's added
+    sums: Any = None  # with gradients: the head's (A, B) sums, including this call's
 
 
 class _Chunk(NamedTuple):
@@ -35,7 +35,7 @@ class _Chunk(NamedTuple):
 
 
 def chunk_rows(vocab_size: int, platform: str, num_tokens: int) -> int:
-    """Return the rows of one chunk: a power of two, a property of model and device but for short streams."""
+    """Return the number of rows of a chunk: a power of two, set by model and device except for short streams."""
     budget = (_CPU_LOGITS if platform == "cpu" else _DEVICE_LOGITS) // vocab_size
     return min(num_tokens, max(TILE, min(1024, 1 << max(0, budget.bit_length() - 1))))
 
@@ -110,9 +110,9 @@ def _logprobs(logits_CV: Any, targets_CK: Any) -> tuple[Any, Any]:
 
 
 def _d_logits(p_CV: Any, d_logp_CK: Any, targets_CK: Any) -> Any:
-    """Differentiate by the logits: onehot(target) * g, less softmax * sum of g."""
+    """Differentiate by the logits: onehot(target) * g - softmax * sum of g."""
     rest = -p_CV * d_logp_CK.sum(axis=-1, keepdims=True)
-    if targets_CK.shape[1] == 1:  # fuses with the rest; a scatter would not
+    if targets_CK.shape[1] == 1:  # fuses with the rest, unlike a scatter
         columns = jnp.arange(p_CV.shape[1], dtype=jnp.int32)
         return rest + jnp.where(columns == targets_CK, d_logp_CK, 0.0)
     return rest.at[jnp.arange(p_CV.shape[0])[:, None], targets_CK].add(d_logp_CK)

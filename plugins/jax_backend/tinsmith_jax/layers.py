@@ -2,9 +2,9 @@
 
 Legend: T = tokens of a packed stream, n = T / TILE tiles, k = adapters in the call, r = padded rank.
 
-A LoRA of the call's k adapters is a pair (A [k, in, r], B [k, r, out]); `Tiles` says which adapter a tile of 64 tokens
-uses. All adapters of a call have one padded rank, and a matrix product never has fewer than 64 rows, so that a
-tenant's numbers do not depend on its company.
+The LoRA of the k adapters in a call is a pair (A [k, in, r], B [k, r, out]); `Tiles` assigns an adapter to each tile of
+64 tokens. All adapters of a call share one padded rank, and a matrix product never has fewer than 64 rows, so that a
+tenant's numbers do not depend on the other tenants in the call.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ TILE = 64
 
 
 class Tiles(NamedTuple):
-    """Per tile of TILE tokens: whose adapter, and its alpha / rank."""
+    """For each tile of TILE tokens: its adapter, and that adapter's alpha / rank."""
 
     adapter_n: Any  # int32 row in the adapter stack
     scale_n: Any  # float32
@@ -40,10 +40,10 @@ def rms_norm(x: Any, weight: Any, eps: float) -> Any:
 
 
 def by_tile(compute: Callable[[Any], Any], x_T: Any) -> Any:
-    """Apply `compute` to [TILE, ...] blocks of the first axis, one after the other on a CPU.
+    """Apply `compute` to [TILE, ...] blocks of the first axis; on a CPU, one after the other.
 
-    XLA:CPU compiles a reduction over more than two axes in another way once the array passes some size, and then
-    rounds differently; blocks of one size keep a row's bits independent of how many there are.
+    XLA:CPU compiles a reduction over more than two axes differently once the array exceeds some size, and then rounds
+    differently. Blocks of one size keep a row's bits independent of the number of rows.
     """
     if jax.default_backend() != "cpu":
         return compute(x_T)
@@ -66,8 +66,9 @@ def rope(x: Any, cos: Any, sin: Any) -> Any:
 def lora_delta(x_TI: Any, lora: Lora, tiles: Tiles) -> tuple[Any, ...]:
     """Compute scale * x @ A @ B per module, each [T, out_i] in the dtype of `x`.
 
-    With `lora.sums`, reverse differentiation by the sums yields sums plus this call's gradients, added tile by tile in
-    order: a left fold over a tenant's tiles, whatever else shares the call and however its data were split into calls.
+    With `lora.sums`, reverse differentiation by the sums yields the sums plus this call's gradients, added tile by tile
+    in order. This is a left fold over a tenant's tiles: neither the other tenants in the call nor how the tenant's data
+    were split into calls affect it.
     """
     if lora.sums is None:
         return _delta(x_TI, lora.A, lora.B, tiles)[0]

@@ -14,7 +14,7 @@ from tinsmith import LossSpec
 
 
 class LossBatch(NamedTuple):
-    """What the losses read. Loss and gradient are zero for padding (`kind_T` is negative)."""
+    """The inputs of the losses. Loss and gradient are zero for padding (`kind_T` is negative)."""
 
     targets_TK: Any  # int32
     kind_T: Any  # int32, index into LossTable.names
@@ -23,7 +23,7 @@ class LossBatch(NamedTuple):
 
 
 class LossTable:
-    """Fixes an order of losses, inputs and settings, so that all of them fit into three arrays."""
+    """Fixes the order of losses, inputs and settings, so that they all fit into three arrays."""
 
     def __init__(self, losses: Mapping[str, LossSpec]) -> None:
         self._specs = [losses[name] for name in sorted(losses)]
@@ -38,7 +38,7 @@ class LossTable:
         return self._specs[self.kinds[loss]].inputs
 
     def per_token(self, logp_TK: Any, batch: LossBatch) -> tuple[Any, Any]:
-        """Return loss and its derivative by the logprob, both [T, K]. All losses are computed and one is chosen."""
+        """Return loss and its derivative by the logprob, both [T, K]. Computes all losses and selects one per token."""
         loss = gradient = jnp.zeros_like(logp_TK)
         for kind, spec in enumerate(self._specs):
             inputs = {name: batch.inputs_ITK[self.inputs.index(name)] for name in spec.inputs}

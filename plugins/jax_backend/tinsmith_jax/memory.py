@@ -1,4 +1,4 @@
-"""Running out of device memory, told apart from everything else that XLA raises."""
+"""Distinguish running out of device memory from all other errors that XLA raises."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ _EXHAUSTED: Final = "RESOURCE_EXHAUSTED"
 
 @contextmanager
 def out_of_memory_named(what: str, remedy: str) -> Iterator[None]:
-    """Raise OutOfMemoryError if the device has no room for `what`; every other error passes."""
+    """Raise OutOfMemoryError if the device has no memory left for `what`. Other errors pass through."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -1,7 +1,7 @@
 """AdamW for several adapters in one call, each with its own hyper-parameters, exactly as torch.optim.AdamW computes it.
 
-`optax` is not used: it forms 1 - beta and the bias corrections in float32, which costs 3e-5 relative at beta 0.999;
-they are computed here on the host in float64, once per step.
+`optax` is not used: it computes 1 - beta and the bias corrections in float32, a relative error of 3e-5 at beta 0.999.
+Here they are computed on the host in float64, once per step.
 """
 
 import math
@@ -18,7 +18,7 @@ from tinsmith_jax.adapters import Adapter, stack_rows, unstack_rows
 
 
 class State(NamedTuple):
-    """What a step changes; each an adapter pytree."""
+    """The state that a step changes. Each field is an adapter pytree."""
 
     weights: Adapter
     m: Adapter
@@ -26,7 +26,7 @@ class State(NamedTuple):
 
 
 class Hyper(NamedTuple):
-    """Scalars of one adapter's step, float32 but for `rank`."""
+    """Scalars of one adapter's step, float32 except `rank`."""
 
     decay: Any  # 1 - lr * weight_decay
     step_size: Any  # lr / (1 - beta1**t)
@@ -71,8 +71,8 @@ def adamw(
 ) -> tuple[tuple[State, ...], Any]:
     """Step the first `count` adapters; return all of them and the gradients' norms before clipping.
 
-    A loop over adapters with a length known only at run time: the compiler cannot specialise its body for a number of
-    adapters, so an adapter's bits do not depend on how many step with it.
+    The loop over adapters has a length known only at run time. The compiler cannot specialise its body for the number
+    of adapters, so an adapter's bits do not depend on how many are stepped with it.
     """
     all_gradients, all_hypers = stack_rows(gradients), stack_rows(hypers)
 
@@ -109,7 +109,7 @@ def _step(state: State, pending: Adapter, h: Hyper) -> tuple[State, Any]:
 
 
 def _masks(weights: Adapter, h: Hyper) -> Adapter:
-    """Mark what is trained. Padding and untrained modules would otherwise move if eps is 0 (0 / 0)."""
+    """Mask the trained values. Padding and untrained modules would otherwise change if eps is 0 (0 / 0)."""
     trained = {name: h.attn if name in ("q", "k", "v", "o") else h.mlp for name in weights["layers"]}
     return {
         "layers": {name: _pair_masks(pair, trained[name], h.rank) for name, pair in weights["layers"].items()},

@@ -1,4 +1,4 @@
-"""From requests to micro-batches of one token stream each, on the host.
+"""Pack requests into micro-batches of one token stream each, on the host.
 
 A sequence starts on a tile boundary and stays in one micro-batch; a model's sequences keep their order. Micro-batches
 are filled in the order of the requests, one open batch per rank class.
@@ -24,7 +24,7 @@ class Piece:
     op_index: int
     op: ForwardBackward
     datum: Datum
-    scale: float  # alpha / rank of its model
+    scale: float  # alpha / rank of the model
     padded_rank: int
     targets_TK: Array
 
@@ -43,7 +43,7 @@ class Piece:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Pieces that run together. `models` are the distinct ones, in order of appearance: rows of the adapter stack."""
+    """Pieces that run together. `models` are distinct, in order of appearance: the rows of the adapter stack."""
 
     pieces: list[Piece] = field(default_factory=list)
     models: list[str] = field(default_factory=list)
@@ -71,7 +71,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The arrays of a micro-batch, as compiled functions take them."""
+    """The arrays of a micro-batch, as passed to compiled functions."""
 
     tokens_T: Array
     positions_T: Array
@@ -80,10 +80,10 @@ class Stream:
 
 
 def plan(pieces: Iterable[Piece], buckets: Buckets, call_tokens: int) -> Iterator[MicroBatch]:
-    """Group pieces into micro-batches; a model's pieces stay in order.
+    """Group pieces into micro-batches, keeping each model's pieces in order.
 
-    Batches are filled up to the greatest bucket; what is left of a rank class is cut so that the padded tokens, plus
-    `call_tokens` for every call, are as few as possible. Where the cuts lie changes no bits.
+    Batches are filled up to the largest bucket. The remainder of a rank class is cut so as to minimise the padded
+    tokens plus `call_tokens` per call. The positions of the cuts change no bits.
     """
     open_batches: dict[int, MicroBatch] = {}
     for piece in pieces:
@@ -105,8 +105,8 @@ def _fits(batch: MicroBatch, piece: Piece, max_tokens: int) -> bool:
 
 
 def _cut(pieces: Sequence[Piece], buckets: Buckets, call_tokens: int) -> Iterator[MicroBatch]:
-    """Cut a batch that fits one call into the cheapest sequence of calls (shortest path over the cuts)."""
-    batches: list[MicroBatch] = []  # the last one of the cheapest way to run the first n pieces, for every n
+    """Cut a batch that fits into one call into the cheapest sequence of calls (shortest path over the cuts)."""
+    batches: list[MicroBatch] = []  # for every n: the last batch of the cheapest way to run the first n pieces
     costs = [0]
     for end in range(1, len(pieces) + 1):
         ways = [_batch(pieces[start:end]) for start in range(end)]
@@ -130,7 +130,7 @@ def _batch(pieces: Sequence[Piece]) -> MicroBatch:
 
 
 def pack(micro: MicroBatch, bucket: Bucket, losses: LossTable) -> Stream:
-    """Lay a micro-batch out; unused rows are token 0 at position 0 without a loss."""
+    """Lay out a micro-batch. Unused rows are token 0 at position 0 without a loss."""
     stream = _empty(bucket, losses)
     rows = {model: row for row, model in enumerate(micro.models)}
     for start, piece in zip(micro.starts(), micro.pieces, strict=True):
@@ -158,7 +158,7 @@ def _write(stream: Stream, piece: Piece, start: int, row: int, losses: LossTable
     rows = slice(start, start + length)
     tiles = slice(start // TILE, start // TILE + piece.num_tiles)
     stream.tokens_T[rows] = piece.datum.tokens_T
-    # the padding of the last tile goes on counting: a tile's first position says where its sequence starts
+    # positions continue through the last tile's padding: a tile's first position gives its sequence's start
     stream.positions_T[start : start + piece.num_tiles * TILE] = np.arange(piece.num_tiles * TILE)
     stream.tiles.adapter_n[tiles] = row
     stream.tiles.scale_n[tiles] = piece.scale

@@ -8,7 +8,7 @@ from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
 
 
 def create(config: JaxConfig, context: BackendContext) -> TrainingBackend:
-    """Load the model; takes as long as reading its files."""
+    """Load the model. Takes as long as reading its files."""
     from tinsmith_jax.backend import JaxBackend
 
     return JaxBackend(config, context)

@@ -1,6 +1,6 @@
 """Rotary frequencies from a Hugging Face config: default, linear, llama3 and yarn. NumPy only.
 
-The formulas are those of transformers/modeling_rope_utils.py (Apache-2.0); anything else is refused by name.
+The formulas are those of transformers/modeling_rope_utils.py (Apache-2.0). Other types are refused by name.
 """
 
 import math
@@ -20,14 +20,14 @@ Frequencies = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Angles are `position * inv_freq`; cos and sin are multiplied by `factor` (1 but for yarn)."""
+    """Angles are `position * inv_freq`; cos and sin are multiplied by `factor` (1 except for yarn)."""
 
     inv_freq: tuple[float, ...]  # [head_dim / 2], exact float32 values
     factor: float = 1.0
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int, source: str) -> Rope:  # Any: parsed JSON
-    """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`. Raise ConfigError for what is unknown."""
+    """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`. Raise ConfigError for unknown types."""
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0)
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")

@@ -6,39 +6,39 @@ from pathlib import Path
 from typing import Final
 
 import jax
-from jax._src.compilation_cache import decompress_executable  # nothing public says how entries are packed
+from jax._src.compilation_cache import decompress_executable  # no public API unpacks entries
 
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-_COMPILE_TIME_BYTES: Final = 4  # an entry begins with them; a program follows
-_FEWEST_TARGETS: Final = 64  # per token, however few alternatives are sampled
+_COMPILE_TIME_BYTES: Final = 4  # at the start of an entry, before the program
+_FEWEST_TARGETS: Final = 64  # per token, even if fewer alternatives are sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The settings with every default decided for device and model."""
+    """The settings, with every default resolved for the device and model."""
 
     platform: str
     dtype: str
     max_lora_rank: int
     max_context_tokens: int
-    max_batch_tokens: int  # a power of two from 128; holds a sequence of the greatest context
+    max_batch_tokens: int  # a power of two, at least 128; holds a sequence of the maximum context
     max_targets: int  # per token
     recompute: bool
-    call_tokens: int = 32  # what starting a call costs, in tokens of work; weighs padding against more calls
+    call_tokens: int = 32  # the cost of starting a call, in tokens of work; weighs padding against more calls
 
     @property
     def exact(self) -> bool:
-        """Whether the bits of a tenant are known not to depend on its company: tested for XLA on CPU in float32."""
+        """Return whether other tenants are known not to change a tenant's bits: tested for XLA on CPU in float32."""
         return self.platform == "cpu" and self.dtype == "float32"
 
 
 def prepare(cache_dir: Path) -> None:
-    """Keep compiled programs in `cache_dir` between starts. They are code: the directory is private."""
-    # At INFO it reports, as if something were wrong, every kind of device that this machine does not have.
+    """Keep compiled programs in `cache_dir` across restarts. The directory is private because they are code."""
+    # At INFO it reports every kind of device that this machine lacks as if that were a problem.
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
     compiled = cache_dir / "compiled"
     compiled.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -49,15 +49,16 @@ def prepare(cache_dir: Path) -> None:
 
 
 def _remove_damaged(compiled: Path) -> None:
-    """Remove programs that whoever was killed had not written to their end.
+    """Remove programs that a killed process did not finish writing.
 
-    JAX writes them in place, refuses to read such a one, and never replaces it: it would compile it at every start.
+    JAX writes cache entries in place. It refuses to read an incomplete one but never replaces it, so it would recompile
+    that program at every start.
     """
     damaged = [entry for entry in compiled.iterdir() if entry.is_file() and not _is_whole(entry)]
     for entry in damaged:
         entry.unlink(missing_ok=True)
     if damaged:
-        told = "removed %d of the compiled programs in %s, which were damaged: they are compiled again"
+        told = "removed %d damaged compiled programs from %s: they will be compiled again"
         logger.warning(told, len(damaged), compiled)
 
 
@@ -70,7 +71,7 @@ def _is_whole(entry: Path) -> bool:
 
 
 def decide(config: JaxConfig, model: ModelConfig) -> Limits:
-    """Fill in what the settings leave open."""
+    """Resolve the settings that are left open."""
     platform = jax.default_backend()
     on_cpu = platform == "cpu"
     context = config.max_context_tokens or min(model.max_position, 2048 if on_cpu else 8192)
@@ -81,7 +82,7 @@ def decide(config: JaxConfig, model: ModelConfig) -> Limits:
         max_lora_rank=config.max_lora_rank,
         max_context_tokens=context,
         max_batch_tokens=1 << max(7, (batch - 1).bit_length()),  # a power of two, at least 128
-        max_targets=max(_FEWEST_TARGETS, config.max_topk_logprobs),  # what is sampled can be trained on
+        max_targets=max(_FEWEST_TARGETS, config.max_topk_logprobs),  # sampled alternatives can be trained on
         recompute=not on_cpu if config.recompute is None else config.recompute,
-        call_tokens=32 if on_cpu else 4096,  # an accelerator is idle below some thousands of tokens
+        call_tokens=32 if on_cpu else 4096,  # a few thousand tokens are needed to keep an accelerator busy
     )

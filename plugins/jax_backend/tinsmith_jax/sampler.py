@@ -1,8 +1,8 @@
 """Continuous sampling: requests join the running batch at the next dispatch and leave it with their last token.
 
-The async side (one event loop) only queues requests and waits; one thread owns slots and device. A round of the
-thread: drop what was cancelled, fill free slots from the line, read some prompt tiles, decode a few steps, hand out
-what is finished.
+The async side (one event loop) only queues requests and waits for them. One thread owns the slots and the device. In
+each round, it drops cancelled requests, fills free slots from the queue, reads some prompt tiles, decodes a few steps
+and returns finished sequences.
 """
 
 import asyncio
@@ -39,14 +39,14 @@ CLOSED = "the sampler is closing; send the request again once the engine is back
 
 @dataclass(slots=True, kw_only=True)
 class _Waiting:
-    """A request and who waits for it."""
+    """A request and the future that waits for it."""
 
     request: Request
     future: asyncio.Future[SampleOutput | Failed]
     loop: asyncio.AbstractEventLoop
 
     def answer(self, result: SampleOutput | Failed) -> None:
-        """Called from the thread; the loop may be gone when a process ends."""
+        """Called from the sampler's thread. The loop may already be closed when the process ends."""
 
         def put() -> None:
             if not self.future.done():
@@ -60,7 +60,7 @@ class _Waiting:
 
 @dataclass(slots=True, kw_only=True)
 class _Users:
-    """Samples of a snapshot that run now; `idle` is set while there are none."""
+    """The running samples of a snapshot. `idle` is set while there are none."""
 
     snapshot: LoadedSnapshot
     count: int = 0
@@ -68,7 +68,7 @@ class _Users:
 
 
 class Sampler(SamplingBackend):
-    """Samples on a device that it may share with training, turn by turn."""
+    """Samples on a device that it may share with training, taking turns."""
 
     def __init__(
         self,
@@ -86,15 +86,15 @@ class Sampler(SamplingBackend):
         self._prefill_tiles = max(1, prefill_tokens // TILE)
         self._snapshots: dict[str, _Users] = {}  # touched on the event loop only
         self._serials = 0
-        # Between the loop and the thread, under `_wake`:
+        # Shared by the loop and the thread, guarded by `_wake`:
         self._wake = threading.Condition()
         self._arrived: deque[_Waiting] = deque()
         self._closing = False
-        # The thread's own:
+        # Used only by the thread:
         self._slots = [Slot(index=index) for index in range(device.shape.num_slots)]
         self._line = Line()
         self._waiting: dict[Request, _Waiting] = {}
-        self._thread: threading.Thread | None = None  # started by the first request
+        self._thread: threading.Thread | None = None  # started with the first request
 
     @property
     def capabilities(self) -> Capabilities:
@@ -103,7 +103,7 @@ class Sampler(SamplingBackend):
     # The event loop's side ----------------------------------------------------------------------------------------
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:
-        """Keep device arrays by reference, or put host weights on the device."""
+        """Keep device arrays by reference, or copy host weights to the device."""
         if snapshot.snapshot_id in self._snapshots:
             return
         self._serials += 1
@@ -142,7 +142,7 @@ class Sampler(SamplingBackend):
                     users.idle.set()
 
     def close(self) -> None:
-        """Stop after the dispatch that runs now; every request that has not finished fails as the server's fault."""
+        """Stop after the current dispatch. Every unfinished request fails with a server error."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -151,7 +151,7 @@ class Sampler(SamplingBackend):
 
     @property
     def num_busy_slots(self) -> int:
-        """Slots with a sequence in them, as of the last dispatch."""
+        """The number of occupied slots, as of the last dispatch."""
         return sum(slot.draw is not None for slot in self._slots)
 
     async def _wait_for(self, request: Request) -> SampleOutput | Failed:
@@ -168,7 +168,7 @@ class Sampler(SamplingBackend):
         try:
             return await waiting.future
         except asyncio.CancelledError:
-            request.cancelled = True  # seen before the next dispatch
+            request.cancelled = True  # checked before the next dispatch
             with self._wake:
                 self._wake.notify()
             raise
@@ -179,7 +179,7 @@ class Sampler(SamplingBackend):
         if snapshot.lora.rank == 0:
             msg = (
                 f"snapshot {snapshot.snapshot_id!r} holds all weights of a model; the jax sampler takes LoRA adapters. "
-                "Save it under a name: the checkpoint is a Hugging Face directory, to be served as a model of its own"
+                "Save it under a name: the checkpoint is a Hugging Face directory, servable as a model of its own"
             )
             raise UnsupportedError(msg)
         greatest = self._device.shape.max_lora_rank
@@ -202,13 +202,13 @@ class Sampler(SamplingBackend):
                 except Exception as error:
                     logger.exception("a sampling dispatch failed")
                     self._fail_running(f"a sampling dispatch failed: {type(error).__name__}: {error}")
-        finally:  # nobody may wait for a thread that is gone
+        finally:  # no request may wait for a thread that has ended
             with self._wake:
                 self._closing = True
             self._fail_all(CLOSED)
 
     def _take_arrived(self) -> bool:
-        """Wait until there is something to do; False if it is to end."""
+        """Wait until there is something to do. Return False if the thread must end."""
         with self._wake:
             while not (self._closing or self._arrived or self._waiting):
                 self._wake.wait()
@@ -235,7 +235,7 @@ class Sampler(SamplingBackend):
                 self._forget(request)
 
     def _fill_slots(self) -> None:
-        """Give free slots to those who wait, preferably a slot that holds their adapter already."""
+        """Assign free slots to waiting sequences, preferring slots that already hold their adapter."""
         free = [slot for slot in self._slots if slot.draw is None]
         while free and (draw := self._line.take(self._slots)) is not None:
             snapshot = draw.request.snapshot
@@ -244,14 +244,14 @@ class Sampler(SamplingBackend):
             free.remove(slot)
             slot.occupy(draw)
             if snapshot is not None and slot.adapter_serial != serial:
-                slot.adapter_serial = 0  # until it is written: a failure must not leave a wrong mark
+                slot.adapter_serial = 0  # until the adapter is written: a failure must not leave a wrong serial
                 self._device.write_adapter(slot.index, snapshot.arrays, snapshot.scale)
                 slot.adapter_serial = serial
 
     # Prompts
 
     def _read_prompts(self) -> None:
-        """Read prompts, slot by slot, up to the budget of a round, so that decoding goes on meanwhile."""
+        """Read prompts, slot by slot, up to the budget of a round, so that decoding continues meanwhile."""
         left = self._prefill_tiles
         while left > 0:
             self._copy_prompts()
@@ -263,7 +263,7 @@ class Sampler(SamplingBackend):
             left -= count
 
     def _copy_prompts(self) -> None:
-        """Sequences of one request share a prompt: once one has read it, the others copy."""
+        """Copy a prompt that one sequence of a request has read to the request's other sequences."""
         for slot in self._slots:
             if slot.draw is None or slot.ready:
                 continue
@@ -274,7 +274,7 @@ class Sampler(SamplingBackend):
                 slot.num_cached = num_tokens
 
     def _next_tiles(self, most: int) -> list[tuple[Slot, PromptTile]]:
-        """The next tiles of each request's leading reader; tiles of one prompt in order."""
+        """Return the next tiles of each request's leading reader, the tiles of one prompt in order."""
         work: list[tuple[Slot, PromptTile]] = []
         for slot in self._slots:
             if slot.draw is None or slot.ready or slot is not self._reader(slot):
@@ -289,7 +289,7 @@ class Sampler(SamplingBackend):
         return work
 
     def _reader(self, slot: Slot) -> Slot:
-        """Which of the slots of a request reads its prompt: the one that is furthest; the others copy it then."""
+        """Return which slot of a request reads its prompt: the one furthest ahead. The others copy from it."""
         return max(self._siblings(slot), key=lambda sibling: sibling.num_cached)
 
     def _prefill(self, work: list[tuple[Slot, PromptTile]]) -> None:
@@ -327,7 +327,7 @@ class Sampler(SamplingBackend):
         for slot in self._slots:
             if slot.draw is None:
                 continue
-            # An idle slot of the batch writes at its position all the same: let that be the next one to be read.
+            # An idle slot of the batch still writes at its position: let that be the next position to be filled.
             given.positions[slot.index] = slot.num_cached
             if slot.ready:
                 _describe(given, slot, slot.draw)
@@ -346,7 +346,7 @@ class Sampler(SamplingBackend):
                 draw.top_logprobs.append(drawn.top_logprobs_XBK[step, slot.index, :top_k])
 
     def _release_ended(self, request: Request) -> None:
-        """Free the slots of sequences that have ended. Answer the request once all of them have."""
+        """Free the slots of sequences that have ended. Complete a request once all its sequences have ended."""
         bad = next((d for d in request.draws if d.logprobs and not np.isfinite(d.logprobs[-1])), None)
         if bad is not None:
             whose = "the base model" if request.snapshot is None else f"snapshot {request.snapshot.snapshot_id!r}"
@@ -363,7 +363,7 @@ class Sampler(SamplingBackend):
     # Ends
 
     def _forget(self, request: Request) -> None:
-        """Take a request out of slots and line without an answer."""
+        """Remove a request from slots and queue without completing it."""
         request.cancelled = True
         self._line.remove_cancelled()
         for slot in self._slots:
@@ -372,7 +372,7 @@ class Sampler(SamplingBackend):
         self._waiting.pop(request, None)
 
     def _fail_running(self, message: str) -> None:
-        """Fail the requests that have a sequence in a slot; those in the line start on a fresh device state."""
+        """Fail the requests that have a sequence in a slot. Queued ones start on a fresh device state."""
         for request in {slot.draw.request for slot in self._slots if slot.draw is not None}:
             self._waiting[request].answer(Failed(message=message, category="server"))
             self._forget(request)
@@ -389,7 +389,7 @@ class Sampler(SamplingBackend):
 
 
 def _describe(given: SlotInput, slot: Slot, draw: Draw) -> None:
-    """Fill in a decoding slot: its position, and how it draws."""
+    """Fill in a decoding slot: its position and its sampling parameters."""
     request, i = draw.request, slot.index
     params, prompt_P = request.op.params, request.op.prompt_P
     given.tokens[i] = draw.tokens[-1] if draw.tokens else prompt_P[-1]

@@ -1,7 +1,7 @@
-"""What the sampler keeps on the device (cache, resident adapters) and the programs that work on it.
+"""The sampler's device state (cache, resident adapters) and the programs that work on it.
 
-NumPy in, NumPy out; one thread calls it, and every dispatch takes a turn of the device. Shapes come from configuration
-alone: the programs are few and all known at start, whatever requests come.
+Takes and returns NumPy arrays. One thread calls it, and every dispatch takes a turn on the device. Shapes come from the
+configuration alone, so the programs are few and all known at the start, whatever requests arrive.
 """
 
 import functools
@@ -35,20 +35,20 @@ TARGET_COLUMNS = (1, 8, 64)
 def prefill_sizes() -> tuple[int, ...]:
     """Return the numbers of tiles for which there is a prefill program.
 
-    On a CPU one only, so that a prompt's bits do not depend on how many others are read with it: XLA:CPU compiles
-    reductions over many tiles in another way than over few. Never 1: it then turns batched products into plain ones.
+    A CPU has only one, so that a prompt's bits do not depend on how many others are read with it: XLA:CPU compiles
+    reductions over many tiles differently than over few. Never 1, which would turn batched products into plain ones.
     """
     return _PREFILL_TILES[:1] if jax.default_backend() == "cpu" else _PREFILL_TILES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingShape:
-    """The sizes that the programs are compiled for."""
+    """The sizes for which the programs are compiled."""
 
     num_slots: int
     max_context_tokens: int
     max_lora_rank: int
-    max_steps: int  # of decoding per dispatch
+    max_steps: int  # decoding steps per dispatch
     max_top: int  # alternatives per token
     dtype: str
 
@@ -60,12 +60,12 @@ class PromptTile:
     slot: int
     start: int
     tokens: TokenArray
-    adapted: bool  # by the adapter in the slot's row; else the base model
+    adapted: bool  # use the adapter in the slot's row; else the base model
 
 
 @dataclass(slots=True, kw_only=True)
 class SlotInput:
-    """What the slots bring to a decode dispatch; idle ones have `left` 0."""
+    """The slots' inputs to a decode dispatch. Idle slots have `left` 0."""
 
     tokens: TokenArray
     positions: TokenArray
@@ -101,7 +101,7 @@ class SlotInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """What a decode dispatch drew, X = steps made; token -1 where the slot was idle."""
+    """The tokens drawn by a decode dispatch of X steps; -1 if the slot was idle."""
 
     tokens_XB: TokenArray
     logprobs_XB: FloatArray
@@ -110,7 +110,7 @@ class Drawn:
 
 
 class SamplingDevice:
-    """Owns the key-value cache and one adapter row per slot. Its arrays are donated: nobody else may hold them."""
+    """Owns the key-value cache and one adapter row per slot. Its arrays are donated, so nothing else may hold them."""
 
     def __init__(
         self, base: Base, config: ModelConfig, shape: SamplingShape, *, programs: Programs, turns: Turns
@@ -121,7 +121,7 @@ class SamplingDevice:
         self.reset()
 
     def reset(self) -> None:
-        """Start again with empty slots: after a failure the donated arrays may be gone."""
+        """Start again with empty slots, because a failure may have lost the donated arrays."""
         shape = self.shape
         dtype = jnp.dtype(shape.dtype)
         self._cache = decode.empty_cache(
@@ -130,15 +130,15 @@ class SamplingDevice:
         self._resident = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._resident_shapes(dtype))
 
     def write_adapter(self, slot: int, adapter: adapters.Adapter, scale: float) -> None:
-        """Put an adapter of any rank class into the slot's row."""
+        """Write an adapter of any rank class to the slot's row."""
         write = self._program("write_adapter", adapter["head"][0].shape[-1])
         with self._turns.turn():
             self._resident = jax.block_until_ready(write(self._resident, adapter, np.int32(slot), np.float32(scale)))
 
     def prefill(self, tiles: Sequence[PromptTile]) -> FloatArray:
-        """Read up to prefill_sizes()[-1] tiles into the cache; returns their hidden states [N, TILE, H].
+        """Read up to prefill_sizes()[-1] tiles into the cache. Returns their hidden states [N, TILE, H].
 
-        If no program takes that many, the last tile is read several times, which writes the same numbers.
+        If no program takes exactly that many, the last tile is repeated, which writes the same numbers again.
         """
         num_asked = len(tiles)
         size = next(size for size in prefill_sizes() if size >= num_asked)
@@ -179,7 +179,7 @@ class SamplingDevice:
         return np.concatenate(parts, axis=1), np.asarray(top[0]), np.asarray(top[1])
 
     def copy_slot(self, source: int, target: int, num_tokens: int) -> None:
-        """Give `target` the first tokens' keys and values of `source`."""
+        """Copy the keys and values of the first tokens from `source` to `target`."""
         blocks = -(-num_tokens // decode.KEY_BLOCK)
         program = self._program("copy")
         with self._turns.turn():
@@ -203,7 +203,7 @@ class SamplingDevice:
     # Programs ---------------------------------------------------------------------------------------------------------
 
     def all_programs(self) -> list[Program]:
-        """Every program there will ever be, likely ones first."""
+        """Every program that can be needed, likely ones first."""
         kinds: list[tuple[str, int]] = [
             ("decode", 0),
             *(("prefill", tiles) for tiles in prefill_sizes()),
@@ -221,7 +221,7 @@ class SamplingDevice:
         return Program(("sampling", kind, size), functools.partial(self._compile, kind, size))
 
     def _compile(self, kind: str, size: int) -> Any:
-        """Compile for shapes alone: the arrays need not exist, and the first call finds the program ready."""
+        """Compile from shapes alone: the arrays need not exist, and the first call finds the program ready."""
         num_slots, shape = self.shape.num_slots, self.shape
         idle = SlotInput.idle(num_slots)
         base, cache, resident = _shapes((self._base, self._cache, self._resident))

@@ -1,6 +1,6 @@
-"""From logits to tokens: temperature, top-k and top-p thresholds, the draw, and every log-probability that is reported.
+"""From logits to tokens: temperature, top-k and top-p thresholds, the draw, and all reported log-probabilities.
 
-Pure functions of float32 logits; a row never depends on the other rows, so a sequence never depends on its company.
+Pure functions of float32 logits. A row never depends on other rows, so a sequence never depends on other sequences.
 
 Suffixes: B = slots (rows), V = vocabulary, N = prompt rows of one call, K = targets or alternatives per row.
 """
@@ -17,10 +17,10 @@ CDF_BLOCK = 512
 
 
 class RowParams(NamedTuple):
-    """How each row draws. All arrays are [B] but for `seed_words_B2`, the two 32-bit halves of the seed."""
+    """The sampling parameters of each row. All arrays are [B] except `seed_words_B2`, the seed's two 32-bit halves."""
 
     seed_words_B2: Any  # uint32, high word first
-    sample_index_B: Any  # uint32: which of a request's num_samples
+    sample_index_B: Any  # uint32: the sample's index among the request's num_samples
     temperature_B: Any  # 0 = greedy
     top_k_B: Any  # int32; values below 1 = off
     top_p_B: Any  # 1 = off
@@ -31,12 +31,12 @@ def draw(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Draw one token per row.
 
-    `position_B` is the position that the new token takes: with seed and sample index it decides the random number, so
-    slot, batch and the number of steps per dispatch do not. `any_truncated` says at run time whether a row has top-k
-    or top-p on: their cost is paid only then.
+    `position_B` is the position of the new token. Seed, sample index and position determine the random number; slot,
+    batch and the number of steps per dispatch do not. `any_truncated` is set at run time if any row uses top-k or
+    top-p, whose cost is paid only then.
 
-    Returns the tokens [B], their log-probabilities [B] of log softmax(logits / T) before truncation (T = 1 where
-    greedy), and all of those log-probabilities [B, V].
+    Returns the tokens [B], their log-probabilities [B] and the log-probabilities of the whole vocabulary [B, V]. These
+    are log softmax(logits / T) before truncation, with T = 1 for greedy rows.
     """
     greedy_B = params.temperature_B <= 0
     temperature_B = jnp.where(greedy_B, 1.0, params.temperature_B)
@@ -54,13 +54,13 @@ def draw(
 
 
 def log_softmax(logits_BV: jax.Array) -> jax.Array:
-    """The usual one, spelled out: max, sum and log in float32."""
+    """Compute the standard log-softmax, with max, sum and log in float32."""
     max_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
     return logits_BV - (max_B1 + jnp.log(jnp.sum(jnp.exp(logits_BV - max_B1), axis=-1, keepdims=True)))
 
 
 def uniform(params: RowParams, position_B: jax.Array) -> jax.Array:
-    """One number in [0, 1) per row, a function of (seed, sample index, position) alone; 24 bits."""
+    """Return a 24-bit number in [0, 1) per row, a function of (seed, sample index, position) alone."""
 
     def one(words_2: jax.Array, index: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(words_2, impl="threefry2x32")
@@ -73,11 +73,11 @@ def uniform(params: RowParams, position_B: jax.Array) -> jax.Array:
 
 
 def truncation_floor(scaled_BV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array) -> jax.Array:
-    """The smallest logit that top-k, then top-p within what top-k left, keep; -inf where both are off.
+    """Return the smallest logit kept by top-k and then top-p within the top-k tokens; -inf if both are off.
 
-    Top-k keeps the k largest (and what ties with the k-th). Top-p keeps the shortest run of largest ones whose share
-    of the kept mass reaches p. Both thresholds are found by bisection over the bit patterns of float32, which are
-    ordered like the numbers: 32 passes over the row, exact, and no sort.
+    Top-k keeps the k largest logits and any ties with the k-th. Top-p keeps the fewest largest logits whose share of
+    the remaining mass reaches p. Both thresholds are found by bisection over the bit patterns of float32, which are
+    ordered like the numbers: 32 passes over the row, exact and without a sort.
     """
     order_BV = _ordered_bits(scaled_BV)
     num_kept_B = jnp.where(top_k_B >= 1, top_k_B, scaled_BV.shape[-1])
@@ -86,12 +86,12 @@ def truncation_floor(scaled_BV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Arra
     wanted_B = jnp.where(top_p_B < 1, top_p_B * jnp.sum(mass_BV, axis=-1), jnp.inf)
     floor_p_B = _largest_floor(order_BV, mass_BV, wanted_B)
     floor_B = jnp.maximum(jnp.where(top_k_B >= 1, floor_k_B, _LOWEST), jnp.where(top_p_B < 1, floor_p_B, _LOWEST))
-    floor_B = jnp.minimum(floor_B, jnp.max(order_BV, axis=-1))  # the best one stays, however small p is
+    floor_B = jnp.minimum(floor_B, jnp.max(order_BV, axis=-1))  # always keep the best one, however small p is
     return jnp.where(floor_B == _LOWEST, -jnp.inf, _from_ordered_bits(floor_B))
 
 
 def search_cdf(weights_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
-    """The first token whose running sum of weights exceeds `uniform` times their total; never one of weight 0."""
+    """Return the first token whose running sum of weights exceeds `uniform` times the total; never one of weight 0."""
     padding = -weights_BV.shape[-1] % CDF_BLOCK
     blocks_BNC = jnp.pad(weights_BV, ((0, 0), (0, padding))).reshape(len(weights_BV), -1, CDF_BLOCK)
     block_ends_BN = jnp.cumsum(jnp.sum(blocks_BNC, axis=-1), axis=-1)
@@ -106,7 +106,7 @@ def prompt_scores(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Score prompt rows at temperature 1: logprobs of targets [N, K], best tokens and their logprobs [N, num_top].
 
-    Targets below 0 give 0. The best ones are computed if `want_top` is set at run time, and are zeros otherwise.
+    Targets below 0 yield 0. The best tokens are computed only if `want_top` is set at run time; else they are zeros.
     """
     logp_NV = log_softmax(logits_NV)
     found_NK = jnp.take_along_axis(logp_NV, jnp.maximum(targets_NK, 0), axis=-1)
@@ -115,7 +115,7 @@ def prompt_scores(
 
 
 def top_logprobs(logp_BV: jax.Array, *, num_top: int, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The `num_top` best tokens per row, best first, or zeros if not `wanted` (a run-time switch)."""
+    """Return the `num_top` best tokens per row, best first, or zeros if not `wanted` (a run-time switch)."""
 
     def search() -> tuple[jax.Array, jax.Array]:
         values, ids = lax.top_k(logp_BV, num_top)
@@ -132,9 +132,9 @@ _LOWEST = -(2**31)
 
 
 def _first_above(ends_BN: jax.Array, level_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Index of the first running sum above the level, and the sum before it.
+    """Return the index of the first running sum above the level, and the sum before it.
 
-    Rounding may lift a level to the last sum, above which there is nothing: the level is kept just below it.
+    Rounding may raise the level to the last sum, above which there is none. So the level is kept just below it.
     """
     below_last_B = jnp.nextafter(ends_BN[:, -1], jnp.float32(0.0))
     level_B1 = jnp.clip(level_B, 0.0, below_last_B)[:, None]
@@ -148,13 +148,13 @@ def _exp_of_shifted(scaled_BV: jax.Array) -> jax.Array:
 
 
 def _largest_floor(order_BV: jax.Array, mass_BV: jax.Array, wanted_B: jax.Array) -> jax.Array:
-    """The largest floor (as ordered bits) at or above which the mass is at least `wanted`; the lowest if none."""
+    """Return the largest floor (as ordered bits) with at least the mass `wanted` at or above it; else the lowest."""
 
     def enough(floor_B: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(order_BV >= floor_B[:, None], mass_BV, 0.0), axis=-1) >= wanted_B
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low_B, high_B = bounds  # enough(low) holds or low is the lowest; enough(high) does not hold
+        low_B, high_B = bounds  # invariant: enough(low) or low is the lowest; not enough(high)
         middle_B = (low_B >> 1) + (high_B >> 1) + (low_B & high_B & 1)  # the mean without overflow
         good_B = enough(middle_B)
         return jnp.where(good_B, middle_B, low_B), jnp.where(good_B, high_B, middle_B)
@@ -166,7 +166,7 @@ def _largest_floor(order_BV: jax.Array, mass_BV: jax.Array, wanted_B: jax.Array)
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
-    """Map float32 to int32 so that the order stays: the bits, with those of negative numbers flipped."""
+    """Map float32 to int32 preserving the order: the bits, with those of negative numbers flipped."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)  # -0 and 0 are equal and must tie
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 

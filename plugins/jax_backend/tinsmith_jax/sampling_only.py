@@ -1,4 +1,4 @@
-"""The sampling half of the jax backend by itself: the sampler beside another backend's trainer."""
+"""The sampling half of the jax backend on its own, for models that another backend trains."""
 
 import jax
 
@@ -15,7 +15,7 @@ from tinsmith_jax.weights import Base, load_base
 
 
 class JaxSampler(Sampler):
-    """A sampler with a copy of the base model of its own. It takes any trainer's snapshots, by their host weights."""
+    """A sampler with its own copy of the base model. It loads any trainer's snapshots from their host weights."""
 
     def __init__(self, config: JaxSamplerConfig, context: BackendContext) -> None:
         context.progress("starting jax", None)
@@ -54,7 +54,7 @@ class JaxSampler(Sampler):
 def sampling_device(
     config: JaxConfig, limits: Limits, model: ModelConfig, base: Base, *, programs: Programs, turns: Turns
 ) -> SamplingDevice:
-    """Prepare the slots of the sampler, with what the settings leave open filled in."""
+    """Resolve the settings that are left open, and prepare the sampler's slots."""
     shape = SamplingShape(
         num_slots=config.decode_slots,
         max_context_tokens=limits.max_context_tokens,

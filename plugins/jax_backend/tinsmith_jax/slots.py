@@ -1,6 +1,6 @@
-"""Who samples: requests, the sequences they ask for, the slots these occupy, and the line in front of the slots.
+"""The sampler's bookkeeping: requests, their sequences, the slots they occupy, and the queue in front of the slots.
 
-Plain host objects without a device; only the sampler's thread touches them once a request is in the line.
+Plain host objects without device state. Only the sampler's thread touches them once a request is in the queue.
 """
 
 from collections import OrderedDict, deque
@@ -23,15 +23,15 @@ from tinsmith import (
 from tinsmith_jax.adapters import Adapter
 
 UNUSED_LOGPROB = -99999.0
-"""What the API puts into cells of top-k matrices that hold nothing; their token is 0."""
+"""The API's logprob for empty cells of top-k matrices; their token is 0."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadedSnapshot:
-    """A snapshot's device arrays. A request holds a reference: dropping the snapshot frees them after its last one."""
+    """A snapshot's device arrays. Requests hold references, so a dropped snapshot is freed after its last request."""
 
     snapshot_id: str
-    serial: int  # unique in this process, so that a slot can tell whose adapter it holds without keeping it alive
+    serial: int  # unique in this process: identifies a slot's adapter without keeping it alive
     arrays: Adapter
     scale: float
 
@@ -69,9 +69,9 @@ class Draw:
 
 
 class PromptScores:
-    """What is asked about a prompt, filled in tile by tile.
+    """The requested scores of a prompt, filled in tile by tile.
 
-    The hidden state at position i scores the token at i + 1: `num_rows` is one less than the prompt is long.
+    The hidden state at position i scores the token at i + 1, so `num_rows` is one less than the prompt's length.
     """
 
     def __init__(self, op: Sample) -> None:
@@ -89,7 +89,7 @@ class PromptScores:
         self._top_logprobs = np.full((P, self._num_top), UNUSED_LOGPROB, np.float32)
 
     def wants(self, first: int, last: int) -> bool:
-        """Whether rows first to last, that one left out, need logits at all."""
+        """Return whether any of the rows from `first` up to but excluding `last` needs logits."""
         rows = slice(first, min(last, self._num_rows))
         windowed = (self._wants_logprobs or self._num_top > 0) and rows.stop > max(rows.start, self._first_row)
         return windowed or bool((self.targets[rows, 1:] >= 0).any())
@@ -99,7 +99,7 @@ class PromptScores:
         return self._num_top > 0
 
     def fill(self, first: int, scored: FloatArray, top_ids: IntArray, top_logprobs: FloatArray) -> None:
-        """Take the scores of the rows from `first` on; what lies past the prompt or outside the window is left out."""
+        """Store the scores of the rows from `first` on, ignoring rows past the prompt or outside the window."""
         rows = slice(first, min(first + len(scored), self._num_rows))
         self._scored[rows] = scored[: rows.stop - rows.start]
         window = slice(max(first, self._first_row), rows.stop)
@@ -123,7 +123,7 @@ class PromptScores:
 
 
 class Request:
-    """A sample operation under way. `cancelled` may be set from another thread; it is read between dispatches."""
+    """A sample operation in progress. Another thread may set `cancelled`; it is read between dispatches."""
 
     def __init__(self, op: Sample, snapshot: LoadedSnapshot | None, rules: StopRules) -> None:
         self.op = op
@@ -132,11 +132,11 @@ class Request:
         self.stop_tokens = rules.stop_tokens(op.params)
         self.draws = [Draw(self, index, rules.watch(op.params)) for index in range(op.num_samples)]
         self.scores = PromptScores(op)
-        self.scored_tokens = 0  # of the prompt; it is scored once, although several slots may come to read it
+        self.scored_tokens = 0  # of the prompt, which is scored once even if several slots read it
 
     @property
     def num_prefill(self) -> int:
-        """Prompt tokens that go into the cache before decoding: the last one is decoding's first input."""
+        """The number of prompt tokens to cache before decoding. The last prompt token is decoding's first input."""
         return len(self.op.prompt_P) - 1
 
     @property
@@ -154,7 +154,7 @@ class Request:
 
 @dataclass(slots=True, kw_only=True)
 class Slot:
-    """A row of the decode batch. `adapter_serial` outlives its occupant: the next one may need the same adapter."""
+    """A row of the decode batch. `adapter_serial` outlives the occupant, as the next one may need the same adapter."""
 
     index: int
     draw: Draw | None = None
@@ -163,7 +163,7 @@ class Slot:
 
     @property
     def ready(self) -> bool:
-        """Whether the slot can decode."""
+        """Return whether the slot can decode."""
         return self.draw is not None and self.num_cached == self.draw.request.num_prefill
 
     def occupy(self, draw: Draw) -> None:
@@ -172,7 +172,7 @@ class Slot:
 
 @dataclass(slots=True)
 class Line:
-    """Sequences that wait for a slot: in order within a sampling session, the session with the fewest slots first."""
+    """Sequences waiting for a slot: sessions with the fewest slots first, and in order within a sampling session."""
 
     _queues: OrderedDict[str, deque[Draw]] = field(default_factory=OrderedDict)
 
@@ -180,15 +180,15 @@ class Line:
         self._queues.setdefault(request.op.sampling_session_id, deque()).extend(request.draws)
 
     def take(self, slots: list[Slot]) -> Draw | None:
-        """Remove and return the next sequence, given who occupies the slots now; None if nobody waits."""
+        """Remove and return the next sequence, given the current occupants of the slots; None if the queue is empty."""
         if not self._queues:
             return None
         held = [slot.draw.request.op.sampling_session_id for slot in slots if slot.draw is not None]
-        session = min(self._queues, key=held.count)  # the one that has waited longest among equals
+        session = min(self._queues, key=held.count)  # among equals, the one that has waited longest
         queue = self._queues.pop(session)
         draw = queue.popleft()
         if queue:
-            self._queues[session] = queue  # at the end: it has just been served
+            self._queues[session] = queue  # at the end, as it has just been served
         return draw
 
     def remove_cancelled(self) -> None:

@@ -1,9 +1,10 @@
-"""Causal attention over a packed stream, one query tile after the other: the form for CPUs.
+"""Causal attention over a packed stream, one query tile at a time: the variant for CPUs.
 
-The same sums as in attention.py, in fixed shapes whatever the length of the stream: XLA:CPU compiles a reduction over
-a larger batch in another way once the batch passes some size, and then rounds differently, so that a sequence's bits
-would depend on its company. A loop over tiles keeps every shape inside it constant, and visits only the key tiles that
-a query tile can see. It has two rounds at least, since the smallest stream has two tiles: XLA dissolves a loop of one.
+Computes the same sums as attention.py, in shapes that do not depend on the length of the stream. XLA:CPU compiles a
+reduction over a batch differently once the batch exceeds some size, and then rounds differently, so that a sequence's
+bits would depend on its neighbours. A loop over tiles keeps every shape inside it constant, and visits only the key
+tiles that a query tile can see. It has at least two rounds, because the smallest stream has two tiles; XLA would unroll
+a loop of one.
 
 Legend: n = tiles, c = TILE, N = kv heads, g = query heads per kv head, d = head_dim.
 """
@@ -21,7 +22,7 @@ from tinsmith_jax.layers import TILE
 
 @jax.custom_vjp
 def attend(q: Any, k: Any, v: Any, first_n: Any) -> Any:
-    """Q [n, N, g * c, d], k and v [n, N, c, d] to float32 [n, N, g * c, d]."""
+    """Map q [n, N, g * c, d] and k, v [n, N, c, d] to float32 [n, N, g * c, d]."""
     return _forward(q, k, v, first_n)[0]
 
 

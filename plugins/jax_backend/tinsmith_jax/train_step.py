@@ -1,7 +1,7 @@
 """The compiled programs of training: score, score with gradients, optimizer step. Shapes come from a Bucket.
 
-Each takes and returns adapters one by one, as the models own them, and stacks them inside: an adapter that is not part
-of a micro-batch is never touched. Nothing is donated, since a snapshot may hold the weights of now and unused rows
+Each program takes and returns adapters one by one, as the models own them, and stacks them inside, so adapters outside
+the micro-batch are never touched. Nothing is donated, because a snapshot may hold the current weights and unused rows
 share one array of zeros.
 """
 
@@ -27,7 +27,7 @@ from tinsmith_jax.weights import Base
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainPrograms:
-    """Builds the programs of one model; compiling them is compilation.Programs' business."""
+    """Builds the programs of one model; compilation.Programs compiles them."""
 
     config: ModelConfig
     limits: Limits
@@ -39,7 +39,7 @@ class TrainPrograms:
         return Buckets(max_tokens=self.limits.max_batch_tokens, max_targets=self.limits.max_targets)
 
     def score(self, bucket: Bucket) -> Program:
-        """(base, weights, tokens, positions, tiles, batch) -> (logp [T, K], loss [T, K])."""
+        """Return the program (base, weights, tokens, positions, tiles, batch) -> (logp [T, K], loss [T, K])."""
 
         def run(base: Base, weights: Any, tokens: Any, positions: Any, tiles: Any, batch: Any) -> Any:
             stack = adapters.stack(weights)
@@ -51,7 +51,7 @@ class TrainPrograms:
         return self._program(("score", bucket), run, (self.base_shapes, weights, *self._stream(bucket)))
 
     def gradients(self, bucket: Bucket) -> Program:
-        """(base, weights, sums, tokens, positions, tiles, batch) -> (logp, loss, new sums)."""
+        """Return the program (base, weights, sums, tokens, positions, tiles, batch) -> (logp, loss, new sums)."""
 
         def run(base: Base, weights: Any, sums: Any, tokens: Any, positions: Any, tiles: Any, batch: Any) -> Any:
             stack, totals = adapters.stack(weights), adapters.stack(sums)
@@ -75,7 +75,7 @@ class TrainPrograms:
         return self._program(("gradients", bucket), run, shapes)
 
     def step(self, num_adapters: int, padded_rank: int) -> Program:
-        """(states, gradients, hypers, count) -> (states, norms); up to `num_adapters` rows."""
+        """Return the program (states, gradients, hypers, count) -> (states, norms) for up to `num_adapters` rows."""
         adapter = adapters.shapes(self.config, padded_rank)
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
         hyper = optimizer.Hyper(*[scalar] * len(optimizer.Hyper._fields))._replace(rank=_i32())
@@ -84,10 +84,10 @@ class TrainPrograms:
         return self._program(("step", k, padded_rank), optimizer.adamw, shapes)
 
     def all(self) -> Iterator[Program]:
-        """Every program there can be, in the order in which they let most requests run.
+        """Return every possible program, in the order that lets most requests run soonest.
 
-        The smallest of each kind come first, then the ones that hold everything with one target per token: until its
-        own is there, a request takes the smallest that is ready.
+        The smallest of each kind come first, then those that hold everything with one target per token. Until its own
+        program is ready, a request uses the smallest one that is.
         """
         ranks = adapters.rank_classes(self.limits.max_lora_rank)
         every = list(self.buckets.all(ranks))

@@ -1,7 +1,7 @@
-"""Training of many LoRA models on one base: who owns which arrays, and what runs in which order.
+"""Training of many LoRA models on one base: which model owns which arrays, and what runs in which order.
 
-All arrays are immutable: a step replaces a model's references. A snapshot is a reference to the weights of now, and
-what training does afterwards makes new arrays.
+All arrays are immutable, and a step replaces a model's references. A snapshot is therefore just a reference to the
+current weights; later training makes new arrays.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ class _Model:
 
 
 class Trainer(TrainingBackend):
-    """All of a training backend but its capabilities.
+    """A training backend without its capabilities.
 
     `turn` is held while the device computes, so that sampling gets its share.
     """
@@ -68,7 +68,7 @@ class Trainer(TrainingBackend):
         self._config = train_programs.config
         self._models: dict[str, _Model] = {}
         ranks = adapters.rank_classes(train_programs.limits.max_lora_rank)
-        # shared by everything that is zero: fresh moments, no gradient, unused rows
+        # shared zeros: fresh moments, absent gradients, unused rows
         self._zeros = {rank: jax.device_put(adapters.host_zeros(self._config, rank)) for rank in ranks}
 
     # Life of a model --------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Trainer(TrainingBackend):
         return [results[index] for index in range(len(ops))]
 
     def _step_what_fits(self, ops: Sequence[OptimStep], rank: int) -> list[OptimStepOutput | Failed]:
-        """Step all together, or one by one if the device has no room for all."""
+        """Step all models together, or one by one if the device lacks the memory for all."""
         try:
             with out_of_memory_named(f"the optimizer steps of {len(ops)} models", "end a session"):
                 return [OptimStepOutput(metrics={"grad_norm": norm}) for norm in self._step(ops, rank)]
@@ -188,7 +188,7 @@ class Trainer(TrainingBackend):
             self._run_all(pieces, outputs, run)
         except OutOfMemoryError:
             for model_id, gradients in before.items():
-                self._models[model_id].gradients = gradients  # nothing was added
+                self._models[model_id].gradients = gradients  # restore: a failed call adds nothing
             raise
         return [failed.get(index) or _output(op, outputs[index]) for index, op in enumerate(ops)]
 
@@ -198,7 +198,7 @@ class Trainer(TrainingBackend):
         outputs: list[list[tuple[Array, Array]]],
         run: Callable[[MicroBatch], tuple[Array, Array]],
     ) -> None:
-        """Run every piece in micro-batches, and append what came of it to its operation's outputs."""
+        """Run all pieces in micro-batches, and append each result to its operation's outputs."""
         for micro in plan(pieces, self._train.buckets, self._train.limits.call_tokens):
             num_tokens = sum(piece.num_tokens for piece in micro.pieces)
             with out_of_memory_named(f"a pass over {num_tokens} tokens", "send shorter sequences"):
@@ -209,7 +209,7 @@ class Trainer(TrainingBackend):
                 outputs[piece.op_index].append(cells)
 
     def _refusal(self, op: ForwardBackward) -> Failed | None:
-        """Refuse an unknown model or loss. Core has checked everything else against the capabilities."""
+        """Refuse an unknown model or loss. Core has already checked everything else against the capabilities."""
         if op.model_id not in self._models:
             return _unknown(op.model_id)
         if op.loss_fn not in self._train.losses.kinds:
@@ -250,7 +250,7 @@ class Trainer(TrainingBackend):
         return results
 
     def _ready(self, micro: MicroBatch, make: Callable[[Bucket], Program]) -> tuple[Bucket, Compiled]:
-        """Return the micro-batch's own bucket; during the warm-up a larger one that is ready, which changes no bits."""
+        """Return the micro-batch's bucket, or during the warm-up a larger one that is ready, which changes no bits."""
         own = micro.bucket(self._train.buckets)
         buckets = self._train.buckets.holding(own) if self._train.limits.exact else [own]
         programs = [make(bucket) for bucket in buckets]

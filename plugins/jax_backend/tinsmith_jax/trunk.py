@@ -36,9 +36,10 @@ def packed_forward(
 ) -> Any:
     """Return the normed hidden states [T, H].
 
-    A sequence starts on a tile boundary with position 0 and occupies consecutive tiles; tokens that fill up its last
-    tile, and whole unused tiles (position 0), see no one and are seen by no one. `sums` is the "layers" part of a
-    stack: gradients to which reverse differentiation adds. `recompute` trades memory for a second forward pass.
+    A sequence starts on a tile boundary with position 0 and occupies consecutive tiles. Tokens that pad its last tile,
+    and unused tiles (position 0), do not attend to other tokens and no other token attends to them. `sums` is the
+    "layers" part of a stack of gradients to which reverse differentiation adds. `recompute` trades memory for a second
+    forward pass.
     """
     n = tokens_T.shape[0] // TILE
     first_n = jnp.arange(n, dtype=jnp.int32) - positions_T.reshape(n, TILE)[:, 0] // TILE
@@ -55,7 +56,7 @@ def packed_forward(
 
 
 def lora_of(names: tuple[str, ...], adapter: Any, sums: Any) -> Lora:
-    """Pick the modules of one layer that read the same input."""
+    """Select the modules of one layer that read the same input."""
     A, B = zip(*(adapter[name] for name in names), strict=True)
     if sums is None:
         return Lora(A, B)
@@ -63,7 +64,7 @@ def lora_of(names: tuple[str, ...], adapter: Any, sums: Any) -> Lora:
 
 
 def split_qkv(qkv: Any, deltas: tuple[Any, Any, Any], config: ModelConfig) -> tuple[Any, Any, Any]:
-    """Cut the fused projection and add the LoRA parts: [..., heads or kv heads, d] each."""
+    """Split the fused projection and add the LoRA parts: [..., heads or kv heads, d] each."""
     parts = jnp.split(qkv, (config.q_size, config.q_size + config.kv_size), axis=-1)
     q, k, v = (
         (part + delta).reshape(*part.shape[:-1], -1, config.head_dim) for part, delta in zip(parts, deltas, strict=True)
@@ -74,7 +75,7 @@ def split_qkv(qkv: Any, deltas: tuple[Any, Any, Any], config: ModelConfig) -> tu
 def qk_norm(
     q: Any, k: Any, weights: Any, config: ModelConfig, *, apply: Callable[..., Any] = lambda compute, x: compute(x)
 ) -> tuple[Any, Any]:
-    """Normalise each head's queries and keys if the model does (Qwen3)."""
+    """Normalise each head's queries and keys, if the model does so (Qwen3)."""
     if not config.qk_norm:
         return q, k
     norms = (partial(rms_norm, weight=weights[name], eps=config.rms_norm_eps) for name in ("q_norm", "k_norm"))

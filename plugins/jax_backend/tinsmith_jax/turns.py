@@ -1,4 +1,4 @@
-"""Turns on the device: training micro-batches and sampling dispatches alternate in the order in which they asked."""
+"""Turns on the device: training micro-batches and sampling dispatches run in the order in which they asked."""
 
 import threading
 from collections import deque
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 class Turns:
     """A first-come, first-served lock between threads.
 
-    `threading.Lock` may give itself back to the thread that has just released it, which starves the others for as
-    long as one of them has work. Here a thread that asks again goes behind those that wait already.
+    A thread that has just released a `threading.Lock` may acquire it again at once, starving other threads for as
+    long as it has work. Here a thread that asks again queues behind those already waiting.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Turns:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Hold the device inside the `with`. Not re-entrant: a thread that asks twice waits for itself."""
+        """Hold the device inside the `with` block. Not re-entrant: a thread that asks twice deadlocks."""
         self._acquire()
         try:
             yield
@@ -29,7 +29,7 @@ class Turns:
 
     @property
     def num_waiting(self) -> int:
-        """Threads that wait for a turn right now; what a holder looks at to decide how long it goes on."""
+        """The number of threads waiting for a turn. A holder uses it to decide how long to continue."""
         return len(self._waiting)
 
     def _acquire(self) -> None:
@@ -44,6 +44,6 @@ class Turns:
     def _release(self) -> None:
         with self._lock:
             if self._waiting:
-                self._waiting.popleft().set()  # the device stays taken: it changes hands directly
+                self._waiting.popleft().set()  # the device stays taken: it is handed over directly
             else:
                 self._taken = False

@@ -1,4 +1,4 @@
-"""The frozen base model: safetensors files of a Hugging Face directory to one pytree of stacked device arrays.
+"""Load the frozen base model from a Hugging Face directory's safetensors as one pytree of stacked device arrays.
 
 Every layer tensor is stacked over layers and stored [in, out]; attention projections are fused as q|k|v and the MLP's
 as gate|up. Legend: L = layers, H = hidden, I = intermediate, V = vocabulary, d = head_dim, q = heads * d, kv = kv heads
@@ -39,7 +39,7 @@ _QK_NORMS: Mapping[str, str] = {"q_norm": "self_attn.q_norm", "k_norm": "self_at
 def load_base(directory: Path, config: ModelConfig, dtype: str, progress: Progress) -> Base:
     """Read all weights as `dtype` and put them on the default device.
 
-    Raise ConfigError for missing files, tensors or wrong shapes.
+    Raise ConfigError for missing files or tensors, or wrong shapes.
     """
     with WeightFiles(directory, framework="numpy") as files:
 
