@@ -9,11 +9,12 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import msgspec
 import numpy as np
@@ -160,8 +161,23 @@ def delete_checkpoint(root: Path, directory: str) -> None:
 
 def checkpoint_files(root: Path, directory: str) -> list[Path]:
     """List the files of a checkpoint of any kind, by name. Raise NotFoundError if there is none."""
-    found = atomic_directory.find(root, directory)
-    return sorted(path for path in found.iterdir() if path.is_file() and not path.is_symlink())
+    return _files(atomic_directory.find(root, directory))
+
+
+def open_checkpoint_files(root: Path, directory: str) -> list[BinaryIO]:
+    """Open all files of one version of a checkpoint. They stay readable if it is replaced or deleted."""
+    while True:
+        found = atomic_directory.find(root, directory)
+        with ExitStack() as stack, suppress(FileNotFoundError):  # replaced in between: open the next version
+            version = found.stat()
+            files: list[BinaryIO] = [stack.enter_context(path.open("rb")) for path in _files(found)]
+            if os.path.samestat(version, atomic_directory.find(root, directory).stat()):
+                stack.pop_all()
+                return files
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.iterdir() if path.is_file() and not path.is_symlink())
 
 
 def _check_state(state: ModelState) -> None:

@@ -238,6 +238,6 @@ async def get_archive(stamp: int, signature: str, name: str, context: Context) -
     """The signature stands for the key; only archives that `archive_url` has named have one."""
     context.signer.check(name, stamp, signature, context.now())
     directory = name.removesuffix(_ARCHIVE)
-    files = await asyncio.to_thread(checkpoints.checkpoint_files, context.checkpoint_root, directory)
-    size = await asyncio.to_thread(archive_bytes, files)
-    return StreamingResponse(archive(files), media_type="application/x-tar", headers={"Content-Length": str(size)})
+    files = await asyncio.to_thread(checkpoints.open_checkpoint_files, context.checkpoint_root, directory)
+    headers = {"Content-Length": str(archive_bytes(files))}
+    return StreamingResponse(archive(files), media_type="application/x-tar", headers=headers)
