@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 .PHONY: help demo setup test test-all check fix bench bench-recovery docs test-crash test-gpu clean
 
 help: ## Show this help
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo-installed ## Train a tiny model with an ordinary Tinker script and sample from it; starts and stops everything
 	$(BIN)/tinsmith demo

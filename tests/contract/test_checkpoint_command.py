@@ -144,6 +144,11 @@ def test_show_knows_a_model_and_takes_tinker_paths(tmp_path: Path, bases: dict[b
     assert "holds no checkpoint" in refused("show", tmp_path)
 
 
+def test_show_prints_the_directory_of_a_run_as_it_is(tmp_path: Path, bases: dict[bool, Path]) -> None:
+    directory = saved(tmp_path / "0:train:0", state(bases[True]), bases[True])
+    assert f"directory  {directory}" in ok("show", directory)
+
+
 def test_verify_finds_nothing_wrong(tmp_path: Path, bases: dict[bool, Path]) -> None:
     for tied in (True, False):
         assert "no faults" in ok("verify", saved(tmp_path, state(bases[tied]), bases[tied]))
@@ -387,6 +392,17 @@ def test_missing_modules_can_start_at_zero_effect(tmp_path: Path, bases: dict[bo
     torch.testing.assert_close(
         logits(with_peft(bases[True], tmp_path / "back")), logits(with_peft(bases[True], source)), rtol=0, atol=1e-6
     )
+
+
+def test_an_import_names_a_directory_as_the_server_does(
+    tmp_path: Path, bases: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(bases[True].parent)
+    source = made_by_peft(bases[True], tmp_path / "source")
+    where = ("--data-dir", tmp_path / "data")
+    printed = ok("import", source, "--base-model", bases[True].name, *where, "--name", "x", "--tenant", "ann")
+    told = json.loads(ok("show", printed.split()[0], "--json", *where))
+    assert told["base_model"] == str(bases[True])
 
 
 def test_an_import_says_whose_it_is(tmp_path: Path, bases: dict[bool, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_a_healthy_set_up(environment: dict[str, str], tmp_path: Path) -> None:
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert "requirements are met" in found["package tinsmith"]
     assert "requirements are met" in found["package tinsmith-jax"]
-    assert found["configuration"] == "valid, 1 models"
+    assert found["configuration"] == "valid, models: 1"
     assert found["port 0"] == "a free one is picked"
     assert found[f"data directory {tmp_path}"] == "writable; keeps locks, fsync and renames"
     of_model = [finding["found"] for finding in findings if finding["subject"] == f"model {model}"]

@@ -97,7 +97,7 @@ def test_one_server_per_data_directory(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught, DataDirLock(directory):
             pass
         assert "is in use by another server" in str(caught.value)
-        assert "http://127.0.0.1:8000" in str(caught.value)
+        assert f"another server at http://127.0.0.1:8000 (process {os.getpid()})" in str(caught.value)
         assert "--data-dir" in str(caught.value)
         assert read_server_url(directory, pid=-1) is None
     assert read_server_url(directory, pid=-1) is None

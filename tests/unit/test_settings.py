@@ -193,7 +193,7 @@ def test_everything_wrong_is_reported_at_once_with_its_source(plugins: Plugins, 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("server: [", "not valid YAML"),
+        ("server:\n  port: [1\n", "tinsmith.yaml:3: not valid YAML: expected ',' or ']'"),
         ("- a\n- b\n", ":1: expected a mapping"),
         ("server: {port: 1}\nserver: {port: 2}\n", ":2: server is already set in line 1; keep one"),
         ("server:\n  port: 1\n  port: 2\n", ":3: server.port is already set in line 2"),

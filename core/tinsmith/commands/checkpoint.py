@@ -21,6 +21,7 @@ from tinsmith.checkpoints.format import SHARD_BYTES
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.checkpoints.tools import importing, rewriting, verifying
 from tinsmith.checkpoints.tools.contents import Contents, described, open_contents
+from tinsmith.commands.flags import base_model_name_of
 from tinsmith.commands.options import AsJson, ConfigFile, DataDir, plugins_of, settings_without_models
 from tinsmith.errors import UserError
 from tinsmith.huggingface.safetensors_files import DTYPES
@@ -70,7 +71,7 @@ def show(
     if as_json:
         typer.echo(json.dumps(told, indent=2))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, emoji=False)  # paths contain :train:
     for key in ("kind", "base_model", "step", "created_at", "format_version", "target_modules", "directory"):
         if told[key] is not None:
             console.print(f"[bold]{key.replace('_', ' ')}[/]  {escape(str(told[key]))}")
@@ -188,7 +189,7 @@ def merge(
 def import_weights(
     context: typer.Context,
     path: Where,
-    base_model: Annotated[str, typer.Option(help="base model that it belongs to, by the name that clients use")],
+    base_model: Annotated[str, typer.Option(help="its base model: a directory, or the name that clients use")],
     name: Annotated[str, typer.Option(help="name of the new checkpoint")],
     base_path: Annotated[Path | None, typer.Option(help="directory of the base model; default: by name")] = None,
     tenant: Annotated[str | None, typer.Option(help="tenant that may use it; or pass --api-key")] = None,
@@ -209,7 +210,7 @@ def import_weights(
         contents=_open(context, path, config, data_dir),
         name=name,
         tenant=tenant or _tenant_of(settings, api_key),
-        base_model=base_model,
+        base_model=base_model if served else base_model_name_of(base_model),
         base_path=directory,
         fill_missing=fill_missing,
         force=force,
@@ -271,8 +272,8 @@ def _dtype(name: str | None) -> str | None:
 @contextmanager
 def _progress(what: str) -> Iterator[rewriting.Progress]:
     """Show the tensor being processed on stderr, if that is a terminal."""
-    console = Console(stderr=True)
-    bar = Bar(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True)
-    with bar:
+    console = Console(stderr=True, emoji=False)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"))
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what)
         yield lambda name: bar.update(task, description=f"{what} {escape(name)}")

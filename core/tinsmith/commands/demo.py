@@ -48,7 +48,7 @@ def demo(
 
 def run_demo(directory: Path, *, backend: str | None = None) -> int:
     """Return the script's exit code, 130 if interrupted. Raise ServerError if the server does not start."""
-    console = Console()
+    console = Console(emoji=False)
     script = find_example(_SCRIPT)
     for number in _INTERRUPTS:
         signal.signal(number, _interrupt)

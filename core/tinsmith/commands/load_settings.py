@@ -90,9 +90,8 @@ class _Problems:
         self._lines: dict[str, None] = {}  # ordered, without repeats
 
     def add(self, path: KeyPath, reason: str, *, source: str | None = None) -> None:
-        source = source or self._layers.source_of(path)
-        key = format_key(path)
-        self._lines[f"{source}: {key}: {reason}" if key else f"{source}: {reason}"] = None
+        origin = source or self._layers.source_of(path)
+        self._lines[": ".join(part for part in (origin, format_key(path), reason) if part)] = None
 
     def raise_if_any(self) -> None:
         if not self._lines:
@@ -206,7 +205,9 @@ def _resolve(settings: Settings, plugins: Plugins, problems: _Problems, *, needs
         return settings.model_copy(update={"server": server})
     _check_keys(settings, problems)
     if not settings.models:
-        problems.add(("models",), "no model to serve; give `tinsmith serve MODEL`, or `models:` in the file")
+        problems.add(
+            ("models",), "no model to serve; give `tinsmith serve MODEL`, --base-model, or `models:` in a file"
+        )
     _check_engines(settings, problems)
     models = tuple(_resolve_model(index, model, plugins, problems) for index, model in enumerate(settings.models))
     return settings.model_copy(update={"models": models, "server": server})

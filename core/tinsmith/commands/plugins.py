@@ -174,7 +174,7 @@ def _progress() -> Iterator[Progress | None]:
         return
     with (
         os.fdopen(os.dup(sys.stderr.fileno()), "w") as terminal,  # because pytest captures the original
-        Console(file=terminal).status("collecting") as status,
+        Console(file=terminal, emoji=False).status("collecting") as status,
     ):
         yield lambda done, total: status.update(f"{done} of {total} tests")
 

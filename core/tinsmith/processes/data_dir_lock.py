@@ -33,10 +33,10 @@ class DataDirLock:
         try:
             fcntl.flock(file, (fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = file.read().strip() or "unknown"
+            holder = _described(file.read())
             file.close()
             msg = (
-                f"server.data_dir: {str(self._path.parent)!r} is in use by another server ({holder}); stop it, choose "
+                f"server.data_dir: {str(self._path.parent)!r} is in use by another server{holder}; stop it, choose "
                 "another directory with --data-dir, or set server.share_data_dir for all of them"
             )
             raise ConfigError(msg) from error
@@ -59,6 +59,16 @@ class DataDirLock:
                 self._file.truncate()
             self._file.close()
             self._file = None
+
+
+def _described(content: str) -> str:
+    """Return which server holds the lock, from what it wrote; empty if it has not written anything yet."""
+    try:
+        holder = json.loads(content)
+    except ValueError:
+        return ""
+    at = f" at {holder['url']}" if holder["url"] else ""
+    return f"{at} (process {holder['pid']})"
 
 
 def read_server_url(data_dir: DataDir, *, pid: int) -> str | None:

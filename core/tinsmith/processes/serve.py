@@ -115,7 +115,7 @@ async def _serve(settings: Settings, plugins: Plugins, listener: socket.socket, 
         app = await create_app(settings, store=store, plugins=plugins)
         http = _HttpServer(app)
         supervisor = Supervisor(settings, store)
-        console = Console(stderr=True)
+        console = Console(stderr=True, emoji=False)
         show_banner(console, settings, plugins, url)
         with _signals(http, supervisor):
             await supervisor.start()

@@ -45,7 +45,7 @@ class Supervisor:
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=_STOP_S)
             if late:
-                _log.warning("%d engines did not stop within %.0f s and are killed", len(late), _STOP_S)
+                _log.warning("engines that did not stop within %.0f s are killed: %d", _STOP_S, len(late))
                 self.kill()
                 await asyncio.wait(late)
         self._tasks = []

@@ -58,13 +58,13 @@ class Layers:
         for inner, leaf in _leaves(value):
             self.put((*path, *inner), Given(value=leaf, source=source))
 
-    def source_of(self, path: KeyPath) -> str:
-        """Return where the value at the path comes from, else one below it, else one above it; else "default"."""
+    def source_of(self, path: KeyPath) -> str | None:
+        """Return where the value at the path comes from, else one below it, else one above it; None for a default."""
         for length in range(len(path), 0, -1):
             for known, given in self._given.items():
                 if known[:length] == path[:length]:
                     return given.source
-        return "default"
+        return None
 
     def tree(self) -> dict[str, Any]:
         """Return nested mappings and lists. Any: not validated yet."""
@@ -85,8 +85,7 @@ def read_file(layers: Layers, file: Path) -> None:
         msg = f"cannot read the configuration file {str(file)!r}: {error.strerror or error}"
         raise ConfigError(msg) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        msg = f"{file}: not valid YAML: {' '.join(str(error).split())}"
-        raise ConfigError(msg) from error
+        raise ConfigError(_not_yaml(file, error)) from error
     if document is None:
         return
     if not isinstance(document, yaml.MappingNode):
@@ -94,6 +93,12 @@ def read_file(layers: Layers, file: Path) -> None:
         raise ConfigError(msg)
     for path, given in _nodes(document, (), file):
         layers.put(path, given)
+
+
+def _not_yaml(file: Path, error: Exception) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{file}:{error.problem_mark.line + 1}: not valid YAML: {error.problem}"
+    return f"{file}: not valid YAML: {' '.join(str(error).split())}"
 
 
 def read_environment(layers: Layers, environ: Mapping[str, str]) -> None:

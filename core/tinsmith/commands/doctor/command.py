@@ -100,7 +100,7 @@ def _load(load: Callable[..., Settings]) -> tuple[Settings | None, Finding]:
         settings = load(needs_models=True)
     except ConfigError as error:
         return settings, Finding("configuration", "problem", str(error), "the models were not checked")
-    return settings, Finding("configuration", "ok", f"valid, {len(settings.models)} models")
+    return settings, Finding("configuration", "ok", f"valid, models: {len(settings.models)}")
 
 
 def _print_json(findings: Sequence[Finding]) -> None:
@@ -121,4 +121,4 @@ def _print_table(findings: Iterable[Finding]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 200, emoji=False, highlight=False)
     console.print(table)
     problems = sum(finding.status == "problem" for finding in findings)
-    console.print(f"\n{problems} problems" if problems else "\nhealthy")
+    console.print(f"\nproblems: {problems}" if problems else "\nhealthy")
