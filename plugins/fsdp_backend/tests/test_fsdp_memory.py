@@ -102,9 +102,7 @@ def test_files_that_are_gone_are_the_servers_fault_and_harm_nothing(backend: Fsd
     weights, hidden = model_path / "model.safetensors", model_path / "hidden"
     weights.rename(hidden)
     try:
-        with pytest.raises(
-            ServerError, match=r"rank 0 of 2 cannot read the base model's files any more: .*has neither"
-        ):
+        with pytest.raises(ServerError, match=r"rank 0 of 2 can no longer read the base model's files: .*has neither"):
             backend.create_model(CreateModel(model_id="refused", lora=FULL))
     finally:
         hidden.rename(weights)

@@ -1,4 +1,4 @@
-"""What the engine's side must know about a base model, read from its config.json. No torch."""
+"""The facts about a base model that the engine's side needs, read from its config.json. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,15 +9,15 @@ from tinsmith import ConfigError
 from tinsmith.huggingface import DecoderShape, decoder_shape, read_model_config
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""transformers classes that are a chain of embedding, layers, norm and head, with nothing in between, and whose layers
-name their matrices alike. A test compares each with transformers' own forward pass."""
+"""transformers classes that are a plain chain of embedding, layers, norm and head, and whose layers use the same names
+for their matrices. A test compares each with transformers' own forward pass."""
 
 
 def read_architecture(directory: Path) -> DecoderShape:
     """Read `directory`/config.json. Raise ConfigError if it is missing, broken or of an unsupported kind.
 
-    `max_position` is at most the sliding window, if there is one: up to there it is full attention, which is what is
-    computed.
+    `max_position` is capped at the sliding window, if there is one. Up to that length, a sliding window equals the full
+    attention that this backend computes.
     """
     config, path = read_model_config(directory), directory / "config.json"
     shape = decoder_shape(config, path, supported=ARCHITECTURES)

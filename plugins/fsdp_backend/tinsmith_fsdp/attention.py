@@ -1,4 +1,4 @@
-"""Causal attention within each sequence of a stream, as transformers' layers call it."""
+"""Causal attention within each sequence of a stream, with the interface that transformers' layers call."""
 
 from typing import Any
 
@@ -20,9 +20,9 @@ def packed_attention(
     *,
     stream: Stream,
     scaling: float | None = None,
-    **_: Any,  # what other implementations need
+    **_: Any,  # arguments of other implementations
 ) -> tuple[torch.Tensor, None]:
-    """Map [1, heads, T, d] and two of [1, kv heads, T, d] to [1, T, heads, d]."""
+    """Map query [1, heads, T, d] and key, value [1, kv heads, T, d] to [1, T, heads, d]."""
     del module, attention_mask
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query, key, value, stream, scaling), None
@@ -37,7 +37,7 @@ def packed_attention(
 def _varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, stream: Stream, scaling: float | None
 ) -> torch.Tensor:
-    """All sequences in one flash-attention kernel, no padding between them."""
+    """Run all sequences in one flash-attention kernel, without padding between them."""
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [T, heads, d]
@@ -58,5 +58,5 @@ def _varlen(
 
 
 def register() -> None:
-    """Make the name known to transformers."""
+    """Register the implementation with transformers."""
     AttentionInterface.register(NAME, packed_attention)

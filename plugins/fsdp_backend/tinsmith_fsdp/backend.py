@@ -1,4 +1,4 @@
-"""The fsdp backend as the engine sees it: checks, deals out and collects. The ranks compute."""
+"""The engine's side of the fsdp backend: checks operations, distributes them to the ranks and collects the results."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -37,13 +37,13 @@ from tinsmith_fsdp.messages import AdapterState, FullyLoaded, Hello, NotMade, Sc
 from tinsmith_fsdp.ranks import Ranks
 
 _MAX_TARGETS = 128  # per token; [T, K] arrays of a micro-batch must fit
-_ITEM = {"float32": 4, "bfloat16": 2}  # bytes of a number of the base
-_FULL_BYTES = 16  # of a fully trained weight with its gradient and moments
-FAST_ISOLATION_ERROR = 1e-4  # a bound that test_fsdp_modes.py holds on CPU in float32; on GPUs nobody has looked
+_ITEM = {"float32": 4, "bfloat16": 2}  # bytes per weight of the base model
+_FULL_BYTES = 16  # per fully trained weight, including its gradient and moments
+FAST_ISOLATION_ERROR = 1e-4  # a bound that test_fsdp_modes.py checks on CPU in float32; not measured on GPUs
 
 
 class FsdpBackend(TrainingBackend):
-    """Holds no torch. Called from one thread; an exception other than UserError leaves it unusable."""
+    """Does not import torch. Called from one thread. Any exception other than UserError leaves it unusable."""
 
     def __init__(self, config: FsdpConfig, context: BackendContext) -> None:
         self.architecture = read_architecture(context.model_directory)
@@ -64,7 +64,7 @@ class FsdpBackend(TrainingBackend):
     def _data_parallel(self, hellos: Sequence[Hello]) -> int:
         tp, world, arch = self._config.tensor_parallel, len(hellos), self.architecture
         if world % tp:
-            msg = f"{world} ranks cannot be divided by tensor_parallel = {tp}"
+            msg = f"the number of ranks ({world}) must be a multiple of tensor_parallel ({tp})"
             raise ConfigError(msg)
         for what, size in (("num_key_value_heads", arch.num_kv_heads), ("intermediate_size", arch.intermediate_size)):
             if size % tp:
@@ -73,7 +73,7 @@ class FsdpBackend(TrainingBackend):
         return world // tp
 
     def _decide(self, hello: Hello, model_path: str) -> Setup:
-        """Fill in what the settings leave open."""
+        """Resolve the settings that are left open."""
         config, on_cpu = self._config, hello.device_type == "cpu"
 
         def default(*, chosen: bool | None) -> bool:
@@ -152,7 +152,7 @@ class FsdpBackend(TrainingBackend):
         self._models[op.model_id] = FullModelState(op.model_id, op.lora, self.ranks, made, self._spool_directory)
 
     def _make(self, method: str, op: CreateModel, *arguments: Any, what: str, remedy: str) -> list[Any]:
-        """Have every rank make its part of a model. If one cannot, none keeps any. Any: as the method returns."""
+        """Have every rank create its part of a model. If one fails, none keeps its part. Any: the method's results."""
         answers = self.ranks.call(method, op.model_id, *arguments)
         refused = [(rank, answer) for rank, answer in enumerate(answers) if isinstance(answer, NotMade)]
         if not refused:
@@ -163,7 +163,7 @@ class FsdpBackend(TrainingBackend):
         if refusal.out_of_memory:
             msg = f"{where} has no memory left for {what}; {remedy} ({refusal.message})"
             raise OutOfMemoryError(msg)
-        msg = f"{where} cannot read the base model's files any more: {refusal.message}"
+        msg = f"{where} can no longer read the base model's files: {refusal.message}"
         raise ServerError(msg)
 
     def unload_model(self, model_id: str) -> None:
@@ -255,7 +255,7 @@ class FsdpBackend(TrainingBackend):
         return [refused[index] if index in refused else next(outputs) for index in range(len(ops))]
 
     def _run_adapters(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput]:
-        """Run those of LoRA models together."""
+        """Run the operations of LoRA models together."""
         work = list(batching.segments(ops, self._losses))
         micros = list(batching.deal(work, self._dp_size, self._rank_tokens))
         if not micros:
@@ -265,7 +265,7 @@ class FsdpBackend(TrainingBackend):
         return _outputs(ops, _in_order(self.ranks.call_each("run", shares)))
 
     def _run_full(self, op: ForwardBackward, *, backward: bool) -> ForwardBackwardOutput:
-        """Run one by itself: its weights are its own, so there is nothing to share with others."""
+        """Run one operation by itself: the model has its own weights, so there is nothing to share with others."""
         work = list(batching.segments([op], self._losses))
         if self._setup.strict:
             micros = list(batching.one_by_one(work, self._dp_size))
@@ -276,12 +276,12 @@ class FsdpBackend(TrainingBackend):
         return output
 
     def _shares(self, micros: Sequence[batching.MicroBatch]) -> list[list[list[Segment]]]:
-        """Give each rank its part of every micro-batch; the ranks of one tp group have the same."""
+        """Give each rank its part of every micro-batch. Ranks of one tp group get the same part."""
         tp = self._config.tensor_parallel
         return [[micro[rank // tp] for micro in micros] for rank in range(len(self.ranks.hellos))]
 
     def _refusal(self, op: ForwardBackward) -> Failed | None:
-        """Refuse an unknown model or loss. Core has checked everything else against the capabilities."""
+        """Refuse an unknown model or loss. Core has already checked everything else against the capabilities."""
         if op.model_id not in self._models:
             return _unknown(op.model_id)
         if op.loss_fn not in self._losses:

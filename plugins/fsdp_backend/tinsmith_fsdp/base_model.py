@@ -1,6 +1,6 @@
-"""From a Hugging Face directory to sharded weights: built on the meta device, divided, and only then given memory.
+"""The base model from a Hugging Face directory to sharded weights: built on the meta device, sharded, then allocated.
 
-Each rank reads its own rows of every tensor from the safetensors files: none ever holds the whole model.
+Each rank reads only its own rows of every tensor from the safetensors files. No rank ever holds the whole model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,18 +25,18 @@ from tinsmith_fsdp.messages import Loaded, Setup
 from tinsmith_fsdp.packed_model import PackedModel, canonical_name
 from tinsmith_fsdp.streams import Stream
 
-_HEAD_NORMS = (".q_norm.weight", ".k_norm.weight")  # one weight for all heads, which tp divides
+_HEAD_NORMS = (".q_norm.weight", ".k_norm.weight")  # one weight for all heads, while tp divides the heads
 _COLUMN = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})  # the others are row-parallel
 Report = Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A parameter's shard on this rank: which rows and columns of the whole tensor it holds."""
+    """A parameter's shard on this rank: the rows and columns of the whole tensor that it holds."""
 
     name: str  # canonical
     parameter: nn.Parameter
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the whole tensor
     rows: slice
     columns: slice | None
     across_tp: Literal["divided", "alike", "partial"]  # partial: each tp rank sees its heads' part of the gradient
@@ -50,8 +50,8 @@ class Part:
 class BaseModel:
     """The sharded model and the list of its shards.
 
-    `trainable`: a copy whose own weights are trained. It is kept in float32 and computes in the dtype of the settings;
-    gradients are sums over the ranks, never means, and lie in shards like their weights.
+    `trainable`: the model is a copy whose own weights are trained. Its weights are kept in float32 and computed with in
+    the configured dtype. Gradients are sums over the ranks, never means, and are sharded like their weights.
     """
 
     def __init__(self, setup: Setup, mesh: Mesh, *, trainable: bool = False) -> None:
@@ -65,7 +65,7 @@ class BaseModel:
         causal_lm.tie_weights()
         config._attn_implementation = attention.NAME  # noqa: SLF001  (where transformers' layers look)
         causal_lm.eval().requires_grad_(requires_grad=trainable)
-        rotary = type(causal_lm.model.rotary_emb)(config=config)  # has buffers, which would be empty from meta
+        rotary = type(causal_lm.model.rotary_emb)(config=config)  # not on meta: it has buffers, which would be empty
         shapes = {name: tuple(p.shape) for name, p in causal_lm.named_parameters()}
         self._adapt(causal_lm)
         self.model = PackedModel(causal_lm, checkpointing=setup.checkpointing)
@@ -81,7 +81,7 @@ class BaseModel:
                 layer.inner.compile(dynamic=True)  # type: ignore[union-attr]  # one code for all layers
 
     def _adapt(self, causal_lm: nn.Module) -> None:
-        """Put an adaptable layer in the place of every linear one, its matrix divided over the tp axis."""
+        """Replace every linear layer by an adaptable one whose matrix is divided over the tp axis."""
         tp = self._mesh.tp_size
         for index, layer in enumerate(causal_lm.model.layers):  # type: ignore[union-attr, arg-type]  # a ModuleList
             for path in (*ATTENTION, *MLP):
@@ -102,7 +102,7 @@ class BaseModel:
         return nn.Parameter(divided, requires_grad=self._trainable)
 
     def _shard(self) -> None:
-        policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # weights are stored as they are used
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # weights are stored in the compute dtype
         if self._trainable:
             computing = getattr(torch, self._setup.dtype)
             policy = MixedPrecisionPolicy(computing, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -118,7 +118,7 @@ class BaseModel:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     def _parts(self, shapes: dict[str, tuple[int, ...]]) -> Iterator[Part]:
-        """Say what this rank holds: its tp part, and of that its dp chunk along dimension 0, as fully_shard cuts it."""
+        """List this rank's shards: its dp chunk, along dimension 0 as in fully_shard, of its tp part of each tensor."""
         dp_size, dp_rank = self._mesh.dp_size, self._mesh.dp_rank
         cuts = {
             f"{linear.module}.{kind}": linear.cut
@@ -156,9 +156,9 @@ class BaseModel:
     def run(
         self, streams: Sequence[Stream], losses: LossTable, *, backward: bool
     ) -> tuple[list[torch.Tensor], list[Scores]]:
-        """Pass streams through the model; see PackedModel.forward. All ranks must do so at the same time."""
+        """Pass streams through the model; see PackedModel.forward. All ranks must call this at the same time."""
         totals, scores = self.model(streams, losses, backward=backward)
-        if self._trainable and not backward:  # what stays gathered would not see the next step
+        if self._trainable and not backward:  # weights that stay gathered would miss the next step
             for module in self._sharded_modules():
                 module.reshard()
         return totals, scores
@@ -181,7 +181,7 @@ class BaseModel:
         )
 
     def load(self, report: Report) -> None:
-        """Read this rank's part of every tensor; raises as `WeightFiles`."""
+        """Read this rank's part of every tensor. Raises the errors of `WeightFiles`."""
         with WeightFiles(self._directory, framework="pt") as files:
             for number, part in enumerate(self.parts):
                 self._read(part, files)

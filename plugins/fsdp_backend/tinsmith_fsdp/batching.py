@@ -1,7 +1,7 @@
-"""From operations to micro-batches dealt out over the ranks. No torch.
+"""From operations to micro-batches distributed over the ranks. No torch.
 
-A sequence stays whole, on one rank. All ranks get the same number of micro-batches, since gathering a layer takes all
-of them; one without work gets an empty one.
+Each sequence stays whole, on one rank. All ranks get the same number of micro-batches, because gathering a layer takes
+all of them; a rank without work gets an empty one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ MicroBatch = list[list[Segment]]  # by data-parallel rank
 
 
 def segments(ops: Iterable[ForwardBackward], losses: Mapping[str, LossSpec]) -> Iterator[Segment]:
-    """Yield every sequence in order; `index` counts them, `position` is set when they are dealt."""
+    """Yield every sequence in order. `index` counts them; `position` is set when they are distributed."""
     pairs = [(op, datum) for op in ops for datum in op.data]
     for index, (op, datum) in enumerate(pairs):
         spec = losses[op.loss_fn]
@@ -40,7 +40,7 @@ def _segment(op: ForwardBackward, datum: Datum, spec: LossSpec, index: int) -> S
 
 
 def deal(work: Sequence[Segment], num_ranks: int, max_tokens: int) -> Iterator[MicroBatch]:
-    """Fill micro-batches in order, each sequence to the rank with the fewest tokens, until it would not fit there."""
+    """Fill micro-batches in order. Each sequence goes to the rank with the fewest tokens, if it fits there."""
     batch, loads, position = _empty(num_ranks), [0] * num_ranks, 0
     for segment in work:
         lightest = min(range(num_ranks), key=loads.__getitem__)
@@ -55,7 +55,7 @@ def deal(work: Sequence[Segment], num_ranks: int, max_tokens: int) -> Iterator[M
 
 
 def one_by_one(work: Sequence[Segment], num_ranks: int) -> Iterator[MicroBatch]:
-    """Give every sequence a micro-batch of its own, in order: its gradient is then a number by itself."""
+    """Give every sequence its own micro-batch, in order, so that its gradient is computed separately."""
     for number, segment in enumerate(work):
         batch = _empty(num_ranks)
         batch[number % num_ranks].append(segment)
@@ -63,7 +63,7 @@ def one_by_one(work: Sequence[Segment], num_ranks: int) -> Iterator[MicroBatch]:
 
 
 def owners(micro: MicroBatch) -> list[Owner]:
-    """Tell for each position who has it."""
+    """Return the owner of each position."""
     placed = {
         segment.position: Owner(model_id=segment.model_id, dp_rank=dp_rank)
         for dp_rank, share in enumerate(micro)

@@ -8,38 +8,36 @@ from tinsmith import BackendConfig
 
 
 class FsdpConfig(BackendConfig):
-    """`None` means: chosen for the device found."""
+    """`None` means that the device decides."""
 
     device: Literal["cpu", "cuda"] | None = Field(None, description="default: cuda if there is a GPU, else cpu")
     nproc_per_node: int | None = Field(
-        None, ge=1, description="ranks on each machine; default one per GPU, or one on a machine without"
+        None, ge=1, description="ranks on each machine; default one per GPU, or one on a machine without GPUs"
     )
-    nnodes: int = Field(1, ge=1, description="machines; with the torchrun launcher each joins by itself")
+    nnodes: int = Field(1, ge=1, description="number of machines; with torchrun, start the launcher on each")
     tensor_parallel: int = Field(1, ge=1, description="ranks that share each layer's matrices; divides the ranks")
     launcher: Literal["torchrun", "ray"] = Field(
-        "torchrun", description="who starts the ranks: torch.distributed's elastic agent, or a Ray cluster"
+        "torchrun", description="what starts the ranks: torch.distributed's elastic agent, or a Ray cluster"
     )
     ray_address: str | None = Field(
-        None, description="of the Ray cluster; unset: RAY_ADDRESS, or a cluster of this machine alone"
+        None, description="address of the Ray cluster; default RAY_ADDRESS, or else a cluster of this machine alone"
     )
-    rdzv_endpoint: str = Field(
-        "localhost:0", description="host:port at which the nodes meet; only for several nodes is it more than local"
-    )
+    rdzv_endpoint: str = Field("localhost:0", description="host:port at which the nodes meet; set it for several nodes")
     control_address: str | None = Field(
-        None, description="host:port at which ranks of other machines reach the engine; needed for several nodes"
+        None, description="host:port at which ranks on other machines reach the engine; required for several nodes"
     )
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="of base weights and activations; default float32 on CPU, else bfloat16"
     )
     isolation: Literal["strict", "fast"] | None = Field(
         None,
-        description="strict computes each sequence by itself, so that no bit depends on company; fast packs all "
+        description="strict computes each sequence by itself, so that no bit depends on the others; fast packs all "
         "sequences into one stream; default strict on CPU, else fast",
     )
     max_lora_rank: int = Field(32, ge=1, le=512)
-    max_models: int = Field(64, ge=1, description="models in training at a time")
+    max_models: int = Field(64, ge=1, description="models in training at the same time")
     max_full_models: int = Field(
-        1, ge=0, description="of them with LoRA rank 0: each is a copy of the base model with all its weights trained"
+        1, ge=0, description="of them with LoRA rank 0: each trains all weights of its own copy of the base model"
     )
     max_context_tokens: int | None = Field(
         None, ge=64, description="of one sequence; default the model's, at most 2048 on CPU, else 8192"
@@ -51,10 +49,10 @@ class FsdpConfig(BackendConfig):
         None, description="recompute activations in the backward pass to save memory; default off on CPU, else on"
     )
     reshard_after_forward: bool = Field(
-        default=True, description="free gathered layers between forward and backward; off is faster and needs more"
+        default=True, description="free gathered layers between forward and backward; off is faster and takes memory"
     )
     compile: bool | None = Field(None, description="compile each layer with torch.compile; default off on CPU, else on")
-    start_timeout_s: float = Field(900, gt=0, description="until all ranks have loaded the model")
+    start_timeout_s: float = Field(900, gt=0, description="time limit for all ranks to load the model")
 
     @model_validator(mode="after")
     def _several_nodes_need_addresses(self) -> Self:
@@ -62,7 +60,7 @@ class FsdpConfig(BackendConfig):
         if self.nnodes > 1 and (self.control_address is None or local_meeting):
             msg = (
                 f"nnodes is {self.nnodes}: set control_address and, for torchrun, rdzv_endpoint to host:port of this "
-                "machine as the others see it"
+                "machine, as the other machines reach it"
             )
             raise ValueError(msg)
         if self.nproc_per_node is not None and (self.nproc_per_node * self.nnodes) % self.tensor_parallel:

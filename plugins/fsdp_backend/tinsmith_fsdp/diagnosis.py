@@ -1,4 +1,4 @@
-"""What `tinsmith doctor` asks this backend."""
+"""The backend's answers to `tinsmith doctor`."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""One rank's part of a model whose own weights are trained: passes, AdamW on its shards, and its state piece by piece.
+"""One rank's part of a model whose own weights are trained: passes, AdamW on its shards, and its state in pieces.
 
-Nothing here is ever whole on a rank but a layer while it computes. Gradients and moments are DTensors laid out as the
-weights are; what goes to the host or comes from there is this rank's rows.
+A rank never holds anything whole except a layer while it computes. Gradients and moments are DTensors laid out like the
+weights. Transfers to and from the host carry only this rank's rows.
 """
 
 import math
@@ -20,18 +20,18 @@ from tinsmith_fsdp.messages import FullState, Kind, Piece, Place, Segment
 from tinsmith_fsdp.optimizer import Stepped, adamw_
 from tinsmith_fsdp.streams import empty_stream, make_stream
 
-_TOGETHER = 16  # tensors in one call of the optimizer: its temporaries are as large as they are
+_TOGETHER = 16  # tensors per call of the optimizer, whose temporaries are as large as the tensors
 _PIECE = 1 << 22  # numbers in one message
 
 
 class FullModel:
-    """Called with the same calls on every rank."""
+    """Receives the same calls on every rank."""
 
     def __init__(self, base: BaseModel, mesh: Mesh, losses: LossTable) -> None:
-        """Take the memory of the moments, and see that there is some for gradients: the first step will want both."""
+        """Allocate the moments, and check that gradients fit as well: the first step needs both."""
         self._base, self._mesh, self._losses = base, mesh, losses
         self._m, self._v = ({part.name: torch.zeros_like(part.parameter.detach()) for part in base.parts} for _ in "mv")
-        self._moments = False  # a step was made, or restored
+        self._moments = False  # True after a step, or if moments were restored
         self._step = 0
         self._incoming: dict[tuple[Kind, str], FloatArray] = {}
         gradients = [torch.empty_like(part.local) for part in base.parts]
@@ -51,10 +51,10 @@ class FullModel:
     # training
 
     def run(self, micros: Sequence[Sequence[Segment]], *, backward: bool) -> list[tuple[Segment, Scores, int]]:
-        """Score segments, each with its stream's scores and its first row there; gradients are added up.
+        """Score segments. Return each with its stream's scores and its first row there; gradients are accumulated.
 
-        A rank without a sequence in a micro-batch adds exact zeros, so with one sequence in each no bit depends on how
-        many ranks there are.
+        A rank without a sequence in a micro-batch adds exact zeros. With one sequence per micro-batch, no bit therefore
+        depends on the number of ranks.
         """
         scored = []
         for segments in micros:
@@ -70,7 +70,7 @@ class FullModel:
         return scored
 
     def _backward(self, totals: Sequence[torch.Tensor]) -> None:
-        """Add to the gradients. If tp ranks hold parts of a gradient, their sum is added."""
+        """Add to the gradients. If tp ranks hold parts of a gradient, add the sum of the parts."""
         held = [(part, part.parameter.grad) for part in self._base.parts if part.across_tp == "partial"]
         for part, _ in held:
             part.parameter.grad = None
@@ -84,7 +84,7 @@ class FullModel:
                 part.parameter.grad = before
 
     def optim_step(self, adam: AdamParams) -> float:
-        """Step this rank's shards, and return the norm of the whole gradient before clipping."""
+        """Step this rank's shards. Return the norm of the whole gradient before clipping."""
         parts = self._base.parts
         gradients = [torch.zeros_like(part.local) if (found := _gradient(part)) is None else found for part in parts]
         norm = self._norm(gradients)
@@ -102,7 +102,7 @@ class FullModel:
         return norm
 
     def _norm(self, gradients: Sequence[torch.Tensor]) -> float:
-        """Every number of the whole gradient counts once."""
+        """Count every element of the whole gradient exactly once."""
         squares = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for part, gradient in zip(self._base.parts, gradients, strict=True):
             if part.across_tp == "divided" or self._mesh.tp_rank == 0:
@@ -122,7 +122,7 @@ class FullModel:
         return FullState(step=self._step, moments=self._moments, pending=pending)
 
     def pieces(self, kinds: Sequence[Kind]) -> Iterator[Piece]:
-        """Yield what this rank holds of these tensors."""
+        """Yield this rank's part of these tensors."""
         for kind in kinds:
             for part in self._base.parts:
                 local = self._tensor(kind, part)
@@ -144,14 +144,14 @@ class FullModel:
         return _local((self._m if kind == "adam_m" else self._v)[part.name])
 
     def take(self, kind: Kind, name: str, values: FloatArray) -> None:
-        """Keep what is to be restored on the host until all of it has come."""
+        """Keep a tensor to be restored on the host until all of them have arrived."""
         self._incoming[kind, name] = values
 
     def drop_taken(self) -> None:
         self._incoming.clear()
 
     def restore(self, state: FullState) -> None:
-        """Put what was taken in the place of what is there."""
+        """Replace the current state by the tensors passed to `take`."""
         incoming, self._incoming = self._incoming, {}
         self._drop_gradients()
         self._moments, self._step = state.moments, state.step

@@ -1,4 +1,4 @@
-"""The engine's side of a fully trained model: its state between ranks and host, never whole in one memory. No torch."""
+"""The engine's side of a fully trained model: moves its state between ranks and host, a tensor at a time. No torch."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,12 +12,12 @@ from tinsmith_fsdp.spool import Spool
 
 
 class FullModelState:
-    """Captures and restores one model."""
+    """Captures and restores the state of one model."""
 
     def __init__(
         self, model_id: str, lora: LoraConfig, ranks: Ranks, ranks_loaded: Sequence[FullyLoaded], spool_directory: Path
     ) -> None:
-        """Take what the ranks said when they had made it."""
+        """`made` are the ranks' answers after creating the model."""
         self._model_id, self._lora, self._ranks, self._directory = model_id, lora, ranks, spool_directory
         self.ranks_loaded = ranks_loaded
         self._shapes = {place.name: place.shape for place in ranks_loaded[0].places}
@@ -51,7 +51,7 @@ class FullModelState:
         return spool
 
     def restore(self, state: ModelState) -> None:
-        """Raise UserError, with nothing changed, if the tensors are not those of this model."""
+        """Raise UserError, changing nothing, if the tensors are not those of this model."""
         kinds: dict[Kind, Mapping[str, Array]] = {"weights": state.weights}
         if state.adam_m or state.adam_v:
             kinds |= {"adam_m": state.adam_m, "adam_v": state.adam_v}
@@ -80,10 +80,10 @@ class FullModelState:
                 raise UserError(msg)
 
     def _send(self, kind: Kind, number: int, name: str, tensor: Array) -> None:
-        """Give each rank its part."""
+        """Send each rank its part."""
         whole = np.asarray(tensor, np.float32)
         if whole.shape != self._shapes[name]:
-            msg = f"{kind}: {name!r} has shape {whole.shape}, this model needs {self._shapes[name]}"
+            msg = f"{kind}: {name!r} has shape {whole.shape}; this model needs {self._shapes[name]}"
             raise UserError(msg)
         parts = []
         for loaded in self.ranks_loaded:

@@ -1,7 +1,7 @@
 """The output head in chunks of rows: logprobs of given targets, losses and, in the same pass, all gradients.
 
-Every loss gives its derivative by the logprob along with its value, so the gradient of the logits is known as soon as a
-chunk's logits are, and no more than one chunk of them ever exists (the idea of Liger-Kernel's fused linear cross
+Every loss returns its derivative by the logprob along with its value. The gradient of the logits is therefore known as
+soon as a chunk's logits are, and only one chunk of logits ever exists (as in Liger-Kernel's fused linear cross
 entropy).
 
 Legend: C = rows of a chunk, T = tokens, K = targets per token, H = hidden, V = vocabulary, r = rank.
@@ -23,17 +23,17 @@ _MIN_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Detached results of a stream, float32 [T, K]."""
+    """Detached results for a stream, float32 [T, K]."""
 
     logp_TK: torch.Tensor
     loss_TK: torch.Tensor
 
 
 class _Head(torch.autograd.Function):
-    """Returns the summed loss; its gradients were computed on the way and only wait to be asked for.
+    """Returns the summed loss. The forward pass already computes its gradients; backward only hands them on.
 
-    The adapters' are added to their leaves at once: this runs once per pass, never again for recomputation. The head's
-    own is there if it is trained.
+    Adapter gradients are added to their leaves at once: this runs once per pass, never again for recomputation. The
+    gradient of the head's own weight exists if the head is trained.
     """
 
     @staticmethod
@@ -60,9 +60,9 @@ class _Head(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Where gradients go.
+    """The destinations of gradients.
 
-    `counts`: whether this rank is the one of its tp group that counts the adapters'.
+    `counts`: whether this rank is the one of its tp group that counts the adapters' gradients.
     """
 
     d_hidden_TH: torch.Tensor
@@ -78,7 +78,7 @@ def score(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, stream: Stream, loss
 def score_with_gradients(
     hidden_TH: torch.Tensor, weight_VH: torch.Tensor, stream: Stream, losses: LossTable, *, counts: bool
 ) -> tuple[torch.Tensor, Scores]:
-    """Return the summed loss as a tensor to call backward on, and the scores."""
+    """Return the scores, and the summed loss as a tensor on which to call backward."""
     total, logp_TK, loss_TK = _Head.apply(hidden_TH, weight_VH, stream, losses, counts)  # type: ignore[no-untyped-call]
     return total, Scores(logp_TK, loss_TK)
 

@@ -1,11 +1,11 @@
-r"""Start this machine's ranks with torch.distributed's elastic agent, and end with whoever asked for them.
+r"""Start this machine's ranks with torch.distributed's elastic agent, and end with the process that asked for them.
 
-The backend runs this module on its own machine. On every further machine of a job run it by hand:
+The backend runs this module on its own machine. Run it by hand on every other machine of a job:
 
     TINSMITH_FSDP_KEY=... python -m tinsmith_fsdp.launch --nnodes 2 --nproc-per-node 8 \
         --rdzv-endpoint head:29400 --rdzv-id fsdp --control head:29401 --again
 
-A rank that dies ends all of them: the engine starts them again, and `--again` lets this machine join each time.
+If one rank dies, all end. The engine then starts them again, and `--again` lets this machine rejoin each time.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tinsmith_fsdp.environment import CONTROL, DEVICE
 
 _PAUSE_S = 2.0  # between two attempts to join
-# A busy machine is late with its signs of life. Deaths are noticed elsewhere: by the ranks' connections to the engine.
+# Busy machines send heartbeats late. Deaths are detected elsewhere: by the ranks' connections to the engine.
 _PATIENCE = {"join_timeout": 900, "keep_alive_interval": 5, "keep_alive_max_attempt": 120, "heartbeat_timeout": 60}
 
 
 def main() -> int:
     options = _options()
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # the engine says what happened
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # the engine reports what happened
     if options.control:
         os.environ[CONTROL] = f"tcp:{options.control}"
     if options.with_parent:
@@ -46,7 +46,7 @@ def main() -> int:
 def _run(options: argparse.Namespace) -> int:
     local = options.nnodes == 1
     if local and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name may resolve to an interface that is not there
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name may resolve to an interface that does not exist
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with ExitStack() as stack:
         logs = options.logs or stack.enter_context(tempfile.TemporaryDirectory(prefix="tinsmith-fsdp-"))
@@ -78,7 +78,7 @@ def _default_ranks() -> int:
 def _end_with_parent() -> None:
     while os.read(0, 1024):
         pass
-    os._exit(1)  # the ranks have the same wish: see rank.py
+    os._exit(1)  # the ranks end the same way: see rank.py
 
 
 def _options() -> argparse.Namespace:
@@ -89,8 +89,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rdzv-id", default="fsdp")
     parser.add_argument("--control", help="host:port of the engine; unset: from the environment")
     parser.add_argument("--logs", help="directory for the agent's files; unset: a temporary one")
-    parser.add_argument("--with-parent", action="store_true", help="end when standard input closes")
-    parser.add_argument("--again", action="store_true", help="join again after an end, until killed")
+    parser.add_argument("--with-parent", action="store_true", help="exit when standard input closes")
+    parser.add_argument("--again", action="store_true", help="rejoin whenever the ranks end, until killed")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Who starts the processes of the ranks."""
+"""Launchers: start the processes of the ranks."""
 
 import os
 import secrets
@@ -15,17 +15,17 @@ _STOP_S: Final = 5.0
 
 
 class Launcher(Protocol):
-    """Has started the ranks."""
+    """A launcher that has started the ranks."""
 
     def ended(self) -> str | None:
-        """Return how it ended; None while it runs."""
+        """Return how it ended, or None while it runs."""
 
     def close(self) -> None:
-        """End whatever is left. The ranks have ended, or will at once: their connections are closed."""
+        """End any remaining processes. The ranks have ended or will end at once, as their connections are closed."""
 
 
 class ElasticLauncher:
-    """torch.distributed's elastic agent in a process of its own, which ends when this one does."""
+    """torch.distributed's elastic agent in a separate process, which ends when this one does."""
 
     def __init__(self, config: FsdpConfig, environment: Mapping[str, str], directory: Path) -> None:
         command = [sys.executable, "-m", "tinsmith_fsdp.launch", "--with-parent"]
@@ -52,7 +52,7 @@ class ElasticLauncher:
 
 
 def start(config: FsdpConfig, environment: Mapping[str, str], directory: Path) -> Launcher:
-    """Start the ranks with these variables in their environment. `directory` is for the launcher's own files."""
+    """Start the ranks with these environment variables. `directory` is for the launcher's own files."""
     if config.launcher == "ray":
         from tinsmith_fsdp.ray_launcher import RayLauncher
 

@@ -1,7 +1,8 @@
-"""An adapter as one flat float32 vector: which weight lies where, its first values, and its canonical (PEFT) names.
+"""An adapter as one flat float32 vector: the places of its weights, their initial values and canonical (PEFT) names.
 
-One vector per adapter makes an optimizer step, a reduction over ranks and a transfer to the host one operation each.
-Front and ranks compute the same layout from the same facts. No torch.
+With one vector per adapter, an optimizer step, a reduction over ranks and a transfer to the host are each one
+operation.
+The engine's side and the ranks compute the same layout from the same facts. No torch.
 """
 
 import math
@@ -14,7 +15,7 @@ from tinsmith import Array, FloatArray, LoraConfig, UserError
 from tinsmith.huggingface import ATTENTION, HEAD, MLP, DecoderShape, draw_lora_A, weight_name
 
 _ALIGNMENT = (
-    16  # numbers: a weight starts on 64 bytes, as matrix kernels like it and so that its bits never depend on it
+    16  # elements: weights are aligned to 64 bytes, for matrix kernels and so that bits do not depend on alignment
 )
 
 
@@ -34,7 +35,7 @@ class Slot:
 class Pair:
     """A [rank, in] and B [out, rank] of one linear module."""
 
-    module: str  # such as model.layers.0.self_attn.q_proj
+    module: str  # for example model.layers.0.self_attn.q_proj
     kind: str  # its path within a layer, or lm_head
     layer: int  # 0 for the head
     A: Slot
@@ -66,7 +67,7 @@ class AdapterLayout:
             yield weight_name(pair.module, "B"), pair.B
 
     def fresh(self) -> FloatArray:
-        """Make the first weights: A is drawn, B is zero."""
+        """Make the initial weights: A is drawn, B is zero."""
         flat = np.zeros(self.size, np.float32)
         for pair in self.pairs.values():
             drawn = draw_lora_A(self.lora, pair.kind, pair.layer, pair.A.shape[1])
@@ -74,11 +75,11 @@ class AdapterLayout:
         return flat
 
     def to_canonical(self, flat: FloatArray) -> dict[str, Array]:
-        """Name the weights; they are views of `flat`."""
+        """Return the weights by canonical name, as views of `flat`."""
         return {name: flat[slot.offset : slot.stop].reshape(slot.shape) for name, slot in self.slots()}
 
     def from_canonical(self, named: Mapping[str, Array]) -> FloatArray:
-        """Lay weights out. Raise UserError if one is missing, of another shape, or unknown."""
+        """Lay out weights in a vector. Raise UserError if one is missing, unknown or of the wrong shape."""
         flat = np.zeros(self.size, np.float32)
         left = set(named)
         for name, slot in self.slots():

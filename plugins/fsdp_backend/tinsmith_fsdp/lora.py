@@ -1,6 +1,6 @@
-"""A frozen linear layer with the adapters of whichever tenants' tokens pass through it.
+"""A frozen linear layer with the adapters of all tenants whose tokens pass through it.
 
-Legend: T = tokens of the stream, G = groups (adapters), r = rank of one adapter, R = the greatest of them, padded.
+Legend: T = tokens of the stream, G = groups (adapters), r = rank of one adapter, R = the largest of them, padded.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor
 from tinsmith_fsdp.streams import Group
 from tinsmith_fsdp.tensor_parallel import copy_to_ranks, reduce_from_ranks
 
-_RANK_STEP = 8  # grouped products want rows of 16 bytes
+_RANK_STEP = 8  # grouped products need rows aligned to 16 bytes
 
 
 class MultiLoraLinear(nn.Module):
     """y = W x + b + scale * B (A x), with A and B of each token's own adapter.
 
-    With tensor parallelism `cut` names the dimension of W that is divided: 0 (out, a column-parallel layer), 1 (in, a
-    row-parallel one). Adapters are whole on every rank, which uses its part; the gradients of all ranks then add up to
-    the adapter's, since what every rank computes alike is counted by the first one only.
+    With tensor parallelism, `cut` is the dimension of W that is divided: 0 (out, a column-parallel layer) or 1 (in, a
+    row-parallel one). Adapters are whole on every rank, which uses its part. The gradients of all ranks add up to the
+    adapter's gradient: anything that every rank computes identically is counted only by the first.
     """
 
     def __init__(self, linear: nn.Linear, module: str, cut: int | None = None) -> None:
@@ -32,7 +32,7 @@ class MultiLoraLinear(nn.Module):
         self.cut = cut
         self.group: dist.ProcessGroup | None = None  # of the tp axis, if it has more than one rank
         self.tp_rank = 0
-        self.groups: Sequence[Group] = ()  # of the stream that passes now
+        self.groups: Sequence[Group] = ()  # of the current stream
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [1, T, in] to [1, T, out]."""
@@ -70,7 +70,7 @@ class MultiLoraLinear(nn.Module):
     def _looped(
         self, x_TI: torch.Tensor, pairs: Sequence[tuple[torch.Tensor, torch.Tensor, float] | None], d_out: int
     ) -> torch.Tensor:
-        """Group by group, in float32."""
+        """Compute group by group, in float32."""
         parts = []
         for group, pair in zip(self.groups, pairs, strict=True):
             rows = x_TI[group.start : group.stop]
@@ -84,7 +84,7 @@ class MultiLoraLinear(nn.Module):
     def _grouped(
         self, x_TI: torch.Tensor, pairs: Sequence[tuple[torch.Tensor, torch.Tensor, float] | None]
     ) -> torch.Tensor:
-        """All groups in two grouped products, in the dtype of x; ranks are padded to the greatest."""
+        """Compute all groups in two grouped products, in the dtype of x. Ranks are padded to the largest."""
         first = next(pair for pair in pairs if pair is not None)
         d_in, d_out = first[0].shape[1], first[1].shape[0]
         widest = max(pair[0].shape[0] for pair in pairs if pair is not None)

@@ -1,6 +1,6 @@
 """Every registered loss as one function over a stream whose tokens belong to different losses.
 
-Legend: T = tokens, K = the most targets per token in the stream, C = rows of a chunk.
+Legend: T = tokens, K = maximum number of targets per token in the stream, C = rows of a chunk.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from tinsmith_fsdp.messages import Segment
 
 @dataclass(frozen=True, slots=True)
 class LossBatch:
-    """What the losses read. Loss and gradient are zero for padding (`mask_TK` is false)."""
+    """The inputs of the losses. Loss and gradient are zero for padding (`mask_TK` is false)."""
 
     targets_TK: torch.Tensor  # int64
     mask_TK: torch.Tensor  # bool
@@ -43,7 +43,7 @@ class LossTable:
         self._numbers = {name: number for number, name in enumerate(self._specs)}
 
     def batch(self, segments: Sequence[Segment], device: torch.device) -> LossBatch:
-        """Lay the losses' inputs of segments end to end, targets padded to the most of them."""
+        """Concatenate the loss inputs of segments, padding targets to the maximum number per token."""
         width = max(segment.targets_TK.shape[1] for segment in segments)
         kinds = tuple(sorted({segment.loss_fn for segment in segments}))
         names = sorted({name for kind in kinds for name in self._specs[kind].inputs})
@@ -78,7 +78,7 @@ class LossTable:
         return LossBatch(zero, zero.bool(), zero, {}, {}, ())
 
     def per_token(self, logp_CK: torch.Tensor, batch: LossBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return loss and its derivative by the logprob, both [C, K]; each row by the loss that is its own."""
+        """Return the loss and its derivative by the logprob, both [C, K], using each row's own loss."""
         loss, gradient = torch.zeros_like(logp_CK), torch.zeros_like(logp_CK)
         for kind in batch.kinds:
             spec = self._specs[kind]

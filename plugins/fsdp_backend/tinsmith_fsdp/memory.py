@@ -1,4 +1,4 @@
-"""Running out of memory, told apart from everything else that torch, Python and the system raise."""
+"""Distinguish running out of memory from all other errors that torch, Python and the system raise."""
 
 import errno
 import gc
@@ -7,11 +7,11 @@ from typing import Final
 import torch
 
 _SIGNS: Final = ("Cannot allocate memory", "std::bad_alloc", "CUDA error: out of memory")
-"""The system's word, which torch's CPU allocator and safetensors quote; C++'s; that of pinned host memory."""
+"""The messages of the system (quoted by torch's CPU allocator and safetensors), of C++, and of pinned host memory."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether the error, or one that it was raised from, is about memory."""
+    """Return whether the error, or an error in its chain of causes, is about memory."""
     if error is None:
         return False
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -22,7 +22,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def free_what_is_unused() -> None:
-    """Free the memory of dropped modules: they refer to themselves, so only the collector frees them."""
+    """Free the memory of dropped modules, whose reference cycles only the garbage collector frees."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-_TIMEOUT = timedelta(minutes=30)  # of one collective; a rank that died is noticed by its connection, long before
+_TIMEOUT = timedelta(minutes=30)  # per collective; a dead rank is noticed long before, by its connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Mesh:
 
 
 def find_device(wanted: str | None) -> torch.device:
-    """Choose this rank's device, before any collective."""
+    """Choose this rank's device. Call it before any collective."""
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

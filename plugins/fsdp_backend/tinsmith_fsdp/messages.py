@@ -1,4 +1,4 @@
-"""What the engine and the ranks say to each other. Pickled over a socket that only they can open. No torch.
+"""Messages between the engine and the ranks, pickled over a socket that only they can open. No torch.
 
 Array suffixes: T = tokens of one sequence, K = targets per token.
 """
@@ -17,7 +17,7 @@ Kind = Literal["weights", "adam_m", "adam_v", "gradients"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """The first word of a rank."""
+    """The first message of a rank."""
 
     rank: int
     world_size: int
@@ -28,24 +28,24 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Everything that a rank builds itself from; defaults are decided."""
+    """Everything a rank needs to start, with all defaults resolved."""
 
     config: FsdpConfig
     architecture: DecoderShape
     model_path: str
     losses: Mapping[str, LossSpec]
     dtype: str
-    strict: bool  # each sequence by itself
+    strict: bool  # compute each sequence by itself
     checkpointing: bool
     compile: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a rank holds once the model is there."""
+    """What a rank holds after loading the model."""
 
     rank: int
-    meta_only: bool  # no parameter had memory before the model was divided
+    meta_only: bool  # no parameter was allocated before the model was sharded
     parameter_bytes: int  # of its own shards
     total_bytes: int  # of the whole model
     read_bytes: int  # from weight files
@@ -53,17 +53,17 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Which part of a tensor of the model lies on a rank."""
+    """The part of a tensor that a rank holds."""
 
     name: str  # canonical
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the whole tensor
     rows: tuple[int, int]
     columns: tuple[int, int] | None  # None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullyLoaded:
-    """What a rank holds of a copy of the model whose own weights are trained."""
+    """A rank's part of a fully trained copy of the model."""
 
     loaded: Loaded
     places: tuple[Place, ...]
@@ -71,7 +71,7 @@ class FullyLoaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotMade:
-    """Why a rank could not make its part of a model. Nothing of it is left there, and everything else is as it was."""
+    """Why a rank could not create its part of a model. Nothing of the part remains; everything else is unchanged."""
 
     message: str
     out_of_memory: bool  # else the model's files are at fault
@@ -79,27 +79,27 @@ class NotMade:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullState:
-    """What there is of a fully trained model besides its weights."""
+    """The training state of a fully trained model besides its tensors."""
 
     step: int
     moments: bool
-    pending: bool  # a gradient
+    pending: bool  # whether a gradient is pending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Some rows of what a rank holds of one tensor."""
+    """Some rows of a rank's part of one tensor."""
 
     kind: Kind
     name: str
-    start: int  # row
+    start: int  # the first row
     columns: tuple[int, int] | None
     values: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One sequence of one micro-batch, and where its results belong."""
+    """One sequence of a micro-batch, and the place of its results."""
 
     model_id: str
     index: int  # among the sequences of the call
@@ -117,7 +117,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """Who computes a sequence of a micro-batch, and whose it is."""
+    """The rank that computes a sequence of a micro-batch, and the model that the sequence trains."""
 
     model_id: str
     dp_rank: int
@@ -142,7 +142,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterState:
-    """A LoRA model's training state as flat vectors; None: zeros that were never touched."""
+    """A LoRA model's training state as flat vectors. None: never set, so zero."""
 
     lora: LoraConfig
     weights: FloatArray
@@ -182,7 +182,7 @@ class ProgressMade:
 
 @dataclass(frozen=True, slots=True)
 class RankFailed:
-    """The last word of a rank. `config` marks an error of the configuration rather than of the program."""
+    """The last message of a rank. `config` marks a configuration error, as opposed to a bug."""
 
     message: str
     config: bool = False

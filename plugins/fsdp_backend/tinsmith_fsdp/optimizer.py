@@ -17,10 +17,10 @@ _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by the norm plus this
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """One tensor in one step; all four are float32 of one shape, changed in place but for the gradient's value."""
+    """One tensor in one step. All four are float32 of one shape; weights and moments are updated in place."""
 
     weights: torch.Tensor
-    gradient: torch.Tensor  # used up
+    gradient: torch.Tensor  # consumed by the step
     m: torch.Tensor
     v: torch.Tensor
     adam: AdamParams

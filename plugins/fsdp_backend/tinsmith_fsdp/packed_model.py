@@ -1,6 +1,6 @@
-"""A transformers decoder taken apart and put together for streams: embedding, its own layers, norm, head and loss.
+"""A transformers decoder reassembled to process streams: embedding, its own layers, norm, head and loss.
 
-A pass takes several streams. Each goes through a layer by itself, and the layer's weights are gathered once for all.
+A pass takes several streams. Each goes through a layer by itself, while the layer's weights are gathered once for all.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from tinsmith_fsdp.streams import Stream
 
 
 class PackedLayer(nn.Module):
-    """One decoder layer of transformers, stream by stream."""
+    """One decoder layer of transformers, applied stream by stream."""
 
     def __init__(self, inner: nn.Module, *, checkpointing: bool) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class PackedLayer(nn.Module):
         return [self._run(hidden, stream) for hidden, stream in zip(hiddens, streams, strict=True)]
 
     def _run(self, hidden: torch.Tensor, stream: Stream) -> torch.Tensor:
-        for linear in self.linears:  # here, so that the backward pass sees it too when it recomputes
+        for linear in self.linears:  # set here, so that recomputation in the backward pass sees it too
             linear.groups = stream.groups
         out = self.inner(hidden, attention_mask=None, position_embeddings=stream.rope, stream=stream)
         assert isinstance(out, torch.Tensor)
@@ -42,7 +42,7 @@ class PackedLayer(nn.Module):
 
 
 class PackedModel(nn.Module):
-    """The whole model. Its parameters' canonical names: `canonical_name`."""
+    """The whole model. `canonical_name` maps its parameters to their canonical names."""
 
     def __init__(self, causal_lm: nn.Module, *, checkpointing: bool) -> None:
         super().__init__()
@@ -55,18 +55,18 @@ class PackedModel(nn.Module):
         self.counts_head = True  # whether this rank counts the head adapters' gradients
 
     def set_rotary(self, rotary: nn.Module) -> None:
-        """Return the rotary embedding, which has no parameters and stays outside of sharding."""
+        """Set the rotary embedding, which has no parameters and is not sharded."""
         self._rotary = [rotary]
 
     def forward(
         self, streams: Sequence[Stream], losses: LossTable, *, backward: bool
     ) -> tuple[list[torch.Tensor], list[Scores]]:
-        """Return each stream's summed loss, to call backward on (none without `backward`), and its scores."""
+        """Return each stream's scores, and with `backward` its summed loss, on which to call backward."""
         hiddens = []
         for stream in streams:
             hidden = self.embed_tokens(stream.tokens_T[None])
             if backward:
-                hidden.requires_grad_()  # a frozen base still passes gradients on, for the adapters
+                hidden.requires_grad_()  # a frozen base model must still pass on gradients, for the adapters
             stream.rope = self._rotary[0](hidden, stream.positions_T[None])
             hiddens.append(hidden)
         for layer in self.layers:
@@ -91,6 +91,6 @@ def _module(child: object) -> nn.Module:
 
 
 def canonical_name(name: str) -> str:
-    """Turn a parameter's name into that of the Hugging Face checkpoint."""
+    """Turn a parameter's name into its name in the Hugging Face checkpoint."""
     name = name.replace(".inner.", ".")
     return name if name.startswith("lm_head.") else f"model.{name}"

@@ -8,7 +8,7 @@ from tinsmith_fsdp.config import FsdpConfig
 
 
 def create(config: FsdpConfig, context: BackendContext) -> TrainingBackend:
-    """Start the ranks and load the model; takes as long as reading its files."""
+    """Start the ranks and load the model. Takes as long as reading the model's files."""
     from tinsmith_fsdp.backend import FsdpBackend
 
     return FsdpBackend(config, context)

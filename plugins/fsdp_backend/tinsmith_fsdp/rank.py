@@ -1,6 +1,6 @@
-"""The process of one rank: connects to the engine, loads its part of the model, answers calls until told to end.
+"""The process of one rank: connects to the engine, loads its part of the model, and answers calls until told to end.
 
-It never outlives the engine: when the connection closes, whatever it is doing, it is gone.
+It never outlives the engine: when the connection closes, the process exits at once, whatever it is doing.
 """
 
 import ctypes
@@ -30,14 +30,14 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> None:
-    """Run as the launcher's environment says (RANK, WORLD_SIZE, MASTER_ADDR, ...)."""
+    """Run with the settings of the launcher's environment variables (RANK, WORLD_SIZE, MASTER_ADDR, ...)."""
     _die_with_parent()
     serve(os.environ[CONTROL], bytes(os.environ[KEY], "ascii"))
-    os._exit(0)  # nothing is left to be tidied up, and the interpreter's end takes its time
+    os._exit(0)  # nothing is left to clean up, and the interpreter's shutdown is slow
 
 
 def serve(address: str, key: bytes) -> None:
-    """Answer the engine at `address` until it says the end."""
+    """Answer the engine at `address` until it asks the rank to end."""
     device = find_device(os.environ.get(DEVICE))
     connection = _connect(address, key)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU rank"
@@ -55,14 +55,14 @@ def serve(address: str, key: bytes) -> None:
             connection.send(RankFailed(str(error) if config else traceback.format_exc(), config))
             sys.exit(1)
     if dist.is_initialized():
-        dist.barrier()  # a rank that leaves first would look like one that died
+        dist.barrier()  # a rank that leaves early would look dead
     served.set()
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.shutdown(socket.SHUT_RDWR)  # the engine waits for it, and so does the thread that reads
+        end.shutdown(socket.SHUT_RDWR)  # the engine and the reader thread wait for this
 
 
 class Worker:
-    """Turns calls into the trainer's methods."""
+    """Dispatches calls to the trainer's methods."""
 
     def __init__(self, connection: Connection, device: torch.device) -> None:
         self._connection = connection
@@ -97,7 +97,7 @@ class Worker:
 
 
 def _read(connection: Connection, calls: "queue.SimpleQueue[Call | None]", served: threading.Event) -> None:
-    """Take calls off the connection. When it ends, this process ends, even if the main thread waits for a dead rank."""
+    """Read calls from the connection. When it closes, exit, even if the main thread is waiting for a dead rank."""
     try:
         while True:
             message: Call | None = connection.recv()
@@ -122,7 +122,7 @@ def _connect(address: str, key: bytes) -> Connection:
 
 
 def _die_with_parent() -> None:
-    """If the elastic agent is killed, nothing else ends this process before the connection closes."""
+    """Exit if the elastic agent is killed: nothing else ends this process before the connection closes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""The engine's side of the ranks: starts them, sends every call to all of them, and notices at once when one dies."""
+"""The engine's side of the ranks: starts them, sends each call to all, and notices at once when one dies."""
 
 import os
 import pickle
@@ -24,7 +24,7 @@ _POLL_S: Final = 0.2
 
 
 class RankDiedError(RuntimeError):
-    """A rank died or failed: what the others hold is no longer known. Not a TinsmithError: no result of a request."""
+    """A rank died or failed, so the others' state is unknown. Not a TinsmithError, as it is no result of a request."""
 
 
 class Ranks:
@@ -62,7 +62,7 @@ class Ranks:
         return self.call_each(method, [arguments] * len(self._connections))
 
     def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call with arguments of its own on each rank."""
+        """Call the method with different arguments on each rank."""
         answers: dict[int, Any] = {}
         for rank, message in self._exchange(method, arguments):
             assert isinstance(message, Answer), message
@@ -70,13 +70,13 @@ class Ranks:
         return [answers[rank] for rank in range(len(self._connections))]
 
     def stream(self, method: str, *arguments: Any) -> Iterator[Any]:
-        """Call on every rank and yield what the first one gives piece by piece."""
+        """Call the method on every rank, and yield the pieces that the first rank sends."""
         for _, message in self._exchange(method, [arguments] * len(self._connections)):
             if isinstance(message, Part):
                 yield message.value
 
     def load(self, setup: Setup) -> list[Loaded]:
-        """Have every rank build its part of the model. Raise ConfigError if the model's files are at fault."""
+        """Have every rank load its part of the model. Raise ConfigError if the model's files are at fault."""
         try:
             pickle.dumps(setup.losses)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -133,7 +133,7 @@ class Ranks:
     # start and end
 
     def close(self) -> None:
-        """End all ranks: ask them to if nothing went wrong, else close their connections. May be called again."""
+        """End all ranks: ask them to end, or close their connections after a failure. May be called repeatedly."""
         if self._closed:
             return
         self._closed = True
@@ -152,7 +152,7 @@ class Ranks:
                 connection.send(None)
         deadline, left = time.monotonic() + _STOP_S, list(self._connections)
         while left and (remaining := deadline - time.monotonic()) > 0:
-            ended = wait(left, remaining)  # nothing but its end can come
+            ended = wait(left, remaining)  # only the end of the connection can arrive
             left = [each for each in left if each not in ended]
 
     def _listen(self, config: FsdpConfig) -> tuple[socket.socket, str]:
@@ -170,7 +170,7 @@ class Ranks:
         return listener, address
 
     def _greet(self, key: bytes) -> list[Hello]:
-        """Accept ranks until all are there; the first one to come says how many that is."""
+        """Accept connections until all ranks have joined. The first rank to join reports their number."""
         found: dict[int, tuple[Hello, Connection]] = {}
         while not found or len(found) < next(iter(found.values()))[0].world_size:
             connection = self._accept(key)
@@ -188,10 +188,10 @@ class Ranks:
         except TimeoutError:
             assert self._launcher is not None
             if (how := self._launcher.ended()) is not None:
-                msg = f"the ranks did not start: {how}; what they wrote stands above"
+                msg = f"the ranks did not start: {how}; see their output above"
                 raise RankDiedError(msg) from None
             if time.monotonic() > self.deadline:
-                msg = f"only {len(self._connections)} ranks have come before start_timeout_s was over"
+                msg = f"only {len(self._connections)} ranks joined within start_timeout_s"
                 raise RankDiedError(msg) from None
             return None
         peer.setblocking(True)  # noqa: FBT003  (the standard library's own)

@@ -1,4 +1,4 @@
-"""Ranks as Ray actors: Ray finds them machines and GPUs, and ends them with the engine. Needs the extra `ray`."""
+"""Ranks as Ray actors: Ray assigns machines and GPUs, and ends the ranks with the engine. Needs the extra `ray`."""
 
 import os
 import socket
@@ -12,25 +12,25 @@ from tinsmith import ConfigError
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.environment import CONTROL, KEY
 
-# Any below: Ray's actor handles and references are made at run time.
+# Any below: Ray creates the types of actor handles and references at run time.
 
 
 class _Rank:
-    """The actor. It has served when the engine says so, and leaves by os._exit when the engine is gone."""
+    """The actor of one rank. It returns when the engine ends it, and exits by os._exit when the engine is gone."""
 
     def meeting_point(self) -> tuple[str, int]:
         with socket.create_server(("", 0)) as free:
             return str(ray.util.get_node_ip_address()), free.getsockname()[1]
 
     def serve(self, environment: dict[str, str]) -> None:
-        from tinsmith_fsdp.rank import serve  # torch, where the actor runs
+        from tinsmith_fsdp.rank import serve  # imports torch, on the actor's machine
 
         os.environ.update(environment)
         serve(environment[CONTROL], environment[KEY].encode())
 
 
 class RayLauncher:
-    """Starts one actor per rank in one placement group, packed on as few machines as will do."""
+    """Starts one actor per rank in one placement group, packed onto as few machines as possible."""
 
     def __init__(self, config: FsdpConfig, environment: Mapping[str, str]) -> None:
         if not ray.is_initialized():

@@ -1,7 +1,7 @@
-"""Tensors of a model too large for anybody's memory, on disk between those who have them and those who read them.
+"""Tensors of a model too large for any process's memory, kept on disk between writers and readers.
 
-The ranks' rows go into one file as they come; whoever writes a checkpoint or loads a sampler takes a tensor at a time.
-The file has no name: it is gone with the last who holds it, however that ends. No torch.
+The ranks' rows go into one file as they arrive. A reader, such as a checkpoint writer or a sampler, takes one tensor at
+a time. The file has no name, so it disappears with its last holder, however that one ends. No torch.
 """
 
 import math
@@ -20,9 +20,9 @@ _ITEM = 4  # bytes of a float32
 
 
 class Spool:
-    """Room for the tensors of `shapes` once per kind. Written by one thread; then any may read.
+    """Room for the tensors of `shapes`, once per kind. Written by one thread; afterwards any thread may read.
 
-    If the disk refuses, reading raises and writing does not: nobody's training depends on it.
+    If the disk refuses, reading raises but writing does not: training never depends on the spool.
     """
 
     def __init__(self, directory: Path, kinds: tuple[Kind, ...], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -39,7 +39,7 @@ class Spool:
                 end += math.prod(shape) * _ITEM
 
     def put(self, piece: Piece) -> None:
-        """Write rows where they belong."""
+        """Write rows at their place."""
         if self._refusal is not None:
             return
         row = math.prod(self._shapes[piece.name][1:]) * _ITEM
@@ -60,7 +60,7 @@ class Spool:
             left, offset = left[written:], offset + written
 
     def read(self, kind: Kind, name: str) -> FloatArray:
-        """Raise ServerError if the disk has refused."""
+        """Raise ServerError if a write has failed."""
         if self._refusal is not None:
             msg = f"the model's state could not be kept on disk: {self._refusal.strerror or self._refusal}"
             raise ServerError(msg) from self._refusal
@@ -68,7 +68,7 @@ class Spool:
         left, offset = values.reshape(-1).view(np.uint8).data, self._offsets[kind, name]
         while left:
             count = os.preadv(self._file, [left], offset)
-            assert count, "the file is shorter than what was written"
+            assert count, "the file is shorter than the data written"
             left, offset = left[count:], offset + count
         return values
 
@@ -77,7 +77,7 @@ class Spool:
 
 
 class _Tensors(Mapping[str, Array]):
-    """Those of one kind, each read when it is asked for, and not kept."""
+    """The tensors of one kind. Each is read on access, and not kept."""
 
     def __init__(self, spool: Spool, kind: Kind, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._spool, self._kind, self._shapes = spool, kind, shapes

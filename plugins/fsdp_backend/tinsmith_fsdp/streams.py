@@ -1,4 +1,4 @@
-"""A stream: sequences laid end to end, those of one adapter side by side, as one forward pass takes them.
+"""A stream: concatenated sequences, grouped by adapter, that one forward pass processes.
 
 Legend: T = tokens of the stream, K = targets per token.
 """
@@ -36,22 +36,22 @@ def _leaf(
     leaf = weights[start:stop].view(shape)
     if gradients is not None:
         leaf.requires_grad_()
-        leaf.grad = gradients[start:stop].view(shape)  # autograd adds in place to what is there
+        leaf.grad = gradients[start:stop].view(shape)  # autograd accumulates into it in place
     return leaf
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Neighbouring tokens of one adapter."""
+    """Contiguous tokens of one adapter."""
 
     start: int
     stop: int
-    leaves: Leaves | None  # None: the base model as it is
+    leaves: Leaves | None  # None: the base model without an adapter
 
 
 @dataclass(slots=True)
 class Stream:
-    """One forward pass's tokens and everything about them. `rope` is filled in by the model."""
+    """The tokens of one forward pass with all their data. The model fills in `rope`."""
 
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
@@ -66,7 +66,7 @@ class Stream:
 def make_stream(
     segments: Sequence[Segment], leaves: Sequence[Leaves | None], losses: LossTable, device: torch.device
 ) -> Stream:
-    """Lay segments end to end; those with the same leaves must be neighbours. None: the model has no adapter."""
+    """Concatenate segments. Those with the same leaves must be adjacent; leaves None: the model has no adapter."""
     lengths = [segment.num_tokens for segment in segments]
     ends = np.cumsum([0, *lengths])
     return Stream(
@@ -81,7 +81,7 @@ def make_stream(
 
 
 def empty_stream(losses: LossTable, device: torch.device) -> Stream:
-    """Make one token without a loss: for a rank that only helps to gather the layers."""
+    """Make a stream of one token without a loss, for a rank that only helps to gather the layers."""
     zero = torch.zeros(1, dtype=torch.long, device=device)
     ends = torch.tensor([0, 1], dtype=torch.int32, device=device)
     group = Group(0, 1, None)

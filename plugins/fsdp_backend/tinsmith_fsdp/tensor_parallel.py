@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 class _CopyToRanks(torch.autograd.Function):
-    """Identity forward; the gradients of all ranks' parts add up."""
+    """Forward: identity. Backward: the sum of all ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -20,7 +20,7 @@ class _CopyToRanks(torch.autograd.Function):
 
 
 class _ReduceFromRanks(torch.autograd.Function):
-    """Sum of the ranks' parts forward; every part has the sum's gradient."""
+    """Forward: the sum of all ranks' parts. Backward: every part gets the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # noqa: ARG004

@@ -1,12 +1,12 @@
-"""What one rank does: passes over its share of the sequences, and optimizer steps that all ranks make alike.
+"""One rank's work: passes over its share of the sequences, and optimizer steps that all ranks perform identically.
 
-Models of LoRA rank 0 are in full_model.py. Adapters, their moments and their pending gradients are whole and equal on
-every rank; only the base model is sharded. A pending gradient is complete after every call: the ranks' contributions
-are added before it returns.
+Models of LoRA rank 0 are in full_model.py. Adapters, their moments and their pending gradients are whole and identical
+on every rank; only the base model is sharded. A pending gradient is complete after every call, because the ranks'
+contributions are added before it returns.
 
-- strict: each sequence is a stream of its own, and its gradient is added by itself, in the order of the log. So neither
-  company, nor how calls were merged, nor the number of ranks changes any bit.
-- fast: all sequences of a micro-batch are one stream, and gradients are summed per adapter.
+- strict: each sequence is a separate stream, and its gradient is added separately, in the order of the log. No bit
+depends on other sequences, on how calls were merged, or on the number of ranks.
+- fast: all sequences of a micro-batch form one stream, and gradients are summed per adapter.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,18 +45,18 @@ Made = TypeVar("Made")
 
 @dataclass(slots=True)
 class _Adapter:
-    """All of one LoRA model, as flat float32 vectors. `gradients` is None while nothing is pending."""
+    """The state of one LoRA model, as flat float32 vectors. `gradients` is None while none are pending."""
 
     layout: AdapterLayout
     weights: torch.Tensor
-    m: torch.Tensor | None = None  # None: no step was made
+    m: torch.Tensor | None = None  # None: no step yet
     v: torch.Tensor | None = None
     gradients: torch.Tensor | None = None
     step: int = 0
 
 
 class Trainer:
-    """Called by the engine, method by method, with the same calls on every rank."""
+    """Its methods are called by the engine, with the same calls on every rank."""
 
     def __init__(self, base: BaseModel, mesh: Mesh, setup: Setup) -> None:
         self._base, self._mesh, self._setup = base, mesh, setup
@@ -75,7 +75,7 @@ class Trainer:
         self._adapters[model_id] = _Adapter(layout, self._placed(layout.fresh()))
 
     def create_full_model(self, model_id: str) -> FullyLoaded | NotMade:
-        """Read the weights again, into shards of their own: adapters go on with the base as it was."""
+        """Read the weights again, into separate shards. Adapters keep using the frozen base model."""
         return self._or_not_made(lambda: self._make_full(model_id))
 
     def _make_full(self, model_id: str) -> FullyLoaded:
@@ -87,7 +87,7 @@ class Trainer:
 
     @staticmethod
     def _or_not_made(make: Callable[[], Made]) -> Made | NotMade:
-        """Answer with what only this rank may know. No rank waits for another while a model is made, so none hangs."""
+        """Return an error that may concern this rank alone. Ranks do not wait for each other here, so none hangs."""
         try:
             return make()
         except Exception as error:
@@ -95,17 +95,17 @@ class Trainer:
             if not out_of_memory and not isinstance(error, ConfigError):
                 raise
             refusal = NotMade(message=(str(error) or type(error).__name__).splitlines()[0], out_of_memory=out_of_memory)
-        free_what_is_unused()  # only here: the error kept alive what had been made until then
+        free_what_is_unused()  # not earlier: the error kept partial results alive
         return refusal
 
     def unload_model(self, model_id: str) -> None:
-        """Free this rank's part of the model. There is none if another rank could not make its own."""
+        """Free this rank's part of the model, which may be missing if creating the model failed."""
         self._adapters.pop(model_id, None)
         if self._full.pop(model_id, None) is not None:
             free_what_is_unused()
 
     def capture_adapter(self, model_id: str) -> AdapterState | None:
-        """Copy the state to the host; every rank has it, so the first one answers for all."""
+        """Copy the state to the host. Every rank has the same state, so only the first returns it."""
         adapter = self._adapters[model_id]
         if dist.get_rank() != 0:
             return None
@@ -157,7 +157,7 @@ class Trainer:
         owners: Sequence[Sequence[Owner]],
         backward: bool,  # noqa: FBT001  (over the wire)
     ) -> list[Scored]:
-        """Score this rank's segments, micro-batch by micro-batch; `owners` tells for each who has which sequence."""
+        """Score this rank's segments by micro-batch. `owners` lists the owners of all sequences of each micro-batch."""
         scored: list[Scored] = []
         sums: dict[str, torch.Tensor] = {}
         for segments, owned in zip(micros, owners, strict=True):
@@ -192,7 +192,7 @@ class Trainer:
         return [_scored(*found) for found in self._full[model_id].run(micros, backward=backward)]
 
     def _leaves(self, model_id: str, backward: bool, sums: dict[str, torch.Tensor] | None = None) -> Leaves:  # noqa: FBT001
-        """Make leaves; their gradients go to a vector of their own, or add up in the model's of `sums`."""
+        """Make leaves whose gradients go to a new vector, or to the model's in `sums`."""
         adapter = self._adapters[model_id]
         gradients: torch.Tensor | None = None
         if backward:
@@ -214,7 +214,7 @@ class Trainer:
         return scores
 
     def _fold(self, owned: Sequence[Owner], own: dict[int, torch.Tensor]) -> None:
-        """Add every sequence's gradient to its model's, one after the other, wherever it was computed."""
+        """Add each sequence's gradient to its model's in order, whichever rank computed it."""
         everything = self._exchanged(owned, own)
         for position, owner in enumerate(owned):
             adapter = self._adapters[owner.model_id]
@@ -222,7 +222,7 @@ class Trainer:
             adapter.gradients = gradient if adapter.gradients is None else adapter.gradients.add_(gradient)
 
     def _exchanged(self, owned: Sequence[Owner], own: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Give every rank all gradients: each dp rank in turn sends its own, its tp ranks' parts added in order."""
+        """Give every rank all gradients. Each dp rank in turn sends its own, adding its tp ranks' parts in order."""
         if dist.get_world_size() == 1:
             return own
         everything: dict[int, torch.Tensor] = {}

@@ -191,7 +191,7 @@ async def test_snapshots_that_vllm_cannot_take_are_refused_by_name(qwen3: VllmSa
             "base_model.model.model.layers.0.self_attn.z_proj.lora_B.weight": np.zeros((64, 4), np.float32),
         },
     )
-    with pytest.raises(UnsupportedError, match=r"does not take the adapter of snapshot 'odd': .*z_proj"):
+    with pytest.raises(UnsupportedError, match=r"rejects the adapter of snapshot 'odd': .*z_proj"):
         await qwen3.load_snapshot(odd)
     assert isinstance(await qwen3.sample(op(prompt(1), "odd")), Failed)
     whole = HostSnapshot("whole", LoraConfig(rank=0, seed=0), {"model.norm.weight": np.ones(64, np.float32)})

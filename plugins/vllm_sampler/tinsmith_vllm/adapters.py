@@ -1,4 +1,4 @@
-"""Adapters as vLLM reads them: a PEFT directory each, in shared memory, for as long as its snapshot is loaded."""
+"""Adapters in the form that vLLM reads: one PEFT directory per loaded snapshot, in shared memory."""
 
 import fcntl
 import json
@@ -21,7 +21,7 @@ _LOCK: Final = "owner.lock"
 
 
 class AdapterFiles:
-    """A private directory of this process; what killed processes left behind is removed at the start."""
+    """A private directory of this process. At the start, it removes the leftovers of killed processes."""
 
     def __init__(self, configured: Path | None, fallback: Path) -> None:
         parent = configured or (_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else fallback)
@@ -29,10 +29,10 @@ class AdapterFiles:
         _remove_orphans(parent)
         self._root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         self._lock = _locked(self._root / _LOCK)
-        self._ids = count(1)  # never used twice: vLLM's caches go by it
+        self._ids = count(1)  # never reused: vLLM's caches are keyed by it
 
     def write(self, snapshot: Snapshot, base_model: str) -> tuple[int, Path]:
-        """Return a new id and the directory. Copies the weights from the trainer's device if they are there."""
+        """Return a new id and the directory. Copies the weights to the host if they are on the trainer's device."""
         weights = snapshot.adapter_weights()
         adapter_id = next(self._ids)
         directory = self._root / str(adapter_id)
@@ -54,14 +54,14 @@ class AdapterFiles:
 
 def _remove_orphans(parent: Path) -> None:
     for directory in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # somebody else's
+        with suppress(OSError):  # another user's
             if (lock := _locked(directory / _LOCK)) is not None:
                 shutil.rmtree(directory, ignore_errors=True)
                 lock.close()
 
 
 def _locked(path: Path) -> IO[bytes] | None:
-    """Return the file, locked as long as it is open; None if another process has the lock."""
+    """Return the file, locked while it is open, or None if another process holds the lock."""
     lock = path.open("ab")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Messages over a stream socket: four bytes of length, then msgpack. Imported by both processes."""
+"""Messages over a stream socket: a length of four bytes, then msgpack. Imported by both processes."""
 
 import socket
 import struct
@@ -14,10 +14,10 @@ _CHUNK: Final = 1 << 20
 
 
 class Channel(Generic[M]):
-    """One end. `send` may be called from any thread, `receive` from one."""
+    """One end of the channel. `send` may be called from any thread, `receive` from only one."""
 
     def __init__(self, connection: socket.socket, incoming: object) -> None:
-        """`incoming` is the union of message types that arrive here."""
+        """`incoming` is the union of the message types that arrive at this end."""
         self._socket = connection
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(incoming)
@@ -25,15 +25,15 @@ class Channel(Generic[M]):
         self._sending = threading.Lock()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Raise OSError if the other end is gone."""
+        """Send a message. Raise OSError if the other end is gone."""
         body = self._encoder.encode(message)
         with self._sending:
             self._socket.sendall(_LENGTH.pack(len(body)) + body)
 
     def receive(self) -> M | None:
-        """Wait for the next message; None if the other end is gone.
+        """Wait for and return the next message, or None if the other end is gone.
 
-        Raise TimeoutError if the socket has a timeout and it passes; nothing is lost.
+        Raise TimeoutError if the socket has a timeout and it expires. No data are lost then.
         """
         while True:
             if len(self._buffer) >= _LENGTH.size:

@@ -1,7 +1,7 @@
-"""The vLLM process: takes requests from a socket, steps the engine, sends back what was drawn.
+"""The vLLM process: takes requests from a socket, steps the engine, and sends back the drawn tokens.
 
-Ends when the other end of the socket closes, however that came about. Imports no tinsmith but this package: it may run
-in an environment of vLLM's own.
+Ends when the other end of the socket closes, for whatever reason. Imports no tinsmith package except this one, because
+it may run in an environment that has only vLLM.
 """
 
 import ctypes
@@ -39,14 +39,14 @@ from tinsmith_vllm.messages import (
 from tinsmith_vllm.worker import QUESTION
 
 _BEAT_S: Final = 2.0
-_POLL_S: Final = 0.005  # while adapters are being read and nothing else is to do
+_POLL_S: Final = 0.005  # while only adapters are being read
 _PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> None:
     descriptor = int(sys.argv[1])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # Linux; elsewhere the closed socket ends it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group: the engine decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole process group; the engine decides
     channel: Channel[ToVllm] = Channel(socket.socket(fileno=descriptor), ToVllm)
     start = channel.receive()
     if not isinstance(start, Start):
@@ -64,7 +64,7 @@ def main() -> None:
 def _read(channel: Channel[ToVllm], inbox: "queue.SimpleQueue[ToVllm]") -> None:
     while (message := channel.receive()) is not None:
         inbox.put(message)
-    os._exit(0)  # whoever asked is gone, and vLLM may be in the middle of anything
+    os._exit(0)  # the parent is gone, and vLLM may be doing anything
 
 
 def _engine(start: Start, channel: Channel[ToVllm]) -> Any:
@@ -85,7 +85,7 @@ def _engine(start: Start, channel: Channel[ToVllm]) -> Any:
 
 
 class EngineLoop:
-    """Requests join the running batch between two steps."""
+    """Runs the engine. Requests join the running batch between two steps."""
 
     def __init__(self, engine: Any, channel: Channel[ToVllm], inbox: "queue.SimpleQueue[ToVllm]") -> None:
         self._engine = engine
@@ -93,7 +93,7 @@ class EngineLoop:
         self._inbox = inbox
         self._adapters: dict[int, Any] = {}  # LoRARequests
         self._reading: set[int] = set()
-        self._requests: dict[str, Generate] = {}  # sequences under way, by vLLM's name for them
+        self._requests: dict[str, Generate] = {}  # running sequences, by vLLM's name for them
         self._asked: set[int] = set()  # requests whose prompt scores are still to be sent
         self._beat = time.monotonic()
 
@@ -107,7 +107,7 @@ class EngineLoop:
                 self._say_beat()
 
     def _take_messages(self) -> None:
-        """Handle what has arrived. Wait for a message if there is nothing to do."""
+        """Handle all messages that have arrived. Wait for one if there is nothing else to do."""
         if not self._engine.has_unfinished_requests() and self._inbox.empty():
             try:
                 self._handle(self._inbox.get(timeout=_POLL_S if self._reading else None))
@@ -186,13 +186,13 @@ class EngineLoop:
         self._engine.abort_request(running)
         if 0 in message.indices and message.request_id in self._asked:
             self._asked.discard(message.request_id)
-            self._scores(message.request_id)  # if there are any, nobody wants them any more
+            self._scores(message.request_id)  # discard any scores: nobody needs them any more
 
     def _report_adapters(self) -> None:
         for adapter_id in list(self._reading):
             outcomes = self._engine.collective_rpc("tinsmith_prepared", args=(adapter_id,))
             ended = [outcome for outcome in outcomes if outcome is not None]
-            if ended:  # ranks read the same files; the slower ones wait for them at the first use at the latest
+            if ended:  # all ranks read the same files; a slow rank finishes reading at the first use at the latest
                 self._reading.discard(adapter_id)
                 error = next((outcome for outcome in ended if outcome), "")
                 self._channel.send(Loaded(adapter_id=adapter_id, error=error))
@@ -251,7 +251,7 @@ def _question(message: Generate, question: PromptQuestion) -> dict[str, Any]:
 
 
 def _rows(flat: Any, length: int, num_top: int) -> tuple[Any, Any]:
-    """Return ids and logprobs [length, 1 + num_top]: first the token drawn, then the best ones."""
+    """Return ids and logprobs [length, 1 + num_top]: the drawn token first, then the best ones."""
     shape = (length, 1 + num_top)
     return (
         np.array(flat.token_ids if length else [], np.int32).reshape(shape),

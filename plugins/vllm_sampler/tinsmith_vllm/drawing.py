@@ -1,4 +1,4 @@
-"""One sample under way: the request as vLLM gets it, and the sequences that come back."""
+"""One sample in progress: the request sent to vLLM, and the sequences that come back."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -24,7 +24,7 @@ _MASK: Final = (1 << 64) - 1
 
 @dataclass(slots=True)
 class _Sequence:
-    """What has come of one sequence. `watch` is set if stop strings may end it, which vLLM does not check."""
+    """The tokens of one sequence so far. `watch` is set if stop strings may end it, as vLLM does not check them."""
 
     watch: StopWatch | None
     tokens: list[TokenArray] = field(default_factory=list)
@@ -35,7 +35,7 @@ class _Sequence:
 
 
 class Drawing:
-    """Collects the sequences of one request to one replica."""
+    """Collects the sequences that one replica draws for one request."""
 
     def __init__(self, request_id: int, op: Sample, rules: StopRules) -> None:
         self.request_id = request_id
@@ -69,7 +69,7 @@ class Drawing:
         last_n = P if op.prompt_logprobs_last_n is None else op.prompt_logprobs_last_n
         targets = np.empty((P - 1, 0), np.int64) if op.target_prompt_logprobs is None else op.target_prompt_logprobs
         return PromptQuestion(
-            first_row=0 if targets.shape[1] else self._first_row(last_n),  # targets are not cut by last_n
+            first_row=0 if targets.shape[1] else self._first_row(last_n),  # last_n does not limit targets
             num_top=op.topk_prompt_logprobs,
             num_targets=targets.shape[1],
             targets=np.ascontiguousarray(targets, np.int64).tobytes(),
@@ -83,13 +83,13 @@ class Drawing:
         return all(sequence.stop_reason is not None for sequence in self._sequences)
 
     def take(self, drawn: Drawn) -> list[int]:
-        """Add what came; return the sequences that are to be ended, since their text holds a stop string."""
+        """Add the message's tokens. Return the sequences to end because their text contains a stop string."""
         sequence = self._sequences[drawn.index]
         self._scores = drawn.scores or self._scores
         if drawn.index == 0:
             self._cached_tokens = drawn.cached_tokens
         if sequence.stop_reason is not None:
-            return []  # drawn before the order to end it arrived
+            return []  # drawn before vLLM received the request to end it
         k = self._op.topk_sample_logprobs
         tokens = np.frombuffer(drawn.tokens, np.int32)
         logprobs = np.frombuffer(drawn.logprobs, np.float32)
@@ -113,7 +113,7 @@ class Drawing:
         return []
 
     def output(self) -> SampleOutput:
-        """Return everything, once it is done."""
+        """Return the complete result, once all sequences are done."""
         op = self._op
         P = len(op.prompt_P)
         result = SampleOutput(
@@ -163,7 +163,7 @@ def _prompt_logprobs(scores: PromptScores, first: int) -> FloatArray:
 
 
 def _seed_of(seed: int, index: int) -> int:
-    """Mix a request's seed and a sequence's number (SplitMix64), so that neighbouring seeds share no sequence."""
+    """Mix a request's seed and a sequence's number (SplitMix64), so that adjacent seeds share no sequence."""
     mixed = (seed + (index + 1) * 0x9E3779B97F4A7C15) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,4 +1,4 @@
-"""From settings to processes: vLLM's arguments, and what each replica finds in its environment."""
+"""From settings to processes: vLLM's arguments, and each replica's environment."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,7 +54,7 @@ def _engine_args(config: VllmConfig, model_path: Path) -> dict[str, object]:
 
 
 def _environment(config: VllmConfig, number: int) -> dict[str, str]:
-    """Give each replica devices of its own if there are several."""
+    """Give each replica its own devices if there are several replicas."""
     size = config.tensor_parallel_size
     devices = config.devices or tuple(map(str, range(size * config.replicas)))
     if config.replicas == 1 and not config.devices:

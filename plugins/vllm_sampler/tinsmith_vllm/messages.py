@@ -1,7 +1,7 @@
-"""What sampler and vLLM process say to each other. Imported by both, so nothing but msgspec is imported here.
+"""Messages between the sampler and the vLLM process. Both import this module, so it imports nothing but msgspec.
 
 Arrays travel as bytes: tokens int32, logprobs float32, in C order. Shapes follow from the request:
-P = tokens of the prompt, k = alternatives asked for, K = targets per position.
+P = tokens of the prompt, k = requested alternatives, K = targets per position.
 """
 
 import msgspec
@@ -18,13 +18,13 @@ class Start(Message, frozen=True):
     """The first message, once."""
 
     engine_args: dict[str, object]
-    float32_on_cpu: bool  # dtype, eagerness and memory were left open: the child knows the device
+    float32_on_cpu: bool  # dtype, eager mode and memory are not configured: the child knows the device
     eager_on_cpu: bool
-    half_the_memory_on_cpu: bool  # shared with everyone there; vLLM does not start unless its share is free
+    half_the_memory_on_cpu: bool  # memory is shared there, and vLLM does not start unless its share is free
 
 
 class Load(Message, frozen=True):
-    """Make an adapter known; `prepare` has it read now, and answered with Loaded."""
+    """Announce an adapter. With `prepare`, the child reads it now and answers with Loaded."""
 
     adapter_id: int
     name: str
@@ -37,7 +37,7 @@ class Unload(Message, frozen=True):
 
 
 class PromptQuestion(Message, frozen=True):
-    """What is asked about the prompt. Row i scores position i + 1."""
+    """The requested scores of a prompt. Row i scores position i + 1."""
 
     first_row: int
     num_top: int
@@ -58,19 +58,19 @@ class Generate(Message, frozen=True):
     stop_tokens: list[int]
     num_top: int
     adapter_id: int  # 0 = the base model
-    stream: bool  # Drawn after every token, not only at the end
+    stream: bool  # send Drawn after every token, not only at the end
     question: PromptQuestion | None
 
 
 class Abort(Message, frozen=True):
-    """End sequences of a request, unanswered."""
+    """End sequences of a request. Has no answer."""
 
     request_id: int
     indices: list[int]
 
 
 class Count(Message, frozen=True):
-    """Asks how many sequences vLLM holds."""
+    """Ask how many sequences vLLM holds."""
 
     request_id: int
 
@@ -87,18 +87,18 @@ class Ready(Message, frozen=True):
 
 
 class Unstartable(Message, frozen=True):
-    """It cannot start, and trying again would not help."""
+    """The process cannot start, and trying again would not help."""
 
     message: str
 
 
 class Beat(Message, frozen=True):
-    """Said from time to time while it works."""
+    """Sent from time to time while vLLM works."""
 
 
 class Loaded(Message, frozen=True):
     adapter_id: int
-    error: str  # empty: it is there
+    error: str  # empty if the adapter was loaded
 
 
 class PromptScores(Message, frozen=True):
@@ -109,7 +109,7 @@ class PromptScores(Message, frozen=True):
 
 
 class Drawn(Message, frozen=True):
-    """Tokens of one sequence: all of them, or with `stream` those since the last message."""
+    """Tokens of one sequence: all of them, or with `stream` only those since the last message."""
 
     request_id: int
     index: int
@@ -119,11 +119,11 @@ class Drawn(Message, frozen=True):
     top_logprobs: bytes
     ended: str  # "stop", "length", or empty while it goes on
     cached_tokens: int
-    scores: PromptScores | None  # with the first tokens of sequence 0, if prompt scores were asked for
+    scores: PromptScores | None  # with the first tokens of sequence 0, if prompt scores were requested
 
 
 class Refused(Message, frozen=True):
-    """vLLM does not take the request."""
+    """vLLM rejects the request."""
 
     request_id: int
     message: str

@@ -1,4 +1,4 @@
-"""The hooks of tinsmith-vllm. Imported in every process: no vLLM here, nor in any other part of the parent's side."""
+"""The hooks of tinsmith-vllm. Imported in every process. The parent's side, including this module, imports no vLLM."""
 
 from tinsmith import BackendContext, SamplerSpec, SamplingBackend, hookimpl
 from tinsmith_vllm.config import VllmConfig

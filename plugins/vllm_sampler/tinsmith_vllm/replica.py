@@ -1,4 +1,4 @@
-"""One vLLM process, seen from the engine: started, spoken to, watched, and started again when it dies."""
+"""The engine's side of one vLLM process: starts it, exchanges messages, watches it, and restarts it when it dies."""
 
 import asyncio
 import logging
@@ -32,11 +32,11 @@ _log = logging.getLogger(__name__)
 
 
 class ReplicaDiedError(Exception):
-    """The process died while it had work. The same work may be asked for again."""
+    """The process died while it had work. The work may be retried."""
 
 
 class ReplicaGoneError(Exception):
-    """The process is not coming back."""
+    """The process will not be started again."""
 
 
 Answer = FromVllm | ReplicaDiedError
@@ -57,36 +57,36 @@ class Launch:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """Somebody who waits for answers on an event loop."""
+    """A caller that waits for answers on an event loop."""
 
     answers: asyncio.Queue[Answer] = field(default_factory=asyncio.Queue)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     def put(self, answer: Answer) -> None:
-        with suppress(RuntimeError):  # the loop closed: nobody waits
+        with suppress(RuntimeError):  # the loop is closed, so nobody waits
             self.loop.call_soon_threadsafe(self.answers.put_nowait, answer)
 
 
 class Replica:
-    """Calls are kept by a key that its messages carry: ("request", id) or ("adapter", id).
+    """Calls are registered under a key that their messages carry: ("request", id) or ("adapter", id).
 
-    One thread lives as long as the process is wanted: it starts it, reads from it, and starts it again. Another one
-    sends, so that no caller is ever held up by a busy process.
+    One thread lives as long as the process is wanted: it starts the process, reads from it, and restarts it. Another
+    thread sends, so that a busy process never blocks a caller.
     """
 
     def __init__(self, launch: Launch, name: str) -> None:
         self.name = name
-        self.num_sequences = 0  # under way, as the router counts
-        self.is_running = False  # a process that answers; what is asked of another waits until it does
-        self.is_unstartable = False  # as it is configured: trying again would not help
+        self.num_sequences = 0  # in progress, counted by the router
+        self.is_running = False  # the process answers; until then, messages wait
+        self.is_unstartable = False  # with this configuration, so trying again would not help
         self._launch = launch
         self._lock = threading.Lock()
         self._calls: dict[tuple[str, int], Call] = {}
-        self._adapters: dict[int, Load] = {}  # what a new process must know
+        self._adapters: dict[int, Load] = {}  # to announce to a new process
         self._outbox: queue.SimpleQueue[msgspec.Struct | None] = queue.SimpleQueue()
         self._gone = ""
         self._closing = False
-        self._is_silent = False  # the process that ran last, and was therefore ended
+        self._is_silent = False  # whether the last process was ended because it fell silent
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths: deque[float] = deque(maxlen=_MAX_DEATHS)
         self._ready = threading.Event()
@@ -95,7 +95,7 @@ class Replica:
         self._thread.start()
 
     def wait_until_ready(self, look: Callable[[], None]) -> Ready:
-        """Wait for the first start, calling `look` every second. Raise ReplicaGoneError if there is none."""
+        """Wait for the first start, calling `look` every second. Raise ReplicaGoneError if it fails."""
         while not self._ready.wait(_LOOK_S):
             look()
         if self._description is None:
@@ -104,7 +104,7 @@ class Replica:
 
     @property
     def is_gone(self) -> bool:
-        """Tell whether it is not coming back; what is asked of it raises ReplicaGoneError."""
+        """Return whether the process is gone for good. Calls to it raise ReplicaGoneError."""
         return bool(self._gone)
 
     @property
@@ -112,7 +112,7 @@ class Replica:
         return None if self._process is None else self._process.pid
 
     def ask(self, key: tuple[str, int], message: msgspec.Struct) -> Call:
-        """Send a message, now or as soon as the process runs; answers come until `forget`."""
+        """Send a message, now or as soon as the process runs. Answers are delivered until `forget`."""
         call = Call()
         with self._lock:
             if self._gone:
@@ -123,7 +123,7 @@ class Replica:
         return call
 
     def tell(self, message: msgspec.Struct) -> None:
-        """Send a message that has no answer, or whose answer nobody waits for."""
+        """Send a message without waiting for an answer."""
         with self._lock:
             self._note(message)
             self._outbox.put(message)
@@ -139,12 +139,12 @@ class Replica:
             self._calls.pop(key, None)
 
     def close(self) -> None:
-        """End the process; calls that wait get ReplicaDiedError."""
+        """End the process. Waiting calls get ReplicaDiedError."""
         with self._lock:
             self._closing = True
             process = self._process
         if process is not None:
-            process.kill()  # it holds nothing that is worth an orderly end
+            process.kill()  # it holds nothing that needs an orderly shutdown
         self._thread.join(_END_TIMEOUT_S)
 
     # The thread -----------------------------------------------------------------------------------------------------
@@ -153,16 +153,16 @@ class Replica:
         reason = f"the thread of {self.name} failed"
         try:
             reason = self._lives()
-        finally:  # nobody may wait for a process that is not coming back
+        finally:  # no caller may wait for a process that is gone for good
             if not self._closing:
                 _log.error("%s is given up: %s", self.name, reason)
             with self._lock:
                 self._gone = reason
-            self._tell_all(ReplicaDiedError(reason))  # whoever asks again is told that it is gone
+            self._tell_all(ReplicaDiedError(reason))  # a retry then gets ReplicaGoneError
             self._ready.set()
 
     def _lives(self) -> str:
-        """Run process after process; return why there is no other."""
+        """Run process after process. Return why no other is started."""
         while True:
             reason, again = self._one_life()
             self._deaths.append(time.monotonic())
@@ -172,7 +172,7 @@ class Replica:
             self._tell_all(ReplicaDiedError(reason))
 
     def _tell_all(self, error: ReplicaDiedError) -> None:
-        """What was asked of the process before is answered with the error; what is asked from now on is sent."""
+        """Answer the previous process's calls with the error, and start a new queue for later messages."""
         with self._lock:
             calls, self._calls = self._calls, {}
             self._outbox = queue.SimpleQueue()
@@ -182,7 +182,7 @@ class Replica:
             call.put(error)
 
     def _one_life(self) -> tuple[str, bool]:
-        """Run the process to its end. Return how it ended, and whether to start it again."""
+        """Run the process until it ends. Return how it ended, and whether to start it again."""
         ours, theirs = socket.socketpair()
         with ours, theirs, self._launch.log.open("wb") as log:
             with self._lock:
@@ -212,14 +212,14 @@ class Replica:
         return f"{self.name} ended with {_status(self._process.returncode)}; {_tail(self._launch.log)}", ready
 
     def _end(self, process: "subprocess.Popen[bytes]") -> None:
-        """A process that closed its socket is about to leave by itself, with its own status and last words."""
+        """Wait for a process that closed its socket: it is about to exit with its own status and last log lines."""
         with suppress(subprocess.TimeoutExpired):
             process.wait(0 if self._is_silent else _LEAVING_S)
         process.kill()
         process.wait()
 
     def _popen(self, theirs: socket.socket, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        """Called in this thread, which outlives the process: the kernel kills it with the thread that started it."""
+        """Start the process in this thread, which outlives it: the kernel kills it with the thread that started it."""
         environment = {**os.environ, **self._launch.environment}
         paths = [str(self._launch.package_path), *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
@@ -234,13 +234,13 @@ class Replica:
         )
 
     def _send(self, channel: Channel[FromVllm], outbox: "queue.SimpleQueue[msgspec.Struct | None]") -> None:
-        with suppress(OSError):  # its end is seen by the reader
+        with suppress(OSError):  # the reader notices the process's end
             channel.send(self._launch.start)
             while (message := outbox.get()) is not None:
                 channel.send(message)
 
     def _read(self, channel: Channel[FromVllm]) -> tuple[bool, str]:
-        """Deliver what comes until the end. Return whether it was ready, and why it never will be."""
+        """Deliver messages until the process ends. Return whether it was ready, and why it never can be, if known."""
         ready, heard = False, time.monotonic()
         self._is_silent = False
         while True:
@@ -248,7 +248,7 @@ class Replica:
                 message = channel.receive()
             except TimeoutError:
                 if ready and self._idle():
-                    heard = time.monotonic()  # it has nothing to say
+                    heard = time.monotonic()  # an idle process sends nothing
                 limit_s = self._launch.step_timeout_s if ready else self._launch.start_timeout_s
                 if time.monotonic() - heard > limit_s:
                     self._is_silent = True
@@ -282,7 +282,7 @@ class Replica:
 
 
 def package_path(cache_dir: Path) -> Path:
-    """Return a directory whose only content is this package, for an interpreter that does not have it."""
+    """Return a directory that contains only this package, for an interpreter that lacks it."""
     directory = cache_dir / "package"
     directory.mkdir(parents=True, exist_ok=True)
     link = directory / "tinsmith_vllm"

@@ -1,4 +1,4 @@
-"""The sampling backend: snapshots become adapters of every replica, samples go to the replica with the least to do."""
+"""The sampling backend: snapshots become adapters of every replica; samples go to the least busy replica."""
 
 import asyncio
 import logging
@@ -33,7 +33,7 @@ from tinsmith_vllm.launching import launches
 from tinsmith_vllm.messages import Abort, Count, Counted, Drawn, Load, Loaded, Ready, Refused, Unload
 from tinsmith_vllm.replica import Answer, Replica, ReplicaDiedError, ReplicaGoneError
 
-_ATTEMPTS: Final = 3  # the last one alone, so that what kills vLLM fails by itself
+_ATTEMPTS: Final = 3  # the last one alone, so that a sample that kills vLLM fails by itself
 _MAX_TARGETS: Final = 1024  # per prompt position
 _ISOLATION_ERROR: Final = 2e-5  # at temperature 1, on CPU in float32
 
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Adapter:
-    """A loaded snapshot; `idle` is set while nothing is sampled from it."""
+    """A loaded snapshot. `idle` is set while nothing is sampled from it."""
 
     adapter_id: int
     directory: Path
@@ -51,7 +51,7 @@ class _Adapter:
 
 
 class VllmSampler(SamplingBackend):
-    """Ready from its construction on. A replica that dies is started again; its samples are drawn once more."""
+    """Ready once constructed. A replica that dies is restarted, and its samples are drawn again."""
 
     def __init__(self, config: VllmConfig, context: BackendContext) -> None:
         self._config = config
@@ -92,8 +92,8 @@ class VllmSampler(SamplingBackend):
             max_lora_rank=self._config.max_lora_rank,
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
             max_targets_per_token=_MAX_TARGETS,
-            # Kernels round differently with the number of rows in a batch. benchmarks/sampler_isolation.py measures it:
-            # up to 6e-6 on CPU in float32; elsewhere nobody has, so nothing is claimed there.
+            # Kernels round differently depending on the number of rows in a batch: benchmarks/sampler_isolation.py
+            # measured up to 6e-6 on CPU in float32. Other devices are not measured, so nothing is claimed for them.
             isolation="close" if bounded else "none",
             isolation_error=_ISOLATION_ERROR if bounded else 0.0,
             sampling=True,
@@ -109,11 +109,11 @@ class VllmSampler(SamplingBackend):
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the replicas that run now."""
+        """The process ids of the running replicas."""
         return [replica.pid for replica in self._replicas if replica.pid is not None]
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:
-        """Write the adapter to shared memory, and have every replica read it beside its running batch."""
+        """Write the adapter to shared memory, and have every replica read it while its batch keeps running."""
         async with self._loading.setdefault(snapshot.snapshot_id, asyncio.Lock()):
             if snapshot.snapshot_id in self._adapters:
                 return
@@ -143,22 +143,22 @@ class VllmSampler(SamplingBackend):
             raise UserError(msg)
 
     async def _load_everywhere(self, snapshot_id: str, adapter_id: int, directory: Path) -> None:
-        # the prefix cache goes by the name
+        # the prefix cache is keyed by the name
         load = Load(adapter_id=adapter_id, name=f"{snapshot_id}#{adapter_id}", path=str(directory), prepare=True)
         hoped_for = [replica for replica in self._replicas if not replica.is_gone] or self._replicas
         running = [replica for replica in hoped_for if replica.is_running] or hoped_for
         for replica in hoped_for:
-            if replica not in running:  # starting again: it reads the adapter when it needs it; nobody waits for that
+            if replica not in running:  # restarting: it reads the adapter when needed, so do not wait for it
                 replica.tell(msgspec.structs.replace(load, prepare=False))
         answers = await asyncio.gather(*(self._load(replica, load) for replica in running))
         for answer in answers:
             if isinstance(answer, Loaded) and answer.error:
-                msg = f"vllm does not take the adapter of snapshot {snapshot_id!r}: {answer.error}"
+                msg = f"vllm rejects the adapter of snapshot {snapshot_id!r}: {answer.error}"
                 raise UnsupportedError(msg)
 
     @staticmethod
     async def _load(replica: Replica, load: Load) -> Answer:
-        """Return its answer. A replica that dies over it is told of the adapter again, and reads it when needed."""
+        """Return the answer. If the replica dies, its successor is told of the adapter and reads it when needed."""
         key = ("adapter", load.adapter_id)
         call = replica.ask(key, load)
         try:
@@ -195,7 +195,7 @@ class VllmSampler(SamplingBackend):
             return Failed(message=f"prompt length plus max_tokens is {wanted}, the context window is {context} tokens")
         if 0 < op.params.temperature < MIN_TEMPERATURE:
             return Failed(
-                message=f"temperature {op.params.temperature} is more than vllm can do: 0 (greedy) or at least "
+                message=f"temperature {op.params.temperature} is not supported by vllm: use 0 (greedy) or at least "
                 f"{MIN_TEMPERATURE}"
             )
         try:
@@ -205,7 +205,7 @@ class VllmSampler(SamplingBackend):
         return None
 
     async def _insist(self, op: Sample, adapter_id: int) -> SampleOutput | Failed:
-        """Draw it again if its replica dies: the same seeds give the same tokens."""
+        """Sample, and draw again if the replica dies: the same seeds give the same tokens."""
         died: set[Replica] = set()
         for _ in range(_ATTEMPTS - 1):
             replica = self._choose(died)
@@ -221,7 +221,7 @@ class VllmSampler(SamplingBackend):
                 return Failed(message=f"vllm died {_ATTEMPTS} times over this sample: {error}", category="server")
 
     def _choose(self, died: set[Replica]) -> Replica:
-        """Return one that runs, if any does: one that starts again has the least to do, and minutes to go."""
+        """Return the least busy running replica, if any runs: a restarting one is idle, but needs minutes."""
         return min(
             self._replicas,
             key=lambda each: (each.is_gone, not each.is_running, each in died, each.num_sequences),
@@ -257,7 +257,7 @@ class VllmSampler(SamplingBackend):
             replica.forget(key)
 
     async def num_running(self) -> int:
-        """Ask every replica how many sequences it holds, waiting ones included."""
+        """Ask every replica how many sequences it holds, including waiting ones."""
         total = 0
         for replica in self._replicas:
             request_id = next(self._request_ids)

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers, beside the model: scoring prompts, reading adapters beside the running batch.
+"""Code that runs in vLLM's workers: scores prompts, and reads adapters while the batch keeps running.
 
 Array suffixes: R = rows scored, P = tokens of the prompt, V = vocabulary, K = targets per position, k = alternatives.
 """
@@ -19,12 +19,12 @@ Scores = tuple[Any, Any, Any, Any]  # float32 [P - 1], int32 and float32 [P - 1,
 
 
 class TinsmithWorker:
-    """Mixed into vLLM's worker class; its methods are called by `collective_rpc`."""
+    """Mixed into vLLM's worker class. `collective_rpc` calls its methods."""
 
     model_runner: Any  # vLLM's
 
     def tinsmith_install(self) -> None:
-        """Hook into the model runner; once, before the first request."""
+        """Hook into the model runner. Called once, before the first request."""
         runner = self.model_runner
         self.tinsmith_scorer = PromptScorer(runner)
         compat.score_whole_vocabulary(runner, lambda logits: logits.log_softmax(dim=-1, dtype=torch.float32))
@@ -35,20 +35,20 @@ class TinsmithWorker:
             compat.replace_adapter_loading(runner, self.tinsmith_adapters.wrap)
 
     def tinsmith_scores(self, key: int) -> Scores | None:
-        """Return what was asked about a prompt, once; None on ranks that have no logits."""
+        """Return the requested scores of a prompt, once. Return None on ranks without logits."""
         return self.tinsmith_scorer.take(key)
 
     def tinsmith_prepare(self, adapter_id: int, name: str, path: str) -> None:
-        """Begin to read an adapter, beside the running batch."""
+        """Begin to read an adapter while the batch keeps running."""
         self.tinsmith_adapters.prepare(compat.lora_request(adapter_id, name, path))
 
     def tinsmith_prepared(self, adapter_id: int) -> str | None:
-        """Return None while it is being read, then what went wrong, or an empty string."""
+        """Return None while the adapter is being read, then the error, or an empty string if there is none."""
         return self.tinsmith_adapters.outcome(adapter_id)
 
 
 class PromptScorer:
-    """Scores prompts as their rows are computed, chunk by chunk, whatever adapter they have."""
+    """Scores prompts as their rows are computed, chunk by chunk, with any adapter."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -59,7 +59,7 @@ class PromptScorer:
         return self._scores.pop(key, None)
 
     def score(self, hidden_states: torch.Tensor, num_scheduled_tokens: Mapping[str, int]) -> dict[str, None]:
-        """Stand in for the runner's own method; what it returns would go to the requests' outputs, and stays empty."""
+        """Replace the runner's own method. Its result would go to the requests' outputs, so it returns an empty one."""
         runner = self._runner
         for req_id in list(runner.num_prompt_logprobs):
             num_tokens = num_scheduled_tokens.get(req_id)
@@ -84,7 +84,7 @@ class PromptScorer:
         compat.use_adapter_for_rows(self._runner, 0 if adapter is None else adapter.lora_int_id, len(hidden))
         logits_RV = self._runner.model.compute_logits(hidden)
         if logits_RV is None:
-            return  # another rank of this replica has them
+            return  # another rank of this replica has the logits
         logp_RV = logits_RV.log_softmax(dim=-1, dtype=torch.float32)
         logprobs, top_ids, top_logprobs, target_logprobs = self._scores[question["key"]]
         following = torch.tensor(request.prompt_token_ids[rows.start + 1 : rows.stop + 1], device=logp_RV.device)
@@ -109,10 +109,10 @@ def _unscored(P: int, question: Mapping[str, Any]) -> Scores:
 
 
 class PreparedAdapters:
-    """Adapters read in threads of their own, until vLLM asks for them: its own loader would hold up the batch."""
+    """Reads adapters in threads until vLLM asks for them, because vLLM's own loader would block the batch."""
 
     def __init__(self, most: int) -> None:
-        self._most = most  # the ones prepared first are forgotten; vLLM reads those itself when it needs them
+        self._most = most  # the oldest ones are dropped; vLLM reads those itself when needed
         self._lock = threading.Lock()
         self._models: OrderedDict[int, Any] = OrderedDict()
         self._outcomes: dict[int, str] = {}
