@@ -27,6 +27,6 @@ def postgres_url(postgres: Postgres) -> str:
 @pytest.fixture
 def own_postgres(postgres: Postgres) -> Iterator[Postgres]:
     """One that a test may stop and kill."""
-    del postgres  # skips where there is none
+    del postgres  # skips if there is none
     with running_postgres() as server:
         yield server

@@ -187,7 +187,7 @@ class Served:
         fresh.rename(plan)
 
     def kill(self, *roles: str) -> set[int]:
-        """SIGKILL to the processes of these roles at once; wait for one of each where there is none right now."""
+        """SIGKILL to the processes of these roles at once; wait for one of each if there is none right now."""
         with self.changed:
             if not self.changed.wait_for(lambda: all(self.pids[role] for role in roles), WAIT_S):
                 raise TimeoutError(f"no {' and '.join(roles)} to kill, see {self.log.name}")

@@ -320,7 +320,7 @@ class Run:
                 await client.run(ops.SaveState(model_id=MODEL, path=client.path("end")))
 
     def _damage(self, snapshots: list[Any]) -> None:
-        """Damage the newest, where there is another one: recovery promises to stand that once."""
+        """Damage the newest if there is another one: recovery promises to survive that once."""
         if len(snapshots) > 1:
             path = self.data_dir / "recovery" / "toy" / snapshots[0].directory / "adapter_model.safetensors"
             path.write_bytes(path.read_bytes()[:-1])

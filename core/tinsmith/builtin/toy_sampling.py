@@ -63,7 +63,7 @@ class _Drawing:
         self._op, self._rng, self._vocab_size = op, rng, vocab_size
 
     def goes_on(self, logits_V: Float64Array) -> bool:
-        """Draw a token; say whether another one follows."""
+        """Draw a token; return whether another one follows."""
         params = self._op.params
         logp_V = log_softmax(logits_V / (params.temperature or 1.0))  # 0 is greedy, reported at 1
         token = int(logp_V.argmax()) if params.temperature == 0 else draw(logp_V, params, self._rng)

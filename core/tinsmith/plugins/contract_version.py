@@ -14,11 +14,11 @@ from tinsmith.errors import ContractVersionError, PluginError
 
 CONTRACT_VERSION: Final = 1
 CONTRACT_GROUP: Final = "tinsmith.contract"  # entry points: the plugin's name = "v1"
-_OF_THE_SILENT: Final = 1  # plugins could be built before they could say for what
+_OF_THE_SILENT: Final = 1  # older plugins declare no version
 
 
 def built_for(entry_point: EntryPoint) -> int:
-    """Return the contract version that a plugin declares. Raise PluginError where it is none."""
+    """Return the contract version that a plugin declares. Raise PluginError if it is malformed."""
     beside = entry_point.dist.entry_points if entry_point.dist is not None else ()
     for each in beside:
         if each.group == CONTRACT_GROUP and each.name == entry_point.name:

@@ -1,4 +1,4 @@
-"""Whether the server could listen where it is told to, and who is in the way."""
+"""Check that the configured port is free; if it is not, name the process that holds it."""
 
 from __future__ import annotations
 
