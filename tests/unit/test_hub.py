@@ -179,7 +179,7 @@ def test_two_processes_download_each_file_once(hub: StandInHub, environment: dic
     ("properties", "token", "said"),
     [
         ({"gated": True}, None, "is gated: ask for access at"),
-        ({"private": True}, None, "neither a directory here nor a model that"),
+        ({"private": True}, None, "neither a local directory nor a model visible on"),
         ({}, "hf_wrong", "refuses the token"),
     ],
 )
@@ -202,7 +202,7 @@ def test_without_the_right_token_the_remedy_is_named(
 def test_a_name_that_does_not_exist(hub: StandInHub, environment: dict[str, str]) -> None:
     found = download(environment, "maker/tyni")
     assert found["error"] == "ConfigError"
-    assert f"'maker/tyni' is neither a directory here nor a model that {hub.url} shows us" in found["message"]
+    assert f"'maker/tyni' is neither a local directory nor a model visible on {hub.url}" in found["message"]
 
 
 def test_a_model_without_safetensors(hub: StandInHub, environment: dict[str, str], tiny: Path, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""The portable checkpoint format, and the tools that work on it."""
+"""The portable checkpoint format and its tools."""

@@ -1,10 +1,10 @@
-"""Directories that appear, are replaced and disappear whole, below one root that no name can leave.
+"""Directories that are created, replaced and deleted atomically, below a root that no name can escape.
 
-Beside `<name>` there may be, after a crash, `.<name>.new-<epoch>-*` (half written: ignored, removed by the next write),
-`.<name>.old` (being replaced: stands in for a missing `<name>`), `.<name>.deleted-*` (ignored, removed later) and
-`.made-*` (half written by `write_new`; `sweep` removes them). All calls of `write` below one parent directory come from
-one process at a time; one that was stopped, and goes on after another has taken over, leaves what that one is writing
-under its higher epoch. Readers, deletions and `write_new` may be anywhere.
+A crash may leave these beside `<name>`: `.<name>.new-<epoch>-*` (half written: ignored, removed by the next write),
+`.<name>.old` (being replaced: used if `<name>` is missing), `.<name>.deleted-*` (ignored, removed later) and `.made-*`
+(half written by `write_new`; removed by `sweep`). All calls of `write` below one parent directory must come from one
+process at a time. If a stopped process continues after another has taken over, it leaves the other's new directories
+alone, because these have a higher epoch. Readers, deletions and `write_new` may run in any process.
 """
 
 import errno
@@ -23,7 +23,7 @@ from tinsmith.failpoints import durable_boundary
 _NEW: Final = ".new-"
 _LEFTOVERS: Final = (f".*{_NEW}*", ".*.deleted-*", ".made-*")
 _LEFT_BEHIND_S: Final = 3600.0
-_TRIES: Final = 100  # of what another process undoes
+_TRIES: Final = 100  # of an operation that another process keeps undoing
 
 
 def locate(root: Path, directory: str) -> Path:
@@ -41,9 +41,9 @@ def locate(root: Path, directory: str) -> Path:
 
 
 def find(root: Path, directory: str) -> Path:
-    """Return the directory to read: `<name>`, or the version that a crash stopped from being replaced."""
+    """Return the directory to read: `<name>`, or the old version if a crash interrupted its replacement."""
     target = locate(root, directory)
-    for path in (target, _old(target), target):  # a third look: the replacement may have ended in between
+    for path in (target, _old(target), target):  # looks twice, as a replacement may have ended in between
         if path.is_dir() and not path.is_symlink():
             return path
     msg = f"no checkpoint {directory!r}"
@@ -53,8 +53,8 @@ def find(root: Path, directory: str) -> Path:
 def write(root: Path, directory: str, fill: Callable[[Path], None], *, overwrite: bool, epoch: int = 0) -> None:
     """Let `fill` write files into a new directory, make them durable, and put it at `directory` in one rename.
 
-    `epoch` is that of the lease under which the process writes; whoever comes later has a higher one.
-    Raise UserError if it exists (unless `overwrite`), ServerError if the disk refuses. Nothing has changed then.
+    `epoch` is that of the lease under which the process writes; later lease holders have higher epochs. Raise UserError
+    if the directory exists (unless `overwrite`), ServerError if the disk refuses. Nothing has changed in either case.
     """
     target = locate(root, directory)
     with _disk_errors_named(directory, "written"):
@@ -75,13 +75,13 @@ def write(root: Path, directory: str, fill: Callable[[Path], None], *, overwrite
             shutil.rmtree(fresh, ignore_errors=True)
             raise
         _sync_parents(root, target)
-        shutil.rmtree(_old(target), ignore_errors=True)  # what stays is removed by the next write
+        shutil.rmtree(_old(target), ignore_errors=True)  # any remains are removed by the next write
 
 
 def write_new(root: Path, directory: str, fill: Callable[[Path], None]) -> None:
-    """Like `write`, for use while others write below the same parent: only the new directory is touched.
+    """Like `write`, but safe while others write below the same parent: only the new directory is touched.
 
-    Raise UserError if there is anything of that name, ServerError if the disk refuses.
+    Raise UserError if the name is taken, ServerError if the disk refuses.
     """
     target = locate(root, directory)
     taken = f"{directory!r} exists already in {str(root)!r}; choose another name"
@@ -106,7 +106,7 @@ def write_new(root: Path, directory: str, fill: Callable[[Path], None]) -> None:
 
 @durable_boundary("directory.delete")
 def delete(root: Path, directory: str) -> None:
-    """Remove the directory, and those above it that are empty then; one that is not there is no error."""
+    """Remove the directory, if it exists, and all parents that this leaves empty."""
     target = locate(root, directory)
     with _disk_errors_named(directory, "deleted"):
         for path in (target, _old(target)):
@@ -116,7 +116,7 @@ def delete(root: Path, directory: str) -> None:
 
 
 def sweep(root: Path, *, older_than_s: float = _LEFT_BEHIND_S) -> None:
-    """Remove what crashes left behind below `root` so long ago that nobody can be at it, and what is empty."""
+    """Remove leftovers of crashes below `root` that are too old to be in use, and parents that this leaves empty."""
     now = time.time()
     for leftover in [path for pattern in _LEFTOVERS for path in root.rglob(pattern)]:
         with suppress(FileNotFoundError):
@@ -126,7 +126,7 @@ def sweep(root: Path, *, older_than_s: float = _LEFT_BEHIND_S) -> None:
 
 
 def _remove_empty(root: Path, directory: Path) -> None:
-    """Remove a directory and its parents, as far as they are empty, up to `root`. A `write` makes them again."""
+    """Remove a directory and its parents up to `root`, as long as they are empty. `write` recreates them."""
     while directory != root and directory.is_relative_to(root):
         try:
             directory.rmdir()
@@ -136,18 +136,18 @@ def _remove_empty(root: Path, directory: Path) -> None:
 
 
 def _make_beside(target: Path, prefix: str) -> Path:
-    """Make a directory beside `target`; a deletion may take the empty parents away meanwhile."""
+    """Make a directory beside `target`, even if a concurrent deletion removes the empty parents."""
     for _ in range(_TRIES):
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with suppress(FileNotFoundError):
             return Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
-    msg = f"{target.parent} is removed as often as it is made"
+    msg = f"{target.parent} keeps being removed by another process; try again"
     raise OSError(msg)
 
 
 @durable_boundary("directory.doom")
 def _doom(path: Path, target: Path) -> Path:
-    """Rename over an empty directory: readers see all or nothing."""
+    """Move the directory out of sight by one rename, so that readers see all of it or nothing."""
     doomed = Path(tempfile.mkdtemp(prefix=f".{target.name}.deleted-", dir=target.parent))
     path.rename(doomed)
     _fsync(target.parent)
@@ -170,7 +170,7 @@ def _sync(fresh: Path) -> None:
 
 
 def _replace(target: Path, fresh: Path) -> None:
-    """Put `fresh` at `target`. Between the two renames `find` answers with the old version."""
+    """Put `fresh` at `target`. Between the two renames, `find` returns the old version."""
     for _ in range(_TRIES):
         if target.exists():
             _set_aside(target)
@@ -179,7 +179,7 @@ def _replace(target: Path, fresh: Path) -> None:
         except OSError:
             if not target.exists():
                 raise
-    msg = f"{target} is put back as often as it is set aside"  # by processes that clean up, as after a crash
+    msg = f"{target} keeps being restored by another process; try again"  # which cleans up, as after a crash
     raise OSError(msg)
 
 
@@ -200,7 +200,7 @@ def _sync_parents(root: Path, target: Path) -> None:
 
 
 def _repair(parent: Path, epoch: int) -> None:
-    """Undo or finish what a crash left among the children of `parent`. Under a higher epoch somebody is writing."""
+    """Undo or finish operations that a crash interrupted in `parent`. A writer with a higher epoch may be active."""
     for leftover in parent.glob(".*.old"):
         target = leftover.with_name(leftover.name.removeprefix(".").removesuffix(".old"))
         if target.exists():
@@ -227,8 +227,8 @@ def _fsync(path: Path) -> None:
 
 def _remedy(error: OSError) -> str:
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        return "what was there before is still there; free space in the server's data directory and try again"
-    return "see that the disk of the server's data directory is whole and writable, and try again"
+        return "the previous content is unchanged; free space in the server's data directory and try again"
+    return "check that the disk of the server's data directory is healthy and writable, and try again"
 
 
 @contextmanager

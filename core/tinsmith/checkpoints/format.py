@@ -1,7 +1,7 @@
 """Checkpoints in one canonical, backend-neutral format: safetensors, JSON, the PEFT adapter layout.
 
-Specified in docs/reference/checkpoints.md. A checkpoint is a directory that is written and replaced atomically; what
-is read is verified against the sizes and SHA-256 sums in its `tinsmith.json`.
+Specified in docs/reference/checkpoints.md. A checkpoint is a directory that is written and replaced atomically. Its
+files are verified on reading against the sizes and SHA-256 sums in its `tinsmith.json`.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What a directory held. A sampler checkpoint's state has weights only, and step 0."""
+    """A checkpoint that was read. The state of a sampler checkpoint has only weights, and step 0."""
 
     kind: CheckpointKind
     state: ModelState
@@ -66,7 +66,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """`tinsmith.json`. Fields that a later minor change adds are ignored; breaking ones raise `format_version`."""
+    """`tinsmith.json`. Unknown fields are ignored; a breaking change increases `format_version`."""
 
     format_version: int
     kind: CheckpointKind
@@ -80,7 +80,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Version:
-    """Decoded first: all other fields may differ in another version's manifest."""
+    """Decoded first, because all other fields may differ in another version's manifest."""
 
     format_version: int
 
@@ -100,16 +100,16 @@ def write_checkpoint(  # noqa: PLR0913 - what a checkpoint says, and how it is p
     model_path: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
-    """Write what `kind` holds of `state` and return its size in bytes.
+    """Write the parts of `state` that `kind` needs, and return the checkpoint's size in bytes.
 
-    Of a fully fine-tuned model tensors are read one at a time, so its mappings may be lazy; `model_path` is the base
-    model's directory, whose configuration and tokenizer are copied.
+    For a fully fine-tuned model, tensors are read one at a time, so the mappings may be lazy. `model_path` is the base
+    model's directory, from which configuration and tokenizer are copied.
 
     `epoch` is that of the lease under which an engine writes.
 
-    With `beside_others` other processes may be writing below the same parent; nothing can be overwritten then. Raise
-    UserError if the directory exists (unless `overwrite`); ServerError if the state is malformed or the disk
-    refuses. Whatever is raised, what was there before is still there.
+    Use `beside_others` if other processes may be writing below the same parent; it excludes `overwrite`. Raise
+    UserError if the directory exists (unless `overwrite`), ServerError if the state is malformed or the disk refuses.
+    After any error, the previous content is unchanged.
     """
     _check_state(state)
     manifest = Manifest(
@@ -143,19 +143,19 @@ def write_checkpoint(  # noqa: PLR0913 - what a checkpoint says, and how it is p
 def read_checkpoint(root: Path, directory: str) -> Checkpoint:
     """Read and verify a training or sampler checkpoint.
 
-    Raise NotFoundError if there is none, UnsupportedError if a newer tinsmith wrote it or it is an export, and
+    Raise NotFoundError if there is none, UnsupportedError if it is an export or was written by a newer tinsmith, and
     ServerError if a file is missing or damaged.
     """
     return _read_stable(root, directory, _read_all)
 
 
 def read_snapshot(root: Path, directory: str, snapshot_id: str) -> HostSnapshot:
-    """Read and verify the weights alone; errors as in `read_checkpoint`."""
+    """Read and verify only the weights. Raises the errors of `read_checkpoint`."""
     return _read_stable(root, directory, partial(_read_weights_only, snapshot_id=snapshot_id))
 
 
 def delete_checkpoint(root: Path, directory: str) -> None:
-    """Delete it, at once for every reader; one that is not there is no error."""
+    """Delete the checkpoint, if it exists. It disappears atomically for all readers."""
     atomic_directory.delete(root, directory)
 
 
@@ -181,7 +181,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _check_state(state: ModelState) -> None:
-    """Raise ServerError, naming the tensor, if the state is not one that a backend could resume from."""
+    """Raise ServerError, naming the tensor, if a backend could not resume from the state."""
     if state.lora.rank == 0:
         _check_names(state)
         return
@@ -204,7 +204,7 @@ def _check_state(state: ModelState) -> None:
 
 
 def _check_names(state: ModelState) -> None:
-    """Shapes are compared when the tensors are read, one at a time."""
+    """Check the names. Shapes are checked when the tensors are read, one at a time."""
     for what in ("adam_m", "adam_v", "gradients"):
         names, expected = set(getattr(state, what)), set(state.weights)  # sets: `in` may load from a lazy mapping
         if names and names != expected:
@@ -235,7 +235,7 @@ def write_adapter(directory: Path, state: ModelState, *, base_model: str, head: 
 def _write_full(
     fresh: Path, kind: CheckpointKind, state: ModelState, model_path: Path | None, shard_bytes: int
 ) -> None:
-    """The Hugging Face layout, optimizer and gradients in shards beside it."""
+    """Write the Hugging Face layout, with optimizer and gradients in shards beside it."""
     shapes: dict[str, tuple[int, ...]] = {}
 
     def write(stem: str, parts: Mapping[str, Mapping[str, Array]]) -> None:
@@ -271,8 +271,8 @@ def _write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
     if arrays:
         contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         try:
-            safetensors.numpy.save_file(contiguous, path, metadata={"format": "pt"})  # what PEFT expects to find there
-        except safetensors.SafetensorError as error:  # its name for what the disk refuses
+            safetensors.numpy.save_file(contiguous, path, metadata={"format": "pt"})  # PEFT expects this
+        except safetensors.SafetensorError as error:  # also raised if the disk refuses
             number = _OS_ERROR.search(str(error))
             if number is None:
                 raise
@@ -280,13 +280,13 @@ def _write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
 
 
 def describe(path: Path) -> StoredFile:
-    """Read a whole file for its checksum."""
+    """Return a file's size and checksum, reading all of it."""
     with path.open("rb") as file:
         return StoredFile(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def _read_stable(root: Path, directory: str, read: Callable[[Path], T]) -> T:
-    """Read a directory. If it was replaced meanwhile, its files belong to two versions: read it again."""
+    """Read a directory, and read it again if it was replaced meanwhile, as its files then belong to two versions."""
     while True:
         found = atomic_directory.find(root, directory)
         identity = found.stat().st_ino
@@ -324,7 +324,7 @@ def _adapter_state(found: Path, manifest: Manifest) -> ModelState:
 
 
 def _full_state(found: Path, manifest: Manifest) -> ModelState:
-    """Verify every file, then hand out tensors that are read when they are asked for."""
+    """Verify every file, then return tensors that are read on access."""
     for name, expected in manifest.files.items():
         _compare(name, _describe_whole(found / name), expected)
     for stem in (_MODEL, _OPTIMIZER_SHARDS, _GRADIENT_SHARDS):
@@ -353,7 +353,7 @@ def _read_weights_only(found: Path, snapshot_id: str) -> HostSnapshot:
 
 
 def read_manifest(found: Path) -> Manifest:
-    """Raise UnsupportedError if a newer tinsmith wrote it, ServerError if it is damaged."""
+    """Read the manifest. Raise UnsupportedError if a newer tinsmith wrote it, ServerError if it is damaged."""
     path = found / MANIFEST
     if not path.exists() and ((found / ADAPTER_CONFIG).exists() or (found / "config.json").exists()):
         msg = f"this is an export without {MANIFEST}; load a training or sampler checkpoint instead"
@@ -376,7 +376,7 @@ def read_manifest(found: Path) -> Manifest:
 
 
 def _read_arrays(found: Path, manifest: Manifest, name: str) -> dict[str, Array]:
-    """Read one safetensors file; empty if the manifest lists none."""
+    """Read one safetensors file. Return an empty dict if the manifest does not list it."""
     expected = manifest.files.get(name)
     if expected is None:
         return {}
@@ -401,7 +401,7 @@ def _compare(name: str, actual: StoredFile, expected: StoredFile) -> None:
 
 
 def _describe_whole(path: Path) -> StoredFile:
-    """As `describe`, of a file that somebody may have damaged."""
+    """Like `describe`, but report a damaged file as a ServerError."""
     if path.is_symlink():
         msg = f"{path.name} is a symbolic link; a checkpoint holds plain files only"
         raise ServerError(msg)

@@ -36,7 +36,7 @@ class TinkerPath:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raise UserError if `text` is not such a path."""
+        """Parse a path. Raise UserError if `text` is not one."""
         parts = text.removeprefix(_SCHEME).split("/")
         if not text.startswith(_SCHEME) or len(parts) != 3 or parts[1] not in _KIND_OF_SEGMENT:
             msg = (
@@ -51,10 +51,10 @@ class TinkerPath:
 
     @property
     def checkpoint_id(self) -> str:
-        """The last two parts, as the REST API writes it."""
+        """The last two parts of the path, as used in the REST API."""
         return f"{_SEGMENT_OF_KIND[self.kind]}/{self.name}"
 
     @property
     def directory(self) -> str:
-        """Relative to the checkpoint root. Names cannot climb: they hold no slash and do not start with a dot."""
+        """The directory below the checkpoint root. Names have no slash or leading dot, so they cannot escape it."""
         return f"{self.model_id}/{self.checkpoint_id}"

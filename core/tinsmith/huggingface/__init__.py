@@ -1,6 +1,6 @@
 """Hugging Face directories: models, adapters, tokenizers, and tiny random ones for tests. No ML framework.
 
-What this module exports is public: a plugin that reads such directories may import it beside `tinsmith` itself.
+The names exported here are public: plugins that read such directories may import this module besides `tinsmith`.
 """
 
 from tinsmith.huggingface.decoder import ATTENTION, HEAD, MLP, DecoderShape, decoder_shape

@@ -1,4 +1,4 @@
-"""What config.json says about a dense decoder, and which of its linear modules a LoRA adapter may train."""
+"""The shape of a dense decoder, from its config.json, and the linear modules that a LoRA adapter may train."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ HEAD: Final = "lm_head"
 class DecoderShape:
     """The sizes of a dense decoder. Hashable."""
 
-    class_name: str  # in transformers, such as Qwen3ForCausalLM
+    class_name: str  # in transformers, for example Qwen3ForCausalLM
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -36,7 +36,7 @@ class DecoderShape:
         return self.num_kv_heads * self.head_dim
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return (in, out) of each linear module of a layer, by its path within the layer, and of the head."""
+        """Return (in, out) of each linear module of a layer, keyed by its path within the layer, and of the head."""
         hidden, inner = self.hidden_size, self.intermediate_size
         shapes = [(hidden, self.q_size), (hidden, self.kv_size), (hidden, self.kv_size), (self.q_size, hidden)]
         shapes += [(hidden, inner), (hidden, inner), (inner, hidden)]
@@ -44,7 +44,7 @@ class DecoderShape:
 
 
 def decoder_shape(config: Mapping[str, Any], path: Path, *, supported: Collection[str]) -> DecoderShape:  # Any: JSON
-    """Take the sizes from a parsed config.json. `path` names the file in errors.
+    """Read the sizes from a parsed config.json. `path` names the file in errors.
 
     Raise ConfigError if the architecture is not among the supported ones, or if a size is missing.
     """

@@ -1,6 +1,6 @@
-"""Models of the Hugging Face hub that are in this machine's cache: found without importing `huggingface_hub`.
+"""Finds Hugging Face hub models in this machine's cache without importing `huggingface_hub`.
 
-Directories and environment variables are those of that library. A model is referred to as `NAME` or `NAME@REVISION`,
+Uses that library's directories and environment variables. A model is referred to as `NAME` or `NAME@REVISION`,
 where a revision is a branch, a tag or a commit.
 """
 
@@ -41,7 +41,7 @@ class HubReference:
 
 
 def is_offline() -> bool:
-    """Whether the environment forbids requests to the hub."""
+    """Return whether the environment forbids requests to the hub."""
     return (os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or "").upper() in _TRUE
 
 
@@ -70,7 +70,7 @@ def repository_directory(reference: HubReference) -> Path:
 
 
 def cached_model(reference: HubReference) -> Path | None:
-    """Return the model's directory, or None if it is not in the cache or was downloaded in part only."""
+    """Return the model's directory, or None if it is missing from the cache or only partly downloaded."""
     repository = repository_directory(reference)
     ref = repository / "refs" / reference.revision
     commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else reference.revision

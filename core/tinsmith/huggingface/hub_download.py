@@ -1,8 +1,8 @@
 """Download a model from the Hugging Face hub into this machine's cache, with `huggingface_hub`.
 
 The library decides how: token, endpoint, cache, locks between processes, retries within a file. This module decides
-what: configuration, tokenizer and safetensors files, and nothing that runs code when it is loaded. Files that are
-complete are kept, so a download that was interrupted continues with the missing ones.
+what: configuration, tokenizer and safetensors files, but nothing that would run code when loaded. Complete files are
+kept, so an interrupted download continues with the missing ones.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
 
 _WORKERS: Final = 4  # files at a time
-_PROGRESS_S: Final = 0.5  # between two looks at how much has arrived
-_PROGRESS_STEPS: Final = 20  # each is a line where output is not a terminal
+_PROGRESS_S: Final = 0.5  # between progress checks
+_PROGRESS_STEPS: Final = 20  # each is one line if the output is not a terminal
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -44,9 +44,9 @@ _log = logging.getLogger(__name__)
 
 
 def download_model(reference: HubReference, progress: Progress) -> Path:
-    """Download the files of a model that are not here yet, and return its directory.
+    """Download the missing files of a model, and return its directory.
 
-    Raise ConfigError if only a person can help, ServerError if trying again may.
+    Raise ConfigError if the user must act, ServerError if trying again may help.
     """
     with _explained(reference):
         progress(f"asking {hub_endpoint()} for {reference}", None)
@@ -63,7 +63,7 @@ def download_model(reference: HubReference, progress: Progress) -> Path:
 
 
 def download_size(reference: HubReference) -> int:
-    """Ask the hub how many bytes the safetensors files of a model have. Raise as `download_model` does."""
+    """Ask the hub for the total size in bytes of a model's safetensors files. Raises the errors of `download_model`."""
     with _explained(reference):
         repository = _look_up(reference)
         repository.beside_the_weights()
@@ -82,7 +82,7 @@ def _look_up(reference: HubReference) -> _Repository:
 
 @dataclass(frozen=True, slots=True)
 class _Repository:
-    """One commit of a repository on the hub, and what of it is here."""
+    """One commit of a repository on the hub, and its local copy."""
 
     reference: HubReference
     commit: str
@@ -101,7 +101,7 @@ class _Repository:
         return sorted(file for file in found if "/" not in file and not file.endswith(".bin.index.json"))
 
     def weights(self) -> list[str]:
-        """List the weight files; the index must be here already. Raise ConfigError if there are no safetensors."""
+        """List the weight files; the index must already be local. Raise ConfigError if there are no safetensors."""
         if "model.safetensors" in self.files:
             return ["model.safetensors"]
         files = [file.name for file in shard_files(self.directory, "model")]
@@ -120,7 +120,7 @@ class _Repository:
         hf_hub_download(self.reference.name, file, revision=self.commit)
 
     def remember_revision(self) -> None:
-        """Let the cache know which commit the revision is, now that all of it is here."""
+        """Record in the cache which commit the revision is. Called once all files are local."""
         from huggingface_hub import hf_hub_download
 
         hf_hub_download(self.reference.name, "config.json", revision=self.reference.revision)
@@ -136,7 +136,7 @@ class _Repository:
         return max((_size_of(partial) for partial in self._partial_files(file)), default=0)
 
     def forget_partial_files(self, files: Sequence[str]) -> None:
-        """Remove what killed processes left and no process can continue, unless a living one is writing it."""
+        """Remove leftovers of killed processes that none can continue, unless a live process is writing them."""
         locks = cache_directory() / ".locks" / repository_directory(self.reference).name
         for file in files:
             partial = [path for path in self._partial_files(file) if path.name != f"{self._blob(file)}.incomplete"]
@@ -145,7 +145,7 @@ class _Repository:
                     path.unlink(missing_ok=True)
 
     def _partial_files(self, file: str) -> list[Path]:
-        """The library names them BLOB.incomplete, which it continues, or BLOB.RANDOM.incomplete, which it does not."""
+        """List incomplete files. The library continues BLOB.incomplete, but never BLOB.RANDOM.incomplete."""
         blobs = repository_directory(self.reference) / "blobs"
         return list(blobs.glob(f"{self._blob(file)}*.incomplete"))
 
@@ -157,12 +157,12 @@ class _Repository:
 def _size_of(file: Path) -> int:
     try:
         return file.stat().st_size
-    except FileNotFoundError:  # it has just been completed
+    except FileNotFoundError:  # the file has just been completed
         return 0
 
 
 def _is_free(lock: Path) -> bool:
-    """Whether no process holds the library's lock of a file."""
+    """Return whether no process holds the library's lock for a file."""
     try:
         with lock.open("a") as opened:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -202,7 +202,7 @@ def _fetch_all(repository: _Repository, files: Sequence[str], progress: Progress
 
 
 def _settled(fetching: Sequence[Future[None]]) -> bool:
-    """Wait a moment; return whether all have arrived or one has failed."""
+    """Wait a moment. Return whether all files have arrived or one has failed."""
     done, waiting = wait(fetching, timeout=_PROGRESS_S, return_when=FIRST_EXCEPTION)
     return not waiting or any(fetched.exception() is not None for fetched in done)
 
@@ -219,12 +219,12 @@ def _unit(size: int) -> tuple[float, str]:
 
 @contextmanager
 def _explained(reference: HubReference) -> Iterator[None]:
-    """Turn what the library raises into errors that say what to do."""
+    """Turn the library's exceptions into errors that tell the user what to do."""
     try:
         yield
     except TinsmithError:
         raise
-    # Its HTTP client differs by version (requests, httpx, httpx2), and so does what a broken connection raises.
+    # Its HTTP client, and so the exception for a broken connection, depends on its version (requests, httpx, httpx2).
     except Exception as error:
         remedy = _remedy(reference, error)
         if remedy is not None:
@@ -238,7 +238,7 @@ def _explained(reference: HubReference) -> Iterator[None]:
 
 
 def _remedy(reference: HubReference, error: Exception) -> str | None:
-    """Say what a person can do about an error, or return None if it may pass by itself."""
+    """Return what the user can do about an error, or None if the error may go away by itself."""
     from huggingface_hub import errors as hub
 
     name, endpoint = reference.name, hub_endpoint()
@@ -248,7 +248,7 @@ def _remedy(reference: HubReference, error: Exception) -> str | None:
             return f"the model {name!r} is gated: ask for access at {endpoint}/{name}, and {account}"
         case hub.RepositoryNotFoundError():
             return (
-                f"{name!r} is neither a directory here nor a model that {endpoint} shows us: check the spelling; if "
+                f"{name!r} is neither a local directory nor a model visible on {endpoint}: check the spelling; if "
                 f"the model is private, {account}"
             )
         case hub.RevisionNotFoundError():
@@ -260,6 +260,6 @@ def _remedy(reference: HubReference, error: Exception) -> str | None:
         case OSError() if error.errno in _FULL:
             return _no_space(reference, "the disk is full")
         case OSError() if error.errno in _FORBIDDEN:
-            return f"cannot write {error.filename!r}: {error.strerror}; set HF_HOME to a directory of yours"
+            return f"cannot write {error.filename!r}: {error.strerror}; set HF_HOME to a writable directory"
         case _:
             return None

@@ -9,7 +9,7 @@ from tinsmith.errors import ConfigError, ServerError
 from tinsmith.huggingface.safetensors_files import shard_files
 
 BESIDE_THE_WEIGHTS: Final = ("*.json", "*.model", "*.txt", "*.jinja")
-"""Patterns of the files that hold configuration and tokenizer."""
+"""Patterns of configuration and tokenizer files."""
 
 _NOT_OURS: Final = ("adapter_config.json", "tinsmith.json")
 
@@ -32,7 +32,7 @@ def read_model_config(directory: Path) -> dict[str, Any]:  # Any: JSON
 
 
 def missing_files(directory: Path) -> list[str]:
-    """Name the files that no backend can do without and that are not there; empty if there are all."""
+    """Return the names of required files that are missing; empty if none are."""
     try:
         weights = shard_files(directory, "model") or [directory / "model.safetensors"]
     except ServerError:
@@ -41,7 +41,7 @@ def missing_files(directory: Path) -> list[str]:
 
 
 def copy_model_files(source: Path, target: Path, *, dtype: str, tied: bool | None = None) -> None:
-    """Copy configuration and tokenizer, so that the target loads on its own. config.json gets the new dtype."""
+    """Copy configuration and tokenizer, so that the target loads on its own. Set the new dtype in config.json."""
     config = read_model_config(source)
     config.pop("torch_dtype", None)
     config["dtype"] = dtype

@@ -1,7 +1,7 @@
 """The PEFT adapter layout: names and shapes of the weights, and the `adapter_config.json` beside them.
 
-Names: `base_model.model.<module path>.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank]; expert modules have
-one leading dimension more.
+Names: `base_model.model.<module path>.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank]. Expert modules have
+an additional leading dimension.
 """
 
 import re
@@ -15,16 +15,16 @@ from tinsmith.huggingface.decoder import ATTENTION, HEAD, MLP
 from tinsmith.operations import Array, FloatArray, LoraConfig
 
 TINKER_HEAD: Final = "model.unembed_tokens"
-"""What Tinker's own service calls the output head. tinker-cookbook's merge knows it as the head of a tied model, which
-has no `lm_head.weight`."""
+"""The name of the output head in Tinker's own service. tinker-cookbook's merge recognises it as the head of a tied
+model, which has no `lm_head.weight`."""
 
-_KINDS: Final = (*ATTENTION, *MLP, HEAD)  # their order decides what each module draws
+_KINDS: Final = (*ATTENTION, *MLP, HEAD)  # their order determines each module's random stream
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>[A-Za-z0-9_.]+)\.lora_(?P<side>[AB])\.weight")
 
 
 def adapter_config(base_model: str, lora: LoraConfig, weights: Mapping[str, Array]) -> dict[str, Any]:
-    """Describe the weights for PEFT and vLLM. Every value that they would otherwise guess is spelled out."""
+    """Return the adapter_config.json for PEFT and vLLM, with every value that they would otherwise guess."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -46,7 +46,7 @@ def adapter_config(base_model: str, lora: LoraConfig, weights: Mapping[str, Arra
 
 
 def weight_name(module: str, side: Literal["A", "B"]) -> str:
-    """Return the name of a weight, for a module path such as `model.layers.0.self_attn.q_proj` or `lm_head`."""
+    """Return a weight's name for a module path such as `model.layers.0.self_attn.q_proj` or `lm_head`."""
     return f"base_model.model.{module}.lora_{side}.weight"
 
 
@@ -56,7 +56,7 @@ def rename_module(name: str, old: str, new: str) -> str:
 
 
 def draw_lora_A(lora: LoraConfig, kind: str, layer: int, in_features: int) -> FloatArray:
-    """Draw the first A [rank, in] of a module: uniform within 1 / sqrt(in), from the adapter's seed.
+    """Draw the initial A [rank, in] of a module: uniform within 1 / sqrt(in), from the adapter's seed.
 
     `kind` is the module's path within its layer, or `lm_head` with layer 0. Each module has its own random stream, so
     it draws the same numbers on every backend, whichever other modules are trained.
@@ -73,7 +73,7 @@ def target_modules(weights: Mapping[str, Array]) -> list[str]:
 
 
 def check_weights(lora: LoraConfig, weights: Mapping[str, Array]) -> None:
-    """Raise ServerError, naming the tensor, if names or shapes are not those of an adapter of this rank."""
+    """Raise ServerError, naming the tensor, if names or shapes do not match an adapter of this rank."""
     sides = {parse(name) for name in weights}
     for name, array in weights.items():
         module, side = parse(name)
@@ -88,7 +88,7 @@ def check_weights(lora: LoraConfig, weights: Mapping[str, Array]) -> None:
 
 
 def parse(name: str) -> tuple[str, str]:
-    """Split a name into module path and side, "A" or "B". Raise ServerError if it is no such name."""
+    """Split a name into module path and side, "A" or "B". Raise ServerError if the name is malformed."""
     match = _NAME.fullmatch(name)
     if match is None:
         msg = f"tensor {name!r} is not named base_model.model.<module path>.lora_A.weight or .lora_B.weight"

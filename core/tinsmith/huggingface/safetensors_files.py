@@ -1,7 +1,7 @@
 """Safetensors files read and written one tensor at a time, in shards, in the dtypes that language models come in.
 
-The `safetensors` package writes a file from a dict that holds all of it, and its NumPy side has no bfloat16; models
-that barely fit in memory need neither. Format: https://huggingface.co/docs/safetensors, metadata parsing.
+The `safetensors` package writes a file from a dict that holds all of it, and its NumPy API has no bfloat16. Neither
+suits models that barely fit in memory. Format: https://huggingface.co/docs/safetensors, metadata parsing.
 """
 
 import json
@@ -24,17 +24,17 @@ DTYPES: Final[Mapping[str, tuple[str, str]]] = {
     "float16": ("F16", "<f2"),
     "bfloat16": ("BF16", "<u2"),
 }
-"""By name: as the format calls it, and how its bytes lie in an array."""
+"""By dtype: its name in the format, and the array dtype that holds its bytes."""
 
 _STORED: Final = dict(DTYPES.values())
-_MAX_HEADER: Final = 100_000_000  # bytes, as the safetensors package has it
-_HEADER_PER_TENSOR: Final = 200  # bytes besides the name: dtype, shape, two offsets
-_CHUNK: Final = 1 << 24  # elements that are converted at a time
+_MAX_HEADER: Final = 100_000_000  # bytes, the limit of the safetensors package
+_HEADER_PER_TENSOR: Final = 200  # bytes in addition to the name: dtype, shape, two offsets
+_CHUNK: Final = 1 << 24  # elements converted at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor lies. `dtype` is the format's name, such as BF16."""
+    """The location of a tensor. `dtype` is the format's name, such as BF16."""
 
     name: str
     file: Path
@@ -44,7 +44,7 @@ class StoredTensor:
     num_bytes: int
 
     def load(self) -> FloatArray:
-        """Read it as float32. Raise ServerError if it has another dtype or the file is truncated."""
+        """Read the tensor as float32. Raise ServerError if its dtype is unknown or the file is truncated."""
         if self.dtype not in _STORED:
             msg = f"{self.file.name}: tensor {self.name!r} is {self.dtype}; known are {', '.join(sorted(_STORED))}"
             raise ServerError(msg)
@@ -108,7 +108,7 @@ class StoredTensors(Mapping[str, Array]):
 
     @classmethod
     def of(cls, directory: Path, stem: str) -> Self:
-        """Open `<stem>.safetensors`, or the shards that `<stem>.safetensors.index.json` names; neither: empty."""
+        """Open `<stem>.safetensors` or the shards listed in `<stem>.safetensors.index.json`; else empty."""
         return cls(
             {name: tensor for file in shard_files(directory, stem) for name, tensor in read_header(file).items()}
         )
@@ -129,7 +129,7 @@ class StoredTensors(Mapping[str, Array]):
         return {name: tensor.shape for name, tensor in self.stored.items()}
 
     def renamed(self, prefix: str) -> "StoredTensors":
-        """Return those whose names start with `prefix`, without it."""
+        """Return the tensors whose names start with `prefix`, with the prefix removed."""
         return StoredTensors(
             {name.removeprefix(prefix): each for name, each in self.stored.items() if name.startswith(prefix)}
         )
@@ -168,15 +168,15 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 class ShardWriter:
-    """Writes tensors, as they arrive, into `<stem>-00001-of-0000N.safetensors` and an index, like transformers.
+    """Writes tensors as they arrive to `<stem>-00001-of-0000N.safetensors` and an index, like transformers.
 
-    Holds at most one tensor. Files get their final names at the end, when the number of shards is known.
+    Holds at most one tensor in memory. Files get their final names at the end, when the number of shards is known.
     """
 
     def __init__(
         self, directory: Path, stem: str, names: Collection[str], *, shard_bytes: int, dtype: str = "float32"
     ) -> None:
-        """`names` lists everything that may be added; each header reserves room for all of it."""
+        """`names` lists all tensors that may be added; each header reserves room for all of them."""
         self._directory = directory
         self._stem = stem
         self._shard_bytes = shard_bytes

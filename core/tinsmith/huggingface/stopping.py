@@ -15,7 +15,7 @@ TAIL_MARGIN_TOKENS = 4
 
 
 class StopRules:
-    """What is the same for every request: the end-of-sequence tokens and the tokenizer of the base model."""
+    """What all requests share: the end-of-sequence tokens and the tokenizer of the base model."""
 
     def __init__(self, eos_tokens: Iterable[int], tokenizer: Tokenizer | None) -> None:
         self.eos_tokens = frozenset(eos_tokens)
@@ -34,7 +34,7 @@ class StopRules:
         return cls({*config_eos_tokens, *_tokenizer_eos(model_path, tokenizer)}, tokenizer)
 
     def stop_tokens(self, params: SamplingParams) -> frozenset[int]:
-        """Return the tokens that end a sequence: the listed ones, and end-of-sequence if that is on."""
+        """Return the tokens that end a sequence: the listed ones, and end-of-sequence tokens if enabled."""
         return frozenset(params.stop_tokens) | (self.eos_tokens if params.stop_at_eos else frozenset())
 
     def watch(self, params: SamplingParams) -> "StopWatch":
@@ -54,8 +54,8 @@ class StopRules:
 class DecodedTail:
     """Finds stop strings in the text of the last few tokens, at a cost that does not grow with the sequence.
 
-    Every token with text is at least one byte long. So a match that ends in the newest token begins at most as many
-    tokens back as the string has bytes. Earlier matches were found earlier.
+    Every token with text has at least one byte, so a match that ends in the newest token begins at most as many tokens
+    back as the string has bytes. Matches that end earlier were found earlier.
     """
 
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]) -> None:
@@ -68,7 +68,7 @@ class DecodedTail:
     def push(self, token: int) -> bool:
         """Add a token. Return True if it completes one of the strings."""
         if self._tokenizer.id_to_token(token) is None:
-            return False  # a row of the embedding without a token (padding of the vocabulary): no text
+            return False  # an embedding row without a token (vocabulary padding) has no text
         self._tail.append(token)
         del self._tail[: -self._max_tokens]
         text = self._tokenizer.decode(self._tail, skip_special_tokens=False)
@@ -84,7 +84,7 @@ class StopWatch:
         self._left = max_tokens
 
     def push(self, token: int) -> StopReason | None:
-        """Add a sampled token. Return the reason if it is the last one. It belongs to the result either way."""
+        """Add a sampled token. Return the stop reason if it is the last one. It is part of the result in any case."""
         self._left -= 1
         if token in self._stop_tokens or (self._tail is not None and self._tail.push(token)):
             return "stop"

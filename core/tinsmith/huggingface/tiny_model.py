@@ -1,4 +1,4 @@
-"""Write a tiny random model that every Hugging Face tool can read: for demos and tests, made on the spot.
+"""Write a tiny random model, for demos and tests, that every Hugging Face tool can read.
 
 No ML framework is needed. The same shape and seed give the same files, byte for byte.
 """
@@ -22,12 +22,12 @@ Family = Literal["qwen3", "llama"]
 
 _ARCHITECTURES: Final = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 _ROPE_THETA: Final = {"qwen3": 1_000_000.0, "llama": 500_000.0}
-_EMBEDDING_STD: Final = 0.02  # small beside the layers' outputs, so that hidden states mix the whole context
+_EMBEDDING_STD: Final = 0.02  # small relative to the layers' outputs, so that hidden states mix the whole context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyShape:
-    """What to write. Defaults make about a million parameters, which a laptop trains in seconds."""
+    """The shape of the model. The defaults give about a million parameters, which a laptop trains in seconds."""
 
     family: Family = "qwen3"
     vocab_size: int = 512
@@ -80,7 +80,7 @@ def write_tiny_model(directory: Path, shape: TinyShape, *, overwrite: bool = Fal
 
 
 def _weights(shape: TinyShape) -> Iterator[tuple[str, FloatArray]]:
-    """Yield every tensor, [out, in] as torch has it; layers at variance 1 / in, so that none fades out."""
+    """Yield every tensor, [out, in] as in torch. Layers have variance 1 / in, so that none fades out."""
     rng = np.random.default_rng(shape.seed)
     hidden = shape.hidden_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim

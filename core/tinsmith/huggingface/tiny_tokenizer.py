@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokenizer on a small text made here, with the special tokens and chat template of a family."""
+"""Train a byte-level BPE tokenizer on a small built-in text, with a family's special tokens and chat template."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _MIN_VOCAB_SIZE: Final = 300  # 256 bytes, the special tokens, and a few merges
 
 
 def special_tokens(family: str) -> dict[str, str]:
-    """Return the tokens by their role in tokenizer_config.json."""
+    """Return the special tokens, keyed by their role in tokenizer_config.json."""
     return _SPECIAL_TOKENS[family]
 
 
@@ -76,7 +76,7 @@ def chat_template(family: str) -> str:
 
 
 def train_tokenizer(family: str, vocab_size: int) -> Tokenizer:
-    """Return a tokenizer of exactly `vocab_size` tokens; the special ones come first. Raise UserError if too small."""
+    """Return a tokenizer of exactly `vocab_size` tokens, special ones first. Raise UserError if that is too small."""
     if vocab_size < _MIN_VOCAB_SIZE:
         msg = f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {_MIN_VOCAB_SIZE}"
         raise UserError(msg)

@@ -1,4 +1,4 @@
-"""The weights of a base model, read tensor by tensor with the safetensors package, as arrays of any framework."""
+"""Reads the weights of a base model tensor by tensor with the safetensors package, as arrays of any framework."""
 
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -14,7 +14,7 @@ from tinsmith.huggingface.safetensors_files import tensor_files
 
 
 class WeightFiles(AbstractContextManager["WeightFiles"]):
-    """The safetensors files of a model directory: one, or shards with an index. Each is opened once, when needed.
+    """The safetensors files of a model directory: one, or shards with an index. Each is opened once, on first use.
 
     Every error is a ConfigError that names the directory or file, and the tensor.
     """
@@ -39,11 +39,11 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
         self._open.close()
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Any:
-        """Read a tensor, which must have this shape."""
+        """Read a tensor, which must have the given shape."""
         return self._read(name, shape, ())
 
     def part(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...]) -> Any:
-        """Read the rows, or rows and columns, of a tensor that must have this shape as a whole."""
+        """Read the rows, or rows and columns, of a tensor whose whole shape must be the given one."""
         return self._read(name, shape, cut)
 
     def _read(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...]) -> Any:
