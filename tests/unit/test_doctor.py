@@ -155,7 +155,7 @@ def test_models_of_the_hub(environment: dict[str, str], tmp_path: Path) -> None:
         assert code == 0
         assert findings[-1]["found"] == f"0.0 GB will be downloaded from {hub.url}"
         problem = only_problem({**environment, "HF_ENDPOINT": hub.url}, "maker/gone", "--backend", "jax")
-    assert "'maker/gone' is neither a directory here nor a model that" in problem["found"]
+    assert "'maker/gone' is neither a local directory nor a model visible on" in problem["found"]
     assert hub.sent == []
     problem = only_problem({**environment, "HF_HUB_OFFLINE": "1"}, "maker/tiny", "--backend", "jax")
     assert "HF_HUB_OFFLINE forbids downloading it" in problem["found"]

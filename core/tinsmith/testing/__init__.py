@@ -1,4 +1,4 @@
-"""The suites that hold every backend, store and scheduler, and what else a plugin author's tests need.
+"""The contract suites for backends, stores and schedulers, and other tools for a plugin author's tests.
 
 Needs the extra `tinsmith[testing]`. Suites are base classes: subclass, override the fixtures, run pytest.
 """

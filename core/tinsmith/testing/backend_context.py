@@ -1,4 +1,4 @@
-"""What core hands to a backend's `create`, for tests that make one themselves."""
+"""The context that core passes to a backend's `create`, for tests that create a backend themselves."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What every training backend's checkpoints must do: come back through files bit for bit, and load in PEFT.
+"""The contract of a training backend's checkpoints: they restore bit for bit from files, and load in PEFT.
 
 Subclass `CheckpointContract` and give it a `backend` fixture and, for the PEFT test, `model_path`.
 """
@@ -16,7 +16,7 @@ from tinsmith.testing.contract import assert_same_arrays, assert_same_state, nee
 from tinsmith.testing.model_driver import ModelDriver, logprobs_of, ragged_data
 from tinsmith.testing.training_suite import TrainingSuite
 
-_A_MODEL = 1e-4  # what float32 may differ by after a model
+_A_MODEL = 1e-4  # allowed float32 difference after a pass through a model
 
 
 class CheckpointContract(TrainingSuite):
@@ -51,7 +51,7 @@ class CheckpointContract(TrainingSuite):
     @pytest.mark.filterwarnings("ignore::UserWarning:peft")  # PEFT warns of adapters on tied heads
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch and its company, not ours
     def test_export_loads_in_peft(self, driver: ModelDriver, tmp_path: Path, model_path: Path | None) -> None:
-        """With every tensor used, and with our logprobs."""
+        """PEFT uses every tensor, and its logprobs equal ours."""
         if model_path is None:
             pytest.skip("override the fixture 'model_path' to have exports loaded in PEFT")
         model_id = _trained(driver)

@@ -1,4 +1,4 @@
-"""What a trainer and a sampler must be as a pair: the consistency gate passes their saves, and catches planted faults.
+"""The contract of a trainer and a sampler as a pair: the consistency gate passes saves and catches planted faults.
 
 Subclass `ConsistencyContract` and give it a `backend` fixture, the trainer; and a
 `sampler` fixture if another object samples.
@@ -69,7 +69,7 @@ class ConsistencyContract(TrainingSuite):
 
     @in_one_loop
     async def test_honest_saves_are_consistent(self, pair: _Pair) -> None:
-        """Untrained, after small steps and after large ones, of several models in turn."""
+        """Saves pass when untrained, after small steps and after large ones, for several models in turn."""
         models = [pair.driver.create(rank=4, seed=1), pair.driver.create_trained(rank=2, seed=2)]
         for adam in (_A_STEP, _A_STEP, _A_LARGE_STEP, _A_LARGE_STEP):
             for seed, model_id in enumerate(models):
@@ -85,7 +85,7 @@ class ConsistencyContract(TrainingSuite):
     @pytest.mark.parametrize("fault", FAULTS)
     @in_one_loop
     async def test_a_fault_is_caught_at_its_first_save(self, pair: _Pair, fault: str, large: bool, steps: int) -> None:
-        """However small the adapter is: after one step at the smallest usual learning rate too."""
+        """Faults are caught even in the smallest adapter: after one step at the smallest usual learning rate."""
         adam = _A_LARGE_STEP if large else _A_STEP
         other, model_id = (pair.driver.create(rank=4, seed=seed) for seed in (3, 4))
         pair.train(other, adam, seed=50, steps=steps)
@@ -103,7 +103,7 @@ class ConsistencyContract(TrainingSuite):
 
     @in_one_loop
     async def test_a_check_changes_nothing(self, pair: _Pair) -> None:
-        """Weights, moments and pending gradients stay as they are, bit for bit."""
+        """Weights, moments and pending gradients stay unchanged, bit for bit."""
         model_id = pair.driver.create(rank=4, seed=5)
         pair.train(model_id)
         pair.driver.forward_backward(model_id, ragged_data(6, pair.driver.capabilities.vocab_size))

@@ -1,4 +1,4 @@
-"""What every contract suite is built on: no silent overrides, and comparisons as strict as a backend promises."""
+"""The base of all contract suites: no silent overrides, and comparisons as strict as the backend's claims."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ _SHIPPED = "tinsmith.testing"
 
 
 class Contract:
-    """Base of the suites. A subclass gives fixtures; a test that it overrides must be an expected failure."""
+    """Base class of the suites. A subclass provides fixtures. If it overrides a test, it must mark it xfail."""
 
     def test_overridden_tests_are_expected_failures(self) -> None:
         """Without this, the easiest way to pass a suite is to replace its tests."""
@@ -40,7 +40,7 @@ def need(capable: object, what: str) -> None:
 
 
 def assert_same_numbers(capabilities: Capabilities, actual: Array, expected: Array, what: str) -> None:
-    """Compare what must not depend on company: as strictly as `isolation` promises."""
+    """Compare results that must not depend on other tenants, as strictly as `isolation` promises."""
     need(capabilities.isolation != "none", "isolation")
     if capabilities.isolation == "bitwise":
         np.testing.assert_array_equal(actual, expected, err_msg=what)

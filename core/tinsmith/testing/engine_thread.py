@@ -1,4 +1,4 @@
-"""An engine in a thread with a store of its own, as `tinsmith engine` runs one in a process."""
+"""An engine in a thread with its own store, as `tinsmith engine` runs one in a process."""
 
 import asyncio
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore
 from tinsmith.testing.engine_driver import take_over
 from tinsmith.testing.loop_thread import LoopThread
 
-_STOP_TIMEOUT_S = 300.0  # the operation that is running may be compiling
+_STOP_TIMEOUT_S = 300.0  # the running operation may be compiling
 
 
 @contextmanager

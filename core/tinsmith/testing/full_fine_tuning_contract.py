@@ -1,4 +1,4 @@
-"""What a backend that offers full fine-tuning must do: it trains all weights of models with LoRA rank 0.
+"""The contract of full fine-tuning: the backend trains all weights of models with LoRA rank 0.
 
 Subclass `FullFineTuningContract` and give it a `backend` fixture, as for `TrainingBackendContract`, with room for six
 such models at a time, and a `model_path` fixture if the backend reads a directory.
@@ -22,13 +22,13 @@ from tinsmith.testing.training_numerics import NumericsContract
 from tinsmith.testing.training_optimizer import OptimizerContract
 from tinsmith.testing.training_state import StateContract
 
-_ONE_OP, _A_MODEL = 1e-5, 1e-4  # what float32 may differ by: after one operation, after a model
-_SHARD_BYTES = 3000  # several files even of a toy
+_ONE_OP, _A_MODEL = 1e-5, 1e-4  # allowed float32 difference: after one operation, after a pass through a model
+_SHARD_BYTES = 3000  # small enough that even a toy model needs several files
 _COMPANY_STEPS = 5
 
 
 class FullDriver(ModelDriver):
-    """Creates models of LoRA rank 0, whatever rank is asked for."""
+    """Creates models of LoRA rank 0, whatever rank is requested."""
 
     def create(self, *, rank: int = 0, seed: int = 0, flags: Mapping[str, bool] | None = None) -> str:
         del rank, flags
@@ -36,7 +36,7 @@ class FullDriver(ModelDriver):
 
 
 class FullFineTuningContract(NumericsContract, OptimizerContract, StateContract):
-    """Numerics, optimizer and state as of every model, and what only a model of rank 0 has."""
+    """Numerics, optimizer and state as for every model, and tests that only concern models of rank 0."""
 
     @pytest.fixture
     def driver(self, backend: TrainingBackend) -> Iterator[ModelDriver]:
@@ -47,7 +47,7 @@ class FullFineTuningContract(NumericsContract, OptimizerContract, StateContract)
 
     @pytest.fixture
     def adapters(self, backend: TrainingBackend) -> Iterator[ModelDriver]:
-        """LoRA models beside it."""
+        """A driver of LoRA models on the same backend."""
         need(backend.capabilities.max_lora_rank, "LoRA")
         driver = ModelDriver(backend)
         yield driver
@@ -90,7 +90,7 @@ class FullFineTuningContract(NumericsContract, OptimizerContract, StateContract)
                     assert_same_numbers(driver.capabilities, found, array, f"{what} {name}")
 
     def test_base_stays_as_it_was(self, driver: ModelDriver, adapters: ModelDriver) -> None:
-        """What adapters see, and the next model of rank 0 starts from."""
+        """Training leaves unchanged the base that adapters use and from which the next model of rank 0 starts."""
         data = ragged_data(81, driver.capabilities.vocab_size)
         lora = adapters.create_trained()
         before, fresh = logprobs_of(adapters.forward(lora, data)), driver.state(driver.create())
@@ -102,7 +102,7 @@ class FullFineTuningContract(NumericsContract, OptimizerContract, StateContract)
         assert_same_state(driver.state(driver.create()), fresh, "the next model")
 
     def test_step_is_seen_after_a_forward(self, driver: ModelDriver) -> None:
-        """What a pass without gradients keeps of the weights must not outlive a step or a restore."""
+        """Weights cached by a pass without gradients must not outlive a step or a restore."""
         data = ragged_data(82, driver.capabilities.vocab_size)
         model_id = driver.create()
         driver.forward_backward(model_id, data)
@@ -136,7 +136,7 @@ class FullFineTuningContract(NumericsContract, OptimizerContract, StateContract)
         assert_same_state(driver.state(bad), before, "a model whose operation failed")
 
     def test_training_goes_on_from_the_files(self, driver: ModelDriver, tmp_path: Path) -> None:
-        """From shards, bit for bit: weights, moments, step and the pending gradient."""
+        """Weights, moments, step and pending gradient are restored from shards, bit for bit."""
         vocab_size = driver.capabilities.vocab_size
         model_id = _trained(driver)
         driver.forward_backward(model_id, ragged_data(86, vocab_size))
@@ -163,7 +163,7 @@ class FullFineTuningContract(NumericsContract, OptimizerContract, StateContract)
 
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch and its company, not ours
     def test_export_loads_in_transformers(self, driver: ModelDriver, tmp_path: Path, model_path: Path | None) -> None:
-        """As it is, with our logprobs."""
+        """The checkpoint loads in transformers unchanged, with logprobs equal to ours."""
         if model_path is None:
             pytest.skip("override the fixture 'model_path' to have exports loaded in transformers")
         torch = pytest.importorskip("torch")
@@ -181,7 +181,7 @@ class FullFineTuningContract(NumericsContract, OptimizerContract, StateContract)
 
 
 def _train(driver: ModelDriver, models: list[str]) -> list[ModelState]:
-    """A few steps in common calls; each model's data depend on what it is alone."""
+    """Train a few steps in shared calls. Each model's data depend only on the model itself."""
     for step in range(_COMPANY_STEPS):
         lengths = {model_id: (3, 17) if driver.state(model_id).lora.rank else (9, 30) for model_id in models}
         ops = [

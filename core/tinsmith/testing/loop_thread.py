@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
 
-_CALL_TIMEOUT_S: Final = 600.0  # only what hangs takes so long, on whatever machine
+_CALL_TIMEOUT_S: Final = 600.0  # on any machine, only a hanging call takes this long
 _STOP_TIMEOUT_S: Final = 300.0
 
 

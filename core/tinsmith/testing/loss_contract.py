@@ -19,13 +19,13 @@ from tinsmith.operations import Array
 from tinsmith.testing.contract import Contract
 
 _STEP = 1e-6  # of the central difference, in float64
-_ONE_OP = 1e-5  # what float32 may differ by after a few operations
+_ONE_OP = 1e-5  # allowed float32 difference after a few operations
 _NUM_TOKENS = 64
-_NAMESPACES = {"torch": "torch", "jax": "jax.numpy"}  # by the package that must be installed
+_NAMESPACES = {"torch": "torch", "jax": "jax.numpy"}  # keyed by the package that must be installed
 
 
 class LossContract(Contract):
-    """What `LossSpec.per_token` must hold."""
+    """The contract of `LossSpec.per_token`."""
 
     @pytest.fixture
     def loss(self) -> LossSpec:
@@ -34,7 +34,7 @@ class LossContract(Contract):
         raise NotImplementedError(msg)
 
     def test_derivative_is_that_of_the_loss(self, loss: LossSpec) -> None:
-        """By central differences, in float64."""
+        """Checked by central differences, in float64."""
         if loss.stops_gradients:
             pytest.skip("part of the loss counts as constant, so its derivative is not that of the whole")
         logp_T, inputs = _tokens(loss)
@@ -52,7 +52,7 @@ class LossContract(Contract):
                 np.testing.assert_allclose(left, right[index : index + 1], rtol=1e-12)
 
     def test_config_may_differ_from_token_to_token(self, loss: LossSpec) -> None:
-        """Arrays of one value give what that value gives: of a packed batch each request has its own."""
+        """Arrays filled with one value give the same result as that value, as packed batches hold one per request."""
         logp_T, inputs = _tokens(loss)
         spread = {name: np.full(_NUM_TOKENS, value) for name, value in loss.config.items()}
         for left, right in zip(
@@ -75,7 +75,7 @@ class LossContract(Contract):
         loss.per_token(np, *arrays, loss.config)
 
     def test_extremes_are_finite(self, loss: LossSpec) -> None:
-        """Tokens that are certain, and tokens that are all but impossible."""
+        """Tokens that are certain, and tokens that are nearly impossible."""
         logp_T, inputs = _tokens(loss)
         logp_T[:8], logp_T[8:16] = 0.0, -40.0
         inputs = {name: logp_T.copy() if name == "logprobs" else array for name, array in inputs.items()}

@@ -1,4 +1,4 @@
-"""How the suites drive a training backend: short calls, failures raised, everything unloaded at the end.
+"""Drives a training backend for the suites: short calls, failures raised, everything unloaded at the end.
 
 Array suffixes: T = tokens, K = targets per token.
 """
@@ -29,7 +29,7 @@ _ids = count()  # a backend may be shared by many tests: no model id occurs twic
 
 
 class ModelDriver:
-    """Owns the models it creates. Where the backend answers Failed, the test fails with its message."""
+    """Owns the models it creates. If the backend returns Failed, the test fails with its message."""
 
     def __init__(self, backend: TrainingBackend) -> None:
         self.backend = backend
@@ -80,7 +80,7 @@ class ModelDriver:
         return self.backend.capture_state(model_id)
 
     def gradient(self, model_id: str, data: Sequence[Datum], loss_fn: str = "cross_entropy") -> Mapping[str, Array]:
-        """Return the gradient of one call alone; what was pending before is dropped."""
+        """Return the gradient of one call alone, dropping any pending gradient first."""
         self.backend.restore_state(model_id, replace(self.state(model_id), gradients={}))
         self.forward_backward(model_id, data, loss_fn)
         gradients = self.state(model_id).gradients
@@ -127,7 +127,7 @@ def ragged_data(seed: int, vocab_size: int, lengths: Sequence[int] = (1, 7, 33, 
 
 
 def with_inputs(datum: Datum, **inputs: Array) -> Datum:
-    """Keep tokens and targets; take these as the loss's other inputs."""
+    """Return the data with the same tokens and targets, but these other inputs of the loss."""
     targets = datum.loss_inputs["target_tokens"]
     return replace(datum, loss_inputs={"target_tokens": targets, **inputs})
 

@@ -1,4 +1,4 @@
-"""Every suite that holds what a plugin offers, made from the offers alone. `tinsmith check-plugin` runs them."""
+"""All suites that test a plugin, generated from its offers alone. `tinsmith check-plugin` runs them."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +34,7 @@ _SHAPE: Final = TinyShape(  # heads of 32: vLLM's attention on CPUs takes no sma
 )
 
 CAPABILITIES: Final = "capabilities"
-"""The test property that holds what the backend under test claims."""
+"""The test property that holds the capabilities of the backend under test."""
 
 Suites = dict[str, Any]  # Any: test classes, and the fixtures that they ask for, by the names that pytest goes by
 Options = Mapping[str, object]
@@ -42,16 +42,16 @@ Options = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
-    """What the suites of one offer are made from."""
+    """The parameters of the suites for one offer."""
 
-    number: int  # of the offer: what tells its fixtures from the others'
+    number: int  # of the offer: distinguishes its fixtures from those of others
     offer: Offer
-    options: Options  # those of the user that this offer knows
+    options: Options  # the user's options that this offer knows
     trainer: AnyBackendSpec | None
 
 
 def suites_of(plugin: str, *, options: Options, trainer: str | None) -> Suites:
-    """Return what a test module needs to hold every offer of `plugin`: call it as `globals().update(...)`.
+    """Return the contents of a test module for all offers of `plugin`: call it as `globals().update(...)`.
 
     `trainer` names the backend whose adapters the plugin's sampler samples from; by default the plugin's own, if any.
     """
@@ -71,7 +71,7 @@ def suites_of(plugin: str, *, options: Options, trainer: str | None) -> Suites:
 
 
 def options_for(offer: Offer, options: Options) -> Options:
-    """Return those that the offer's configuration has."""
+    """Return the options that the offer's configuration has."""
     known = () if isinstance(offer.spec, LossSpec) else offer.spec.config.model_fields
     return {key: value for key, value in options.items() if key in known}
 
@@ -149,7 +149,7 @@ def _sampler_suites(wanted: _Wanted) -> Suites:
         @pytest.fixture
         def adapter_shapes(self, request: pytest.FixtureRequest) -> Shapes:
             if trainer is None:
-                pytest.skip("whose adapters it samples from is not known; name their backend with --trainer")
+                pytest.skip("needs a trainer to make adapters; name its backend with --trainer")
             driver = ModelDriver(_asked(request, trainer_name, TrainingBackend))
             shapes = {name: array.shape for name, array in driver.state(driver.create(rank=4)).weights.items()}
             driver.unload_all()
@@ -212,7 +212,7 @@ def _loss_suites(wanted: _Wanted) -> Suites:
 
 
 class _OfTinyModel:
-    """Stop strings and the end of a sequence need the tokenizer of the model that is sampled."""
+    """Stop strings and end-of-sequence tests need the tokenizer of the sampled model."""
 
     has_tokenizer = False
 

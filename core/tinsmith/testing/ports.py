@@ -1,10 +1,10 @@
-"""Ports for servers that a test stops and starts again on the same one."""
+"""Ports for servers that a test restarts on the same port."""
 
 import socket
 
 
 def hold_port() -> socket.socket:
-    """Return a socket that keeps a free loopback port until it is closed; `getsockname()[1]` is its number.
+    """Return a socket that reserves a free loopback port until it is closed; `getsockname()[1]` is its number.
 
     It never listens: servers, which set SO_REUSEADDR, bind the port beside it, and while none does connections are
     refused. Without it the system may give the port to somebody else in between.

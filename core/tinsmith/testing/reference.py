@@ -15,7 +15,7 @@ from tinsmith.operations import AdamParams, Array, Datum
 
 Float64Array = npt.NDArray[np.float64]
 
-_DIFFERENCE = 1e-5  # nats; the error of a central difference is of its square
+_DIFFERENCE = 1e-5  # nats; the error of a central difference is proportional to its square
 
 # (logp, logp held still, inputs, config) -> loss, all scalars
 _ScalarLoss = Callable[[float, float, Mapping[str, float], Mapping[str, float]], float]

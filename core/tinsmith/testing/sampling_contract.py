@@ -1,4 +1,4 @@
-"""What every sampling backend must do.
+"""The contract of sampling backends.
 
 Subclass `SamplingBackendContract` and give it a `backend` fixture; one that does not train also needs
 `adapter_shapes`. With `detokenize` and `eos_token` stop strings and the end of sequence are tested too:
@@ -8,9 +8,9 @@ Subclass `SamplingBackendContract` and give it a `backend` fixture; one that doe
         def backend(self, tmp_path):
             return MySampler(MyConfig(), backend_context(tmp_path))
 
-One that is slow to make is made once: `backend` returns what a fixture of the whole module made.
+If the backend is slow to create, create it in a module-scoped fixture that `backend` returns.
 
-Tests of what its capabilities do not claim are skipped.
+Tests of capabilities that the backend does not claim are skipped.
 """
 
 from tinsmith.testing.sampling_drawing import DrawingContract

@@ -24,7 +24,7 @@ from tinsmith.testing.sampling_suite import (
     with_tokens,
 )
 
-_A_MODEL = 1e-4  # what float32 may differ by after a model
+_A_MODEL = 1e-4  # allowed float32 difference after a pass through a model
 
 
 class DrawingContract(SamplingSuite):
@@ -66,7 +66,7 @@ class DrawingContract(SamplingSuite):
     @in_one_loop
     @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
     async def test_logprobs_are_of_the_scaled_distribution(self, backend: SamplingBackend, temperature: float) -> None:
-        """And of the whole one, although top_k and top_p cut it."""
+        """Logprobs are those of the whole distribution, even if top_k and top_p truncate it."""
         prompt = random_prompt(3, 5, backend.capabilities.vocab_size)
         wanted = params(temperature=temperature, top_k=20, top_p=0.9)
         sequence = await ask_one(backend, prompt, wanted)
@@ -84,7 +84,7 @@ class DrawingContract(SamplingSuite):
 
     @in_one_loop
     async def test_top_k_and_top_p_cut(self, backend: SamplingBackend) -> None:
-        """Of many draws at a high temperature each is among the k best, or within the mass p; and they use it."""
+        """All of many draws at a high temperature are among the k best, or within the mass p, and cover them."""
         prompt = random_prompt(5, 5, backend.capabilities.vocab_size)
         temperature = 2.0
         scaled = _log_softmax((await all_logprobs(backend, with_tokens(prompt, [0])))[-1] / temperature)

@@ -25,7 +25,7 @@ class LogprobsContract(SamplingSuite):
     @in_one_loop
     @pytest.mark.parametrize("length", [1, 2, 20])
     async def test_prompt_logprobs(self, backend: SamplingBackend, length: int) -> None:
-        """One for every prompt token, as long as the prompt; the first cannot be known and is NaN."""
+        """One logprob per prompt token. The first has no context and is NaN."""
         need(backend.capabilities.prompt_logprobs, "prompt logprobs")
         prompt = random_prompt(20, length, backend.capabilities.vocab_size)
         output = await ask(backend, prompt, params(max_tokens=1), prompt_logprobs=True)
@@ -87,7 +87,7 @@ class LogprobsContract(SamplingSuite):
 
     @in_one_loop
     async def test_top_sample_logprobs(self, backend: SamplingBackend) -> None:
-        """Of the distribution that `logprobs` speaks of: drawn from the k best, a token has it in both."""
+        """They are of the same distribution as `logprobs`: a token drawn from the k best has the same value in both."""
         k = min(5, backend.capabilities.max_topk_logprobs)
         need(k, "top-k logprobs")
         prompt = random_prompt(24, 6, backend.capabilities.vocab_size)
@@ -118,7 +118,7 @@ class LogprobsContract(SamplingSuite):
         np.testing.assert_allclose(answer[:, 0], output.prompt_logprobs[1:], rtol=0, atol=_ONE_OP)
 
     def test_what_is_sampled_can_be_trained_on(self, driver: ModelDriver) -> None:
-        """A distillation trains on the alternatives that it has sampled. It needs as many targets per token."""
+        """A distillation trains on the alternatives that it has sampled, so it needs as many targets per token."""
         sampled, trained = driver.capabilities.max_topk_logprobs, driver.capabilities.max_targets_per_token
         assert trained >= sampled, (
             f"max_topk_logprobs is {sampled} and max_targets_per_token {trained}; raise the latter or lower the former"
@@ -126,7 +126,7 @@ class LogprobsContract(SamplingSuite):
 
     @in_one_loop
     async def test_sampler_and_trainer_agree(self, backend: SamplingBackend, driver: ModelDriver) -> None:
-        """To 1e-4: the logprobs drawn with, those of the prompt, and those that `forward` gives the same tokens."""
+        """Logprobs from drawing, from the prompt and from `forward` agree to 1e-4 for the same tokens."""
         model_id = driver.create_trained(rank=4, seed=11)
         snapshot = driver.backend.publish(model_id, new_snapshot_id())
         await backend.load_snapshot(snapshot)

@@ -1,4 +1,4 @@
-"""The contract of snapshots and company: a request's answer depends on its snapshot and on itself alone."""
+"""The contract of snapshots and isolation: a result depends only on the request and its snapshot."""
 
 import asyncio
 
@@ -53,7 +53,7 @@ class SnapshotsContract(SamplingSuite):
     async def test_later_training_does_not_reach_a_snapshot(
         self, backend: SamplingBackend, driver: ModelDriver
     ) -> None:
-        """Nor does sampling reach training."""
+        """Sampling does not affect training either."""
         model_id = driver.create_trained(seed=12)
         snapshot = driver.backend.publish(model_id, new_snapshot_id())
         await backend.load_snapshot(snapshot)
@@ -74,7 +74,7 @@ class SnapshotsContract(SamplingSuite):
     async def test_snapshot_from_the_host_equals_the_published_one(
         self, backend: SamplingBackend, driver: ModelDriver
     ) -> None:
-        """What a checkpoint brings back samples like what was saved."""
+        """A snapshot read from a checkpoint samples like the one saved."""
         published = driver.backend.publish(driver.create_trained(seed=13), new_snapshot_id())
         read = HostSnapshot(new_snapshot_id(), published.lora, published.adapter_weights())
         prompt = random_prompt(42, 9, backend.capabilities.vocab_size)
@@ -191,7 +191,7 @@ class CompanyContract(SamplingSuite):
 
     @in_one_loop
     async def test_more_requests_than_places(self, backend: SamplingBackend) -> None:
-        """A crowd is served to the last: 60 requests of two samples each."""
+        """All of 60 concurrent requests with two samples each are served."""
         vocab_size = backend.capabilities.vocab_size
         outputs = await asyncio.gather(
             *(

@@ -68,7 +68,7 @@ def new_snapshot_id() -> str:
 
 
 def random_snapshot(shapes: Shapes, *, seed: int) -> Snapshot:
-    """Make an adapter whose effect is plain to see."""
+    """Make an adapter with a clearly visible effect."""
     rng = np.random.default_rng([seed, 17])
     weights = {name: (0.2 * rng.normal(size=shape)).astype(np.float32) for name, shape in sorted(shapes.items())}
     return HostSnapshot(new_snapshot_id(), SUITE_LORA, weights)
@@ -79,7 +79,7 @@ def random_prompt(seed: int, length: int, vocab_size: int) -> TokenArray:
 
 
 def params(**fields: Any) -> SamplingParams:  # Any: the fields of SamplingParams
-    """Eight tokens that nothing stops, unless told otherwise."""
+    """Return parameters: by default, eight tokens without any stop condition."""
     return SamplingParams(**{"max_tokens": 8, "seed": 1, "stop_at_eos": False, **fields})
 
 

@@ -1,4 +1,4 @@
-"""The suite that every scheduler passes: subclass `SchedulerContract` and say how to make one.
+"""The contract suite of schedulers: subclass `SchedulerContract` and override `make_scheduler`.
 
     class TestMyScheduler(SchedulerContract):
         def make_scheduler(self):
@@ -55,7 +55,7 @@ _for_every_subclass = settings(
 
 
 class SchedulerContract:
-    """What `Scheduler.plan` must hold, for any queue."""
+    """The contract of `Scheduler.plan`, for any queue."""
 
     def make_scheduler(self) -> Scheduler:
         raise NotImplementedError

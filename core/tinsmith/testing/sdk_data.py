@@ -1,4 +1,4 @@
-"""For tests that train through the SDK: small data in its types, and an end that it survives."""
+"""For tests that train through the SDK: small data in its types, and a safe way to close it."""
 
 import time
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ TOKENS = [12, 7, 31, 5, 9, 22, 3]
 
 
 def datum(tokens: Sequence[int] = TOKENS, weights: Sequence[float] | None = None) -> tinker.Datum:
-    """One sequence to learn: the server gets it shifted, as Tinker scripts do it."""
+    """One sequence to learn, shifted as Tinker scripts send it."""
     inputs, targets = list(tokens[:-1]), list(tokens[1:])
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints(inputs),

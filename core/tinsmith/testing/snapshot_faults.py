@@ -1,4 +1,4 @@
-"""A sampler that serves something else than what it was given: faults seen in real servers, to plant in tests."""
+"""A sampler that serves other weights than it was given: faults seen in real servers, to plant in tests."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,11 +9,11 @@ from tinsmith.backend import Capabilities, HostSnapshot, SamplingBackend, Snapsh
 from tinsmith.operations import Failed, Sample, SampleOutput
 
 Fault = Callable[[Snapshot, Mapping[str, Snapshot]], Snapshot]
-"""Turn the snapshot to be loaded into what is loaded, given those that were loaded before, oldest first."""
+"""Return the snapshot to load in place of the given one. Earlier snapshots are given oldest first."""
 
 
 class FaultySampler(SamplingBackend):
-    """A real sampler behind a fault; `fault` None is honest. Snapshots of all models pass through it."""
+    """A real sampler behind a fault; None means no fault. Snapshots of all models pass through it."""
 
     def __init__(self, sampler: SamplingBackend) -> None:
         self.fault: Fault | None = None
@@ -46,18 +46,18 @@ def dropped_head_delta(snapshot: Snapshot, _: Mapping[str, Snapshot]) -> Snapsho
 
 
 def stale_adapter(_: Snapshot, seen: Mapping[str, Snapshot]) -> Snapshot:
-    """Serve the one before."""
+    """Serve the previous snapshot."""
     return list(seen.values())[-1]
 
 
 def wrong_alpha(snapshot: Snapshot, _: Mapping[str, Snapshot]) -> Snapshot:
-    """Take alpha for twice the rank, as one server does."""
+    """Assume that alpha is twice the rank, as one server does."""
     lora = replace(snapshot.lora, alpha=2.0 * snapshot.lora.rank)
     return HostSnapshot(snapshot.snapshot_id, lora, snapshot.adapter_weights())
 
 
 def swapped_adapter(_: Snapshot, seen: Mapping[str, Snapshot]) -> Snapshot:
-    """Serve the first one that came along: another model's."""
+    """Serve the first snapshot ever loaded, which is another model's."""
     return next(iter(seen.values()))
 
 

@@ -1,4 +1,4 @@
-"""What every training backend must do.
+"""The contract of training backends.
 
 Subclass `TrainingBackendContract` and give it a `backend` fixture:
 
@@ -7,10 +7,10 @@ Subclass `TrainingBackendContract` and give it a `backend` fixture:
         def backend(self, tmp_path):
             return MyBackend(MyConfig(), backend_context(tmp_path))
 
-One that is slow to make is made once: `backend` returns what a fixture of the whole module made.
+If the backend is slow to create, create it in a module-scoped fixture that `backend` returns.
 
-The backend needs a vocabulary of 32 tokens, a context of 64, float32, and at best a model of a few thousand weights.
-Tests of what its capabilities do not claim are skipped.
+The backend needs a vocabulary of 32 tokens, a context of 64 and float32, and ideally has a few thousand weights.
+Tests of capabilities that the backend does not claim are skipped.
 """
 
 from tinsmith.testing.training_isolation import IsolationContract

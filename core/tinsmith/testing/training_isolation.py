@@ -1,4 +1,4 @@
-"""The contract of company: what a model computes does not depend on who else is there, or on what they do."""
+"""The contract of isolation: a model's results do not depend on other models or on what they do."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,24 +21,24 @@ from tinsmith.testing.model_driver import (
 from tinsmith.testing.training_suite import TrainingSuite
 
 ISOLATION_DIFFERENCE = "isolation_difference"
-"""The test property that holds the greatest difference of a logprob alone and in company, in nats."""
+"""The test property that holds the greatest difference, in nats, of a logprob alone and beside other models."""
 
 _NUM_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Company:
-    """Who trains beside the model that is watched."""
+    """The models that train beside the watched model."""
 
     neighbours: int
-    adam: AdamParams | None = None  # None: a learning rate of its own for each
+    adam: AdamParams | None = None  # None: each has its own learning rate
     poisoned: bool = False  # their weights are NaN
-    restless: bool = False  # they leave and come back as others
+    restless: bool = False  # they are unloaded and replaced by new models
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """What the watched model saw: everything that a user could tell it from."""
+    """Everything that a user of the watched model can observe."""
 
     losses: list[float]
     logprobs: list[list[Array]]
@@ -103,7 +103,7 @@ class IsolationContract(TrainingSuite):
                 assert_same_numbers(driver.capabilities, array, gradients[name], f"gradient {name} of a merged call")
 
     def test_freed_place_keeps_nothing(self, driver: ModelDriver) -> None:
-        """A model in the place of one that left NaN moments and pending gradients is as fresh as any."""
+        """A model that replaces one with NaN moments and pending gradients starts fresh."""
         expected_id = driver.create(seed=3)
         expected = driver.state(expected_id)
         data = ragged_data(31, driver.capabilities.vocab_size)
@@ -200,7 +200,7 @@ def _operation(
 
 
 def _poison(driver: ModelDriver, model_id: str, data: list[Datum]) -> None:
-    """Whether the backend refuses NaN weights or computes with them is its own affair."""
+    """The backend may refuse NaN weights or compute with them."""
     op = ForwardBackward(model_id=model_id, data=tuple(_nan(datum) for datum in data))
     driver.backend.forward_backward([op])
 

@@ -1,4 +1,4 @@
-"""The contract of forward and forward_backward: logprobs, losses as plain sums, and gradients that are theirs."""
+"""The contract of forward and forward_backward: logprobs, losses as plain sums, and the gradients of those losses."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from tinsmith.testing.model_driver import (
 )
 from tinsmith.testing.training_suite import TrainingSuite
 
-_ONE_OP, _A_MODEL = 1e-5, 1e-4  # what float32 may differ by: after one operation, after a model
+_ONE_OP, _A_MODEL = 1e-5, 1e-4  # allowed float32 difference: after one operation, after a pass through a model
 
 _MODULES_OF_FLAG: Mapping[str, frozenset[str]] = {
     "attn": frozenset({"q_proj", "k_proj", "v_proj", "o_proj"}),
@@ -38,7 +38,7 @@ each_loss = pytest.mark.parametrize("loss_fn", reference.LOSS_NAMES)
 
 
 class AdapterContract(TrainingSuite):
-    """What create_model makes."""
+    """The contract of create_model."""
 
     def test_seed_decides_the_weights(self, driver: ModelDriver) -> None:
         first, again, other = (driver.state(driver.create(seed=seed)).weights for seed in (5, 5, 6))
@@ -78,7 +78,7 @@ class AdapterContract(TrainingSuite):
             peft_layout.check_weights(state.lora, state.weights)
 
     def test_fresh_adapter_changes_nothing(self, driver: ModelDriver) -> None:
-        """Whatever rank and seed: B is zero, so this is the base model."""
+        """B is zero, so a fresh model equals the base model for any rank and seed."""
         data = ragged_data(1, driver.capabilities.vocab_size)
         outputs = [logprobs_of(driver.forward(driver.create(rank=rank, seed=rank), data)) for rank in (1, 4)]
         for left, right in zip(*outputs, strict=True):
@@ -100,7 +100,7 @@ class AdapterContract(TrainingSuite):
 
 
 class NumericsContract(TrainingSuite):
-    """What forward and forward_backward compute."""
+    """The contract of forward and forward_backward."""
 
     def test_logprobs_have_the_shape_of_the_targets(self, driver: ModelDriver) -> None:
         data = ragged_data(3, driver.capabilities.vocab_size)
@@ -110,7 +110,7 @@ class NumericsContract(TrainingSuite):
             assert (logp <= 0).all()
 
     def test_positions_see_the_past_only(self, driver: ModelDriver) -> None:
-        """Changing the last token changes the last logprob and no other; so does what other sequences hold."""
+        """Changing the last token changes only the last logprob. Changing other sequences changes none."""
         vocab_size = driver.capabilities.vocab_size
         model_id = driver.create_trained()
         datum = random_datum(4, 33, vocab_size)
@@ -123,7 +123,7 @@ class NumericsContract(TrainingSuite):
         np.testing.assert_allclose(left, after, rtol=0, atol=_ONE_OP)
 
     def test_several_targets_per_token(self, driver: ModelDriver) -> None:
-        """[T, K] targets are K questions to one pass: logprobs and gradient are those of K data with [T] targets."""
+        """[T, K] targets give the logprobs and gradient of K data with [T] targets, in one pass."""
         need(driver.capabilities.max_targets_per_token >= 3, "three targets per token")
         datum = random_datum(5, 33, driver.capabilities.vocab_size, targets_per_token=3)
         columns = [
@@ -213,7 +213,7 @@ class NumericsContract(TrainingSuite):
 
     @each_loss
     def test_gradient_of_every_loss(self, driver: ModelDriver, loss_fn: str) -> None:
-        """It is that of cross_entropy with -d loss / d logprob as weights, which the oracle knows."""
+        """It equals that of cross_entropy with -d loss / d logprob as weights, computed by the oracle."""
         data, model_id = self._loss_data(driver, loss_fn)
         linear = []
         for datum, logp in zip(data, logprobs_of(driver.forward(model_id, data, loss_fn)), strict=True):

@@ -1,4 +1,4 @@
-"""The contract of accumulation and optim_step: gradients add up, a step is torch's AdamW, and clears them."""
+"""The contract of accumulation and optim_step: gradients add up, and a step applies torch's AdamW and clears them."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ _STEPS = {
 
 class OptimizerContract(TrainingSuite):
     def test_gradients_add_up(self, driver: ModelDriver) -> None:
-        """Two calls leave the gradient that one call with both data leaves, and make the same step."""
+        """Two calls give the same gradient, and the same step, as one call with both data."""
         first, second = (ragged_data(seed, driver.capabilities.vocab_size) for seed in (20, 21))
         one, two = driver.create_trained(), driver.create_trained()
         parts = [driver.gradient(two, data) for data in (first, second)]
@@ -62,7 +62,7 @@ class OptimizerContract(TrainingSuite):
 
     @pytest.mark.parametrize("kind", _STEPS)
     def test_step_is_adamw(self, driver: ModelDriver, kind: str) -> None:
-        """Three steps. Each is compared with the oracle's step from the backend's state."""
+        """Compare each of three steps with the oracle's step from the backend's state."""
         model_id = driver.create_trained()
         for seed in (24, 25, 26):
             driver.forward_backward(model_id, ragged_data(seed, driver.capabilities.vocab_size))
@@ -76,7 +76,7 @@ class OptimizerContract(TrainingSuite):
             assert_close_arrays(after.adam_v, expected.v, 1e-5, "the second moment")
 
     def test_hyper_parameters_belong_to_one_step(self, driver: ModelDriver) -> None:
-        """A step's learning rate, decay or clipping leaves no trace in the next one."""
+        """A step's learning rate, decay or clipping does not affect the next step."""
         data = ragged_data(27, driver.capabilities.vocab_size)
         plain, odd = driver.create_trained(), driver.create_trained()
         for model_id, adam in ((plain, AdamParams(learning_rate=0.0)), (odd, AdamParams(learning_rate=0.0, eps=1.0))):
@@ -116,8 +116,8 @@ class OptimizerContract(TrainingSuite):
 def _assert_moved(before: ModelState, after: ModelState, expected: AdamState) -> None:
     """Compare the steps to 1e-5.
 
-    Weights of a base model are large beside a step, so of rank 0 what float32 can say of them is forgiven: decay and
-    step round once each. An adapter's are not.
+    Weights of a base model are large relative to a step. At rank 0, their float32 resolution is therefore tolerated:
+    decay and step round once each. For adapters, it is not.
     """
     moved, should = {}, {}
     for name, weight in after.weights.items():

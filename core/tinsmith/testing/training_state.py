@@ -1,4 +1,4 @@
-"""The contract of capture_state, restore_state and publish: training can be put down and taken up, bit for bit."""
+"""The contract of capture_state, restore_state and publish: training can be suspended and resumed, bit for bit."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from tinsmith.testing.training_suite import TrainingSuite
 class StateContract(TrainingSuite):
     @pytest.fixture
     def busy(self, driver: ModelDriver) -> str:
-        """A model in the middle of things: two steps made, a gradient pending."""
+        """A model in mid-training: after two steps, with a pending gradient."""
         model_id = driver.create(rank=4, seed=8)
         for seed in (70, 71):
             driver.forward_backward(model_id, ragged_data(seed, driver.capabilities.vocab_size))
@@ -34,7 +34,7 @@ class StateContract(TrainingSuite):
                 assert part[name].dtype == np.float32
 
     def test_restored_model_goes_on_bit_for_bit(self, driver: ModelDriver, busy: str) -> None:
-        """Pending gradient, moments and step included; the new model's own history is gone."""
+        """Restores pending gradient, moments and step too, and discards the new model's own history."""
         vocab_size = driver.capabilities.vocab_size
         state = driver.state(busy)
         resumed = driver.create(rank=4, seed=9)
