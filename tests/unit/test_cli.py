@@ -116,6 +116,11 @@ def test_secrets_are_not_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (("serve", "--base-model", "x", "--backend", "toy", "--host", "no.such.host"), "server.host: refused"),
         (("serve", "--config", "gone.yaml"), "cannot read the configuration file 'gone.yaml'"),
         (("engine", "y", "--base-model", "x", "--backend", "toy"), "no base model named 'y'; available: 'x'"),
+        (("tiny-model", "/dev/null/x"), "'/dev/null/x' cannot be written: Not a directory; choose another directory"),
+        (
+            ("new-plugin", "new", "--kind", "loss", "--directory", "/dev/null/x"),
+            "'/dev/null/x' cannot be written: Not a directory; choose another directory with --directory",
+        ),
     ],
 )
 def test_mistakes_get_one_clear_message(

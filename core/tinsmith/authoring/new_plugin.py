@@ -79,17 +79,20 @@ training.forward_backward(data, "skeleton-dashed", {"gamma": 2.0})
 def write_plugin(name: str, kind: PluginKind, directory: Path | None, *, installed: Sequence[PluginReport]) -> Path:
     """Write the distribution and return its directory; by default `tinsmith-NAME` in the current directory.
 
-    Raise UserError if the name is invalid or taken, or if the directory is not empty.
+    Raise UserError if the name is invalid or taken, or if the directory is not empty or cannot be written.
     """
     _check_name(name, kind, installed)
     root = directory or Path(f"tinsmith-{_dashed(name)}")
     if root.is_file() or (root.is_dir() and any(root.iterdir())):
         msg = f"{str(root)!r} exists already; choose another directory with --directory"
         raise UserError(msg)
-    files = dict(_files(name, kind))
-    for path, text in files.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(text, encoding="utf-8")
+    try:
+        for path, text in _files(name, kind):
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        msg = f"{str(root)!r} cannot be written: {error.strerror}; choose another directory with --directory"
+        raise UserError(msg) from error
     return root
 
 

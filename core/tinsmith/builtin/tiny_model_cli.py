@@ -5,6 +5,7 @@ from typing import Annotated, Final, cast
 
 import typer
 
+from tinsmith.errors import UserError
 from tinsmith.huggingface.tiny_model import Family, TinyShape, write_tiny_model
 
 _TINY: Final = TinyShape()
@@ -39,5 +40,9 @@ def tiny_model(
         tied=tied,
         seed=seed,
     )
-    num_parameters = write_tiny_model(directory, shape, overwrite=force)
+    try:
+        num_parameters = write_tiny_model(directory, shape, overwrite=force)
+    except OSError as error:
+        msg = f"{str(directory)!r} cannot be written: {error.strerror}; choose another directory"
+        raise UserError(msg) from error
     typer.echo(f"wrote a {family} with {num_parameters:,} random parameters to {directory}")
