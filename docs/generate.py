@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tinsmith.protocol import field_status
 from tinsmith.settings import PluginSection, Settings
 
 REFERENCE = Path(__file__).parent / "reference"
+PUBLIC_PACKAGES = ("tinsmith", "tinsmith.testing", "tinsmith.huggingface")
 
 
 def main() -> None:
@@ -41,7 +43,7 @@ def regenerated(text: str) -> str:
         name = match.group(1)
         return f"<!-- generated: {name} -->\n{GENERATORS[name]()}\n<!-- end -->"
 
-    return re.sub(r"<!-- generated: ([\w-]+) -->\n.*?\n<!-- end -->", replace, text, flags=re.DOTALL)
+    return re.sub(r"<!-- generated: ([\w.-]+) -->\n.*?\n<!-- end -->", replace, text, flags=re.DOTALL)
 
 
 def settings_tables() -> str:
@@ -95,6 +97,35 @@ def command_tables() -> str:
 def failpoint_table() -> str:
     rows = ["| Boundary | What it is |", "|---|---|"]
     return "\n".join([*rows, *(f"| `{name}` | {what} |" for name, what in BOUNDARIES.items())])
+
+
+def public_names(package: str) -> str:
+    """Return what a package exports, by the module that defines it, with the first lines of the docstrings."""
+    exporting = import_module(package)
+    sections: dict[str, list[str]] = {}
+    for name in exporting.__all__:
+        sections.setdefault(_home(package, name), []).append(_name_row(getattr(exporting, name), name))
+    return "\n\n".join(
+        f"### `{module}`\n\n" + "\n".join(["| Name | What it is |", "|---|---|", *rows])
+        for module, rows in sorted(sections.items())
+    )
+
+
+def _home(package: str, name: str) -> str:
+    """Return the module that the package imports a name from."""
+    for node in ast.walk(ast.parse(inspect.getsource(import_module(package)))):
+        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
+            return str(node.module)
+    return package
+
+
+def _name_row(value: object, name: str) -> str:
+    described = inspect.isclass(value) or inspect.isfunction(value)
+    doc = (inspect.getdoc(value) or "") if described else ""
+    first = (
+        "" if doc.startswith(f"{name}(") else doc.partition("\n")[0]
+    )  # a dataclass without a docstring repeats its fields
+    return f"| `{name}` | {first.replace('|', chr(92) + '|')} |"
 
 
 def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:  # Any: typer's click
@@ -186,6 +217,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "commands": command_tables,
     "failpoints": failpoint_table,
     "fields": field_status.markdown,
+    **{f"public-{package}": partial(public_names, package) for package in PUBLIC_PACKAGES},
     **{f"hook-{name}": partial(hook_section, name) for name in HOOK_NAMES},
 }
 

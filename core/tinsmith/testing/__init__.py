@@ -34,7 +34,7 @@ from tinsmith.testing.backend_context import backend_context  # noqa: E402
 from tinsmith.testing.checkpoint_contract import CheckpointContract  # noqa: E402
 from tinsmith.testing.consistency_contract import ConsistencyContract  # noqa: E402
 from tinsmith.testing.contract import assert_close_arrays, assert_same_arrays, assert_same_state  # noqa: E402
-from tinsmith.testing.engine_driver import EngineDriver  # noqa: E402
+from tinsmith.testing.engine_driver import EngineDriver, make_engine  # noqa: E402
 from tinsmith.testing.full_fine_tuning_contract import FullDriver, FullFineTuningContract  # noqa: E402
 from tinsmith.testing.harness import RunningServer, running_server  # noqa: E402
 from tinsmith.testing.loss_contract import LossContract  # noqa: E402
@@ -65,6 +65,7 @@ __all__ = [
     "backend_context",
     "in_one_loop",
     "logprobs_of",
+    "make_engine",
     "ragged_data",
     "running_server",
     "succeeded",
