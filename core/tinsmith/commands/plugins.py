@@ -131,7 +131,7 @@ def _print_claims(console: Console, report: CheckReport, offer: Offered) -> None
     measured = report.isolation_difference.get(offer)
     if measured is not None:
         console.print(
-            f"  isolation: {capabilities.isolation} claimed; measured logprobs alone and in a batch differ by at "
+            f"  isolation: {capabilities.isolation} claimed; measured logprobs alone and in company differ by at "
             f"most {measured:.3g}"
         )
 

@@ -33,7 +33,10 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def backend(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FsdpBackend]:
-    backend = make_backend(model_path, tmp_path_factory.mktemp("cache"), nproc_per_node=2, max_full_models=1)
+    with pytest.MonkeyPatch.context() as patch:
+        # glibc reserves 64 MiB of address space for each further arena, which it makes when threads of a rank contend
+        patch.setenv("MALLOC_ARENA_MAX", "1")
+        backend = make_backend(model_path, tmp_path_factory.mktemp("cache"), nproc_per_node=2, max_full_models=1)
     yield backend
     backend.close()
 
