@@ -210,7 +210,7 @@ def test_programs_that_a_killed_engine_had_half_written_are_compiled_again(
             entry.write_bytes(_DAMAGE[damage](data))
         caplog.clear()
         assert_same_bits(start_and_score(), expected)
-        assert [f"removed {len(whole)} of the compiled programs" in message for message in caplog.messages] == [True]
+        assert [f"removed {len(whole)} damaged compiled programs" in message for message in caplog.messages] == [True]
         caplog.clear()
         assert_same_bits(start_and_score(), expected)
         assert caplog.messages == []
