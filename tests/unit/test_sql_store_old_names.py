@@ -1,6 +1,8 @@
 """Store plugins built before recovery points and sampling sessions had their names still import and run."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import Field
@@ -9,6 +11,7 @@ import tinsmith
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import (
+    LiveModel,
     RequestStore,
     SamplerCreated,
     SamplerRecord,
@@ -75,6 +78,17 @@ def test_the_old_names_are_the_new_classes() -> None:
         "RecoveryPointRecord",
         "RecoveryPointTaken",
     ]
+
+
+def test_the_old_fields_are_the_new_ones() -> None:
+    operation: Any = an_operation(seq_id=1)
+    assert operation.stream == operation.subject_id
+    moved = replace(operation, stream="another model")  # calls the constructor with the old name, as an old store does
+    assert (moved.stream, moved.subject_id, moved.seq_id) == ("another model", "another model", 1)
+    live: Any = LiveModel
+    model = live(run=a_run(), pruned_seq_id=0, snapshots=(), ephemeral=())
+    assert model.snapshots == model.recovery_points == ()
+    assert "stream" not in repr(operation)
 
 
 async def test_a_store_that_overrides_old_names_is_called_by_the_new_ones(tmp_path: Path) -> None:

@@ -1,10 +1,15 @@
 """Deprecated: names of earlier versions, so that store plugins built against those still import and run."""
 
-from typing import Final
+from functools import wraps
+from typing import Any, Final
 
 from tinsmith.store.records import (
+    LiveModel,
+    NewOperation,
+    OperationRecord,
     RecoveryPointRecord,
     RecoveryPointTaken,
+    RunLog,
     SamplingSessionCreated,
     SamplingSessionRecord,
 )
@@ -37,3 +42,26 @@ class TakesOldNames:
                 method = vars(cls).get(given)
                 if other not in vars(cls) and method and not getattr(method, "__isabstractmethod__", False):
                     setattr(cls, other, method)
+
+
+def _also_called(record: Any, old: str, new: str) -> None:  # Any: a class whose constructor is replaced
+    """Let the field `new` be read, and passed to the constructor, as `old`."""
+    create = record.__init__
+
+    @wraps(create)
+    def create_by_either_name(self: object, *args: Any, **fields: Any) -> None:
+        if old in fields:
+            fields[new] = fields.pop(old)
+        create(self, *args, **fields)
+
+    def read(self: object) -> object:
+        return getattr(self, new)
+
+    record.__init__ = create_by_either_name
+    setattr(record, old, property(read))
+
+
+_also_called(NewOperation, "stream", "subject_id")
+_also_called(OperationRecord, "stream", "subject_id")
+_also_called(LiveModel, "snapshots", "recovery_points")
+_also_called(RunLog, "snapshots", "recovery_points")
