@@ -1,8 +1,10 @@
 """Body limits, compression and identity, at the edges."""
 
+import asyncio
 import tracemalloc
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 import httpx
 import pytest
@@ -10,13 +12,16 @@ import zstandard
 from pydantic import SecretStr
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from tinsmith.errors import AuthenticationError
+from tinsmith.errors import AuthenticationError, CapacityError
 from tinsmith.hook_values import Principal
+from tinsmith.server import body_budget
 from tinsmith.server.api_keys import ApiKeys
-from tinsmith.server.bodies import STRANGER_BYTES, BodyLimit
+from tinsmith.server.bodies import STRANGER_BYTES, UNPACKED_FREELY, BodyLimit, BodyLimits
+from tinsmith.server.body_budget import BodyBudget
+from tinsmith.server.heavy_work import LARGE_BYTES, HeavyWork
 from tinsmith.server.key_tokens import KeyTokens
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import ApiKey
@@ -28,15 +33,29 @@ async def _size(request: Request) -> PlainTextResponse:
     return PlainTextResponse(str(len(await request.body())))
 
 
-def _only_friends(headers: Mapping[str, str]) -> None:
+def _only_friends(headers: Mapping[str, str]) -> Principal:
     if headers.get("x-api-key") != "tml-friend":
         msg = "who are you?"
         raise AuthenticationError(msg)
+    return Principal(tenant="friend", name="friend")
 
 
-def _client(max_bytes: int, headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
-    routes = [Route("/", _size, methods=["POST"])]
-    app = BodyLimit(Starlette(routes=routes), max_bytes=max_bytes, authenticate=_only_friends)
+def _client(
+    max_bytes: int,
+    headers: Mapping[str, str] | None = None,
+    budget: BodyBudget | None = None,
+    *,
+    ratio: int = 1 << 30,
+    route: Callable[[Request], Awaitable[Response]] = _size,
+) -> httpx.AsyncClient:
+    routes = [Route("/{path:path}", route, methods=["POST"])]
+    app = BodyLimit(
+        Starlette(routes=routes),
+        limits=BodyLimits(data_bytes=max_bytes, json_bytes=100, unpack_ratio=ratio),
+        budget=budget or BodyBudget(total_bytes=1 << 40, tenant_bytes=1 << 40),
+        heavy=HeavyWork(),
+        authenticate=_only_friends,
+    )
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test", headers=headers)
 
 
@@ -127,6 +146,128 @@ async def test_what_cannot_be_unpacked_is_refused_with_a_detail(client: httpx.As
     answer = await client.post("/", content=b"no such thing", headers={"content-encoding": encoding})
     assert answer.status_code == 400
     assert "zstd" in answer.json()["detail"]
+
+
+# Limits by route, ratio and budget ------------------------------------------------------------------------------------
+
+ZSTD = {"content-encoding": "zstd", "x-api-key": "tml-friend"}
+MEGABYTE = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/api/v1/session_heartbeat", 413),
+        ("/api/v1/nowhere", 413),
+        ("/api/v1/asample", 200),
+        ("/api/v1/forward_backward", 200),
+        ("/a/plugins/own", 200),
+    ],
+)
+async def test_only_routes_for_data_take_large_bodies(client: httpx.AsyncClient, path: str, status: int) -> None:
+    answer = await client.post(path, content=b"x" * 101)
+    assert answer.status_code == status
+    if status == 413:
+        assert answer.json()["detail"].endswith("send less at a time, or raise server.limits.json_bytes")
+
+
+async def test_a_body_may_not_unpack_to_many_times_its_size() -> None:
+    packed = zstandard.compress(b"\0" * (UNPACKED_FREELY + MEGABYTE))
+    async with _client(64 * MEGABYTE, ZSTD, ratio=256) as client:
+        answer = await client.post("/", content=packed)
+        assert answer.status_code == 413
+        assert "unpacks to over 256 times as many" in answer.json()["detail"]
+        little = zstandard.compress(b"\0" * UNPACKED_FREELY)
+        assert (await client.post("/", content=little)).text == str(UNPACKED_FREELY)
+
+
+async def test_bodies_that_unpack_together_stay_within_the_budget_of_their_tenant() -> None:
+    """Twelve bodies of 8 KB took 64 MB and more each."""
+    budget, answered = BodyBudget(total_bytes=1 << 40, tenant_bytes=16 * MEGABYTE), asyncio.Semaphore(0)
+    arrived = []
+    packed = zstandard.ZstdCompressor(write_content_size=False).compress(b"\0" * (10 * MEGABYTE))
+
+    async def held(request: Request) -> PlainTextResponse:
+        arrived.append(await request.body())
+        for _ in range(11 if len(arrived) == 1 else 0):
+            await answered.acquire()
+        return PlainTextResponse("answered last")
+
+    async def send(client: httpx.AsyncClient) -> int:
+        status = (await client.post("/", content=packed)).status_code
+        answered.release()
+        return status
+
+    tracemalloc.start()
+    try:
+        async with _client(64 * MEGABYTE, ZSTD, budget, route=held) as client:
+            statuses = await asyncio.gather(*(send(client) for _ in range(12)))
+        assert tracemalloc.get_traced_memory()[1] < 40 * MEGABYTE
+    finally:
+        tracemalloc.stop()
+    assert sorted(statuses) == [200] + 11 * [429]
+    assert budget.held_bytes == 0
+
+
+async def test_a_spent_budget_is_a_429_that_tells_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_budget, "_WAIT_S", 0)
+    budget = BodyBudget(total_bytes=1 << 40, tenant_bytes=MEGABYTE)
+    async with _client(64 * MEGABYTE, {"x-api-key": "tml-friend"}, budget) as client:
+        with budget.lease("friend") as other:
+            other.resize(MEGABYTE)
+            answer = await client.post("/", content=b"x" * (STRANGER_BYTES + 1))
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+            assert "server.limits.tenant_body_bytes" in answer.json()["detail"]
+        assert (await client.post("/", content=b"x" * (STRANGER_BYTES + 1))).status_code == 200
+
+
+def test_one_tenant_cannot_spend_anothers_budget() -> None:
+    budget = BodyBudget(total_bytes=30, tenant_bytes=10)
+    with budget.lease("hog") as first, budget.lease("hog") as second, budget.lease("light") as light:
+        first.resize(10)
+        with pytest.raises(CapacityError, match="10 bytes of your requests, and this one needs 1 more; allowed: 10"):
+            second.resize(1)
+        light.resize(10)
+        assert budget.held_bytes == 20
+    assert budget.held_bytes == 0
+
+
+def test_all_together_have_a_budget_too_and_one_alone_always_fits() -> None:
+    budget = BodyBudget(total_bytes=10, tenant_bytes=10)
+    with budget.lease("one") as one, budget.lease("other") as other:
+        one.resize(1000)
+        with pytest.raises(CapacityError, match=r"server\.limits\.body_bytes"):
+            other.resize(1)
+        one.resize(9)
+        other.resize(1)
+
+
+async def test_a_request_waits_until_others_are_answered() -> None:
+    budget = BodyBudget(total_bytes=10, tenant_bytes=10)
+    with budget.lease("a") as waiting:
+        with budget.lease("a") as first:
+            first.resize(10)
+            waits = asyncio.ensure_future(waiting.wait_to_resize(10))
+            await asyncio.sleep(0)
+            assert not waits.done()
+        await waits
+        assert budget.held_bytes == 10
+
+
+async def test_heavy_work_is_done_one_at_a_time_and_by_turns_among_tenants() -> None:
+    heavy, order, running = HeavyWork(), [], []
+
+    def work(tenant: str) -> None:
+        running.append(tenant)
+        assert len(running) == 1
+        order.append(tenant)
+        running.pop()
+
+    async with asyncio.TaskGroup() as together:
+        for tenant in ["hog"] * 20 + ["light"]:
+            together.create_task(heavy.run(tenant, LARGE_BYTES, partial(work, tenant)))
+    assert order.index("light") == 1
+    assert len(order) == 21
 
 
 # API keys -------------------------------------------------------------------------------------------------------------

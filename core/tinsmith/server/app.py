@@ -12,7 +12,8 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.server import error_answers
 from tinsmith.server.api_keys import ApiKeys
 from tinsmith.server.auth import who_sent
-from tinsmith.server.bodies import BodyLimit
+from tinsmith.server.bodies import BodyLimit, BodyLimits
+from tinsmith.server.body_budget import BodyBudget
 from tinsmith.server.context import API_PREFIX, Engines, Metrics, ServerContext
 from tinsmith.server.key_tokens import KeyTokens
 from tinsmith.server.routes import futures, not_offered, runs, sampling, service, sessions, training, weights
@@ -54,9 +55,16 @@ async def create_app(settings: Settings, *, store: RequestStore, plugins: Plugin
     for router in plugins.routes(settings, _routes_context(context)):
         app.include_router(router)
     error_answers.install(app)
+    bounds = settings.server.limits
     app.add_middleware(
         BodyLimit,
-        max_bytes=settings.server.max_request_bytes,
+        limits=BodyLimits(
+            data_bytes=settings.server.max_request_bytes,
+            json_bytes=min(bounds.json_bytes, settings.server.max_request_bytes),
+            unpack_ratio=bounds.unpack_ratio,
+        ),
+        budget=BodyBudget(total_bytes=bounds.body_bytes, tenant_bytes=bounds.tenant_body_bytes),
+        heavy=context.heavy,
         authenticate=lambda headers: who_sent(headers, plugins),
     )
     app.add_middleware(_Measured, metrics=context.metrics)

@@ -1,30 +1,46 @@
-"""Reads request bodies within a limit and unpacks zstd. No route ever sees more than `max_bytes`.
+"""Reads request bodies within limits and unpacks zstd. No route ever sees more than its limit.
 
-Bodies are read before any route checks the key, so an unknown caller may send only a little, and nothing packed.
+Bodies are read before any route checks the key, so an unknown caller may send only a little, and nothing packed. What
+is more is taken from the budget of its tenant before it is read or unpacked.
 """
 
 import io
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import zstandard
-from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tinsmith.errors import TinsmithError, UserError
+from tinsmith.errors import CapacityError, TinsmithError, UserError
+from tinsmith.hook_values import Principal
+from tinsmith.server.body_budget import BodyBudget, Lease
+from tinsmith.server.context import API_PREFIX
 from tinsmith.server.error_answers import tinsmith_error
+from tinsmith.server.heavy_work import HeavyWork
+from tinsmith.server.json_routes import TENANT
 from tinsmith.server.refusals import record_refusal
 
 STRANGER_BYTES: Final = 1 << 16
 """How much is read before the caller is authenticated here. The routes authenticate every caller in any case."""
 
-Authenticate = Callable[[Mapping[str, str]], object]
+UNPACKED_FREELY: Final = 8 << 20
+"""How much any packed body may unpack to, however small it is: what little an honest client sends may be all zeros."""
+
+LARGE_ROUTES: Final = frozenset({f"{API_PREFIX}/forward_backward", f"{API_PREFIX}/asample"})
+"""Whose bodies hold data. So may those of plugins' routes, outside of `API_PREFIX`."""
+
+Authenticate = Callable[[Mapping[str, str]], Principal]
 """Takes headers by lower-case name. Raises AuthenticationError if the caller is unknown."""
 
-
 _START_BYTES: Final = 1 << 12
+_STEP_BYTES: Final = 1 << 20
+_MAX_WINDOW_BYTES: Final = 32 << 20  # zstd's own limit lets a frame of a few bytes ask for 128 MiB
 
 
 class UnreadableBodyError(UserError):
@@ -41,84 +57,147 @@ class BodyTooLargeError(UnreadableBodyError):
     http_status = 413
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodyLimits:
+    data_bytes: int
+    json_bytes: int
+    unpack_ratio: int
+
+    def of(self, path: str) -> int:
+        small = path.startswith(f"{API_PREFIX}/") and path not in LARGE_ROUTES
+        return self.json_bytes if small else self.data_bytes
+
+    def check(self, path: str, num_bytes: int, start: Callable[[], bytes]) -> None:
+        """Raises BodyTooLargeError if a body for that path is too large."""
+        limit = self.of(path)
+        if num_bytes > limit:
+            setting = "server.max_request_bytes" if limit == self.data_bytes else "server.limits.json_bytes"
+            msg = f"the request body is over the limit of {limit} bytes; send less at a time, or raise {setting}"
+            raise BodyTooLargeError(msg, start())
+
+    def check_ratio(self, num_packed: int, num_bytes: int, start: Callable[[], bytes]) -> None:
+        """Raises BodyTooLargeError if a body unpacks to suspiciously much."""
+        if num_bytes > max(UNPACKED_FREELY, self.unpack_ratio * num_packed):
+            msg = (
+                f"the request body of {num_packed} bytes unpacks to over {self.unpack_ratio} times as many; send it "
+                "without content-encoding, or raise server.limits.unpack_ratio"
+            )
+            raise BodyTooLargeError(msg, start())
+
+
 class BodyLimit:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int, authenticate: Authenticate) -> None:
+    def __init__(
+        self, app: ASGIApp, *, limits: BodyLimits, budget: BodyBudget, heavy: HeavyWork, authenticate: Authenticate
+    ) -> None:
         self._app = app
-        self._max_bytes = max_bytes
+        self._limits = limits
+        self._budget = budget
+        self._heavy = heavy
         self._authenticate = authenticate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in {"GET", "HEAD", "OPTIONS"}:
             await self._app(scope, receive, send)
             return
-        try:
-            body = await self._read(Headers(scope=scope), receive)
-        except UserError as error:
-            await _refuse(error, scope, receive, send)
-            return
-        except ConnectionAbortedError:  # the client disconnected while sending
-            return
-        await self._app(scope, _replay(body, receive), send)
-
-    async def _read(self, headers: Headers, receive: Receive) -> bytes:
-        announced, encoding = int(headers.get("content-length", "0")), headers.get("content-encoding", "identity")
-        known = False
-        if announced > STRANGER_BYTES or encoding not in {"identity", ""}:
-            self._authenticate(headers)
-            known = True
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ConnectionAbortedError
-            size += len(message.get("body", b""))
-            if size > STRANGER_BYTES and not known:
-                self._authenticate(headers)
-                known = True
-            parts.append(message.get("body", b""))
-            if max(size, announced) > self._max_bytes and size > 0:
-                raise BodyTooLargeError(self._too_large(), _start(encoding, b"".join(parts[:2])))
-            if not message.get("more_body", False):
-                break
-        return await self._unpacked(encoding, b"".join(parts))
-
-    async def _unpacked(self, encoding: str, body: bytes) -> bytes:
-        match encoding.lower():
-            case "identity" | "":
-                return body
-            case "zstd":
-                return await run_in_threadpool(self._unzstd, body)
-            case other:
-                msg = f"content-encoding {other!r} is not offered; send zstd or none"
-                raise UserError(msg)
-
-    def _unzstd(self, body: bytes) -> bytes:
-        """Unpack as a stream, because a frame may claim any size."""
-        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(body), read_across_frames=True) as reader:
+        with ExitStack() as until_answered:
             try:
-                unpacked = reader.read(self._max_bytes + 1)
+                body = await self._read(scope, receive, until_answered)
+            except UserError as error:
+                await _refuse(error, scope, receive, send)
+                return
+            except ConnectionAbortedError:  # the client disconnected while sending
+                return
+            await self._app(scope, _replay(body, receive), send)
+
+    async def _read(self, scope: Scope, receive: Receive, until_answered: ExitStack) -> bytes:
+        headers, path = Headers(scope=scope), scope["path"]
+        announced = int(headers.get("content-length", "0"))
+        encoding = headers.get("content-encoding", "identity").lower()
+        lease: Lease | None = None
+        if announced > STRANGER_BYTES or encoding not in {"identity", ""}:
+            lease = self._lease(scope, headers, until_answered)
+            if announced <= self._limits.of(path):
+                await lease.wait_to_resize(announced)
+        with io.BytesIO() as body:
+            more = True
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ConnectionAbortedError
+                body.write(message.get("body", b""))
+                more = message.get("more_body", False)
+                size = body.tell()
+                if size > 0:
+                    self._limits.check(path, max(size, announced), lambda: _start(encoding, body.getvalue()))
+                if size > STRANGER_BYTES and lease is None:
+                    lease = self._lease(scope, headers, until_answered)
+                if size > announced and lease is not None:
+                    lease.resize(size)
+            whole = body.getvalue()
+        return await self._unpacked(path, encoding, whole, lease)
+
+    def _lease(self, scope: Scope, headers: Headers, until_answered: ExitStack) -> Lease:
+        scope[TENANT] = self._authenticate(headers).tenant
+        return until_answered.enter_context(self._budget.lease(scope[TENANT]))
+
+    async def _unpacked(self, path: str, encoding: str, body: bytes, lease: Lease | None) -> bytes:
+        if encoding in {"identity", ""}:
+            return body
+        if encoding != "zstd" or lease is None:
+            msg = f"content-encoding {encoding[:100]!r} is not offered; send zstd or none"
+            raise UserError(msg)
+        claimed = _claimed_bytes(body)
+        self._limits.check(path, claimed, partial(_start, encoding, body))
+        await lease.wait_to_resize(len(body) + claimed)
+        unpacked = await self._heavy.run_in_turn(lease.tenant, partial(self._unzstd, path, body, lease))
+        lease.resize(len(unpacked))
+        return unpacked
+
+    def _unzstd(self, path: str, body: bytes, lease: Lease) -> bytes:
+        """Unpack step by step, because a frame may claim any size. Each step is taken from the budget first.
+
+        What was unpacked is closed, so that an error's traceback does not keep it.
+        """
+        with _unpacker(body) as reader, io.BytesIO() as unpacked:
+            start = partial(_start_of, unpacked)
+            try:
+                while True:
+                    lease.resize(max(lease.num_bytes, len(body) + unpacked.tell() + _STEP_BYTES))
+                    step = reader.read(_STEP_BYTES)
+                    if not step:
+                        return unpacked.getvalue()
+                    unpacked.write(step)
+                    self._limits.check(path, unpacked.tell(), start)
+                    self._limits.check_ratio(len(body), unpacked.tell(), start)
             except zstandard.ZstdError as error:
                 msg = f"the body is not valid zstd: {error}"
                 raise UnreadableBodyError(msg, _start("zstd", body)) from error
-        if len(unpacked) > self._max_bytes:
-            raise BodyTooLargeError(self._too_large(), unpacked[:_START_BYTES])
-        return unpacked
 
-    def _too_large(self) -> str:
-        return (
-            f"the request body is over the limit of {self._max_bytes} bytes; send less at a time, or raise "
-            "server.max_request_bytes"
-        )
+
+def _start_of(body: io.BytesIO) -> bytes:
+    return body.getvalue()[:_START_BYTES]
+
+
+def _unpacker(body: bytes) -> zstandard.ZstdDecompressionReader:
+    unpacker = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+    return unpacker.stream_reader(io.BytesIO(body), read_across_frames=True)
+
+
+def _claimed_bytes(body: bytes) -> int:
+    """Return what the first frame claims to unpack to; 0 if it does not say."""
+    try:
+        return max(0, zstandard.frame_content_size(body))
+    except zstandard.ZstdError:
+        return 0
 
 
 def _start(encoding: str, packed: bytes) -> bytes:
     """Unpack the beginning of a body whose rest has not been read."""
-    if encoding.lower() != "zstd":
+    if encoding != "zstd":
         return packed[:_START_BYTES]
-    with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(packed)) as reader:
+    with _unpacker(packed[:STRANGER_BYTES]) as reader:
         try:
             return reader.read(_START_BYTES)
         except zstandard.ZstdError:
@@ -127,13 +206,23 @@ def _start(encoding: str, packed: bytes) -> bytes:
 
 async def _refuse(error: UserError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer in place of the route. A training request keeps its number if the beginning of its body states it."""
+    _note_route(scope)
     request = Request(scope, receive)
     start = error.start if isinstance(error, UnreadableBodyError) else b""
     try:
-        answer = await record_refusal(request, start, str(error)) or await tinsmith_error(request, error)
+        recorded = None if isinstance(error, CapacityError) else await record_refusal(request, start, str(error))
+        answer = recorded or await tinsmith_error(request, error)
     except TinsmithError as other:  # a wrong key, or a number that is in use
         answer = await tinsmith_error(request, other)
     await answer(scope, receive, _closing(send))
+
+
+def _note_route(scope: Scope) -> None:
+    """Count the answer under the route that the request asked for, as the router would have done."""
+    for route in scope["app"].routes if "app" in scope else ():
+        if route.matches(scope)[0] is Match.FULL:
+            scope["route"] = route
+            return
 
 
 def _closing(send: Send) -> Send:

@@ -16,6 +16,7 @@ from tinsmith.huggingface.hub_cache import HubReference, cached_model
 from tinsmith.losses import LossSpec
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.api_keys import ApiKeys
+from tinsmith.server.heavy_work import HeavyWork
 from tinsmith.server.sample_limits import SampleLimits
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import Settings
@@ -94,6 +95,7 @@ class ServerContext:
     engines: Engines
     sample_limits: SampleLimits
     metrics: Metrics = field(default_factory=Metrics.create)
+    heavy: HeavyWork = field(default_factory=HeavyWork)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

@@ -1,18 +1,52 @@
-"""Routes that read JSON strictly: without NaN, which no answer can repeat, and lone surrogates, which are not text."""
+"""Routes that read JSON strictly: without NaN, which no answer can repeat, and lone surrogates, which are not text.
+
+Large bodies are decoded and validated off the event loop.
+"""
 
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import orjson
-from fastapi import Request, Response
+from fastapi import HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+
+from tinsmith.server.auth import authenticated
+from tinsmith.server.context import context_of
 
 Handler = Callable[[Request], Awaitable[Response]]
 
+TENANT: Final = "tinsmith.tenant"
+"""Key of the scope: whose budget holds a body that is not small."""
+
+
+class _InvalidError(HTTPException):
+    """Takes validation errors out of `Request.json`: FastAPI lets no other exception through."""
+
+    def __init__(self, error: ValidationError) -> None:
+        super().__init__(422)
+        self.problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
+
 
 class _StrictRequest(Request):
-    async def json(self) -> Any:  # Any: what the client sent; the route's model checks it
-        return orjson.loads(await self.body())
+    model: type[BaseModel] | None = None
+
+    async def json(self) -> Any:  # Any: an instance of the model, or else what the client sent; the route refuses that
+        body = await self.body()
+        heavy = context_of(self).heavy
+        return await heavy.run(self.scope.get(TENANT, ""), len(body), partial(_decoded, body, self.model))
+
+
+def _decoded(body: bytes, model: type[BaseModel] | None) -> Any:  # Any: as above
+    content = orjson.loads(body)
+    if model is None or not isinstance(content, dict):
+        return content
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        raise _InvalidError(error) from error
 
 
 class JsonRoute(APIRoute):
@@ -20,9 +54,20 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        body = self.body_field.field_info.annotation if self.body_field is not None else None
+        model = body if isinstance(body, type) and issubclass(body, BaseModel) else None
+
+        async def typed(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except _InvalidError as error:
+                authenticated(request, context_of(request))  # a wrong key is the first thing to report
+                raise RequestValidationError(error.problems) from error
 
         async def read_strictly(request: Request) -> Response:
-            return await self.answer(_StrictRequest(request.scope, request.receive), handle)
+            strict = _StrictRequest(request.scope, request.receive)
+            strict.model = model
+            return await self.answer(strict, typed)
 
         return read_strictly
 

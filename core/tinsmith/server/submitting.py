@@ -1,10 +1,6 @@
 """From an operation to a row in the log. A submit is answered at once; its result is behind a future."""
 
 import hashlib
-from collections.abc import Callable
-from typing import Final, TypeVar
-
-from starlette.concurrency import run_in_threadpool
 
 from tinsmith import operations as ops
 from tinsmith.checks import check_operation
@@ -15,15 +11,6 @@ from tinsmith.protocol import translate, wire
 from tinsmith.server.context import ServerContext
 from tinsmith.store import NewOperation, RunRecord
 from tinsmith.store.codec import encode_operation, kind_of
-
-T = TypeVar("T")
-
-_LARGE_BYTES: Final = 1 << 18
-
-
-async def in_thread_if_large(num_bytes: int, work: Callable[[], T]) -> T:
-    """Do the work on a large body in a thread, so that the event loop goes on answering heartbeats."""
-    return await run_in_threadpool(work) if num_bytes >= _LARGE_BYTES else work()
 
 
 async def submit_training(
@@ -50,7 +37,7 @@ async def submit_training(
             found = found or error
         return new_training_operation(run, seq_id, operation, problem=found)
 
-    return await _submit(context, run, await in_thread_if_large(body_bytes, prepare))
+    return await _submit(context, run, await context.heavy.run(run.tenant, body_bytes, prepare))
 
 
 async def submit_refusal(

@@ -56,6 +56,29 @@ class ApiKey(_Section):
     admin: bool = Field(default=False, description="may read the objects of every tenant and change only its own")
 
 
+class LimitsSettings(_Section):
+    """What requests and connections may take of the server's memory and time."""
+
+    json_bytes: int = Field(
+        1 << 20,
+        ge=1 << 16,
+        description="size in bytes of the largest accepted body of requests without training data or prompts; larger "
+        "ones get a 413",
+    )
+    unpack_ratio: int = Field(
+        256, ge=1, description="times its own size that a zstd body may unpack to; more than that and 8 MiB gets a 413"
+    )
+    tenant_body_bytes: int = Field(
+        128 << 20,
+        ge=1 << 20,
+        description="bytes of request bodies, unpacked, that the server holds for one tenant at a time; further ones "
+        "wait, then get a 429, and the SDK retries",
+    )
+    body_bytes: int = Field(
+        1 << 30, ge=1 << 20, description="bytes of request bodies that the server holds for all tenants, likewise"
+    )
+
+
 class ServerSettings(_Section):
     host: str = Field("127.0.0.1", description="address to listen on; any other than loopback requires `api_keys`")
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one")
@@ -101,8 +124,11 @@ class ServerSettings(_Section):
         3600.0, ge=60, description="seconds for which results can be read at least; older ones are deleted"
     )
     max_request_bytes: int = Field(
-        256 << 20, ge=1 << 20, description="size in bytes of the largest accepted request body; larger ones get a 413"
+        64 << 20,
+        ge=1 << 20,
+        description="size in bytes of the largest accepted request body, packed and unpacked; larger ones get a 413",
     )
+    limits: LimitsSettings = LimitsSettings()
     max_pending_per_tenant: int = Field(
         20_000, ge=1, description="samples that may wait for one tenant; the next ones get a 429, and the SDK retries"
     )

@@ -13,7 +13,7 @@ from tinsmith.server.auth import Caller, own_run, own_session, readable_run
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.routes.sessions import refuse_ended
-from tinsmith.server.submitting import count, in_thread_if_large, new_training_operation, submit_training
+from tinsmith.server.submitting import count, new_training_operation, submit_training
 from tinsmith.store import RunRecord, SessionRecord
 
 router = APIRouter(tags=["training"], route_class=NumberedRoute)
@@ -84,9 +84,9 @@ async def forward_backward(request: Request, caller: Caller, context: Context) -
         )
         raise UserError(msg)
     body = await request.body()
-    message = translate.parse_forward_backward(body)
+    message = await context.heavy.run(caller.tenant, len(body), partial(translate.parse_forward_backward, body))
     run = await own_run(context, caller, message.model_id)
-    operation = await in_thread_if_large(len(body), partial(translate.forward_backward, message))
+    operation = await context.heavy.run(caller.tenant, len(body), partial(translate.forward_backward, message))
     return await submit_training(context, run, message.seq_id, operation, body_bytes=len(body))
 
 
