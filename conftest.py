@@ -26,7 +26,12 @@ _GROUPS = (  # one process runs all of a group: its servers, ranks and compiled 
 )
 
 
-_WITH_THE_SDK = ("tests/crash", "tests/e2e", "plugins/vllm_sampler/tests/test_vllm_sdk.py")
+_WITH_THE_SDK = (
+    "tests/crash",
+    "tests/e2e",
+    "plugins/fsdp_backend/tests/test_fsdp_e2e.py",
+    "plugins/vllm_sampler/tests/test_vllm_sdk.py",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks

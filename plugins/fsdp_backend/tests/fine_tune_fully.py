@@ -1,4 +1,4 @@
-"""All weights of the base model "tiny" trained through the SDK: argument 1 is the server. Run by test_fsdp_e2e.py."""
+"""All weights of the base model "tiny" trained through the SDK: argument 1 is the server. Used by test_fsdp_e2e.py."""
 
 import sys
 
@@ -9,8 +9,8 @@ from tinker import types
 TOKENS = np.arange(40, 60)
 
 
-def main() -> None:
-    service = tinker.ServiceClient(base_url=sys.argv[1], api_key="tml-local-example")
+def main(url: str) -> None:
+    service = tinker.ServiceClient(base_url=url, api_key="tml-local-example")
     training = service.create_lora_training_client(base_model="tiny", rank=0).result()
     first, second = step(training), step(training)
     assert second < first, (first, second)
@@ -19,11 +19,12 @@ def main() -> None:
     training.load_state_with_optimizer(saved.path).result()
     assert step(training) == expected, "training goes on bit for bit"
     path = training.save_weights_for_sampler(name="full").result().path
-    sampler = service.create_sampling_client(model_path=path)
+    sampler = service.create_sampling_client(model_path=path).result()
     prompt, params = types.ModelInput.from_ints([1, 2, 3]), types.SamplingParams(max_tokens=1)
     expect_refusal("takes LoRA adapters", lambda: sampler.sample(prompt, 1, params))
     expect_refusal("save with a name instead", training.save_weights_and_get_sampling_client)
     expect_refusal("max_full_models is 1", lambda: service.create_training_client_from_state_with_optimizer(saved.path))
+    service.close("success").result()
 
 
 def step(training: tinker.TrainingClient) -> float:
@@ -50,4 +51,4 @@ def expect_refusal(reason: str, call) -> None:  # type: ignore[no-untyped-def]
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from forked_ranks import forking
+
 from tinsmith import BUILTIN_LOSSES, BackendContext
 from tinsmith.testing import TinyShape, write_tiny_model
 from tinsmith_fsdp.backend import FsdpBackend
@@ -30,6 +32,12 @@ def write_models(root: Path) -> Mapping[str, Path]:
     for family in ("qwen3", "llama"):
         write_tiny_model(root / family, shape(family))
     return {family: root / family for family in ("qwen3", "llama")}
+
+
+def fork_backend(directory: Path, cache_dir: Path, **settings: object) -> FsdpBackend:
+    """Make a backend whose ranks start at once: see forked_ranks.py."""
+    with forking():
+        return make_backend(directory, cache_dir, **settings)
 
 
 def make_backend(directory: Path, cache_dir: Path, **settings: object) -> FsdpBackend:

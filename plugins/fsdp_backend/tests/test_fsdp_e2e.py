@@ -9,15 +9,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fine_tune_fully
 import pytest
 import yaml
+from forked_ranks import forking
 
+from tinsmith.settings import ModelSettings
 from tinsmith.testing import TinyShape, write_tiny_model
+from tinsmith.testing.harness import running_server
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),  # connections that the SDK leaves to the collector
+    pytest.mark.filterwarnings("ignore:DEPRECATED. TrainingClient.load_state:FutureWarning"),
+]
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "pig_latin.py"
-FULL_SCRIPT = Path(__file__).parent / "fine_tune_fully.py"
+FULL_SCRIPT = Path(fine_tune_fully.__file__)
 LIMIT_S = 540
 
 
@@ -25,29 +33,34 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("TINSMITH_")}
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("scripts", [[FULL_SCRIPT], pytest.param([SCRIPT, FULL_SCRIPT], marks=pytest.mark.thorough)])
-def test_scripts_on_two_ranks_and_the_jax_sampler(tmp_path: Path, scripts: list[Path]) -> None:
-    model = tmp_path / "model"
-    write_tiny_model(model, TinyShape(num_layers=2))
-    settings = {
-        "server": {"port": 0, "data_dir": str(tmp_path / "data")},
-        "models": [
-            {
-                "name": "tiny",
-                "path": str(model),
-                "backend": {"plugin": "fsdp", "device": "cpu", "nproc_per_node": 2, "max_context_tokens": 256},
-                "sampler": {"plugin": "jax", "max_context_tokens": 256, "warm_up": False},
-            }
-        ],
+@pytest.fixture
+def model(tmp_path: Path) -> dict[str, object]:
+    path = tmp_path / "model"
+    write_tiny_model(path, TinyShape(num_layers=2))
+    return {
+        "name": "tiny",
+        "path": str(path),
+        "backend": {"plugin": "fsdp", "device": "cpu", "nproc_per_node": 2, "max_context_tokens": 256},
+        "sampler": {"plugin": "jax", "max_context_tokens": 256, "warm_up": False},
     }
+
+
+def test_all_weights_are_trained_through_the_sdk(tmp_path: Path, model: dict[str, object]) -> None:
+    with forking(), running_server(tmp_path / "data", models=[ModelSettings.model_validate(model)]) as server:
+        fine_tune_fully.main(server.url)
+
+
+@pytest.mark.thorough  # above, the server and its engine in this process
+@pytest.mark.timeout(900)
+def test_scripts_on_two_ranks_and_the_jax_sampler(tmp_path: Path, model: dict[str, object]) -> None:
+    settings = {"server": {"port": 0, "data_dir": str(tmp_path / "data")}, "models": [model]}
     (tmp_path / "tinsmith.yaml").write_text(yaml.safe_dump(settings))
     command = [sys.executable, "-m", "tinsmith", "serve", "--config", str(tmp_path / "tinsmith.yaml")]
     with (tmp_path / "log").open("wb") as log:
         server = subprocess.Popen(command, stderr=log, env=environment(), start_new_session=True)
         try:
             url = wait_for_url(server, tmp_path / "data")
-            for script in scripts:
+            for script in (SCRIPT, FULL_SCRIPT):
                 arguments = [url] if script == FULL_SCRIPT else ["--base-url", url, "--base-model", "tiny"]
                 done = subprocess.run(
                     [sys.executable, str(script), *arguments],

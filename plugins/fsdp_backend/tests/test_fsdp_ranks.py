@@ -1,5 +1,6 @@
 """The ranks as processes: how many there are changes nothing, none holds the whole model, and a dead one is noticed."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,12 +8,15 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
-from fsdp_harness import VOCAB, make_backend, shape
+from forked_ranks import ForkedRanks
+from fsdp_harness import VOCAB, fork_backend, make_backend, shape
 
 from tinsmith import (
     AdamParams,
@@ -50,7 +54,7 @@ WAIT_S = 300.0
 @pytest.fixture(scope="module")
 def one_rank(fsdp_models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[FsdpBackend]:
     cache, limits = tmp_path_factory.mktemp("cache"), {"max_models": 4, "max_full_models": 2}
-    backend = make_backend(fsdp_models["qwen3"], cache, nproc_per_node=1, **limits)
+    backend = fork_backend(fsdp_models["qwen3"], cache, nproc_per_node=1, **limits)
     yield backend
     backend.close()
 
@@ -121,7 +125,7 @@ def test_full_fine_tuning_is_the_same_on_one_rank_and_two(one_rank: FsdpBackend,
 def test_tensor_parallel_ranks_compute_the_same(
     one_rank: FsdpBackend, fsdp_models: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    backend = make_backend(fsdp_models["qwen3"], tmp_path, nproc_per_node=2, tensor_parallel=2)
+    backend = fork_backend(fsdp_models["qwen3"], tmp_path, nproc_per_node=2, tensor_parallel=2)
     try:
         for loaded in backend.loaded:
             assert loaded.parameter_bytes < loaded.total_bytes
@@ -236,44 +240,73 @@ def test_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
         make_backend(tmp_path / "m", tmp_path)
 
 
-def test_a_dead_rank_ends_the_call_at_once_and_all_ranks(fsdp_models: Mapping[str, Path], tmp_path: Path) -> None:
-    backend = make_backend(fsdp_models["qwen3"], tmp_path, nproc_per_node=2)
-    try:
-        driver = ModelDriver(backend)
-        model_id = driver.create()
-        pids = backend.ranks.pids
-        os.kill(pids[1], signal.SIGKILL)
-        started = time.monotonic()
-        either = "rank 1 of 2 died|rank 0 of 2 failed"  # its death is seen first, or what it does to the other
-        with pytest.raises(RankDiedError, match=either):
-            driver.forward_backward(model_id, ragged_data(1, VOCAB))
-        assert time.monotonic() - started < WAIT_S
-        with pytest.raises(RankDiedError, match=either):
-            backend.create_model(CreateModel(model_id="late", lora=LoraConfig(rank=1, seed=0)))
-    finally:
-        backend.close()
+def test_a_dead_rank_ends_the_call_at_once_and_all_ranks(doomed_ranks: FsdpBackend) -> None:
+    driver = ModelDriver(doomed_ranks)
+    model_id = driver.create()
+    pids = doomed_ranks.ranks.pids
+    os.kill(pids[1], signal.SIGKILL)
+    started = time.monotonic()
+    either = "rank 1 of 2 died|rank 0 of 2 failed"  # its death is seen first, or what it does to the other
+    with pytest.raises(RankDiedError, match=either):
+        driver.forward_backward(model_id, ragged_data(1, VOCAB))
+    assert time.monotonic() - started < WAIT_S
+    with pytest.raises(RankDiedError, match=either):
+        doomed_ranks.create_model(CreateModel(model_id="late", lora=LoraConfig(rank=1, seed=0)))
+    doomed_ranks.close()
     wait_until(lambda: not any(map(alive, pids)))
 
 
+@pytest.mark.thorough  # below, ranks without the shipped launcher's agent
 def test_ranks_end_with_a_killed_engine(fsdp_models: Mapping[str, Path], tmp_path: Path) -> None:
+    with killed_engine(fsdp_models["qwen3"], tmp_path) as output:
+        pids = [int(word) for word in output.readline().split()]
+        assert len(pids) == 2
+        assert all(map(alive, pids))
+    wait_until(lambda: not any(map(alive, pids)))
+
+
+def test_ranks_end_when_the_connection_to_a_killed_engine_closes(
+    fsdp_models: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """The engine is not their parent, so nothing else can tell them."""
+    starting = """
+        import json
+        from tinsmith_fsdp import ranks
+        class Elsewhere:
+            def __init__(self, config, environment, directory):
+                print(json.dumps(dict(environment)), flush=True)
+            def ended(self):
+                return None
+        ranks.start = Elsewhere
+    """
+    with killed_engine(fsdp_models["qwen3"], tmp_path, starting) as output:
+        started = ForkedRanks(2, json.loads(output.readline()))
+        pids = [int(word) for word in output.readline().split()]
+        assert len(pids) == 2
+        assert all(map(alive, pids))
+    wait_until(lambda: not any(map(alive, pids)))
+    started.close()
+
+
+@contextmanager
+def killed_engine(model_path: Path, directory: Path, first: str = "") -> Iterator[IO[str]]:
+    """A process with a backend of two ranks, which prints their process ids; it is killed at the end of the block."""
     code = f"""
         import sys, time
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from pathlib import Path
         from fsdp_harness import make_backend
-        backend = make_backend(Path({str(fsdp_models["qwen3"])!r}), Path({str(tmp_path)!r}), nproc_per_node=2)
+        backend = make_backend(Path({str(model_path)!r}), Path({str(directory)!r}), nproc_per_node=2)
         print(*backend.ranks.pids, flush=True)
         time.sleep(600)
     """
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as engine:
+    program = textwrap.dedent(first) + textwrap.dedent(code)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as engine:
         try:
             assert engine.stdout is not None
-            pids = [int(word) for word in engine.stdout.readline().split()]
-            assert len(pids) == 2
-            assert all(map(alive, pids))
+            yield engine.stdout
         finally:
             engine.kill()
-    wait_until(lambda: not any(map(alive, pids)))
 
 
 def alive(pid: int) -> bool:

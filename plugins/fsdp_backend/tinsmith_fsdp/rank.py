@@ -4,6 +4,7 @@ It never outlives the engine: when the connection closes, the process exits at o
 """
 
 import ctypes
+import gc
 import os
 import queue
 import signal
@@ -93,6 +94,8 @@ class Worker:
         base = BaseModel(setup, mesh)
         base.load(report)
         self._trainer = Trainer(base, mesh, setup)
+        gc.collect()
+        gc.freeze()  # what imports and loading made stays: later collections need not look at it
         return base.loaded()
 
 
