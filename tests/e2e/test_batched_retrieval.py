@@ -14,7 +14,7 @@ from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.sdk_data import wait_until_at_rest
 
 PROMPT = [5, 6, 7]
-SAMPLES = 500
+SAMPLES = 150
 
 
 @pytest.fixture

@@ -44,16 +44,22 @@ def scenario(server: RunningServer, sdk: Path | None = None) -> dict[str, Any]:
     return seen
 
 
-def test_the_oldest_sdk_sees_what_the_newest_sees(server: RunningServer) -> None:
-    old, new = scenario(server, OLDEST), scenario(server)
+@pytest.fixture(scope="module")
+def new(server: RunningServer) -> dict[str, Any]:
+    """What the newest SDK sees; its run and checkpoints stay on the server."""
+    return scenario(server)
+
+
+def test_the_oldest_sdk_sees_what_the_newest_sees(server: RunningServer, new: dict[str, Any]) -> None:
+    old = scenario(server, OLDEST)
     assert (old["sdk"], new["sdk"]) == ("0.22.3", "0.38.0")
     assert {key: value for key, value in old.items() if key not in OF_EACH_RUN} == {
         key: value for key, value in new.items() if key not in OF_EACH_RUN
     }
 
 
-def test_the_old_command_line_downloads_an_archive(server: RunningServer, tmp_path: Path) -> None:
-    path = f"tinker://{scenario(server)['run_id']}/sampler_weights/for-sampling"
+def test_the_old_command_line_downloads_an_archive(server: RunningServer, new: dict[str, Any], tmp_path: Path) -> None:
+    path = f"tinker://{new['run_id']}/sampler_weights/for-sampling"
     command = ["-m", "tinker.cli", "checkpoint", "download", path, "--output", str(tmp_path)]
     run(command, sdk=OLDEST, TINKER_BASE_URL=server.url, TINKER_API_KEY="tml-scenario")
     found = {file.name for file in tmp_path.rglob("*") if file.is_file()}
@@ -61,8 +67,8 @@ def test_the_old_command_line_downloads_an_archive(server: RunningServer, tmp_pa
     assert not list(tmp_path.rglob("*.tar"))
 
 
-def test_an_archive_is_for_those_who_may_read_the_checkpoint(server: RunningServer) -> None:
-    route = f"api/v1/training_runs/{scenario(server)['run_id']}/checkpoints/sampler_weights/for-sampling/archive"
+def test_an_archive_is_for_those_who_may_read_the_checkpoint(server: RunningServer, new: dict[str, Any]) -> None:
+    route = f"api/v1/training_runs/{new['run_id']}/checkpoints/sampler_weights/for-sampling/archive"
     with httpx.Client(base_url=server.url, timeout=300) as http:
         assert http.get(route, headers={"x-api-key": "tml-stranger"}).status_code == 404
         url = http.get(route, headers={"x-api-key": "tml-scenario"}).json()["url"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import tinker
+import toy_of_a_directory
 from stand_in_hub import StandInHub
 
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
@@ -37,7 +38,12 @@ def hub(tmp_path: Path) -> Iterator[StandInHub]:
 def environment(hub: StandInHub, tmp_path: Path) -> dict[str, str]:
     ours = ("TINSMITH_", "HF_", "TRANSFORMERS_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return {**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+    metadata = tmp_path / "site" / "tinsmith_of_a_directory-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: tinsmith-of-a-directory\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(toy_of_a_directory.ENTRY_POINTS)
+    path = os.pathsep.join([str(metadata.parent), str(Path(toy_of_a_directory.__file__).parent)])
+    return {**kept, "PYTHONPATH": path, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
 
 
 @contextmanager
@@ -92,8 +98,17 @@ def wait_for(process: "subprocess.Popen[bytes]", url: str, state: str, detail: s
     return found
 
 
-def test_a_name_is_downloaded_served_and_trained(hub: StandInHub, environment: dict[str, str], tmp_path: Path) -> None:
-    arguments = (NAME, "--backend", "jax", "--models.0.backend.warm_up", "false")
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(("--backend", "toy-of-a-directory"), id="toy"),
+        pytest.param(("--backend", "jax", "--models.0.backend.warm_up", "false"), marks=pytest.mark.thorough, id="jax"),
+    ],
+)
+def test_a_name_is_downloaded_served_and_trained(
+    hub: StandInHub, environment: dict[str, str], tmp_path: Path, backend: tuple[str, ...]
+) -> None:
+    arguments = (NAME, *backend)
     hub.hold = "model.safetensors"
     with serving(tmp_path, environment, *arguments) as (process, url):
         assert hub.held.wait(START_S)
@@ -121,7 +136,7 @@ def test_a_name_that_the_hub_does_not_know_fails_with_a_remedy(
     environment: dict[str, str], tmp_path: Path, hub: StandInHub
 ) -> None:
     file = tmp_path / "tinsmith.yaml"
-    file.write_text("models: [{name: maker/tiny, revision: v9, backend: {plugin: jax}}]")
+    file.write_text("models: [{name: maker/tiny, revision: v9, backend: {plugin: toy-of-a-directory}}]")
     with serving(tmp_path, environment, "--config", str(file)) as (process, url):
         detail = wait_for(process, url, "failed")["detail"]
     assert f"the model 'maker/tiny' has no revision 'v9'; see {hub.url}/maker/tiny/branches" in detail

@@ -26,7 +26,6 @@ from tinsmith.commands.options import AsJson, ConfigFile, DataDir, plugins_of, s
 from tinsmith.errors import UserError
 from tinsmith.huggingface.safetensors_files import DTYPES
 from tinsmith.processes.assembly import make_store
-from tinsmith.server.api_keys import owner_of
 from tinsmith.settings import Settings
 from tinsmith.store import CheckpointRecord, RequestStore
 
@@ -233,6 +232,8 @@ async def _import(
 
 
 def _tenant_of(settings: Settings, api_key: str | None) -> str:
+    from tinsmith.server.api_keys import owner_of  # here, because it imports cryptography
+
     if api_key is None:
         msg = "pass the tenant that may use it: --tenant NAME, or --api-key KEY (TINKER_API_KEY)"
         raise UserError(msg)

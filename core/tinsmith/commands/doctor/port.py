@@ -8,13 +8,14 @@ from typing import Final
 
 from tinsmith.commands.doctor.finding import Finding
 from tinsmith.errors import ConfigError
-from tinsmith.processes.serve import listen
 from tinsmith.settings import ServerSettings
 
 _LISTENS: Final = "0A"  # in /proc/net/tcp
 
 
 def check_port(server: ServerSettings) -> Finding:
+    from tinsmith.processes.serve import listen  # here, because other commands need no web framework
+
     subject = f"port {server.port}"
     try:
         listen(server).close()
