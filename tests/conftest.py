@@ -1,9 +1,10 @@
-"""What tests of every kind share: a real PostgreSQL, started once, with a fresh database for each test."""
+"""What tests of every kind share: a real PostgreSQL with fresh databases, and a process that forks commands."""
 
 import os
 from collections.abc import Iterator
 
 import pytest
+from processes import Launcher, launching
 
 from tinsmith.testing.postgres import Postgres, PostgresMissingError, running_postgres
 
@@ -30,3 +31,9 @@ def own_postgres(postgres: Postgres) -> Iterator[Postgres]:
     del postgres  # skips if there is none
     with running_postgres() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[Launcher]:
+    with launching() as launcher:
+        yield launcher

@@ -4,13 +4,15 @@ Campaigns kill hundreds of processes; importing takes a second each time, forkin
 process of its own, with its own memory, files and signals, whose death by SIGKILL is as sudden as any other's.
 
 `python launcher.py SOCKET` listens on a Unix socket. A connection asks for one process: three descriptors (its standard
-input, output and error) and NUL-separated text: number of arguments, arguments, environment. The answer is the process
-id and, when it has died, its wait status. A connection that says `watch` is told of every birth and death instead.
+input, output and error) and NUL-separated text: number of arguments, arguments, environment. The arguments are those of
+`tinsmith`, or `-m MODULE ...` or `-c CODE ...` as for Python. The answer is the process id and, when it has died, its
+wait status. A connection that says `watch` is told of every birth and death instead.
 """
 
 import gc
 import importlib
 import os
+import runpy
 import selectors
 import signal
 import socket
@@ -22,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 POISONED = "CRASH_POISONED"
-LABEL = "CRASH_LABEL"  # in a process's environment: which campaign run it belongs to
+LABEL = "CRASH_LABEL"  # in a process's environment: which campaign run it belongs to, if any
+DIRECTORY = "CRASH_DIRECTORY"  # in a process's environment: where it runs
 _HERE = Path(__file__).parent
 _MESSAGE_BYTES = 1 << 20
 
@@ -76,13 +79,14 @@ class Launcher:
             return
         count, *rest = message.decode().split("\0")
         arguments, environ = rest[: int(count)], dict(each.split("=", 1) for each in rest[int(count) :])
-        plan = self.take_plan(environ[LABEL], arguments[0])  # before anybody hears of the birth and writes the next
+        label = environ.get(LABEL, "")
+        plan = self.take_plan(label, arguments[0]) if label else ""  # before anybody hears of the birth
         pid = os.fork()
         if pid == 0:
             self.become(arguments, environ, descriptors, plan)
         for descriptor in descriptors:
             os.close(descriptor)
-        child = _Child(pid, os.pidfd_open(pid), connection, environ[LABEL], arguments[0])
+        child = _Child(pid, os.pidfd_open(pid), connection, label, arguments[0])
         self.children[pid] = child
         self.watch(child.pidfd, lambda: self.died(child))
         self.watch(connection, lambda: self.abandoned(child))
@@ -127,15 +131,14 @@ class Launcher:
             os.closerange(3, 4096)
             os.environ.clear()
             os.environ.update(environ)
-            failpoints.arm(plan)
+            os.chdir(environ.pop(DIRECTORY, "."))
+            sys.path[:1] = ["", *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+            failpoints.arm(plan or environ.get(failpoints.VARIABLE, ""))
             if arguments[0] == "serve":
                 self.start_engines_here()
             if POISONED in environ:
                 self.poison(int(environ[POISONED]))
-            sys.argv = ["tinsmith", *arguments]
-            from tinsmith.commands.cli import app
-
-            app()
+            self.run_program(arguments)
             code = 0
         except SystemExit as leaving:
             code = leaving.code if isinstance(leaving.code, int) else 1
@@ -147,6 +150,20 @@ class Launcher:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+
+    def run_program(self, arguments: list[str]) -> None:
+        match arguments:
+            case ["-m", module, *rest]:
+                sys.argv = [module, *rest]
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            case ["-c", code, *rest]:
+                sys.argv = ["-c", *rest]
+                exec(compile(code, "-c", "exec"), {"__name__": "__main__"})
+            case _:
+                from tinsmith.commands.cli import app
+
+                sys.argv = ["tinsmith", *arguments]
+                app()
 
     def take_plan(self, label: str, role: str) -> str:
         """What the campaign has written down is for one process."""
@@ -183,7 +200,8 @@ def _import_everything() -> None:
     from tinsmith.plugins.loading import Plugins
     from tinsmith.store import StoreContext
 
-    importlib.import_module("tinsmith.server.app")
+    for module in ("pytest", "tinsmith.commands.cli", "tinsmith.processes.engine", "tinsmith.processes.serve"):
+        importlib.import_module(module)
     plugins = Plugins.load()
     spec = plugins.stores.get("sql")
     for url in (None, "postgresql:///nowhere"):

@@ -17,11 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tinsmith import failpoints
+from tinsmith.processes import engine_child
 from tinsmith.settings import ModelSettings
 from tinsmith.testing.ports import hold_port
 
 LABEL = "CRASH_LABEL"
+DIRECTORY = "CRASH_DIRECTORY"
 POISONED = "CRASH_POISONED"
 POISON = 61  # a token: where engines are poisoned, a pass that holds it aborts the process
 WAIT_S = 300.0
@@ -77,12 +81,22 @@ class Launcher:
 
     def start(self, label: str, arguments: list[str], output: int, more: Mapping[str, str]) -> socket.socket:
         """Return the connection that must stay open as long as the process is to live."""
+        return self.ask(arguments, {**self.environ, **more, LABEL: label}, output, output)
+
+    def ask(self, arguments: list[str], environ: Mapping[str, str], output: int, errors: int) -> socket.socket:
+        """Ask for a process; return the connection that tells its id and its end, and that must stay open till then."""
         connection = self.connect()
-        environ = [f"{name}={value}" for name, value in {**self.environ, **more, LABEL: label}.items()]
-        message = "\0".join([str(len(arguments)), *arguments, *environ]).encode()
+        variables = [f"{name}={value}" for name, value in environ.items()]
+        message = "\0".join([str(len(arguments)), *arguments, *variables]).encode()
         with Path(os.devnull).open("rb") as nothing:
-            socket.send_fds(connection, [message], [nothing.fileno(), output, output])
+            socket.send_fds(connection, [message], [nothing.fileno(), output, errors])
         return connection
+
+    def engines_here(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have supervisors of this process start engines here, too."""
+        stand_in = sys.executable, "-S", "-E", "-s", str(Path(__file__).with_name("stand_in.py")), self.path
+        own = engine_child._command
+        monkeypatch.setattr(engine_child, "_command", lambda child: (*stand_in, *own(child)[3:]))
 
     def close(self) -> None:
         assert self.process.stdin is not None

@@ -8,14 +8,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from campaign import Expected, Tally, disturbed, undisturbed
 from campaign_stores import SQLITE, CampaignStore, on_postgres
-from processes import Launcher, launching
+from processes import Launcher
 
 from tinsmith import failpoints
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
@@ -28,12 +28,6 @@ KILLS_ON_POSTGRES = int(os.environ.get("CRASH_KILLS_ON_POSTGRES", "150"))
 PARALLEL = int(os.environ.get("CRASH_PARALLEL", "3"))
 MOMENTS_PER_RUN = 14
 MOST_RUNS = 20  # a few do; only a point that is never passed takes them all
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    with launching() as launcher:
-        yield launcher
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -15,19 +14,13 @@ from typing import Any
 import pytest
 import tinker
 from campaign import SETTINGS
-from processes import POISON, Launcher, Served, launching
+from processes import POISON, Launcher, Served
 from scenario import WAIT_S, state_at
 
 from tinsmith.testing.harness import TOY
 from tinsmith.testing.sdk_data import datum, logprobs, ragged
 
 STEPS = 40
-
-
-@pytest.fixture
-def launcher() -> Iterator[Launcher]:
-    with launching() as launcher:
-        yield launcher
 
 
 def well_behaved(served: Served) -> tuple[list[Any], dict[str, bytes | int], list[float]]:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import run
+from processes import Launcher
 from stand_in_hub import StandInHub
 
 from tinsmith.backend import Device
@@ -25,18 +27,19 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {**kept, "TINSMITH_SERVER__DATA_DIR": str(tmp_path / "data"), "HF_HOME": str(tmp_path / "home")}
 
 
-def doctor(environment: dict[str, str], *arguments: str, port: int = 0) -> tuple[int, list[dict[str, str]]]:
+def doctor(
+    launcher: Launcher, environment: dict[str, str], *arguments: str, port: int = 0
+) -> tuple[int, list[dict[str, str]]]:
     """Return the exit code and what was found."""
-    command = [sys.executable, "-m", "tinsmith", "doctor", *arguments, "--port", str(port), "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = run(launcher, "doctor", *arguments, "--port", str(port), "--json", environ=environment)
     assert done.stdout, done.stderr
     report = json.loads(done.stdout)
     assert report["healthy"] is (done.returncode == 0)
     return done.returncode, report["findings"]
 
 
-def only_problem(environment: dict[str, str], *arguments: str, port: int = 0) -> dict[str, str]:
-    code, findings = doctor(environment, *arguments, port=port)
+def only_problem(launcher: Launcher, environment: dict[str, str], *arguments: str, port: int = 0) -> dict[str, str]:
+    code, findings = doctor(launcher, environment, *arguments, port=port)
     assert code == 1
     [problem] = [finding for finding in findings if finding["status"] == "problem"]
     return problem
@@ -55,10 +58,10 @@ def write_model(directory: Path) -> Path:
     return directory
 
 
-def test_a_healthy_set_up(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_healthy_set_up(launcher: Launcher, environment: dict[str, str], tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     arguments = (str(model), "--backend", "jax", "--data-dir", str(tmp_path))
-    code, findings = doctor({**environment, "JAX_PLATFORMS": "cpu"}, *arguments)
+    code, findings = doctor(launcher, {**environment, "JAX_PLATFORMS": "cpu"}, *arguments)
     assert code == 0
     found = {finding["subject"]: finding["found"] for finding in reversed(findings)}
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
@@ -83,81 +86,85 @@ def test_people_get_a_table(environment: dict[str, str]) -> None:
     assert "the backend toy brings it" in done.stdout
 
 
-def test_a_broken_plugin(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_broken_plugin(launcher: Launcher, environment: dict[str, str], tmp_path: Path) -> None:
     distribution(
         tmp_path / "site", "tinsmith-bad", "1.0", "[tinsmith]\nbad = tinsmith_bad\n[tinsmith.contract]\nbad = v1\n"
     )
     (tmp_path / "site" / "tinsmith_bad.py").write_text("import no_such_framework\n")
-    problem = only_problem({**environment, "PYTHONPATH": str(tmp_path / "site")}, *TOY)
+    problem = only_problem(launcher, {**environment, "PYTHONPATH": str(tmp_path / "site")}, *TOY)
     assert problem["subject"] == "plugin bad"
     assert "No module named 'no_such_framework'" in problem["found"]
     assert "install what provides 'no_such_framework'" in problem["found"]
 
 
-def test_an_unsupported_version_of_a_package(environment: dict[str, str], tmp_path: Path) -> None:
+def test_an_unsupported_version_of_a_package(launcher: Launcher, environment: dict[str, str], tmp_path: Path) -> None:
     distribution(tmp_path / "site", "fastapi", "0.1.0")
-    problem = only_problem({**environment, "PYTHONPATH": str(tmp_path / "site")}, *TOY)
+    problem = only_problem(launcher, {**environment, "PYTHONPATH": str(tmp_path / "site")}, *TOY)
     assert problem["subject"] == "package fastapi"
     assert problem["found"].startswith("0.1.0; tinsmith needs >=0.")
     assert problem["remedy"].startswith("pip install 'fastapi>=0.")
 
 
-def test_a_port_that_is_taken(environment: dict[str, str]) -> None:
+def test_a_port_that_is_taken(launcher: Launcher, environment: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        problem = only_problem(environment, *TOY, port=port)
+        problem = only_problem(launcher, environment, *TOY, port=port)
     assert problem["subject"] == f"port {port}"
     assert f"{port} is in use on 127.0.0.1; choose another with --port" in problem["found"]
     assert f"it is held by process {os.getpid()}" in problem["remedy"]
 
 
-def test_a_data_directory_that_cannot_be_written(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_data_directory_that_cannot_be_written(
+    launcher: Launcher, environment: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
-    problem = only_problem(environment, *TOY, "--data-dir", str(tmp_path / "file" / "data"))
+    problem = only_problem(launcher, environment, *TOY, "--data-dir", str(tmp_path / "file" / "data"))
     assert problem["found"] == f"cannot write to {str(tmp_path / 'file')!r}: Not a directory"
     assert "choose another with --data-dir" in problem["remedy"]
 
 
-def test_a_damaged_model(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_damaged_model(launcher: Launcher, environment: dict[str, str], tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     with (model / "model.safetensors").open("r+b") as weights:
         weights.truncate(10_000)
-    problem = only_problem(environment, str(model), "--backend", "jax")
+    problem = only_problem(launcher, environment, str(model), "--backend", "jax")
     assert problem["subject"] == f"model {model}"
     assert "model.safetensors" in problem["found"]
     assert "cut short" in problem["found"]
     assert "copy it again" in problem["remedy"]
     (model / "model.safetensors").unlink()
-    assert "model.safetensors missing" in only_problem(environment, str(model), "--backend", "jax")["found"]
+    assert "model.safetensors missing" in only_problem(launcher, environment, str(model), "--backend", "jax")["found"]
 
 
-def test_a_model_that_the_backend_does_not_support(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_model_that_the_backend_does_not_support(
+    launcher: Launcher, environment: dict[str, str], tmp_path: Path
+) -> None:
     model = write_model(tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
-    problem = only_problem(environment, str(model), "--backend", "jax")
+    problem = only_problem(launcher, environment, str(model), "--backend", "jax")
     assert "architecture 'MambaForCausalLM' is not supported" in problem["found"]
 
 
-def test_an_invalid_configuration(environment: dict[str, str], tmp_path: Path) -> None:
+def test_an_invalid_configuration(launcher: Launcher, environment: dict[str, str], tmp_path: Path) -> None:
     file = tmp_path / "tinsmith.yaml"
     file.write_text("server:\n  prot: 1\n")
-    problem = only_problem(environment, "--config", str(file))
+    problem = only_problem(launcher, environment, "--config", str(file))
     assert problem["subject"] == "configuration"
     assert f"{file}:2: server.prot: unknown key" in problem["found"]
 
 
-def test_models_of_the_hub(environment: dict[str, str], tmp_path: Path) -> None:
+def test_models_of_the_hub(launcher: Launcher, environment: dict[str, str], tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     with StandInHub.running() as hub:
         hub.add("maker/tiny", model)
-        code, findings = doctor({**environment, "HF_ENDPOINT": hub.url}, "maker/tiny", "--backend", "jax")
+        code, findings = doctor(launcher, {**environment, "HF_ENDPOINT": hub.url}, "maker/tiny", "--backend", "jax")
         assert code == 0
         assert findings[-1]["found"] == f"0.0 GB will be downloaded from {hub.url}"
-        problem = only_problem({**environment, "HF_ENDPOINT": hub.url}, "maker/gone", "--backend", "jax")
+        problem = only_problem(launcher, {**environment, "HF_ENDPOINT": hub.url}, "maker/gone", "--backend", "jax")
     assert "'maker/gone' is neither a local directory nor a model visible on" in problem["found"]
     assert hub.sent == []
-    problem = only_problem({**environment, "HF_HUB_OFFLINE": "1"}, "maker/tiny", "--backend", "jax")
+    problem = only_problem(launcher, {**environment, "HF_HUB_OFFLINE": "1"}, "maker/tiny", "--backend", "jax")
     assert "HF_HUB_OFFLINE forbids downloading it" in problem["found"]
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Forked, run
+from processes import Launcher
 from stand_in_hub import TOKEN, StandInHub
 
 from tinsmith.huggingface.hub_cache import HubReference, cache_directory, is_offline
@@ -70,21 +72,19 @@ else:
 """
 
 
-def start(environment: dict[str, str], reference: str) -> subprocess.Popen[str]:
+def start(launcher: Launcher, environment: dict[str, str], reference: str) -> Forked:
     """Download in a process of its own: the library reads its environment once."""
-    command = [sys.executable, "-c", DOWNLOAD, reference]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return Forked(launcher, "-c", DOWNLOAD, reference, environ=environment)
 
 
-def download(environment: dict[str, str], reference: str = "maker/tiny") -> dict[str, Any]:
-    with start(environment, reference) as process:
-        out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    return dict(json.loads(out))
+def download(launcher: Launcher, environment: dict[str, str], reference: str = "maker/tiny") -> dict[str, Any]:
+    done = run(launcher, "-c", DOWNLOAD, reference, environ=environment)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
 
 
-def downloaded(environment: dict[str, str], reference: str = "maker/tiny") -> Path:
-    done = download(environment, reference)
+def downloaded(launcher: Launcher, environment: dict[str, str], reference: str = "maker/tiny") -> Path:
+    done = download(launcher, environment, reference)
     assert done.get("directory") == done.get("cached"), done
     return Path(done["directory"])
 
@@ -94,7 +94,7 @@ def names(directory: Path) -> set[str]:
 
 
 def test_what_a_model_needs_is_downloaded_and_nothing_else(
-    hub: StandInHub, environment: dict[str, str], tiny: Path, tmp_path: Path
+    launcher: Launcher, hub: StandInHub, environment: dict[str, str], tiny: Path, tmp_path: Path
 ) -> None:
     published = tmp_path / "published"
     (published / "original").mkdir(parents=True)
@@ -104,7 +104,7 @@ def test_what_a_model_needs_is_downloaded_and_nothing_else(
         (published / name).write_bytes(b"not wanted")
     (published / "consolidated.safetensors").write_bytes(b"not wanted")
     hub.add("maker/tiny", published)
-    done = download(environment)
+    done = download(launcher, environment)
     assert "directory" in done, done
     directory = Path(done["directory"])
     assert names(directory) == set(hub.sent) == WHOLE
@@ -114,60 +114,71 @@ def test_what_a_model_needs_is_downloaded_and_nothing_else(
     assert [f"asking {hub.url} for maker/tiny", None] in done["stages"]
 
 
-def test_a_revision_is_a_branch_or_a_commit(hub: StandInHub, environment: dict[str, str], tiny: Path) -> None:
+def test_a_revision_is_a_branch_or_a_commit(
+    launcher: Launcher, hub: StandInHub, environment: dict[str, str], tiny: Path
+) -> None:
     commit = hub.add("maker/tiny", tiny).revisions["main"]
     hub.repositories["maker/tiny"].revisions["refs/pr/1"] = commit
     for revision in ("refs/pr/1", commit):
-        assert downloaded(environment, f"maker/tiny@{revision}").name == commit
-    assert download(environment, "maker/tiny@v2")["message"].startswith("the model 'maker/tiny' has no revision 'v2'")
+        assert downloaded(launcher, environment, f"maker/tiny@{revision}").name == commit
+    assert download(launcher, environment, "maker/tiny@v2")["message"].startswith(
+        "the model 'maker/tiny' has no revision 'v2'"
+    )
 
 
-def test_shards_are_those_that_the_index_names(hub: StandInHub, environment: dict[str, str], sharded: Path) -> None:
+def test_shards_are_those_that_the_index_names(
+    launcher: Launcher, hub: StandInHub, environment: dict[str, str], sharded: Path
+) -> None:
     hub.add("maker/tiny", sharded).files["model-00001-of-00099.safetensors"] = b"of an older version"
-    assert names(downloaded(environment)) == names(sharded)
+    assert names(downloaded(launcher, environment)) == names(sharded)
     assert len([file for file in hub.sent if file.endswith(".safetensors")]) > 2
 
 
-def test_a_broken_connection_goes_on_where_it_was(hub: StandInHub, environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_broken_connection_goes_on_where_it_was(
+    launcher: Launcher, hub: StandInHub, environment: dict[str, str], tmp_path: Path
+) -> None:
     """The library writes what it has every 10 MiB."""
     large = tmp_path / "large"
     write_tiny_model(large, TinyShape(num_layers=1, hidden_size=512, intermediate_size=2048))
     hub.add("maker/tiny", large)
     hub.cut_after, hub.cuts = 11 << 20, 1
-    weights = downloaded(environment) / "model.safetensors"
+    weights = downloaded(launcher, environment) / "model.safetensors"
     assert weights.read_bytes() == (large / "model.safetensors").read_bytes()
     assert hub.sent.count("model.safetensors") == 2
     assert hub.ranges == [f"bytes={10 << 20}-"]
 
 
 def test_a_killed_download_goes_on_with_what_is_missing(
-    hub: StandInHub, environment: dict[str, str], sharded: Path, tmp_path: Path
+    launcher: Launcher, hub: StandInHub, environment: dict[str, str], sharded: Path, tmp_path: Path
 ) -> None:
     hub.add("maker/tiny", sharded)
     *first, last = sorted(file.name for file in sharded.glob("*.safetensors"))
     hub.hold = last
-    with start(environment, "maker/tiny") as process:
+    with start(launcher, environment, "maker/tiny") as process:
         assert hub.held.wait(300)
         snapshots = tmp_path / "home" / "hub" / "models--maker--tiny" / "snapshots"
         while not all(list(snapshots.glob(f"*/{file}")) for file in first):
             assert process.poll() is None
         process.kill()
-    assert download({**environment, "HF_HUB_OFFLINE": "1"})["error"] == "ConfigError"  # it is not taken for whole
+    offline = {**environment, "HF_HUB_OFFLINE": "1"}
+    assert download(launcher, offline)["error"] == "ConfigError"  # it is not taken for whole
     hub.hold = None
     hub.release.set()
     hub.sent.clear()
-    assert names(downloaded(environment)) == names(sharded)
+    assert names(downloaded(launcher, environment)) == names(sharded)
     assert hub.sent == [last]
     assert not list((tmp_path / "home").rglob("*.incomplete"))
 
 
-def test_two_processes_download_each_file_once(hub: StandInHub, environment: dict[str, str], tiny: Path) -> None:
+def test_two_processes_download_each_file_once(
+    launcher: Launcher, hub: StandInHub, environment: dict[str, str], tiny: Path
+) -> None:
     hub.add("maker/tiny", tiny)
     hub.hold = "model.safetensors"
-    with start(environment, "maker/tiny") as first:
+    with start(launcher, environment, "maker/tiny") as first:
         assert hub.held.wait(300)
         before = hub.num_requests
-        with start(environment, "maker/tiny") as second:
+        with start(launcher, environment, "maker/tiny") as second:
             while hub.num_requests < before + 3 and second.poll() is None:  # it has come to the weights
                 pass
             hub.release.set()
@@ -184,6 +195,7 @@ def test_two_processes_download_each_file_once(hub: StandInHub, environment: dic
     ],
 )
 def test_without_the_right_token_the_remedy_is_named(
+    launcher: Launcher,
     hub: StandInHub,
     environment: dict[str, str],
     tiny: Path,
@@ -192,52 +204,54 @@ def test_without_the_right_token_the_remedy_is_named(
     said: str,
 ) -> None:
     hub.add("maker/tiny", tiny, **properties)
-    found = download({**environment, **({"HF_TOKEN": token} if token else {})})
+    found = download(launcher, {**environment, **({"HF_TOKEN": token} if token else {})})
     assert found["error"] == "ConfigError"
     assert said in found["message"]
     assert "HF_TOKEN" in found["message"]
-    assert names(downloaded({**environment, "HF_TOKEN": TOKEN})) == WHOLE
+    assert names(downloaded(launcher, {**environment, "HF_TOKEN": TOKEN})) == WHOLE
 
 
-def test_a_name_that_does_not_exist(hub: StandInHub, environment: dict[str, str]) -> None:
-    found = download(environment, "maker/tyni")
+def test_a_name_that_does_not_exist(launcher: Launcher, hub: StandInHub, environment: dict[str, str]) -> None:
+    found = download(launcher, environment, "maker/tyni")
     assert found["error"] == "ConfigError"
     assert f"'maker/tyni' is neither a local directory nor a model visible on {hub.url}" in found["message"]
 
 
-def test_a_model_without_safetensors(hub: StandInHub, environment: dict[str, str], tiny: Path, tmp_path: Path) -> None:
+def test_a_model_without_safetensors(
+    launcher: Launcher, hub: StandInHub, environment: dict[str, str], tiny: Path, tmp_path: Path
+) -> None:
     published = tmp_path / "published"
     published.mkdir()
     (published / "pytorch_model.bin").write_bytes(b"pickle")
     hub.add("maker/tiny", published)
-    assert "its repository has no config.json" in download(environment)["message"]
+    assert "its repository has no config.json" in download(launcher, environment)["message"]
     (published / "config.json").write_text("{}")
     hub.add("maker/tiny", published)
-    assert "reads safetensors only" in download(environment)["message"]
+    assert "reads safetensors only" in download(launcher, environment)["message"]
     assert "pytorch_model.bin" not in hub.sent
 
 
-def test_a_hub_that_cannot_be_reached_may_be_tried_again(environment: dict[str, str]) -> None:
-    found = download({**environment, "HF_ENDPOINT": "http://127.0.0.1:9"})
+def test_a_hub_that_cannot_be_reached_may_be_tried_again(launcher: Launcher, environment: dict[str, str]) -> None:
+    found = download(launcher, {**environment, "HF_ENDPOINT": "http://127.0.0.1:9"})
     assert found["error"] == "ServerError"
     assert "from http://127.0.0.1:9 was interrupted" in found["message"]
     assert "check the network and HF_ENDPOINT" in found["message"]
 
 
-def test_offline(hub: StandInHub, environment: dict[str, str]) -> None:
-    found = download({**environment, "HF_HUB_OFFLINE": "1"})
+def test_offline(launcher: Launcher, hub: StandInHub, environment: dict[str, str]) -> None:
+    found = download(launcher, {**environment, "HF_HUB_OFFLINE": "1"})
     assert found["error"] == "ConfigError"
     assert "HF_HUB_OFFLINE forbids downloading it" in found["message"]
     assert hub.num_requests == 0
 
 
 def test_a_model_that_does_not_fit_on_the_disk(
-    hub: StandInHub, environment: dict[str, str], tiny: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: Launcher, hub: StandInHub, environment: dict[str, str], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.add("maker/tiny", tiny)
     code = f"import shutil; shutil.disk_usage = lambda _: shutil._ntuple_diskusage(9, 9, 9)\n{DOWNLOAD}"
     monkeypatch.setitem(globals(), "DOWNLOAD", code)
-    found = download(environment)
+    found = download(launcher, environment)
     assert found["error"] == "ConfigError"
     assert "no space for 'maker/tiny'" in found["message"]
     assert "set HF_HOME to a directory on a larger disk" in found["message"]
