@@ -133,6 +133,7 @@ class Launcher:
             os.environ.update(environ)
             os.chdir(environ.pop(DIRECTORY, "."))
             sys.path[:1] = ["", *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+            sys.dont_write_bytecode = bool(environ.get("PYTHONDONTWRITEBYTECODE"))
             failpoints.arm(plan or environ.get(failpoints.VARIABLE, ""))
             if arguments[0] == "serve":
                 self.start_engines_here()
