@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -14,11 +12,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import pytest
 import tinker
+from forked import Forked
+from processes import Launcher
 
 from tinsmith import failpoints
 from tinsmith.checkpoints.format import read_checkpoint
@@ -39,7 +39,15 @@ HANGS = "store.commit.before=stop@20"  # within a transaction, whose locks it ke
 class Process:
     """`tinsmith serve`, or something else of it, on a data directory and database that others use, too."""
 
-    def __init__(self, data_dir: Path, url: str, engines: list[str], *command: str, hangs: str | None = None) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        data_dir: Path,
+        url: str,
+        engines: list[str],
+        *command: str,
+        hangs: str | None = None,
+    ) -> None:
         content = {
             "server": {"data_dir": str(data_dir), "share_data_dir": True, "port": 0},
             "store": {"plugin": "sql", "url": url},
@@ -54,17 +62,17 @@ class Process:
         settings.write_text(json.dumps(content))
         self.lines: list[str] = []
         self.said = threading.Condition()
-        line = [sys.executable, "-m", "tinsmith", *command, "--config", str(settings)]
-        self.process = subprocess.Popen(line, stderr=subprocess.PIPE, env=environ, start_new_session=True)
-        self.reader = threading.Thread(target=self.read, daemon=True)
+        read, write = os.pipe()
+        with os.fdopen(write, "wb") as errors:
+            self.process = Forked(launcher, *command, "--config", str(settings), environ=environ, errors=errors)
+        self.reader = threading.Thread(target=self.read, args=(os.fdopen(read),), daemon=True)
         self.reader.start()
 
-    def read(self) -> None:
-        assert self.process.stderr is not None
-        with self.process.stderr:
-            for line in self.process.stderr:
+    def read(self, lines: IO[str]) -> None:
+        with lines:
+            for line in lines:
                 with self.said:
-                    self.lines.append(line.decode())
+                    self.lines.append(line)
                     self.said.notify_all()
 
     def wait_for(self, pattern: str) -> re.Match[str]:
@@ -103,8 +111,8 @@ class Process:
 
 
 @contextmanager
-def replica(data_dir: Path, url: str, engines: list[str]) -> Iterator[Process]:
-    server = Process(data_dir, url, engines, "serve")
+def replica(launcher: Launcher, data_dir: Path, url: str, engines: list[str]) -> Iterator[Process]:
+    server = Process(launcher, data_dir, url, engines, "serve")
     try:
         server.wait_until_it_answers()
         for name in engines:
@@ -115,9 +123,9 @@ def replica(data_dir: Path, url: str, engines: list[str]) -> Iterator[Process]:
 
 
 @contextmanager
-def engine(data_dir: Path, url: str, base_model: str, *, hangs: str) -> Iterator[Process]:
+def engine(launcher: Launcher, data_dir: Path, url: str, base_model: str, *, hangs: str) -> Iterator[Process]:
     """It serves before the block begins."""
-    process = Process(data_dir, url, [], "engine", base_model, hangs=hangs)
+    process = Process(launcher, data_dir, url, [], "engine", base_model, hangs=hangs)
     try:
         process.wait_for("serving")
         yield process
@@ -220,14 +228,14 @@ def those_that_wait(postgres: Postgres, url: str, base_model: str, runs: list[Fu
 
 
 def test_an_engine_hangs_past_its_lease_while_clients_of_two_servers_train(
-    postgres: Postgres, tmp_path: Path, undisturbed: Undisturbed
+    launcher: Launcher, postgres: Postgres, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     """It stops before a commit. One server's engine takes over, and the other has none; it is refused when it wakes."""
     url, data_dir = postgres.new_database(), tmp_path / "data"
     with (
-        engine(data_dir, url, "north", hangs=HANGS) as hung,
-        replica(data_dir, url, []) as one,
-        replica(data_dir, url, ["north", "south"]) as two,
+        engine(launcher, data_dir, url, "north", hangs=HANGS) as hung,
+        replica(launcher, data_dir, url, []) as one,
+        replica(launcher, data_dir, url, ["north", "south"]) as two,
         ThreadPoolExecutor(4) as threads,
     ):
         clients = [("north", 1, one), ("north", 2, two), ("south", 3, two)]
@@ -248,7 +256,7 @@ def test_an_engine_hangs_past_its_lease_while_clients_of_two_servers_train(
 
 
 def test_the_database_restarts_while_a_client_trains(
-    own_postgres: Postgres, tmp_path: Path, undisturbed: Undisturbed
+    launcher: Launcher, own_postgres: Postgres, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     """It ends at once, with connections and transactions open. The client sees delay."""
     url, data_dir = own_postgres.new_database(), tmp_path / "data"
@@ -260,7 +268,7 @@ def test_the_database_restarts_while_a_client_trains(
             own_postgres.start()
             stops.append(number)
 
-    with replica(data_dir, url, ["north"]) as server:
+    with replica(launcher, data_dir, url, ["north"]) as server:
         outcome = train(server.url, "north", 1, restart)
         server.wait_for("is back after")
         check_log(own_postgres, url, num_models=1)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import Launcher
 
 from tinsmith import operations as ops
 from tinsmith.errors import LeaseLostError, UserError
@@ -122,6 +123,12 @@ def use_command(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(engine_child, "_command", lambda _: (sys.executable, "-c", script))
 
 
+@pytest.fixture
+def forked_engines(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork engines from a process that has imported them. The other tests start them as they are shipped."""
+    launcher.engines_here(monkeypatch)
+
+
 @pytest.mark.thorough  # tests/crash/test_campaign.py kills engines in `make test`
 async def test_a_killed_engine_is_replaced_and_its_models_go_on(tmp_path: Path, store: SqlStore) -> None:
     client = EngineDriver(store, TOY.name)
@@ -152,6 +159,7 @@ async def test_two_models_have_an_engine_each(tmp_path: Path, store: SqlStore) -
         assert len({engine.pid for engine in engines}) == 2
 
 
+@pytest.mark.usefixtures("forked_engines")
 async def test_a_wrong_configuration_is_given_up_at_once(tmp_path: Path, store: SqlStore) -> None:
     missing = ModelSettings(name="broken", path=tmp_path / "missing", backend=PluginSection(plugin="toy"))
     client = EngineDriver(store, "broken")
@@ -182,6 +190,7 @@ async def test_an_engine_that_dies_again_and_again_is_given_up(
     assert capfd.readouterr().err.count("[org/toy] no such device") == 3
 
 
+@pytest.mark.usefixtures("forked_engines")
 async def test_the_models_of_an_engine_that_was_given_up_go_on_when_it_is_started_again(
     tmp_path: Path, store: SqlStore
 ) -> None:
@@ -320,6 +329,7 @@ async def test_an_engine_ends_with_its_supervisor(tmp_path: Path, store: SqlStor
             await process.wait()
 
 
+@pytest.mark.usefixtures("forked_engines")
 async def test_a_second_engine_of_a_base_model_waits_for_the_end_of_the_first(
     tmp_path: Path, store: SqlStore, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -356,6 +366,7 @@ async def test_a_superseded_engine_ends(tmp_path: Path, store: SqlStore) -> None
     assert len(lost) == 1
 
 
+@pytest.mark.usefixtures("forked_engines")
 async def test_an_engine_that_was_stopped_past_its_lease_is_replaced_and_refused(
     tmp_path: Path, store: SqlStore
 ) -> None:
@@ -388,6 +399,7 @@ async def test_an_engine_that_was_stopped_past_its_lease_is_replaced_and_refused
         assert (run.state, run.state_reason, run.applied_seq_id) == (RunState.READY, None, 4)
 
 
+@pytest.mark.usefixtures("forked_engines")
 async def test_a_supervised_engine_that_was_superseded_is_started_again(tmp_path: Path, store: SqlStore) -> None:
     settings = settings_for(tmp_path, max_restarts=0).model_copy(update={"recovery": RecoverySettings(lease_s=1.0)})
     async with supervised(settings, store):
@@ -400,6 +412,7 @@ async def test_a_supervised_engine_that_was_superseded_is_started_again(tmp_path
         assert second.restarts == 0
 
 
+@pytest.mark.usefixtures("forked_engines")
 async def test_a_standby_that_keeps_crashing_is_given_up_and_the_engine_that_serves_is_not(
     tmp_path: Path, store: SqlStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
