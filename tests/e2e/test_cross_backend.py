@@ -6,12 +6,13 @@ backend to the next.
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tinker
+from forked_ranks import forking
 
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.plugins.loading import Plugins
@@ -30,6 +31,7 @@ OPTIONS: dict[str, dict[str, object]] = {
 INSTALLED = sorted(OPTIONS.keys() & Plugins.load().backends.unambiguous().keys())
 REAL = [name for name in INSTALLED if name != "toy"]  # they train the same model
 STEPS = [4, pytest.param(20, marks=pytest.mark.thorough)]  # of each leg
+LEARNT = {4: 0.05, 20: 1.0}  # by the end of three legs; measured: 0.082 and 1.501 of the first loss, 5.720
 SAME = [  # a run that resumes on the same server is in test_sdk_jax.py
     ("toy", 4),
     pytest.param("toy", 0, marks=pytest.mark.thorough),
@@ -58,7 +60,7 @@ def served(data_dir: Path, backend: str, model_path: Path) -> Iterator[tinker.Se
     section = PluginSection.model_validate({"plugin": backend, **OPTIONS[backend]})
     path = None if backend == "toy" else model_path
     model = ModelSettings(name=str(model_path), path=path, backend=section)
-    with running_server(data_dir, models=[model]) as server:
+    with forking() if backend == "fsdp" else nullcontext(), running_server(data_dir, models=[model]) as server:
         client = tinker.ServiceClient(base_url=server.url, api_key="tml-cross")
         yield client
         client.close("success").result(timeout=300)
@@ -120,4 +122,4 @@ def test_another_backend_goes_on_where_the_first_one_was(
     stayed = staying(tmp_path / "stay", home, model_path, 4, num_steps)
     moved = legs(tmp_path / "move", [home, away, home], model_path, 4, num_steps)
     np.testing.assert_allclose(list(itertools.chain(*moved)), stayed, rtol=0, atol=1e-4)
-    assert abs(stayed[0] - stayed[-1]) > 0.001 * num_steps, "it must have learnt something"
+    assert stayed[0] - stayed[-1] > LEARNT[num_steps], "it must have learnt something"

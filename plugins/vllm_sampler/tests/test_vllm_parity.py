@@ -14,6 +14,7 @@ from tinsmith_vllm.sampler import VllmSampler
 
 pytestmark = pytest.mark.slow  # it starts vLLM
 
+THOROUGH = ("jax-qwen3", "jax-llama", "fsdp-llama")
 AGREE = 1e-3  # what is promised between two engines in float32; measured: 3e-6
 LORAS = {
     "all": LoraConfig(rank=4, seed=1),
@@ -32,10 +33,10 @@ def llama(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(
     scope="module",
-    params=[*(pytest.param(pair, marks=pytest.mark.thorough) for pair in ("jax-qwen3", "jax-llama")), "fsdp-llama"],
+    params=["fsdp-qwen3", *(pytest.param(pair, marks=pytest.mark.thorough) for pair in THOROUGH)],
 )
 def pairing(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Trainer and family; JAX with Qwen3 is in test_vllm_contract.py too, and FSDP with Qwen3 in test_vllm_sdk.py."""
+    """Trainer and family; JAX with Qwen3 is in test_vllm_contract.py and test_vllm_sdk.py, too."""
     trainer, _, family = request.param.partition("-")
     return trainer, family
 

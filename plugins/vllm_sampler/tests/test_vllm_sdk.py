@@ -1,5 +1,6 @@
-"""`tinsmith serve` with vLLM beside a JAX and beside an FSDP trainer, used as everybody does: through the SDK."""
+"""A server with vLLM beside a JAX and beside an FSDP trainer, used as everybody does: through the SDK."""
 
+import asyncio
 import json
 import os
 import signal
@@ -25,9 +26,22 @@ import tinker
 import yaml
 from vllm_harness import CONTEXT, TRAINERS, VOCAB, plain_vllm, prompt, settings
 
+from tinsmith import (
+    BackendConfig,
+    Capabilities,
+    Failed,
+    Sample,
+    SampleOutput,
+    SamplerSpec,
+    SamplingBackend,
+    Snapshot,
+    hookimpl,
+)
 from tinsmith.processes.data_dir_lock import read_server_url
-from tinsmith.settings import DataDir
+from tinsmith.settings import DataDir, ModelSettings
+from tinsmith.testing.harness import running_server
 from tinsmith.testing.sdk_data import datum, logprobs
+from tinsmith_vllm.sampler import VllmSampler
 
 pytestmark = [
     pytest.mark.slow,  # it starts vLLM
@@ -50,16 +64,82 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def trainers(request: pytest.FixtureRequest) -> list[str]:
-    """All of them if any thorough test was chosen; each has a vLLM of its own, and they take long to start."""
+def is_thorough(request: pytest.FixtureRequest) -> bool:
     chosen = [item for item in request.session.items if item.path == request.path]
-    return [*TRAINERS] if any(item.get_closest_marker("thorough") for item in chosen) else ["jax"]
+    return any(item.get_closest_marker("thorough") for item in chosen)
 
 
 @pytest.fixture(scope="module")
-def served(
-    trainers: list[str], tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+def trainers(is_thorough: bool) -> list[str]:
+    return [*TRAINERS] if is_thorough else ["jax"]
+
+
+@pytest.fixture(scope="module")
+def served(is_thorough: bool, request: pytest.FixtureRequest) -> Served:
+    """If any thorough test was chosen, `tinsmith serve`; otherwise a server in this process, with the tests' vLLM."""
+    found: Served = request.getfixturevalue("served_by_processes" if is_thorough else "served_here")
+    return found
+
+
+@pytest.fixture(scope="module")
+def served_here(
+    qwen3: VllmSampler, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
+    class Lending:
+        @hookimpl
+        def tinsmith_register_samplers(self) -> SamplerSpec[BackendConfig]:
+            return SamplerSpec(
+                name="borrowed-vllm",
+                config=BackendConfig,
+                create=lambda _config, _context: BorrowedSampler(qwen3),
+                description="the vLLM of all tests",
+            )
+
+    data_dir, path = tmp_path_factory.mktemp("served"), tiny_models["qwen3"]
+    model = {
+        "name": "tiny/jax",
+        "path": path,
+        "backend": {"plugin": "jax", **TRAINERS["jax"]},
+        "sampler": {"plugin": "borrowed-vllm"},
+        "resident_snapshots": RESIDENT,
+    }
+    with running_server(data_dir, models=[ModelSettings.model_validate(model)], extra_plugins=[Lending()]) as server:
+        yield Served(server.url, data_dir, path, os.getpid())
+    assert not qwen3._adapters, "the server has left snapshots in vLLM"
+
+
+class BorrowedSampler(SamplingBackend):
+    """A sampler that outlives the server: closing it drops what the server has loaded."""
+
+    def __init__(self, sampler: VllmSampler) -> None:
+        self._sampler = sampler
+        self._loaded: set[str] = set()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._sampler.capabilities
+
+    async def load_snapshot(self, snapshot: Snapshot) -> None:
+        self._loaded.add(snapshot.snapshot_id)
+        await self._sampler.load_snapshot(snapshot)
+
+    async def drop_snapshot(self, snapshot_id: str) -> None:
+        await self._sampler.drop_snapshot(snapshot_id)
+        self._loaded.discard(snapshot_id)
+
+    async def sample(self, op: Sample) -> SampleOutput | Failed:
+        return await self._sampler.sample(op)
+
+    def close(self) -> None:
+        async def drop_all() -> None:
+            for snapshot_id in list(self._loaded):
+                await self.drop_snapshot(snapshot_id)
+
+        asyncio.run(drop_all())
+
+
+@pytest.fixture(scope="module")
+def served_by_processes(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One base model per trainer, each with a vLLM of its own; two snapshots stay in it, others go to disk."""
     root = tmp_path_factory.mktemp("served")
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else root) as shared:
@@ -71,7 +151,7 @@ def served(
                 "sampler": {"plugin": "vllm", "shared_memory_dir": shared, **settings()},
                 "resident_snapshots": RESIDENT,
             }
-            for trainer in trainers
+            for trainer in TRAINERS
         ]
         config = {"server": {"port": 0, "data_dir": str(root / "data")}, "models": models}
         (root / "tinsmith.yaml").write_text(yaml.safe_dump(config))

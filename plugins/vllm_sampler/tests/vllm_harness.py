@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked_ranks import forking
 
 from tinsmith import (
     BUILTIN_LOSSES,
@@ -41,7 +43,8 @@ from tinsmith.testing import TinyShape
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.sampler import VllmSampler
 
-LOSSES = {spec.name: spec for spec in BUILTIN_LOSSES}
+LOSSES = {spec.name: spec for spec in sorted(BUILTIN_LOSSES, key=lambda spec: spec.name)}
+"""In the order in which servers have them: it is compiled into the trainers' programs."""
 VOCAB, CONTEXT = 300, 128
 
 _SIZES = {  # heads of 16 are none that vLLM has CPU kernels for
@@ -92,7 +95,8 @@ def make_trainer(name: str, model_path: Path, cache_dir: Path) -> TrainingBacken
     context = BackendContext(
         model_name="tiny", model_path=model_path, cache_dir=cache_dir, losses=LOSSES, samples=False
     )
-    return spec.create(spec.config.model_validate(TRAINERS[name]), context)
+    with forking() if name == "fsdp" else nullcontext():
+        return spec.create(spec.config.model_validate(TRAINERS[name]), context)
 
 
 def random_adapter(snapshot_id: str, like: Snapshot, *, seed: int, scale: float = 0.1) -> HostSnapshot:
