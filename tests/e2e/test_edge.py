@@ -30,11 +30,6 @@ def ok(answer: httpx.Response) -> Any:
     return answer.json()
 
 
-@pytest.fixture(scope="module")
-def session(http: httpx.Client) -> str:
-    return str(ok(http.post("create_session", json={}))["session_id"])
-
-
 # Bodies ---------------------------------------------------------------------------------------------------------------
 
 
@@ -55,3 +50,47 @@ def test_a_long_heartbeat_is_refused_unread_and_counted_under_its_route(
     assert answer.status_code == 413
     assert "1048576 bytes" in answer.json()["detail"]
     assert answers(http, server, "session_heartbeat", 413) == before + 1
+
+
+# Fields ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_refusal_names_field_value_and_what_is_allowed(http: httpx.Client) -> None:
+    for body, detail in (
+        (
+            {"tags": ["x" * 2000]},
+            f"body.tags.0: String should have at most 1024 characters; it is '{'x' * 100}'... of 2000 characters",
+        ),
+        (
+            {"display_name": "a\0"},
+            "body.display_name: must not hold control characters, this one holds '\\x00' at 1; remove it; "
+            "it is 'a\\x00'",
+        ),
+        (
+            {"user_metadata": {"a": ["x"] * 10_000}},
+            "body.user_metadata: is larger than 32768 bytes; keep large values elsewhere; it is an object of 1 fields",
+        ),
+        ({}, None),
+    ):
+        answer = http.post("create_session", json=body)
+        assert (answer.json().get("detail"), answer.status_code) == (detail, 422 if detail else 200)
+
+
+def test_a_small_packed_sample_of_wrong_tokens_is_refused_at_its_first_error(http: httpx.Client) -> None:
+    """Half a kilobyte stopped the event loop for 17 s, to build a million errors."""
+    tokens = b'"x",' * 1_000_000 + b'"x"'
+    body = b'{"seq_id": 0, "prompt": {"chunks": [{"tokens": [%b]}]}}' % tokens
+    answer = http.post("asample", content=zstandard.compress(body), headers=ZSTD)
+    assert answer.status_code == 400
+    assert answer.json() == {"detail": "the body holds more than 262144 quotation marks; send shorter lists"}
+    wrong = b'{"seq_id": 0, "prompt": {"chunks": [{"tokens": [%b]}]}}' % (b"null," * 1_000_000 + b"0")
+    answer = http.post("asample", content=zstandard.compress(wrong), headers=ZSTD)
+    assert answer.status_code == 422
+    assert answer.json()["detail"] == (
+        "body.prompt.chunks.0.tokens: must be a list of integers; [0] is of type NoneType; it is a list of 1000001"
+    )
+
+
+def test_a_wrong_key_learns_nothing_about_its_body(http: httpx.Client) -> None:
+    answer = http.post("asample", json={"prompt": {"chunks": [{"tokens": "x"}]}}, headers={"X-API-Key": "sk-x"})
+    assert answer.status_code == 401

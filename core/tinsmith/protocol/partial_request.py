@@ -7,6 +7,7 @@ import orjson
 _MODEL_ID: Final = b"\x0a"  # field 1, length-delimited
 _SEQ_ID: Final = b"\x10"  # field 2, varint
 _MAX_VARINT_BYTES: Final = 5  # of an int32 that is not negative
+_MAX_JSON_BYTES: Final = 1 << 20  # larger requests with a number are protobuf
 
 
 def address_of(body: bytes) -> tuple[str, int] | None:
@@ -15,10 +16,14 @@ def address_of(body: bytes) -> tuple[str, int] | None:
     JSON must be complete. Of a protobuf the beginning is enough, since its fields come in the order of their numbers.
     """
     address = _in_json(body) if body.startswith(b"{") else _in_protobuf(body)
-    return address if address is not None and 1 <= address[1] < 2**31 else None
+    if address is None or not address[0].isprintable() or not 1 <= address[1] < 2**31:
+        return None
+    return address
 
 
 def _in_json(body: bytes) -> tuple[str, int] | None:
+    if len(body) > _MAX_JSON_BYTES:
+        return None
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError:

@@ -271,22 +271,22 @@ def sample(
         target_prompt_logprobs=None
         if targets is None
         else wire_tensors.target_tokens_from_json("target_prompt_logprobs", targets),
-        target_layout=None if targets is None else wire_tensors.layout_from_json("target_prompt_logprobs", targets),
+        target_layout=None if targets is None else wire_tensors.layout_from_json(targets),
     )
 
 
 def _prompt(prompt: wire.ModelInput) -> ops.TokenArray:
-    tokens: list[int] = []
     for chunk in prompt.chunks:
         if chunk.type != "encoded_text":
             msg = f"prompt: {chunk.type!r} chunks are not offered; send encoded_text"
             raise UnsupportedError(msg)
-        tokens.extend(chunk.tokens)
-    bad = next((token for token in tokens if not -(2**31) <= token < 2**31), None)
-    if bad is not None:
-        msg = f"prompt: token id {bad} is out of range"
+    tokens = np.concatenate([np.zeros(0, np.int64), *(chunk.tokens for chunk in prompt.chunks)])
+    bad = (tokens < -(2**31)) | (tokens >= 2**31)
+    if bad.any():
+        msg = f"prompt: token id {tokens[bad.argmax()]} is out of range"
         raise UserError(msg)
-    return np.asarray(tokens, np.int32)
+    prompt_P: ops.TokenArray = tokens.astype(np.int32)
+    return prompt_P
 
 
 def _sampling_params(

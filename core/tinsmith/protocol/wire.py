@@ -1,19 +1,50 @@
 """The JSON bodies of the Tinker API, field for field as SDK 0.38.0 sends and reads them.
 
 Unknown fields are ignored on input, so that a newer SDK still works. `field_status.py` lists what happens to the known
-ones. Protobuf bodies are in `tinsmith.protocol.proto`. Models of answers leave out what is None.
+ones, and `bounds.py` how much each may hold. Protobuf bodies are in `tinsmith.protocol.proto`. Models of answers leave
+out what is None.
 """
 
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StringConstraints,
+    WithJsonSchema,
+)
+
+from tinsmith.protocol import bounds
 
 # Any: JSON values the client chose, kept and handed back as they came.
 Json = dict[str, Any]
+JsonMetadata = Annotated[Json, BeforeValidator(bounds.metadata)]
+TextMetadata = Annotated[dict[str, str], BeforeValidator(bounds.metadata)]
+Name = Annotated[str, StringConstraints(max_length=bounds.MAX_NAME_CHARS), AfterValidator(bounds.plain)]
+"""An id, a name, a path or the like."""
+Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Int64 = Annotated[int, Field(ge=0, lt=2**63)]
 SeqId = Annotated[int, Field(ge=0, lt=2**31)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+Integers = Annotated[
+    np.ndarray[Any, np.dtype[np.int64]],
+    PlainValidator(bounds.integers),
+    WithJsonSchema({"type": "array", "items": {"type": "integer"}, "maxItems": bounds.MAX_NUMBERS}),
+]
+"""A list of integers that may be long, as an array."""
+Numbers = Annotated[
+    np.ndarray[Any, np.dtype[np.float64]],
+    PlainValidator(bounds.numbers),
+    WithJsonSchema({"type": "array", "items": {"type": "number"}, "maxItems": bounds.MAX_NUMBERS}),
+]
+Shape = Annotated[list[Int64], Field(max_length=bounds.MAX_DIMENSIONS, fail_fast=True)]
 
 
 class _Body(BaseModel):
@@ -24,21 +55,21 @@ class _Body(BaseModel):
 
 
 class ClientConfigRequest(_Body):
-    sdk_version: str = ""
+    sdk_version: Name = ""
 
 
 class CreateSessionRequest(_Body):
-    tags: list[str] = []
-    user_metadata: Json | None = None
-    sdk_version: str | None = None
-    project_id: str | None = None
-    display_name: str | None = None
+    tags: Annotated[list[Name], Field(max_length=bounds.MAX_TAGS, fail_fast=True)] = []
+    user_metadata: JsonMetadata | None = None
+    sdk_version: Name | None = None
+    project_id: Name | None = None
+    display_name: Name | None = None
 
 
 class SessionRequest(_Body):
     """Of session_heartbeat."""
 
-    session_id: str
+    session_id: Name
 
 
 class FinishReason(_Body):
@@ -47,33 +78,33 @@ class FinishReason(_Body):
 
 class FinishSessionRequest(_Body):
     reason: FinishReason
-    detail: str | None = None
+    detail: Annotated[str, AfterValidator(bounds.shortened)] | None = None
 
 
 class ProjectRequest(_Body):
-    project_id: str
+    project_id: Name
 
 
 # Models and training --------------------------------------------------------------------------------------------------
 
 
 class LoraConfig(_Body):
-    rank: int
-    seed: int | None = None
+    rank: Int
+    seed: Seed | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
 
 
 class OptimizerConfig(_Body):
-    type: str = "adamw"
+    type: Name = "adamw"
 
 
 class CreateModelRequest(_Body):
-    session_id: str
+    session_id: Name
     model_seq_id: SeqId
-    base_model: str
-    user_metadata: Json | None = None
+    base_model: Name
+    user_metadata: JsonMetadata | None = None
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
@@ -81,7 +112,7 @@ class CreateModelRequest(_Body):
 class ModelRequest(_Body):
     """Of get_info."""
 
-    model_id: str
+    model_id: Name
 
 
 class AdamParams(_Body):
@@ -96,133 +127,144 @@ class AdamParams(_Body):
 class OptimStepRequest(_Body):
     """`adam_params`, or `optimizer_params` of another family."""
 
-    model_id: str
+    model_id: Name
     seq_id: SeqId
     adam_params: AdamParams | None = None
-    optimizer_params: Json | None = None
+    optimizer_params: JsonMetadata | None = None
 
 
 # Weights --------------------------------------------------------------------------------------------------------------
 
 
 class SaveWeightsRequest(_Body):
-    model_id: str
+    model_id: Name
     seq_id: SeqId
-    path: str | None = None
-    ttl_seconds: int | None = None
+    path: Name | None = None
+    ttl_seconds: Int | None = None
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: TextMetadata | None = None
 
 
 class SaveWeightsForSamplerRequest(_Body):
     """With `path` persisted, without ephemeral."""
 
-    model_id: str
+    model_id: Name
     seq_id: SeqId
-    path: str | None = None
+    path: Name | None = None
     sampling_session_seq_id: Int64 | None = None
-    kind: str = "snapshot"
-    ttl_seconds: int | None = None
-    user_metadata: dict[str, str] | None = None
+    kind: Name = "snapshot"
+    ttl_seconds: Int | None = None
+    user_metadata: TextMetadata | None = None
 
 
 class SaveWeightsExternalRequest(_Body):
-    model_id: str
+    model_id: Name
     seq_id: SeqId
-    path: str | None = None
-    ttl_seconds: int | None = None
-    age_encryption_recipients: list[str] | None = None
+    path: Name | None = None
+    ttl_seconds: Int | None = None
+    age_encryption_recipients: Annotated[list[Name], Field(max_length=bounds.MAX_RECIPIENTS, fail_fast=True)] | None = (
+        None
+    )
 
 
 class LoadWeightsRequest(_Body):
     """Makes a new model (`session_id`, `model_seq_id`), or loads into an existing one (`model_id`, `seq_id`)."""
 
-    path: str
+    path: Name
     optimizer: bool
-    session_id: str | None = None
+    session_id: Name | None = None
     model_seq_id: SeqId | None = None
-    model_id: str | None = None
+    model_id: Name | None = None
     seq_id: SeqId | None = None
-    base_model: str | None = None
-    user_metadata: Json | None = None
+    base_model: Name | None = None
+    user_metadata: JsonMetadata | None = None
     optimizer_config: OptimizerConfig | None = None
-    weights_access_token: str | None = None
+    weights_access_token: Name | None = None
 
 
 class WeightsInfoRequest(_Body):
-    tinker_path: str
+    tinker_path: Name
 
 
 class TtlRequest(_Body):
-    ttl_seconds: int | None = None
+    ttl_seconds: Int | None = None
 
 
 # Sampling -------------------------------------------------------------------------------------------------------------
 
 
 class CreateSamplingSessionRequest(_Body):
-    session_id: str
+    session_id: Name
     sampling_session_seq_id: Int64
-    base_model: str | None = None
-    model_path: str | None = None
+    base_model: Name | None = None
+    model_path: Name | None = None
 
 
 class SamplingSessionRequest(_Body):
     """Of join_sampling_session."""
 
-    sampling_session_id: str
+    sampling_session_id: Name
 
 
 class Chunk(_Body):
     """`encoded_text` with tokens; every other type is refused by its name."""
 
-    type: str = "encoded_text"
-    tokens: list[int] = []
+    type: Name = "encoded_text"
+    tokens: Integers = Field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 class ModelInput(_Body):
-    chunks: list[Chunk]
+    chunks: Annotated[list[Chunk], Field(max_length=bounds.MAX_CHUNKS, fail_fast=True)]
+
+
+Stop = str | Annotated[list[Int], Field(fail_fast=True)] | Annotated[list[str], Field(fail_fast=True)]
 
 
 class SamplingParams(_Body):
-    max_tokens: int | None = None
-    seed: int | None = None
-    stop: str | list[int] | list[str] | None = None
+    max_tokens: Int | None = None
+    seed: Seed | None = None
+    stop: Annotated[Stop | None, BeforeValidator(bounds.stop)] = None
     temperature: float = 1.0
-    top_k: int = -1
+    top_k: Int = -1
     top_p: float = 1.0
 
 
 class TensorData(_Body):
-    data: list[float]
+    data: Numbers
     dtype: Literal["int64", "float32"]
-    shape: list[int] | None = None
-    sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] | None = None
+    shape: Shape | None = None
+    sparse_crow_indices: Integers | None = None
+    sparse_col_indices: Integers | None = None
 
 
 class SampleRequest(_Body):
     prompt: ModelInput
     sampling_params: SamplingParams = SamplingParams()
-    sampling_session_id: str | None = None
+    sampling_session_id: Name | None = None
     seq_id: Int64 | None = None
-    num_samples: int = 1
+    num_samples: Int = 1
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
+    topk_prompt_logprobs: Int = 0
+    topk_sample_logprobs: Int = 0
     target_prompt_logprobs: TensorData | None = None
-    prompt_alt_tokens_k: int = 0
-    prompt_logprobs_last_n: int | None = None
+    prompt_alt_tokens_k: Int = 0
+    prompt_logprobs_last_n: Int | None = None
     record_stability_info: bool | None = None
-    base_model: str | None = None
-    model_path: str | None = None
+    base_model: Name | None = None
+    model_path: Name | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Return about how much memory the numbers take."""
+        tokens = sum(chunk.tokens.nbytes for chunk in self.prompt.chunks)
+        return tokens + (0 if self.target_prompt_logprobs is None else self.target_prompt_logprobs.data.nbytes)
 
 
 # Futures --------------------------------------------------------------------------------------------------------------
 
 
 class RetrieveFutureRequest(_Body):
-    request_id: str
+    request_id: Name
     allow_metadata_only: bool = False
 
 
@@ -230,7 +272,7 @@ class SamplingSessionTarget(_Body):
     """One client of a sampling session; each clone numbers its samples from `cloned_sampler_id` * 10**9."""
 
     type: Literal["sampling_session"] = "sampling_session"
-    sampling_session_id: str
+    sampling_session_id: Name
     cloned_sampler_id: Annotated[int, Field(ge=0, le=2**63 // 10**9)] = 0
 
 
@@ -238,17 +280,17 @@ class RetrieveFuturesRequest(_Body):
     target: SamplingSessionTarget
     prev_cursor: Int64 = 0
     timeout: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    retrieved_request_ids: list[str] = []
+    retrieved_request_ids: Annotated[list[str], Field(fail_fast=True)] = []
 
 
 class CancelFutureRequest(_Body):
-    request_id: str
+    request_id: Name
 
 
 class TelemetryRequest(_Body):
     """Accepted and dropped: nothing in it concerns a self-hosted server's work."""
 
-    session_id: str | None = None
+    session_id: Name | None = None
 
 
 # Answers --------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import logging
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -13,6 +13,8 @@ from starlette.exceptions import HTTPException
 from tinsmith.errors import CapacityError, InvalidTokenError, TinsmithError
 
 _log = logging.getLogger(__name__)
+
+_SHOWN_CHARS: Final = 100
 
 
 def install(app: FastAPI) -> None:
@@ -52,10 +54,23 @@ def validation_detail(error: Exception) -> str:
 
 
 def _line(problem: Mapping[str, Any]) -> str:  # Any: as pydantic has it
-    where = ".".join(str(part) for part in problem["loc"])
+    where = ".".join(str(part)[:100] for part in problem["loc"])
     if problem["type"] == "json_invalid":  # the location is an offset; the reason is in the context
         return f"body is not JSON at byte {problem['loc'][-1]}: {problem['ctx']['error']}"
-    return f"{where}: {problem['msg']}"
+    reason = problem["msg"].removeprefix("Value error, ")
+    return f"{where}: {reason}" if problem["type"] == "missing" else f"{where}: {reason}; it is {_shown(problem)}"
+
+
+def _shown(problem: Mapping[str, Any]) -> str:  # Any: as above
+    match problem.get("input"):
+        case str(text):
+            return repr(text) if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]!r}... of {len(text)} characters"
+        case list(items):
+            return f"a list of {len(items)}"
+        case dict(fields):
+            return f"an object of {len(fields)} fields"
+        case value:
+            return repr(value)[:_SHOWN_CHARS]
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:

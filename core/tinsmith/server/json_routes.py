@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, Final
 
-import orjson
 from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
+from tinsmith.errors import UserError
+from tinsmith.protocol import bounds
 from tinsmith.server.auth import authenticated
 from tinsmith.server.context import context_of
 
@@ -22,12 +23,12 @@ TENANT: Final = "tinsmith.tenant"
 """Key of the scope: whose budget holds a body that is not small."""
 
 
-class _InvalidError(HTTPException):
-    """Takes validation errors out of `Request.json`: FastAPI lets no other exception through."""
+class _RefusedError(HTTPException):
+    """Takes the error out of `Request.json`: FastAPI lets no other exception through."""
 
-    def __init__(self, error: ValidationError) -> None:
+    def __init__(self, error: UserError | RequestValidationError) -> None:
         super().__init__(422)
-        self.problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
+        self.error = error
 
 
 class _StrictRequest(Request):
@@ -40,13 +41,14 @@ class _StrictRequest(Request):
 
 
 def _decoded(body: bytes, model: type[BaseModel] | None) -> Any:  # Any: as above
-    content = orjson.loads(body)
-    if model is None or not isinstance(content, dict):
-        return content
     try:
-        return model.model_validate(content)
+        content = bounds.json_content(body)
+        return model.model_validate(content) if model is not None and isinstance(content, dict) else content
+    except UserError as error:
+        raise _RefusedError(error) from error
     except ValidationError as error:
-        raise _InvalidError(error) from error
+        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
+        raise _RefusedError(RequestValidationError(problems)) from error
 
 
 class JsonRoute(APIRoute):
@@ -60,9 +62,9 @@ class JsonRoute(APIRoute):
         async def typed(request: Request) -> Response:
             try:
                 return await handle(request)
-            except _InvalidError as error:
+            except _RefusedError as refused:
                 authenticated(request, context_of(request))  # a wrong key is the first thing to report
-                raise RequestValidationError(error.problems) from error
+                raise refused.error from refused
 
         async def read_strictly(request: Request) -> Response:
             strict = _StrictRequest(request.scope, request.receive)

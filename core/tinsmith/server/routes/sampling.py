@@ -1,19 +1,22 @@
 """Sampling sessions and samples. Samples have no order among each other."""
 
 import secrets
+from functools import partial
 
 from fastapi import APIRouter
 
+from tinsmith.backend import Capabilities
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.checks import check_operation
 from tinsmith.errors import UnsupportedError, UserError
+from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
 from tinsmith.server.auth import Caller, own_sampler, own_session, readable_checkpoint, readable_sampler
-from tinsmith.server.context import Context
+from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import count, new_sample
-from tinsmith.store import SEQ_IDS_PER_CLONE, SamplingSessionRecord
+from tinsmith.store import SEQ_IDS_PER_CLONE, NewOperation, SamplingSessionRecord
 
 router = APIRouter(tags=["sampling"], route_class=JsonRoute)
 
@@ -93,6 +96,22 @@ async def asample(body: wire.SampleRequest, caller: Caller, context: Context) ->
     sampler = await own_sampler(context, caller, body.sampling_session_id)
     refuse_ended(await context.store.get_session(sampler.session_id))
     capabilities = await context.engines.capabilities(sampler.base_model)
+    prepare = partial(_new_sample, context, caller, sampler, body, capabilities)
+    new = await context.heavy.run(caller.tenant, body.num_bytes, prepare)
+    await context.sample_limits.admit(caller.tenant)
+    request_id = await context.store.submit(new)
+    count(context, new)
+    sequences = [f"{request_id}:{index}" for index in range(body.num_samples)]
+    return wire.Submitted(request_id=request_id, sample_sequence_ids=sequences)
+
+
+def _new_sample(
+    context: ServerContext,
+    caller: Principal,
+    sampler: SamplingSessionRecord,
+    body: wire.SampleRequest,
+    capabilities: Capabilities | None,
+) -> NewOperation:
     operation = translate.sample(
         body,
         sampling_session=sampler.sampling_session_id,
@@ -101,15 +120,10 @@ async def asample(body: wire.SampleRequest, caller: Caller, context: Context) ->
     )
     if capabilities is not None:
         check_operation(operation, capabilities, context.losses)
-    await context.sample_limits.admit(caller.tenant)
-    new = new_sample(
+    return new_sample(
         operation,
         base_model=sampler.base_model,
         caller=caller,
         session_id=sampler.session_id,
-        seq_id=body.seq_id,
+        seq_id=body.seq_id or 0,
     )
-    request_id = await context.store.submit(new)
-    count(context, new)
-    sequences = [f"{request_id}:{index}" for index in range(operation.num_samples)]
-    return wire.Submitted(request_id=request_id, sample_sequence_ids=sequences)

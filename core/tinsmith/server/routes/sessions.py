@@ -6,7 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query
 
 from tinsmith.errors import ServerError, UserError
-from tinsmith.protocol import wire
+from tinsmith.protocol import bounds, wire
 from tinsmith.server.auth import AccessScope, Caller, own_session, readable_session, visible_tenant
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
@@ -28,7 +28,7 @@ async def create_session(
     body: wire.CreateSessionRequest,
     caller: Caller,
     context: Context,
-    x_idempotency_key: Annotated[str | None, Header()] = None,
+    x_idempotency_key: Annotated[str | None, Header(max_length=bounds.MAX_NAME_CHARS)] = None,
 ) -> wire.SessionCreated:
     now = context.now()
     session = await context.store.create_session(

@@ -1,0 +1,180 @@
+"""What the fields of a JSON body may hold, and that refusing it costs little."""
+
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from tinsmith.errors import UserError
+from tinsmith.protocol import bounds, wire
+from tinsmith.protocol.partial_request import address_of
+
+MEGABYTE = 1 << 20
+SAMPLE = {"sampling_session_id": "s", "seq_id": 0}
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def problems(model: type[BaseModel], body: dict[str, Any]) -> list[Any]:
+    with pytest.raises(ValidationError) as refused:
+        model.model_validate(body)
+    return refused.value.errors()
+
+
+def prompt(tokens: object) -> dict[str, Any]:
+    return {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+
+
+MILLION: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
+    "tokens of the wrong type": (wire.SampleRequest, {**SAMPLE, "prompt": prompt(["x"] * 1_000_000)}),
+    "one token of the wrong type": (wire.SampleRequest, {**SAMPLE, "prompt": prompt([1] * 100_000 + [None])}),
+    "chunks of the wrong type": (wire.SampleRequest, {**SAMPLE, "prompt": {"chunks": [0] * 1_000_000}}),
+    "empty chunks": (wire.SampleRequest, {**SAMPLE, "prompt": {"chunks": [{}] * 1_000_000}}),
+    "stop strings": (wire.SamplingParams, {"stop": ["x"] * 1_000_000}),
+    "stops of the wrong type": (wire.SamplingParams, {"stop": [None] * 1_000_000}),
+    "targets of the wrong type": (wire.TensorData, {"data": ["x"] * 1_000_000, "dtype": "int64"}),
+    "dimensions": (wire.TensorData, {"data": [], "dtype": "int64", "shape": [1] * 1_000_000}),
+    "tags": (wire.CreateSessionRequest, {"tags": [0] * 1_000_000}),
+    "metadata": (wire.CreateSessionRequest, {"user_metadata": {"x": [0] * 1_000_000}}),
+    "recipients": (
+        wire.SaveWeightsExternalRequest,
+        {"model_id": "m", "seq_id": 1, "age_encryption_recipients": [0] * 1_000_000},
+    ),
+    "retrieved ids": (
+        wire.RetrieveFuturesRequest,
+        {"target": {"sampling_session_id": "s"}, "retrieved_request_ids": [0] * 1_000_000},
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "body"), MILLION.values(), ids=MILLION)
+def test_a_million_wrong_elements_are_few_errors(model: type[BaseModel], body: dict[str, Any]) -> None:
+    found: list[Any] = []
+    assert peak_bytes(lambda: found.extend(problems(model, body))) < 12 * MEGABYTE
+    assert 1 <= len(found) <= 3
+
+
+def test_a_million_wrong_values_of_metadata_are_one_error() -> None:
+    body = {"model_id": "m", "seq_id": 1, "user_metadata": {str(index): 0 for index in range(100_000)}}
+    assert peak_bytes(lambda: problems(wire.SaveWeightsRequest, body)) < 4 * MEGABYTE
+
+
+def test_a_long_prompt_is_kept_as_an_array() -> None:
+    content = {**SAMPLE, "prompt": prompt(list(range(100_000)))}
+    request = wire.SampleRequest.model_validate(content)
+    tokens = request.prompt.chunks[0].tokens
+    assert tokens.dtype == np.int64
+    assert tokens.tolist() == list(range(100_000))
+    assert request.num_bytes == 800_000
+
+
+@pytest.mark.parametrize("tokens", [[1.5], [True], ["1"], [None], [[1]], [2**64], {}, "12", None])
+def test_tokens_are_integers(tokens: object) -> None:
+    [problem] = problems(wire.Chunk, {"tokens": tokens})
+    assert problem["loc"] == ("tokens",)
+
+
+@pytest.mark.parametrize("control", ["\0", "\n", "\x1b", "\x7f", "\x85", "\u2028", "\u202e"])
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (wire.CreateSessionRequest, {"display_name": "a%sb"}),
+        (wire.CreateSessionRequest, {"project_id": "a%sb"}),
+        (wire.CreateSessionRequest, {"tags": ["a%sb"]}),
+        (wire.CreateSessionRequest, {"user_metadata": {"a%sb": 1}}),
+        (wire.CreateSessionRequest, {"user_metadata": {"a": [{"a%sb": 1}]}}),
+        (wire.SessionRequest, {"session_id": "a%sb"}),
+        (wire.ModelRequest, {"model_id": "a%sb"}),
+        (wire.RetrieveFutureRequest, {"request_id": "a%sb"}),
+        (wire.WeightsInfoRequest, {"tinker_path": "a%sb"}),
+        (wire.SaveWeightsRequest, {"model_id": "m", "seq_id": 1, "path": "a%sb"}),
+    ],
+)
+def test_names_hold_no_control_characters(model: type[BaseModel], body: dict[str, Any], control: str) -> None:
+    dirty = orjson.loads(orjson.dumps(body).replace(b"%s", orjson.dumps(control)[1:-1]))
+    [problem] = problems(model, dirty)
+    assert f"this one holds {control!r} at 1; remove it" in problem["msg"]
+
+
+def test_values_of_metadata_may_have_lines() -> None:
+    body = {"user_metadata": {"a": "one\n\ttwo\r\n"}}
+    assert wire.CreateSessionRequest.model_validate(body).user_metadata == body["user_metadata"]
+    for control in "\0\x1b\u202e":
+        assert problems(wire.CreateSessionRequest, {"user_metadata": {"a": f"x{control}"}})
+
+
+def test_why_a_session_ended_is_cut_rather_than_refused() -> None:
+    body = {"reason": {"type": "errored"}, "detail": "a\0b\n" * 10_000}
+    detail = wire.FinishSessionRequest.model_validate(body).detail
+    assert detail is not None
+    assert detail.startswith("a\N{REPLACEMENT CHARACTER}b\n")
+    assert len(detail) == 8 * bounds.MAX_NAME_CHARS
+
+
+def nested(levels: int) -> dict[str, Any]:
+    value: Any = 1
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+def test_metadata_has_a_size_and_a_depth() -> None:
+    wire.CreateSessionRequest.model_validate({"user_metadata": {"a": "x" * (bounds.MAX_METADATA_BYTES - 17)}})
+    wire.CreateSessionRequest.model_validate({"user_metadata": nested(bounds.MAX_METADATA_DEPTH - 1)})
+    for metadata, reason in (
+        ({"a": "x" * (bounds.MAX_METADATA_BYTES - 16)}, "is larger than 32768 bytes"),
+        (nested(bounds.MAX_METADATA_DEPTH), "is nested deeper than 32 levels"),
+        (nested(300), "is nested deeper than 32 levels"),
+    ):
+        [problem] = problems(wire.CreateSessionRequest, {"user_metadata": metadata})
+        assert reason in problem["msg"]
+
+
+@pytest.mark.parametrize(
+    ("stop", "reason"),
+    [
+        (["x"] * (bounds.MAX_STOP_STRINGS + 1), "holds 257 strings; allowed: 256"),
+        ("x" * (bounds.MAX_STOP_CHARS + 1), "holds 16385 characters; allowed: 16384"),
+        (["x" * bounds.MAX_STOP_CHARS, "y"], "holds 16385 characters; allowed: 16384"),
+        ([1] * (bounds.MAX_STOP_TOKENS + 1), "holds 8193 tokens; allowed: 8192"),
+    ],
+)
+def test_stops_are_few_and_short(stop: object, reason: str) -> None:
+    [problem] = problems(wire.SamplingParams, {"stop": stop})
+    assert reason in problem["msg"]
+
+
+@pytest.mark.parametrize("stop", [None, [], "x", ["x", "y"], [1, 2]])
+def test_every_form_of_stop_stays_as_it_was_sent(stop: object) -> None:
+    assert wire.SamplingParams.model_validate({"stop": stop}).stop == stop
+
+
+@pytest.mark.parametrize("piece", [b"[],", b'{"a":1},', b'"a",', b"0,"])
+def test_a_body_that_would_take_gigabytes_is_not_decoded(piece: bytes) -> None:
+    """64 MiB of empty lists are 1.3 GB of Python objects."""
+    body = b'{"x": [' + piece * (16 * MEGABYTE // len(piece)) + b"0]}"
+
+    def decode() -> None:
+        with pytest.raises(UserError, match="the body holds more than"):
+            bounds.json_content(body)
+
+    assert peak_bytes(decode) < MEGABYTE
+
+
+def test_a_refused_request_of_training_data_is_not_decoded_as_json_either() -> None:
+    body = b'{"model_id": "m", "seq_id": 1, "x": [' + b"[]," * MEGABYTE + b"0]}"
+    assert peak_bytes(lambda: address_of(body)) < MEGABYTE
+    assert address_of(body[: 1 << 12]) is None
+    assert address_of(b'{"model_id": "m", "seq_id": 1}') == ("m", 1)
+    assert address_of(b'{"model_id": "m\\u0000", "seq_id": 1}') is None
