@@ -107,6 +107,7 @@ from tinsmith.settings import (
 )
 from tinsmith.store import (
     SEQ_IDS_PER_CLONE,
+    WAITS_FOR_PLACE,
     CheckpointKind,
     CheckpointRecord,
     CheckpointWritten,
@@ -127,6 +128,8 @@ from tinsmith.store import (
     NewOperation,
     OperationRecord,
     OperationState,
+    PlaceLimits,
+    PlaceWait,
     RecoveryPointRecord,
     RecoveryPointTaken,
     RequestStore,
@@ -167,6 +170,7 @@ __all__ = [
     "BUILTIN_LOSSES",
     "LORA_ALPHA",
     "SEQ_IDS_PER_CLONE",
+    "WAITS_FOR_PLACE",
     "AdamParams",
     "AnyBackendSpec",
     "AnySamplerSpec",
@@ -233,6 +237,8 @@ __all__ = [
     "OptimStepOutput",
     "OutOfMemoryError",
     "Pending",
+    "PlaceLimits",
+    "PlaceWait",
     "PluginError",
     "Principal",
     "Progress",

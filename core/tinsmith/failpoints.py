@@ -35,6 +35,7 @@ BOUNDARIES: Final = {
     "store.submit": "an operation is recorded",
     "store.acquire_lease": "an engine takes the lease of its base model",
     "store.claim": "an engine claims operations",
+    "store.admit_models": "models that waited get places on the backend, or fail because they waited too long",
     "store.complete": "results, their consequences and the model's progress are recorded",
     "store.add_recovery_point": "a recovery point is registered",
     "store.requeue": "the operations that a dead engine was running are queued again",

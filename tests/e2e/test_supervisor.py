@@ -30,6 +30,7 @@ from tinsmith.settings import (
     ApiKey,
     ModelSettings,
     PluginSection,
+    QuotaSettings,
     RecoverySettings,
     ServerSettings,
     Settings,
@@ -204,7 +205,7 @@ async def test_the_models_of_an_engine_that_was_given_up_go_on_when_it_is_starte
     async with supervised(settings_for(tmp_path, wrong), store):
         await until(store, lambda record: record.state == EngineState.FAILED)
         waiting = await client.submit(step)
-        reason = explain(await store.get_operation(waiting), await store.waiting(waiting))
+        reason = explain(await store.get_operation(waiting), await store.waiting(waiting), QuotaSettings())
         assert reason.queue_state == "paused_capacity"
         assert "there is no directory" in reason.text
         assert "restart the server" in reason.text

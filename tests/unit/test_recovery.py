@@ -24,7 +24,7 @@ from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.errors import OutOfMemoryError, ServerError, StoreError
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.server.waiting_reasons import explain
-from tinsmith.settings import RecoverySettings
+from tinsmith.settings import QuotaSettings, RecoverySettings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import (
@@ -745,6 +745,6 @@ def test_waiting_clients_are_told_how_far_the_recovery_is() -> None:
         detail="rebuilding model 1 of 2, at operation 5 of 10",
         progress=0.25,
     )
-    reason = explain(waiting, Waiting(engine=engine))
+    reason = explain(waiting, Waiting(engine=engine), QuotaSettings())
     assert reason.queue_state == "paused_capacity"
     assert reason.text == "the engine of 'toy' is recovering: rebuilding model 1 of 2, at operation 5 of 10, 25%"

@@ -13,6 +13,7 @@ from tinsmith.engine.claims import Claims
 from tinsmith.engine.consistency_gate import ConsistencyGate
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.model_operations import ModelOperations
+from tinsmith.engine.model_places import Places
 from tinsmith.engine.models import Models
 from tinsmith.engine.no_sampler import NoSampler
 from tinsmith.engine.operation_decoder import OperationDecoder
@@ -28,7 +29,7 @@ from tinsmith.engine.training_thread import TrainingThread
 from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import LossSpec
 from tinsmith.scheduler import Limits, Scheduler
-from tinsmith.settings import ConsistencySettings, DataDir, ModelSettings, RecoverySettings, Settings
+from tinsmith.settings import ConsistencySettings, DataDir, ModelSettings, QuotaSettings, RecoverySettings, Settings
 from tinsmith.store import Lease, RequestStore
 
 
@@ -40,6 +41,7 @@ class EngineOptions:
     resident_snapshots: int
     recovery: RecoverySettings = field(default_factory=RecoverySettings)
     consistency: ConsistencySettings = field(default_factory=ConsistencySettings)
+    quotas: QuotaSettings = field(default_factory=QuotaSettings)
     model_path: Path | None = None  # the base model's directory
     shard_bytes: int = SHARD_BYTES
 
@@ -50,6 +52,7 @@ class EngineOptions:
             resident_snapshots=model.resident_snapshots,
             recovery=settings.recovery,
             consistency=model.consistency,
+            quotas=settings.quotas,
             model_path=model_path,
             shard_bytes=model.checkpoint_shard_bytes,
         )
@@ -117,4 +120,5 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         recovery_points,
         max_attempts=options.recovery.max_retries + 1,
     )
-    return Engine(claims, training, sampling, recovery, tasks=tasks, stopping=stopping)
+    places = Places(store, lease, max_models=backend.capabilities.max_models, settings=options.quotas)
+    return Engine(claims, training, sampling, recovery, places, tasks=tasks, stopping=stopping)

@@ -8,6 +8,7 @@ import asyncio
 import logging
 
 from tinsmith.engine.claims import Claims
+from tinsmith.engine.model_places import Places
 from tinsmith.engine.recovery import Recovery, RecoveryProgress
 from tinsmith.engine.sampling_lane import SamplingLane
 from tinsmith.engine.training_lane import TrainingLane
@@ -24,6 +25,7 @@ class Engine:
         training: TrainingLane,
         sampling: SamplingLane,
         recovery: Recovery,
+        places: Places,
         *,
         tasks: asyncio.TaskGroup,
         stopping: asyncio.Event,
@@ -33,6 +35,7 @@ class Engine:
         self._claims = claims
         self._sampling = sampling
         self._recovery = recovery
+        self._places = places
         self._tasks = tasks
         self._stopping = stopping
 
@@ -59,7 +62,8 @@ class Engine:
         """
         try:
             async with self._tasks as tasks:
-                watching = [tasks.create_task(self._claims.watch_store()), tasks.create_task(self._claims.close_gaps())]
+                endless = self._claims.watch_store(), self._claims.close_gaps(), self._places.watch()
+                watching = [tasks.create_task(each) for each in endless]
                 await asyncio.wait([tasks.create_task(self._feed()), tasks.create_task(self.training.run())])
                 for task in watching:
                     task.cancel()

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from tinsmith.store import EngineRecord, EngineState, OperationRecord, OperationState, Waiting
+from tinsmith.settings import QuotaSettings
+from tinsmith.store import EngineRecord, EngineState, OperationRecord, OperationState, PlaceWait, Waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,13 +15,19 @@ class WaitingReason:
     text: str
 
 
-def explain(operation: OperationRecord, waiting: Waiting) -> WaitingReason:
-    """Name what has to happen first: an engine has to start, a missing request to arrive, or earlier ones to finish."""
+def explain(operation: OperationRecord, waiting: Waiting, quotas: QuotaSettings) -> WaitingReason:
+    """Name what has to happen first.
+
+    An engine has to start, a place for the model to become free, a missing request to arrive, or earlier requests to
+    finish.
+    """
     engine = waiting.engine
     if engine is None:
         return _paused(f"no engine of {operation.base_model!r} has started yet")
     if engine.state is not EngineState.READY:
         return _paused(_engine_text(engine))
+    if waiting.place is not None:
+        return _place_reason(engine, waiting.place, quotas)
     if waiting.missing_seq_id is not None:
         return _paused(
             f"seq_id {waiting.missing_seq_id} of {operation.subject_id!r} has not arrived, and {operation.seq_id} "
@@ -30,6 +37,27 @@ def explain(operation: OperationRecord, waiting: Waiting) -> WaitingReason:
         detail = f" ({engine.detail}{_percent(engine)})" if engine.detail else ""
         return WaitingReason(queue_state="active", text=f"{operation.kind} is running{detail}")
     return WaitingReason(queue_state="active", text=f"{waiting.num_ahead} requests are ahead in the queue")
+
+
+def _place_reason(engine: EngineRecord, place: PlaceWait, quotas: QuotaSettings) -> WaitingReason:
+    """Name no other tenant, and none of its models."""
+    max_models = engine.capabilities.max_models if engine.capabilities is not None else place.taken
+    kept = quotas.kept(max_models)
+    free = max_models - place.taken
+    remedy = (
+        f"a place becomes free when a session ends; after {quotas.place_wait_s:.0f} s the request fails "
+        "(quotas.place_wait_s)"
+    )
+    if place.taken_by_tenant and 0 < free <= kept:
+        text = (
+            f"your models take {place.taken_by_tenant} of the {max_models} places for models of {engine.base_model!r}, "
+            f"and the last {kept} are for tenants without a model (quotas.kept_places); {remedy}"
+        )
+        return WaitingReason(queue_state="paused_rate_limit", text=text)
+    return _paused(
+        f"{place.taken} of the {max_models} places for models of {engine.base_model!r} are taken, "
+        f"{place.taken_by_tenant} of them by you, and {place.num_waiting} models wait for one; {remedy}"
+    )
 
 
 def _engine_text(engine: EngineRecord) -> str:

@@ -211,6 +211,25 @@ class ConsistencySettings(_Section):
     )
 
 
+class QuotaSettings(_Section):
+    """What one tenant may take from the others. The defaults are far above what training needs."""
+
+    kept_places: float = Field(
+        0.125,
+        ge=0,
+        lt=1,
+        description="share of a base model's places for models (`max_models` of the backend, rounded down) that only "
+        "tenants without a model may take",
+    )
+    place_wait_s: float = Field(
+        1800.0, gt=0, description="seconds for which a new model waits for a place on the backend; then it fails"
+    )
+
+    def kept(self, max_models: int) -> int:
+        """Return how many of so many places only tenants without a model may take."""
+        return int(max_models * self.kept_places)
+
+
 class ModelSettings(_Section):
     """One base model; each gets an engine process of its own."""
 
@@ -253,6 +272,7 @@ class Settings(_Section):
     )
     supervisor: SupervisorSettings = SupervisorSettings()
     recovery: RecoverySettings = RecoverySettings()
+    quotas: QuotaSettings = QuotaSettings()
     models: tuple[ModelSettings, ...] = ()
 
     @field_validator("models")

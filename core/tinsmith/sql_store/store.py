@@ -9,6 +9,7 @@ from tinsmith.sql_store.parts.engine_log import SqlEngineLog
 from tinsmith.sql_store.parts.engine_states import SqlEngineStates
 from tinsmith.sql_store.parts.leases import SqlLeases
 from tinsmith.sql_store.parts.log_inspection import SqlLogInspection
+from tinsmith.sql_store.parts.model_places import SqlModelPlaces
 from tinsmith.sql_store.parts.recovery import SqlRecovery
 from tinsmith.sql_store.parts.runs import SqlRuns
 from tinsmith.sql_store.parts.sampling_sessions import SqlSamplingSessions
@@ -27,6 +28,7 @@ class SqlStore(
     SqlCheckpoints,
     SqlServerLog,
     SqlEngineLog,
+    SqlModelPlaces,
     SqlLogInspection,
     SqlLeases,
     SqlRecovery,

@@ -70,8 +70,17 @@ class SessionRow(Table, table=True):
     end_detail: str | None = None
 
 
+# As literals, because SQLite uses a partial index only if the query contains the same condition as a literal.
+LIVE = text("runs.state IN ('creating', 'ready')")
+_LIVE = text("state IN ('creating', 'ready')")
+
+
 class RunRow(Table, table=True):
     __tablename__ = "runs"
+    __table_args__ = (
+        Index("ix_runs_live", "base_model", "created_at", sqlite_where=_LIVE, postgresql_where=_LIVE),
+        Index("ix_runs_live_of_tenant", "tenant", sqlite_where=_LIVE, postgresql_where=_LIVE),
+    )
 
     model_id: str = Field(primary_key=True)
     session_id: str = Field(index=True)
@@ -121,7 +130,6 @@ class CheckpointRow(Table, table=True):
     deleted_at: datetime | None = Field(default=None, sa_type=Microseconds, nullable=True)  # kept for repeated requests
 
 
-# As literals, because SQLite uses a partial index only if the query contains the same condition as a literal.
 QUEUED, RUNNING = text("operations.state = 'queued'"), text("operations.state = 'running'")
 UNTOLD = text("NOT operations.cancel_told")
 _QUEUED, _RUNNING, _UNTOLD = text("state = 'queued'"), text("state = 'running'"), text("NOT cancel_told")

@@ -5,12 +5,14 @@ from tinsmith.store.engine_log import EngineLog
 from tinsmith.store.engine_states import EngineStates
 from tinsmith.store.leases import Leases
 from tinsmith.store.log_inspection import LogInspection
+from tinsmith.store.model_places import ModelPlaces
 from tinsmith.store.old_names import SamplerCreated as SamplerCreated
 from tinsmith.store.old_names import SamplerRecord as SamplerRecord
 from tinsmith.store.old_names import SnapshotRecord as SnapshotRecord
 from tinsmith.store.old_names import SnapshotTaken as SnapshotTaken
 from tinsmith.store.records import (
     SEQ_IDS_PER_CLONE,
+    WAITS_FOR_PLACE,
     CheckpointKind,
     CheckpointRecord,
     CheckpointWritten,
@@ -31,6 +33,8 @@ from tinsmith.store.records import (
     NewOperation,
     OperationRecord,
     OperationState,
+    PlaceLimits,
+    PlaceWait,
     RecoveryPointRecord,
     RecoveryPointTaken,
     RunLog,
@@ -52,6 +56,7 @@ from tinsmith.store.sessions import Sessions
 
 __all__ = [
     "SEQ_IDS_PER_CLONE",
+    "WAITS_FOR_PLACE",
     "CheckpointKind",
     "CheckpointRecord",
     "CheckpointWritten",
@@ -74,9 +79,12 @@ __all__ = [
     "LoggedOperation",
     "LoraResolved",
     "Metadata",
+    "ModelPlaces",
     "NewOperation",
     "OperationRecord",
     "OperationState",
+    "PlaceLimits",
+    "PlaceWait",
     "Recovery",
     "RecoveryPointRecord",
     "RecoveryPointTaken",

@@ -10,6 +10,9 @@ from tinsmith.operations import Failed, LoraConfig, Result
 
 Metadata = dict[str, Any]  # Any: JSON values the client chose
 
+WAITS_FOR_PLACE: Final = -1
+"""The `next_seq_id` of a model that waits for a place on the backend: none of its operations can be claimed."""
+
 SEQ_IDS_PER_CLONE: Final = 10**9
 """Each clone of a sampling client numbers its samples in a range of this size: clone = seq_id // this."""
 
@@ -72,7 +75,7 @@ class RunRecord:
     user_metadata: Metadata | None = None
     state: RunState = RunState.CREATING
     state_reason: str | None = None
-    next_seq_id: int = 0  # the lowest one not yet claimed
+    next_seq_id: int = 0  # the lowest one not yet claimed, or WAITS_FOR_PLACE
     applied_seq_id: int = -1  # the highest one whose result is recorded
 
 
@@ -306,11 +309,31 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceLimits:
+    """How many models a backend holds, and for whom."""
+
+    max_models: int
+    kept: int  # places that only tenants without a model may take
+    give_up_before: datetime  # models that have waited since before then fail
+    failure: str  # what they fail with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceWait:
+    """Why a model still waits for a place on the backend."""
+
+    taken: int  # places
+    taken_by_tenant: int  # by models of the same tenant
+    num_waiting: int  # models, this one included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
     """Why an operation is still pending."""
 
     missing_seq_id: int | None = None  # a lower seq_id that has not arrived
     num_ahead: int = 0  # older pending operations of the same base model
+    place: PlaceWait | None = None  # its model waits for a place on the backend
     engine: EngineRecord | None = None
 
 

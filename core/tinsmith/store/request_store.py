@@ -23,6 +23,7 @@ from tinsmith.store.engine_log import EngineLog
 from tinsmith.store.engine_states import EngineStates
 from tinsmith.store.leases import Leases
 from tinsmith.store.log_inspection import LogInspection
+from tinsmith.store.model_places import ModelPlaces
 from tinsmith.store.recovery import Recovery
 from tinsmith.store.runs import Runs
 from tinsmith.store.sampling_sessions import SamplingSessions
@@ -37,6 +38,7 @@ class RequestStore(
     Checkpoints,
     ServerLog,
     EngineLog,
+    ModelPlaces,
     LogInspection,
     Leases,
     Recovery,

@@ -16,7 +16,15 @@ from tinsmith.engine.engine import Engine
 from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.settings import DataDir
-from tinsmith.store import EngineRecord, Lease, NewOperation, RequestStore, RunRecord, SessionRecord
+from tinsmith.store import (
+    WAITS_FOR_PLACE,
+    EngineRecord,
+    Lease,
+    NewOperation,
+    RequestStore,
+    RunRecord,
+    SessionRecord,
+)
 from tinsmith.store.codec import decode_result, encode_operation, kind_of
 
 WAIT_S = 300.0  # a test that waits this long has failed
@@ -92,6 +100,7 @@ class EngineDriver:
             lora=lora,
             created_at=now,
             last_request_at=now,
+            next_seq_id=WAITS_FOR_PLACE if self.store.holds_models else 0,
         )
         self._next_seq_id[operation.model_id] = 1
         return await self.store.create_run(run, self._new(operation, operation.model_id, 0))

@@ -24,6 +24,7 @@ from tinsmith.store import (
 )
 from tinsmith.testing.store_leases import LeaseContract
 from tinsmith.testing.store_log import LogContract
+from tinsmith.testing.store_places import PlacesContract
 from tinsmith.testing.store_records import (
     BASE,
     NOW,
@@ -45,7 +46,7 @@ from tinsmith.testing.store_records import (
 from tinsmith.testing.store_recovery import RecoveryContract
 
 
-class RequestStoreContract(LogContract, RecoveryContract, LeaseContract):
+class RequestStoreContract(LogContract, PlacesContract, RecoveryContract, LeaseContract):
     """Tests every promise of `tinsmith.store.RequestStore`. Override `make_store` only."""
 
     # sessions

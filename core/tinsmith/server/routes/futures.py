@@ -113,7 +113,7 @@ async def _until_stopping(context: ServerContext, poll: Coroutine[Any, Any, T]) 
 
 
 async def _still_pending(context: ServerContext, operation: OperationRecord) -> JSONResponse:
-    reason = explain(operation, await context.store.waiting(operation.request_id))
+    reason = explain(operation, await context.store.waiting(operation.request_id), context.settings.quotas)
     content = {
         "type": "try_again",
         "request_id": operation.request_id,

@@ -14,7 +14,7 @@ from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import count, new_training_operation, submit_training
-from tinsmith.store import RunRecord, SessionRecord
+from tinsmith.store import WAITS_FOR_PLACE, RunRecord, SessionRecord
 
 router = APIRouter(tags=["training"], route_class=NumberedRoute)
 
@@ -54,6 +54,7 @@ async def submit_creation(
         created_at=now,
         last_request_at=now,
         user_metadata=user_metadata or None,
+        next_seq_id=WAITS_FOR_PLACE if context.store.holds_models else 0,
     )
     creation = new_training_operation(run, 0, operation)
     request_id = await context.store.create_run(run, creation)

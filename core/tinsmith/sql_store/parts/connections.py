@@ -36,7 +36,7 @@ class Connections:
         self._max_readers = config.max_readers
         self._safety_poll_s = config.safety_poll_s
         self._wakeups = self._dialect.wakeups()
-        self._work: dict[str, asyncio.Event] = {}
+        self._events: dict[str, asyncio.Event] = {}  # by topic
         self._subscriptions = ExitStack()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -72,7 +72,7 @@ class Connections:
             await self._sweeper
         self._sweeper = None
         self._subscriptions.close()
-        self._work.clear()
+        self._events.clear()
         for each in (self._durable, self._relaxed, self._reader):
             await each.close()
         await self._wakeups.close()
@@ -90,13 +90,12 @@ class Connections:
                     return found
         return await read()
 
-    def _work_event(self, base_model: str) -> asyncio.Event:
-        """Return an event that stays subscribed, so that nothing is missed between a claim and the next wait."""
-        if base_model not in self._work:
-            topic = self._wakeups.subscribe(log.work_topic(base_model))
-            self._work[base_model] = self._subscriptions.enter_context(topic)
-            self._work[base_model].set()
-        return self._work[base_model]
+    def _subscribed(self, topic: str) -> asyncio.Event:
+        """Return an event that stays subscribed, so that nothing is missed between a look and the next wait."""
+        if topic not in self._events:
+            self._events[topic] = self._subscriptions.enter_context(self._wakeups.subscribe(topic))
+            self._events[topic].set()
+        return self._events[topic]
 
     async def _sweep(self) -> None:
         """Now and then, wake calls that could have missed a wake-up."""

@@ -9,7 +9,7 @@ from functools import partial
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.grouping import Models
 from tinsmith.sql_store.parts.connections import Connections
-from tinsmith.sql_store.transactions import cancelling, claiming, completing, gaps
+from tinsmith.sql_store.transactions import cancelling, claiming, completing, gaps, log
 from tinsmith.store import Completion, EngineLog, Lease, OperationRecord
 
 
@@ -18,7 +18,7 @@ class SqlEngineLog(Connections, EngineLog):
     async def claim(
         self, lease: Lease, *, max_operations: int, ordered: bool | None = None, alone: bool = False
     ) -> list[OperationRecord]:
-        self._work_event(lease.base_model)
+        self._subscribed(log.work_topic(lease.base_model))
         if max_operations <= 0 or not await self._reader.read(claiming.any_queued, lease.base_model, ordered=ordered):
             return []
         models: Models = [] if ordered is False else partial(claiming.models_to_claim, base_model=lease.base_model)
@@ -43,7 +43,7 @@ class SqlEngineLog(Connections, EngineLog):
         return await self._durable.write(gaps.fail_old, base_model, older_than)
 
     async def wait_for_work(self, base_model: str, timeout_s: float) -> None:
-        event = self._work_event(base_model)
+        event = self._subscribed(log.work_topic(base_model))
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):  # before Python 3.12, wait_for may swallow a cancellation
                 await event.wait()

@@ -4,7 +4,7 @@ from functools import partial
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.parts.connections import Connections
-from tinsmith.sql_store.transactions import cancelling, finished_samples, log, submitting
+from tinsmith.sql_store.transactions import cancelling, finished_samples, log, submitting, waiting
 from tinsmith.store import FinishedSamples, NewOperation, OperationRecord, ServerLog, Waiting
 
 
@@ -36,7 +36,7 @@ class SqlServerLog(Connections, ServerLog):
         )
 
     async def waiting(self, request_id: str) -> Waiting:
-        return await self._reader.read(log.waiting, request_id)
+        return await self._reader.read(waiting.waiting, request_id)
 
     async def count_samples(self, tenant: str) -> int:
         return await self._reader.read(log.count_samples, tenant)

@@ -111,6 +111,7 @@ def _apply(tx: Transaction, effect: Effect) -> None:
                 run.state, run.state_reason = effect.state, effect.reason
                 if effect.state not in log.LIVE:
                     recovery_points.drop_all(session, effect.model_id)
+                    tx.wake.append(log.places_topic(run.base_model))
         case LoraResolved():
             run = session.get(RunRow, effect.model_id)
             if run is not None:

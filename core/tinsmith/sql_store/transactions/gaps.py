@@ -7,7 +7,7 @@ from sqlmodel import Session, col, select
 
 from tinsmith.operations import Failed
 from tinsmith.sql_store.tables import QUEUED, RUNNING, OperationRow, RunRow
-from tinsmith.sql_store.transactions import log
+from tinsmith.sql_store.transactions import log, model_places
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import OperationState
 
@@ -32,6 +32,8 @@ def _fail_old_of(tx: Transaction, run: RunRow, older_than: datetime) -> int:
     Not while an operation of the model runs: if it were requeued later, the model would reach the same gap again.
     """
     failed = 0
+    if model_places.waits(run):
+        return failed
     running = select(OperationRow.id).where(OperationRow.subject_id == run.model_id, RUNNING)
     if tx.session.exec(running).first() is not None:
         return failed

@@ -1,11 +1,11 @@
 """The log's rows: finding, finishing and counting operations. The other modules build on these."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
 
 import sqlalchemy
 from sqlalchemy import bindparam
-from sqlmodel import Session, col, func, or_, select
+from sqlmodel import Session, col, func, select
 
 from tinsmith.errors import NotFoundError, ResultExpiredError
 from tinsmith.operations import Failed, Result
@@ -14,17 +14,15 @@ from tinsmith.sql_store.tables import (
     QUEUED,
     RESULTS,
     RUNNING,
-    EngineRow,
     OperationRow,
     ResultRow,
     RetentionRow,
     RunRow,
-    to_record,
 )
 from tinsmith.sql_store.transactions.finished_samples import Finished
 from tinsmith.sql_store.transactions.request_ids import created_at
 from tinsmith.sql_store.transactions.writer import Transaction
-from tinsmith.store import EngineRecord, OperationRecord, OperationState, RunState, Waiting
+from tinsmith.store import OperationRecord, OperationState, RunState
 from tinsmith.store.codec import encode_result
 
 RECORD_COLUMNS = tuple(
@@ -45,6 +43,11 @@ _DONE = "done "
 
 def work_topic(base_model: str) -> str:
     return f"work {base_model}"
+
+
+def places_topic(base_model: str) -> str:
+    """Told when a place for a model may have become free, and when a model begins to wait for one."""
+    return f"places {base_model}"
 
 
 def done_topic(request_id: str) -> str:
@@ -99,6 +102,13 @@ def finish(tx: Transaction, rows: Iterable[OperationRow], result: Result, state:
             tx.finished.append(Finished(row.subject_id, row.seq_id, row.request_id, succeeded, len(encoded)))
 
 
+def pending_of(session: Session, subject_id: str) -> Sequence[OperationRow]:
+    pending = select(OperationRow).where(
+        OperationRow.subject_id == subject_id, col(OperationRow.state).not_in(FINISHED)
+    )
+    return session.exec(pending).all()
+
+
 def locked_run(session: Session, model_id: str) -> RunRow | None:
     """Lock the model's row for this transaction. Every change of a model's log starts with it."""
     return session.exec(select(RunRow).where(RunRow.model_id == model_id).with_for_update()).first()
@@ -111,37 +121,10 @@ def one_at_a_time(session: Session, what: str) -> None:
         connection.execute(_ADVISORY_LOCK, {"what": f"tinsmith {what}"})
 
 
-def waiting(session: Session, request_id: str) -> Waiting:
-    row = find(session, request_id)
-    unfinished = or_(QUEUED, RUNNING)
-    ahead = select(func.count()).where(
-        OperationRow.base_model == row.base_model, unfinished, col(OperationRow.id) < row.id
-    )
-    engine = session.get(EngineRow, row.base_model)
-    return Waiting(
-        missing_seq_id=_first_missing(session, row),
-        num_ahead=session.exec(ahead).one(),
-        engine=None if engine is None else to_record(engine, EngineRecord),
-    )
-
-
 def count_samples(session: Session, tenant: str) -> int:
     of_tenant = col(OperationRow.tenant) == tenant, col(OperationRow.ordered).is_(False)
     states = (QUEUED, RUNNING)  # a query for each, because each has an index
     return sum(session.exec(select(func.count()).where(*of_tenant, state)).one() for state in states)
-
-
-def _first_missing(session: Session, row: OperationRow) -> int | None:
-    run = session.get(RunRow, row.subject_id) if row.ordered else None
-    if run is None or row.seq_id <= run.next_seq_id:
-        return None
-    between = select(OperationRow.seq_id).where(
-        OperationRow.subject_id == row.subject_id,
-        col(OperationRow.seq_id) >= run.next_seq_id,
-        col(OperationRow.seq_id) < row.seq_id,
-    )
-    arrived = set(session.exec(between))
-    return next((seq_id for seq_id in range(run.next_seq_id, row.seq_id) if seq_id not in arrived), None)
 
 
 def _missing(session: Session, request_id: str) -> NotFoundError | ResultExpiredError:

@@ -1,8 +1,7 @@
 """Models whose state cannot be created or rebuilt."""
 
-from sqlmodel import col, select
-
-from tinsmith.sql_store.tables import OperationRow, RunRow
+from tinsmith.operations import Failed
+from tinsmith.sql_store.tables import RunRow
 from tinsmith.sql_store.transactions import leases, log, recovery_points, submitting
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import Lease, RunState
@@ -15,14 +14,12 @@ def lose(tx: Transaction, lease: Lease, model_id: str, reason: str) -> None:
         mark_lost(tx, run, reason)
 
 
-def mark_lost(tx: Transaction, run: RunRow, reason: str) -> None:
+def mark_lost(tx: Transaction, run: RunRow, reason: str, failure: Failed | None = None) -> None:
     """Fail what is pending as well; the caller has locked the run."""
     run.state, run.state_reason = RunState.LOST, reason
     recovery_points.drop_all(tx.session, run.model_id)
-    pending = select(OperationRow).where(
-        OperationRow.subject_id == run.model_id, col(OperationRow.state).not_in(log.FINISHED)
-    )
-    log.finish(tx, tx.session.exec(pending).all(), submitting.lost(run.model_id, reason))
+    tx.wake.append(log.places_topic(run.base_model))
+    log.finish(tx, log.pending_of(tx.session, run.model_id), failure or submitting.lost(run.model_id, reason))
     tx.session.flush()
 
 

@@ -4,7 +4,7 @@ from sqlmodel import Session, col, func, select
 
 from tinsmith.errors import NotFoundError
 from tinsmith.sql_store.tables import RunRow, to_record, to_row
-from tinsmith.sql_store.transactions import submitting
+from tinsmith.sql_store.transactions import log, submitting
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import NewOperation, RunRecord
 
@@ -14,6 +14,7 @@ def create(tx: Transaction, run: RunRecord, operation: NewOperation) -> str:
         submitting.refuse_ended_session(tx.session, run.session_id, lock=True)
         tx.session.add(to_row(run, RunRow))
         tx.session.flush()
+        tx.wake.append(log.places_topic(run.base_model))
     return submitting.submit(tx, operation)
 
 

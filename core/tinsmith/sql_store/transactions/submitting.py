@@ -38,6 +38,8 @@ def submit(tx: Transaction, operation: NewOperation) -> str:
     request_id = _insert(tx, operation)
     if failed is not None:
         log.finish(tx, [log.find(tx.session, request_id)], failed)
+        if run is not None and run.state == RunState.CREATING and operation.seq_id == 0:
+            run.state, run.state_reason = RunState.LOST, failed.message
     tx.wake.append(log.work_topic(operation.base_model))
     return request_id
 

@@ -1,0 +1,184 @@
+"""One tenant cannot take every place for models, and a model without a place waits, with a reason and a bound."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from tinsmith import operations as ops
+from tinsmith.backend import BackendContext, Capabilities
+from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
+from tinsmith.losses import BUILTIN_LOSSES
+from tinsmith.server.waiting_reasons import explain
+from tinsmith.settings import QuotaSettings
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.store import SqlStore
+from tinsmith.sql_store.transactions.model_places import Applicant, next_ones
+from tinsmith.store import (
+    EngineRecord,
+    EngineState,
+    OperationRecord,
+    OperationState,
+    PlaceLimits,
+    PlaceWait,
+    RunState,
+    StoreContext,
+    Waiting,
+)
+from tinsmith.testing.engine_driver import EngineDriver, make_engine
+
+NOW = datetime(2026, 1, 2, tzinfo=UTC)
+PLACES = 8  # of which one is kept for tenants without a model
+
+
+def applicants(*tenants: str) -> list[Applicant]:
+    return [Applicant(f"{tenant}-{n}", tenant, NOW + timedelta(seconds=n)) for n, tenant in enumerate(tenants)]
+
+
+def admitted(waiting: list[Applicant], taken: dict[str, int], *, max_models: int, kept: int = 0) -> list[str]:
+    limits = PlaceLimits(max_models=max_models, kept=kept, give_up_before=NOW, failure="")
+    return [each.model_id for each in next_ones(waiting, Counter(taken), limits)]
+
+
+def test_whoever_has_the_fewest_places_is_next() -> None:
+    waiting = applicants("ann", "ann", "ann", "bob", "bob")
+    assert admitted(waiting, {}, max_models=4) == ["ann-0", "bob-3", "ann-1", "bob-4"]
+    assert admitted(waiting, {"ann": 2}, max_models=5) == ["bob-3", "bob-4", "ann-0"]
+
+
+def test_no_tenant_gets_a_kept_place_as_its_second() -> None:
+    waiting = applicants("ann", "ann", "bob", "bob")
+    assert admitted(waiting, {"ann": 6}, max_models=8, kept=2) == ["bob-2"]
+    assert admitted(waiting, {}, max_models=2, kept=2) == ["ann-0", "bob-2"]
+
+
+def test_nobody_gets_a_place_that_is_taken() -> None:
+    assert admitted(applicants("ann"), {"bob": 4}, max_models=4) == []
+    assert admitted(applicants("ann"), {"bob": 5}, max_models=4) == []  # the backend was restarted with fewer
+
+
+def test_places_are_kept_only_where_there_are_many() -> None:
+    assert [QuotaSettings().kept(places) for places in (1, 7, 8, 64)] == [0, 0, 1, 8]
+
+
+@asynccontextmanager
+async def engine_on(store: SqlStore, tmp_path: Path, **quotas: float) -> AsyncIterator[None]:
+    context = BackendContext(
+        model_name="toy", model_path=None, cache_dir=tmp_path, losses={loss.name: loss for loss in BUILTIN_LOSSES}
+    )
+    backend = ToyBackend(ToyConfig(max_models=PLACES), context)
+    engine = await make_engine(store, backend, tmp_path, sampler=backend, quotas=QuotaSettings(**quotas))
+    await engine.recover("killed", lambda _what, _share: None)
+    running = asyncio.create_task(engine.run())
+    try:
+        yield
+    finally:
+        engine.stop()
+        await running
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[SqlStore]:
+    store = SqlStore(SqlStoreConfig(), StoreContext(data_dir=tmp_path))
+    await store.open()
+    yield store
+    await store.close()
+
+
+async def a_client(store: SqlStore, tenant: str, session_id: str) -> EngineDriver:
+    client = EngineDriver(store, "toy", tenant=tenant, session_id=session_id)
+    await client.open_session()
+    return client
+
+
+async def is_created(client: EngineDriver, request_id: str) -> bool:
+    return isinstance(await client.result(request_id), ops.ModelCreated)
+
+
+async def test_a_tenant_with_many_models_locks_nobody_out(store: SqlStore, tmp_path: Path) -> None:
+    greedy, modest = await a_client(store, "greedy", "s1"), await a_client(store, "modest", "s2")
+    async with engine_on(store, tmp_path):
+        asked = [await greedy.create_model(number) for number in range(PLACES + 2)]
+        for request_id in asked[: PLACES - 1]:
+            assert await is_created(greedy, request_id)
+        assert await is_created(modest, await modest.create_model())
+        for request_id in asked[PLACES - 1 :]:
+            assert (await store.waiting(request_id)).place == PlaceWait(taken=8, taken_by_tenant=7, num_waiting=3)
+        await greedy.store.end_session("s2", "success", None)
+        again = await a_client(store, "modest", "s3")
+        assert await is_created(again, await again.create_model())
+
+
+async def test_a_place_that_becomes_free_goes_to_a_model_that_waits(store: SqlStore, tmp_path: Path) -> None:
+    clients = [await a_client(store, f"tenant{number}", f"s{number}") for number in range(PLACES + 1)]
+    async with engine_on(store, tmp_path):
+        asked = [await client.create_model() for client in clients]
+        for client, request_id in zip(clients[:-1], asked[:-1], strict=True):
+            assert await is_created(client, request_id)
+        await store.end_session("s3", "success", None)
+        assert await is_created(clients[-1], asked[-1])
+
+
+async def test_an_engine_that_dies_leaves_the_places_as_they_are(store: SqlStore, tmp_path: Path) -> None:
+    client = await a_client(store, "greedy", "s1")
+    async with engine_on(store, tmp_path):
+        asked = [await client.create_model(number) for number in range(PLACES + 1)]
+        for request_id in asked[: PLACES - 1]:
+            assert await is_created(client, request_id)
+    async with engine_on(store, tmp_path):
+        other = await a_client(store, "modest", "s2")
+        assert await is_created(other, await other.create_model())
+        states = [(await store.get_run(client.model_id(number))).state for number in range(PLACES + 1)]
+        assert states == [RunState.READY] * (PLACES - 1) + [RunState.CREATING] * 2
+        saved = await client.run(ops.SaveState(model_id=client.model_id(0), path=client.path("a")))
+        assert isinstance(saved, ops.WeightsSaved)
+
+
+async def test_a_model_that_finds_no_place_in_time_fails_with_the_setting(store: SqlStore, tmp_path: Path) -> None:
+    client = await a_client(store, "greedy", "s1")
+    async with engine_on(store, tmp_path, place_wait_s=1e-6):
+        asked = [await client.create_model(number) for number in range(PLACES)]
+        message = (await client.failure(asked[-1])).message
+    assert "no place for a model of 'toy' became free within 0 s (quotas.place_wait_s); it holds 8 models" in message
+
+
+def test_the_reason_says_whose_models_are_in_the_way() -> None:
+    capabilities = Capabilities(vocab_size=64, max_context_tokens=64, max_batch_tokens=64, max_models=64)
+    engine = EngineRecord(base_model="toy", state=EngineState.READY, updated_at=NOW, capabilities=capabilities)
+
+    def reason(place: PlaceWait, engine: EngineRecord = engine) -> tuple[str, str]:
+        found = explain(operation, Waiting(engine=engine, place=place), QuotaSettings())
+        return found.queue_state, found.text
+
+    operation = OperationRecord(
+        request_id="r",
+        base_model="toy",
+        kind="create_model",
+        tenant="ann",
+        session_id="s",
+        subject_id="s:train:0",
+        seq_id=0,
+        ordered=True,
+        num_tokens=0,
+        state=OperationState.QUEUED,
+        created_at=NOW,
+    )
+    state, text = reason(PlaceWait(taken=64, taken_by_tenant=3, num_waiting=5))
+    assert state == "paused_capacity"
+    assert text == (
+        "64 of the 64 places for models of 'toy' are taken, 3 of them by you, and 5 models wait for one; a place "
+        "becomes free when a session ends; after 1800 s the request fails (quotas.place_wait_s)"
+    )
+    state, text = reason(PlaceWait(taken=56, taken_by_tenant=56, num_waiting=5))
+    assert state == "paused_rate_limit"
+    assert "your models take 56 of the 64 places" in text
+    assert "the last 8 are for tenants without a model (quotas.kept_places)" in text
+    state, text = reason(
+        PlaceWait(taken=64, taken_by_tenant=3, num_waiting=5), replace(engine, state=EngineState.RECOVERING)
+    )
+    assert (state, text) == ("paused_capacity", "the engine of 'toy' is recovering")
