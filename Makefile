@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup test test-all check fix bench bench-recovery docs test-crash test-gpu clean
+.PHONY: help demo setup test test-all check fix bench bench-recovery docs test-crash test-malice test-gpu clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,11 +30,12 @@ IN_PARALLEL := -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
 # XLA's optimizations take longer than the tests of tiny models win by them. Tests of bits switch them on again.
 test: export JAX_DISABLE_MOST_OPTIMIZATIONS := 1
 test: $(VENV)/.dev-installed ## Run the tests that need no accelerator, in ten minutes; sets up everything it needs
-	$(BIN)/python -m pytest -m "not gpu and not crash and not thorough" $(IN_PARALLEL) --durations=30
+	$(BIN)/python -m pytest -m "not gpu and not crash and not malice and not thorough" $(IN_PARALLEL) --durations=30
 
-test-all: $(VENV)/.dev-installed ## Run every test that needs no accelerator: more repetitions, sizes and families, and the crash campaigns
-	$(BIN)/python -m pytest -m "not gpu and not crash" $(IN_PARALLEL) --durations=30
+test-all: $(VENV)/.dev-installed ## Run every test that needs no accelerator: more repetitions, sizes and families, the crash campaigns and the attacks
+	$(BIN)/python -m pytest -m "not gpu and not crash and not malice" $(IN_PARALLEL) --durations=30
 	$(BIN)/python -m pytest -s -p no:xdist -m crash
+	$(BIN)/python -m pytest -s -p no:xdist -m malice
 
 check: $(VENV)/.dev-installed ## Ruff, mypy, import contracts, documentation and the fast tests
 	$(BIN)/ruff check
@@ -61,6 +62,10 @@ docs: $(VENV)/.dev-installed ## Build the documentation as a site in site/, and 
 
 test-crash: $(VENV)/.dev-installed ## Run the long crash campaigns
 	$(BIN)/python -m pytest -s -p no:xdist -m crash
+
+test-malice: export MALICE_FUZZ_S := 1800
+test-malice: $(VENV)/.dev-installed ## Run the attacks and the long fuzzing; they measure time, and need the machine to themselves
+	$(BIN)/python -m pytest -s -p no:xdist -m malice
 
 test-gpu: $(VENV)/.dev-installed ## Run the tests that need an accelerator
 	$(BIN)/python -m pytest -m gpu
