@@ -3,6 +3,7 @@
     TinsmithError                 base; never raised itself
     |-- UserError                 the request is at fault               400, category "user"
     |   |-- NotFoundError         no such thing, or not yours           404
+    |   |   `-- RevokedError      what it rested on is gone             404
     |   |-- ConflictError         same key, other content               400 (the SDK retries a 409 for minutes)
     |   |-- AuthenticationError   missing or wrong key                  401
     |   |   `-- InvalidTokenError an expired, forged or foreign token   401, and the SDK gets another one
@@ -44,6 +45,10 @@ class NotFoundError(UserError):
     """No such session, model, sampler, checkpoint or request, or it belongs to another tenant."""
 
     http_status: ClassVar[int] = 404
+
+
+class RevokedError(NotFoundError):
+    """A sampling session or download link whose checkpoint may no longer be used. The SDK does not retry a 404."""
 
 
 class ConflictError(UserError):

@@ -23,7 +23,7 @@ from tinsmith.server.bodies import STRANGER_BYTES, UNPACKED_FREELY, BodyLimit, B
 from tinsmith.server.body_budget import BodyBudget
 from tinsmith.server.heavy_work import LARGE_BYTES, HeavyWork
 from tinsmith.server.key_tokens import KeyTokens
-from tinsmith.server.signed_urls import UrlSigner
+from tinsmith.server.signed_urls import Grant, UrlSigner
 from tinsmith.settings import ApiKey
 
 LIMIT = 10_000
@@ -300,19 +300,23 @@ def test_configured_keys_are_the_only_ones() -> None:
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 
 
+GRANT = Grant(created_at=NOW - timedelta(microseconds=1), only_while_public=True, key_id="0af1")
+
+
 def test_a_link_is_good_for_one_file_until_it_expires() -> None:
     signer = UrlSigner(b"secret")
-    stamp, signature, _ = signer.url_path("m/external_weights/x/a b.bin", NOW + timedelta(hours=1)).split("/", 2)
     name = "m/external_weights/x/a b.bin"
-    UrlSigner(b"secret").check(name, int(stamp), signature, NOW)
+    stamp, grant, signature, _ = signer.url_path(name, NOW + timedelta(hours=1), GRANT).split("/", 3)
+    assert UrlSigner(b"secret").check(name, int(stamp), grant, signature, NOW) == GRANT
     with pytest.raises(AuthenticationError):
-        UrlSigner(b"another").check(name, int(stamp), signature, NOW)
+        UrlSigner(b"another").check(name, int(stamp), grant, signature, NOW)
     for bad in (
-        (name, int(stamp) + 1, signature, NOW),
-        (name + "x", int(stamp), signature, NOW),
-        (name, int(stamp), "0" * 64, NOW),
-        (name, int(stamp), "é", NOW),
-        (name, int(stamp), signature, NOW + timedelta(hours=2)),
+        (name, int(stamp) + 1, grant, signature, NOW),
+        (name + "x", int(stamp), grant, signature, NOW),
+        (name, int(stamp), grant.replace("p", "o"), signature, NOW),
+        (name, int(stamp), grant, "0" * 64, NOW),
+        (name, int(stamp), grant, "é", NOW),
+        (name, int(stamp), grant, signature, NOW + timedelta(hours=2)),
     ):
         with pytest.raises(AuthenticationError):
             signer.check(*bad)

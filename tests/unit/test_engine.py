@@ -476,7 +476,7 @@ async def test_a_bad_sample_fails_alone(setup: Setup, client: EngineDriver) -> N
         )
         good = await client.submit(a_sample(client))
         assert "is gone" in (await client.failure(unknown)).message
-        assert "no checkpoint" in (await client.failure(missing)).message
+        assert "was deleted" in (await client.failure(missing)).message
         assert "5000" in (await client.failure(outside)).message
         assert isinstance(await client.result(good), ops.SampleOutput)
 

@@ -88,6 +88,7 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
     recovery_root = data_dir.recovery_points(lease.base_model)
     recovery_points = RecoveryPoints(store, lease, root=recovery_root, settings=options.recovery)
     snapshots = Snapshots(
+        store,
         sampler,
         lease=lease,
         checkpoint_root=data_dir.checkpoints,

@@ -62,7 +62,12 @@ class Engine:
         """
         try:
             async with self._tasks as tasks:
-                endless = self._claims.watch_store(), self._claims.close_gaps(), self._places.watch()
+                endless = (
+                    self._claims.watch_store(),
+                    self._claims.close_gaps(),
+                    self._places.watch(),
+                    self._sampling.drop_revoked(),
+                )
                 watching = [tasks.create_task(each) for each in endless]
                 await asyncio.wait([tasks.create_task(self._feed()), tasks.create_task(self.training.run())])
                 for task in watching:

@@ -117,7 +117,7 @@ class Recovery:
             return
         if self._snapshots.why_not(self._models.lora(model_id)) is None:
             snapshot = await self._models.publish(model_id, snapshot_id)
-            await self._snapshots.add(snapshot, model_id=model_id, persisted=False)
+            await self._snapshots.add(snapshot, model_id=model_id)
 
 
 class _LiveHistory(History):

@@ -16,6 +16,7 @@ from tinsmith.errors import TinsmithError
 from tinsmith.failpoints import durable_boundary
 
 _MAX_SAMPLES: Final = 1024  # in flight
+_TIDY_S: Final = 30.0
 
 
 class SamplingLane:
@@ -61,6 +62,12 @@ class SamplingLane:
         for task in self._running.values():
             task.cancel()
 
+    async def drop_revoked(self) -> None:
+        """Until cancelled, free the snapshots of checkpoints that were deleted or have expired."""
+        while True:
+            await asyncio.sleep(_TIDY_S)
+            await self._snapshots.drop_revoked()
+
     async def _run(self, claimed: Claimed) -> None:
         started = time.monotonic()
         try:
@@ -77,7 +84,7 @@ class SamplingLane:
 
     @durable_boundary("engine.sample")
     async def _sample(self, operation: ops.Sample) -> ops.Result:
-        async with self._snapshots.use(operation.snapshot_id):
+        async with self._snapshots.for_sample(operation):
             result = await self._sampler.sample(operation)
         if isinstance(result, ops.SampleOutput) and operation.target_layout is not None:
             return replace(result, target_layout=operation.target_layout)

@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tinsmith import operations as ops
 from tinsmith.backend import ModelState, SamplingBackend, Snapshot
 from tinsmith.checkpoints.format import delete_checkpoint, read_snapshot, write_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
-from tinsmith.errors import ServerError, UnsupportedError, UserError
+from tinsmith.engine.store_retries import with_retries
+from tinsmith.errors import NotFoundError, ServerError, UnsupportedError, UserError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import LoraConfig
-from tinsmith.store import Lease
+from tinsmith.store import CheckpointRecord, Lease, RequestStore
+from tinsmith.store.revocation import usable_checkpoint, why_gone
 
 
 @dataclass(slots=True)
@@ -24,6 +27,7 @@ class _Held:
     directory: str
     on_disk: bool
     model_id: str | None = None
+    created_at: datetime | None = None  # of the checkpoint, if it is known
     snapshot: Snapshot | None = None
     users: int = 0
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -33,12 +37,20 @@ class Snapshots:
     """Keeps the `max_resident` snapshots that were used last in the sampler, and those that are being sampled from.
 
     Ephemeral snapshots live until their model is unloaded, and survive restarts of the engine. Persisted ones, whose
-    id is their tinker:// path, are read from their checkpoint when they are needed.
+    id is their tinker:// path, are read from their checkpoint when they are needed. They live as long as it does.
     """
 
     def __init__(
-        self, sampler: SamplingBackend, *, lease: Lease, checkpoint_root: Path, spill_root: Path, max_resident: int
+        self,
+        store: RequestStore,
+        sampler: SamplingBackend,
+        *,
+        lease: Lease,
+        checkpoint_root: Path,
+        spill_root: Path,
+        max_resident: int,
     ) -> None:
+        self._store = store
         self._sampler = sampler
         self._lease = lease
         self._checkpoint_root = checkpoint_root
@@ -90,9 +102,13 @@ class Snapshots:
                     if self._held.get(snapshot_id) is not held:  # the model was unloaded meanwhile
                         await asyncio.to_thread(delete_checkpoint, held.root, held.directory)
 
-    async def add(self, snapshot: Snapshot, *, model_id: str, persisted: bool) -> None:
-        """Load a new snapshot. A persisted one must have been written already."""
-        held = self._entry(snapshot.snapshot_id) if persisted else self._ephemeral(snapshot.snapshot_id)
+    async def add(self, snapshot: Snapshot, *, model_id: str, checkpoint: CheckpointRecord | None = None) -> None:
+        """Load a new snapshot. `checkpoint` holds what was written of a persisted one."""
+        if checkpoint is None:
+            held = self._ephemeral(snapshot.snapshot_id)
+        else:
+            held = self._entry(snapshot.snapshot_id)
+            held.created_at = checkpoint.created_at
         held.model_id = model_id
         async with held.loading:
             await self._sampler.drop_snapshot(snapshot.snapshot_id)  # of a deleted checkpoint of the same name
@@ -100,6 +116,49 @@ class Snapshots:
             held.snapshot = snapshot
         self._held[snapshot.snapshot_id] = held
         await self._make_room()
+
+    @asynccontextmanager
+    async def for_sample(self, operation: ops.Sample) -> AsyncIterator[None]:
+        """Keep the snapshot of a sample in the sampler while the block runs, if its session may still use it.
+
+        Raise RevokedError if not, and what `use` raises.
+        """
+        if operation.snapshot_id is not None and _is_persisted(operation.snapshot_id):
+            await self._expect(operation.snapshot_id, await self._checkpoint_of(operation.sampling_session_id))
+        async with self.use(operation.snapshot_id):
+            yield
+
+    async def _checkpoint_of(self, sampling_session_id: str) -> CheckpointRecord | None:
+        session = await with_retries(self._store.get_sampling_session, sampling_session_id)
+        return await with_retries(usable_checkpoint, self._store, session, datetime.now(UTC))
+
+    async def _expect(self, snapshot_id: str, checkpoint: CheckpointRecord | None) -> None:
+        """Drop the snapshot of a checkpoint that was deleted, if another one has been saved under its name."""
+        created_at = None if checkpoint is None else checkpoint.created_at
+        held = self._held.get(snapshot_id)
+        if held is not None and held.created_at not in {None, created_at}:
+            await self.discard(snapshot_id)
+            held = self._held.get(snapshot_id)
+        if held is None:
+            held = self._held[snapshot_id] = self._entry(snapshot_id)
+        held.created_at = created_at
+
+    async def drop_revoked(self) -> None:
+        """Free the snapshots of checkpoints that were deleted or have expired: nobody may use them any more.
+
+        Those that are being sampled from are left for the next call.
+        """
+        for snapshot_id, held in list(self._held.items()):
+            gone = _is_persisted(snapshot_id) and await self._is_gone(snapshot_id, held)
+            if gone and held.users == 0 and self._held.get(snapshot_id) is held:
+                await self.discard(snapshot_id)
+
+    async def _is_gone(self, snapshot_id: str, held: _Held) -> bool:
+        try:
+            found = await with_retries(self._store.get_checkpoint, snapshot_id)
+        except NotFoundError:
+            return True
+        return why_gone(found, held.created_at, datetime.now(UTC)) is not None
 
     @asynccontextmanager
     async def use(self, snapshot_id: str | None) -> AsyncIterator[None]:
@@ -125,7 +184,7 @@ class Snapshots:
             held.users -= 1
 
     async def discard(self, snapshot_id: str) -> None:
-        """Drop a snapshot that no client knows yet. A persisted one stays on disk."""
+        """Drop a snapshot that nobody may use. The files of a persisted one are not touched."""
         held = self._held.pop(snapshot_id, None)
         await self._sampler.drop_snapshot(snapshot_id)
         if held is not None and held.on_disk and held.root == self._spill_root:
@@ -141,7 +200,7 @@ class Snapshots:
                     await asyncio.to_thread(delete_checkpoint, held.root, held.directory)
 
     def _entry(self, snapshot_id: str) -> _Held:
-        if not snapshot_id.startswith("tinker://"):
+        if not _is_persisted(snapshot_id):
             msg = (
                 f"sampling snapshot {snapshot_id!r} is gone, because its session ended or its model was lost; save the "
                 "weights for sampling again"
@@ -198,3 +257,8 @@ class Snapshots:
             overwrite=True,
             epoch=self._lease.epoch,
         )
+
+
+def _is_persisted(snapshot_id: str) -> bool:
+    """Return whether the id is the path of a checkpoint."""
+    return snapshot_id.startswith("tinker://")

@@ -35,7 +35,7 @@ class SaveForSampler:
             raise why_not
         snapshot = await self._models.publish(operation.model_id, _snapshot_id(operation))
         written = await self._write(operation, snapshot, record)
-        found = None if why_not is not None else await self._load(operation, snapshot)
+        found = None if why_not is not None else await self._load(operation, snapshot, written)
         if found is not None and self._gate.refuses(found):
             await self._take_back(operation)
             return Outcome(result=ops.Failed(message=refusal(found), category="server"), consistency=found)
@@ -61,10 +61,12 @@ class SaveForSampler:
             user_metadata=operation.user_metadata,
         )
 
-    async def _load(self, operation: ops.SaveForSampler, snapshot: Snapshot) -> ops.Consistency | None:
+    async def _load(
+        self, operation: ops.SaveForSampler, snapshot: Snapshot, written: CheckpointRecord | None
+    ) -> ops.Consistency | None:
         """Load the snapshot into the sampler, and compare it with the model, which does not train meanwhile."""
-        model_id, persisted = operation.model_id, operation.sampling_session_id is None
-        await self._snapshots.add(snapshot, model_id=model_id, persisted=persisted)
+        model_id = operation.model_id
+        await self._snapshots.add(snapshot, model_id=model_id, checkpoint=written)
         async with self._snapshots.use(snapshot.snapshot_id):
             return await self._gate.check(model_id, snapshot.snapshot_id, snapshot.lora)
 

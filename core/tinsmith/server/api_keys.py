@@ -52,17 +52,47 @@ class ApiKeys:
         if credential.startswith(_TOKEN_PREFIX):
             token = self._tokens.read(credential)
             return self._tokens.issue(principal, token.key_id, not_after=token.expires_at)
-        return self._tokens.issue(principal, self._tokens.key_id(credential) if self._keys else _ANYBODY)
+        return self._tokens.issue(principal, self._key_id(credential))
+
+    def identifies(self, caller: Principal, credential: str) -> bool:
+        """Return whether the caller was identified by this credential, and not by a plugin."""
+        try:
+            return self.principal(credential) == caller
+        except AuthenticationError:
+            return False
+
+    def key_behind(self, credential: str) -> str:
+        """Return the id of the key, or of the key that a token stands for. It does not reveal the key.
+
+        Raises InvalidTokenError if the credential is a token that is not valid.
+        """
+        if credential.startswith(_TOKEN_PREFIX):
+            return self._tokens.read(credential).key_id
+        return self._key_id(credential)
+
+    def owner_of_id(self, key_id: str) -> Principal | None:
+        """Return the owner of the key that `key_behind` named; None if no keys are configured, now as then.
+
+        Raises AuthenticationError if the key has been removed.
+        """
+        if not self._keys and key_id == _ANYBODY:
+            return None
+        for known in self._keys:
+            if hmac.compare_digest(self._tokens.key_id(known.key.get_secret_value()).encode(), key_id.encode()):
+                return _owner(known)
+        msg = "the API key has been removed"
+        raise AuthenticationError(msg)
+
+    def _key_id(self, key: str) -> str:
+        return self._tokens.key_id(key) if self._keys else _ANYBODY
 
     def _of_token(self, credential: str) -> Principal:
         token = self._tokens.read(credential)
-        if not self._keys and token.key_id == _ANYBODY:
-            return _with_fingerprint(token.tenant)
-        for known in self._keys:
-            if hmac.compare_digest(self._tokens.key_id(known.key.get_secret_value()), token.key_id):
-                return _owner(known)
-        msg = "the API key of this token has been removed; use one from `server.api_keys`"
-        raise InvalidTokenError(msg)
+        try:
+            return self.owner_of_id(token.key_id) or _with_fingerprint(token.tenant)
+        except AuthenticationError as error:
+            msg = "the API key of this token has been removed; use one from `server.api_keys`"
+            raise InvalidTokenError(msg) from error
 
 
 def _owner(key: ApiKey) -> Principal:

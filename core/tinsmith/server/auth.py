@@ -14,6 +14,7 @@ from tinsmith.hook_values import Principal
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.context import Context
 from tinsmith.store import CheckpointRecord, OperationRecord, RunRecord, SamplingSessionRecord, SessionRecord
+from tinsmith.store.revocation import revoked, usable_checkpoint
 
 Owned = TypeVar("Owned", SessionRecord, RunRecord, SamplingSessionRecord, CheckpointRecord, OperationRecord)
 
@@ -78,6 +79,15 @@ async def own_sampler(context: Context, caller: Principal, sampler_id: str) -> S
     return _owned(await context.store.get_sampling_session(sampler_id), caller, "sampling session", sampler_id)
 
 
+async def usable_sampler(context: Context, caller: Principal, sampler_id: str) -> SamplingSessionRecord:
+    """Return one of the caller's. Raises RevokedError if the checkpoint that it rests on may no longer be used."""
+    sampler = await own_sampler(context, caller, sampler_id)
+    checkpoint = await usable_checkpoint(context.store, sampler, context.now())
+    if checkpoint is not None and not may_read(checkpoint, caller):
+        raise revoked(sampler, "is not published, and your key may no longer read it")
+    return sampler
+
+
 async def readable_sampler(context: Context, caller: Principal, sampler_id: str) -> SamplingSessionRecord:
     return _readable(await context.store.get_sampling_session(sampler_id), caller, "sampling session", sampler_id)
 
@@ -91,7 +101,7 @@ async def readable_operation(context: Context, caller: Principal, request_id: st
 
 
 async def own_checkpoint(context: Context, caller: Principal, path: str) -> CheckpointRecord:
-    return _owned(await _live_checkpoint(context, path), caller, "checkpoint", path)
+    return _owned(await live_checkpoint(context, path), caller, "checkpoint", path)
 
 
 async def own_deleted_checkpoint(context: Context, caller: Principal, path: str) -> CheckpointRecord:
@@ -100,11 +110,15 @@ async def own_deleted_checkpoint(context: Context, caller: Principal, path: str)
 
 async def readable_checkpoint(context: Context, caller: Principal, path: str) -> CheckpointRecord:
     """Return one that the caller may read or that its owner has published."""
-    record = await _live_checkpoint(context, path)
+    record = await live_checkpoint(context, path)
     return record if record.public else _readable(record, caller, "checkpoint", path)
 
 
-async def _live_checkpoint(context: Context, path: str) -> CheckpointRecord:
+def may_read(record: CheckpointRecord, caller: Principal) -> bool:
+    return record.public or caller.admin or record.tenant == caller.tenant
+
+
+async def live_checkpoint(context: Context, path: str) -> CheckpointRecord:
     """Raises NotFoundError for an expired checkpoint, even if its files have not been removed yet."""
     record = await context.store.get_checkpoint(path)
     if record.expires_at is not None and record.expires_at <= context.now():

@@ -1,32 +1,68 @@
-"""Download links that work without a key: the SDK fetches checkpoint files with plain urllib."""
+"""Download links that work without a key: the SDK fetches checkpoint files with plain urllib.
+
+A link names what it rests on: the checkpoint, the key with which it was made, and the right by which the owner of that
+key read the checkpoint. Whoever serves the link asks whether all of that still holds.
+"""
 
 import hashlib
 import hmac
-from datetime import datetime
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Final, Self
 from urllib.parse import quote
 
 from tinsmith.errors import AuthenticationError
 
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND: Final = timedelta(microseconds=1)
+_FORM: Final = re.compile(r"(-?\d{1,18})([op])([0-9a-z]*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """What a link rests on, beside the checkpoint's path."""
+
+    created_at: datetime  # of the checkpoint: another one under the same path is not meant
+    only_while_public: bool
+    key_id: str  # of the API key with which it was made; empty if a plugin identified the caller
+
+    def __str__(self) -> str:
+        right = "p" if self.only_while_public else "o"
+        return f"{(self.created_at - _EPOCH) // _MICROSECOND}{right}{self.key_id}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises AuthenticationError if `text` is not what `str` makes of a grant."""
+        found = _FORM.fullmatch(text)
+        if found is None:
+            raise AuthenticationError(_WRONG)
+        created_at = _EPOCH + int(found[1]) * _MICROSECOND
+        return cls(created_at=created_at, only_while_public=found[2] == "p", key_id=found[3])
+
 
 class UrlSigner:
-    """Signs (path, expiry) with a secret that all servers on one store share."""
+    """Signs (name, expiry, grant) with a secret that all servers on one store share."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
-    def url_path(self, name: str, expires: datetime) -> str:
-        """Return `<expiry>/<signature>/<name>`, escaped for a URL."""
+    def url_path(self, name: str, expires: datetime, grant: Grant) -> str:
+        """Return `<expiry>/<grant>/<signature>/<name>`, escaped for a URL."""
         stamp = int(expires.timestamp())
-        return f"{stamp}/{self._sign(name, stamp)}/{quote(name)}"
+        return f"{stamp}/{grant}/{self._sign(name, stamp, str(grant))}/{quote(name)}"
 
-    def check(self, name: str, stamp: int, signature: str, now: datetime) -> None:
-        """Raises AuthenticationError if the link was not made here or has expired."""
-        if not hmac.compare_digest(signature.encode(), self._sign(name, stamp).encode()):
-            msg = "the signature of this download link is wrong; ask for a new one (external_weights_urls)"
-            raise AuthenticationError(msg)
+    def check(self, name: str, stamp: int, grant: str, signature: str, now: datetime) -> Grant:
+        """Return the link's grant. Raises AuthenticationError if the link was not made here or has expired."""
+        if not hmac.compare_digest(signature.encode(), self._sign(name, stamp, grant).encode()):
+            raise AuthenticationError(_WRONG)
         if now.timestamp() > stamp:
             msg = "this download link has expired; ask for a new one (external_weights_urls)"
             raise AuthenticationError(msg)
+        return Grant.parse(grant)
 
-    def _sign(self, name: str, stamp: int) -> str:
-        return hmac.new(self._secret, f"{stamp}\0{name}".encode(), hashlib.sha256).hexdigest()
+    def _sign(self, name: str, stamp: int, grant: str) -> str:
+        return hmac.new(self._secret, f"{stamp}\0{grant}\0{name}".encode(), hashlib.sha256).hexdigest()
+
+
+_WRONG: Final = "the signature of this download link is wrong; ask for a new one (external_weights_urls)"

@@ -109,6 +109,8 @@ class SamplingSessionRow(Table, table=True):
     snapshot_id: str | None = None
     model_path: str | None = None
     model_id: str | None = None
+    checkpoint_created_at: datetime | None = _maybe_time()
+    only_while_public: bool = Field(default=False, sa_column=Column(Boolean, nullable=False, server_default=false()))
 
 
 class CheckpointRow(Table, table=True):

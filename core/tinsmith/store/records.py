@@ -81,7 +81,10 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSessionRecord:
-    """A sampling session. `snapshot_id` None is the base model; a tinker:// path is a persisted snapshot."""
+    """A sampling session. `snapshot_id` None is the base model; a tinker:// path is a persisted snapshot.
+
+    The last two fields say which checkpoint it was opened on, and by which right: see `revocation.py`.
+    """
 
     sampling_session_id: str
     session_id: str
@@ -91,6 +94,8 @@ class SamplingSessionRecord:
     snapshot_id: str | None = None
     model_path: str | None = None
     model_id: str | None = None  # the model that the weights come from, if known
+    checkpoint_created_at: datetime | None = None  # `created_at` of that checkpoint; None: not known
+    only_while_public: bool = False  # opened on another tenant's published checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from tinsmith.store import (
     NewOperation,
     RequestStore,
     RunRecord,
+    SamplingSessionRecord,
     SessionRecord,
 )
 from tinsmith.store.codec import decode_result, encode_operation, kind_of
@@ -114,10 +115,25 @@ class EngineDriver:
     async def submit(self, operation: ops.Operation, *, seq_id: int | None = None) -> str:
         """Submit an operation under the next seq_id of its subject, and return the request_id."""
         subject_id = operation.sampling_session_id if isinstance(operation, ops.Sample) else operation.model_id
+        if isinstance(operation, ops.Sample) and (operation.snapshot_id or "").startswith("tinker://"):
+            await self._open_sampling_session(operation)
         if seq_id is None:
             seq_id = self._next_seq_id[subject_id]
             self._next_seq_id[subject_id] += 1
         return await self.store.submit(self._new(operation, subject_id, seq_id))
+
+    async def _open_sampling_session(self, operation: ops.Sample) -> None:
+        """Open the session of a sample from a checkpoint, unless it is open already."""
+        session = SamplingSessionRecord(
+            sampling_session_id=operation.sampling_session_id,
+            session_id=self.session_id,
+            tenant=self.tenant,
+            base_model=self.base_model,
+            created_at=datetime.now(UTC),
+            snapshot_id=operation.snapshot_id,
+            model_path=operation.snapshot_id,
+        )
+        await self.store.create_sampling_session(session)
 
     def _new(self, operation: ops.Operation, subject_id: str, seq_id: int) -> NewOperation:
         payload = encode_operation(operation)

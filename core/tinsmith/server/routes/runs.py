@@ -26,6 +26,7 @@ from tinsmith.server.auth import (
     visible_tenant,
 )
 from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.download_links import make_grant, refuse_revoked
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.routes.sessions import runs_of
 from tinsmith.store import CheckpointRecord, RunRecord, RunState
@@ -195,10 +196,10 @@ async def external_weights_urls(
         msg = f"{path!r} is not an export; make one with save_weights_external and ask for its links"
         raise UserError(msg)
     files = await asyncio.to_thread(checkpoints.checkpoint_files, context.checkpoint_root, record.directory)
-    expires = context.now() + _LINK_LIFETIME
+    expires, grant = context.now() + _LINK_LIFETIME, make_grant(context, caller, record, request.headers)
     urls: dict[str, str] = {}
     for file in files:
-        signed = context.signer.url_path(f"{record.directory}/{file.name}", expires)
+        signed = context.signer.url_path(f"{record.directory}/{file.name}", expires, grant)
         urls[file.name] = f"{_base_url(context, request)}/api/v1/files/{signed}"
     return wire.ExternalWeightsUrls(urls=urls, expires=expires)
 
@@ -209,8 +210,8 @@ async def archive_url(
 ) -> wire.ArchiveUrl:
     """Asked by SDKs up to 0.35. Every kind of checkpoint can be downloaded as an archive."""
     record = await readable_checkpoint(context, caller, _path(model_id, kind, name))
-    expires = context.now() + _LINK_LIFETIME
-    signed = context.signer.url_path(f"{record.directory}{_ARCHIVE}", expires)
+    expires, grant = context.now() + _LINK_LIFETIME, make_grant(context, caller, record, request.headers)
+    signed = context.signer.url_path(f"{record.directory}{_ARCHIVE}", expires, grant)
     return wire.ArchiveUrl(url=f"{_base_url(context, request)}/api/v1/archives/{signed}", expires=expires)
 
 
@@ -221,11 +222,12 @@ def _base_url(context: ServerContext, request: Request) -> str:
 files_router = APIRouter(tags=["runs and checkpoints"])
 
 
-@files_router.get("/files/{stamp}/{signature}/{name:path}")
-async def get_file(stamp: int, signature: str, name: str, context: Context) -> FileResponse:
+@files_router.get("/files/{stamp}/{grant}/{signature}/{name:path}")
+async def get_file(stamp: int, grant: str, signature: str, name: str, context: Context) -> FileResponse:
     """Send a file. The signature replaces the key; only files that `external_weights_urls` has listed have one."""
-    context.signer.check(name, stamp, signature, context.now())
+    given = context.signer.check(name, stamp, grant, signature, context.now())
     directory, _, file_name = name.rpartition("/")
+    await refuse_revoked(context, directory, given)
     files = await asyncio.to_thread(checkpoints.checkpoint_files, context.checkpoint_root, directory)
     for file in files:
         if file.name == file_name:
@@ -233,11 +235,12 @@ async def get_file(stamp: int, signature: str, name: str, context: Context) -> F
     raise NotFoundError(missing("file", name))
 
 
-@files_router.get("/archives/{stamp}/{signature}/{name:path}")
-async def get_archive(stamp: int, signature: str, name: str, context: Context) -> StreamingResponse:
+@files_router.get("/archives/{stamp}/{grant}/{signature}/{name:path}")
+async def get_archive(stamp: int, grant: str, signature: str, name: str, context: Context) -> StreamingResponse:
     """The signature stands for the key; only archives that `archive_url` has named have one."""
-    context.signer.check(name, stamp, signature, context.now())
+    given = context.signer.check(name, stamp, grant, signature, context.now())
     directory = name.removesuffix(_ARCHIVE)
+    await refuse_revoked(context, directory, given)
     files = await asyncio.to_thread(checkpoints.open_checkpoint_files, context.checkpoint_root, directory)
     headers = {"Content-Length": str(archive_bytes(files))}
     return StreamingResponse(archive(files), media_type="application/x-tar", headers=headers)

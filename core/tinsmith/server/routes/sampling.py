@@ -8,15 +8,15 @@ from fastapi import APIRouter
 from tinsmith.backend import Capabilities
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.checks import check_operation
-from tinsmith.errors import UnsupportedError, UserError
+from tinsmith.errors import ConflictError, UnsupportedError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
-from tinsmith.server.auth import Caller, own_sampler, own_session, readable_checkpoint, readable_sampler
+from tinsmith.server.auth import Caller, own_session, readable_checkpoint, readable_sampler, usable_sampler
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import count, new_sample
-from tinsmith.store import SEQ_IDS_PER_CLONE, NewOperation, SamplingSessionRecord
+from tinsmith.store import SEQ_IDS_PER_CLONE, CheckpointRecord, NewOperation, SamplingSessionRecord
 
 router = APIRouter(tags=["sampling"], route_class=JsonRoute)
 
@@ -32,27 +32,45 @@ async def create_sampling_session(
     if path is None and body.base_model is None:
         msg = "base_model and model_path are both missing; send one of them"
         raise UserError(msg)
-    base_model = body.base_model
-    if path is not None:
-        checkpoint = await readable_checkpoint(context, caller, str(path))
-        if base_model not in {None, checkpoint.base_model}:
-            msg = f"base_model {base_model!r} does not fit {str(path)!r}, which is of {checkpoint.base_model!r}"
-            raise UserError(msg)
-        base_model = checkpoint.base_model
-    context.settings.model(base_model or "")  # raises UserError if it is not served
-    sampler = await context.store.create_sampling_session(
-        SamplingSessionRecord(
-            sampling_session_id=translate.sampling_session_id(body.session_id, body.sampling_session_seq_id),
-            session_id=body.session_id,
-            tenant=caller.tenant,
-            base_model=base_model or "",
-            created_at=context.now(),
-            snapshot_id=None if path is None else str(path),
-            model_path=None if path is None else str(path),
-            model_id=None if path is None else path.model_id,
-        )
+    checkpoint = None if path is None else await _fitting_checkpoint(context, caller, path, body.base_model)
+    base_model = body.base_model or "" if checkpoint is None else checkpoint.base_model
+    context.settings.model(base_model)  # raises UserError if it is not served
+    wanted = SamplingSessionRecord(
+        sampling_session_id=translate.sampling_session_id(body.session_id, body.sampling_session_seq_id),
+        session_id=body.session_id,
+        tenant=caller.tenant,
+        base_model=base_model,
+        created_at=context.now(),
+        snapshot_id=None if path is None else str(path),
+        model_path=None if path is None else str(path),
+        model_id=None if path is None else path.model_id,
+        checkpoint_created_at=None if checkpoint is None else checkpoint.created_at,
+        only_while_public=checkpoint is not None and checkpoint.tenant != caller.tenant and not caller.admin,
     )
+    sampler = await context.store.create_sampling_session(wanted)
+    _refuse_other_content(sampler, wanted)
     return wire.SamplingSessionCreated(sampling_session_id=sampler.sampling_session_id)
+
+
+async def _fitting_checkpoint(
+    context: ServerContext, caller: Principal, path: TinkerPath, base_model: str | None
+) -> CheckpointRecord:
+    """Return the checkpoint, if it is of this base model. Raises UserError otherwise."""
+    checkpoint = await readable_checkpoint(context, caller, str(path))
+    if base_model not in {None, checkpoint.base_model}:
+        msg = f"base_model {base_model!r} does not fit {str(path)!r}, which is of {checkpoint.base_model!r}"
+        raise UserError(msg)
+    return checkpoint
+
+
+def _refuse_other_content(first: SamplingSessionRecord, wanted: SamplingSessionRecord) -> None:
+    """A number names one sampling session for ever. Raises ConflictError if it was used for something else."""
+    if (first.base_model, first.snapshot_id) != (wanted.base_model, wanted.snapshot_id):
+        msg = (
+            f"sampling session {first.sampling_session_id!r} exists already, for "
+            f"{first.snapshot_id or first.base_model!r}; every one needs a sampling_session_seq_id of its own"
+        )
+        raise ConflictError(msg)
 
 
 def _sampler_path(text: str) -> TinkerPath:
@@ -79,7 +97,7 @@ async def join_sampling_session(
     body: wire.SamplingSessionRequest, caller: Caller, context: Context
 ) -> wire.SamplingSessionJoined:
     """Draw the number at random: of 9 * 10**9, two clones practically never get the same, whatever server they ask."""
-    await own_sampler(context, caller, body.sampling_session_id)
+    await usable_sampler(context, caller, body.sampling_session_id)
     return wire.SamplingSessionJoined(client_counter=1 + secrets.randbelow(_MAX_CLIENT_COUNTER - 1))
 
 
@@ -93,7 +111,7 @@ async def asample(body: wire.SampleRequest, caller: Caller, context: Context) ->
         if value is not None:
             msg = f"{name} is not allowed in asample; the sampling session determines it"
             raise UnsupportedError(msg)
-    sampler = await own_sampler(context, caller, body.sampling_session_id)
+    sampler = await usable_sampler(context, caller, body.sampling_session_id)
     refuse_ended(await context.store.get_session(sampler.session_id))
     capabilities = await context.engines.capabilities(sampler.base_model)
     prepare = partial(_new_sample, context, caller, sampler, body, capabilities)

@@ -6,11 +6,10 @@ from typing import Annotated
 from fastapi import APIRouter, Header
 from fastapi.responses import JSONResponse, Response
 
-from tinsmith.errors import AuthenticationError, UnsupportedError
-from tinsmith.hook_values import Principal
+from tinsmith.errors import UnsupportedError
 from tinsmith.protocol import translate, wire
 from tinsmith.server.auth import Caller
-from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.context import Context
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.store import EngineRecord, EngineState
 
@@ -32,25 +31,17 @@ async def client_config(
     setting = context.settings.server.poll_samples_together
     together = polls_together(x_stainless_runtime_version) if setting == "auto" else setting == "always"
     return wire.ClientConfig(
-        pjwt_auth_enabled=_by_api_key(context, caller, x_api_key), sample_use_retrieve_futures=together
+        pjwt_auth_enabled=context.api_keys.identifies(caller, x_api_key), sample_use_retrieve_futures=together
     )
 
 
 @router.post("/auth/token")
 async def auth_token(caller: Caller, context: Context, x_api_key: Annotated[str, Header()] = "") -> wire.AuthToken:
     """Exchange an API key for a token that is valid in its place for `server.token_lifetime_s`."""
-    if not _by_api_key(context, caller, x_api_key):
+    if not context.api_keys.identifies(caller, x_api_key):
         msg = "tokens are issued for API keys only, and a plugin knows this caller by another credential; use that one"
         raise UnsupportedError(msg)
     return wire.AuthToken(jwt=context.api_keys.exchange(x_api_key))
-
-
-def _by_api_key(context: ServerContext, caller: Principal, credential: str) -> bool:
-    """Return whether the caller was identified by the API key, and not by a plugin."""
-    try:
-        return context.api_keys.principal(credential) == caller
-    except AuthenticationError:
-        return False
 
 
 def polls_together(python_version: str) -> bool:

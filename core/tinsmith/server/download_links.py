@@ -1,0 +1,59 @@
+"""What a download link rests on, and whether it still holds. Asked with every download, on every server."""
+
+from collections.abc import Mapping
+
+from tinsmith.checkpoints.tinker_path import TinkerPath
+from tinsmith.errors import AuthenticationError, NotFoundError, RevokedError
+from tinsmith.hook_values import Principal
+from tinsmith.server.api_keys import HEADER
+from tinsmith.server.auth import may_read
+from tinsmith.server.context import ServerContext
+from tinsmith.server.signed_urls import Grant
+from tinsmith.store import CheckpointRecord
+from tinsmith.store.revocation import why_gone
+
+
+def make_grant(
+    context: ServerContext, caller: Principal, record: CheckpointRecord, headers: Mapping[str, str]
+) -> Grant:
+    """Return what a link of this caller to this checkpoint rests on. `headers` are those of the request for it."""
+    credential = headers.get(HEADER, "")
+    by_key = context.api_keys.identifies(caller, credential)
+    return Grant(
+        created_at=record.created_at,
+        only_while_public=record.tenant != caller.tenant and not caller.admin,
+        key_id=context.api_keys.key_behind(credential) if by_key else "",
+    )
+
+
+async def refuse_revoked(context: ServerContext, directory: str, grant: Grant) -> None:
+    """Raises RevokedError if the checkpoint may no longer be read, AuthenticationError if the key was removed."""
+    path = str(TinkerPath.parse(f"tinker://{directory}"))
+    owner = _owner_of_key(context, grant)
+    why = await _why_revoked(context, path, grant, owner)
+    if why is not None:
+        msg = f"this download link is no longer valid: checkpoint {path!r} {why}"
+        raise RevokedError(msg)
+
+
+def _owner_of_key(context: ServerContext, grant: Grant) -> Principal | None:
+    """Return whose key made the link, or None if it rests on no configured key."""
+    try:
+        return context.api_keys.owner_of_id(grant.key_id) if grant.key_id else None
+    except AuthenticationError as error:
+        msg = "the API key with which this download link was made has been removed"
+        raise AuthenticationError(msg) from error
+
+
+async def _why_revoked(context: ServerContext, path: str, grant: Grant, owner: Principal | None) -> str | None:
+    try:
+        record = await context.store.get_checkpoint(path)
+    except NotFoundError:
+        return "was deleted"
+    if (why := why_gone(record, grant.created_at, context.now())) is not None:
+        return why
+    if grant.only_while_public and not record.public:
+        return "was unpublished by its owner"
+    if owner is not None and not may_read(record, owner):
+        return "is not published, and the API key of the link may no longer read it"
+    return None

@@ -1,0 +1,51 @@
+"""Whether a sampling session may still use the checkpoint that it was opened on. Server and engine ask here.
+
+Nothing is written when a checkpoint is unpublished or deleted, or when it expires: every request looks at the
+checkpoint as it is now, so a revocation takes effect at the next request on every server.
+"""
+
+from datetime import datetime
+
+from tinsmith.errors import NotFoundError, RevokedError
+from tinsmith.store.checkpoints import Checkpoints
+from tinsmith.store.records import CheckpointRecord, SamplingSessionRecord
+
+
+async def usable_checkpoint(
+    store: Checkpoints, session: SamplingSessionRecord, now: datetime
+) -> CheckpointRecord | None:
+    """Return the checkpoint that a sampling session rests on; None if it rests on none.
+
+    Raise RevokedError, with the reason, if the session may no longer use it.
+    """
+    if session.model_path is None:
+        return None
+    try:
+        found = await store.get_checkpoint(session.model_path)
+    except NotFoundError as error:
+        raise revoked(session, "was deleted") from error
+    why = why_gone(found, session.checkpoint_created_at, now)
+    if why is None and session.only_while_public and not found.public:
+        why = "was unpublished by its owner"
+    if why is not None:
+        raise revoked(session, why)
+    return found
+
+
+def why_gone(found: CheckpointRecord, created_at: datetime | None, now: datetime) -> str | None:
+    """Return why the checkpoint found under a name is not the one created at `created_at`; None if it is.
+
+    If `created_at` is None, any checkpoint of that name will do, unless it has expired.
+    """
+    if found.expires_at is not None and found.expires_at <= now:
+        return f"expired at {found.expires_at:%Y-%m-%d %H:%M:%S} UTC"
+    if created_at not in {None, found.created_at}:
+        return "was replaced by a later one of the same name"
+    return None
+
+
+def revoked(session: SamplingSessionRecord, why: str) -> RevokedError:
+    return RevokedError(
+        f"sampling session {session.sampling_session_id!r} is closed: its checkpoint {session.model_path!r} {why}; "
+        "create a sampling session on a checkpoint that you may read"
+    )
