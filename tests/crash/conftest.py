@@ -1,8 +1,13 @@
-"""The SDK leaves HTTP connections open until they are collected; that is its own business."""
+"""The SDK leaves HTTP connections open until they are collected; that is its own business. A run on a healthy disk."""
 
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from processes import Launcher
 
 _HERE = Path(__file__).parent
 
@@ -12,3 +17,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _HERE in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"))
             item.add_marker(pytest.mark.filterwarnings("ignore::FutureWarning"))  # old calls, which scripts still use
+
+
+Whole = Callable[[int], tuple[list[Any], list[dict[str, bytes | int]], Counter[str]]]
+
+
+@pytest.fixture(scope="session")
+def whole(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Train for a number of steps with a save after each, on a disk that works; once for all that compare with it."""
+    from test_disk_faults import on_a_healthy_disk
+
+    return cache(lambda steps: on_a_healthy_disk(launcher, tmp_path_factory.mktemp("whole") / "run", steps))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tinker
 from campaign import SETTINGS
-from processes import Served, launching
+from processes import Launcher, Served
 from scenario import WAIT_S, state_at
 
 from tinsmith.backend import ModelState
@@ -35,6 +35,7 @@ ENGINE = {  # how often each point of a save, a snapshot or a commit fails
     "directory.sync_parents.before": "eio@p0.1:4",
     "store.commit.before": "enospc@p0.02:5",
 }
+OFTEN = {**SETTINGS, "recovery": {"point_every_operations": 3}}
 SERVER = {"store.commit.before": "enospc@p0.02:6"}
 
 
@@ -62,15 +63,29 @@ def save_at_once(training: tinker.TrainingClient, number: int) -> list[str]:
     ]
 
 
+def on_a_healthy_disk(
+    launcher: Launcher, directory: Path, steps: int
+) -> tuple[list[Any], list[dict[str, bytes | int]], Counter[str]]:
+    served = Served(launcher, directory, [TOY], settings=OFTEN)
+    try:
+        seen, states, paths = train(served, save_at_once, steps)
+        kinds = succeeded(served.data_dir, TinkerPath.parse(paths[0]).model_id)
+        assert served.stop() == 0
+    finally:
+        served.close()
+    return seen, states, kinds
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("steps", "faults", "refusals"), [(12, 40, 4), pytest.param(45, 200, 20, marks=pytest.mark.thorough)]
 )
-def test_saves_on_a_failing_disk(tmp_path: Path, steps: int, faults: int, refusals: int) -> None:
+def test_saves_on_a_failing_disk(
+    launcher: Launcher, whole: Callable[[int], Any], tmp_path: Path, steps: int, faults: int, refusals: int
+) -> None:
     failures: Counter[str] = Counter()
     messages: list[tuple[str, str]] = []  # what is to be said, and what was
-    settings = {**SETTINGS, "recovery": {"point_every_operations": 3}}
 
     def save_until_it_works(training: tinker.TrainingClient, number: int) -> list[str]:
         done = []
@@ -87,29 +102,24 @@ def test_saves_on_a_failing_disk(tmp_path: Path, steps: int, faults: int, refusa
                     failures[kind] += 1
         return done
 
-    with launching() as launcher:
-        served = Served(launcher, tmp_path / "whole", [TOY], settings=settings)
-        try:
-            expected = train(served, save_at_once, steps)
-        finally:
-            served.close()
-        log = tmp_path / "points"
+    log = tmp_path / "points"
 
-        def fail(served: Served) -> None:
-            for role, points in (("engine", ENGINE), ("serve", SERVER)):
-                served.arm(role, ";".join([f"log={log}", *(f"{point}={what}" for point, what in points.items())]))
+    def fail(served: Served) -> None:
+        for role, points in (("engine", ENGINE), ("serve", SERVER)):
+            served.arm(role, ";".join([f"log={log}", *(f"{point}={what}" for point, what in points.items())]))
 
-        served = Served(launcher, tmp_path / "failing", [TOY], settings=settings, prepare=fail)
-        try:
-            seen, states, paths = train(served, save_until_it_works, steps)
-            known = {path.removeprefix("tinker://") for path in paths}
-            root = served.data_dir / "checkpoints"
-            found = {str(file.parent.relative_to(root)) for file in root.rglob("tinsmith.json")}
-            assert {each for each in found if "/." not in each} == known  # what failed is not to be seen
-            kinds = succeeded(served.data_dir, TinkerPath.parse(paths[0]).model_id)
-            assert served.stop() == 0
-        finally:
-            served.close()
+    served = Served(launcher, tmp_path / "failing", [TOY], settings=OFTEN, prepare=fail)
+    try:
+        seen, states, paths = train(served, save_until_it_works, steps)
+        known = {path.removeprefix("tinker://") for path in paths}
+        root = served.data_dir / "checkpoints"
+        found = {str(file.parent.relative_to(root)) for file in root.rglob("tinsmith.json")}
+        assert {each for each in found if "/." not in each} == known  # what failed is not to be seen
+        kinds = succeeded(served.data_dir, TinkerPath.parse(paths[0]).model_id)
+        assert served.stop() == 0
+    finally:
+        served.close()
+    assert (seen, states, kinds) == whole(steps)
     points = Counter(log.read_text().splitlines())
     print(f"{points.total()} faults: {dict(points)}; failed saves: {dict(failures)}")
     assert points.total() >= faults
@@ -119,8 +129,6 @@ def test_saves_on_a_failing_disk(tmp_path: Path, steps: int, faults: int, refusa
     for part, message in messages:
         assert part in message
         assert "try again" in message
-    assert seen == expected[0]
-    assert states == expected[1]
     assert kinds["forward_backward"] == kinds["optim_step"] == kinds["save_state"] == steps
 
 

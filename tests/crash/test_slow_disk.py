@@ -1,11 +1,12 @@
 """A disk that takes its time: everything is only later, and nobody who looks healthy is replaced."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from campaign import SETTINGS
-from processes import Served, launching
-from test_disk_faults import save_at_once, succeeded, train
+from processes import Launcher, Served
+from test_disk_faults import OFTEN, save_at_once, succeeded, train
 
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.testing.harness import TOY
@@ -20,25 +21,23 @@ STEPS = 12
 
 
 @pytest.mark.slow
-def test_a_slow_disk_costs_time_and_nothing_else(tmp_path: Path) -> None:
-    settings = {**SETTINGS, "recovery": {"point_every_operations": 3, "lease_s": LEASE_S}}
+def test_a_slow_disk_costs_time_and_nothing_else(
+    launcher: Launcher, whole: Callable[[int], Any], tmp_path: Path
+) -> None:
+    settings = {**OFTEN, "recovery": {**OFTEN["recovery"], "lease_s": LEASE_S}}
     log = tmp_path / "points"
 
     def slow(served: Served) -> None:
         for role in ("engine", "serve"):
             served.arm(role, ";".join([f"log={log}", *(f"{point}={what}" for point, what in SLOW.items())]))
 
-    runs = []
-    with launching() as launcher:
-        for name, prepare in (("whole", lambda _: None), ("slow", slow)):
-            served = Served(launcher, tmp_path / name, [TOY], settings=settings, prepare=prepare)
-            try:
-                seen, states, paths = train(served, save_at_once, steps=STEPS)
-                kinds = succeeded(served.data_dir, TinkerPath.parse(paths[0]).model_id)
-                assert served.stop() == 0
-            finally:
-                served.close()
-            assert kinds["optim_step"] == kinds["save_state"] == kinds["save_for_sampler"] == STEPS
-            runs.append((seen, states))
+    served = Served(launcher, tmp_path / "slow", [TOY], settings=settings, prepare=slow)
+    try:
+        seen, states, paths = train(served, save_at_once, steps=STEPS)
+        kinds = succeeded(served.data_dir, TinkerPath.parse(paths[0]).model_id)
+        assert served.stop() == 0
+    finally:
+        served.close()
+    assert kinds["optim_step"] == kinds["save_state"] == kinds["save_for_sampler"] == STEPS
     assert set(log.read_text().splitlines()) == set(SLOW)
-    assert runs[0] == runs[1]
+    assert (seen, states, kinds) == whole(STEPS)

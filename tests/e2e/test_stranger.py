@@ -41,7 +41,7 @@ class Environment:
         self.home = directory / "home"
         self.home.mkdir()
         self._bin = directory / "venv" / "bin"
-        self._run([sys.executable, "-m", "venv", str(directory / "venv")])
+        self._run([sys.executable, "-m", "venv", "--without-pip", str(directory / "venv")])  # pip is linked, too
         self._link_dependencies(directory / "dependencies")
 
     def run(self, program: str, *arguments: str, cwd: Path | None = None, code: int = 0) -> str:
@@ -74,7 +74,7 @@ class Environment:
 
     def _link_dependencies(self, links: Path) -> None:
         links.mkdir()
-        for each in closure("tinsmith[testing,examples]", "hatchling"):
+        for each in closure("tinsmith[testing,examples]", "hatchling", "pip"):
             for top in sorted({file.parts[0] for file in each.files or ()} - {"..", "__pycache__"}):
                 if not (links / top).exists():
                     (links / top).symlink_to(str(each.locate_file(top)))
@@ -105,18 +105,11 @@ def closure(*wanted: str) -> list[Distribution]:
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """With the core in it, from its wheel, and a stranger's plugins."""
     environment = Environment(tmp_path_factory.mktemp("stranger"))
-    build = ("-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", "wheels")
-    environment.run("python", *build, str(ROOT))
-    environment.run("python", "-m", "pip", "install", "--quiet", *wheels(environment, "tinsmith-"))
+    install = ("-m", "pip", "install", "--quiet", "--no-build-isolation")  # builds a wheel of each source first
+    environment.run("python", *install, str(ROOT))
     environment.run("tinsmith", "new-plugin", "fresh", "--kind", "backend")
-    environment.run("python", *build, "./tinsmith-fresh", str(shutil.copytree(OLD, environment.home / "old")))
-    built = [*wheels(environment, "tinsmith_fresh-"), *wheels(environment, "tinsmith_bigram-")]
-    environment.run("python", "-m", "pip", "install", "--quiet", *built)
+    environment.run("python", *install, "./tinsmith-fresh", str(shutil.copytree(OLD, environment.home / "old")))
     return environment
-
-
-def wheels(environment: Environment, prefix: str) -> list[str]:
-    return [str(path) for path in (environment.home / "wheels").glob(f"{prefix}*.whl")]
 
 
 @pytest.fixture

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
+import forked
 import pytest
+from processes import Launcher
 
 import tinsmith
 from tinsmith import failpoints
@@ -83,10 +85,9 @@ for n in range(4):
 """
 
 
-def run(specification: str) -> tuple[int, list[str]]:
+def run(launcher: Launcher, specification: str) -> tuple[int, list[str]]:
     environ = {**os.environ, failpoints.VARIABLE: specification}
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, check=False, env=environ, capture_output=True, text=True, timeout=300)
+    done = forked.run(launcher, "-c", SCRIPT, environ=environ)
     return done.returncode, done.stdout.splitlines()
 
 
@@ -108,17 +109,19 @@ def run(specification: str) -> tuple[int, list[str]]:
         ("", 0, [f"{what} {n}" for n in range(4) for what in ("submitted", "claimed")]),
     ],
 )
-def test_actions(specification: str, code: int, printed: list[str]) -> None:
-    assert run(specification) == (code, printed)
+def test_actions(launcher: Launcher, specification: str, code: int, printed: list[str]) -> None:
+    assert run(launcher, specification) == (code, printed)
 
 
-def test_chances_repeat_with_their_seed_and_delays_delay() -> None:
-    first, second = (run("store.submit.before=eio@p0.5:7") for _ in range(2))
+def test_chances_repeat_with_their_seed_and_delays_delay(launcher: Launcher) -> None:
+    first, second = (run(launcher, "store.submit.before=eio@p0.5:7") for _ in range(2))
     assert first == second
-    assert run("store.claim.before=delay:0.01@1+")[0] == 0
+    assert run(launcher, "store.claim.before=delay:0.01@1+")[0] == 0
 
 
-def test_what_acts_is_logged(tmp_path: Path) -> None:
+def test_what_acts_is_logged_in_a_process_that_is_started_with_the_variable(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    run(f"log={log};store.submit.after=eio@1+;store.claim.after=kill")
+    environ = {**os.environ, failpoints.VARIABLE: f"log={log};store.submit.after=eio@1+;store.claim.after=kill"}
+    started = subprocess.run([sys.executable, "-c", SCRIPT], check=False, env=environ, capture_output=True, timeout=300)
+    assert started.returncode == 0
     assert log.read_text().splitlines() == ["store.submit.after"] * 4
