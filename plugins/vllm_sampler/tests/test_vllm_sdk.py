@@ -24,6 +24,7 @@ import psutil
 import pytest
 import tinker
 import yaml
+from typer.testing import CliRunner
 from vllm_harness import CONTEXT, TRAINERS, VOCAB, plain_vllm, prompt, settings
 
 from tinsmith import (
@@ -37,6 +38,8 @@ from tinsmith import (
     Snapshot,
     hookimpl,
 )
+from tinsmith.commands.cli import build_group
+from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.data_dir_lock import read_server_url
 from tinsmith.settings import DataDir, ModelSettings
 from tinsmith.testing.harness import running_server
@@ -300,8 +303,11 @@ def report_of(served: Served, model: tinker.TrainingClient) -> dict[str, Any]:
 
 
 def tinsmith(*arguments: str) -> str:
-    command = [sys.executable, "-m", "tinsmith", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment()).stdout
+    """Run the command in this process; what it prints."""
+    plugins = Plugins.load()
+    done = CliRunner().invoke(build_group(plugins), arguments, obj=plugins, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
 
 
 @pytest.mark.thorough  # contract/test_peft_loads_exports.py reads exports in `make test`
@@ -336,7 +342,7 @@ def test_snapshots_come_back_without_anybody_noticing(service: tinker.ServiceCli
         assert_same(drawn(future), expected)
 
 
-@pytest.mark.parametrize("num_publishes", [5, pytest.param(50, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("num_publishes", [3, pytest.param(50, marks=pytest.mark.thorough)])
 def test_publishes_beside_samples(new_service: Callable[[], tinker.ServiceClient], num_publishes: int) -> None:
     """One tenant trains and publishes, another samples: nothing of the other's fails, is cut, or changes."""
     publisher, neighbour = (new_model(new_service(), "tiny/jax", rank) for rank in (2, 4))
