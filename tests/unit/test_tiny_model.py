@@ -81,6 +81,6 @@ def test_impossible_shapes_are_refused(tmp_path: Path, changes: dict[str, object
         write_tiny_model(tmp_path / "model", replace(SMALL, **changes))
 
 
-@pytest.mark.parametrize("vocab_size", [300, 512, pytest.param(8192, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("vocab_size", [300, 512, pytest.param(8192, marks=pytest.mark.thorough)])
 def test_any_vocabulary_size_is_met_exactly(tmp_path: Path, vocab_size: int) -> None:
     write_tiny_model(tmp_path, replace(SMALL, vocab_size=vocab_size))
