@@ -20,7 +20,7 @@ from tinsmith.hook_values import Principal
 from tinsmith.server import body_budget
 from tinsmith.server.api_keys import ApiKeys
 from tinsmith.server.bodies import STRANGER_BYTES, UNPACKED_FREELY, BodyLimit, BodyLimits
-from tinsmith.server.body_budget import BodyBudget
+from tinsmith.server.body_budget import FREE_BYTES, LEASE, BodyBudget, hold_decoded
 from tinsmith.server.heavy_work import LARGE_BYTES, HeavyWork
 from tinsmith.server.key_tokens import KeyTokens
 from tinsmith.server.signed_urls import Grant, UrlSigner
@@ -252,6 +252,22 @@ async def test_a_request_waits_until_others_are_answered() -> None:
             assert not waits.done()
         await waits
         assert budget.held_bytes == 10
+
+
+async def test_what_a_small_body_decodes_to_is_counted_if_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty requests of 5 KB, with sparse tensors, took 41 MB each."""
+    monkeypatch.setattr(body_budget, "_WAIT_S", 0)
+    budget = BodyBudget(total_bytes=1 << 40, tenant_bytes=MEGABYTE)
+    with budget.lease("t") as other, budget.lease() as lease:
+        request = Request({"type": "http", LEASE: lease})
+        other.resize(MEGABYTE)
+        await hold_decoded(request, "t", FREE_BYTES)
+        with pytest.raises(CapacityError):
+            await hold_decoded(request, "t", FREE_BYTES + 1)
+        other.resize(0)
+        await hold_decoded(request, "t", FREE_BYTES + 1)
+        assert budget.held_bytes == FREE_BYTES + 1
+    assert budget.held_bytes == 0
 
 
 async def test_heavy_work_is_done_one_at_a_time_and_by_turns_among_tenants() -> None:

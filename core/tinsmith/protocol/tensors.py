@@ -12,8 +12,8 @@ from tinsmith.errors import UserError
 from tinsmith.protocol import wire
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
 
-MAX_DENSE_ELEMENTS = 1 << 26
-"""Of one sparse tensor made dense: a few bytes of request must not become gigabytes of memory."""
+MAX_DENSE_ELEMENTS = 1 << 24
+"""Of a request's sparse tensors made dense: a few bytes of request must not become gigabytes of memory."""
 
 _DTYPES: dict[int, np.dtype[np.generic]] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),

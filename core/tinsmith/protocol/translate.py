@@ -8,6 +8,7 @@ import hashlib
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -15,12 +16,16 @@ from google.protobuf.message import DecodeError
 from tinsmith import operations as ops
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.errors import CapacityError, UnsupportedError, UserError
+from tinsmith.protocol import bounds, wire
 from tinsmith.protocol import tensors as wire_tensors
-from tinsmith.protocol import wire
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
+from tinsmith.protocol.proto_scan import check_parts
 from tinsmith.store.codec import canonical_bytes, kind_of
 
 MAX_SAMPLES = 1024
+MAX_DATA = 16_384
+MAX_TENSORS = 64
+"""Of one datum."""
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 24 * 3600
 _SEED_RANGE = 2**63 - 1
 
@@ -83,6 +88,7 @@ def check_load(request: wire.LoadWeightsRequest) -> None:
 def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
     request = pb.ForwardBackwardRequest()
     try:
+        check_parts(body, request.DESCRIPTOR)
         request.ParseFromString(body)
     except DecodeError as error:
         msg = f"the body of {len(body)} bytes is not a protobuf ForwardBackwardRequest: {error}"
@@ -90,7 +96,44 @@ def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
     if not request.model_id or request.seq_id < 1:
         msg = f"model_id {request.model_id!r} or seq_id {request.seq_id} is missing from the protobuf body"
         raise UserError(msg)
+    _check_counts(request)
     return request
+
+
+def _check_counts(request: pb.ForwardBackwardRequest) -> None:
+    _check_name("model_id", request.model_id)
+    _check_name("loss_fn", request.loss_fn)
+    for name in (*request.loss_fn_config, *request.loss_fn_config_v2):
+        _check_name("loss_fn_config", name)
+    _check_count("data", len(request.data), MAX_DATA)
+    for index, datum in enumerate(request.data):
+        _check_count(f"data[{index}]: model_input", len(datum.model_input), bounds.MAX_CHUNKS)
+        _check_count(f"data[{index}]: loss_fn_inputs", len(datum.loss_fn_inputs), MAX_TENSORS)
+        for name, tensor in datum.loss_fn_inputs.items():
+            _check_name(f"data[{index}]: loss_fn_inputs", name)
+            _check_count(f"data[{index}]: loss_fn_inputs: {name}: shape", len(tensor.shape), bounds.MAX_DIMENSIONS)
+    _check_count("data: elements of sparse tensors", sparse_elements(request), wire_tensors.MAX_DENSE_ELEMENTS)
+
+
+def sparse_elements(request: pb.ForwardBackwardRequest) -> int:
+    """Return how many elements the sparse tensors have when they are made dense."""
+    tensors = (tensor for datum in request.data for tensor in datum.loss_fn_inputs.values())
+    return sum(abs(prod(tensor.shape)) for tensor in tensors if tensor.WhichOneof("encoding") == "sparse_csr")
+
+
+def _check_count(what: str, count: int, allowed: int) -> None:
+    if count > allowed:
+        msg = f"{what}: {count} are too many; allowed: {allowed}"
+        raise UserError(msg)
+
+
+def _check_name(what: str, name: str) -> None:
+    _check_count(f"{what}: characters of {name[:100]!r}", len(name), bounds.MAX_NAME_CHARS)
+    try:
+        bounds.plain(name)
+    except ValueError as error:
+        msg = f"{what}: {name[:100]!r} {error}"
+        raise UserError(msg) from error
 
 
 def forward_backward(request: pb.ForwardBackwardRequest) -> ops.ForwardBackward:

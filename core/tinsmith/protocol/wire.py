@@ -6,6 +6,7 @@ out what is None.
 """
 
 from datetime import datetime
+from math import prod
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -236,6 +237,11 @@ class TensorData(_Body):
     sparse_crow_indices: Integers | None = None
     sparse_col_indices: Integers | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Return about how much memory the values take when they are made dense."""
+        return self.data.nbytes + (8 * prod(self.shape or []) if self.sparse_crow_indices is not None else 0)
+
 
 class SampleRequest(_Body):
     prompt: ModelInput
@@ -256,8 +262,8 @@ class SampleRequest(_Body):
     @property
     def num_bytes(self) -> int:
         """Return about how much memory the numbers take."""
-        tokens = sum(chunk.tokens.nbytes for chunk in self.prompt.chunks)
-        return tokens + (0 if self.target_prompt_logprobs is None else self.target_prompt_logprobs.data.nbytes)
+        targets = self.target_prompt_logprobs
+        return sum(chunk.tokens.nbytes for chunk in self.prompt.chunks) + (targets.num_bytes if targets else 0)
 
 
 # Futures --------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ is more is taken from the budget of its tenant before it is read or unpacked.
 
 import io
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -19,14 +18,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.errors import CapacityError, TinsmithError, UserError
 from tinsmith.hook_values import Principal
-from tinsmith.server.body_budget import BodyBudget, Lease
+from tinsmith.server.body_budget import FREE_BYTES, LEASE, BodyBudget, Lease
 from tinsmith.server.context import API_PREFIX
 from tinsmith.server.error_answers import tinsmith_error
 from tinsmith.server.heavy_work import HeavyWork
-from tinsmith.server.json_routes import TENANT
 from tinsmith.server.refusals import record_refusal
 
-STRANGER_BYTES: Final = 1 << 16
+STRANGER_BYTES: Final = FREE_BYTES
 """How much is read before the caller is authenticated here. The routes authenticate every caller in any case."""
 
 UNPACKED_FREELY: Final = 8 << 20
@@ -101,9 +99,10 @@ class BodyLimit:
         if scope["type"] != "http" or scope["method"] in {"GET", "HEAD", "OPTIONS"}:
             await self._app(scope, receive, send)
             return
-        with ExitStack() as until_answered:
+        with self._budget.lease() as lease:
+            scope[LEASE] = lease
             try:
-                body = await self._read(scope, receive, until_answered)
+                body = await self._read(scope, receive, lease)
             except UserError as error:
                 await _refuse(error, scope, receive, send)
                 return
@@ -111,13 +110,12 @@ class BodyLimit:
                 return
             await self._app(scope, _replay(body, receive), send)
 
-    async def _read(self, scope: Scope, receive: Receive, until_answered: ExitStack) -> bytes:
+    async def _read(self, scope: Scope, receive: Receive, lease: Lease) -> bytes:
         headers, path = Headers(scope=scope), scope["path"]
         announced = int(headers.get("content-length", "0"))
         encoding = headers.get("content-encoding", "identity").lower()
-        lease: Lease | None = None
         if announced > STRANGER_BYTES or encoding not in {"identity", ""}:
-            lease = self._lease(scope, headers, until_answered)
+            lease.tenant = self._authenticate(headers).tenant
             if announced <= self._limits.of(path):
                 await lease.wait_to_resize(announced)
         with io.BytesIO() as body:
@@ -131,21 +129,17 @@ class BodyLimit:
                 size = body.tell()
                 if size > 0:
                     self._limits.check(path, max(size, announced), lambda: _start(encoding, body.getvalue()))
-                if size > STRANGER_BYTES and lease is None:
-                    lease = self._lease(scope, headers, until_answered)
-                if size > announced and lease is not None:
+                if size > STRANGER_BYTES and not lease.tenant:
+                    lease.tenant = self._authenticate(headers).tenant
+                if size > announced and lease.tenant:
                     lease.resize(size)
             whole = body.getvalue()
         return await self._unpacked(path, encoding, whole, lease)
 
-    def _lease(self, scope: Scope, headers: Headers, until_answered: ExitStack) -> Lease:
-        scope[TENANT] = self._authenticate(headers).tenant
-        return until_answered.enter_context(self._budget.lease(scope[TENANT]))
-
-    async def _unpacked(self, path: str, encoding: str, body: bytes, lease: Lease | None) -> bytes:
+    async def _unpacked(self, path: str, encoding: str, body: bytes, lease: Lease) -> bytes:
         if encoding in {"identity", ""}:
             return body
-        if encoding != "zstd" or lease is None:
+        if encoding != "zstd":
             msg = f"content-encoding {encoding[:100]!r} is not offered; send zstd or none"
             raise UserError(msg)
         claimed = _claimed_bytes(body)

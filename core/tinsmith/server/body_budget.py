@@ -8,12 +8,20 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, cast
+
+from starlette.requests import Request
 
 from tinsmith.errors import CapacityError
 
 _WAIT_S: Final = 10.0
 """How long a request waits for others to be answered. Its body waits with it, unread, in the network."""
+
+FREE_BYTES: Final = 1 << 16
+"""Smaller bodies are not counted, so small requests never wait for large ones."""
+
+LEASE: Final = "tinsmith.lease"
+"""Key of the scope: the lease of a request that may have a body."""
 
 
 class BodyBudget:
@@ -31,8 +39,11 @@ class BodyBudget:
         return self._held.total()
 
     @contextmanager
-    def lease(self, tenant: str) -> Iterator["Lease"]:
-        """Use on the event loop. Everything is given back at the end of the block."""
+    def lease(self, tenant: str = "") -> Iterator["Lease"]:
+        """Use on the event loop. Everything is given back at the end of the block.
+
+        The tenant is named later if it is not known yet, before anything is taken.
+        """
         lease = Lease(self, tenant)
         try:
             yield lease
@@ -48,7 +59,7 @@ class BodyBudget:
             self._held[lease.tenant] += more
             lease.num_bytes = num_bytes
             if self._held[lease.tenant] == 0:
-                del self._held[lease.tenant]
+                del self._held[lease.tenant]  # so that tenants of the past take no memory
         if more < 0:
             self._given_back.set()
             self._given_back = asyncio.Event()
@@ -96,3 +107,15 @@ class Lease:
         except CapacityError:
             return False
         return True
+
+
+def lease_of(request: Request) -> Lease:
+    return cast("Lease", request.scope[LEASE])
+
+
+async def hold_decoded(request: Request, tenant: str, num_bytes: int) -> None:
+    """Take memory for what a body decodes to, until the request is answered. Raises CapacityError."""
+    if num_bytes > FREE_BYTES:
+        lease = lease_of(request)
+        lease.tenant = tenant
+        await lease.wait_to_resize(lease.num_bytes + num_bytes)

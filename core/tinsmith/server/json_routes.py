@@ -5,7 +5,7 @@ Large bodies are decoded and validated off the event loop.
 
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -15,12 +15,10 @@ from pydantic import BaseModel, ValidationError
 from tinsmith.errors import UserError
 from tinsmith.protocol import bounds
 from tinsmith.server.auth import authenticated
+from tinsmith.server.body_budget import lease_of
 from tinsmith.server.context import context_of
 
 Handler = Callable[[Request], Awaitable[Response]]
-
-TENANT: Final = "tinsmith.tenant"
-"""Key of the scope: whose budget holds a body that is not small."""
 
 
 class _RefusedError(HTTPException):
@@ -37,7 +35,7 @@ class _StrictRequest(Request):
     async def json(self) -> Any:  # Any: an instance of the model, or else what the client sent; the route refuses that
         body = await self.body()
         heavy = context_of(self).heavy
-        return await heavy.run(self.scope.get(TENANT, ""), len(body), partial(_decoded, body, self.model))
+        return await heavy.run(lease_of(self).tenant, len(body), partial(_decoded, body, self.model))
 
 
 def _decoded(body: bytes, model: type[BaseModel] | None) -> Any:  # Any: as above

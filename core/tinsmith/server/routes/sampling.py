@@ -3,7 +3,7 @@
 import secrets
 from functools import partial
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from tinsmith.backend import Capabilities
 from tinsmith.checkpoints.tinker_path import TinkerPath
@@ -12,6 +12,7 @@ from tinsmith.errors import ConflictError, UnsupportedError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
 from tinsmith.server.auth import Caller, own_session, readable_checkpoint, readable_sampler, usable_sampler
+from tinsmith.server.body_budget import hold_decoded
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.routes.sessions import refuse_ended
@@ -102,7 +103,7 @@ async def join_sampling_session(
 
 
 @router.post("/asample", response_model_exclude_none=True)
-async def asample(body: wire.SampleRequest, caller: Caller, context: Context) -> wire.Submitted:
+async def asample(request: Request, body: wire.SampleRequest, caller: Caller, context: Context) -> wire.Submitted:
     """Submit a sample. It is refused with an HTTP error, because samples have no order and nothing waits behind one."""
     if body.sampling_session_id is None or body.seq_id is None:
         msg = "sampling_session_id and seq_id are required; create a sampling session for base_model or model_path"
@@ -114,6 +115,7 @@ async def asample(body: wire.SampleRequest, caller: Caller, context: Context) ->
     sampler = await usable_sampler(context, caller, body.sampling_session_id)
     refuse_ended(await context.store.get_session(sampler.session_id))
     capabilities = await context.engines.capabilities(sampler.base_model)
+    await hold_decoded(request, caller.tenant, body.num_bytes)
     prepare = partial(_new_sample, context, caller, sampler, body, capabilities)
     new = await context.heavy.run(caller.tenant, body.num_bytes, prepare)
     await context.sample_limits.admit(caller.tenant)

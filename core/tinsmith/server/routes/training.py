@@ -1,6 +1,7 @@
 """Models and their training. Requests of one model run in the order of their seq_id, in whatever order they arrive."""
 
 from functools import partial
+from typing import Final
 
 from fastapi import APIRouter, Request
 
@@ -9,7 +10,9 @@ from tinsmith.checks import check_operation
 from tinsmith.errors import UserError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
+from tinsmith.protocol.proto import tinker_public_pb2 as pb
 from tinsmith.server.auth import Caller, own_run, own_session, readable_run
+from tinsmith.server.body_budget import hold_decoded
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.routes.sessions import refuse_ended
@@ -17,6 +20,9 @@ from tinsmith.server.submitting import count, new_training_operation, submit_tra
 from tinsmith.store import WAITS_FOR_PLACE, RunRecord, SessionRecord
 
 router = APIRouter(tags=["training"], route_class=NumberedRoute)
+
+_WORK_PER_BYTE: Final = 16  # parts of a protobuf may be so small that each byte takes as long as a number in an array
+_SPARSE_ELEMENT_BYTES: Final = 12  # a target and its weight
 
 
 @router.post("/create_model", response_model_exclude_none=True)
@@ -85,10 +91,17 @@ async def forward_backward(request: Request, caller: Caller, context: Context) -
         )
         raise UserError(msg)
     body = await request.body()
-    message = await context.heavy.run(caller.tenant, len(body), partial(translate.parse_forward_backward, body))
+    message, num_bytes = await context.heavy.run(caller.tenant, _WORK_PER_BYTE * len(body), partial(_parsed, body))
     run = await own_run(context, caller, message.model_id)
-    operation = await context.heavy.run(caller.tenant, len(body), partial(translate.forward_backward, message))
-    return await submit_training(context, run, message.seq_id, operation, body_bytes=len(body))
+    await hold_decoded(request, caller.tenant, num_bytes)
+    operation = await context.heavy.run(caller.tenant, num_bytes, partial(translate.forward_backward, message))
+    return await submit_training(context, run, message.seq_id, operation, body_bytes=num_bytes)
+
+
+def _parsed(body: bytes) -> tuple[pb.ForwardBackwardRequest, int]:
+    """Return the request, and how much memory its arrays take."""
+    message = translate.parse_forward_backward(body)
+    return message, len(body) + _SPARSE_ELEMENT_BYTES * translate.sparse_elements(message)
 
 
 @router.post("/optim_step", response_model_exclude_none=True)
