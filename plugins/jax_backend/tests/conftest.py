@@ -1,4 +1,4 @@
-"""Tiny random models, written once per test run with transformers."""
+"""Tiny random models, written once per test run with transformers, and the backends that several files share."""
 
 import os
 
@@ -10,10 +10,13 @@ from pathlib import Path
 import jax
 import pytest
 import torch
+from jax_harness import FEW_PROGRAMS, VOCAB, make_backend
+from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tinsmith.huggingface.tiny_model import TinyShape
 from tinsmith.huggingface.tiny_model import write_tiny_model as write_shape
+from tinsmith_jax.backend import JaxBackend
 
 _SIZES = {
     "vocab_size": 160,
@@ -64,6 +67,20 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def spelled(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Qwen3 with a tokenizer: token n is one letter or two."""
+    directory = tmp_path_factory.mktemp("spelled")
+    for file in tiny_models["qwen3"].iterdir():
+        (directory / file.name).symlink_to(file)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = [*letters, *(first + second for first in letters for second in letters)][:VOCAB]
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="session")
 def contract_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a tokenizer, in the shape that other tests have: in one process its programs are compiled once."""
     directory = tmp_path_factory.mktemp("contract") / "tiny"
@@ -78,6 +95,43 @@ def contract_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def jax_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One compile cache for all backends of the run: JAX keeps the first directory that it has used."""
     return tmp_path_factory.mktemp("jax_cache")
+
+
+@pytest.fixture(scope="session")
+def session_backend(spelled: Path, jax_cache: Path) -> Iterator[JaxBackend]:
+    """A backend of the tiny Qwen3 for several files: each of its programs takes seconds to trace and compile."""
+    backend = make_backend(spelled, jax_cache, decode_slots=4)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def quick_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile in half the time, if optimizations are off anyway: XLA's newer emitters of fusions are slow to compile.
+
+    Only for tests that compare no bits between programs: with the older emitters a tenant's bits depend on the bucket.
+    """
+    if jax.config.read("jax_disable_most_optimizations"):
+        compile_lowered = jax.stages.Lowered.compile
+        options = {"xla_cpu_use_fusion_emitters": False}
+        monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: compile_lowered(lowered, options))
+
+
+@pytest.fixture
+def tiny_backend(session_backend: JaxBackend, quick_compilation: None) -> Iterator[JaxBackend]:
+    """The shared backend. Models that the test creates are unloaded after it."""
+    before = set(session_backend._models)
+    yield session_backend
+    for model_id in set(session_backend._models) - before:
+        session_backend.unload_model(model_id)
+
+
+@pytest.fixture(scope="session")
+def contract_backend(contract_model: Path, jax_cache: Path) -> Iterator[JaxBackend]:
+    """A backend with few programs for several files; the tests unload what they create."""
+    backend = make_backend(contract_model, jax_cache, **FEW_PROGRAMS)
+    yield backend
+    backend.close()
 
 
 @pytest.fixture(scope="module")

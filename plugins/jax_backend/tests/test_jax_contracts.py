@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from jax_harness import FEW_PROGRAMS, make_backend
+from jax_harness import make_backend
 from tokenizers import Tokenizer
 
 from tinsmith.testing import CheckpointContract, ConsistencyContract, SamplingBackendContract, TrainingBackendContract
@@ -17,14 +17,17 @@ pytestmark = pytest.mark.slow  # it compiles some thirty programs
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(FEW_PROGRAMS, id="few programs"),
+        pytest.param(None, id="few programs"),
         pytest.param({"max_context_tokens": 128}, id="many programs", marks=pytest.mark.thorough),
     ],
 )
 def jax_backend(request: pytest.FixtureRequest, contract_model: Path, jax_cache: Path) -> Iterator[JaxBackend]:
-    backend = make_backend(contract_model, jax_cache, **request.param)
-    yield backend
-    backend.close()
+    if request.param is None:
+        yield request.getfixturevalue("contract_backend")
+    else:
+        backend = make_backend(contract_model, jax_cache, **request.param)
+        yield backend
+        backend.close()
 
 
 class TestJaxTraining(TrainingBackendContract):

@@ -18,6 +18,8 @@ from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.rope import read_rope
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ROPES: Mapping[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
     "llama3": {
@@ -56,7 +58,7 @@ def test_the_older_spelling_of_rope() -> None:
     assert read_rope(old, 32, "") == read_rope(new, 32, "")
 
 
-def test_sharded_files_hold_the_same_model(directory: Path, tiny_models: Mapping[str, Path], jax_cache: Path) -> None:
+def test_sharded_files_hold_the_same_model(directory: Path, jax_cache: Path, tiny_backend: JaxBackend) -> None:
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -66,8 +68,7 @@ def test_sharded_files_hold_the_same_model(directory: Path, tiny_models: Mapping
     weight_map = {name: file for file, part in shards.items() for name in part}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     results = []
-    for path in (tiny_models["qwen3"], directory):
-        backend = make_backend(path, jax_cache)
+    for backend in (tiny_backend, make_backend(directory, jax_cache)):
         add_model(backend, "m", LoraConfig(rank=1, seed=0))
         (output,) = backend.forward([Forward(model_id="m", data=make_op("m", 0, (9,)).data)])
         results.append(output.loss_fn_outputs[0]["logprobs"])

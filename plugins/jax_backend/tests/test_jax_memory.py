@@ -3,13 +3,12 @@
 The allocation that fails is XLA's own: more bytes than any machine has.
 """
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from jax_harness import FEW_PROGRAMS, add_model, make_backend, make_op
+from jax_harness import add_model, make_op
 
 from tinsmith import AdamParams, Failed, LoraConfig, ModelState, OptimStep, OptimStepOutput, OutOfMemoryError
 from tinsmith_jax.backend import JaxBackend
@@ -19,11 +18,12 @@ HUGE = 77  # a pass over a sequence of this length asks for too much
 
 
 @pytest.fixture
-def backend(contract_model: Path, jax_cache: Path) -> JaxBackend:
-    backend = make_backend(contract_model, jax_cache, **FEW_PROGRAMS)
+def backend(contract_backend: JaxBackend) -> Iterator[JaxBackend]:
     for name in ("a", "b"):
-        add_model(backend, name, LoraConfig(rank=4, seed=1), random_B=True)
-    return backend
+        add_model(contract_backend, name, LoraConfig(rank=4, seed=1), random_B=True)
+    yield contract_backend
+    for name in ("a", "b", "c"):
+        contract_backend.unload_model(name)
 
 
 def too_much() -> Any:

@@ -6,7 +6,7 @@ those elements are ill-conditioned in any float32 implementation, and an update 
 in the rounding of the stored weight. The cases keep eps well above or well below, and the steps large.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,8 @@ from torch_reference import TorchModel
 
 from tinsmith import AdamParams, Array, Forward, ForwardBackward, LoraConfig, ModelState, OptimStep
 from tinsmith_jax.backend import JaxBackend
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 KINDS = ("qwen3", "qwen3_untied", "llama3")
 LENGTHS = (1, 2, 3, 17, 63, 64, 65, 100, 128, 191, 250, 300)
@@ -49,8 +51,13 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def backend(kind: str, tiny_models: Mapping[str, Path], jax_cache: Path) -> JaxBackend:
-    return make_backend(tiny_models[kind], jax_cache)
+def backend(
+    kind: str, tiny_models: Mapping[str, Path], jax_cache: Path, session_backend: JaxBackend
+) -> Iterator[JaxBackend]:
+    backend = session_backend if kind == "qwen3" else make_backend(tiny_models[kind], jax_cache)
+    yield backend
+    for model_id in ("m", "fresh"):
+        backend.unload_model(model_id)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Snapshots, captured states, canonical names, refusals and capabilities of the jax backend."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,20 +29,15 @@ from tinsmith import (
 )
 from tinsmith_jax.backend import JaxBackend
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ADAM = AdamParams(learning_rate=1e-2)
 LORA = LoraConfig(rank=4, seed=1)
 
 
-@pytest.fixture(scope="module")
-def shared(tiny_models: Mapping[str, Path], jax_cache: Path) -> JaxBackend:
-    return make_backend(tiny_models["qwen3"], jax_cache, max_models=2)
-
-
 @pytest.fixture
-def backend(shared: JaxBackend) -> Iterator[JaxBackend]:
-    yield shared
-    for name in ("m", "n"):
-        shared.unload_model(name)
+def backend(tiny_backend: JaxBackend) -> JaxBackend:
+    return tiny_backend
 
 
 def test_a_snapshot_never_changes(backend: JaxBackend) -> None:
@@ -136,9 +131,9 @@ def test_initial_weights_come_from_the_seed(backend: JaxBackend) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama3"])
 def test_peft_loads_the_canonical_names(
-    tiny_models: Mapping[str, Path], jax_cache: Path, tmp_path: Path, kind: str
+    tiny_models: Mapping[str, Path], jax_cache: Path, tiny_backend: JaxBackend, tmp_path: Path, kind: str
 ) -> None:
-    backend = make_backend(tiny_models[kind], jax_cache)
+    backend = tiny_backend if kind == "qwen3" else make_backend(tiny_models[kind], jax_cache)
     lora = LoraConfig(rank=4, seed=1, train_unembed=kind != "qwen3")  # peft merges no head into a tied embedding
     add_model(backend, "m", lora, random_B=True)
     op = make_op("m", 0, (9, 70))
@@ -176,7 +171,8 @@ def test_refusals_are_values_and_add_nothing(backend: JaxBackend) -> None:
     assert isinstance(backend.optim_step([OptimStep(model_id="nobody", adam=ADAM)])[0], Failed)
 
 
-def test_model_methods_raise_user_errors(backend: JaxBackend) -> None:
+def test_model_methods_raise_user_errors(tiny_models: Mapping[str, Path], jax_cache: Path) -> None:
+    backend = make_backend(tiny_models["qwen3"], jax_cache, max_models=2)
     add_model(backend, "m", LORA)
     add_model(backend, "n", LORA)
     with pytest.raises(CapacityError, match="all 2 models are in use"):

@@ -1,7 +1,7 @@
 """Sampling end to end on tiny models: against the trainer's own forward pass, against torch, alone and in company."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -14,27 +14,21 @@ from transformers import AutoModelForCausalLM
 from tinsmith import AdamParams, Failed, HostSnapshot, LoraConfig, Sample
 from tinsmith_jax.backend import JaxBackend
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 VOCAB = 160
 LORAS = {"a": LoraConfig(rank=4, seed=1), "b": LoraConfig(rank=16, seed=2), "c": LoraConfig(rank=7, seed=3)}
 
 
-@pytest.fixture(scope="module")
-def shared(tiny_models: dict[str, Path], jax_cache: Path) -> Iterator[JaxBackend]:
-    """One backend with four slots and three published adapters; tests leave it as they found it."""
-    backend = make_backend(tiny_models["qwen3"], jax_cache, decode_slots=4)
-    for name, lora in LORAS.items():
-        add_model(backend, name, lora, random_B=True)
-    yield backend
-    backend.close()
-
-
 @pytest.fixture
-async def backend(shared: JaxBackend) -> AsyncIterator[JaxBackend]:
+async def backend(tiny_backend: JaxBackend) -> AsyncIterator[JaxBackend]:
+    """The shared backend, which has four slots, with three published adapters."""
+    for name, lora in LORAS.items():
+        add_model(tiny_backend, name, lora, random_B=True)
+        await tiny_backend.load_snapshot(tiny_backend.publish(name, f"snap-{name}"))
+    yield tiny_backend
     for name in LORAS:
-        await shared.load_snapshot(shared.publish(name, f"snap-{name}"))
-    yield shared
-    for name in LORAS:
-        await shared.drop_snapshot(f"snap-{name}")
+        await tiny_backend.drop_snapshot(f"snap-{name}")
 
 
 # Against the trainer and torch ----------------------------------------------------------------------------------------
@@ -288,32 +282,30 @@ async def test_a_diverged_neighbour_fails_alone(backend: JaxBackend) -> None:
 # Snapshots ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_snapshot_stays_and_sampling_changes_no_training(tiny_models: dict[str, Path], jax_cache: Path) -> None:
-    backend = make_backend(tiny_models["qwen3"], jax_cache, decode_slots=4)
-    quiet = make_backend(tiny_models["qwen3"], jax_cache, decode_slots=4)
+async def test_a_snapshot_stays_and_sampling_changes_no_training(backend: JaxBackend) -> None:
+    """Two models alike: one trains while nothing is sampled, the other while samples of its first snapshot run."""
     adam = AdamParams(learning_rate=1e-2)
     requests = [make_sample(prompt(40), "old", max_tokens=15), make_sample(prompt(40), None, max_tokens=15)]
-    for each in (backend, quiet):
-        add_model(each, "m", LORAS["a"], random_B=True)
+    for name in ("m", "quiet"):
+        add_model(backend, name, LORAS["a"], random_B=True)
+    quiet = [train(backend, make_op("quiet", step, [30, 50]), adam) for step in range(3)]
     await backend.load_snapshot(backend.publish("m", "old"))
     first = await sample_all(backend, requests)
-    losses = {id(backend): [], id(quiet): []}
+    busy = []
     for step in range(3):
-        op = make_op("m", seed=step, lengths=[30, 50])
-        losses[id(quiet)].append(train(quiet, op, adam))
         running = [asyncio.ensure_future(backend.sample(request)) for request in requests]
-        losses[id(backend)].append(await asyncio.to_thread(train, backend, op, adam))
+        busy.append(await asyncio.to_thread(train, backend, make_op("m", step, [30, 50]), adam))
         for one, other in zip(first, await asyncio.gather(*running), strict=True):
             assert_same_sequences(one, other)
     await backend.load_snapshot(backend.publish("m", "new"))
     fresh = await sample(backend, make_sample(prompt(40), "new", max_tokens=15))
     assert fresh.sequences[0].logprobs.tolist() != first[0].sequences[0].logprobs.tolist()
-    for (loss, logprobs), (quiet_loss, quiet_logprobs) in zip(losses[id(backend)], losses[id(quiet)], strict=True):
+    for (loss, logprobs), (quiet_loss, quiet_logprobs) in zip(busy, quiet, strict=True):
         assert loss == quiet_loss
         for one, other in zip(logprobs, quiet_logprobs, strict=True):
             np.testing.assert_array_equal(one, other)
-    backend.close()
-    quiet.close()
+    for name in ("old", "new"):
+        await backend.drop_snapshot(name)
 
 
 async def test_a_host_snapshot_samples_like_the_device_one(backend: JaxBackend) -> None:

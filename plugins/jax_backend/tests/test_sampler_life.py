@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +10,19 @@ import numpy as np
 import pytest
 from jax_harness import add_model, make_backend
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
-from tokenizers import Tokenizer, decoders, models
 
 from tinsmith import Failed, LoraConfig, SampleOutput
 from tinsmith_jax.backend import JaxBackend
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 VOCAB = 160
 EOS = 2  # of the tiny models' configuration
 
 
-@pytest.fixture(scope="module")
-def spelled(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a tokenizer: token n is one letter or two."""
-    directory = tmp_path_factory.mktemp("spelled")
-    for file in tiny_models["qwen3"].iterdir():
-        (directory / file.name).symlink_to(file)
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    words = [*letters, *(first + second for first in letters for second in letters)][:VOCAB]
-    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="a"))
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.save(str(directory / "tokenizer.json"))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def backend(spelled: Path, jax_cache: Path) -> Iterator[JaxBackend]:
-    made = make_backend(spelled, jax_cache, decode_slots=4)
-    yield made
-    made.close()
+@pytest.fixture
+def backend(tiny_backend: JaxBackend) -> JaxBackend:
+    return tiny_backend
 
 
 async def until_busy(backend: JaxBackend, *, busy: bool = True) -> None:

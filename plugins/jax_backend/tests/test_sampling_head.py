@@ -1,19 +1,22 @@
 """The maths of sampling on plain logits, against NumPy."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tinsmith_jax.sampling_head import (
-    RowParams,
-    draw,
-    log_softmax,
-    prompt_scores,
-    search_cdf,
-    truncation_floor,
-    uniform,
-)
+from tinsmith_jax import sampling_head
+from tinsmith_jax.sampling_head import RowParams
+
+# As the backend runs them. Each operation outside a compiled function would be compiled on its own.
+draw = jax.jit(sampling_head.draw)
+log_softmax = jax.jit(sampling_head.log_softmax)
+search_cdf = jax.jit(sampling_head.search_cdf)
+truncation_floor = jax.jit(sampling_head.truncation_floor)
+uniform = jax.jit(sampling_head.uniform)
+prompt_scores = jax.jit(partial(sampling_head.prompt_scores, num_top=4))
 
 V = 700  # more than one block of the search, and not a multiple of it
 
@@ -58,7 +61,7 @@ def test_truncation_keeps_exactly_what_sorting_keeps(top_k: int, top_p: float) -
     logits = logits_of(8, seed=3)
     logits[7] -= 50.0  # all far below zero: the order of bits must hold there too
     params = rows(8, top_k=top_k, top_p=top_p)
-    floor = np.asarray(jax.jit(truncation_floor)(logits, params.top_k_B, params.top_p_B))
+    floor = np.asarray(truncation_floor(logits, params.top_k_B, params.top_p_B))
     for row, value in zip(logits, floor, strict=True):
         np.testing.assert_array_equal(row >= value, kept(row, top_k, top_p))
 
@@ -91,7 +94,7 @@ def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: fl
     count, vocab = 20_000, 40
     logits = np.repeat(logits_of(1, vocab=vocab), count, axis=0)
     params = rows(count, temperature=temperature, top_k=top_k, top_p=top_p)
-    tokens, logprobs, _ = jax.jit(draw)(logits, params, np.full(count, 7), any_truncated=top_k > 0 or top_p < 1)
+    tokens, logprobs, _ = draw(logits, params, np.full(count, 7), any_truncated=top_k > 0 or top_p < 1)
     scaled = numpy_log_softmax(logits[0] / temperature)
     np.testing.assert_allclose(logprobs, scaled[np.asarray(tokens)], atol=1e-5)
     mask = kept(logits[0] / np.float32(temperature), top_k, top_p)
@@ -160,7 +163,7 @@ def test_rows_of_nan_stay_valid_tokens_and_leave_others_alone() -> None:
 def test_prompt_scores_skip_negative_targets_and_sort_the_best() -> None:
     logits = logits_of(3)
     targets = np.array([[1, -1], [2, 699], [-1, 0]], np.int32)
-    scored, ids, values = prompt_scores(jnp.asarray(logits), targets, num_top=4, want_top=jnp.bool_(True))
+    scored, ids, values = prompt_scores(jnp.asarray(logits), targets, want_top=jnp.bool_(True))
     logp = numpy_log_softmax(logits)
     np.testing.assert_allclose(scored[1], logp[1, [2, 699]], atol=1e-5)
     assert scored[0, 1] == 0
@@ -168,7 +171,7 @@ def test_prompt_scores_skip_negative_targets_and_sort_the_best() -> None:
     order = np.argsort(-logits, axis=1)[:, :4]
     np.testing.assert_array_equal(ids, order)
     np.testing.assert_allclose(values, np.take_along_axis(logp, order, 1), atol=1e-5)
-    off, _, _ = prompt_scores(jnp.asarray(logits), targets, num_top=4, want_top=jnp.bool_(False))
+    off, _, _ = prompt_scores(jnp.asarray(logits), targets, want_top=jnp.bool_(False))
     np.testing.assert_array_equal(off, scored)
 
 
