@@ -11,6 +11,9 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
+# Tests start many processes; without bytecode on disk, each would compile all sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo setup test test-all check fix bench bench-recovery docs test-crash test-malice test-gpu clean
 
