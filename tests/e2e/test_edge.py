@@ -1,12 +1,17 @@
 """What any client may send: bounds of bodies, fields, connections and origins, by plain HTTP and without an engine."""
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import zstandard
 
+from tinsmith.server.gate import names_of
+from tinsmith.settings import ServerSettings
+from tinsmith.store import EngineRecord, EngineState
 from tinsmith.testing.harness import RunningServer, running_server
 
 KEY = {"X-API-Key": "tml-mine"}
@@ -94,3 +99,68 @@ def test_a_small_packed_sample_of_wrong_tokens_is_refused_at_its_first_error(htt
 def test_a_wrong_key_learns_nothing_about_its_body(http: httpx.Client) -> None:
     answer = http.post("asample", json={"prompt": {"chunks": [{"tokens": "x"}]}}, headers={"X-API-Key": "sk-x"})
     assert answer.status_code == 401
+
+
+# Hosts, origins and paths ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.1", "a b", "["]
+)
+def test_a_keyless_server_goes_by_local_names_only(http: httpx.Client, server: RunningServer, host: str) -> None:
+    """Otherwise a web page could rebind its own name to 127.0.0.1, and use the server."""
+    before = answers(http, server, "healthz", 403)
+    answer = http.get("healthz", headers={"Host": host})
+    assert answer.status_code == 403
+    assert f"Host {host!r} is not allowed on a server without API keys" in answer.json()["detail"]
+    assert answers(http, server, "healthz", 403) == before + 1
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:8000", "localhost.", "127.0.0.1:1", "127.1.2.3", "[::1]:8000"]
+)
+def test_every_name_of_loopback_passes(http: httpx.Client, host: str) -> None:
+    ok(http.get("healthz", headers={"Host": host}))
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [("https://evil.example", 403), ("null", 403), ("http://localhost:3000", 200), ("http://127.0.0.1", 200)],
+)
+def test_requests_of_other_sites_pages_are_refused(http: httpx.Client, origin: str, status: int) -> None:
+    assert http.post("create_session", json={}, headers={"Origin": origin}).status_code == status
+
+
+def test_other_names_are_those_that_the_operator_gave() -> None:
+    named = ServerSettings.model_validate({"host": "127.0.0.1", "public_url": "https://tinker.example:8443/x"})
+    assert names_of(named) == {"127.0.0.1", "tinker.example"}
+    keyed = ServerSettings.model_validate({"api_keys": [{"key": "tml-a", "tenant": "a"}]})
+    assert names_of(keyed) is None
+
+
+@pytest.mark.parametrize("path", ["sessions/a%00b", "samplers/%0A", "training_runs/%C2%85", "sessions/" + "x" * 5000])
+def test_paths_are_short_and_hold_no_control_characters(http: httpx.Client, path: str) -> None:
+    answer = http.get(path)
+    assert answer.status_code == 400
+    assert answer.json()["detail"].startswith("the path ")
+
+
+# What needs no key ----------------------------------------------------------------------------------------------------
+
+
+def test_why_an_engine_failed_is_for_callers_with_a_key(tmp_path: Path) -> None:
+    """It may be a line of the engine's log."""
+    with running_server(tmp_path, engines=False) as server:
+        record = EngineRecord(
+            base_model="toy", state=EngineState.FAILED, detail="token=hf_secret", updated_at=datetime.now(UTC)
+        )
+        server.call(server.store.report_engine(record))
+        for headers, detail in (
+            ({}, "the reason is in the server's log; send an API key to see it here"),
+            (KEY, "token=hf_secret"),
+        ):
+            ready = httpx.get(f"{server.url}/readyz", headers=headers, timeout=300)
+            assert ready.status_code == 503
+            assert ready.json()["engines"]["toy"]["detail"] == detail
+        for path in ("metrics", "healthz", "openapi.json"):
+            assert "hf_secret" not in httpx.get(f"{server.url}/{path}", timeout=300).text

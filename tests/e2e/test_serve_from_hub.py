@@ -84,7 +84,7 @@ def waited(process: "subprocess.Popen[bytes]") -> bool:
 
 def engine(url: str) -> dict[str, Any]:
     try:
-        with urllib.request.urlopen(f"{url}/readyz") as answer:
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/readyz", headers={"X-API-Key": "tml-a"})) as answer:
             body = json.load(answer)
     except urllib.error.HTTPError as error:
         with error:

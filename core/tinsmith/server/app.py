@@ -15,6 +15,7 @@ from tinsmith.server.auth import who_sent
 from tinsmith.server.bodies import BodyLimit, BodyLimits
 from tinsmith.server.body_budget import BodyBudget
 from tinsmith.server.context import API_PREFIX, Engines, Metrics, ServerContext
+from tinsmith.server.gate import Gate, names_of
 from tinsmith.server.key_tokens import KeyTokens
 from tinsmith.server.routes import futures, not_offered, runs, sampling, service, sessions, training, weights
 from tinsmith.server.sample_limits import SampleLimits
@@ -67,6 +68,7 @@ async def create_app(settings: Settings, *, store: RequestStore, plugins: Plugin
         heavy=context.heavy,
         authenticate=lambda headers: who_sent(headers, plugins),
     )
+    app.add_middleware(Gate, names=names_of(settings.server))
     app.add_middleware(_Measured, metrics=context.metrics)
     return app
 

@@ -200,7 +200,7 @@ def _start(encoding: str, packed: bytes) -> bytes:
 
 async def _refuse(error: UserError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer in place of the route. A training request keeps its number if the beginning of its body states it."""
-    _note_route(scope)
+    note_route(scope)
     request = Request(scope, receive)
     start = error.start if isinstance(error, UnreadableBodyError) else b""
     try:
@@ -211,7 +211,7 @@ async def _refuse(error: UserError, scope: Scope, receive: Receive, send: Send) 
     await answer(scope, receive, _closing(send))
 
 
-def _note_route(scope: Scope) -> None:
+def note_route(scope: Scope) -> None:
     """Count the answer under the route that the request asked for, as the router would have done."""
     for route in scope["app"].routes if "app" in scope else ():
         if route.matches(scope)[0] is Match.FULL:

@@ -3,13 +3,13 @@
 import re
 from typing import Annotated
 
-from fastapi import APIRouter, Header
+from fastapi import APIRouter, Header, Request
 from fastapi.responses import JSONResponse, Response
 
-from tinsmith.errors import UnsupportedError
+from tinsmith.errors import UnsupportedError, UserError
 from tinsmith.protocol import translate, wire
-from tinsmith.server.auth import Caller
-from tinsmith.server.context import Context
+from tinsmith.server.auth import Caller, authenticated
+from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.store import EngineRecord, EngineState
 
@@ -111,8 +111,8 @@ async def healthz() -> wire.Health:
 
 @open_router.get("/readyz")
 @open_router.get("/api/v1/readyz")
-async def readyz(context: Context) -> Response:
-    """Answer 503 until every engine is ready, with the state of each."""
+async def readyz(request: Request, context: Context) -> Response:
+    """Answer 503 until every engine is ready, with the state of each. Why one failed is told to callers with a key."""
     records = await context.engines.records()
     engines = {}
     for model in context.settings.models:
@@ -120,7 +120,18 @@ async def readyz(context: Context) -> Response:
         engines[model.name] = (
             {"state": "starting"}
             if record is None
-            else {"state": record.state.value, "detail": record.detail, "progress": record.progress}
+            else {"state": record.state.value, "detail": _detail(record, request, context), "progress": record.progress}
         )
     ready = all(engine["state"] == EngineState.READY for engine in engines.values())
     return JSONResponse({"status": "ok" if ready else "waiting", "engines": engines}, 200 if ready else 503)
+
+
+def _detail(record: EngineRecord, request: Request, context: ServerContext) -> str:
+    """After a failure the detail may be a line of the engine's log."""
+    if record.state not in {EngineState.RESTARTING, EngineState.FAILED}:
+        return record.detail
+    try:
+        authenticated(request, context)
+    except UserError:
+        return "the reason is in the server's log; send an API key to see it here"
+    return record.detail

@@ -1,0 +1,86 @@
+"""What is refused before anything else is looked at: foreign names for a keyless server, and unreadable paths.
+
+Without configured keys, whoever reaches the server may use it, so it listens on loopback only. A web page on the same
+machine's browser reaches loopback, too: by a name of its own that resolves to 127.0.0.1 (so `Host` is foreign), or from
+another site (so `Origin` is).
+"""
+
+import ipaddress
+from collections.abc import Iterable
+from typing import Final
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tinsmith.protocol import bounds
+from tinsmith.server.bodies import note_route
+from tinsmith.settings import ServerSettings
+
+MAX_PATH_CHARS: Final = 4096
+
+_REMEDY: Final = (
+    "use 'localhost', set server.public_url to the URL that clients use, or configure server.api_keys, which lifts this"
+)
+
+
+class Gate:
+    """ASGI middleware. `names` are those that the server goes by; None allows every name and origin."""
+
+    def __init__(self, app: ASGIApp, *, names: frozenset[str] | None) -> None:
+        self._app = app
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if refusal is None:
+            await self._app(scope, receive, send)
+            return
+        note_route(scope)
+        status, detail = refusal
+        await JSONResponse({"detail": detail}, status, {"connection": "close"})(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        """Return status and detail, or None for what may pass."""
+        headers = Headers(scope=scope)
+        if self._names is not None:
+            for header, values in (("Host", headers.getlist("host")), ("Origin", headers.getlist("origin"))):
+                foreign = self._foreign(values, self._names)
+                if foreign is not None:
+                    return 403, f"{header} {foreign[:200]!r} is not allowed on a server without API keys; {_REMEDY}"
+        if len(scope["path"]) > MAX_PATH_CHARS:
+            return 400, f"the path has {len(scope['path'])} characters; allowed: {MAX_PATH_CHARS}"
+        try:
+            bounds.plain(scope["path"])
+        except ValueError as error:
+            return 400, f"the path {error}"
+        return None
+
+    def _foreign(self, values: Iterable[str], names: frozenset[str]) -> str | None:
+        return next((value for value in values if not _is_local(_name_in(value), names)), None)
+
+
+def names_of(server: ServerSettings) -> frozenset[str] | None:
+    """Return the names of a server without keys, beside those of loopback; None for one with keys."""
+    if server.api_keys:
+        return None
+    return frozenset({server.host.lower(), _name_in(server.public_url or "")}) - {""}
+
+
+def _name_in(value: str) -> str:
+    """Return the host's name in `HOST`, `HOST:PORT` or a URL; "" if there is none."""
+    try:
+        found = urlsplit(value if "//" in value else f"//{value}").hostname
+    except ValueError:
+        return ""
+    return (found or "").removesuffix(".")
+
+
+def _is_local(name: str, names: frozenset[str]) -> bool:
+    if name in names or name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
