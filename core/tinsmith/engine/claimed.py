@@ -43,6 +43,7 @@ class Outcome:
     result: ops.Result
     effects: tuple[Effect, ...] = ()
     consistency: ops.Consistency | None = None  # of a save for sampling, even if it was refused
+    applied: bool = False  # the result is a failure, but the operation has changed its model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,10 @@ class Finished:
 
     def completion(self) -> Completion:
         return Completion(
-            request_id=self.claimed.record.request_id, result=self.outcome.result, effects=self.outcome.effects
+            request_id=self.claimed.record.request_id,
+            result=self.outcome.result,
+            effects=self.outcome.effects,
+            applied=self.outcome.applied,
         )
 
     def event(self, run_s: float, *, batch_size: int) -> OperationFinished:

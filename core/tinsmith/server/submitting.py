@@ -1,6 +1,7 @@
 """From an operation to a row in the log. A submit is answered at once; its result is behind a future."""
 
 import hashlib
+from dataclasses import replace
 
 from tinsmith import operations as ops
 from tinsmith.checks import check_operation
@@ -9,6 +10,7 @@ from tinsmith.failpoints import durable_boundary
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
 from tinsmith.server.context import ServerContext
+from tinsmith.server.value_limits import refuse_large_payload, refuse_large_result
 from tinsmith.store import NewOperation, RunRecord
 from tinsmith.store.codec import encode_operation, kind_of
 
@@ -33,11 +35,21 @@ async def submit_training(
         try:
             if capabilities is not None:
                 check_operation(operation, capabilities, context.losses)
+            refuse_large_result(operation, context.store.max_value_bytes)
         except UserError as error:
             found = found or error
-        return new_training_operation(run, seq_id, operation, problem=found)
+        return _if_it_fits(context, new_training_operation(run, seq_id, operation, problem=found))
 
     return await _submit(context, run, await context.heavy.run(run.tenant, body_bytes, prepare))
+
+
+def _if_it_fits(context: ServerContext, new: NewOperation) -> NewOperation:
+    """Return the operation, or its refusal if the store cannot hold its payload."""
+    try:
+        refuse_large_payload(new.payload, context.store.max_value_bytes)
+    except UserError as error:
+        return replace(new, payload=b"", refused=ops.Failed(message=str(error), category=error.category))
+    return new
 
 
 async def submit_refusal(

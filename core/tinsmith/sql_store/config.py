@@ -15,6 +15,13 @@ class SqlStoreConfig(BackendConfig):
         "full",
         description="what acknowledged requests survive: `full` a power cut, `normal` and `off` a killed process",
     )
+    max_value_bytes: int = Field(
+        256 << 20,
+        ge=1 << 20,
+        le=999_000_000,
+        description="size in bytes of the largest request or result that is stored; a request that is larger, or whose "
+        "result could be, is refused; SQLite and PostgreSQL store no values over 1 GB",
+    )
     max_readers: int = Field(4, ge=1, le=64, description="number of connections for reading, per process")
     busy_timeout_s: float = Field(
         30.0, gt=0, description="SQLite: seconds for which a write waits for other processes' writes"

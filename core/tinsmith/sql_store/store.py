@@ -37,6 +37,10 @@ class SqlStore(
 ):
     """Creating it does no I/O. It raises ConfigError for a URL that cannot be used."""
 
+    @property
+    def max_value_bytes(self) -> int:
+        return self._max_value_bytes
+
     async def secret(self, name: str) -> bytes:
         if (found := await self._reader.read(shared_secrets.find, name)) is not None:
             return found

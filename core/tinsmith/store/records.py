@@ -308,9 +308,15 @@ Effect = RunStateChanged | LoraResolved | CheckpointWritten | SamplingSessionCre
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
+    """A result to record. A failure that is `applied` counts as a success that has lost its result.
+
+    It has changed its model, so a recovery must run it again.
+    """
+
     request_id: str
     result: Result
     effects: tuple[Effect, ...] = ()
+    applied: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

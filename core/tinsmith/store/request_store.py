@@ -49,6 +49,15 @@ class RequestStore(
     Methods raise NotFoundError for an id that does not exist, and StoreError if the database cannot be reached.
     """
 
+    @property
+    def max_value_bytes(self) -> int:
+        """The largest payload or result that the store can hold, as `codec` encodes it.
+
+        Servers refuse an operation whose payload is larger, or whose result could be. Engines record a failure in
+        place of a result that is larger. So `submit` and `complete` are never asked to store more.
+        """
+        return 256 << 20
+
     @abstractmethod
     async def open(self) -> None:
         """Connect, migrate to the newest schema, and listen for wake-ups."""

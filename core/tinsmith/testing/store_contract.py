@@ -9,19 +9,24 @@ Needs the `testing` extra (pytest, pytest-asyncio in auto mode).
 """
 
 import asyncio
+import random
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
+import numpy as np
 import pytest
 
 from tinsmith.errors import ConflictError, NotFoundError, ResultExpiredError, UserError
+from tinsmith.operations import Failed, ForwardBackwardOutput
 from tinsmith.store import (
     CheckpointRecord,
     CheckpointWritten,
+    Completion,
     OperationState,
     RequestStore,
     SamplingSessionRecord,
 )
+from tinsmith.store.codec import encode_result
 from tinsmith.testing.store_leases import LeaseContract
 from tinsmith.testing.store_log import LogContract
 from tinsmith.testing.store_places import PlacesContract
@@ -40,6 +45,7 @@ from tinsmith.testing.store_records import (
     claim,
     complete,
     done,
+    failure_of,
     lease_of,
     state_of,
 )
@@ -216,6 +222,32 @@ class RequestStoreContract(LogContract, PlacesContract, RecoveryContract, LeaseC
         with pytest.raises(UserError, match="first"):
             await store.update_checkpoint(a_checkpoint().path, refuse)
         assert await store.get_checkpoint(a_checkpoint().path) == a_checkpoint()
+
+    # sizes
+
+    async def test_values_are_held_up_to_a_limit_that_the_store_states(self, store: RequestStore) -> None:
+        """Nothing compresses them. The limit itself may be too much for a test."""
+        assert store.max_value_bytes >= 1 << 20
+        size = min(store.max_value_bytes, 4 << 20) - 4096  # for what surrounds an array
+        payload = random.Random(1).randbytes(size)
+        request_id = await store.submit(a_sample(payload=payload))
+        (claimed,) = await store.claim(await lease_of(store), max_operations=1)
+        assert claimed.payload == payload
+        output = ForwardBackwardOutput(loss_fn_outputs=({"x": np.frombuffer(payload, np.uint8)},), metrics={})
+        await complete(store, [done(request_id, output)])
+        found = await store.get_operation(request_id)
+        assert found.result == encode_result(output)[1]
+
+    async def test_an_operation_may_count_as_a_success_whose_result_is_lost(self, store: RequestStore) -> None:
+        """A recovery runs it again, because it has changed its model."""
+        await a_model(store)
+        request_id = await store.submit(an_operation(seq_id=1))
+        await claim(store)
+        lost = Failed(message="too large")
+        await complete(store, [Completion(request_id=request_id, result=lost, applied=True)])
+        assert await state_of(store, request_id) == OperationState.SUCCEEDED
+        assert await failure_of(store, request_id) == lost
+        assert [each.seq_id for each in await store.replayable("s1:train:0", after_seq_id=0, limit=9)] == [1]
 
     # secrets
 

@@ -17,6 +17,7 @@ from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import count, new_sample
+from tinsmith.server.value_limits import refuse_large_payload, refuse_large_result
 from tinsmith.store import SEQ_IDS_PER_CLONE, CheckpointRecord, NewOperation, SamplingSessionRecord
 
 router = APIRouter(tags=["sampling"], route_class=JsonRoute)
@@ -140,10 +141,13 @@ def _new_sample(
     )
     if capabilities is not None:
         check_operation(operation, capabilities, context.losses)
-    return new_sample(
+    refuse_large_result(operation, context.store.max_value_bytes)
+    new = new_sample(
         operation,
         base_model=sampler.base_model,
         caller=caller,
         session_id=sampler.session_id,
         seq_id=body.seq_id or 0,
     )
+    refuse_large_payload(new.payload, context.store.max_value_bytes)
+    return new

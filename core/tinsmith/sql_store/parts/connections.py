@@ -34,6 +34,7 @@ class Connections:
     def __init__(self, config: SqlStoreConfig, context: StoreContext) -> None:
         self._dialect = dialect_of(config, context)
         self._max_readers = config.max_readers
+        self._max_value_bytes = config.max_value_bytes
         self._safety_poll_s = config.safety_poll_s
         self._wakeups = self._dialect.wakeups()
         self._events: dict[str, asyncio.Event] = {}  # by topic

@@ -82,7 +82,8 @@ def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion
     for row in connection.execute(_RUNNING, {"request_ids": list(completions), "engine": engine_id}).all():
         completion = completions[row.request_id]
         kind, encoded = encode_result(completion.result)
-        state = OperationState.FAILED if isinstance(completion.result, Failed) else OperationState.SUCCEEDED
+        has_failed = isinstance(completion.result, Failed) and not completion.applied
+        state = OperationState.FAILED if has_failed else OperationState.SUCCEEDED
         finished.append({"key": row.id, "new_state": state, "now": tx.now})
         results.append({"operation_id": row.id, "result_kind": kind, "result": encoded})
         if row.ordered:
