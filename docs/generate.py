@@ -58,7 +58,7 @@ def setting_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str
     """Yield every key that has a value of its own; of plugin sections `plugin` alone. Items of lists are `models[]`."""
     for name, field in model.model_fields.items():
         nested = _nested(field.annotation)
-        if nested is None:
+        if nested is None or _is_mapping(field.annotation):
             yield f"{prefix}{name}", field
         elif nested is PluginSection:
             yield f"{prefix}{name}.plugin", _of_section(field)
@@ -195,6 +195,10 @@ def _nested(annotation: Any) -> type[BaseModel] | None:  # Any: a type expressio
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_nested, getattr(annotation, "__args__", ()))), None)
+
+
+def _is_mapping(annotation: Any) -> bool:  # Any: a type expression
+    return getattr(annotation, "__origin__", None) is dict
 
 
 def _is_list(annotation: Any) -> bool:  # Any: a type expression

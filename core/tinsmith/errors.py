@@ -70,6 +70,10 @@ class CapacityError(UserError):
 
     http_status: ClassVar[int] = 429
 
+    def __init__(self, message: str = "", *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
 
 class OutOfMemoryError(UserError):
     """A request needs more memory than the device has left. A backend that raises it has changed nothing."""

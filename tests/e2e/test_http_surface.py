@@ -611,7 +611,7 @@ def test_administrators_change_nothing_of_others(tmp_path: Path) -> None:
 
 
 def test_too_many_waiting_samples_of_one_tenant_get_a_429(tmp_path: Path) -> None:
-    with running_server(tmp_path, engines=False, server={"max_pending_per_tenant": 2}) as server:
+    with running_server(tmp_path, engines=False, quotas={"pending_samples": 2}) as server:
         statuses: dict[str, list[int]] = {}
         for name in ("one", "two"):
             with httpx.Client(

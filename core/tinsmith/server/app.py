@@ -3,7 +3,7 @@
 import time
 from importlib.metadata import version
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.errors import PluginError
@@ -11,14 +11,14 @@ from tinsmith.hook_values import Principal, RoutesContext
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server import error_answers
 from tinsmith.server.api_keys import ApiKeys
-from tinsmith.server.auth import who_sent
+from tinsmith.server.auth import Caller, who_sent
 from tinsmith.server.bodies import BodyLimit, BodyLimits
 from tinsmith.server.body_budget import BodyBudget
-from tinsmith.server.context import API_PREFIX, Engines, Metrics, ServerContext
+from tinsmith.server.context import API_PREFIX, Context, Engines, Metrics, ServerContext
 from tinsmith.server.gate import Gate, names_of
 from tinsmith.server.key_tokens import KeyTokens
+from tinsmith.server.quotas import Quotas
 from tinsmith.server.routes import futures, not_offered, runs, sampling, service, sessions, training, weights
-from tinsmith.server.sample_limits import SampleLimits
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import Settings
 from tinsmith.store import RequestStore
@@ -44,12 +44,12 @@ async def create_app(settings: Settings, *, store: RequestStore, plugins: Plugin
         losses=plugins.losses.all(),
         signer=UrlSigner(await store.secret("download links")),
         engines=Engines(store),
-        sample_limits=SampleLimits(store, settings.server.max_pending_per_tenant),
+        quotas=Quotas(store, settings.quotas),
     )
     app.state.context = context
     api = APIRouter(prefix=API_PREFIX)
     for module in _ROUTERS:
-        api.include_router(module.router)
+        api.include_router(module.router, dependencies=[Depends(_within_rate)])
     api.include_router(runs.files_router)
     app.include_router(api)
     app.include_router(service.open_router)
@@ -71,6 +71,10 @@ async def create_app(settings: Settings, *, store: RequestStore, plugins: Plugin
     app.add_middleware(Gate, names=names_of(settings.server))
     app.add_middleware(_Measured, metrics=context.metrics)
     return app
+
+
+def _within_rate(caller: Caller, context: Context) -> None:
+    context.quotas.admit_request(caller.tenant)
 
 
 def _routes_context(context: ServerContext) -> RoutesContext:

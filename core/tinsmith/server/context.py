@@ -17,7 +17,7 @@ from tinsmith.losses import LossSpec
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.api_keys import ApiKeys
 from tinsmith.server.heavy_work import HeavyWork
-from tinsmith.server.sample_limits import SampleLimits
+from tinsmith.server.quotas import Quotas
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import Settings
 from tinsmith.store import EngineRecord, EngineState, RequestStore
@@ -93,7 +93,7 @@ class ServerContext:
     losses: Mapping[str, LossSpec]
     signer: UrlSigner
     engines: Engines
-    sample_limits: SampleLimits
+    quotas: Quotas
     metrics: Metrics = field(default_factory=Metrics.create)
     heavy: HeavyWork = field(default_factory=HeavyWork)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)

@@ -1,6 +1,7 @@
 """Answers every failure with `{"detail": ...}`, never with an empty body or a bare 500."""
 
 import logging
+import math
 import secrets
 from collections.abc import Mapping
 from typing import Any, Final
@@ -35,7 +36,7 @@ def _headers_of(error: Exception) -> dict[str, str]:
     """Return the headers of the answer to this error."""
     match error:
         case CapacityError():
-            return {"retry-after": "1"}
+            return {"retry-after": str(math.ceil(error.retry_after_s))}
         case InvalidTokenError():  # makes the SDK exchange its key again and repeat the request
             return {"www-authenticate": 'Bearer error="invalid_token"'}
         case _:

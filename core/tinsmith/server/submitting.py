@@ -40,7 +40,10 @@ async def submit_training(
             found = found or error
         return _if_it_fits(context, new_training_operation(run, seq_id, operation, problem=found))
 
-    return await _submit(context, run, await context.heavy.run(run.tenant, body_bytes, prepare))
+    new = await context.heavy.run(run.tenant, body_bytes, prepare)
+    if new.refused is None:
+        await context.quotas.admit_operation(new)
+    return await _submit(context, run, new)
 
 
 def _if_it_fits(context: ServerContext, new: NewOperation) -> NewOperation:

@@ -11,6 +11,7 @@ from tinsmith.settings.schema import (
     ServerSettings,
     Settings,
     SupervisorSettings,
+    TenantQuotas,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "ServerSettings",
     "Settings",
     "SupervisorSettings",
+    "TenantQuotas",
 ]

@@ -26,6 +26,7 @@ def field_of(model: type[BaseModel], key: str) -> FieldInfo:
 
 
 RENAMED: Final = {
+    "server.max_pending_per_tenant": "quotas.pending_samples",
     "recovery.snapshot_every_operations": "recovery.point_every_operations",
     "recovery.snapshot_every_s": "recovery.point_every_s",
     "recovery.keep_snapshots": "recovery.keep_points",
@@ -129,9 +130,6 @@ class ServerSettings(_Section):
         description="size in bytes of the largest accepted request body, packed and unpacked; larger ones get a 413",
     )
     limits: LimitsSettings = LimitsSettings()
-    max_pending_per_tenant: int = Field(
-        20_000, ge=1, description="samples that may wait for one tenant; the next ones get a 429, and the SDK retries"
-    )
     log_level: str = Field(
         "info",
         pattern="^(debug|info|warning|error)$",
@@ -211,9 +209,38 @@ class ConsistencySettings(_Section):
     )
 
 
-class QuotaSettings(_Section):
+class TenantQuotas(_Section):
+    """What one tenant may have. `null` is no limit."""
+
+    requests_per_s: float | None = Field(
+        1000.0, gt=0, description="requests per second, counted by each server; more get a 429, and the SDK retries"
+    )
+    request_burst: int = Field(5000, ge=1, description="requests that may come at once after a pause")
+    pending_operations: int | None = Field(
+        20_000, ge=1, description="training requests that may wait; the next ones get a 429, and the SDK retries"
+    )
+    pending_samples: int | None = Field(
+        20_000, ge=1, description="samples that may wait; the next ones get a 429, and the SDK retries"
+    )
+    queued_bytes: int | None = Field(
+        8 << 30, ge=1, description="size in bytes of the requests that may wait; the next ones get a 429"
+    )
+    live_models: int | None = Field(256, ge=1, description="models in training or waiting for a place; more get a 429")
+    sessions: int | None = Field(1000, ge=1, description="sessions that have not ended; more get a 429")
+    checkpoints: int | None = Field(100_000, ge=1, description="checkpoints kept; further saves fail")
+    stored_bytes: int | None = Field(
+        None, ge=1, description="size in bytes of the checkpoints kept, after which further saves fail; default: none"
+    )
+
+
+class QuotaSettings(TenantQuotas):
     """What one tenant may take from the others. The defaults are far above what training needs."""
 
+    tenants: dict[str, TenantQuotas] = Field(
+        default_factory=dict,
+        description="limits of single tenants, by name, such as `{ann: {sessions: 5}}`; keys as above, and what a "
+        "tenant's section omits is as for all",
+    )
     kept_places: float = Field(
         0.125,
         ge=0,
@@ -228,6 +255,11 @@ class QuotaSettings(_Section):
     def kept(self, max_models: int) -> int:
         """Return how many of so many places only tenants without a model may take."""
         return int(max_models * self.kept_places)
+
+    def of(self, tenant: str) -> TenantQuotas:
+        """Return the limits of a tenant."""
+        own = self.tenants.get(tenant)
+        return self if own is None else self.model_copy(update=own.model_dump(exclude_unset=True))
 
 
 class ModelSettings(_Section):

@@ -52,9 +52,21 @@ class Table(SQLModel):
     )
 
 
+# As literals, because SQLite uses a partial index only if the query contains the same condition as a literal.
+OPEN, LIVE, KEPT = (
+    text("sessions.ended IS NULL"),
+    text("runs.state IN ('creating', 'ready')"),
+    text("checkpoints.deleted_at IS NULL"),
+)
+_OPEN, _LIVE, _KEPT = text("ended IS NULL"), text("state IN ('creating', 'ready')"), text("deleted_at IS NULL")
+
+
 class SessionRow(Table, table=True):
     __tablename__ = "sessions"
-    __table_args__ = (UniqueConstraint("tenant", "idempotency_key"),)
+    __table_args__ = (
+        UniqueConstraint("tenant", "idempotency_key"),
+        Index("ix_sessions_open", "tenant", sqlite_where=_OPEN, postgresql_where=_OPEN),
+    )
 
     session_id: str = Field(primary_key=True)
     tenant: str = Field(index=True)
@@ -68,11 +80,6 @@ class SessionRow(Table, table=True):
     display_name: str | None = None
     ended: str | None = None
     end_detail: str | None = None
-
-
-# As literals, because SQLite uses a partial index only if the query contains the same condition as a literal.
-LIVE = text("runs.state IN ('creating', 'ready')")
-_LIVE = text("state IN ('creating', 'ready')")
 
 
 class RunRow(Table, table=True):
@@ -115,6 +122,7 @@ class SamplingSessionRow(Table, table=True):
 
 class CheckpointRow(Table, table=True):
     __tablename__ = "checkpoints"
+    __table_args__ = (Index("ix_checkpoints_kept", "tenant", "size_bytes", sqlite_where=_KEPT, postgresql_where=_KEPT),)
 
     path: str = Field(primary_key=True)
     model_id: str = Field(index=True)
@@ -134,7 +142,9 @@ class CheckpointRow(Table, table=True):
 
 QUEUED, RUNNING = text("operations.state = 'queued'"), text("operations.state = 'running'")
 UNTOLD = text("NOT operations.cancel_told")
+PENDING = text("operations.state IN ('queued', 'running')")
 _QUEUED, _RUNNING, _UNTOLD = text("state = 'queued'"), text("state = 'running'"), text("NOT cancel_told")
+_PENDING = text("state IN ('queued', 'running')")
 
 
 class OperationRow(Table, table=True):
@@ -150,6 +160,7 @@ class OperationRow(Table, table=True):
             sqlite_where=_QUEUED,
             postgresql_where=_QUEUED,
         ),
+        Index("ix_operations_pending", "tenant", "kind", sqlite_where=_PENDING, postgresql_where=_PENDING),
         Index("ix_operations_running", "base_model", "id", sqlite_where=_RUNNING, postgresql_where=_RUNNING),
         Index("ix_operations_untold", "base_model", sqlite_where=_UNTOLD, postgresql_where=_UNTOLD),
         {"sqlite_autoincrement": True},
@@ -259,6 +270,22 @@ class RecoveryPointRow(Table, table=True):
     created_at: datetime = _time()
 
 
+class UsageRow(Table, table=True):
+    """What a tenant has used of a base model on one day, in UTC."""
+
+    __tablename__ = "usage"
+
+    day: str = Field(primary_key=True)  # YYYY-MM-DD
+    tenant: str = Field(primary_key=True)
+    base_model: str = Field(primary_key=True)
+    trained_tokens: int = Field(sa_type=BigInteger)
+    prefilled_tokens: int = Field(sa_type=BigInteger)
+    sampled_tokens: int = Field(sa_type=BigInteger)
+    checkpoints: int = Field(sa_type=BigInteger)
+    stored_bytes: int = Field(sa_type=BigInteger)
+    engine_us: int = Field(sa_type=BigInteger)
+
+
 class SecretRow(Table, table=True):
     __tablename__ = "secrets"
 
@@ -276,9 +303,12 @@ class RetentionRow(Table, table=True):
 
 
 # Hot paths use the bare tables: a mapped object costs several times as much as its statement.
-OPERATIONS, PAYLOADS, RESULTS, ENGINES, RUNS, FINISHED_SAMPLES, SAMPLE_COUNTS, LEASES = (
+OPERATIONS, PAYLOADS, RESULTS, ENGINES, RUNS = (
+    row.metadata.tables[str(row.__tablename__)] for row in (OperationRow, PayloadRow, ResultRow, EngineRow, RunRow)
+)
+SESSIONS, CHECKPOINTS, FINISHED_SAMPLES, SAMPLE_COUNTS, LEASES = (
     row.metadata.tables[str(row.__tablename__)]
-    for row in (OperationRow, PayloadRow, ResultRow, EngineRow, RunRow, FinishedSampleRow, SampleCountRow, LeaseRow)
+    for row in (SessionRow, CheckpointRow, FinishedSampleRow, SampleCountRow, LeaseRow)
 )
 
 

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import datetime
 
-from tinsmith.store.records import CheckpointRecord
+from tinsmith.store.records import CheckpointRecord, KeptCheckpoints
 
 
 class Checkpoints(ABC):
@@ -16,6 +16,11 @@ class Checkpoints(ABC):
         self, tenant: str | None, *, model_id: str | None = None, limit: int | None = None, offset: int = 0
     ) -> tuple[list[CheckpointRecord], int]:
         """Return one page of checkpoints, newest first, and the total number of checkpoints."""
+
+    async def kept_checkpoints(self, tenant: str) -> KeptCheckpoints:
+        """Return how many checkpoints a tenant has, and their size. A store may count none."""
+        del tenant
+        return KeptCheckpoints()
 
     @abstractmethod
     async def add_checkpoint(self, record: CheckpointRecord) -> None:

@@ -1,5 +1,6 @@
 """What the request store holds: a frozen record for each kind of row, and the effects that change rows."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -317,6 +318,22 @@ class Completion:
     result: Result
     effects: tuple[Effect, ...] = ()
     applied: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingCounts:
+    """A tenant's operations that are queued or running."""
+
+    by_kind: Mapping[str, int]  # their number
+    num_bytes: int = 0  # of their payloads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptCheckpoints:
+    """A tenant's checkpoints."""
+
+    number: int = 0
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

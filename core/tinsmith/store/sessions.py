@@ -18,6 +18,11 @@ class Sessions(ABC):
     async def list_sessions(self, tenant: str | None, *, limit: int, offset: int) -> list[SessionRecord]:
         """Return sessions, newest first. `tenant` None lists every tenant's."""
 
+    async def count_live_sessions(self, tenant: str) -> int:
+        """Return how many of a tenant's sessions have not ended. A store may count none."""
+        del tenant
+        return 0
+
     @abstractmethod
     async def touch_session(self, session_id: str, at: datetime) -> SessionRecord:
         """Record a heartbeat."""

@@ -119,7 +119,7 @@ async def asample(request: Request, body: wire.SampleRequest, caller: Caller, co
     await hold_decoded(request, caller.tenant, body.num_bytes)
     prepare = partial(_new_sample, context, caller, sampler, body, capabilities)
     new = await context.heavy.run(caller.tenant, body.num_bytes, prepare)
-    await context.sample_limits.admit(caller.tenant)
+    await context.quotas.admit_sample(new)
     request_id = await context.store.submit(new)
     count(context, new)
     sequences = [f"{request_id}:{index}" for index in range(body.num_samples)]

@@ -30,6 +30,7 @@ async def create_session(
     context: Context,
     x_idempotency_key: Annotated[str | None, Header(max_length=bounds.MAX_NAME_CHARS)] = None,
 ) -> wire.SessionCreated:
+    await context.quotas.admit_session(caller.tenant)
     now = context.now()
     session = await context.store.create_session(
         SessionRecord(

@@ -63,6 +63,8 @@ async def submit_creation(
         next_seq_id=WAITS_FOR_PLACE if context.store.holds_models else 0,
     )
     creation = new_training_operation(run, 0, operation)
+    await context.quotas.admit_model(caller.tenant)
+    await context.quotas.admit_operation(creation)
     request_id = await context.store.create_run(run, creation)
     count(context, creation)
     return wire.Submitted(request_id=request_id, model_id=run.model_id)

@@ -20,7 +20,10 @@ router = APIRouter(tags=["weights"], route_class=NumberedRoute)
 @router.post("/save_weights", response_model_exclude_none=True)
 async def save_weights(body: wire.SaveWeightsRequest, caller: Caller, context: Context) -> wire.Submitted:
     run = await own_run(context, caller, body.model_id)
-    return await submit_training(context, run, body.seq_id, translate.save_weights(body))
+    operation = translate.save_weights(body)
+    return await submit_training(
+        context, run, body.seq_id, operation, problem=await context.quotas.why_no_checkpoint(caller.tenant)
+    )
 
 
 @router.post("/save_weights_for_sampler", response_model_exclude_none=True)
@@ -29,7 +32,8 @@ async def save_weights_for_sampler(
 ) -> wire.Submitted:
     run = await own_run(context, caller, body.model_id)
     operation = translate.save_weights_for_sampler(body, run.session_id)
-    return await submit_training(context, run, body.seq_id, operation)
+    problem = None if operation.path is None else await context.quotas.why_no_checkpoint(caller.tenant)
+    return await submit_training(context, run, body.seq_id, operation, problem=problem)
 
 
 @router.post("/save_weights_external", response_model_exclude_none=True)
@@ -37,7 +41,10 @@ async def save_weights_external(
     body: wire.SaveWeightsExternalRequest, caller: Caller, context: Context
 ) -> wire.Submitted:
     run = await own_run(context, caller, body.model_id)
-    return await submit_training(context, run, body.seq_id, translate.save_weights_external(body))
+    operation = translate.save_weights_external(body)
+    return await submit_training(
+        context, run, body.seq_id, operation, problem=await context.quotas.why_no_checkpoint(caller.tenant)
+    )
 
 
 @router.post("/load_weights", response_model_exclude_none=True)

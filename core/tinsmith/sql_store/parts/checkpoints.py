@@ -5,8 +5,8 @@ from datetime import datetime
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.parts.connections import Connections
-from tinsmith.sql_store.transactions import checkpoints
-from tinsmith.store import CheckpointRecord, Checkpoints
+from tinsmith.sql_store.transactions import checkpoints, counting
+from tinsmith.store import CheckpointRecord, Checkpoints, KeptCheckpoints
 
 
 class SqlCheckpoints(Connections, Checkpoints):
@@ -17,6 +17,9 @@ class SqlCheckpoints(Connections, Checkpoints):
         self, tenant: str | None, *, model_id: str | None = None, limit: int | None = None, offset: int = 0
     ) -> tuple[list[CheckpointRecord], int]:
         return await self._reader.read(checkpoints.list_all, tenant, model_id=model_id, limit=limit, offset=offset)
+
+    async def kept_checkpoints(self, tenant: str) -> KeptCheckpoints:
+        return await self._reader.read(counting.kept_checkpoints, tenant)
 
     async def add_checkpoint(self, record: CheckpointRecord) -> None:
         await self._durable.write(checkpoints.add, record)

@@ -2,7 +2,7 @@
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.parts.connections import Connections
-from tinsmith.sql_store.transactions import runs
+from tinsmith.sql_store.transactions import counting, runs
 from tinsmith.store import NewOperation, RunRecord, Runs
 
 
@@ -10,6 +10,9 @@ class SqlRuns(Connections, Runs):
     @durable_boundary("store.create_run")
     async def create_run(self, run: RunRecord, operation: NewOperation) -> str:
         return await self._durable.write_locking([run.model_id], runs.create, run, operation)
+
+    async def count_live_models(self, tenant: str) -> int:
+        return await self._reader.read(counting.live_models, tenant)
 
     async def get_run(self, model_id: str) -> RunRecord:
         return await self._reader.read(runs.get, model_id)

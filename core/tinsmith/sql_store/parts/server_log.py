@@ -4,8 +4,8 @@ from functools import partial
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.parts.connections import Connections
-from tinsmith.sql_store.transactions import cancelling, finished_samples, log, submitting, waiting
-from tinsmith.store import FinishedSamples, NewOperation, OperationRecord, ServerLog, Waiting
+from tinsmith.sql_store.transactions import cancelling, counting, finished_samples, log, submitting, waiting
+from tinsmith.store import FinishedSamples, NewOperation, OperationRecord, PendingCounts, ServerLog, Waiting
 
 
 class SqlServerLog(Connections, ServerLog):
@@ -39,7 +39,13 @@ class SqlServerLog(Connections, ServerLog):
         return await self._reader.read(waiting.waiting, request_id)
 
     async def count_samples(self, tenant: str) -> int:
-        return await self._reader.read(log.count_samples, tenant)
+        return (await self.pending(tenant)).by_kind.get("sample", 0)
+
+    async def pending(self, tenant: str) -> PendingCounts:
+        return await self._reader.read(counting.pending, tenant)
+
+    async def is_awaited(self, model_id: str, seq_id: int) -> bool:
+        return await self._reader.read(counting.is_awaited, model_id, seq_id)
 
     async def cancel(self, request_id: str) -> OperationRecord:
         return await self._durable.write(cancelling.cancel, request_id)

@@ -4,7 +4,7 @@ from datetime import datetime
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.parts.connections import Connections
-from tinsmith.sql_store.transactions import sessions
+from tinsmith.sql_store.transactions import counting, sessions
 from tinsmith.store import SessionEnd, SessionRecord, Sessions
 
 
@@ -18,6 +18,9 @@ class SqlSessions(Connections, Sessions):
 
     async def list_sessions(self, tenant: str | None, *, limit: int, offset: int) -> list[SessionRecord]:
         return await self._reader.read(sessions.list_all, tenant, limit=limit, offset=offset)
+
+    async def count_live_sessions(self, tenant: str) -> int:
+        return await self._reader.read(counting.live_sessions, tenant)
 
     async def touch_session(self, session_id: str, at: datetime) -> SessionRecord:
         return await self._relaxed.write(sessions.touch, session_id, at)

@@ -5,15 +5,13 @@ from dataclasses import fields
 
 import sqlalchemy
 from sqlalchemy import bindparam
-from sqlmodel import Session, col, func, select
+from sqlmodel import Session, col, select
 
 from tinsmith.errors import NotFoundError, ResultExpiredError
 from tinsmith.operations import Failed, Result
 from tinsmith.sql_store.tables import (
     OPERATIONS,
-    QUEUED,
     RESULTS,
-    RUNNING,
     OperationRow,
     ResultRow,
     RetentionRow,
@@ -119,12 +117,6 @@ def one_at_a_time(session: Session, what: str) -> None:
     connection = session.connection()
     if connection.dialect.name == "postgresql":  # SQLite has one writer anyway
         connection.execute(_ADVISORY_LOCK, {"what": f"tinsmith {what}"})
-
-
-def count_samples(session: Session, tenant: str) -> int:
-    of_tenant = col(OperationRow.tenant) == tenant, col(OperationRow.ordered).is_(False)
-    states = (QUEUED, RUNNING)  # a query for each, because each has an index
-    return sum(session.exec(select(func.count()).where(*of_tenant, state)).one() for state in states)
 
 
 def _missing(session: Session, request_id: str) -> NotFoundError | ResultExpiredError:

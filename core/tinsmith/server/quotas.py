@@ -1,0 +1,190 @@
+"""Decides whether a tenant may have more: requests, pending work, models, sessions, checkpoints.
+
+What is over a limit gets a 429, and the SDK sends it again. Nothing of it is recorded, so a training request keeps its
+place in the order. A save for which there is no room is recorded as failed instead: only its tenant can make room, and
+the requests behind it must not wait for that.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from tinsmith.errors import CapacityError, UserError
+from tinsmith.server.token_buckets import TokenBuckets
+from tinsmith.settings import QuotaSettings
+from tinsmith.store import NewOperation, PendingCounts, RequestStore
+
+_STALE_AFTER_S: Final = 1.0
+_TIDY_EVERY: Final = 1000  # tallies: stale ones are dropped
+_STANDING_S: Final = 10.0  # after which it makes sense to ask again for what only the tenant can make room for
+_OPEN_SAVES: Final = "open saves"  # counted beside the settings, and limited by `checkpoints`
+_SAVES: Final = frozenset({"save_state", "save_for_sampler", "export_adapter"})
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What a tenant has, by the names of the settings, without what other servers have accepted since it was read."""
+
+    counts: Counter[str]
+    read_at_s: float
+
+
+class _Tallies:
+    """Reads a tally again after a second."""
+
+    def __init__(self, read: Callable[[str], Awaitable[Counter[str]]], clock: Callable[[], float]) -> None:
+        self._read = read
+        self._clock = clock
+        self._tallies: dict[str, _Tally] = {}
+        self._reading: dict[str, asyncio.Task[None]] = {}
+        self._tidy_at = _TIDY_EVERY
+
+    async def of(self, tenant: str) -> Counter[str]:
+        """Return the tally, for the caller to add what it accepts."""
+        tally = self._tallies.get(tenant)
+        if tally is None or self._clock() - tally.read_at_s > _STALE_AFTER_S:
+            reading = self._reading.get(tenant)
+            if reading is None:
+                reading = self._reading[tenant] = asyncio.create_task(self._read_again(tenant))
+            await asyncio.shield(reading)
+        return self._tallies[tenant].counts
+
+    async def _read_again(self, tenant: str) -> None:
+        try:
+            counts = await self._read(tenant)
+        finally:
+            del self._reading[tenant]
+        self._tidy()
+        self._tallies[tenant] = _Tally(counts, self._clock())
+
+    def _tidy(self) -> None:
+        if len(self._tallies) >= self._tidy_at:
+            since = self._clock() - _STALE_AFTER_S
+            self._tallies = {tenant: each for tenant, each in self._tallies.items() if each.read_at_s > since}
+            self._tidy_at = len(self._tallies) + _TIDY_EVERY
+
+
+class Quotas:
+    """One per app. Methods that admit something raise CapacityError if the tenant may not have it now."""
+
+    def __init__(
+        self, store: RequestStore, settings: QuotaSettings, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._buckets = TokenBuckets(clock)
+        self._pending = _Tallies(self._read_pending, clock)
+        self._models = _Tallies(self._read_models, clock)
+        self._sessions = _Tallies(self._read_sessions, clock)
+        self._kept = _Tallies(self._read_kept, clock)
+
+    def admit_request(self, tenant: str) -> None:
+        """Count a request towards its tenant's rate."""
+        limits = self._settings.of(tenant)
+        if limits.requests_per_s is None:
+            return
+        wait_s = self._buckets.take(tenant, per_s=limits.requests_per_s, burst=limits.request_burst)
+        if wait_s > 0:
+            msg = (
+                f"you send more than {limits.requests_per_s:g} requests per second, which is your limit "
+                "(quotas.requests_per_s); send fewer, or have the operator raise it"
+            )
+            raise CapacityError(msg, retry_after_s=wait_s)
+
+    async def admit_sample(self, operation: NewOperation) -> None:
+        await self._admit_pending(operation, "pending_samples")
+
+    async def admit_operation(self, operation: NewOperation) -> None:
+        """Admit a training request.
+
+        Other requests of the model may wait for this one, and fill the quota until it comes: it may exceed the quota
+        by as much again.
+        """
+        try:
+            await self._admit_pending(operation, "pending_operations")
+        except CapacityError:
+            if not await self._store.is_awaited(operation.subject_id, operation.seq_id):
+                raise
+            await self._admit_pending(operation, "pending_operations", times=2)
+
+    async def _admit_pending(self, operation: NewOperation, setting: str, *, times: int = 1) -> None:
+        more = {setting: 1, "queued_bytes": len(operation.payload), _OPEN_SAVES: int(operation.kind in _SAVES)}
+        remedy = "send this one again when some of them are done"
+        await self._admit(self._pending, operation.tenant, more, remedy, times=times)
+
+    async def admit_model(self, tenant: str) -> None:
+        await self._admit(self._models, tenant, {"live_models": 1}, "end sessions whose models you no longer need")
+
+    async def admit_session(self, tenant: str) -> None:
+        await self._admit(self._sessions, tenant, {"sessions": 1}, "close the clients that you no longer need")
+
+    async def why_no_checkpoint(self, tenant: str) -> UserError | None:
+        """Return why a tenant may not save another checkpoint, or None if it may. Saves that wait count too."""
+        kept, saves = await self._kept.of(tenant), (await self._pending.of(tenant))[_OPEN_SAVES]
+        for setting, number in (("checkpoints", kept["checkpoints"] + saves), ("stored_bytes", kept["stored_bytes"])):
+            if (limit := self._limit(tenant, setting)) is not None and number >= limit:
+                return UserError(_too_much(setting, limit, "delete checkpoints that you no longer need"))
+        return None
+
+    async def _admit(
+        self, tallies: _Tallies, tenant: str, more: Mapping[str, int], remedy: str, *, times: int = 1
+    ) -> None:
+        """Count what is admitted; admit all of it or nothing. Something that is alone always fits."""
+        counts = await tallies.of(tenant)
+        for setting, number in more.items():
+            limit = self._limit(tenant, setting)
+            if limit is not None and counts[setting] > 0 and counts[setting] + number > limit * times:
+                retry_after_s = 1.0 if tallies is self._pending else _STANDING_S
+                raise CapacityError(_too_much(setting, limit, remedy), retry_after_s=retry_after_s)
+        counts.update(more)
+
+    def _limit(self, tenant: str, setting: str) -> int | None:
+        limit: int | None = getattr(self._settings.of(tenant), setting) if setting in _WHAT else None
+        return limit
+
+    async def _read_pending(self, tenant: str) -> Counter[str]:
+        return _by_setting(await self._store.pending(tenant))
+
+    async def _read_models(self, tenant: str) -> Counter[str]:
+        return Counter(live_models=await self._store.count_live_models(tenant))
+
+    async def _read_sessions(self, tenant: str) -> Counter[str]:
+        return Counter(sessions=await self._store.count_live_sessions(tenant))
+
+    async def _read_kept(self, tenant: str) -> Counter[str]:
+        kept = await self._store.kept_checkpoints(tenant)
+        return Counter(checkpoints=kept.number, stored_bytes=kept.num_bytes)
+
+
+_WHAT: Final = {
+    "pending_operations": "training requests may wait",
+    "pending_samples": "samples may wait",
+    "queued_bytes": "bytes of requests may wait",
+    "live_models": "models may be in training",
+    "sessions": "sessions may be open",
+    "checkpoints": "checkpoints may be kept",
+    "stored_bytes": "bytes of checkpoints may be kept",
+}
+"""What each setting limits."""
+
+
+def _too_much(setting: str, limit: int, remedy: str) -> str:
+    return (
+        f"at most {limit} {_WHAT[setting]} for one tenant (quotas.{setting}), and you have reached that; {remedy}, or "
+        "have the operator raise the limit"
+    )
+
+
+def _by_setting(pending: PendingCounts) -> Counter[str]:
+    number = Counter(pending.by_kind)
+    return Counter(
+        {
+            "pending_samples": number["sample"],
+            "pending_operations": number.total() - number["sample"],
+            "queued_bytes": pending.num_bytes,
+            _OPEN_SAVES: sum(number[kind] for kind in _SAVES),
+        }
+    )

@@ -1,0 +1,42 @@
+"""Rates: a bucket of tokens for each tenant, refilled all the time. Each request takes one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+_TIDY_EVERY: Final = 1000  # buckets: those that have filled up again are dropped
+
+
+@dataclass(slots=True)
+class _Bucket:
+    tokens: float
+    at_s: float
+
+
+class TokenBuckets:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` returns seconds that never go back."""
+        self._clock = clock
+        self._buckets: dict[str, _Bucket] = {}
+        self._tidy_at = _TIDY_EVERY
+
+    def take(self, tenant: str, *, per_s: float, burst: int) -> float:
+        """Take a token and return 0, or return the seconds after which there will be one."""
+        now = self._clock()
+        bucket = self._buckets.get(tenant)
+        if bucket is None:
+            self._tidy(now, per_s, burst)
+            bucket = self._buckets[tenant] = _Bucket(burst, now)
+        bucket.tokens = min(burst, bucket.tokens + (now - bucket.at_s) * per_s)
+        bucket.at_s = now
+        if bucket.tokens < 1:
+            return (1 - bucket.tokens) / per_s
+        bucket.tokens -= 1
+        return 0.0
+
+    def _tidy(self, now: float, per_s: float, burst: int) -> None:
+        """Drop what has filled up since: whoever sends any key gets a bucket."""
+        if len(self._buckets) >= self._tidy_at:
+            full_since = now - burst / per_s
+            self._buckets = {tenant: each for tenant, each in self._buckets.items() if each.at_s > full_since}
+            self._tidy_at = len(self._buckets) + _TIDY_EVERY

@@ -1,0 +1,60 @@
+"""What a tenant has, for its quotas. Each query reads an index of what counts now, so history costs nothing."""
+
+import sqlalchemy
+from sqlalchemy import bindparam, func
+from sqlmodel import Session
+
+from tinsmith.sql_store.tables import (
+    CHECKPOINTS,
+    KEPT,
+    LIVE,
+    OPEN,
+    OPERATIONS,
+    PAYLOADS,
+    PENDING,
+    QUEUED,
+    RUNS,
+    SESSIONS,
+)
+from tinsmith.store import KeptCheckpoints, PendingCounts
+
+_PENDING = (
+    sqlalchemy.select(OPERATIONS.c.kind, func.count(), func.coalesce(func.sum(func.length(PAYLOADS.c.payload)), 0))
+    .join_from(OPERATIONS, PAYLOADS, PAYLOADS.c.operation_id == OPERATIONS.c.id, isouter=True)
+    .where(OPERATIONS.c.tenant == bindparam("tenant"), PENDING)
+    .group_by(OPERATIONS.c.kind)
+)
+_BEHIND = (
+    sqlalchemy.select(OPERATIONS.c.id)
+    .where(OPERATIONS.c.subject_id == bindparam("model"), OPERATIONS.c.seq_id > bindparam("seq_id"), QUEUED)
+    .limit(1)
+)
+_MODELS = sqlalchemy.select(func.count()).select_from(RUNS).where(RUNS.c.tenant == bindparam("tenant"), LIVE)
+_SESSIONS = sqlalchemy.select(func.count()).select_from(SESSIONS).where(SESSIONS.c.tenant == bindparam("tenant"), OPEN)
+_KEPT = sqlalchemy.select(func.count(), func.coalesce(func.sum(CHECKPOINTS.c.size_bytes), 0)).where(
+    CHECKPOINTS.c.tenant == bindparam("tenant"), KEPT
+)
+
+
+def pending(session: Session, tenant: str) -> PendingCounts:
+    rows = session.connection().execute(_PENDING, {"tenant": tenant}).all()
+    return PendingCounts(
+        by_kind={kind: number for kind, number, _ in rows}, num_bytes=sum(int(num_bytes) for _, _, num_bytes in rows)
+    )
+
+
+def is_awaited(session: Session, model_id: str, seq_id: int) -> bool:
+    return session.connection().execute(_BEHIND, {"model": model_id, "seq_id": seq_id}).first() is not None
+
+
+def live_models(session: Session, tenant: str) -> int:
+    return int(session.connection().execute(_MODELS, {"tenant": tenant}).scalar_one())
+
+
+def live_sessions(session: Session, tenant: str) -> int:
+    return int(session.connection().execute(_SESSIONS, {"tenant": tenant}).scalar_one())
+
+
+def kept_checkpoints(session: Session, tenant: str) -> KeptCheckpoints:
+    number, num_bytes = session.connection().execute(_KEPT, {"tenant": tenant}).one()
+    return KeptCheckpoints(number=number, num_bytes=int(num_bytes))

@@ -1,0 +1,176 @@
+"""What a tenant may have, decided on a real store, with a clock that only the test moves."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tinsmith.errors import CapacityError
+from tinsmith.server.quotas import Quotas
+from tinsmith.server.token_buckets import TokenBuckets
+from tinsmith.settings import QuotaSettings
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.store import SqlStore
+from tinsmith.store import PendingCounts, StoreContext
+from tinsmith.testing.store_records import a_checkpoint, a_model, a_sample, a_session, an_operation
+
+
+@dataclass
+class Clock:
+    now_s: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+class WatchedStore(SqlStore):
+    reads = 0
+
+    async def pending(self, tenant: str) -> PendingCounts:
+        self.reads += 1
+        return await super().pending(tenant)
+
+
+@pytest.fixture(scope="module")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("migrated")
+
+    async def migrate() -> None:
+        store = SqlStore(SqlStoreConfig(synchronous="off"), StoreContext(data_dir=directory))
+        await store.open()
+        await store.close()
+
+    asyncio.run(migrate())
+    return directory / "tinsmith.db"
+
+
+@pytest.fixture
+async def store(tmp_path: Path, migrated: Path) -> AsyncIterator[WatchedStore]:
+    shutil.copy(migrated, tmp_path)
+    store = WatchedStore(SqlStoreConfig(synchronous="off"), StoreContext(data_dir=tmp_path))
+    await store.open()
+    yield store
+    await store.close()
+
+
+def test_a_bucket_gives_its_burst_and_then_its_rate(clock: Clock) -> None:
+    buckets = TokenBuckets(clock)
+    take = [buckets.take("ann", per_s=2.0, burst=3) for _ in range(4)]
+    assert take == [0.0, 0.0, 0.0, 0.5]
+    clock.now_s += 0.5
+    assert [buckets.take("ann", per_s=2.0, burst=3) for _ in range(2)] == [0.0, 0.5]
+    clock.now_s += 1000.0
+    assert [buckets.take("ann", per_s=2.0, burst=3) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+
+
+def test_buckets_that_have_filled_up_are_forgotten(clock: Clock) -> None:
+    buckets = TokenBuckets(clock)
+    for number in range(5000):
+        buckets.take(f"key-{number}", per_s=1.0, burst=1)
+        clock.now_s += 1.0
+    assert len(buckets._buckets) <= 1001
+
+
+async def test_a_tenant_that_sends_too_much_learns_when_to_come_again(store: WatchedStore, clock: Clock) -> None:
+    settings = QuotaSettings.model_validate({"request_burst": 1, "tenants": {"slow": {"requests_per_s": 0.1}}})
+    quotas = Quotas(store, settings, clock=clock)
+    quotas.admit_request("slow")
+    with pytest.raises(CapacityError, match=r"more than 0.1 requests per second.*\(quotas.requests_per_s\)") as refused:
+        quotas.admit_request("slow")
+    assert refused.value.retry_after_s == pytest.approx(10.0)
+    quotas.admit_request("other")
+
+
+async def test_what_waits_is_limited_by_number(store: WatchedStore, clock: Clock) -> None:
+    quotas = Quotas(store, QuotaSettings(pending_samples=2, pending_operations=2), clock=clock)
+    await store.submit(a_sample(0))
+    await quotas.admit_sample(a_sample(1))
+    with pytest.raises(CapacityError, match=r"at most 2 samples may wait .* \(quotas.pending_samples\).*; send this"):
+        await quotas.admit_sample(a_sample(2))
+    await quotas.admit_sample(a_sample(2, tenant="bob"))
+    clock.now_s += 1.1  # what was admitted above was never submitted
+    await quotas.admit_sample(a_sample(2))
+
+
+async def test_what_waits_is_limited_by_size(store: WatchedStore, clock: Clock) -> None:
+    quotas = Quotas(store, QuotaSettings(queued_bytes=100), clock=clock)
+    await quotas.admit_sample(a_sample(0, payload=b"x" * 1000))  # alone
+    with pytest.raises(CapacityError, match="100 bytes of requests may wait"):
+        await quotas.admit_sample(a_sample(1))
+    clock.now_s += 1.1
+    await store.submit(a_sample(0, payload=b"x" * 90))
+    with pytest.raises(CapacityError, match="queued_bytes"):
+        await quotas.admit_operation(an_operation(seq_id=1, payload=b"x" * 11))
+    await quotas.admit_operation(an_operation(seq_id=1, payload=b"x" * 10))
+
+
+async def test_a_request_that_others_wait_for_is_admitted_in_any_case(store: WatchedStore, clock: Clock) -> None:
+    await a_model(store)
+    for seq_id in (2, 3):
+        await store.submit(an_operation(seq_id=seq_id))
+    quotas = Quotas(store, QuotaSettings(pending_operations=2), clock=clock)
+    with pytest.raises(CapacityError, match="pending_operations"):
+        await quotas.admit_operation(an_operation(seq_id=4))
+    await quotas.admit_operation(an_operation(seq_id=1))
+    await quotas.admit_operation(an_operation(seq_id=1))
+    with pytest.raises(CapacityError, match="pending_operations"):  # twice the quota
+        await quotas.admit_operation(an_operation(seq_id=1))
+
+
+async def test_models_and_sessions_are_limited(store: WatchedStore, clock: Clock) -> None:
+    await a_model(store)
+    quotas = Quotas(store, QuotaSettings(live_models=1, sessions=1), clock=clock)
+    with pytest.raises(CapacityError, match=r"at most 1 models .*\(quotas.live_models\).*; end sessions"):
+        await quotas.admit_model("ann")
+    with pytest.raises(CapacityError, match=r"at most 1 sessions .*\(quotas.sessions\).*; close the clients"):
+        await quotas.admit_session("ann")
+    await quotas.admit_session("bob")
+
+
+async def test_a_save_fails_when_too_much_is_kept_or_being_saved(store: WatchedStore, clock: Clock) -> None:
+    quotas = Quotas(store, QuotaSettings(checkpoints=2, stored_bytes=2**41), clock=clock)
+    await store.add_checkpoint(a_checkpoint("a"))
+    assert await quotas.why_no_checkpoint("ann") is None
+    await a_model(store)
+    await store.submit(an_operation(seq_id=1, kind="save_state"))
+    clock.now_s += 1.1
+    assert "quotas.checkpoints" in str(await quotas.why_no_checkpoint("ann"))
+    roomy = Quotas(store, QuotaSettings(stored_bytes=2**41), clock=clock)
+    assert await roomy.why_no_checkpoint("ann") is None
+    await store.add_checkpoint(a_checkpoint("b"))
+    clock.now_s += 1.1
+    assert "quotas.stored_bytes" in str(await roomy.why_no_checkpoint("ann"))
+    assert await roomy.why_no_checkpoint("bob") is None
+
+
+async def test_requests_that_come_together_are_counted_with_one_read(store: WatchedStore, clock: Clock) -> None:
+    quotas = Quotas(store, QuotaSettings(), clock=clock)
+    await asyncio.gather(*(quotas.admit_sample(a_sample(number)) for number in range(50)))
+    assert store.reads == 1
+    clock.now_s += 1.1
+    await quotas.admit_sample(a_sample(50))
+    assert store.reads == 2
+
+
+def test_null_is_no_limit_and_what_a_tenant_omits_is_as_for_all() -> None:
+    settings = QuotaSettings.model_validate({"sessions": 7, "tenants": {"ann": {"sessions": None, "live_models": 3}}})
+    assert (settings.of("ann").sessions, settings.of("ann").live_models) == (None, 3)
+    assert (settings.of("bob").sessions, settings.of("bob").live_models) == (7, 256)
+    assert settings.of("ann").checkpoints == settings.of("bob").checkpoints == 100_000
+
+
+async def test_what_is_done_no_longer_counts(store: WatchedStore) -> None:
+    await store.create_session(a_session("s9"), idempotency_key=None)
+    await store.end_session("s9", "success", None)
+    assert await store.count_live_sessions("ann") == 0
+    request_id = await store.submit(a_sample(0))
+    await store.cancel(request_id)
+    assert await store.pending("ann") == PendingCounts(by_kind={}, num_bytes=0)
