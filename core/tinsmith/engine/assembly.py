@@ -104,7 +104,7 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         parts.scheduler,
         Limits(max_batch_tokens=backend.capabilities.max_batch_tokens),
         models,
-        ModelOperations(models, snapshots, gate, reader=reader, writer=writer, recovery_points=recovery_points),
+        ModelOperations(store, models, snapshots, gate, reader=reader, writer=writer, recovery_points=recovery_points),
         recorder,
         RecoveryPointTaker(recovery_points, models, snapshots, tasks),
         tasks,

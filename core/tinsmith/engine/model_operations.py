@@ -23,6 +23,7 @@ from tinsmith.store import (
     LoraResolved,
     OperationRecord,
     RecoveryPointTaken,
+    RequestStore,
     RunState,
     RunStateChanged,
 )
@@ -35,6 +36,7 @@ ModelOperation = (
 class ModelOperations:
     def __init__(
         self,
+        store: RequestStore,
         models: Models,
         snapshots: Snapshots,
         gate: ConsistencyGate,
@@ -49,7 +51,7 @@ class ModelOperations:
         self._reader = reader
         self._writer = writer
         self._recovery_points = recovery_points
-        self._save_for_sampler = SaveForSampler(models, snapshots, gate, checkpoints=writer)
+        self._save_for_sampler = SaveForSampler(store, models, snapshots, gate, checkpoints=writer)
 
     async def run(self, operation: ModelOperation, record: OperationRecord) -> Outcome:
         """Run one. If the request or the disk is at fault, the outcome says so."""

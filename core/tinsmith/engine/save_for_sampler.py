@@ -1,5 +1,7 @@
 """The operation save_for_sampler: publish a model's weights, write them if they have a name, have them sampled."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 
 from tinsmith import operations as ops
@@ -9,27 +11,44 @@ from tinsmith.engine.claimed import Outcome
 from tinsmith.engine.consistency_gate import ConsistencyGate, refusal
 from tinsmith.engine.models import Models
 from tinsmith.engine.sampling_snapshots import Snapshots
+from tinsmith.engine.store_retries import with_retries
+from tinsmith.errors import NotFoundError
 from tinsmith.store import (
     CheckpointRecord,
     CheckpointWritten,
     Effect,
     OperationRecord,
+    RequestStore,
     SamplingSessionCreated,
     SamplingSessionRecord,
 )
+from tinsmith.store.sampling_sessions import taken
 
 
 class SaveForSampler:
     def __init__(
-        self, models: Models, snapshots: Snapshots, gate: ConsistencyGate, *, checkpoints: CheckpointWriter
+        self,
+        store: RequestStore,
+        models: Models,
+        snapshots: Snapshots,
+        gate: ConsistencyGate,
+        *,
+        checkpoints: CheckpointWriter,
     ) -> None:
+        self._store = store
         self._models = models
         self._snapshots = snapshots
         self._gate = gate
         self._checkpoints = checkpoints
+        self._saving: set[str] = set()  # ids of sampling sessions
 
     async def run(self, operation: ops.SaveForSampler, record: OperationRecord) -> Outcome:
-        """Raise UserError if an ephemeral snapshot is asked for and the model cannot be sampled from."""
+        """Raise UserError if an ephemeral snapshot is asked for and its id is taken or the model has no sampler."""
+        with self._reserved(operation.sampling_session_id):
+            await self._refuse_recorded(operation.sampling_session_id)
+            return await self._run(operation, record)
+
+    async def _run(self, operation: ops.SaveForSampler, record: OperationRecord) -> Outcome:
         why_not = self._snapshots.why_not(self._models.lora(operation.model_id))
         if why_not is not None and operation.sampling_session_id is not None:
             raise why_not
@@ -46,6 +65,36 @@ class SaveForSampler:
             consistency=found,
         )
         return Outcome(result=saved, effects=_effects(operation, written, record), consistency=found)
+
+    @contextmanager
+    def _reserved(self, sampling_session_id: str | None) -> Iterator[None]:
+        """Keep an id for one save, from which on its snapshot keeps it. Raise ConflictError if another save has it.
+
+        The snapshot of a sampling session never changes.
+        """
+        if sampling_session_id is None:
+            yield
+            return
+        if sampling_session_id in self._saving or self._snapshots.holds(sampling_session_id):
+            raise taken(sampling_session_id, "another save")
+        self._saving.add(sampling_session_id)
+        try:
+            yield
+        finally:
+            self._saving.discard(sampling_session_id)
+
+    async def _refuse_recorded(self, sampling_session_id: str | None) -> None:
+        """Raise ConflictError if the sampling session exists.
+
+        That of this very operation is recorded together with its result, so it cannot be the one found.
+        """
+        if sampling_session_id is None:
+            return
+        try:
+            first = await with_retries(self._store.get_sampling_session, sampling_session_id)
+        except NotFoundError:
+            return
+        raise taken(sampling_session_id, first.snapshot_id or first.base_model)
 
     async def _write(
         self, operation: ops.SaveForSampler, snapshot: Snapshot, record: OperationRecord

@@ -27,7 +27,8 @@ class EngineLog(ABC):
     async def complete(self, lease: Lease, completions: Sequence[Completion]) -> None:
         """Record results, effects and the models' applied positions in one transaction, and wake waiting calls.
 
-        Operations that were cancelled in the meantime are skipped, and so are those that another engine has claimed.
+        Operations that were cancelled in the meantime are skipped, and so are those that another engine has claimed. An
+        operation whose effect SamplingSessionCreated finds its id taken fails, and has no effect.
         """
 
     @abstractmethod

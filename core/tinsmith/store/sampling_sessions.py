@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 
+from tinsmith.errors import ConflictError
 from tinsmith.store.old_names import TakesOldNames
 from tinsmith.store.records import SamplingSessionRecord
 
@@ -17,3 +18,11 @@ class SamplingSessions(TakesOldNames, ABC):
     @abstractmethod
     async def list_sampling_sessions(self, session_id: str) -> list[SamplingSessionRecord]:
         """Return the sampling sessions of a session, oldest first."""
+
+
+def taken(sampling_session_id: str, content: str) -> ConflictError:
+    """Return the error for using the id of a sampling session again, for other content."""
+    return ConflictError(
+        f"sampling session {sampling_session_id!r} exists already, for {content!r}; every one needs a "
+        "sampling_session_seq_id of its own"
+    )

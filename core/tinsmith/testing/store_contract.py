@@ -24,6 +24,7 @@ from tinsmith.store import (
     Completion,
     OperationState,
     RequestStore,
+    SamplingSessionCreated,
     SamplingSessionRecord,
 )
 from tinsmith.store.codec import encode_result
@@ -145,6 +146,33 @@ class RequestStoreContract(LogContract, PlacesContract, RecoveryContract, LeaseC
         assert await store.list_sampling_sessions("s2") == []
         with pytest.raises(NotFoundError):
             await store.get_sampling_session("nope")
+
+    async def test_a_save_does_not_replace_a_sampling_session(self, store: RequestStore) -> None:
+        """Of several that create one under the same id, the first does; the others fail, and have no effect."""
+        for model_id in ("s1:train:0", "s1:train:1"):
+            await a_model(store, model_id)
+        first = SamplingSessionRecord(
+            sampling_session_id="s1:sample:0",
+            session_id="s1",
+            tenant="ann",
+            base_model=BASE,
+            created_at=NOW,
+            snapshot_id="s1:sample:0",
+            model_id="s1:train:0",
+        )
+        second = replace(first, model_id="s1:train:1")
+        sent = [await store.submit(an_operation(f"s1:train:{number}", 1)) for number in (0, 1)]
+        await claim(store)
+        saved = [
+            done(sent[0], None, SamplingSessionCreated(record=first)),
+            done(sent[1], None, SamplingSessionCreated(record=second), CheckpointWritten(record=a_checkpoint())),
+        ]
+        await complete(store, saved)
+        assert [await state_of(store, each) for each in sent] == [OperationState.SUCCEEDED, OperationState.FAILED]
+        assert "'s1:sample:0' exists already" in (await failure_of(store, sent[1])).message
+        assert await store.get_sampling_session("s1:sample:0") == first
+        assert await store.list_checkpoints("ann") == ([], 0)
+        assert (await store.get_run("s1:train:1")).applied_seq_id == 1
 
     async def test_checkpoints_are_kept_listed_changed_and_deleted(self, store: RequestStore) -> None:
         request_id = await a_model(store)

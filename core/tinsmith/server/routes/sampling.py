@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from tinsmith.backend import Capabilities
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.checks import check_operation
-from tinsmith.errors import ConflictError, UnsupportedError, UserError
+from tinsmith.errors import UnsupportedError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
 from tinsmith.server.auth import Caller, own_session, readable_checkpoint, readable_sampler, usable_sampler
@@ -19,6 +19,7 @@ from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import count, new_sample
 from tinsmith.server.value_limits import refuse_large_payload, refuse_large_result
 from tinsmith.store import SEQ_IDS_PER_CLONE, CheckpointRecord, NewOperation, SamplingSessionRecord
+from tinsmith.store.sampling_sessions import taken
 
 router = APIRouter(tags=["sampling"], route_class=JsonRoute)
 
@@ -68,11 +69,7 @@ async def _fitting_checkpoint(
 def _refuse_other_content(first: SamplingSessionRecord, wanted: SamplingSessionRecord) -> None:
     """A number names one sampling session for ever. Raises ConflictError if it was used for something else."""
     if (first.base_model, first.snapshot_id) != (wanted.base_model, wanted.snapshot_id):
-        msg = (
-            f"sampling session {first.sampling_session_id!r} exists already, for "
-            f"{first.snapshot_id or first.base_model!r}; every one needs a sampling_session_seq_id of its own"
-        )
-        raise ConflictError(msg)
+        raise taken(first.sampling_session_id, first.snapshot_id or first.base_model)
 
 
 def _sampler_path(text: str) -> TinkerPath:

@@ -4,7 +4,7 @@ from fastapi import APIRouter
 
 from tinsmith import operations as ops
 from tinsmith.checkpoints.tinker_path import TinkerPath
-from tinsmith.errors import UserError
+from tinsmith.errors import NotFoundError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
 from tinsmith.server.auth import Caller, own_run, own_session, readable_checkpoint
@@ -13,6 +13,7 @@ from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.routes.training import submit_creation
 from tinsmith.server.submitting import submit_training
 from tinsmith.store import CheckpointRecord, RunRecord
+from tinsmith.store.sampling_sessions import taken
 
 router = APIRouter(tags=["weights"], route_class=NumberedRoute)
 
@@ -32,8 +33,21 @@ async def save_weights_for_sampler(
 ) -> wire.Submitted:
     run = await own_run(context, caller, body.model_id)
     operation = translate.save_weights_for_sampler(body, run.session_id)
-    problem = None if operation.path is None else await context.quotas.why_no_checkpoint(caller.tenant)
+    problem = await _why_taken(context, operation.sampling_session_id)
+    if operation.path is not None:
+        problem = await context.quotas.why_no_checkpoint(caller.tenant)
     return await submit_training(context, run, body.seq_id, operation, problem=problem)
+
+
+async def _why_taken(context: ServerContext, sampling_session_id: str | None) -> UserError | None:
+    """Return why the id cannot be used. A repeat of the request that used it gets its first answer all the same."""
+    if sampling_session_id is None:
+        return None
+    try:
+        first = await context.store.get_sampling_session(sampling_session_id)
+    except NotFoundError:
+        return None
+    return taken(sampling_session_id, first.snapshot_id or first.base_model)
 
 
 @router.post("/save_weights_external", response_model_exclude_none=True)

@@ -31,6 +31,7 @@ from tinsmith.store import (
     SamplingSessionCreated,
 )
 from tinsmith.store.codec import encode_result
+from tinsmith.store.sampling_sessions import taken
 
 _PART = 500  # values of one IN list
 _RUNNING = (
@@ -80,7 +81,7 @@ def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion
     finished, results = [], []
     applied: dict[str, int] = {}
     for row in connection.execute(_RUNNING, {"request_ids": list(completions), "engine": engine_id}).all():
-        completion = completions[row.request_id]
+        completion = _unless_taken(tx.session, completions[row.request_id])
         kind, encoded = encode_result(completion.result)
         has_failed = isinstance(completion.result, Failed) and not completion.applied
         state = OperationState.FAILED if has_failed else OperationState.SUCCEEDED
@@ -102,6 +103,19 @@ def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion
         connection.execute(_APPLY, [{"model": model_id, "applied": seq_id} for model_id, seq_id in applied.items()])
 
 
+def _unless_taken(session: Session, completion: Completion) -> Completion:
+    """Return the completion, or a failure if it creates a sampling session that exists."""
+    for effect in completion.effects:
+        if isinstance(effect, SamplingSessionCreated):
+            first = session.get(SamplingSessionRow, effect.record.sampling_session_id)
+            if first is not None:
+                error = taken(first.sampling_session_id, first.snapshot_id or first.base_model)
+                return Completion(
+                    request_id=completion.request_id, result=Failed(message=str(error), category=error.category)
+                )
+    return completion
+
+
 def _apply(tx: Transaction, effect: Effect) -> None:
     """Applying an effect twice changes nothing."""
     session = tx.session
@@ -120,6 +134,7 @@ def _apply(tx: Transaction, effect: Effect) -> None:
         case CheckpointWritten():
             checkpoints.write(tx, effect.record)
         case SamplingSessionCreated():
-            session.merge(to_row(effect.record, SamplingSessionRow))
+            session.add(to_row(effect.record, SamplingSessionRow))
+            session.flush()  # another completion may create it, too
         case RecoveryPointTaken():
             recovery_points.keep_newest(session, effect.record, effect.keep)
