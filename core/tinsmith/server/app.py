@@ -14,6 +14,7 @@ from tinsmith.server.api_keys import ApiKeys
 from tinsmith.server.auth import Caller, who_sent
 from tinsmith.server.bodies import BodyLimit, BodyLimits
 from tinsmith.server.body_budget import BodyBudget
+from tinsmith.server.bounded_http import Connections
 from tinsmith.server.context import API_PREFIX, Context, Engines, Metrics, ServerContext
 from tinsmith.server.gate import Gate, names_of
 from tinsmith.server.key_tokens import KeyTokens
@@ -47,6 +48,7 @@ async def create_app(settings: Settings, *, store: RequestStore, plugins: Plugin
         quotas=Quotas(store, settings.quotas),
     )
     app.state.context = context
+    app.state.connections = Connections(settings.server.limits.connections)
     api = APIRouter(prefix=API_PREFIX)
     for module in _ROUTERS:
         api.include_router(module.router, dependencies=[Depends(_within_rate)])

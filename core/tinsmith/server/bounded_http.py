@@ -1,29 +1,188 @@
-"""Uvicorn's HTTP/1.1 with a limit on the length of a request line, a header or a trailer.
+"""Uvicorn's HTTP/1.1 with bounds for connections: their number, their time, and what a head may hold.
 
-Uvicorn's httptools reads them whole, whatever their size, before any key is checked. It copies what it has at every
-read, so a single connection could block the event loop.
+Uvicorn waits for ever for the rest of a request, and for a client to read its answer. Its httptools reads request
+lines, headers and trailers whole, whatever their size, before any key is checked, and copies what it has at every read,
+so a single connection could block the event loop.
 """
 
-from typing import Final
+import asyncio
+from collections.abc import Collection
+from enum import Enum, auto
+from typing import Any, Final, cast
 
+from fastapi import FastAPI
+from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 MAX_HEADER_BYTES: Final = 1 << 16
 """The most that is read, after the first packet, without completing a part of the request."""
+MAX_HEADERS: Final = 200
+MAX_PIPELINED: Final = 16
+"""Requests that wait on their connection for the answers to those before them."""
 
-_TOO_LARGE: Final = b"""HTTP/1.1 431 Request Header Fields Too Large\r
-content-type: application/json\r
-content-length: 54\r
-connection: close\r
-\r
-{"detail":"the request line and headers are too long"}"""
+HEAD_S: Final = 30
+"""A request line and headers must arrive within this time."""
+BODY_GRACE_S: Final = 30
+MIN_BYTES_PER_S: Final = 1 << 10
+"""A body must arrive at this rate, after the grace."""
+UNREAD_S: Final = 60
+"""A client that has read next to nothing of its answer for so long is cut off."""
+
+
+def _answer(status: str, detail: str) -> bytes:
+    body = f'{{"detail":"{detail}"}}'
+    head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    return f"{head}connection: close\r\n\r\n{body}".encode()
+
+
+_TOO_LARGE: Final = _answer("431 Request Header Fields Too Large", "the request line and headers are too long")
+_TOO_SLOW: Final = _answer("408 Request Timeout", "the request did not arrive in time; send it again")
+_TOO_MANY: Final = _answer(
+    "503 Service Unavailable",
+    "all connections of this server are in use (server.limits.connections); try again later",
+)
+
+
+class Connections:
+    """All connections of an app. Looks after them once a second.
+
+    Time is counted in these looks: a server that stands still for a minute does not cut off whoever waited for it.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._all: dict[BoundedHttp, None] = {}
+        self._waiting: dict[BoundedHttp, None] = {}  # for a request, the longest first
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def all(self) -> Collection["BoundedHttp"]:
+        return self._all.keys()
+
+    def admit(self, connection: "BoundedHttp") -> bool:
+        """Return whether there is room. A connection that waits for a request makes room for a new one."""
+        if len(self._all) >= self._most:
+            oldest = next(iter(self._waiting), None)
+            if oldest is None:
+                return False
+            oldest.transport.abort()
+            self.forget(oldest)
+        self._all[connection] = None
+        self.waits(connection)
+        if self._timer is None:
+            self._timer = connection.loop.call_later(1, self._look_again, connection.loop)
+        return True
+
+    def forget(self, connection: "BoundedHttp") -> None:
+        self._all.pop(connection, None)
+        self._waiting.pop(connection, None)
+
+    def waits(self, connection: "BoundedHttp") -> None:
+        if connection in self._all:
+            self._waiting.pop(connection, None)
+            self._waiting[connection] = None
+
+    def works(self, connection: "BoundedHttp") -> None:
+        self._waiting.pop(connection, None)
+
+    def look(self) -> None:
+        for connection in list(self._all):
+            connection.look()
+
+    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.look()
+        self._timer = loop.call_later(1, self._look_again, loop) if self._all else None
+
+
+class Phase(Enum):
+    HEAD = auto()
+    BODY = auto()
+    ANSWER = auto()
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One per connection."""
+    """One per connection. The app has `state.connections`."""
 
-    _unfinished = 0  # bytes since the parser last completed a part that is bounded elsewhere
-    _got_on = False
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],  # Any: as uvicorn has it
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._connections = cast("FastAPI", config.app).state.connections  # of create_app
+        self.phase = Phase.HEAD
+        self._head_begun = True  # a new connection owes its first request
+        self._unfinished = 0  # bytes since the parser last completed a part that is bounded elsewhere
+        self._got_on = False
+        self._looks = 0  # since the head or the body began
+        self.body_bytes = 0
+        self._unsent = 0
+        self._drained = False
+        self._unread_looks = 0
+
+    # Time -------------------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Cut off a connection that is too slow. Called once a second."""
+        self._unread_looks = self._unread_looks + 1 if self._is_unread() else 0
+        if self._unread_looks > UNREAD_S:
+            self.transport.abort()
+            return
+        self._looks = self._looks + 1 if self.is_awaited else 0
+        if self._is_too_slow() and not self.transport.is_closing():
+            if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+                self.transport.write(_TOO_SLOW)
+            self.transport.close()
+
+    def _is_unread(self) -> bool:
+        """Return whether the client has read next to nothing since the last look."""
+        before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
+        drained, self._drained = self._drained, False
+        return 0 < self._unsent <= before and before - self._unsent < MIN_BYTES_PER_S and not drained
+
+    @property
+    def is_awaited(self) -> bool:
+        """Return whether the client owes us the rest of a request."""
+        match self.phase:
+            case Phase.HEAD:  # one that is merely idle ends by uvicorn's keep-alive timeout
+                return self._head_begun or self._unfinished > 0
+            case Phase.BODY:
+                return not self.flow.read_paused  # else the server is the slow one
+            case Phase.ANSWER:
+                return False
+
+    def _is_too_slow(self) -> bool:
+        if self.phase is Phase.HEAD:
+            return self._looks > HEAD_S
+        return self.body_bytes < (self._looks - BODY_GRACE_S) * MIN_BYTES_PER_S
+
+    def resume_writing(self) -> None:
+        self._drained = True
+        super().resume_writing()
+
+    # Number -----------------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        if not self._connections.admit(self):
+            transport.write(_TOO_MANY)
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.forget(self)
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        is_last = not self.pipeline
+        super().on_response_complete()
+        if is_last:
+            self.phase = Phase.HEAD if self.phase is Phase.ANSWER else self.phase
+            self._connections.waits(self)
+
+    # Size -------------------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         self._got_on = False
@@ -35,16 +194,31 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._got_on = True
+        self._head_begun = True
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) >= MAX_HEADERS:
+            msg = f"more than {MAX_HEADERS} headers"
+            raise ValueError(msg)  # ends the parsing; uvicorn answers with a 400
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            msg = f"more than {MAX_PIPELINED} requests wait on this connection"
+            raise ValueError(msg)  # as above
         self._got_on = True
+        self._head_begun = False
+        self.phase, self._looks, self.body_bytes = Phase.BODY, 0, 0
+        self._connections.works(self)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._got_on = True
+        self.body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._got_on = True
+        self.phase = Phase.ANSWER if self.cycle is None or not self.cycle.response_complete else Phase.HEAD
         super().on_message_complete()

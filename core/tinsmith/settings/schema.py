@@ -78,6 +78,11 @@ class LimitsSettings(_Section):
     body_bytes: int = Field(
         1 << 30, ge=1 << 20, description="bytes of request bodies that the server holds for all tenants, likewise"
     )
+    connections: int = Field(
+        10_000,
+        ge=16,
+        description="connections open at a time; a new one replaces the one idle for longest, or gets a 503",
+    )
 
 
 class ServerSettings(_Section):
