@@ -172,9 +172,13 @@ def test_a_full_disk_and_file_systems_with_cautions(monkeypatch: pytest.MonkeyPa
     for free, status in ((20e9, "ok"), (5e9, "note"), (1e8, "problem")):
         monkeypatch.setattr(data_directory.shutil, "disk_usage", lambda _, free=free: Usage(free))
         assert data_directory._space("data directory", tmp_path).status == status
-    monkeypatch.setattr(data_directory, "_kind_of", lambda _: "nfs4")
-    [caution] = data_directory._file_system("data directory", tmp_path)
-    assert (caution.status, caution.found) == ("note", "on nfs4")
+    monkeypatch.setattr(data_directory, "file_system_of", lambda _: "nfs4")
+    for with_database, status in ((False, "note"), (True, "problem")):
+        [caution] = data_directory._file_system("data directory", tmp_path, with_database=with_database)
+        assert caution.status == status
+        assert caution.found.startswith("on nfs4")
+    monkeypatch.setattr(data_directory, "file_system_of", lambda _: "ext4")
+    assert list(data_directory._file_system("data directory", tmp_path, with_database=True)) == []
 
 
 class Usage:
@@ -186,10 +190,6 @@ def test_locks_that_hold_nobody_off(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert list(data_directory._lock_faults(tmp_path / "lock")) == []
     monkeypatch.setattr(data_directory.fcntl, "flock", lambda *_: None)
     assert list(data_directory._lock_faults(tmp_path / "lock")) == ["its file system grants one lock twice"]
-
-
-def test_the_file_system_is_that_of_the_longest_mount_point() -> None:
-    assert data_directory._kind_of(Path("/proc/self")) == "proc"
 
 
 @pytest.mark.parametrize(("size", "status"), [(1, "ok"), (80, "note"), (101, "problem")])

@@ -79,12 +79,16 @@ def _examine(plugins: Plugins, load: Callable[..., Settings]) -> Iterator[Findin
     if settings is None:
         return
     yield check_port(settings.server)
-    yield from check_data_directory(settings.data_dir)
+    yield from check_data_directory(settings.data_dir, with_database=_holds_database(settings))
     yield check_hub()
     if not settings.models:
         yield from check_backends(plugins)
     for model in settings.models if finding.status == "ok" else ():
         yield from check_model(model, plugins)
+
+
+def _holds_database(settings: Settings) -> bool:
+    return settings.store.plugin == "sql" and settings.store.options().get("url") is None
 
 
 def _load(load: Callable[..., Settings]) -> tuple[Settings | None, Finding]:

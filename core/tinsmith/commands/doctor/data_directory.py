@@ -11,22 +11,25 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 from tinsmith.commands.doctor.finding import Finding, gigabytes
+from tinsmith.file_systems import NETWORK, file_system_of
 from tinsmith.settings import DataDir
 
 _LITTLE: Final = 10e9  # bytes; a few checkpoints of an adapter, not one of a large model
 _TOO_LITTLE: Final = 0.5e9
-_CAUTIONS: Final = {
-    "nfs": "locks depend on the server's; use it for one server only, or a local disk",
-    "nfs4": "locks depend on the server's; use it for one server only, or a local disk",
-    "cifs": "it may not keep locks and renames; use a local disk",
+_ON_NETWORK: Final = "checkpoints need a server that keeps locks, renames and fsync, and a store on PostgreSQL"
+_CAUTIONS: Final = dict.fromkeys(NETWORK, _ON_NETWORK) | {
+    "9p": "it may not keep locks, and SQLite needs them; use a local disk",
     "tmpfs": "everything in it is lost at a reboot; use a disk",
     "ramfs": "everything in it is lost at a reboot; use a disk",
     "overlay": "it belongs to a container and is lost with it; mount a volume",
 }
 
 
-def check_data_directory(data_dir: DataDir) -> Iterator[Finding]:
-    """Test it for real, in a temporary directory inside it, or inside its nearest parent if it does not exist yet."""
+def check_data_directory(data_dir: DataDir, *, with_database: bool) -> Iterator[Finding]:
+    """Test it for real, in a temporary directory inside it, or inside its nearest parent if it does not exist yet.
+
+    `with_database` means that it is to hold an SQLite database.
+    """
     subject = f"data directory {data_dir.root}"
     existing = next(path for path in (data_dir.root, *data_dir.root.parents) if path.exists())
     try:
@@ -41,7 +44,7 @@ def check_data_directory(data_dir: DataDir) -> Iterator[Finding]:
     if not faults:
         yield Finding(subject, "ok", "writable; keeps locks, fsync and renames")
     yield _space(subject, existing)
-    yield from _file_system(subject, existing)
+    yield from _file_system(subject, existing, with_database=with_database)
 
 
 def _lock_faults(file: Path) -> Iterator[str]:
@@ -90,17 +93,10 @@ def _space(subject: str, directory: Path) -> Finding:
     return Finding(subject, "problem" if free < _TOO_LITTLE else "note", found, remedy)
 
 
-def _file_system(subject: str, directory: Path) -> Iterator[Finding]:
-    kind = _kind_of(directory.resolve())
-    if kind in _CAUTIONS:
+def _file_system(subject: str, directory: Path, *, with_database: bool) -> Iterator[Finding]:
+    kind = file_system_of(directory)
+    if kind in NETWORK and with_database:
+        remedy = "choose a directory on a local disk with --data-dir, or set store.url to a PostgreSQL database"
+        yield Finding(subject, "problem", f"on {kind}, where SQLite is refused", remedy)
+    elif kind in _CAUTIONS:
         yield Finding(subject, "note", f"on {kind}", _CAUTIONS[kind])
-
-
-def _kind_of(directory: Path) -> str | None:
-    """Return the type of the file system that holds a directory, or None if the system does not say."""
-    mounts = Path("/proc/self/mounts")
-    if not mounts.exists():
-        return None
-    found = [line.split()[1:3] for line in mounts.read_text(encoding="utf-8").splitlines()]
-    holding = [(point, kind) for point, kind in found if directory.is_relative_to(point.replace("\\040", " "))]
-    return max(holding, key=lambda each: len(each[0]))[1] if holding else None

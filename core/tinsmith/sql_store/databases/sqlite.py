@@ -12,6 +12,7 @@ from sqlalchemy.pool import StaticPool
 from sqlmodel import Session
 
 from tinsmith.errors import ConfigError, StoreError
+from tinsmith.file_systems import NETWORK, file_system_of
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.databases import sqlite_scrubbing
 from tinsmith.sql_store.databases.database import Database
@@ -81,6 +82,7 @@ class SqliteDatabase(Database):
 
     def _migrate(self, work: Callable[[Connection], None]) -> None:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_network(self._path)
         self._path.touch(mode=0o600)  # it holds users' data; SQLite gives its log the same mode
         with self._engine.begin() as connection:
             work(connection)
@@ -100,6 +102,18 @@ class SqliteDatabase(Database):
             raise StoreError(msg) from error
         finally:
             connection.close()
+
+
+def _refuse_network(path: Path) -> None:
+    """Raise ConfigError: the write-ahead log needs shared memory and locks, and there two machines would corrupt it."""
+    kind = file_system_of(path)
+    if kind in NETWORK:
+        msg = (
+            f"the database {str(path)!r} would lie on a network file system ({kind}), where SQLite loses data; choose "
+            "a directory on a local disk with server.data_dir or store.url (sqlite:////var/lib/tinsmith.db), or set "
+            "store.url to a PostgreSQL database"
+        )
+        raise ConfigError(msg)
 
 
 def _prepare(pragmas: tuple[str, ...], connection: Any, record: object) -> None:  # Any: the driver's connection
