@@ -145,7 +145,10 @@ from tinsmith.store import (
     SessionEnd,
     SessionRecord,
     StoreContext,
+    StoredCheckpoints,
     StoreSpec,
+    Usage,
+    UsageRecord,
     Waiting,
 )
 
@@ -286,6 +289,7 @@ __all__ = [
     "StoreContext",
     "StoreError",
     "StoreSpec",
+    "StoredCheckpoints",
     "TinsmithError",
     "TokenArray",
     "TopLogprobs",
@@ -293,6 +297,8 @@ __all__ = [
     "TrainingOperation",
     "UnloadModel",
     "UnsupportedError",
+    "Usage",
+    "UsageRecord",
     "UserError",
     "Waiting",
     "WeightsLoaded",

@@ -204,16 +204,17 @@ class Expected:
     seen: list[Any]
     states: list[dict[str, bytes | int]]
     kinds: list[str]
+    used: list[tuple[Any, ...]]
 
 
 def undisturbed(launcher: Launcher, directory: Path, model: ModelSettings = TOY) -> Expected:
     served = Served(launcher, directory, [model], settings=SETTINGS)
     try:
-        seen, states, kinds = _client(served, model, SQLITE, lambda _: None)
+        expected = _client(served, model, SQLITE, lambda _: None)
         assert served.stop() == 0
     finally:
         served.close()
-    return Expected(seen, states, kinds)
+    return expected
 
 
 def disturbed(
@@ -246,13 +247,13 @@ def disturbed(
         with ThreadPoolExecutor(1) as pool:
             killing = pool.submit(disturber.kill_at_moments, moments)
             try:
-                seen, states, kinds = _client(served, model, store, disturber.at_step)
+                found = _client(served, model, store, disturber.at_step)
             finally:
                 with disturber.news:
                     disturber.finished = True
                     disturber.news.notify_all()
                 killing.result()
-        _differences(expected, Expected(seen, states, kinds))
+        _differences(expected, found)
         disturber.disarm()
         assert served.stop() == 0, f"the server did not stop in order, see {served.log.name}"
     finally:
@@ -261,15 +262,18 @@ def disturbed(
         tally.runs += 1
 
 
-def _client(
-    served: Served, model: ModelSettings, store: CampaignStore, at_step: Callable[[int], None]
-) -> tuple[list[Any], list[dict[str, bytes | int]], list[str]]:
+def _client(served: Served, model: ModelSettings, store: CampaignStore, at_step: Callable[[int], None]) -> Expected:
     service = tinker.ServiceClient(base_url=served.url, api_key="tml-test")
     seen, saved = scenario.run(service, model.name, at_step)
     states = [scenario.state_at(served.data_dir, path) for path in saved]
-    kinds = journal(partial(store.query, served.data_dir), TinkerPath.parse(saved[0]).model_id)
+    query = partial(store.query, served.data_dir)
+    kinds = journal(query, TinkerPath.parse(saved[0]).model_id)
+    used = query(
+        "SELECT sum(trained_tokens), sum(prefilled_tokens), sum(sampled_tokens), sum(checkpoints) FROM usage "
+        "GROUP BY tenant, base_model"
+    )
     service.close("success").result(timeout=scenario.WAIT_S)
-    return seen, states, kinds
+    return Expected(seen, states, kinds, [tuple(map(int, row)) for row in used])
 
 
 def journal(query: Callable[[str], list[tuple[Any, ...]]], model_id: str) -> list[str]:
@@ -283,6 +287,7 @@ def journal(query: Callable[[str], list[tuple[Any, ...]]], model_id: str) -> lis
 
 def _differences(expected: Expected, found: Expected) -> None:
     assert found.kinds == expected.kinds
+    assert found.used == expected.used
     assert len(found.seen) == len(expected.seen)
     for number, (one, other) in enumerate(zip(found.seen, expected.seen, strict=True)):
         assert one == other, f"result {number} differs"

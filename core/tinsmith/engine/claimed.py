@@ -6,7 +6,7 @@ from tinsmith import operations as ops
 from tinsmith.errors import TinsmithError
 from tinsmith.hook_values import OperationFinished
 from tinsmith.scheduler import Pending
-from tinsmith.store import Completion, Effect, OperationRecord
+from tinsmith.store import Completion, Effect, OperationRecord, Usage
 
 _BATCHED = frozenset({"forward", "forward_backward", "optim_step"})
 
@@ -53,12 +53,13 @@ class Finished:
     claimed: Claimed
     outcome: Outcome
 
-    def completion(self) -> Completion:
+    def completion(self, usage: Usage) -> Completion:
         return Completion(
             request_id=self.claimed.record.request_id,
             result=self.outcome.result,
             effects=self.outcome.effects,
             applied=self.outcome.applied,
+            usage=usage,
         )
 
     def event(self, run_s: float, *, batch_size: int) -> OperationFinished:

@@ -9,6 +9,7 @@ from tinsmith import operations as ops
 from tinsmith.engine.claimed import Finished
 from tinsmith.engine.claims import Claims
 from tinsmith.engine.store_retries import with_retries
+from tinsmith.engine.usage import usage_of
 from tinsmith.failpoints import durable_boundary
 from tinsmith.hook_values import OperationFinished
 from tinsmith.store import Lease, RequestStore
@@ -36,7 +37,9 @@ class Recorder:
     @durable_boundary("engine.record")
     async def record(self, finished: Sequence[Finished], run_s: float) -> None:
         finished = [await self._recordable(each) for each in finished]
-        await with_retries(self._store.complete, self._lease, [each.completion() for each in finished])
+        used = usage_of(finished, run_s)
+        completions = [each.completion(usage) for each, usage in zip(finished, used, strict=True)]
+        await with_retries(self._store.complete, self._lease, completions)
         self._claims.release(*(each.claimed.record.request_id for each in finished))
         for each in finished:
             self._on_finished(each.event(run_s, batch_size=len(finished)))

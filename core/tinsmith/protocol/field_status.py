@@ -265,8 +265,11 @@ FIELDS: dict[str, dict[str, Status]] = {
     "SessionEndEvent": dict.fromkeys((*_EVENT, "duration"), _DROPPED),
     "UnhandledExceptionEvent": dict.fromkeys((*_EVENT, "error_message", "error_type", "traceback"), _DROPPED),
     "GenericEvent": dict.fromkeys((*_EVENT, "event_name", "event_data"), _DROPPED),
-    "GetBillingUsageRequest": {"starting_on": _NO_ENDPOINT, "ending_before": _NO_ENDPOINT},
-    "GetCurrentCheckpointStorageUsageRequest": {"project_id": _NO_ENDPOINT},
+    "GetBillingUsageRequest": dict.fromkeys(
+        ("starting_on", "ending_before"),
+        _honoured("in whole days in UTC: all that the window touches"),
+    ),
+    "GetCurrentCheckpointStorageUsageRequest": {"project_id": _honoured()},
     # Bodies that are no class of the SDK, and query parameters
     "POST /api/v1/sessions/{session_id}/finish": {
         "reason.type": _honoured("`success`, `errored` or `interrupted`; the first reason wins"),

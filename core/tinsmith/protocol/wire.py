@@ -499,6 +499,40 @@ class ApiKeyInfo(BaseModel):
     details: KeyDetails
 
 
+class BillingEventInfo(BaseModel):
+    """Which of the numbers is set depends on the type."""
+
+    type: Literal["training", "sampling_prefill", "sampling_sample", "checkpoint"]
+    token_count: int | None = None
+    cached: bool | None = None
+    count: int | None = None
+
+
+class BillingEvent(BaseModel):
+    bucket_start: datetime
+    bucket_end: datetime
+    base_model: str
+    user_id: str
+    user_name: str
+    event_info: BillingEventInfo
+
+
+class BillingUsage(BaseModel):
+    data: list[BillingEvent]
+
+
+class StorageUsageItem(BaseModel):
+    project_id: str | None = None
+    user_name: str
+    checkpoint_count: int
+    size_bytes: int
+    size_gigabytes: float
+
+
+class StorageUsage(BaseModel):
+    data: list[StorageUsageItem]
+
+
 class TelemetryAccepted(BaseModel):
     status: Literal["accepted"] = "accepted"
 

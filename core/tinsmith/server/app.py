@@ -19,12 +19,12 @@ from tinsmith.server.context import API_PREFIX, Context, Engines, Metrics, Serve
 from tinsmith.server.gate import Gate, names_of
 from tinsmith.server.key_tokens import KeyTokens
 from tinsmith.server.quotas import Quotas
-from tinsmith.server.routes import futures, not_offered, runs, sampling, service, sessions, training, weights
+from tinsmith.server.routes import futures, not_offered, runs, sampling, service, sessions, training, usage, weights
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import Settings
 from tinsmith.store import RequestStore
 
-_ROUTERS = (not_offered, service, sessions, training, weights, sampling, futures, runs)
+_ROUTERS = (not_offered, service, sessions, training, weights, sampling, futures, runs, usage)
 
 
 async def create_app(settings: Settings, *, store: RequestStore, plugins: Plugins) -> FastAPI:

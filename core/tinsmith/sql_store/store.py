@@ -15,6 +15,7 @@ from tinsmith.sql_store.parts.runs import SqlRuns
 from tinsmith.sql_store.parts.sampling_sessions import SqlSamplingSessions
 from tinsmith.sql_store.parts.server_log import SqlServerLog
 from tinsmith.sql_store.parts.sessions import SqlSessions
+from tinsmith.sql_store.parts.usage import SqlUsageLog
 from tinsmith.sql_store.transactions import pruning, shared_secrets
 from tinsmith.store import RequestStore
 
@@ -33,6 +34,7 @@ class SqlStore(
     SqlLeases,
     SqlRecovery,
     SqlEngineStates,
+    SqlUsageLog,
     RequestStore,
 ):
     """Creating it does no I/O. It raises ConfigError for a URL that cannot be used."""

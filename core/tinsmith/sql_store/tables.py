@@ -306,9 +306,9 @@ class RetentionRow(Table, table=True):
 OPERATIONS, PAYLOADS, RESULTS, ENGINES, RUNS = (
     row.metadata.tables[str(row.__tablename__)] for row in (OperationRow, PayloadRow, ResultRow, EngineRow, RunRow)
 )
-SESSIONS, CHECKPOINTS, FINISHED_SAMPLES, SAMPLE_COUNTS, LEASES = (
+SESSIONS, CHECKPOINTS, FINISHED_SAMPLES, SAMPLE_COUNTS, LEASES, USAGE = (
     row.metadata.tables[str(row.__tablename__)]
-    for row in (SessionRow, CheckpointRow, FinishedSampleRow, SampleCountRow, LeaseRow)
+    for row in (SessionRow, CheckpointRow, FinishedSampleRow, SampleCountRow, LeaseRow, UsageRow)
 )
 
 

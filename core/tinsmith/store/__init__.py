@@ -47,6 +47,9 @@ from tinsmith.store.records import (
     SamplingSessionRecord,
     SessionEnd,
     SessionRecord,
+    StoredCheckpoints,
+    Usage,
+    UsageRecord,
     Waiting,
 )
 from tinsmith.store.recovery import Recovery
@@ -55,6 +58,7 @@ from tinsmith.store.runs import Runs
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.server_log import ServerLog
 from tinsmith.store.sessions import Sessions
+from tinsmith.store.usage import UsageLog
 
 __all__ = [
     "SEQ_IDS_PER_CLONE",
@@ -107,5 +111,9 @@ __all__ = [
     "Sessions",
     "StoreContext",
     "StoreSpec",
+    "StoredCheckpoints",
+    "Usage",
+    "UsageLog",
+    "UsageRecord",
     "Waiting",
 ]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import date, datetime
 from enum import StrEnum
 from typing import Any, Final, Literal
 
@@ -308,6 +308,16 @@ Effect = RunStateChanged | LoraResolved | CheckpointWritten | SamplingSessionCre
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What one operation used. `engine_s` is its share of the time that its batch took."""
+
+    trained_tokens: int = 0
+    prefilled_tokens: int = 0  # of prompts, and of forward passes without a gradient
+    sampled_tokens: int = 0
+    engine_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """A result to record. A failure that is `applied` counts as a success that has lost its result.
 
@@ -318,6 +328,7 @@ class Completion:
     result: Result
     effects: tuple[Effect, ...] = ()
     applied: bool = False
+    usage: Usage = Usage()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,3 +391,24 @@ class FinishedSamples:
 
     samples: tuple[FinishedSample, ...]
     cursor: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageRecord(Usage):
+    """What a tenant has used of a base model, on one day in UTC or in all."""
+
+    tenant: str
+    base_model: str
+    day: date | None = None  # None: in all
+    checkpoints: int = 0  # written
+    stored_bytes: int = 0  # written in checkpoints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredCheckpoints:
+    """The checkpoints that a tenant keeps, of one project or of none."""
+
+    tenant: str
+    project_id: str | None
+    number: int
+    num_bytes: int

@@ -29,6 +29,7 @@ from tinsmith.store.runs import Runs
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.server_log import ServerLog
 from tinsmith.store.sessions import Sessions
+from tinsmith.store.usage import UsageLog
 
 
 class RequestStore(
@@ -43,6 +44,7 @@ class RequestStore(
     Leases,
     Recovery,
     EngineStates,
+    UsageLog,
 ):
     """Every method may be called concurrently from the process's event loop.
 

@@ -17,8 +17,6 @@ _REASONS = {
     ("POST", "/sessions/search"): "list sessions instead",
     ("DELETE", "/auth/apikey/me"): "API keys are part of the server's configuration (server.api_keys); remove it there",
     ("GET", "/audit"): "no audit log is kept",
-    ("GET", "/billing/usage/events"): "nothing is billed",
-    ("GET", "/billing/usage/checkpoints/current"): "nothing is billed; `tinker checkpoint list` shows sizes",
 }
 
 

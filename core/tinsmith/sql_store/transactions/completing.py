@@ -18,6 +18,7 @@ from tinsmith.sql_store.tables import (
 )
 from tinsmith.sql_store.transactions import checkpoints, leases, log, recovery_points
 from tinsmith.sql_store.transactions.finished_samples import Finished
+from tinsmith.sql_store.transactions.usage import Counting
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import (
     CheckpointWritten,
@@ -36,7 +37,13 @@ from tinsmith.store.sampling_sessions import taken
 _PART = 500  # values of one IN list
 _RUNNING = (
     sqlalchemy.select(
-        OPERATIONS.c.id, OPERATIONS.c.request_id, OPERATIONS.c.subject_id, OPERATIONS.c.seq_id, OPERATIONS.c.ordered
+        OPERATIONS.c.id,
+        OPERATIONS.c.request_id,
+        OPERATIONS.c.tenant,
+        OPERATIONS.c.base_model,
+        OPERATIONS.c.subject_id,
+        OPERATIONS.c.seq_id,
+        OPERATIONS.c.ordered,
     )
     .where(
         OPERATIONS.c.request_id.in_(bindparam("request_ids", expanding=True)),
@@ -80,6 +87,7 @@ def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion
     connection = tx.session.connection()
     finished, results = [], []
     applied: dict[str, int] = {}
+    used = Counting()
     for row in connection.execute(_RUNNING, {"request_ids": list(completions), "engine": engine_id}).all():
         completion = _unless_taken(tx.session, completions[row.request_id])
         kind, encoded = encode_result(completion.result)
@@ -94,8 +102,10 @@ def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion
             tx.finished.append(Finished(row.subject_id, row.seq_id, row.request_id, succeeded, len(encoded)))
         for effect in completion.effects:
             _apply(tx, effect)
+        used.add(row.tenant, row.base_model, completion)
         tx.wake.append(log.done_topic(row.request_id))
     tx.session.flush()
+    used.write(tx)
     if finished:
         connection.execute(_FINISH, finished)
         connection.execute(_INSERT, results)

@@ -1,0 +1,128 @@
+"""What tenants have used: the SDK's billing calls, without prices, and counters for Prometheus.
+
+A tenant sees its own usage, an administrator everybody's.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime, time, timedelta
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Query
+from fastapi.responses import PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+from pydantic import AwareDatetime
+
+from tinsmith.errors import UserError
+from tinsmith.protocol import wire
+from tinsmith.server.auth import Caller, visible_tenant
+from tinsmith.server.context import Context
+from tinsmith.server.json_routes import JsonRoute
+from tinsmith.store import StoredCheckpoints, UsageRecord
+
+router = APIRouter(tags=["usage"], route_class=JsonRoute)
+
+_GIGABYTE: Final = 1e9
+_LONGEST: Final = timedelta(days=366)
+
+
+@router.get("/billing/usage/events", response_model_exclude_none=True)
+async def usage_events(
+    starting_on: Annotated[AwareDatetime, Query()],
+    ending_before: Annotated[AwareDatetime, Query()],
+    caller: Caller,
+    context: Context,
+) -> wire.BillingUsage:
+    """List what was used on every day that the window touches. Days are in UTC."""
+    if not timedelta() < ending_before - starting_on <= _LONGEST:
+        msg = (
+            f"the window from {starting_on.isoformat()} to {ending_before.isoformat()} must end after it starts and "
+            f"last at most {_LONGEST.days} days"
+        )
+        raise UserError(msg)
+    first = starting_on.astimezone(UTC).date()
+    last = (ending_before.astimezone(UTC) - timedelta(microseconds=1)).date()
+    used = await context.store.daily_usage(visible_tenant(caller, "accessible"), first=first, last=last)
+    return wire.BillingUsage(data=[event for record in used for event in _events(record)])
+
+
+def _events(record: UsageRecord) -> Iterator[wire.BillingEvent]:
+    assert record.day is not None
+    start = datetime.combine(record.day, time(), UTC)
+    for info in (
+        wire.BillingEventInfo(type="training", token_count=record.trained_tokens),
+        wire.BillingEventInfo(type="sampling_prefill", token_count=record.prefilled_tokens, cached=False),
+        wire.BillingEventInfo(type="sampling_sample", token_count=record.sampled_tokens),
+        wire.BillingEventInfo(type="checkpoint", count=record.checkpoints),
+    ):
+        if info.token_count or info.count:
+            yield wire.BillingEvent(
+                bucket_start=start,
+                bucket_end=start + timedelta(days=1),
+                base_model=record.base_model,
+                user_id=record.tenant,
+                user_name=record.tenant,
+                event_info=info,
+            )
+
+
+@router.get("/billing/usage/checkpoints/current", response_model_exclude_none=True)
+async def stored_now(caller: Caller, context: Context, project_id: str | None = None) -> wire.StorageUsage:
+    stored = await context.store.stored_checkpoints(visible_tenant(caller, "accessible"), project_id=project_id)
+    return wire.StorageUsage(data=[_stored(each) for each in stored])
+
+
+def _stored(each: StoredCheckpoints) -> wire.StorageUsageItem:
+    return wire.StorageUsageItem(
+        project_id=each.project_id,
+        user_name=each.tenant,
+        checkpoint_count=each.number,
+        size_bytes=each.num_bytes,
+        size_gigabytes=each.num_bytes / _GIGABYTE,
+    )
+
+
+@router.get("/usage/metrics", include_in_schema=False)
+async def usage_metrics(caller: Caller, context: Context) -> Response:
+    """Answer in the format of Prometheus. It names tenants, so unlike `/metrics` it needs a key."""
+    tenant = visible_tenant(caller, "accessible")
+    registry = CollectorRegistry()
+    used, stored = await context.store.total_usage(tenant), await context.store.stored_checkpoints(tenant)
+    registry.register(_Usage(used, stored))
+    return PlainTextResponse(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+class _Usage(Collector):
+    def __init__(self, used: Sequence[UsageRecord], stored: Sequence[StoredCheckpoints]) -> None:
+        self._used = used
+        self._stored = stored
+
+    def collect(self) -> Iterable[Metric]:
+        of = ["tenant", "base_model"]
+        tokens = CounterMetricFamily(
+            "tinsmith_usage_tokens", "tokens of operations that succeeded", labels=[*of, "kind"]
+        )
+        seconds = CounterMetricFamily("tinsmith_usage_engine_seconds", "time in the backend", labels=of)
+        checkpoints = CounterMetricFamily("tinsmith_usage_checkpoints", "checkpoints written", labels=of)
+        written = CounterMetricFamily("tinsmith_usage_stored_bytes", "bytes written in checkpoints", labels=of)
+        for each in self._used:
+            names = [each.tenant, each.base_model]
+            tokens.add_metric([*names, "trained"], each.trained_tokens)
+            tokens.add_metric([*names, "prefilled"], each.prefilled_tokens)
+            tokens.add_metric([*names, "sampled"], each.sampled_tokens)
+            seconds.add_metric(names, each.engine_s)
+            checkpoints.add_metric(names, each.checkpoints)
+            written.add_metric(names, each.stored_bytes)
+        return [tokens, seconds, checkpoints, written, *self._kept()]
+
+    def _kept(self) -> list[Metric]:
+        of = ["tenant", "project"]
+        number = GaugeMetricFamily("tinsmith_checkpoints_kept", "checkpoints that exist", labels=of)
+        num_bytes = GaugeMetricFamily(
+            "tinsmith_checkpoints_kept_bytes", "bytes of the checkpoints that exist", labels=of
+        )
+        for each in self._stored:
+            number.add_metric([each.tenant, each.project_id or ""], each.number)
+            num_bytes.add_metric([each.tenant, each.project_id or ""], each.num_bytes)
+        return [number, num_bytes]

@@ -1,0 +1,18 @@
+"""What tenants have used."""
+
+from datetime import date
+
+from tinsmith.sql_store.parts.connections import Connections
+from tinsmith.sql_store.transactions import usage
+from tinsmith.store import StoredCheckpoints, UsageLog, UsageRecord
+
+
+class SqlUsageLog(Connections, UsageLog):
+    async def daily_usage(self, tenant: str | None, *, first: date, last: date) -> list[UsageRecord]:
+        return await self._reader.read(usage.daily, tenant, first=first, last=last)
+
+    async def total_usage(self, tenant: str | None) -> list[UsageRecord]:
+        return await self._reader.read(usage.total, tenant)
+
+    async def stored_checkpoints(self, tenant: str | None, *, project_id: str | None = None) -> list[StoredCheckpoints]:
+        return await self._reader.read(usage.stored, tenant, project_id=project_id)
