@@ -3,8 +3,9 @@
 import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.app import create_app
 from tinsmith.server.submitting import submit_training
-from tinsmith.server.value_limits import refuse_large_payload, refuse_large_result
+from tinsmith.server.value_limits import refuse_large_payload, refuse_unstorable
 from tinsmith.settings import ServerSettings, Settings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.store import OperationState, StoreContext
+from tinsmith.store import CheckpointRecord, OperationState, StoreContext
 from tinsmith.store.codec import encode_result
 from tinsmith.store.value_sizes import largest_result, size_bound
 from tinsmith.testing.contract import assert_same_arrays
@@ -249,6 +250,73 @@ def test_the_bounds_hold_for_the_largest_results() -> None:
     output = ops.ForwardBackwardOutput(loss_fn_outputs=outputs, metrics={f"metric {n}:sum": 1.5 for n in range(50)})
     assert len(encode_result(output)[1]) <= size_bound(output)
     with pytest.raises(UserError, match="could take"):
-        refuse_large_result(ops.ForwardBackward(model_id="m", data=tuple(passes)), 4 * 3051)
+        refuse_unstorable(ops.ForwardBackward(model_id="m", data=tuple(passes)), 4 * 3051)
     with pytest.raises(UserError, match="the request takes 11 bytes"):
         refuse_large_payload(bytes(11), 10)
+
+
+# Metadata -------------------------------------------------------------------------------------------------------------
+
+
+async def test_metadata_is_bounded_in_stored_bytes(http: httpx.AsyncClient, store: SqlStore) -> None:
+    """Of characters beyond ASCII, which the bound of a request counts once, each takes 6 or 12 bytes."""
+    wide = {"note": "\N{GRINNING FACE}" * 6000}
+    allowed = {"note": "x" * 30_000}
+    session_id = (await http.post("create_session", json={"user_metadata": allowed})).json()["session_id"]
+    body = {"session_id": session_id, "model_seq_id": 0, "base_model": "toy", "lora_config": {"rank": 2}}
+    refused = [
+        await http.post("create_session", json={"user_metadata": wide}),
+        await http.post("create_model", json={**body, "user_metadata": wide}),
+    ]
+    for answer in refused:
+        assert answer.status_code == 400, answer.text
+        assert "user_metadata takes 72012 bytes as stored; allowed: 65536" in answer.json()["detail"]
+    model_id = (await http.post("create_model", json={**body, "user_metadata": allowed})).json()["model_id"]
+    for route in ("save_weights", "save_weights_for_sampler"):
+        seq_id = 1 + (route != "save_weights")
+        save = {"model_id": model_id, "seq_id": seq_id, "path": "x", "user_metadata": wide}
+        submitted = (await http.post(route, json=save)).json()
+        failed = (await http.post("retrieve_future", json={"request_id": submitted["request_id"]})).json()
+        assert "user_metadata takes 72012 bytes" in failed["error"]
+    record = CheckpointRecord(
+        path="tinker://m/weights/x",
+        model_id="m",
+        tenant="ann",
+        kind="training",
+        base_model="toy",
+        lora=ops.LoraConfig(rank=2, seed=0),
+        created_at=datetime.now(UTC),
+        size_bytes=1,
+        directory="m/weights/x",
+        user_metadata=wide,
+    )
+    with pytest.raises(UserError, match="72012 bytes"):
+        await store.add_checkpoint(record)
+
+
+async def test_metadata_is_stored_once(http: httpx.AsyncClient, store: SqlStore, tmp_path: Path) -> None:
+    """Whatever happens to a session, a model and a checkpoint, and once the requests are past their retention."""
+    marks = {what: f"the mark of the {what}" for what in ("session", "model", "checkpoint")}
+    created = await http.post("create_session", json={"user_metadata": {"m": marks["session"]}})
+    create = {
+        "session_id": (session_id := created.json()["session_id"]),
+        "model_seq_id": 0,
+        "base_model": "toy",
+        "lora_config": {"rank": 2},
+        "user_metadata": {"m": marks["model"]},
+    }
+    model_id = (await http.post("create_model", json=create)).json()["model_id"]
+    save = {"model_id": model_id, "seq_id": 1, "path": "x", "user_metadata": {"m": marks["checkpoint"]}}
+    saved = (await http.post("save_weights", json=save)).json()["request_id"]
+    async with running(store, VerboseBackend(tmp_path), tmp_path):
+        assert (await store.wait_for(saved, WAIT_S)).state == OperationState.SUCCEEDED
+        for _ in range(2):
+            await http.post("session_heartbeat", json={"session_id": session_id})
+        await store.end_session(session_id, "success", None)
+        (unload,) = await store.list_log(model_id, from_seq_id=2, limit=9)
+        assert (await store.wait_for(unload.request_id, WAIT_S)).state == OperationState.SUCCEEDED
+    await store.prune(datetime.now(UTC) + timedelta(hours=1))
+    with closing(sqlite3.connect(tmp_path / "tinsmith.db")) as database:
+        stored = "\n".join(database.iterdump())
+        assert database.execute("SELECT count(*) FROM payloads").fetchone() == (0,)  # which are compressed
+    assert {what: stored.count(mark) for what, mark in marks.items()} == dict.fromkeys(marks, 1)

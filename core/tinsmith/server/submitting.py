@@ -10,7 +10,7 @@ from tinsmith.failpoints import durable_boundary
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
 from tinsmith.server.context import ServerContext
-from tinsmith.server.value_limits import refuse_large_payload, refuse_large_result
+from tinsmith.server.value_limits import refuse_large_payload, refuse_unstorable
 from tinsmith.store import NewOperation, RunRecord
 from tinsmith.store.codec import encode_operation, kind_of
 
@@ -35,7 +35,7 @@ async def submit_training(
         try:
             if capabilities is not None:
                 check_operation(operation, capabilities, context.losses)
-            refuse_large_result(operation, context.store.max_value_bytes)
+            refuse_unstorable(operation, context.store.max_value_bytes)
         except UserError as error:
             found = found or error
         return _if_it_fits(context, new_training_operation(run, seq_id, operation, problem=found))

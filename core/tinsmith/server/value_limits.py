@@ -2,11 +2,14 @@
 
 from tinsmith import operations as ops
 from tinsmith.errors import UserError
+from tinsmith.store.metadata import refuse_large_metadata
 from tinsmith.store.value_sizes import largest_result
 
 
-def refuse_large_result(operation: ops.Operation, max_bytes: int) -> None:
-    """Raises UserError if the result could take more than `max_bytes` in the store."""
+def refuse_unstorable(operation: ops.Operation, max_bytes: int) -> None:
+    """Raises UserError if the result could take more than `max_bytes` in the store, or the metadata are too large."""
+    if isinstance(operation, ops.SaveState | ops.SaveForSampler):
+        refuse_large_metadata(operation.user_metadata)
     size = largest_result(operation)
     if size > max_bytes:
         msg = f"the result could take {size} bytes, and this server stores at most {max_bytes}; {_remedy(operation)}"

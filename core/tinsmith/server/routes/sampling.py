@@ -17,7 +17,7 @@ from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import count, new_sample
-from tinsmith.server.value_limits import refuse_large_payload, refuse_large_result
+from tinsmith.server.value_limits import refuse_large_payload, refuse_unstorable
 from tinsmith.store import SEQ_IDS_PER_CLONE, CheckpointRecord, NewOperation, SamplingSessionRecord
 from tinsmith.store.sampling_sessions import taken
 
@@ -138,7 +138,7 @@ def _new_sample(
     )
     if capabilities is not None:
         check_operation(operation, capabilities, context.losses)
-    refuse_large_result(operation, context.store.max_value_bytes)
+    refuse_unstorable(operation, context.store.max_value_bytes)
     new = new_sample(
         operation,
         base_model=sampler.base_model,

@@ -7,6 +7,7 @@ from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.parts.connections import Connections
 from tinsmith.sql_store.transactions import checkpoints, counting
 from tinsmith.store import CheckpointRecord, Checkpoints, KeptCheckpoints
+from tinsmith.store.metadata import refuse_large_metadata
 
 
 class SqlCheckpoints(Connections, Checkpoints):
@@ -22,6 +23,7 @@ class SqlCheckpoints(Connections, Checkpoints):
         return await self._reader.read(counting.kept_checkpoints, tenant)
 
     async def add_checkpoint(self, record: CheckpointRecord) -> None:
+        refuse_large_metadata(record.user_metadata)
         await self._durable.write(checkpoints.add, record)
 
     async def update_checkpoint(

@@ -6,11 +6,13 @@ from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.parts.connections import Connections
 from tinsmith.sql_store.transactions import counting, sessions
 from tinsmith.store import SessionEnd, SessionRecord, Sessions
+from tinsmith.store.metadata import refuse_large_metadata
 
 
 class SqlSessions(Connections, Sessions):
     @durable_boundary("store.create_session")
     async def create_session(self, session: SessionRecord, *, idempotency_key: str | None) -> SessionRecord:
+        refuse_large_metadata(session.user_metadata)
         return await self._durable.write(sessions.create, session, idempotency_key)
 
     async def get_session(self, session_id: str) -> SessionRecord:
