@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from tinsmith.server import bounded_http
 from tinsmith.server.bounded_http import (
     BODY_GRACE_S,
     HEAD_S,
@@ -36,14 +37,18 @@ class App:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.answer = b""
+        self.refuses = False
         self.port = 0
         self.clients: list[Client] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await Request(scope, receive).body()
+        body = b"" if self.refuses else await Request(scope, receive).body()
         await self.may_answer.wait()
         answer = self.answer or b"%d" % len(body)
-        headers = [(b"content-length", b"%d" % len(answer))]
+        headers = [
+            (b"content-length", b"%d" % len(answer)),
+            (b"connection", b"close" if self.refuses else b"keep-alive"),
+        ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": answer})
 
@@ -172,6 +177,35 @@ async def test_a_slow_body_is_cut_and_one_that_keeps_the_rate_is_not() -> None:
         assert await slow.is_cut()
         steady.send(b"x")
         assert (await steady.answer()).startswith(OK)
+
+
+async def test_who_is_refused_may_send_the_rest_and_reads_the_answer() -> None:
+    """Closing at once would reset the connection, and a client that still sends would see nothing else."""
+    async with serving() as app:
+        app.refuses = True
+        client = await app.connect()
+        client.send(HEAD % (8 << 20) + bytes(1 << 20))
+        assert (await client.answer()).startswith(OK)
+        client.send(bytes(7 << 20))
+        await client.writer.drain()
+        assert await client.is_cut()
+        client.writer.write_eof()
+        await until(lambda: not app.connections)
+
+
+@pytest.mark.parametrize("how", ["slowly", "without end"])
+async def test_who_is_refused_may_not_go_on_for_ever(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving() as app:
+        app.refuses = True
+        client = await app.connect()
+        client.send(HEAD % (8 << 20))
+        assert (await client.answer()).startswith(OK)
+        if how == "slowly":
+            app.look(BODY_GRACE_S + 1)
+        else:
+            monkeypatch.setattr(bounded_http, "LINGER_BYTES", 1 << 20)
+            client.send(bytes(2 << 20))
+        await until(lambda: not app.connections)
 
 
 async def test_a_long_poll_may_take_its_time() -> None:

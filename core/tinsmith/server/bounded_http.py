@@ -26,6 +26,8 @@ HEAD_S: Final = 30
 BODY_GRACE_S: Final = 30
 MIN_BYTES_PER_S: Final = 1 << 10
 """A body must arrive at this rate, after the grace."""
+LINGER_BYTES: Final = 256 << 20
+"""How much of a refused body is read and dropped, so that the client gets to reading the answer."""
 UNREAD_S: Final = 60
 """A client that has read next to nothing of its answer for so long is cut off."""
 
@@ -101,6 +103,23 @@ class Phase(Enum):
     ANSWER = auto()
 
 
+class _AnswerTransport(asyncio.Transport):
+    """What an answer is written to. Closing it ends the connection as `BoundedHttp.end` does."""
+
+    def __init__(self, connection: "BoundedHttp") -> None:
+        super().__init__()
+        self._connection = connection
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._connection.transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._connection.transport.is_closing()
+
+    def close(self) -> None:
+        self._connection.end()
+
+
 class BoundedHttp(HttpToolsProtocol):
     """One per connection. The app has `state.connections`."""
 
@@ -122,6 +141,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._unsent = 0
         self._drained = False
         self._unread_looks = 0
+        self._is_lingering = False
+        self._dropped = 0
 
     # Time -------------------------------------------------------------------------------------------------------------
 
@@ -133,9 +154,15 @@ class BoundedHttp(HttpToolsProtocol):
             return
         self._looks = self._looks + 1 if self.is_awaited else 0
         if self._is_too_slow() and not self.transport.is_closing():
-            if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-                self.transport.write(_TOO_SLOW)
-            self.transport.close()
+            self._cut_off()
+
+    def _cut_off(self) -> None:
+        if self._is_lingering:  # the answer is out
+            self.transport.abort()
+            return
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            self.transport.write(_TOO_SLOW)
+        self.transport.close()
 
     def _is_unread(self) -> bool:
         """Return whether the client has read next to nothing since the last look."""
@@ -163,6 +190,25 @@ class BoundedHttp(HttpToolsProtocol):
         self._drained = True
         super().resume_writing()
 
+    # End --------------------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Close the connection after an answer, but let the client send the rest of its request first.
+
+        Otherwise it would often see a reset connection instead of the answer.
+        """
+        if self.phase is not Phase.BODY or self.transport.is_closing() or not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        self._is_lingering = True
+        self._looks, self.body_bytes = 0, 0
+        self.transport.write_eof()
+
+    def _drop(self, data: bytes) -> None:
+        self._dropped += len(data)
+        if self._dropped > LINGER_BYTES:
+            self.transport.abort()
+
     # Number -----------------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
@@ -185,6 +231,9 @@ class BoundedHttp(HttpToolsProtocol):
     # Size -------------------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        if self._is_lingering:
+            self._drop(data)
+            return
         self._got_on = False
         super().data_received(data)
         self._unfinished = 0 if self._got_on else self._unfinished + len(data)
@@ -212,6 +261,7 @@ class BoundedHttp(HttpToolsProtocol):
         self.phase, self._looks, self.body_bytes = Phase.BODY, 0, 0
         self._connections.works(self)
         super().on_headers_complete()
+        self.cycle.transport = _AnswerTransport(self)
 
     def on_body(self, body: bytes) -> None:
         self._got_on = True
