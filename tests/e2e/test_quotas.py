@@ -14,6 +14,7 @@ TENANTS = {
     "many_models": {"live_models": 1},
     "collector": {"checkpoints": 1},
     "fast": {"requests_per_s": 1e-6, "request_burst": 2},
+    "two_keys": {"key_requests_per_s": 1e-6, "request_burst": 1},
 }
 NewClient = Callable[[str], httpx.Client]
 
@@ -21,6 +22,7 @@ NewClient = Callable[[str], httpx.Client]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     keys = [{"key": f"tml-{tenant}", "tenant": tenant} for tenant in (*TENANTS, "anybody")]
+    keys.append({"key": "tml-another", "tenant": "two_keys"})
     options: dict[str, Any] = {"server": {"api_keys": keys, "long_poll_s": 0.05}, "quotas": {"tenants": TENANTS}}
     with running_server(tmp_path_factory.mktemp("data"), engines=False, **options) as running:
         yield running
@@ -111,3 +113,12 @@ def test_a_tenant_that_sends_too_fast_holds_nobody_up(client: NewClient) -> None
     refused(http.post("optim_step", content=b"not even JSON"), "requests_per_s")
     ok(client("anybody").get("get_server_capabilities"))
     assert http.get("healthz").status_code == 200
+
+
+def test_one_key_of_a_tenant_does_not_hold_up_its_others(client: NewClient) -> None:
+    http = client("two_keys")
+    token = ok(http.post("auth/token", json={}))["jwt"]
+    refused(http.get("get_server_capabilities"), "key_requests_per_s")
+    as_token = http.get("get_server_capabilities", headers={"X-API-Key": token})
+    refused(as_token, "key_requests_per_s")
+    ok(client("another").get("get_server_capabilities"))

@@ -82,11 +82,23 @@ def test_buckets_that_have_filled_up_are_forgotten(clock: Clock) -> None:
 async def test_a_tenant_that_sends_too_much_learns_when_to_come_again(store: WatchedStore, clock: Clock) -> None:
     settings = QuotaSettings.model_validate({"request_burst": 1, "tenants": {"slow": {"requests_per_s": 0.1}}})
     quotas = Quotas(store, settings, clock=clock)
-    quotas.admit_request("slow")
+    quotas.admit_request("slow", lambda: None)
     with pytest.raises(CapacityError, match=r"more than 0.1 requests per second.*\(quotas.requests_per_s\)") as refused:
-        quotas.admit_request("slow")
+        quotas.admit_request("slow", lambda: None)
     assert refused.value.retry_after_s == pytest.approx(10.0)
-    quotas.admit_request("other")
+    quotas.admit_request("other", lambda: None)
+
+
+async def test_each_key_of_a_tenant_can_have_a_rate(store: WatchedStore, clock: Clock) -> None:
+    quotas = Quotas(store, QuotaSettings(key_requests_per_s=0.1, requests_per_s=0.5, request_burst=1), clock=clock)
+    quotas.admit_request("ann", lambda: "laptop")
+    clock.now_s += 2.0
+    with pytest.raises(CapacityError, match=r"0.1 requests per second.*\(quotas.key_requests_per_s\)"):
+        quotas.admit_request("ann", lambda: "laptop")
+    quotas.admit_request("ann", lambda: "cluster")
+    quotas.admit_request("bob", lambda: "laptop")
+    with pytest.raises(CapacityError, match=r"\(quotas.requests_per_s\)"):
+        quotas.admit_request("ann", lambda: None)
 
 
 async def test_what_waits_is_limited_by_number(store: WatchedStore, clock: Clock) -> None:

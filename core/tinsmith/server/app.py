@@ -10,7 +10,7 @@ from tinsmith.errors import PluginError
 from tinsmith.hook_values import Principal, RoutesContext
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server import error_answers
-from tinsmith.server.api_keys import ApiKeys
+from tinsmith.server.api_keys import HEADER, ApiKeys
 from tinsmith.server.auth import Caller, who_sent
 from tinsmith.server.bodies import BodyLimit, BodyLimits
 from tinsmith.server.body_budget import BodyBudget
@@ -75,8 +75,12 @@ async def create_app(settings: Settings, *, store: RequestStore, plugins: Plugin
     return app
 
 
-def _within_rate(caller: Caller, context: Context) -> None:
-    context.quotas.admit_request(caller.tenant)
+def _within_rate(request: Request, caller: Caller, context: Context) -> None:
+    def key_id() -> str | None:
+        credential = request.headers.get(HEADER, "")
+        return context.api_keys.key_behind(credential) if context.api_keys.identifies(caller, credential) else None
+
+    context.quotas.admit_request(caller.tenant, key_id)
 
 
 def _routes_context(context: ServerContext) -> RoutesContext:

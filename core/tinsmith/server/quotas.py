@@ -81,16 +81,20 @@ class Quotas:
         self._sessions = _Tallies(self._read_sessions, clock)
         self._kept = _Tallies(self._read_kept, clock)
 
-    def admit_request(self, tenant: str) -> None:
-        """Count a request towards its tenant's rate."""
+    def admit_request(self, tenant: str, key_id: Callable[[], str | None]) -> None:
+        """Count a request towards the rate of its key, if keys have one, and of its tenant."""
         limits = self._settings.of(tenant)
-        if limits.requests_per_s is None:
-            return
-        wait_s = self._buckets.take(tenant, per_s=limits.requests_per_s, burst=limits.request_burst)
+        if limits.key_requests_per_s is not None and (key := key_id()) is not None:
+            self._take(f"{tenant} {key}", limits.key_requests_per_s, limits.request_burst, "key_requests_per_s")
+        if limits.requests_per_s is not None:
+            self._take(tenant, limits.requests_per_s, limits.request_burst, "requests_per_s")
+
+    def _take(self, whose: str, per_s: float, burst: int, setting: str) -> None:
+        wait_s = self._buckets.take(whose, per_s=per_s, burst=burst)
         if wait_s > 0:
             msg = (
-                f"you send more than {limits.requests_per_s:g} requests per second, which is your limit "
-                "(quotas.requests_per_s); send fewer, or have the operator raise it"
+                f"you send more than {per_s:g} requests per second, which is your limit (quotas.{setting}); send "
+                "fewer, or have the operator raise it"
             )
             raise CapacityError(msg, retry_after_s=wait_s)
 

@@ -220,6 +220,9 @@ class TenantQuotas(_Section):
     requests_per_s: float | None = Field(
         1000.0, gt=0, description="requests per second, counted by each server; more get a 429, and the SDK retries"
     )
+    key_requests_per_s: float | None = Field(
+        None, gt=0, description="requests per second with one API key; default: no limit beyond the tenant's"
+    )
     request_burst: int = Field(5000, ge=1, description="requests that may come at once after a pause")
     pending_operations: int | None = Field(
         20_000, ge=1, description="training requests that may wait; the next ones get a 429, and the SDK retries"
