@@ -23,7 +23,7 @@ from tinsmith.errors import NotFoundError, ServerError
 from tinsmith.operations import AdamParams, LoraConfig, OptimStep
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.store import StoreContext
+from tinsmith.store import PlaceLimits, StoreContext
 from tinsmith.testing.engine_driver import EngineDriver, take_over
 from tinsmith.testing.harness import TOY
 from tinsmith.testing.sdk_data import logprobs, ragged
@@ -228,7 +228,9 @@ async def test_a_store_on_a_full_disk(small_disk: Path) -> None:
                 accepted.append(await client.submit(step))  # noqa: PERF401 - those before it count
         ballast.unlink()
         accepted.append(await client.submit(step, seq_id=len(accepted)))
-        claimed = await store.claim(await take_over(store, "toy"), max_operations=2000)
+        lease = await take_over(store, "toy")
+        await store.admit_models(lease, PlaceLimits(max_models=1, kept=0, give_up_before=datetime.now(UTC), failure=""))
+        claimed = await store.claim(lease, max_operations=2000)
         assert [record.request_id for record in claimed] == accepted
     finally:
         await store.close()

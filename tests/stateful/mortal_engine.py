@@ -1,7 +1,7 @@
 """A real store with real engines. Each may die before or after any call of the store, and is then restarted."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -41,7 +41,9 @@ class MortalStore:
     how: How = "before"
     dead: bool = False
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Any:  # Any: whatever a store has
+        if not callable(value := getattr(self.store, name)):
+            return value
         return lambda *args, **kwargs: self._call(name, args, kwargs)
 
     async def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from tinsmith.checkpoints.tinker_path import TinkerPath
-from tinsmith.errors import AuthenticationError, NotFoundError, RevokedError
+from tinsmith.errors import AuthenticationError, NotFoundError, RevokedError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.server.api_keys import HEADER
-from tinsmith.server.auth import may_read
+from tinsmith.server.auth import may_read, missing
 from tinsmith.server.context import ServerContext
 from tinsmith.server.signed_urls import Grant
 from tinsmith.store import CheckpointRecord
@@ -27,13 +27,23 @@ def make_grant(
 
 
 async def refuse_revoked(context: ServerContext, directory: str, grant: Grant) -> None:
-    """Raises RevokedError if the checkpoint may no longer be read, AuthenticationError if the key was removed."""
-    path = str(TinkerPath.parse(f"tinker://{directory}"))
+    """Raises RevokedError if the checkpoint may no longer be read, AuthenticationError if the key was removed.
+
+    Raises NotFoundError if `directory` is no checkpoint's: the link was made for another route.
+    """
+    path = _checkpoint_in(directory)
     owner = _owner_of_key(context, grant)
     why = await _why_revoked(context, path, grant, owner)
     if why is not None:
         msg = f"this download link is no longer valid: checkpoint {path!r} {why}"
         raise RevokedError(msg)
+
+
+def _checkpoint_in(directory: str) -> str:
+    try:
+        return str(TinkerPath.parse(f"tinker://{directory}"))
+    except UserError as error:
+        raise NotFoundError(missing("checkpoint", directory)) from error
 
 
 def _owner_of_key(context: ServerContext, grant: Grant) -> Principal | None:

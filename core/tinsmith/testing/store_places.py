@@ -116,13 +116,16 @@ class PlacesContract(StoreSuite):
         assert (run.state, run.state_reason) == (RunState.LOST, "no place came free")
         assert await state_of(holding, third) is OperationState.QUEUED
 
-    async def test_a_model_that_waits_ends_with_its_session(self, holding: RequestStore) -> None:
+    async def test_a_model_whose_session_ends_while_it_waits_gets_its_turn_and_is_unloaded(
+        self, holding: RequestStore
+    ) -> None:
         creation = await _applies(holding, "ann")
         await holding.end_session("ann0", "success", None)
-        assert "ended while the model waited" in (await failure_of(holding, creation)).message
-        assert (await holding.get_run("ann0:train:0")).state is RunState.UNLOADED
-        await _admit(holding, 1)
         assert await claim(holding) == []
+        await _admit(holding, 1)
+        first, unload = await claim(holding)
+        assert first == creation
+        assert (await holding.get_operation(unload)).kind == "unload_model"
 
     async def test_only_the_engine_with_the_lease_admits_models(
         self, holding: RequestStore, other: RequestStore

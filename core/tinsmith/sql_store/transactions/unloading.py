@@ -2,12 +2,12 @@
 
 from sqlmodel import col, select
 
-from tinsmith.operations import Failed, UnloadModel
+from tinsmith.operations import UnloadModel
 from tinsmith.sql_store.tables import OperationRow, PayloadRow, RunRow
-from tinsmith.sql_store.transactions import gaps, log, model_places
+from tinsmith.sql_store.transactions import gaps, log
 from tinsmith.sql_store.transactions.request_ids import new_request_id
 from tinsmith.sql_store.transactions.writer import Transaction
-from tinsmith.store import OperationState, RunState
+from tinsmith.store import OperationState
 from tinsmith.store.codec import encode_operation, kind_of
 
 
@@ -20,21 +20,12 @@ def unload_models(tx: Transaction, session_id: str) -> None:
     for model_id in tx.session.exec(live.order_by(RunRow.model_id)).all():
         run = log.locked_run(tx.session, model_id)
         assert run is not None
-        if model_places.waits(run):
-            _give_up(tx, run)
-            continue
-        rows = gaps.operations_from(tx.session, model_id, run.next_seq_id)
-        present = gaps.num_contiguous(rows, run.next_seq_id)
-        missing = run.next_seq_id + present
+        first = max(run.next_seq_id, 0)  # it may wait for a place; what was accepted runs when it has one
+        rows = gaps.operations_from(tx.session, model_id, first)
+        present = gaps.num_contiguous(rows, first)
+        missing = first + present
         gaps.fail_behind(tx, [row for row in rows[present:] if row.state == OperationState.QUEUED], model_id, missing)
         _queue_unload(tx, run, missing)
-
-
-def _give_up(tx: Transaction, run: RunRow) -> None:
-    """The model was never created, so there is nothing to unload."""
-    run.state = RunState.UNLOADED
-    message = f"the session of {run.model_id!r} ended while the model waited for a place"
-    log.finish(tx, log.pending_of(tx.session, run.model_id), Failed(message=message))
 
 
 def _queue_unload(tx: Transaction, run: RunRow, seq_id: int) -> None:
