@@ -310,6 +310,7 @@ SESSIONS, CHECKPOINTS, FINISHED_SAMPLES, SAMPLE_COUNTS, LEASES, USAGE = (
     row.metadata.tables[str(row.__tablename__)]
     for row in (SessionRow, CheckpointRow, FinishedSampleRow, SampleCountRow, LeaseRow, UsageRow)
 )
+SAMPLING_SESSIONS = SamplingSessionRow.metadata.tables[str(SamplingSessionRow.__tablename__)]
 
 
 def to_record(row: SQLModel, record: type[R]) -> R:

@@ -1,24 +1,31 @@
 """What is known of checkpoints. Their files are not handled here."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import datetime
 from typing import Final
 
-from sqlalchemy import ColumnElement
+import sqlalchemy
+from sqlalchemy import ColumnElement, bindparam
 from sqlmodel import Session, col, func, select
 
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.sql_store.tables import CheckpointRow, to_record, to_row
+from tinsmith.sql_store.tables import CHECKPOINTS, CheckpointRow, to_record, to_row
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import CheckpointRecord
 
 _NO_LIMIT: Final = 2**62
 _THERE = col(CheckpointRow.deleted_at).is_(None)
+_GET = sqlalchemy.select(*(CHECKPOINTS.c[field.name] for field in fields(CheckpointRecord))).where(
+    CHECKPOINTS.c.path == bindparam("wanted"), CHECKPOINTS.c.deleted_at.is_(None)
+)
 
 
 def get(session: Session, path: str) -> CheckpointRecord:
-    return to_record(_row(session, path), CheckpointRecord)
+    found = session.connection().execute(_GET, {"wanted": path}).first()
+    if found is None:
+        raise _missing(path)
+    return CheckpointRecord(**found._mapping)  # noqa: SLF001 - the public name of a row's mapping
 
 
 def list_all(
@@ -74,8 +81,7 @@ def delete(tx: Transaction, path: str) -> CheckpointRecord:
 def deleted(session: Session, path: str) -> CheckpointRecord:
     row = session.get(CheckpointRow, path)
     if row is None or row.deleted_at is None:
-        msg = f"no checkpoint {path!r}"
-        raise NotFoundError(msg)
+        raise _missing(path)
     return to_record(row, CheckpointRecord)
 
 
@@ -91,6 +97,9 @@ def expired(session: Session, now: datetime) -> list[CheckpointRecord]:
 def _row(session: Session, path: str, *, lock: bool = False) -> CheckpointRow:
     row = session.get(CheckpointRow, path, with_for_update=True if lock else None)
     if row is None or row.deleted_at is not None:
-        msg = f"no checkpoint {path!r}"
-        raise NotFoundError(msg)
+        raise _missing(path)
     return row
+
+
+def _missing(path: str) -> NotFoundError:
+    return NotFoundError(f"no checkpoint {path!r}")

@@ -1,11 +1,19 @@
 """Sampling sessions."""
 
+from dataclasses import fields
+
+import sqlalchemy
+from sqlalchemy import bindparam
 from sqlmodel import Session, col, select
 
 from tinsmith.errors import NotFoundError
-from tinsmith.sql_store.tables import SamplingSessionRow, to_record, to_row
+from tinsmith.sql_store.tables import SAMPLING_SESSIONS, SamplingSessionRow, to_record, to_row
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import SamplingSessionRecord
+
+_GET = sqlalchemy.select(*(SAMPLING_SESSIONS.c[field.name] for field in fields(SamplingSessionRecord))).where(
+    SAMPLING_SESSIONS.c.sampling_session_id == bindparam("wanted")
+)
 
 
 def create(tx: Transaction, sampler: SamplingSessionRecord) -> SamplingSessionRecord:
@@ -17,11 +25,11 @@ def create(tx: Transaction, sampler: SamplingSessionRecord) -> SamplingSessionRe
 
 
 def get(session: Session, sampling_session_id: str) -> SamplingSessionRecord:
-    row = session.get(SamplingSessionRow, sampling_session_id)
-    if row is None:
+    found = session.connection().execute(_GET, {"wanted": sampling_session_id}).first()
+    if found is None:
         msg = f"no sampling session {sampling_session_id!r}"
         raise NotFoundError(msg)
-    return to_record(row, SamplingSessionRecord)
+    return SamplingSessionRecord(**found._mapping)  # noqa: SLF001 - the public name of a row's mapping
 
 
 def list_of(session: Session, session_id: str) -> list[SamplingSessionRecord]:
