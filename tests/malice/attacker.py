@@ -4,6 +4,7 @@ import http.client
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import local
 from urllib.parse import urlsplit
@@ -81,12 +82,18 @@ class Attacker:
             return Answer(0, repr(error).encode(), time.monotonic() - began)
         return Answer(status, content, time.monotonic() - began)
 
+    def send_until_accepted(self, request: Request) -> Answer:
+        while (answer := self.send(request)).status == 429:
+            time.sleep(1.0)  # the server asks for it
+        return answer
+
     def _exchange(self, request: Request) -> tuple[int, bytes]:
         headers = {"X-API-Key": self.key, "Content-Type": request.media}
         if request.zstd:
             headers["Content-Encoding"] = "zstd"
         connection = self._connection()
-        connection.request(request.method, f"/api/v1/{request.path}", request.body, headers)
+        with suppress(BrokenPipeError, ConnectionResetError):  # the server has answered before it has read everything
+            connection.request(request.method, f"/api/v1/{request.path}", request.body, headers)
         answer = connection.getresponse()
         content = answer.read()
         self._own.answered_at = time.monotonic()
@@ -139,11 +146,18 @@ class Attacker:
 
 
 def assault(
-    url: str, key: str, base_model: str, requests: Sequence[Request], connections: int, await_first: bool
+    url: str,
+    key: str,
+    base_model: str,
+    requests: Sequence[Request],
+    *,
+    connections: int,
+    persists: bool,
+    await_first: bool,
 ) -> list[Answer]:
     """Send all requests. With `await_first`, also wait for the end of the first operation that was accepted."""
     with Attacker(url, key, base_model) as attacker:
         with ThreadPoolExecutor(connections) as pool:
-            answers = list(pool.map(attacker.send, requests))
+            answers = list(pool.map(attacker.send_until_accepted if persists else attacker.send, requests))
         accepted = next((answer.request_id for answer in answers if answer.request_id), None)
         return [*answers, attacker.result(accepted)] if await_first and accepted else answers

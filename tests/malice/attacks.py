@@ -8,6 +8,8 @@ import orjson
 import wire_bodies
 from attacker import Attacker, Request
 
+from tinsmith.protocol.proto import tinker_public_pb2 as pb
+
 MB = 1_000_000
 
 
@@ -16,8 +18,10 @@ class Attack:
     name: str
     prepare: Callable[[Attacker], Sequence[Request]]
     connections: int = 8
-    creates: bool = False  # the neighbour creates models, too
+    models: bool = False  # takes places for models: a third tenant, which has none, asks for one
+    persists: bool = False  # sends again what got a 429, as the SDK does
     await_first: bool = False  # goes on until the first accepted operation has ended
+    most_stored: int = 500 * MB  # growth of the database
     server: Mapping[str, Any] = field(default_factory=dict)
     backend: Mapping[str, Any] = field(default_factory=dict)
 
@@ -53,6 +57,13 @@ def large_passes(attacker: Attacker) -> list[Request]:
         _pass(wire_bodies.forward_backward(attacker.new_model(), 1, data=104, tokens=512, targets=64))
         for _ in range(20)
     ]
+
+
+def large_dense_passes(attacker: Attacker) -> list[Request]:
+    """As large, and packed no better than those of honest tenants."""
+    body = wire_bodies.forward_backward("", 1, data=104, tokens=512, targets=64, vary=0)
+    models = [attacker.new_model() for _ in range(20)]
+    return [_pass(body + pb.ForwardBackwardRequest(model_id=model_id).SerializeToString()) for model_id in models]
 
 
 def many_passes(attacker: Attacker) -> list[Request]:
@@ -92,7 +103,7 @@ def many_stop_strings(attacker: Attacker) -> list[Request]:
 def large_result(attacker: Attacker) -> list[Request]:
     """More than a gigabyte of alternatives, in one result."""
     sampler = attacker.new_sampler()
-    fields = {"num_samples": 80, "topk_sample_logprobs": 4096}
+    fields = {"num_samples": 100, "topk_sample_logprobs": 4096}
     return [Request("asample", wire_bodies.sample(sampler, 1, max_tokens=500, **fields))]
 
 
@@ -112,6 +123,7 @@ ATTACKS = (
     Attack(name="twelve bodies of zeros", prepare=zeros, connections=12),
     Attack(name="10 MB of empty data", prepare=empty_data),
     Attack(name="twenty passes of 41 MB", prepare=large_passes, connections=20),
+    Attack(name="twenty dense passes of 41 MB", prepare=large_dense_passes, connections=20, persists=True),
     Attack(name="700 passes", prepare=many_passes),
     Attack(name="1,300 samples", prepare=many_samples),
     Attack(
@@ -121,7 +133,7 @@ ATTACKS = (
         await_first=True,
         server={"gap_timeout_s": 15.0},
     ),
-    Attack(name="64 models", prepare=many_models, creates=True),
+    Attack(name="64 models", prepare=many_models, models=True),
     Attack(name="200,000 stop strings", prepare=many_stop_strings),
     Attack(
         name="a result of more than a gigabyte",
@@ -129,5 +141,5 @@ ATTACKS = (
         await_first=True,
         backend={"vocab_size": 4096},
     ),
-    Attack(name="user_metadata of 40 MB", prepare=long_metadata),
+    Attack(name="user_metadata of 40 MB", prepare=long_metadata, most_stored=10 * MB),
 )

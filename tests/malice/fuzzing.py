@@ -37,7 +37,7 @@ class Form:
 FORMS = [
     pytest.param(Form("short", 2, 0.0), id="short"),
     pytest.param(
-        Form("long", 50, float(os.environ.get("MALICE_FUZZ_S", "120"))),
+        Form("long", 10, float(os.environ.get("MALICE_FUZZ_S", "120"))),
         id="long",
         marks=[pytest.mark.malice, pytest.mark.timeout(7200)],
     ),

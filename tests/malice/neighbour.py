@@ -59,9 +59,9 @@ class Neighbour:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    async def create_model(self) -> str:
+    async def create_model(self, session_id: str | None = None) -> str:
         body = {
-            "session_id": self.session_id,
+            "session_id": session_id or self.session_id,
             "model_seq_id": self._models,
             "base_model": self._base_model,
             "lora_config": {"rank": 4, "seed": 8},
@@ -71,10 +71,16 @@ class Neighbour:
         await self._result(created["request_id"])
         return str(created["model_id"])
 
-    async def measure(self, until: asyncio.Event, *, creates: bool = False) -> Measured:
+    async def create_and_leave(self) -> None:
+        """Create a model in a session of its own, and free its place again."""
+        session_id = (await self._post("create_session", {}))["session_id"]
+        await self.create_model(session_id)
+        await self._post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
+
+    async def measure(self, until: asyncio.Event, newcomer: "Neighbour | None" = None) -> Measured:
         """Send requests until the event is set, with a new model that starts as every other one did.
 
-        With `creates`, further models are among what is asked for.
+        A newcomer has no model, and asks for one from time to time.
         """
         found, model_id = Measured(), await self.create_model()
         works: dict[str, Callable[[int], Awaitable[object]]] = {
@@ -82,8 +88,8 @@ class Neighbour:
             "sample": lambda _: self.sample(),
             "step": lambda number: self._step(found, model_id, number),
         }
-        if creates:
-            works["create"] = lambda _: self.create_model()
+        if newcomer is not None:
+            works["create"] = lambda _: newcomer.create_and_leave()
         async with asyncio.TaskGroup() as tasks:
             for kind, work in works.items():
                 tasks.create_task(self._at_a_steady_rate(kind, work, found, until))

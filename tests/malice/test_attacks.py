@@ -4,7 +4,6 @@ These tests measure time: they need the machine to themselves. Every one prints 
 """
 
 import asyncio
-import json
 import multiprocessing
 import signal
 import sys
@@ -12,8 +11,10 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import orjson
 import pytest
 import wire_bodies
 from attacker import Answer, Attacker, Request, assault
@@ -27,7 +28,6 @@ MEASURE_S = 10.0  # at least; longer if the attack lasts longer
 WARM_UP_S = 3.0
 SLOWER, LATER_S = 3.0, 0.5  # p99 beside an attack: at most so many times its value alone, plus this
 GROWTH_BYTES = 500 * MB
-DATABASE_BYTES = 100 * MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def test_a_neighbour_hardly_notices(attack: Attack, tmp_path: Path) -> None:
     with campaign_server(tmp_path, server=attack.server, backend=attack.backend) as server:
         outcome = asyncio.run(_campaign(server, attack))
         print(f"\n{attack.name}: {_figures(outcome)}", file=sys.stderr)
-        wrong = _wrong(server, outcome)
+        wrong = _wrong(server, outcome, attack.most_stored)
         assert not wrong, "\n".join(wrong)
 
 
@@ -55,20 +55,30 @@ async def _campaign(server: CampaignServer, attack: Attack) -> Outcome:
     loop, pids = asyncio.get_running_loop(), server.processes()
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         await loop.run_in_executor(pool, time.monotonic)  # starts the process
-        async with Neighbour(server.url, NEIGHBOUR, BASE_MODEL) as neighbour:
+        async with (
+            Neighbour(server.url, NEIGHBOUR, BASE_MODEL) as neighbour,
+            Neighbour(server.url, THIRD, BASE_MODEL) as third,
+        ):
+            newcomer = third if attack.models else None
             await neighbour.measure(_after(WARM_UP_S))
-            alone = await neighbour.measure(_after(MEASURE_S), creates=attack.creates)
+            alone = await neighbour.measure(_after(MEASURE_S), newcomer)
             memory, database_bytes = MemoryWatch(pids), server.database_bytes()
             enough, over = _after(MEASURE_S), asyncio.Event()
 
             async def attack_meanwhile() -> list[Answer]:
-                arguments = (server.url, ATTACKER, BASE_MODEL, requests, attack.connections, attack.await_first)
-                answers = await loop.run_in_executor(pool, assault, *arguments)
+                work = partial(
+                    assault,
+                    *(server.url, ATTACKER, BASE_MODEL, requests),
+                    connections=attack.connections,
+                    persists=attack.persists,
+                    await_first=attack.await_first,
+                )
+                answers = await loop.run_in_executor(pool, work)
                 await enough.wait()
                 over.set()
                 return answers
 
-            beside, answers = await asyncio.gather(neighbour.measure(over, creates=attack.creates), attack_meanwhile())
+            beside, answers = await asyncio.gather(neighbour.measure(over, newcomer), attack_meanwhile())
     return Outcome(
         alone=alone,
         beside=beside,
@@ -85,7 +95,7 @@ def _after(seconds: float) -> asyncio.Event:
     return event
 
 
-def _wrong(server: CampaignServer, outcome: Outcome) -> list[str]:
+def _wrong(server: CampaignServer, outcome: Outcome, most_stored: int) -> list[str]:
     """Return everything that must not be."""
     found = [*outcome.alone.wrong[:3], *outcome.beside.wrong[:3]]
     for kind in outcome.alone.seconds:
@@ -93,7 +103,7 @@ def _wrong(server: CampaignServer, outcome: Outcome) -> list[str]:
         if beside > SLOWER * alone + LATER_S:
             found.append(f"{kind}: p99 {beside:.2f} s beside the attack, {alone:.3f} s alone")
     found += [f"{role} grew by {num // MB} MB" for role, num in outcome.growth.items() if num > GROWTH_BYTES]
-    if outcome.database_bytes > DATABASE_BYTES:
+    if outcome.database_bytes > most_stored:
         found.append(f"the database grew by {outcome.database_bytes // MB} MB")
     if outcome.died:
         found.append("a process died")
@@ -122,7 +132,7 @@ def _figures(outcome: Outcome) -> str:
 
 def test_a_stall_of_the_server_fails_nothing_that_it_accepted(tmp_path: Path) -> None:
     """A number that a client sends while the server stands still is late through no fault of the client."""
-    gap_timeout_s = 2.0
+    gap_timeout_s = 40.0
     with (
         campaign_server(tmp_path, server={"gap_timeout_s": gap_timeout_s}) as server,
         Attacker(server.url, THIRD, BASE_MODEL) as third,
@@ -133,7 +143,7 @@ def test_a_stall_of_the_server_fails_nothing_that_it_accepted(tmp_path: Path) ->
         second = third.send(Request("optim_step", wire_bodies.optim_step(model_id, 2)))
         server.process.send_signal(signal.SIGSTOP)
         late = pool.submit(same.send, Request("optim_step", wire_bodies.optim_step(model_id, 1)))
-        time.sleep(4 * gap_timeout_s)  # this is the stall
+        time.sleep(1.5 * gap_timeout_s)  # this is the stall
         server.process.send_signal(signal.SIGCONT)
         results = [third.result(answer.request_id or "") for answer in (late.result(), second)]
         assert all("grad_norm" in result.text for result in results), results
@@ -148,7 +158,7 @@ def test_a_checkpoint_that_is_no_longer_published_is_closed_to_others(tmp_path: 
         model_id = owner.new_model()
         for number, (verb, path) in enumerate((("DELETE", "/publish"), ("DELETE", ""))):
             saved = owner.ask("save_weights_for_sampler", model_id=model_id, seq_id=1 + number, path=f"named-{number}")
-            model_path = json.loads(owner.result(saved["request_id"]).text)["path"]
+            model_path = orjson.loads(owner.result(saved["request_id"]).content)["path"]
             checkpoint = f"training_runs/{model_id}/checkpoints/sampler_weights/named-{number}"
             assert owner.send(Request(f"{checkpoint}/publish", b"")).status < 300
             fields = {"session_id": other.new_session(), "sampling_session_seq_id": 0, "model_path": model_path}
@@ -161,11 +171,15 @@ def test_a_checkpoint_that_is_no_longer_published_is_closed_to_others(tmp_path: 
             assert 400 <= refused.status < 500, refused
 
 
-def test_a_sampling_number_stands_for_one_request(tmp_path: Path) -> None:
+def test_the_number_of_a_sampling_session_stands_for_one_sampler(tmp_path: Path) -> None:
     with campaign_server(tmp_path) as server, Attacker(server.url, THIRD, BASE_MODEL) as third:
-        sampler_id = third.new_sampler()
+        model_id = third.new_model()
+        saved = third.ask("save_weights_for_sampler", model_id=model_id, seq_id=1, path="named")
+        model_path = orjson.loads(third.result(saved["request_id"]).content)["path"]
+        number = {"session_id": model_id.partition(":")[0], "sampling_session_seq_id": 7}
         first, again, other = (
-            third.send(Request("asample", wire_bodies.sample(sampler_id, 7, max_tokens=num))) for num in (1, 1, 2)
+            third.send(Request.json("create_sampling_session", **number, **source))
+            for source in ({"base_model": BASE_MODEL}, {"base_model": BASE_MODEL}, {"model_path": model_path})
         )
-        assert first.request_id == again.request_id
+        assert (first.status, first.content) == (200, again.content)
         assert 400 <= other.status < 500, other

@@ -23,7 +23,8 @@ def forward_backward(
         datum = message.data.add()
         datum.model_input.add().encoded_text.tokens = ids.tobytes()
         target = datum.loss_fn_inputs["target_tokens"]
-        target.dense, target.dtype = np.ones(shape, "<i8").tobytes(), pb.DTYPE_INT64
+        targets_TK = np.ones(shape, "<i8") if vary is None else rng.integers(1, 30, shape).astype("<i8")
+        target.dense, target.dtype = targets_TK.tobytes(), pb.DTYPE_INT64
         target.shape.extend(shape)
         weights = datum.loss_fn_inputs["weights"]
         weights.dense, weights.dtype = np.ones(shape, "<f4").tobytes(), pb.DTYPE_FLOAT32
