@@ -67,6 +67,7 @@ class Capabilities:
     target_prompt_logprobs: bool = False
     max_topk_logprobs: int = 0  # of topk_prompt_logprobs and topk_sample_logprobs
     stop_strings: bool = False
+    max_sequences: int = 256  # drawn at a time; the engine holds back the rest, so that tenants take turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

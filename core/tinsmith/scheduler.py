@@ -13,7 +13,11 @@ from tinsmith.backend import BackendConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
-    """One claimed training operation that waits for its turn. Sampling never passes the scheduler's queue."""
+    """One claimed operation that waits for its turn.
+
+    Operations of models and samples are planned apart, each with a memory of their own. Samples have no order, so each
+    counts as a model of its own, and only the oldest one of each tenant is pending. One is taken from each batch.
+    """
 
     request_id: str
     model_id: str

@@ -83,8 +83,11 @@ def many_samples(attacker: Attacker) -> list[Request]:
 
 
 def behind_a_missing_number(attacker: Attacker) -> list[Request]:
+    """With heartbeats in between, since gaps are closed only for clients that are heard."""
     model_id = attacker.new_model()
-    return [Request("optim_step", wire_bodies.optim_step(model_id, 2 + number)) for number in range(20_000)]
+    heartbeat = Request.json("session_heartbeat", session_id=model_id.split(":")[0])
+    steps = [Request("optim_step", wire_bodies.optim_step(model_id, 2 + number)) for number in range(20_000)]
+    return [each for number, step in enumerate(steps) for each in ([heartbeat, step] if number % 500 == 0 else [step])]
 
 
 def many_models(attacker: Attacker) -> list[Request]:

@@ -514,7 +514,7 @@ async def test_a_claim_whose_answer_is_lost_is_made_again(
 ) -> None:
     """The database committed the claim, but the connection broke before the engine heard of it."""
     monkeypatch.setattr(store_retries, "_DELAYS_S", (0.0, 0.0))
-    claim, lost = setup.store.claim, 0
+    claim, lost = setup.store.claim_shares, 0
 
     async def unheard(lease: Lease, **limits: Any) -> list[OperationRecord]:
         nonlocal lost
@@ -525,7 +525,7 @@ async def test_a_claim_whose_answer_is_lost_is_made_again(
         lost += bool(records)
         return records
 
-    monkeypatch.setattr(setup.store, "claim", unheard)
+    monkeypatch.setattr(setup.store, "claim_shares", unheard)
     async with setup.running() as engine:
         await client.create_model()
         await train(client, steps=3)

@@ -21,7 +21,7 @@ may also fill room that is too small for any operation of i; that costs i nothin
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import Annotated, Final
 
 from pydantic import Field
 
@@ -40,6 +40,10 @@ class FairConfig(BackendConfig):
 
     min_cost_tokens: int = Field(
         64, ge=1, description="the least that an operation costs its tenant, in tokens, however short it is"
+    )
+    weights: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        {},
+        description="shares by name of tenant: one with 2.0 gets twice as many tokens as one with 1.0, the default",
     )
     max_debt_batches: float = Field(
         2.0,
@@ -89,7 +93,7 @@ class FairScheduler(Scheduler):
                 first = run.pop(0)
                 chosen.append(first)
                 room -= first.num_tokens
-                debts[tenant] += max(first.num_tokens, self._config.min_cost_tokens)
+                debts[tenant] += max(first.num_tokens, self._config.min_cost_tokens) / self._weight(tenant)
                 if first.kind not in MERGED:
                     break
             else:
@@ -99,6 +103,9 @@ class FairScheduler(Scheduler):
             if waiting[tenant]:
                 heapq.heappush(places, (debts[tenant], True, tenant))
         return chosen
+
+    def _weight(self, tenant: str) -> float:
+        return self._config.weights.get(tenant, 1.0)
 
     def _settle(self, debts: Mapping[str, float], active: set[str], limits: Limits) -> dict[str, float]:
         """Count debts from the least served active tenant, and forget what no longer matters.

@@ -76,6 +76,7 @@ class ToyBackend(TrainingBackend, SamplingBackend):
             target_prompt_logprobs=True,
             max_topk_logprobs=config.vocab_size,
             stop_strings=True,
+            max_sequences=32,
         )
 
     @property

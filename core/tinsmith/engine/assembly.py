@@ -22,6 +22,7 @@ from tinsmith.engine.recovery import Recovery
 from tinsmith.engine.recovery_point_taker import RecoveryPointTaker
 from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.engine.replay import Replayer
+from tinsmith.engine.sample_line import SampleLine
 from tinsmith.engine.sampling_lane import SamplingLane
 from tinsmith.engine.sampling_snapshots import Snapshots
 from tinsmith.engine.training_lane import TrainingLane
@@ -108,10 +109,10 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         recorder,
         RecoveryPointTaker(recovery_points, models, snapshots, tasks),
         tasks,
-        on_room=claims.wake,
         stopping=stopping,
     )
-    sampling = SamplingLane(sampler, snapshots, recorder, tasks, on_room=claims.wake)
+    line = SampleLine(parts.scheduler, sampler.capabilities)
+    sampling = SamplingLane(sampler, snapshots, recorder, line, tasks, on_room=claims.wake, stopping=stopping)
     recovery = Recovery(
         store,
         lease,

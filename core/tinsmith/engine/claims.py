@@ -1,10 +1,12 @@
 """What one engine has claimed from the log and not yet recorded."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Final
 
 from tinsmith.engine.claimed import Claimed
+from tinsmith.engine.holdings import Holdings
 from tinsmith.engine.operation_decoder import OperationDecoder
 from tinsmith.engine.store_retries import with_retries
 from tinsmith.settings import RecoverySettings
@@ -12,6 +14,7 @@ from tinsmith.steady_clock import SteadyClock
 from tinsmith.store import Lease, OperationRecord, RequestStore
 
 _IDLE_S: Final = 60.0
+_MANY: Final = 64  # operations; a claim of fewer has taken everything that there is room for
 
 
 class Claims:
@@ -36,7 +39,7 @@ class Claims:
         self._settings = settings
         self._gap_timeout_s = gap_timeout_s
         self._look = asyncio.Event()
-        self._held: set[str] = set()  # request_ids
+        self._held = Holdings()
         self._answer_lost = False  # of the last claim
 
     def wake(self) -> None:
@@ -54,36 +57,36 @@ class Claims:
             await self._store.wait_for_work(self._lease.base_model, _IDLE_S)
             self.wake()
 
-    async def claim(self, *, training: int, samples: int) -> list[Claimed]:
-        """Claim up to so many operations of models, and so many samples."""
-        together = min(training, samples)
-        records = await self._claim(together)
-        if len(records) == together:  # there may be more of either
-            training -= sum(record.ordered for record in records)
-            samples -= sum(not record.ordered for record in records)
-            records += await self._claim(training, ordered=True)
-            records += await self._claim(samples, ordered=False)
+    async def claim(self) -> list[Claimed]:
+        """Claim what there is room for, of every tenant that has work."""
+        records = await self._claim(self._claim_shares)
+        if len(records) >= _MANY:
+            self.wake()  # there may be more
         return await self._decoder.decode_all(records)
 
     async def claim_suspect(self) -> Claimed | None:
         """Claim one operation that must run alone, because it may have killed the previous engine."""
-        for claimed in await self._decoder.decode_all(await self._claim(1, alone=True)):
+        for claimed in await self._decoder.decode_all(await self._claim(self._claim_one_alone)):
             return claimed
         return None
 
-    async def _claim(self, room: int, *, ordered: bool | None = None, alone: bool = False) -> list[OperationRecord]:
-        if room <= 0:
-            return []
-        records = await with_retries(self._claim_once, room, ordered=ordered, alone=alone)
-        self._held.update(record.request_id for record in records)
+    async def _claim_shares(self) -> list[OperationRecord]:
+        return await self._store.claim_shares(self._lease, training=self._held.training, samples=self._held.samples)
+
+    async def _claim_one_alone(self) -> list[OperationRecord]:
+        return await self._store.claim(self._lease, max_operations=1, alone=True)
+
+    async def _claim(self, claim: Callable[[], Awaitable[list[OperationRecord]]]) -> list[OperationRecord]:
+        records = await with_retries(self._claim_once, claim)
+        self._held.add(records)
         return records
 
-    async def _claim_once(self, room: int, *, ordered: bool | None, alone: bool) -> list[OperationRecord]:
+    async def _claim_once(self, claim: Callable[[], Awaitable[list[OperationRecord]]]) -> list[OperationRecord]:
         """If the answer to the last claim was lost, first put back what it may have taken."""
         if self._answer_lost:
             await self.requeue(None)
         self._answer_lost = True
-        records = await self._store.claim(self._lease, max_operations=room, ordered=ordered, alone=alone)
+        records = await claim()
         self._answer_lost = False
         return records
 
@@ -92,8 +95,9 @@ class Claims:
         return await with_retries(self._store.cancelled, self._lease)
 
     def release(self, *request_ids: str) -> None:
-        """These are recorded or cancelled."""
-        self._held.difference_update(request_ids)
+        """These are recorded or cancelled, so there is room for others."""
+        self._held.remove(request_ids)
+        self.wake()
 
     async def requeue(self, reason: str | None, *, interrupted: bool = False) -> list[str]:
         """Put back what is not held; return the request_ids that failed instead. The store documents `reason`."""
@@ -103,7 +107,7 @@ class Claims:
             max_attempts=self._settings.max_retries + 1,
             reason=reason,
             max_interruptions=self._settings.max_interruptions if interrupted else None,
-            held=self._held,
+            held=self._held.request_ids,
         )
 
     async def requeue_all(self) -> None:

@@ -1,7 +1,7 @@
 """The engine of one base model: claims operations, runs them, records their results.
 
 Operations of models go through the training lane, one batch at a time; samples go through the sampling lane, as many
-as there are. `assembly.py` builds an engine.
+at a time as the sampler draws. `assembly.py` builds an engine.
 """
 
 import asyncio
@@ -86,12 +86,13 @@ class Engine:
             if self._stopping.is_set():
                 return
             await self._cancel_samples()
-            for claimed in await self._claims.claim(training=self.training.room, samples=self._sampling.room):
+            for claimed in await self._claims.claim():
                 if claimed.record.ordered:
                     self.training.add(claimed)
                 else:
-                    self._sampling.start(claimed)
+                    self._sampling.add(claimed)
             self.training.wake()
+            self._sampling.start_waiting()
 
     async def _retry_suspects(self) -> None:
         """Retry what may have killed the previous engine, one operation at a time, so that nothing else suffers."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinsmith import operations as ops
 from tinsmith.backend import Capabilities
@@ -13,7 +13,7 @@ from tinsmith.losses import LossSpec
 from tinsmith.store import OperationRecord
 from tinsmith.store.codec import decode_operation
 
-_LARGE_BYTES = 1 << 17  # from this payload size on, operations are decoded and checked outside the event loop
+_LARGE_BYTES = 1 << 17  # from this size on, operations are decoded and checked outside the event loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class OperationDecoder:
     losses: Mapping[str, LossSpec]
 
     async def decode_all(self, records: Sequence[OperationRecord]) -> list[Claimed]:
-        if sum(len(record.payload or b"") for record in records) >= _LARGE_BYTES:
+        if sum(max(len(record.payload or b""), record.num_bytes) for record in records) >= _LARGE_BYTES:
             return await asyncio.to_thread(self._decode_all, records)
         return self._decode_all(records)
 
@@ -33,12 +33,13 @@ class OperationDecoder:
         return [self._decode(record) for record in records]
 
     def _decode(self, record: OperationRecord) -> Claimed:
-        """A bad operation is refused by itself."""
+        """A bad operation is refused by itself. What is claimed no longer holds the encoded bytes."""
         assert record.payload is not None
+        claimed = replace(record, payload=None)
         operation: ops.Operation | None = None
         try:
             operation = decode_operation(record.kind, record.payload)
             check_operation(operation, self.training if record.ordered else self.sampling, self.losses)
         except TinsmithError as error:
-            return Claimed(record=record, operation=operation, refused=failed(error))
-        return Claimed(record=record, operation=operation)
+            return Claimed(record=claimed, operation=operation, refused=failed(error))
+        return Claimed(record=claimed, operation=operation)

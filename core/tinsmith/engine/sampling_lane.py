@@ -1,4 +1,4 @@
-"""The sampling lane: samples run as they come, many at a time; the sampler batches for itself."""
+"""The sampling lane: as many samples at a time as the sampler draws, in an order that is fair to tenants."""
 
 import asyncio
 import time
@@ -11,11 +11,11 @@ from tinsmith.backend import SamplingBackend
 from tinsmith.engine.claimed import Claimed, Finished, Outcome, failed
 from tinsmith.engine.failures import engine_failed
 from tinsmith.engine.recorder import Recorder
+from tinsmith.engine.sample_line import SampleLine
 from tinsmith.engine.sampling_snapshots import Snapshots
 from tinsmith.errors import TinsmithError
 from tinsmith.failpoints import durable_boundary
 
-_MAX_SAMPLES: Final = 1024  # in flight
 _TIDY_S: Final = 30.0
 
 
@@ -25,23 +25,31 @@ class SamplingLane:
         sampler: SamplingBackend,
         snapshots: Snapshots,
         recorder: Recorder,
+        line: SampleLine,
         tasks: asyncio.TaskGroup,
         *,
         on_room: Callable[[], None],
+        stopping: asyncio.Event,
     ) -> None:
-        """`on_room` is called whenever another sample can be claimed."""
+        """`on_room` is called whenever a sample has ended. Once `stopping` is set, none is started."""
         self._sampler = sampler
         self._snapshots = snapshots
         self._recorder = recorder
+        self._line = line
         self._tasks = tasks
         self._on_room = on_room
+        self._stopping = stopping
         self._running: dict[str, asyncio.Task[None]] = {}  # by request_id
 
-    @property
-    def room(self) -> int:
-        return _MAX_SAMPLES - len(self._running)
+    def add(self, claimed: Claimed) -> None:
+        self._line.add(claimed)
 
-    def start(self, claimed: Claimed) -> asyncio.Task[None]:
+    def start_waiting(self) -> None:
+        """Start those of the waiting samples for which the sampler has places."""
+        while not self._stopping.is_set() and (claimed := self._line.take()) is not None:
+            self._start(claimed)
+
+    def _start(self, claimed: Claimed) -> asyncio.Task[None]:
         request_id = claimed.record.request_id
         task = self._tasks.create_task(self._run(claimed), name=f"sample {request_id}")
         self._running[request_id] = task
@@ -49,14 +57,14 @@ class SamplingLane:
 
     async def run_alone(self, claimed: Claimed, *, unless: asyncio.Event) -> None:
         """Start a sample, and return when it ends or the event is set."""
-        sample, stopped = self.start(claimed), self._tasks.create_task(unless.wait())
+        sample, stopped = self._start(claimed), self._tasks.create_task(unless.wait())
         await asyncio.wait([sample, stopped], return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
 
     def cancel(self, request_id: str) -> bool:
-        """Cancel a sample. Return False if it is not running here."""
+        """Cancel a sample that waits or is drawn. Return False if there is none."""
         task = self._running.get(request_id)
-        return task is not None and task.cancel()
+        return self._line.remove(request_id) or (task is not None and task.cancel())
 
     def cancel_all(self) -> None:
         for task in self._running.values():
@@ -78,7 +86,9 @@ class SamplingLane:
             raise engine_failed(claimed.record.base_model, "sample", error) from error
         finally:
             del self._running[claimed.record.request_id]
+            self._line.end(claimed.record.request_id)
             self._on_room()
+        self.start_waiting()
         finished = Finished(claimed=claimed, outcome=Outcome(result=result))
         await self._recorder.record([finished], time.monotonic() - started)
 

@@ -5,9 +5,9 @@ Operations that read or write files run by themselves, and hold up only their ow
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final, cast
+from typing import cast
 
 from tinsmith.engine.claimed import Claimed, Finished, Outcome
 from tinsmith.engine.failures import ending_the_engine
@@ -18,11 +18,9 @@ from tinsmith.engine.recovery_point_taker import RecoveryPointTaker
 from tinsmith.failpoints import durable_boundary
 from tinsmith.scheduler import Limits, Scheduler
 
-_MAX_WAITING: Final = 512  # operations in memory
-
 
 class TrainingLane:
-    def __init__(  # noqa: PLR0913 - one per step of an operation's way
+    def __init__(
         self,
         scheduler: Scheduler,
         limits: Limits,
@@ -32,10 +30,8 @@ class TrainingLane:
         recovery_points: RecoveryPointTaker,
         tasks: asyncio.TaskGroup,
         *,
-        on_room: Callable[[], None],
         stopping: asyncio.Event,
     ) -> None:
-        """`on_room` is called whenever more operations can be claimed."""
         self._scheduler = scheduler
         self._limits = limits
         self._models = models
@@ -43,16 +39,11 @@ class TrainingLane:
         self._recorder = recorder
         self._recovery_points = recovery_points
         self._tasks = tasks
-        self._on_room = on_room
         self._stopping = stopping
         self._memory: Mapping[str, float] = {}  # the scheduler's
         self._waiting: dict[str, Claimed] = {}  # by request_id
         self._busy: set[str] = set()  # models with an operation that runs by itself
         self._changed = asyncio.Event()  # there may be something to choose
-
-    @property
-    def room(self) -> int:
-        return _MAX_WAITING - len(self._waiting)
 
     @property
     def waiting(self) -> Mapping[str, Claimed]:
@@ -72,7 +63,6 @@ class TrainingLane:
             await self._changed.wait()
             self._changed.clear()
             while (chosen := self._choose()) and not self._stopping.is_set():
-                self._on_room()
                 if chosen[0].runs_in_batch:
                     await self._run_batch(chosen)
                 else:

@@ -101,4 +101,5 @@ def capabilities_of(backend: TrainingBackend, sampler: SamplingBackend | None) -
         target_prompt_logprobs=sampling.target_prompt_logprobs,
         max_topk_logprobs=sampling.max_topk_logprobs,
         stop_strings=sampling.stop_strings,
+        max_sequences=sampling.max_sequences,
     )

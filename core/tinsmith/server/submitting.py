@@ -12,7 +12,7 @@ from tinsmith.protocol import translate, wire
 from tinsmith.server.context import ServerContext
 from tinsmith.server.value_limits import refuse_large_payload, refuse_unstorable
 from tinsmith.store import NewOperation, RunRecord
-from tinsmith.store.codec import encode_operation, kind_of
+from tinsmith.store.codec import decoded_bytes, encode_operation, kind_of
 
 
 async def submit_training(
@@ -98,6 +98,7 @@ def new_training_operation(
         payload=b"" if problem is not None else encode_operation(operation),
         digest=translate.digest(operation),
         num_tokens=operation.num_tokens if isinstance(operation, ops.ForwardBackward) else 0,
+        num_bytes=decoded_bytes(operation),
         refused=None if problem is None else ops.Failed(message=str(problem), category=problem.category),
     )
 
@@ -116,6 +117,7 @@ def new_sample(
         payload=encode_operation(operation),
         digest=translate.digest(operation),
         num_tokens=len(operation.prompt_P) + operation.num_samples * operation.params.max_tokens,
+        num_bytes=decoded_bytes(operation),
     )
 
 

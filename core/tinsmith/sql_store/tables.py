@@ -5,7 +5,7 @@ Fields are named as in the records.
 """
 
 from dataclasses import fields
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from sqlalchemy import JSON, BigInteger, Boolean, Column, ForeignKey, Index, Integer, LargeBinary, MetaData, false, text
@@ -26,6 +26,11 @@ def _time(*, index: bool = False) -> Any:  # Any: as sqlmodel.Field itself
     return Field(sa_type=Microseconds, index=index)
 
 
+def _since_ever() -> Any:  # Any: as sqlmodel.Field itself
+    column = Column(Microseconds, nullable=False, server_default="0")
+    return Field(default=datetime.fromtimestamp(0, UTC), sa_column=column)
+
+
 def _maybe_time() -> Any:  # Any: as sqlmodel.Field itself
     return Field(default=None, sa_type=Microseconds, nullable=True)
 
@@ -37,6 +42,14 @@ def _json(python: Any = None, *, nullable: bool = False) -> Any:  # Any: as sqlm
 
 def _count() -> Any:  # Any: as sqlmodel.Field itself
     return Field(default=0, sa_column=Column(Integer, nullable=False, server_default="0"))
+
+
+def _number(default: int = 0) -> Any:  # Any: as sqlmodel.Field itself
+    return Field(default=default, sa_column=Column(BigInteger, nullable=False, server_default=str(default)))
+
+
+def _flag() -> Any:  # Any: as sqlmodel.Field itself
+    return Field(default=False, sa_column=Column(Boolean, nullable=False, server_default=false()))
 
 
 class Table(SQLModel):
@@ -73,6 +86,7 @@ class SessionRow(Table, table=True):
     idempotency_key: str | None = None
     created_at: datetime = _time(index=True)
     last_seen_at: datetime = _time(index=True)
+    heard_since: datetime = _since_ever()  # heartbeats have arrived all the time since then
     tags: tuple[str, ...] = _json(tuple[str, ...])
     user_metadata: dict[str, Any] | None = _json(nullable=True)
     sdk_version: str | None = None
@@ -101,6 +115,7 @@ class RunRow(Table, table=True):
     state_reason: str | None = None
     next_seq_id: int = Field(sa_type=BigInteger)
     applied_seq_id: int = Field(sa_type=BigInteger)
+    arrived_seq_id: int = _number(-1)  # up to here none is missing; see `arriving.py`
     pruned_seq_id: int = Field(default=-1, sa_type=BigInteger)  # the highest one that retention has removed
     rebuilds: int = _count()  # rebuilds begun and not finished: how often an engine died in one
 
@@ -141,10 +156,13 @@ class CheckpointRow(Table, table=True):
 
 
 QUEUED, RUNNING = text("operations.state = 'queued'"), text("operations.state = 'running'")
+EARLY = text("operations.state = 'queued' AND operations.early")
+ALONE = text("operations.state = 'queued' AND operations.alone")
 UNTOLD = text("NOT operations.cancel_told")
 PENDING = text("operations.state IN ('queued', 'running')")
 _QUEUED, _RUNNING, _UNTOLD = text("state = 'queued'"), text("state = 'running'"), text("NOT cancel_told")
 _PENDING = text("state IN ('queued', 'running')")
+_EARLY, _ALONE = text("state = 'queued' AND early"), text("state = 'queued' AND alone")
 
 
 class OperationRow(Table, table=True):
@@ -154,13 +172,24 @@ class OperationRow(Table, table=True):
         Index(
             "ix_operations_queued",
             "base_model",
+            "early",
             "ordered",
             "tenant",
-            "id",
+            "turn",
+            "seq_id",
             sqlite_where=_QUEUED,
             postgresql_where=_QUEUED,
         ),
         Index("ix_operations_pending", "tenant", "kind", sqlite_where=_PENDING, postgresql_where=_PENDING),
+        Index(
+            "ix_operations_early",
+            "base_model",
+            "subject_id",
+            "created_at",
+            sqlite_where=_EARLY,
+            postgresql_where=_EARLY,
+        ),
+        Index("ix_operations_alone", "base_model", "id", sqlite_where=_ALONE, postgresql_where=_ALONE),
         Index("ix_operations_running", "base_model", "id", sqlite_where=_RUNNING, postgresql_where=_RUNNING),
         Index("ix_operations_untold", "base_model", sqlite_where=_UNTOLD, postgresql_where=_UNTOLD),
         {"sqlite_autoincrement": True},
@@ -175,7 +204,10 @@ class OperationRow(Table, table=True):
     subject_id: str
     seq_id: int = Field(sa_type=BigInteger)
     ordered: bool
+    early: bool = _flag()  # a lower seq_id of its model is missing
+    turn: int = _number()  # orders what a tenant has waiting: ids of arrival, never against the order of a model
     num_tokens: int = Field(sa_type=BigInteger)
+    num_bytes: int = _number()
     digest: bytes = Field(sa_type=LargeBinary)
     state: OperationState = Field(sa_type=AsText(OperationState))
     created_at: datetime = _time()
@@ -184,9 +216,7 @@ class OperationRow(Table, table=True):
     engine_id: str | None = None  # the engine that claimed it
     attempts: int = 0  # how often it was claimed, without orderly stops and interruptions
     interruptions: int = _count()  # how often its engine was killed from outside
-    alone: bool = Field(  # an engine died while it ran, so the next attempt runs by itself
-        default=False, sa_column=Column(Boolean, nullable=False, server_default=false())
-    )
+    alone: bool = _flag()  # an engine died while it ran, so the next attempt runs by itself
     cancel_told: bool = True  # False: its engine does not know yet that it was cancelled
 
 

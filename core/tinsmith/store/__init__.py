@@ -1,6 +1,7 @@
 """The request store's interface: the records that it holds, and the classes that a store plugin implements."""
 
 from tinsmith.store.checkpoints import Checkpoints
+from tinsmith.store.claim_room import Claimable, ClaimRoom, Held
 from tinsmith.store.engine_log import EngineLog
 from tinsmith.store.engine_states import EngineStates
 from tinsmith.store.leases import Leases
@@ -67,6 +68,8 @@ __all__ = [
     "CheckpointRecord",
     "CheckpointWritten",
     "Checkpoints",
+    "ClaimRoom",
+    "Claimable",
     "Completion",
     "ConsistencyCounts",
     "Effect",
@@ -76,6 +79,7 @@ __all__ = [
     "EngineStates",
     "FinishedSample",
     "FinishedSamples",
+    "Held",
     "KeptCheckpoints",
     "Lease",
     "LeaseHeld",

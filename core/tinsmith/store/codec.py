@@ -34,6 +34,7 @@ RESULT_TYPES: dict[str, type[ops.Result]] = {
     "model_unloaded": ops.ModelUnloaded,
     "sample_output": ops.SampleOutput,
 }
+_OBJECT_BYTES = 512  # of an operation or an array, besides the array's content
 _OPERATION_NAMES: dict[type, str] = {cls: name for name, cls in OPERATION_TYPES.items()}
 _RESULT_NAMES: dict[type, str] = {cls: name for name, cls in RESULT_TYPES.items()}
 
@@ -57,6 +58,19 @@ def decode_operation(kind: str, payload: bytes) -> ops.Operation:
     """Raise ServerError if the bytes are not a stored operation of this kind."""
     operation: ops.Operation = _decode(OPERATION_TYPES, kind, payload)
     return operation
+
+
+def decoded_bytes(operation: ops.Operation) -> int:
+    """Estimate the memory that an operation takes in an engine."""
+    arrays: list[np.ndarray[Any, Any] | None] = []
+    match operation:
+        case ops.ForwardBackward():
+            arrays = [array for datum in operation.data for array in (datum.tokens_T, *datum.loss_inputs.values())]
+        case ops.Sample():
+            arrays = [operation.prompt_P, operation.target_prompt_logprobs]
+            if (layout := operation.target_layout) is not None:
+                arrays += [layout.crow_indices, layout.col_indices]
+    return _OBJECT_BYTES + sum(array.nbytes + _OBJECT_BYTES for array in arrays if array is not None)
 
 
 def encode_result(result: ops.Result) -> tuple[str, bytes]:

@@ -243,6 +243,7 @@ class NewOperation:
     payload: bytes
     digest: bytes  # of the content, which a repeat must match
     num_tokens: int = 0
+    num_bytes: int = 0  # of memory, once decoded (`codec.decoded_bytes`)
     refused: Failed | None = None  # recorded as failed at once; its seq_id is used up all the same
 
 
@@ -266,6 +267,7 @@ class OperationRecord:
     payload: bytes | None = None  # only in what `claim` and `replayable` return
     result_kind: str | None = None
     result: bytes | None = None  # only in what `wait_for`, `get_operation` and `replayable` return
+    num_bytes: int = 0  # of memory, once decoded; 0 if an earlier version recorded the operation
 
 
 # Effects: what a completed operation changes beside its own row, in the same transaction -----------------------------

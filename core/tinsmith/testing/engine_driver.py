@@ -26,7 +26,7 @@ from tinsmith.store import (
     SamplingSessionRecord,
     SessionRecord,
 )
-from tinsmith.store.codec import decode_result, encode_operation, kind_of
+from tinsmith.store.codec import decode_result, decoded_bytes, encode_operation, kind_of
 
 WAIT_S = 300.0  # a test that waits this long has failed
 
@@ -148,6 +148,7 @@ class EngineDriver:
             payload=payload,
             digest=hashlib.sha256(payload).digest(),
             num_tokens=operation.num_tokens if isinstance(operation, ops.ForwardBackward) else 0,
+            num_bytes=decoded_bytes(operation),
         )
 
     async def result(self, request_id: str) -> ops.Result:
@@ -170,4 +171,5 @@ class EngineDriver:
         return record
 
     async def close_gaps_at_once(self) -> int:
+        await self.store.touch_session(self.session_id, datetime.now(UTC))
         return await self.store.fail_gaps(self.base_model, older_than=datetime.now(UTC) + timedelta(hours=1))

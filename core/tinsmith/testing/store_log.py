@@ -19,8 +19,10 @@ from tinsmith.operations import (
 from tinsmith.store import (
     SEQ_IDS_PER_CLONE,
     CheckpointWritten,
+    ClaimRoom,
     EngineRecord,
     EngineState,
+    Held,
     LoraResolved,
     OperationState,
     RequestStore,
@@ -43,10 +45,12 @@ from tinsmith.testing.store_records import (
     a_session,
     an_operation,
     claim,
+    claim_shares,
     complete,
     done,
     failure_of,
     finished,
+    heard,
     lease_of,
     state_of,
 )
@@ -185,6 +189,41 @@ class LogContract(StoreSuite):
         assert await claim(store, ordered=True) == [step]
         assert await claim(store, ordered=True) == []
         assert await claim(store, ordered=False) == [sample]
+
+    async def test_every_tenant_has_a_share_of_what_an_engine_holds(self, store: RequestStore) -> None:
+        """However many operations others have waiting, and whatever the engine holds of them."""
+        await a_model(store)
+        await a_model(store, "s2:train:0", tenant="bob")
+        passes = [await store.submit(an_operation(seq_id=seq_id)) for seq_id in range(1, 7)]
+        samples = [await store.submit(a_sample(seq_id)) for seq_id in range(6)]
+        room = ClaimRoom(operations=4, num_bytes=1000)
+        assert await claim_shares(store, room, room) == [*passes[:4], *samples[:4]]
+        late = [await store.submit(an_operation("s2:train:0", seq_id, tenant="bob")) for seq_id in range(1, 7)]
+        late_sample = await store.submit(a_sample(0, "s2:sample:0", tenant="bob"))
+        full = ClaimRoom(operations=4, num_bytes=1000, held={"ann": Held(operations=4)})
+        assert await claim_shares(store, full, full) == [*late[:2], late_sample]
+        assert await claim_shares(store, full, full) == late[2:4]  # the store does not remember what it gave
+
+    async def test_claims_are_bounded_by_decoded_bytes(self, store: RequestStore) -> None:
+        ids = [await store.submit(a_sample(seq_id, num_bytes=size)) for seq_id, size in enumerate((40, 40, 40, 500))]
+        room = ClaimRoom(operations=9, num_bytes=100)
+        assert await claim_shares(store, room, room) == ids[:2]
+        records = await store.claim_shares(await lease_of(store), training=room, samples=room)
+        assert [(record.request_id, record.num_bytes) for record in records] == [(ids[2], 40)]
+        assert await claim_shares(store, room, room) == ids[3:]  # larger than everything, so it is held alone
+
+    async def test_a_gap_that_closes_keeps_the_order_of_its_model(self, store: RequestStore) -> None:
+        await a_model(store)
+        await a_model(store, "s2:train:0")
+        ids = {seq_id: await store.submit(an_operation(seq_id=seq_id)) for seq_id in (5, 3, 2)}
+        between = await store.submit(an_operation("s2:train:0", 1))
+        ids[1] = await store.submit(an_operation(seq_id=1))
+        ids[6] = await store.submit(an_operation(seq_id=6))
+        after = await store.submit(an_operation("s2:train:0", 2))
+        assert await claim(store, 3) == [between, ids[1], ids[2]]
+        ids[4] = await store.submit(an_operation(seq_id=4))
+        await store.requeue(await lease_of(store), max_attempts=3, reason=None)
+        assert await claim(store) == [between, *(ids[seq_id] for seq_id in (1, 2, 3)), after, ids[4], ids[5], ids[6]]
 
     async def test_queues_are_separate(self, store: RequestStore) -> None:
         await store.submit(a_sample(base_model="another"))
@@ -451,6 +490,7 @@ class LogContract(StoreSuite):
 
     async def test_a_gap_that_stays_open_fails_what_waits(self, store: RequestStore) -> None:
         await a_model(store)
+        await heard(store)
         late = [await store.submit(an_operation(seq_id=seq_id)) for seq_id in (3, 2)]
         assert await store.fail_gaps(BASE, older_than=datetime.now(UTC) - timedelta(hours=1)) == 0
         assert await store.fail_gaps(BASE, older_than=datetime.now(UTC) + timedelta(hours=1)) == 2
@@ -466,11 +506,33 @@ class LogContract(StoreSuite):
     async def test_nothing_is_left_behind_a_failed_gap(self, store: RequestStore) -> None:
         """Requests sent in parallel arrive in any order. A late lower seq_id must not stay pending for ever."""
         await a_model(store)
+        await heard(store)
         old, young = [await store.submit(an_operation(seq_id=seq_id)) for seq_id in (3, 2)]
         between = (await store.get_operation(young)).created_at
         assert (await store.get_operation(old)).created_at < between
         assert await store.fail_gaps(BASE, older_than=between) == 2
         assert await state_of(store, young) == OperationState.FAILED
+
+    async def test_a_gap_stays_open_while_its_client_is_not_heard(self, store: RequestStore) -> None:
+        """The server may have been unable to accept anything, so the client gets the whole time once it is heard."""
+        await a_model(store)
+        waiting = await store.submit(an_operation(seq_id=2))
+        now = datetime.now(UTC)
+        assert await store.fail_gaps(BASE, older_than=now + timedelta(hours=1)) == 0  # no heartbeat yet
+        await heard(store)
+        assert await store.fail_gaps(BASE, older_than=now) == 0  # not heard for as long as the operation has waited
+        assert await state_of(store, waiting) == OperationState.QUEUED
+        await heard(store)
+        assert await store.fail_gaps(BASE, older_than=datetime.now(UTC)) == 1
+
+    async def test_many_operations_fail_behind_one_gap(self, store: RequestStore) -> None:
+        await a_model(store)
+        await heard(store)
+        late = await asyncio.gather(*[store.submit(an_operation(seq_id=seq_id)) for seq_id in range(2, 1203)])
+        assert await store.fail_gaps(BASE, older_than=datetime.now(UTC) + timedelta(hours=1)) == len(late)
+        assert "seq_id 1 " in (await failure_of(store, late[-1])).message
+        following = await store.submit(an_operation(seq_id=1203))
+        assert await claim(store) == [following]
 
     async def test_what_can_run_is_no_gap(self, store: RequestStore) -> None:
         await a_model(store)
@@ -481,6 +543,7 @@ class LogContract(StoreSuite):
     async def test_a_gap_stays_open_while_an_operation_before_it_runs(self, store: RequestStore) -> None:
         """Once a model has moved past a gap, it never returns to it, even if its engine dies."""
         await a_model(store)
+        await heard(store)
         first = await store.submit(an_operation(seq_id=1))
         assert await claim(store) == [first]
         behind = await store.submit(an_operation(seq_id=3))

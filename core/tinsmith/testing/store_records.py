@@ -14,6 +14,7 @@ from tinsmith.operations import (
 )
 from tinsmith.store import (
     CheckpointRecord,
+    ClaimRoom,
     Completion,
     Lease,
     NewOperation,
@@ -115,6 +116,11 @@ async def claim(store: RequestStore, max_operations: int = 100, **more: Any) -> 
     return [record.request_id for record in records]
 
 
+async def claim_shares(store: RequestStore, training: ClaimRoom, samples: ClaimRoom) -> list[str]:
+    records = await store.claim_shares(await lease_of(store), training=training, samples=samples)
+    return [record.request_id for record in records]
+
+
 async def lease_of(store: RequestStore, engine_id: str = "engine-1", duration_s: float = 3600.0) -> Lease:
     """Return the lease of an engine without a competitor."""
     lease = await store.acquire_lease(BASE, engine_id=engine_id, duration_s=duration_s)
@@ -136,6 +142,11 @@ async def finished(
     """Return the request_ids that finished and whether they succeeded, and the cursor."""
     found = await store.finished_samples(subject_id, clone, after=after, limit=100, timeout_s=timeout_s)
     return [(sample.request_id, sample.succeeded) for sample in found.samples], found.cursor
+
+
+async def heard(store: RequestStore, session_id: str = "s1") -> None:
+    """Have a heartbeat of the session arrive now. Gaps are closed only for clients that are heard."""
+    await store.touch_session(session_id, datetime.now(UTC))
 
 
 async def state_of(store: RequestStore, request_id: str) -> OperationState:

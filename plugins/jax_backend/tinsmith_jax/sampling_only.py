@@ -41,6 +41,7 @@ class JaxSampler(Sampler):
             target_prompt_logprobs=True,
             max_topk_logprobs=min(config.max_topk_logprobs, model.vocab_size),
             stop_strings=rules.tokenizer is not None,
+            max_sequences=config.decode_slots,
         )
         super().__init__(device, model, capabilities=capabilities, rules=rules, prefill_tokens=config.prefill_tokens)
         if config.warm_up:

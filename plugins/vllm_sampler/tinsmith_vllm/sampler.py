@@ -101,6 +101,7 @@ class VllmSampler(SamplingBackend):
             target_prompt_logprobs=True,
             max_topk_logprobs=min(self._config.max_topk_logprobs, ready.vocab_size),
             stop_strings=self._rules.tokenizer is not None,
+            max_sequences=self._config.max_num_seqs * self._config.replicas,
         )
 
     @property

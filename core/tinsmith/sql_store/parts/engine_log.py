@@ -1,30 +1,61 @@
 """Claiming operations, and recording their results."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
+from typing import Concatenate, ParamSpec
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.grouping import Models
 from tinsmith.sql_store.parts.connections import Connections
 from tinsmith.sql_store.transactions import cancelling, claiming, completing, gaps, log
-from tinsmith.store import Completion, EngineLog, Lease, OperationRecord
+from tinsmith.sql_store.transactions.writer import Transaction
+from tinsmith.store import ClaimRoom, Completion, EngineLog, Lease, OperationRecord
+
+P = ParamSpec("P")
 
 
 class SqlEngineLog(Connections, EngineLog):
-    @durable_boundary("store.claim")
     async def claim(
         self, lease: Lease, *, max_operations: int, ordered: bool | None = None, alone: bool = False
     ) -> list[OperationRecord]:
         self._subscribed(log.work_topic(lease.base_model))
-        if max_operations <= 0 or not await self._reader.read(claiming.any_queued, lease.base_model, ordered=ordered):
+        if max_operations <= 0:
             return []
-        models: Models = [] if ordered is False else partial(claiming.models_to_claim, base_model=lease.base_model)
-        return await self._relaxed.write_locking(
-            models, claiming.claim, lease, max_operations=max_operations, ordered=ordered, alone=alone
-        )
+        if alone:
+            return await self._claim_suspects(lease, max_operations)
+        queues = await self._reader.read(claiming.queues, lease.base_model, ordered=ordered)
+        return await self._claim(lease, dict.fromkeys(queues, max_operations), claiming.in_turns(max_operations))
+
+    async def claim_shares(self, lease: Lease, *, training: ClaimRoom, samples: ClaimRoom) -> list[OperationRecord]:
+        self._subscribed(log.work_topic(lease.base_model))
+        queues = await self._reader.read(claiming.queues, lease.base_model)
+        limits = claiming.limits_of_shares(queues, training, samples)
+        return await self._claim(lease, limits, claiming.by_shares(training, samples))
+
+    async def _claim(self, lease: Lease, limits: claiming.Limits, choose: claiming.Choose) -> list[OperationRecord]:
+        if not limits:
+            return []
+        models = partial(claiming.models_to_claim, base_model=lease.base_model, limits=limits)
+        return await self._write_claim(models, claiming.claim, lease, limits, choose)
+
+    async def _claim_suspects(self, lease: Lease, max_operations: int) -> list[OperationRecord]:
+        if not await self._reader.read(claiming.any_alone, lease.base_model):
+            return []
+        models = partial(claiming.suspects_to_claim, base_model=lease.base_model, max_operations=max_operations)
+        return await self._write_claim(models, claiming.claim_suspects, lease, max_operations)
+
+    @durable_boundary("store.claim")
+    async def _write_claim(
+        self,
+        models: Models,
+        claim: Callable[Concatenate[Transaction, P], list[OperationRecord]],
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> list[OperationRecord]:
+        return await self._relaxed.write_locking(models, claim, *args, **options)
 
     @durable_boundary("store.complete")
     async def complete(self, lease: Lease, completions: Sequence[Completion]) -> None:
@@ -38,9 +69,13 @@ class SqlEngineLog(Connections, EngineLog):
         return await self._relaxed.write(cancelling.tell, lease)
 
     async def fail_gaps(self, base_model: str, *, older_than: datetime) -> int:
-        if not await self._reader.read(gaps.any_waiting_since, base_model, older_than):
-            return 0
-        return await self._durable.write(gaps.fail_old, base_model, older_than)
+        failed = 0
+        for model_id in await self._reader.read(gaps.waiting_since, base_model, older_than):
+            more = True
+            while more:
+                number, more = await self._durable.write_locking([model_id], gaps.fail_some, model_id, older_than)
+                failed += number
+        return failed
 
     async def wait_for_work(self, base_model: str, timeout_s: float) -> None:
         event = self._subscribed(log.work_topic(base_model))

@@ -1,61 +1,94 @@
-"""Claiming: giving an engine operations that can run."""
+"""Claiming: giving an engine operations that can run.
 
-from collections import Counter
-from collections.abc import Sequence
-from itertools import groupby
-from typing import Final
-
-import sqlalchemy
-from sqlalchemy import bindparam, func
-from sqlmodel import Session
-
-from tinsmith.sql_store.tables import OPERATIONS, PAYLOADS, QUEUED, RUNS
-from tinsmith.sql_store.transactions import leases, log
-from tinsmith.sql_store.transactions.writer import Transaction
-from tinsmith.store import Lease, OperationRecord, OperationState
-
-_PART: Final = 500  # values of one IN list
-
-_Place = tuple[int, int, int]
-"""An operation's place in its tenant's queue, the id of the last operation it had to wait for, and its own id.
-
-Sorted by place, so tenants take turns.
+Everything here looks into the index of what is queued and not early: once for each tenant, and then at as many
+operations of each as may be claimed. Its cost depends neither on what else is waiting nor on what is missing.
 """
 
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import sqlalchemy
+from sqlalchemy import Boolean, Integer, String, bindparam
+from sqlmodel import Session
+
+from tinsmith.sql_store.tables import ALONE, OPERATIONS, PAYLOADS, QUEUED, RUNS
+from tinsmith.sql_store.transactions import leases, log
+from tinsmith.sql_store.transactions.writer import Transaction
+from tinsmith.store import Claimable, ClaimRoom, Lease, OperationRecord, OperationState
+
+_PART: Final = 500  # values of one IN list
+_QUEUES_AT_ONCE: Final = 50  # queues read by one statement
+
+
+class Queue(NamedTuple):
+    """What a tenant has waiting of one sort: operations of models (`ordered`), or samples."""
+
+    ordered: bool
+    tenant: str
+
+
+class Head(NamedTuple):
+    """An operation at the front of a queue."""
+
+    ordered: bool
+    tenant: str
+    turn: int
+    id: int
+    subject_id: str
+    num_bytes: int
+
+    @property
+    def queue(self) -> Queue:
+        return Queue(self.ordered, self.tenant)
+
+
 _OURS = OPERATIONS.c.base_model == bindparam("base_model")
-_ANY_QUEUED = sqlalchemy.select(OPERATIONS.c.id).where(_OURS, QUEUED).limit(1)
-_SOME_QUEUED = _ANY_QUEUED.where(OPERATIONS.c.ordered == bindparam("ordered"))
-_ALONE = sqlalchemy.or_(sqlalchemy.not_(bindparam("alone", type_=sqlalchemy.Boolean)), OPERATIONS.c.alone)
-_SAMPLES = (
-    sqlalchemy.select(
-        func.row_number().over(partition_by=OPERATIONS.c.tenant, order_by=OPERATIONS.c.id).label("place"),
-        OPERATIONS.c.id,
-    )
-    .where(_OURS, OPERATIONS.c.ordered.is_(False), QUEUED, _ALONE)
-    .order_by("place", OPERATIONS.c.id)
+_READY = (_OURS, OPERATIONS.c.early.is_(False), QUEUED)
+_HEAD = (
+    OPERATIONS.c.ordered,
+    OPERATIONS.c.tenant,
+    OPERATIONS.c.turn,
+    OPERATIONS.c.id,
+    OPERATIONS.c.subject_id,
+    OPERATIONS.c.num_bytes,
+)
+
+
+def _tenants(*, ordered: bool) -> sqlalchemy.Select[Any]:  # Any: its columns
+    """Find the tenants that have something ready, with one look into the index for each."""
+    ready = sqlalchemy.select(OPERATIONS.c.tenant).where(*_READY, OPERATIONS.c.ordered.is_(ordered))
+    first = ready.order_by(OPERATIONS.c.tenant).limit(1)
+    found = sqlalchemy.select(first.scalar_subquery().label("tenant")).cte(f"found_{ordered}", recursive=True)
+    following = first.where(OPERATIONS.c.tenant > found.c.tenant).scalar_subquery()
+    found = found.union_all(sqlalchemy.select(following).where(found.c.tenant.is_not(None)))
+    return sqlalchemy.select(sqlalchemy.literal(ordered, Boolean), found.c.tenant).where(found.c.tenant.is_not(None))
+
+
+_TENANTS = {ordered: _tenants(ordered=ordered) for ordered in (True, False)}
+_ANY_ALONE = sqlalchemy.select(OPERATIONS.c.id).where(_OURS, ALONE).order_by(OPERATIONS.c.id).limit(1)
+_before = OPERATIONS.alias("before")
+_FIRST_OF_ITS_MODEL = ~sqlalchemy.exists().where(
+    OPERATIONS.c.ordered,
+    RUNS.c.model_id == OPERATIONS.c.subject_id,
+    _before.c.subject_id == OPERATIONS.c.subject_id,
+    _before.c.seq_id >= RUNS.c.next_seq_id,
+    _before.c.seq_id < OPERATIONS.c.seq_id,
+    _before.c.state == OperationState.QUEUED,
+)
+_SUSPECTS = (
+    sqlalchemy.select(*_HEAD)
+    .where(_OURS, ALONE, _FIRST_OF_ITS_MODEL)
+    .order_by(OPERATIONS.c.id)
     .limit(bindparam("limit"))
 )
-_IN_ORDER = (
-    sqlalchemy.select(
-        OPERATIONS.c.subject_id,
-        OPERATIONS.c.id,
-        OPERATIONS.c.tenant,
-        OPERATIONS.c.state,
-        OPERATIONS.c.seq_id,
-        OPERATIONS.c.alone,
-        RUNS.c.next_seq_id,
-    )
-    .join_from(OPERATIONS, RUNS, RUNS.c.model_id == OPERATIONS.c.subject_id)
-    .where(
-        OPERATIONS.c.subject_id.in_(
-            sqlalchemy.select(OPERATIONS.c.subject_id).where(_OURS, OPERATIONS.c.ordered, QUEUED)
-        ),
-        OPERATIONS.c.seq_id >= RUNS.c.next_seq_id,
-    )
-    .order_by(OPERATIONS.c.subject_id, OPERATIONS.c.seq_id)
-)
 _AMONG = OPERATIONS.c.id.in_(bindparam("ids", expanding=True))
-_SUBJECTS = sqlalchemy.select(OPERATIONS.c.subject_id).where(_OURS, OPERATIONS.c.ordered, QUEUED).distinct()
+_LOCK_MODELS = (
+    sqlalchemy.select(RUNS.c.model_id)
+    .where(RUNS.c.model_id.in_(bindparam("models", expanding=True)))
+    .with_for_update(skip_locked=True)
+)
 _LOCK = sqlalchemy.select(OPERATIONS.c.id).where(_AMONG, QUEUED).with_for_update(skip_locked=True)
 _START = (
     OPERATIONS.update()
@@ -75,76 +108,154 @@ _CLAIMED = (
 _ADVANCE = RUNS.update().where(RUNS.c.model_id == bindparam("model")).values(next_seq_id=bindparam("next"))
 
 
-def any_queued(session: Session, base_model: str, *, ordered: bool | None = None) -> bool:
-    """Look without writing, so that an idle engine costs no transaction. Operations found may still have to wait."""
-    query = _ANY_QUEUED if ordered is None else _SOME_QUEUED
-    values = {"base_model": base_model} | ({} if ordered is None else {"ordered": ordered})
-    return session.connection().execute(query, values).first() is not None
+def queues(session: Session, base_model: str, *, ordered: bool | None = None) -> list[Queue]:
+    """Return the queues from which something can be claimed. Reads only, so an idle engine costs no transaction."""
+    sorts = (True, False) if ordered is None else (ordered,)
+    connection, values = session.connection(), {"base_model": base_model}
+    return [Queue(*row) for each in sorts for row in connection.execute(_TENANTS[each], values)]
 
 
-def models_to_claim(session: Session, base_model: str) -> list[str]:
-    return list(session.connection().execute(_SUBJECTS, {"base_model": base_model}).scalars())
+def any_alone(session: Session, base_model: str) -> bool:
+    return session.connection().execute(_ANY_ALONE, {"base_model": base_model}).first() is not None
 
 
-def claim(
-    tx: Transaction, lease: Lease, *, max_operations: int, ordered: bool | None, alone: bool
-) -> list[OperationRecord]:
+Limits = Mapping[Queue, int]
+"""From which queues to claim, and at most how many operations of each."""
+
+Choose = Callable[[Sequence[Head]], Sequence[Head]]
+"""Chooses from heads, which are in order for each queue. Must not pass one over and take a later one of its queue."""
+
+
+def in_turns(max_operations: int) -> Choose:
+    """Take turns between queues, up to a number."""
+
+    def choose(heads: Sequence[Head]) -> Sequence[Head]:
+        places: Counter[Queue] = Counter()
+        placed = []
+        for head in heads:
+            places[head.queue] += 1
+            placed.append((places[head.queue], head.turn, head))
+        placed.sort(key=lambda each: each[:2])  # stable, so a model's operations stay in order
+        return [head for _, _, head in placed[:max_operations]]
+
+    return choose
+
+
+def by_shares(training: ClaimRoom, samples: ClaimRoom) -> Choose:
+    """Give each tenant its share."""
+
+    def choose(heads: Sequence[Head]) -> Sequence[Head]:
+        chosen: list[Head] = []
+        for ordered, room in ((True, training), (False, samples)):
+            waiting: dict[str, list[Claimable[Head]]] = defaultdict(list)
+            for head in heads:
+                if head.ordered is ordered:
+                    waiting[head.tenant].append(Claimable(key=head, num_bytes=head.num_bytes, turn=head.turn))
+            chosen += room.choose(waiting)
+        return chosen
+
+    return choose
+
+
+def limits_of_shares(queues: Iterable[Queue], training: ClaimRoom, samples: ClaimRoom) -> Limits:
+    waiting = list(queues)
+    limits: dict[Queue, int] = {}
+    for ordered, room in ((True, training), (False, samples)):
+        places = room.places(queue.tenant for queue in waiting if queue.ordered is ordered)
+        limits |= {Queue(ordered, tenant): number for tenant, number in places.items()}
+    return limits
+
+
+def models_to_claim(session: Session, base_model: str, limits: Limits) -> set[str]:
+    return {head.subject_id for head in _heads(session, base_model, limits) if head.ordered}
+
+
+def claim(tx: Transaction, lease: Lease, limits: Limits, choose: Choose) -> list[OperationRecord]:
     leases.fence(tx, lease)
-    found: list[_Place] = []
-    if ordered is not False:
-        found += _runnable_in_order(tx.session, lease.base_model, alone=alone)
-    if ordered is not True:
-        found += _samples(tx.session, lease.base_model, max_operations, alone=alone)
-    found.sort(key=lambda each: each[:2])  # stable, as below
-    ids = [operation_id for _, _, operation_id in found[:max_operations]]
-    records: dict[int, OperationRecord] = {}
-    for start in range(0, len(ids), _PART):
-        records |= _start(tx, ids[start : start + _PART], lease.engine_id)
-    claimed = [records[operation_id] for operation_id in ids if operation_id in records]
+    return _start(tx, lease, choose(_heads(tx.session, lease.base_model, limits)))
+
+
+def suspects_to_claim(session: Session, base_model: str, max_operations: int) -> set[str]:
+    return {head.subject_id for head in _suspects(session, base_model, max_operations) if head.ordered}
+
+
+def claim_suspects(tx: Transaction, lease: Lease, max_operations: int) -> list[OperationRecord]:
+    """Claim what must run alone."""
+    leases.fence(tx, lease)
+    return _start(tx, lease, _suspects(tx.session, lease.base_model, max_operations))
+
+
+def _suspects(session: Session, base_model: str, limit: int) -> list[Head]:
+    found = session.connection().execute(_SUSPECTS, {"base_model": base_model, "limit": limit})
+    return [Head(*row) for row in found]
+
+
+def _heads(session: Session, base_model: str, limits: Limits) -> list[Head]:
+    """Return the first operations of each queue, in order."""
+    heads: list[Head] = []
+    queues = sorted(limits)
+    for start in range(0, len(queues), _QUEUES_AT_ONCE):
+        part = queues[start : start + _QUEUES_AT_ONCE]
+        values: dict[str, object] = {"base_model": base_model}
+        for number, queue in enumerate(part):
+            values |= {f"ordered{number}": queue.ordered, f"tenant{number}": queue.tenant}
+            values[f"limit{number}"] = limits[queue]
+        heads += [Head(*row) for row in session.connection().execute(_first_of(len(part)), values)]
+    return heads
+
+
+@cache
+def _first_of(num_queues: int) -> sqlalchemy.Executable:
+    """Return the statement that reads the heads of so many queues."""
+    parts = [_first_of_queue(number) for number in range(num_queues)]
+    return sqlalchemy.union_all(*(sqlalchemy.select(part.subquery()) for part in parts))
+
+
+def _first_of_queue(number: int) -> sqlalchemy.Select[Any]:  # Any: its columns
+    in_queue = (
+        OPERATIONS.c.ordered == bindparam(f"ordered{number}", type_=Boolean),
+        OPERATIONS.c.tenant == bindparam(f"tenant{number}", type_=String),
+    )
+    query = sqlalchemy.select(*_HEAD).where(*_READY, *in_queue)
+    limit = bindparam(f"limit{number}", type_=Integer)
+    return query.order_by(OPERATIONS.c.turn, OPERATIONS.c.seq_id).limit(limit)
+
+
+def _start(tx: Transaction, lease: Lease, heads: Sequence[Head]) -> list[OperationRecord]:
+    heads = _lock(tx.session, heads)
+    started: dict[int, OperationRecord] = {}
+    for start in range(0, len(heads), _PART):
+        ids = [head.id for head in heads[start : start + _PART]]
+        connection = tx.session.connection()
+        connection.execute(_START, {"ids": ids, "now": tx.now, "engine": lease.engine_id})
+        for row in connection.execute(_CLAIMED, {"ids": ids}).mappings():
+            values = dict(row)
+            key = values.pop("key")
+            started[key] = OperationRecord(**values)
+    claimed = [started[head.id] for head in heads]
     _advance_models(tx.session, claimed)
     return claimed
 
 
-def _start(tx: Transaction, ids: Sequence[int], engine_id: str) -> dict[int, OperationRecord]:
-    """Skip samples that are being cancelled right now. Operations of models are locked with their model."""
-    connection = tx.session.connection()
-    ids = connection.execute(_LOCK, {"ids": ids}).scalars().all()
-    if not ids:
-        return {}
-    connection.execute(_START, {"ids": ids, "now": tx.now, "engine": engine_id})
-    records = {}
-    for row in connection.execute(_CLAIMED, {"ids": ids}).mappings():
-        values = dict(row)
-        key = values.pop("key")
-        records[key] = OperationRecord(**values)
-    return records
+def _lock(session: Session, heads: Sequence[Head]) -> list[Head]:
+    """Leave out what another process is changing right now, and what comes after it in its model."""
+    models = _locked(session, _LOCK_MODELS, "models", sorted({head.subject_id for head in heads if head.ordered}))
+    ids = _locked(session, _LOCK, "ids", [head.id for head in heads])
+    skipped: set[str] = set()
+    locked = []
+    for head in heads:
+        if head.id not in ids or (head.ordered and (head.subject_id not in models or head.subject_id in skipped)):
+            skipped.add(head.subject_id)
+        else:
+            locked.append(head)
+    return locked
 
 
-def _samples(session: Session, base_model: str, limit: int, *, alone: bool) -> list[_Place]:
-    """Return each tenant's oldest samples."""
-    found = session.connection().execute(_SAMPLES, {"base_model": base_model, "limit": limit, "alone": alone})
-    return [(place, operation_id, operation_id) for place, operation_id in found]
-
-
-def _runnable_in_order(session: Session, base_model: str, *, alone: bool) -> list[_Place]:
-    """Return the operations of each model that are queued from `next_seq_id` on without a gap."""
-    found = session.connection().execute(_IN_ORDER, {"base_model": base_model})
-    runnable: list[tuple[int, str, int]] = []  # the last id of it and its predecessors, tenant, id
-    for _, rows in groupby(found, key=lambda row: row.subject_id):
-        arrived = 0
-        for number, row in enumerate(rows):
-            if row.seq_id != row.next_seq_id + number:
-                break
-            arrived = max(arrived, row.id)
-            if row.state == OperationState.QUEUED and (row.alone or not alone):
-                runnable.append((arrived, row.tenant, row.id))
-    runnable.sort(key=lambda each: each[0])  # stable: a model's operations stay in order
-    places: Counter[str] = Counter()
-    placed = []
-    for arrived, tenant, operation_id in runnable:
-        places[tenant] += 1
-        placed.append((places[tenant], arrived, operation_id))
-    return placed
+def _locked(session: Session, query: sqlalchemy.Executable, name: str, keys: Sequence[Any]) -> set[Any]:  # Any: keys
+    locked: set[Any] = set()
+    for start in range(0, len(keys), _PART):
+        locked.update(session.connection().execute(query, {name: keys[start : start + _PART]}).scalars())
+    return locked
 
 
 def _advance_models(session: Session, claimed: Sequence[OperationRecord]) -> None:

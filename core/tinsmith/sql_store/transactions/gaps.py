@@ -1,83 +1,139 @@
-"""Gaps: seq_ids that have not arrived, and the operations that wait behind them."""
+"""Gaps: seq_ids that have not arrived, and the operations that wait behind them.
 
-from collections.abc import Sequence
-from datetime import datetime
+Giving up a gap takes several transactions, because thousands of operations may wait behind it. The first one decides:
+it moves the model's `next_seq_id` past everything that fails. From then on the gap can no longer be filled, and nothing
+of the model can be claimed. The others fail the operations, some at a time, and the last one lets the model continue.
+Any process can go on where another stopped.
+"""
 
-from sqlmodel import Session, col, select
+from datetime import datetime, timedelta
+from typing import Final
+
+import sqlalchemy
+from sqlalchemy import bindparam, func
+from sqlmodel import Session
 
 from tinsmith.operations import Failed
-from tinsmith.sql_store.tables import QUEUED, RUNNING, OperationRow, RunRow
-from tinsmith.sql_store.transactions import log, model_places
+from tinsmith.sql_store.columns import Microseconds
+from tinsmith.sql_store.tables import EARLY, OPERATIONS, RESULTS, RunRow, SessionRow
+from tinsmith.sql_store.transactions import arriving, log, model_places
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import OperationState
+from tinsmith.store.codec import encode_result
+
+SILENCE: Final = timedelta(seconds=30)
+"""A client sends a heartbeat every 10 s. If none arrives for longer than this, the server may be at fault."""
+
+_PART: Final = 500  # operations that one transaction fails; also the values of one IN list
+
+_OURS = OPERATIONS.c.base_model == bindparam("base_model")
+_OF = OPERATIONS.c.subject_id == bindparam("model")
+_SINCE = OPERATIONS.c.created_at < bindparam("older_than", type_=Microseconds())
 
 
-def any_waiting_since(session: Session, base_model: str, older_than: datetime) -> bool:
-    """Return, without writing, whether an operation could have waited behind a gap for that long."""
-    return session.exec(_old(base_model, older_than).limit(1)).first() is not None
+def _early_models() -> sqlalchemy.CTE:
+    """Find the models that have something waiting behind a gap, with one look into the index for each."""
+    subjects = sqlalchemy.select(OPERATIONS.c.subject_id).where(_OURS, EARLY).order_by(OPERATIONS.c.subject_id).limit(1)
+    found = sqlalchemy.select(subjects.scalar_subquery().label("model")).cte("found", recursive=True)
+    following = subjects.where(OPERATIONS.c.subject_id > found.c.model).scalar_subquery()
+    return found.union_all(sqlalchemy.select(following).where(found.c.model.is_not(None)))
 
 
-def fail_old(tx: Transaction, base_model: str, older_than: datetime) -> int:
-    failed = 0
-    for model_id in sorted(set(tx.session.exec(_old(base_model, older_than)))):
-        run = log.locked_run(tx.session, model_id)
-        assert run is not None
-        failed += _fail_old_of(tx, run, older_than)
-    return failed
+_found = _early_models()
+_MODELS = sqlalchemy.select(_found.c.model).where(
+    sqlalchemy.exists().where(_OURS, EARLY, OPERATIONS.c.subject_id == _found.c.model, _SINCE)
+)
+_BEYOND = OPERATIONS.c.seq_id > bindparam("arrived")
+_LAST_LATE = sqlalchemy.select(func.max(OPERATIONS.c.seq_id)).where(_OF, _BEYOND, EARLY, _SINCE)
+_BUSY = sqlalchemy.select(OPERATIONS.c.id).where(
+    _OF,
+    OPERATIONS.c.seq_id > bindparam("applied"),
+    OPERATIONS.c.seq_id <= bindparam("arrived"),
+    OPERATIONS.c.state.in_((OperationState.QUEUED, OperationState.RUNNING)),
+)
+_BEHIND = (
+    sqlalchemy.select(OPERATIONS.c.id, OPERATIONS.c.request_id).where(_OF, _BEYOND, EARLY).order_by(OPERATIONS.c.seq_id)
+)
+_GIVEN_UP = _BEHIND.where(OPERATIONS.c.seq_id < bindparam("next")).limit(_PART)
+_FAIL = (
+    OPERATIONS.update()
+    .where(OPERATIONS.c.id.in_(bindparam("ids", expanding=True)))
+    .values(state=OperationState.FAILED, finished_at=bindparam("now"))
+)
+_INSERT = RESULTS.insert()
 
 
-def _fail_old_of(tx: Transaction, run: RunRow, older_than: datetime) -> int:
-    """If a gap has been open for too long, fail everything up to the youngest operation that has waited as long.
+def waiting_since(session: Session, base_model: str, older_than: datetime) -> list[str]:
+    """Return the models of which something has waited behind a gap since before then."""
+    values = {"base_model": base_model, "older_than": older_than}
+    return list(session.connection().execute(_MODELS, values).scalars())
 
-    Not while an operation of the model runs: if it were requeued later, the model would reach the same gap again.
-    """
-    failed = 0
+
+def fail_some(tx: Transaction, model_id: str, older_than: datetime) -> tuple[int, bool]:
+    """Fail some of what has waited behind a gap for too long. Return how many failed, and whether there are more."""
+    run = log.locked_run(tx.session, model_id)
+    if run is None or model_places.waits(run) or not (arriving.fails_a_gap(run) or _give_up(tx, run, older_than)):
+        return 0, False
+    failed = _fail(tx, run, _GIVEN_UP, run.arrived_seq_id + 1, next=run.next_seq_id)
+    if failed < _PART:
+        _continue(tx, run)
+    return failed, failed == _PART
+
+
+def fail_all(tx: Transaction, run: RunRow) -> int:
+    """Fail everything that waits behind a gap, because nothing will fill it. Return the seq_id that is missing."""
+    missing = run.arrived_seq_id + 1
     if model_places.waits(run):
-        return failed
-    running = select(OperationRow.id).where(OperationRow.subject_id == run.model_id, RUNNING)
-    if tx.session.exec(running).first() is not None:
-        return failed
-    while True:
-        rows = operations_from(tx.session, run.model_id, run.next_seq_id)
-        present = num_contiguous(rows, run.next_seq_id)
-        missing = run.next_seq_id + present
-        behind = [row for row in rows[present:] if row.state == OperationState.QUEUED]
-        late = [row.seq_id for row in behind if row.created_at < older_than]
-        if not late or any(row.state == OperationState.QUEUED for row in rows[:present]):
-            return failed
-        lost = [row for row in behind if row.seq_id <= late[-1]]
-        fail_behind(tx, lost, run.model_id, missing)
-        run.next_seq_id, run.applied_seq_id = late[-1] + 1, late[-1]
-        failed += len(lost)
-        tx.wake.append(log.work_topic(run.base_model))
+        missing = arriving.last_before_a_gap(tx.session, run, 0) + 1
+    _fail(tx, run, _BEHIND, missing)
+    if arriving.fails_a_gap(run):
+        _continue(tx, run)
+        missing = run.arrived_seq_id + 1
+    return missing
 
 
-def operations_from(session: Session, model_id: str, seq_id: int) -> Sequence[OperationRow]:
-    return session.exec(
-        select(OperationRow)
-        .where(OperationRow.subject_id == model_id, col(OperationRow.seq_id) >= seq_id)
-        .order_by(col(OperationRow.seq_id))
-    ).all()
+def _give_up(tx: Transaction, run: RunRow, older_than: datetime) -> bool:
+    """Move the model past the gap and past the last operation that has waited for too long, if there is one.
+
+    Not while an operation before the gap is queued or runs: if it were requeued, the model would reach the gap again.
+    """
+    late = {"model": run.model_id, "arrived": run.arrived_seq_id, "older_than": older_than}
+    last = tx.session.connection().execute(_LAST_LATE, late).scalar()
+    if last is None or _is_busy(tx.session, run) or not _was_heard(tx, run, since=older_than):
+        return False
+    run.next_seq_id, run.applied_seq_id = last + 1, last
+    return True
 
 
-def num_contiguous(rows: Sequence[OperationRow], first: int) -> int:
-    """Return how many rows there are before the first gap, counted from the seq_id `first`."""
-    return next((index for index, row in enumerate(rows) if row.seq_id != first + index), len(rows))
+def _is_busy(session: Session, run: RunRow) -> bool:
+    before = {"model": run.model_id, "applied": run.applied_seq_id, "arrived": run.arrived_seq_id}
+    return session.connection().execute(_BUSY, before).first() is not None
 
 
-def fail_behind(tx: Transaction, rows: Sequence[OperationRow], model_id: str, missing: int) -> None:
-    message = (
-        f"seq_id {missing} of {model_id!r} never arrived, so the requests that waited behind it were not run; the "
-        "model continues with the next request"
+def _was_heard(tx: Transaction, run: RunRow, since: datetime) -> bool:
+    """Return whether heartbeats of the client have arrived all the time, so that it could have sent what is missing."""
+    session = tx.session.get(SessionRow, run.session_id)
+    return session is None or (session.heard_since < since and session.last_seen_at >= tx.now - SILENCE)
+
+
+def _fail(tx: Transaction, run: RunRow, which: sqlalchemy.Executable, missing: int, **more: int) -> int:
+    failed = Failed(
+        message=f"seq_id {missing} of {run.model_id!r} never arrived, so the requests that waited behind it "
+        "were not run; the model continues with the next request"
     )
-    log.finish(tx, rows, Failed(message=message))
-    tx.session.flush()
+    kind, encoded = encode_result(failed)
+    connection = tx.session.connection()
+    values = {"model": run.model_id, "arrived": missing - 1, **more}
+    rows = connection.execute(which, values).all()
+    for start in range(0, len(rows), _PART):
+        part = rows[start : start + _PART]
+        connection.execute(_FAIL, {"ids": [row.id for row in part], "now": tx.now})
+        connection.execute(_INSERT, [{"operation_id": row.id, "result_kind": kind, "result": encoded} for row in part])
+        tx.wake.extend(log.done_topic(row.request_id) for row in part)
+    return len(rows)
 
 
-def _old(base_model: str, older_than: datetime):  # type: ignore[no-untyped-def]  # sqlmodel's select has no public name
-    return select(OperationRow.subject_id).where(
-        OperationRow.base_model == base_model,
-        col(OperationRow.ordered).is_(True),
-        col(OperationRow.created_at) < older_than,
-        QUEUED,
-    )
+def _continue(tx: Transaction, run: RunRow) -> None:
+    run.arrived_seq_id = run.next_seq_id - 1
+    arriving.let_follow(tx.session, run)
+    tx.wake.append(log.work_topic(run.base_model))

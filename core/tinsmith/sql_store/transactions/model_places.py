@@ -11,7 +11,7 @@ from sqlmodel import Session
 
 from tinsmith.operations import Failed
 from tinsmith.sql_store.tables import LIVE, RUNS, RunRow
-from tinsmith.sql_store.transactions import leases, log, lost_models
+from tinsmith.sql_store.transactions import arriving, leases, log, lost_models
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import WAITS_FOR_PLACE, Lease, PlaceLimits, PlaceWait, RunState
 
@@ -23,7 +23,6 @@ _LIVE = (
 _WAITING = sqlalchemy.select(RUNS.c.model_id).where(
     RUNS.c.base_model == bindparam("base_model"), LIVE, RUNS.c.next_seq_id == WAITS_FOR_PLACE
 )
-_ADMIT = RUNS.update().where(RUNS.c.model_id == bindparam("model")).values(next_seq_id=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +45,11 @@ def waiting_models(session: Session, base_model: str) -> list[str]:
 def admit(tx: Transaction, lease: Lease, limits: PlaceLimits) -> None:
     leases.fence(tx, lease)
     taken, waiting = _places(tx.session, lease.base_model)
-    admitted = [{"model": each.model_id} for each in next_ones(waiting, taken, limits)]
-    if admitted:
-        tx.session.connection().execute(_ADMIT, admitted)
+    got_one = {each.model_id for each in next_ones(waiting, taken, limits)}
+    for model_id in sorted(got_one):
+        _admit(tx, model_id)
+    if got_one:
         tx.wake.append(log.work_topic(lease.base_model))
-    got_one = {each["model"] for each in admitted}
     for each in waiting:
         if each.since < limits.give_up_before and each.model_id not in got_one:
             _give_up(tx, each.model_id, limits.failure)
@@ -94,6 +93,13 @@ def _by_tenant(waiting: Iterable[Applicant]) -> dict[str, deque[Applicant]]:
     for each in waiting:
         queues.setdefault(each.tenant, deque()).append(each)
     return queues
+
+
+def _admit(tx: Transaction, model_id: str) -> None:
+    run = log.locked_run(tx.session, model_id)
+    assert run is not None
+    run.next_seq_id, run.arrived_seq_id = 0, -1
+    arriving.let_follow(tx.session, run)
 
 
 def _give_up(tx: Transaction, model_id: str, failure: str) -> None:

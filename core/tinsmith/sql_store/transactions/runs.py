@@ -12,7 +12,7 @@ from tinsmith.store import NewOperation, RunRecord
 def create(tx: Transaction, run: RunRecord, operation: NewOperation) -> str:
     if tx.session.get(RunRow, run.model_id) is None:
         submitting.refuse_ended_session(tx.session, run.session_id, lock=True)
-        tx.session.add(to_row(run, RunRow))
+        tx.session.add(to_row(run, RunRow, arrived_seq_id=run.next_seq_id - 1))
         tx.session.flush()
         tx.wake.append(log.places_topic(run.base_model))
     return submitting.submit(tx, operation)

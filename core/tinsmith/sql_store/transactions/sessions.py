@@ -6,7 +6,7 @@ from sqlmodel import Session, col, select
 
 from tinsmith.errors import NotFoundError
 from tinsmith.sql_store.tables import SessionRow, to_record, to_row
-from tinsmith.sql_store.transactions import unloading
+from tinsmith.sql_store.transactions import gaps, unloading
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import SessionEnd, SessionRecord
 
@@ -18,7 +18,7 @@ def create(tx: Transaction, session: SessionRecord, idempotency_key: str | None)
         )
         if (first := tx.session.exec(same).first()) is not None:
             return to_record(first, SessionRecord)
-    tx.session.add(to_row(session, SessionRow, idempotency_key=idempotency_key))
+    tx.session.add(to_row(session, SessionRow, idempotency_key=idempotency_key, heard_since=session.created_at))
     return session
 
 
@@ -35,6 +35,8 @@ def list_all(session: Session, tenant: str | None, *, limit: int, offset: int) -
 
 def touch(tx: Transaction, session_id: str, at: datetime) -> SessionRecord:
     row = _row(tx.session, session_id, lock=True)
+    if at - row.last_seen_at > gaps.SILENCE:
+        row.heard_since = at
     row.last_seen_at = max(row.last_seen_at, at)
     return to_record(row, SessionRecord)
 

@@ -1,5 +1,8 @@
 """Submitting operations: one row for each (subject_id, seq_id). A repeat finds the first row."""
 
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
 import sqlalchemy
 from sqlalchemy import bindparam
 from sqlmodel import Session
@@ -7,13 +10,28 @@ from sqlmodel import Session
 from tinsmith.errors import ConflictError, NotFoundError, ResultExpiredError, UserError
 from tinsmith.operations import Failed
 from tinsmith.sql_store.tables import ENGINES, OPERATIONS, PAYLOADS, RunRow, SessionRow
-from tinsmith.sql_store.transactions import log
+from tinsmith.sql_store.transactions import arriving, log
 from tinsmith.sql_store.transactions.request_ids import new_request_id
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import EngineState, NewOperation, OperationState, RunState
 
-_SAME = sqlalchemy.select(OPERATIONS.c.request_id, OPERATIONS.c.digest).where(
-    OPERATIONS.c.subject_id == bindparam("subject_id"), OPERATIONS.c.seq_id == bindparam("seq_id")
+
+class Neighbour(NamedTuple):
+    """An operation that was submitted before."""
+
+    seq_id: int
+    request_id: str
+    digest: bytes
+    turn: int
+
+
+Neighbours = Mapping[int, Neighbour]  # by seq_id
+
+_LARGEST: Final = (1 << 63) - 1
+_NEAR = sqlalchemy.select(OPERATIONS.c.seq_id, OPERATIONS.c.request_id, OPERATIONS.c.digest, OPERATIONS.c.turn).where(
+    OPERATIONS.c.subject_id == bindparam("subject_id"),
+    OPERATIONS.c.seq_id >= bindparam("first"),
+    OPERATIONS.c.seq_id <= bindparam("last"),
 )
 # The lock only waits for `engine_states.report` giving the engine up, which fails everything submitted before it.
 _ENGINE = (
@@ -21,7 +39,7 @@ _ENGINE = (
     .where(ENGINES.c.base_model == bindparam("base_model"))
     .with_for_update(read=True, key_share=True)
 )
-_INSERT, _INSERT_PAYLOAD = OPERATIONS.insert(), PAYLOADS.insert()
+_INSERT_PAYLOAD = PAYLOADS.insert()
 
 
 def submit(tx: Transaction, operation: NewOperation) -> str:
@@ -29,19 +47,28 @@ def submit(tx: Transaction, operation: NewOperation) -> str:
     if operation.ordered and run is None:
         msg = f"no model {operation.subject_id!r}"
         raise NotFoundError(msg)
-    same = {"subject_id": operation.subject_id, "seq_id": operation.seq_id}
-    if (first := tx.session.connection().execute(_SAME, same).first()) is not None:
-        return _repeat(tx.session, operation, run, *first)
+    near = neighbours(tx.session, operation)
+    if (same := near.get(operation.seq_id)) is not None:
+        return _repeat(tx.session, operation, run, same.request_id, same.digest)
     failed = _hopeless(tx.session, operation, run) or operation.refused
     if run is not None:
         run.last_request_at = tx.now
-    request_id = _insert(tx, operation)
+    request_id = insert(tx, operation, run, near)
     if failed is not None:
         log.finish(tx, [log.find(tx.session, request_id)], failed)
         if run is not None and run.state == RunState.CREATING and operation.seq_id == 0:
             run.state, run.state_reason = RunState.LOST, failed.message
     tx.wake.append(log.work_topic(operation.base_model))
     return request_id
+
+
+def neighbours(session: Session, operation: NewOperation) -> Neighbours:
+    """Find the operation if it was submitted before, and the ones before and after it if it has an order."""
+    reach = 1 if operation.ordered else 0
+    first, last = operation.seq_id - reach, min(operation.seq_id + reach, _LARGEST)
+    values = {"subject_id": operation.subject_id, "first": first, "last": last}
+    found = [Neighbour(*row) for row in session.connection().execute(_NEAR, values)]
+    return {each.seq_id: each for each in found}
 
 
 def refuse_ended_session(session: Session, session_id: str, *, lock: bool = False) -> None:
@@ -99,8 +126,8 @@ def no_engine(base_model: str, detail: str) -> Failed:
     return Failed(message=f"base model {base_model!r} cannot be served: {detail}", category="server")
 
 
-def _insert(tx: Transaction, operation: NewOperation) -> str:
-    connection = tx.session.connection()
+def insert(tx: Transaction, operation: NewOperation, run: RunRow | None, near: Neighbours) -> str:
+    """Insert the row of an operation, and note its arrival. Return its request_id."""
     request_id = new_request_id(tx.now)
     values = {
         "request_id": request_id,
@@ -112,6 +139,8 @@ def _insert(tx: Transaction, operation: NewOperation) -> str:
         "seq_id": operation.seq_id,
         "ordered": operation.ordered,
         "num_tokens": operation.num_tokens,
+        "num_bytes": operation.num_bytes,
+        "early": run is not None and arriving.is_early(run, operation.seq_id),
         "digest": operation.digest,
         "state": OperationState.QUEUED,
         "created_at": tx.now,
@@ -119,8 +148,10 @@ def _insert(tx: Transaction, operation: NewOperation) -> str:
         "alone": False,
         "cancel_told": True,
     }
-    key = connection.execute(_INSERT, values).inserted_primary_key
-    assert key is not None
+    before = near.get(operation.seq_id - 1)
+    key = arriving.insert(tx.session, values, least_turn=0 if before is None else before.turn)
     if operation.refused is None:
-        connection.execute(_INSERT_PAYLOAD, {"operation_id": key[0], "payload": operation.payload})
+        tx.session.connection().execute(_INSERT_PAYLOAD, {"operation_id": key, "payload": operation.payload})
+    if run is not None:
+        arriving.note(tx.session, run, operation.seq_id, followed=operation.seq_id + 1 in near)
     return request_id

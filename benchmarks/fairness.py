@@ -1,0 +1,202 @@
+"""Light tenants beside a hog: how long their operations take, against running alone, and what a claim costs.
+
+    python benchmarks/fairness.py [--waiting 10000] [--light 15] [--requests 20] [--postgres]
+
+The hog has so many operations waiting in the store before the engine starts. Each light tenant sends one operation
+after the other: passes of 64 tokens in training, samples of 8 tokens in sampling. The hog's are eight times as large.
+Store, engine and toy backend run in this process, and PostgreSQL beside it. Claims are measured in this process's CPU
+time, with one operation of a light tenant to claim.
+"""
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import uvloop
+
+from tinsmith import operations as ops
+from tinsmith.backend import BackendContext
+from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
+from tinsmith.losses import BUILTIN_LOSSES
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.store import SqlStore
+from tinsmith.store import ClaimRoom, Held, NewOperation, StoreContext
+from tinsmith.store.codec import decoded_bytes, encode_operation, kind_of
+from tinsmith.testing.engine_driver import EngineDriver, make_engine, take_over
+from tinsmith.testing.postgres import Postgres
+
+HOG = "hog"
+TIMES_LARGER = 8
+PASS_TOKENS, SAMPLE_TOKENS = 64, 8
+AT_ONCE = 500  # submits
+CLAIMS = 50
+ROOM = ClaimRoom(operations=512, num_bytes=256 << 20)
+FULL = replace(ROOM, held={HOG: Held(operations=512)})
+
+Make = Callable[[EngineDriver], ops.ForwardBackward | ops.Sample]
+
+
+def a_pass(client: EngineDriver) -> ops.ForwardBackward:
+    tokens = np.ones(PASS_TOKENS * _times(client), np.int32)
+    inputs: dict[str, ops.Array] = {"target_tokens": tokens.astype(np.int64), "weights": tokens.astype(np.float32)}
+    return ops.ForwardBackward(model_id=client.model_id(), data=(ops.Datum(tokens_T=tokens, loss_inputs=inputs),))
+
+
+def a_sample(client: EngineDriver) -> ops.Sample:
+    params = ops.SamplingParams(max_tokens=SAMPLE_TOKENS * _times(client), seed=1, stop_at_eos=False)
+    return ops.Sample(
+        sampling_session_id=f"{client.session_id}:sample:0",
+        snapshot_id=None,
+        prompt_P=np.ones(4, np.int32),
+        params=params,
+    )
+
+
+def _times(client: EngineDriver) -> int:
+    return TIMES_LARGER if client.tenant == HOG else 1
+
+
+@asynccontextmanager
+async def opened(postgres: Postgres | None) -> AsyncIterator[tuple[SqlStore, Path]]:
+    with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
+        url = None if postgres is None else postgres.new_database()
+        store = SqlStore(SqlStoreConfig(url=url), StoreContext(data_dir=Path(directory)))
+        await store.open()
+        try:
+            yield store, Path(directory)
+        finally:
+            await store.close()
+
+
+@asynccontextmanager
+async def engine(store: SqlStore, data_dir: Path) -> AsyncIterator[None]:
+    losses = {loss.name: loss for loss in BUILTIN_LOSSES}
+    context = BackendContext(model_name="toy", model_path=None, cache_dir=data_dir, losses=losses)
+    backend = ToyBackend(ToyConfig(max_models=32, max_batch_tokens=2048, max_context_tokens=1024), context)
+    running = await make_engine(store, backend, data_dir, sampler=backend)
+    await running.recover("stopped", lambda _what, _share: None)
+    task = asyncio.create_task(running.run())
+    yield
+    running.stop()
+    await task
+
+
+async def clients(store: SqlStore, data_dir: Path, tenants: Iterable[str]) -> list[EngineDriver]:
+    """Open sessions and create models."""
+    run = f"{time.time_ns():x}"
+    found = [EngineDriver(store, "toy", tenant=tenant, session_id=f"{tenant}-{run}") for tenant in tenants]
+    async with engine(store, data_dir):
+        for client in found:
+            await client.open_session()
+            await client.result(await client.create_model())
+    return found
+
+
+async def fill(store: SqlStore, client: EngineDriver, make: Make, count: int) -> None:
+    """Let so many operations wait."""
+    operation = make(client)
+    is_sample = isinstance(operation, ops.Sample)
+    template = NewOperation(
+        base_model="toy",
+        kind=kind_of(operation),
+        tenant=client.tenant,
+        session_id=client.session_id,
+        subject_id=operation.sampling_session_id if isinstance(operation, ops.Sample) else operation.model_id,
+        seq_id=0,
+        ordered=not is_sample,
+        payload=encode_operation(operation),
+        digest=b"",
+        num_tokens=(SAMPLE_TOKENS if is_sample else PASS_TOKENS) * TIMES_LARGER,
+        num_bytes=decoded_bytes(operation),
+    )
+    for start in range(1, count + 1, AT_ONCE):
+        numbers = range(start, min(start + AT_ONCE, count + 1))
+        await asyncio.gather(*[store.submit(replace(template, seq_id=number)) for number in numbers])
+
+
+async def times_of(client: EngineDriver, make: Make, requests: int) -> list[float]:
+    """Return the milliseconds from submit to result of each request, one after the other."""
+    times_ms = []
+    for _ in range(requests):
+        started = time.perf_counter()
+        result = await client.run(make(client))
+        assert not isinstance(result, ops.Failed), result
+        times_ms.append(1000 * (time.perf_counter() - started))
+    return times_ms
+
+
+async def latencies(
+    postgres: Postgres | None, make: Make, *, waiting: int, light: int, requests: int
+) -> list[list[float]]:
+    """Return the times of each light tenant beside a hog, or of a single tenant alone if `waiting` is 0."""
+    async with opened(postgres) as (store, data_dir):
+        names = [f"light{number}" for number in range(light)]
+        hog, *others = await clients(store, data_dir, [HOG, *names])
+        await fill(store, hog, make, waiting)
+        async with engine(store, data_dir):
+            return list(await asyncio.gather(*[times_of(each, make, requests) for each in others]))
+
+
+async def claim_ms(postgres: Postgres | None, make: Make, waiting: int) -> float:
+    """Return the CPU time of a claim that finds one operation, while an engine holds all it may of the hog."""
+    async with opened(postgres) as (store, data_dir):
+        hog, light = await clients(store, data_dir, [HOG, "light"])
+        await fill(store, hog, make, waiting)
+        lease = await take_over(store, "toy")
+        spent_s = 0.0
+        for _ in range(CLAIMS):
+            await light.submit(make(light))
+            started = time.process_time()
+            claimed = await store.claim_shares(lease, training=FULL, samples=FULL)
+            spent_s += time.process_time() - started
+            assert [each.tenant for each in claimed] == ["light"]
+        return 1000 * spent_s / CLAIMS
+
+
+def jain(shares: list[float]) -> float:
+    """Return 1 if all shares are equal, 1/n if one tenant has everything."""
+    return sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares))
+
+
+async def report(postgres: Postgres | None, *, waiting: int, light: int, requests: int) -> None:
+    database = "PostgreSQL" if postgres else "SQLite"
+    print(f"{database}: {light} light tenants beside one with {waiting:,} operations waiting")
+    for name, make in (("training", a_pass), ("sampling", a_sample)):
+        (alone,) = await latencies(postgres, make, waiting=0, light=1, requests=requests)
+        beside = await latencies(postgres, make, waiting=waiting, light=light, requests=requests)
+        together = await latencies(postgres, make, waiting=0, light=light, requests=requests)
+        _row(f"{name}, alone", alone)
+        _row(f"{name}, {light} light tenants", [each for times in together for each in times])
+        _row(f"{name}, beside the hog", [each for times in beside for each in times])
+        print(f"  {name + ', Jain index of requests per s':<42} {jain([1 / sum(times) for times in beside]):9.3f}")
+        for number in (0, 1000, 100_000):
+            figure = await claim_ms(postgres, make, number)
+            print(f"  {f'{name}, a claim with {number:,} waiting':<42} {figure:9.2f} ms of CPU time")
+
+
+def _row(name: str, times_ms: list[float]) -> None:
+    cuts = statistics.quantiles(times_ms, n=100, method="inclusive")
+    print(f"  {name:<42} p50 {cuts[49]:9.1f} ms   p99 {cuts[98]:9.1f} ms")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--waiting", type=int, default=10_000)
+    parser.add_argument("--light", type=int, default=15)
+    parser.add_argument("--requests", type=int, default=20)
+    parser.add_argument("--postgres", action="store_true", help="on a PostgreSQL of its own instead of SQLite")
+    options = parser.parse_args()
+    with Postgres(fsync="on") if options.postgres else nullcontext() as postgres:
+        figures = report(postgres, waiting=options.waiting, light=options.light, requests=options.requests)
+        uvloop.run(figures)
+
+
+if __name__ == "__main__":
+    main()

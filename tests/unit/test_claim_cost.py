@@ -1,0 +1,221 @@
+"""What a claim looks at: neither what else is waiting nor what is missing. Counts steps and rows, not time."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlmodel import Session
+
+from tinsmith.sql_store.tables import LEASES, OPERATIONS, PAYLOADS, RUNS, SESSIONS, Table
+from tinsmith.sql_store.transactions import claiming, gaps
+from tinsmith.sql_store.transactions.writer import Transaction
+from tinsmith.store import ClaimRoom, Lease
+from tinsmith.testing.store_records import LORA
+
+BASE = "org/base-model"
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+LEASE = Lease(base_model=BASE, engine_id="engine-1", epoch=1, duration_s=3600.0)
+ROOM = ClaimRoom(operations=32, num_bytes=1 << 30)
+
+
+def fill(connection: Connection, *, waiting: int, missing: int) -> None:
+    """Let a hog and a mouse have models and samples, the hog with so many waiting, and so many behind a missing one."""
+    until = NOW + timedelta(days=36500)
+    connection.execute(LEASES.insert(), {"base_model": BASE, "epoch": 1, "engine_id": "engine-1", "expires_at": until})
+    rows: list[dict[str, Any]] = []
+    for tenant, number in (("hog", waiting), ("mouse", 5)):
+        connection.execute(SESSIONS.insert(), _session(tenant))
+        connection.execute(RUNS.insert(), [_run(tenant, "ready", arrived=number), _run(tenant, "stuck", arrived=0)])
+        for seq_id in range(1, number + 1):
+            rows.append(_operation(tenant, "ready", seq_id))
+            rows.append(_operation(tenant, "sampling", seq_id, ordered=False))
+    rows += [_operation("hog", "stuck", seq_id, early=True) for seq_id in range(2, missing + 2)]
+    rows = [{**row, "id": number, "turn": number, "request_id": f"r{number}"} for number, row in enumerate(rows, 1)]
+    connection.execute(OPERATIONS.insert(), rows)
+    connection.execute(PAYLOADS.insert(), [{"operation_id": row["id"], "payload": b"x"} for row in rows])
+
+
+def _session(tenant: str) -> dict[str, Any]:
+    return {
+        "session_id": tenant,
+        "tenant": tenant,
+        "created_at": NOW,
+        "last_seen_at": NOW,
+        "heard_since": NOW - timedelta(hours=1),
+        "tags": (),
+    }
+
+
+def _run(tenant: str, name: str, *, arrived: int) -> dict[str, Any]:
+    return {
+        "model_id": f"{tenant}:{name}",
+        "session_id": tenant,
+        "tenant": tenant,
+        "base_model": BASE,
+        "lora": LORA,
+        "created_at": NOW,
+        "last_request_at": NOW,
+        "state": "ready",
+        "next_seq_id": 1,
+        "applied_seq_id": 0,
+        "arrived_seq_id": arrived,
+        "pruned_seq_id": -1,
+    }
+
+
+def _operation(tenant: str, name: str, seq_id: int, *, ordered: bool = True, early: bool = False) -> dict[str, Any]:
+    return {
+        "base_model": BASE,
+        "kind": "optim_step" if ordered else "sample",
+        "tenant": tenant,
+        "session_id": tenant,
+        "subject_id": f"{tenant}:{name}",
+        "seq_id": seq_id,
+        "ordered": ordered,
+        "early": early,
+        "num_tokens": 1,
+        "digest": b"",
+        "state": "queued",
+        "created_at": NOW,
+        "attempts": 0,
+        "cancel_told": True,
+    }
+
+
+def claim(session: Session) -> None:
+    """Do what a store does for `claim_shares`."""
+    queues = claiming.queues(session, BASE)
+    assert set(queues) == {(ordered, tenant) for ordered in (True, False) for tenant in ("hog", "mouse")}
+    limits = claiming.limits_of_shares(queues, ROOM, ROOM)
+    claimed = claiming.claim(Transaction(session, NOW), LEASE, limits, claiming.by_shares(ROOM, ROOM))
+    assert len(claimed) == 2 * (16 + 5)
+
+
+def look_for_suspects(session: Session) -> None:
+    assert not claiming.any_alone(session, BASE)
+    assert claiming.claim_suspects(Transaction(session, NOW), LEASE, 1) == []
+
+
+def look_for_gaps(session: Session) -> None:
+    assert gaps.waiting_since(session, BASE, NOW - timedelta(hours=1)) == []
+
+
+def fail_some_of_a_gap(session: Session) -> None:
+    late = NOW + timedelta(hours=1)
+    assert gaps.waiting_since(session, BASE, late) == ["hog:stuck"]
+    assert gaps.fail_some(Transaction(session, NOW), "hog:stuck", late) == (500, True)
+
+
+WORK = [claim, look_for_suspects, look_for_gaps]
+
+
+@dataclass
+class Seen:
+    """The statements that a connection executed, and the steps that SQLite took for them."""
+
+    statements: list[tuple[str, Any]] = field(default_factory=list)
+    steps: int = 0
+
+
+@contextmanager
+def seen(connection: Connection) -> Iterator[Seen]:
+    found = Seen()
+
+    def note(_: object, __: object, statement: str, parameters: object, *___: object) -> None:
+        found.statements.append((statement, parameters))
+
+    event.listen(connection, "before_cursor_execute", note)
+    yield found
+    event.remove(connection, "before_cursor_execute", note)
+
+
+def create_tables(engine: Engine, *, last_index_first: bool) -> None:
+    """Create the indexes in a fixed order: SQLite decides by it which of two equally good ones it takes."""
+    Table.metadata.create_all(engine)
+    with engine.begin() as connection:
+        indexes = text("SELECT name, sql FROM sqlite_master WHERE type = 'index' AND sql IS NOT NULL ORDER BY name")
+        for name, sql in sorted(connection.execute(indexes).all(), reverse=last_index_first):
+            connection.exec_driver_sql(f"DROP INDEX {name}")
+            connection.exec_driver_sql(sql)
+
+
+def in_sqlite(work: Callable[[Session], None], *, waiting: int, missing: int, last_index_first: bool = False) -> Seen:
+    engine = create_engine("sqlite://")
+    create_tables(engine, last_index_first=last_index_first)
+    with engine.connect() as connection, Session(connection) as session:
+        fill(connection, waiting=waiting, missing=missing)
+        driver: Any = connection.connection.driver_connection
+        with seen(connection) as found:
+            driver.set_progress_handler(lambda: setattr(found, "steps", found.steps + 1), 1)
+            work(session)
+            driver.set_progress_handler(None, 1)
+        for statement, parameters in found.statements:
+            plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)
+            scans = [row.detail for row in plan if row.detail.startswith(("SCAN operations", "SCAN runs", "USE TEMP"))]
+            assert scans == [], statement
+    engine.dispose()
+    return found
+
+
+@pytest.mark.parametrize("last_index_first", [False, True])
+@pytest.mark.parametrize("work", WORK)
+def test_sqlite_takes_as_many_steps_whatever_waits_and_is_missing(
+    work: Callable[[Session], None], *, last_index_first: bool
+) -> None:
+    few = in_sqlite(work, waiting=40, missing=1, last_index_first=last_index_first)
+    many = in_sqlite(work, waiting=1500, missing=1, last_index_first=last_index_first)
+    gap = in_sqlite(work, waiting=40, missing=1500, last_index_first=last_index_first)
+    assert few.steps == many.steps == gap.steps
+
+
+def test_sqlite_fails_a_gap_in_bounded_parts() -> None:
+    few = in_sqlite(fail_some_of_a_gap, waiting=40, missing=1000)
+    more = in_sqlite(fail_some_of_a_gap, waiting=1500, missing=1500)
+    assert more.steps - few.steps < 20 * 1500  # the last one that fails is looked for; its part fails
+    assert len(more.statements) == len(few.statements)
+
+
+@pytest.fixture
+def postgres_engine(postgres_url: str) -> Iterator[Engine]:
+    engine = create_engine(postgres_url.replace("postgresql:", "postgresql+psycopg:"))
+    Table.metadata.create_all(engine)
+    yield engine
+    engine.dispose()
+
+
+def rows_visited(plan: dict[str, Any], table: str) -> int:
+    """Count the rows of a table that a plan touched, including those that it threw away."""
+    below = sum(rows_visited(each, table) for each in plan.get("Plans", []))
+    if plan.get("Relation Name") != table:
+        return below
+    rows = plan["Actual Rows"] + plan.get("Rows Removed by Filter", 0) + plan.get("Rows Removed by Index Recheck", 0)
+    return below + round(rows * plan["Actual Loops"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", WORK)
+def test_postgres_visits_as_many_rows_whatever_waits_and_is_missing(
+    postgres_engine: Engine, work: Callable[[Session], None]
+) -> None:
+    with postgres_engine.begin() as connection:
+        fill(connection, waiting=1500, missing=1500)
+        connection.execute(text("ANALYZE"))
+    with postgres_engine.connect() as connection:
+        with seen(connection) as found, Session(connection) as session:
+            work(session)
+        connection.rollback()
+        visited = 0
+        for statement, parameters in found.statements:
+            if statement.split()[0] not in ("SELECT", "WITH"):
+                continue
+            explained = connection.exec_driver_sql(
+                f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}", parameters
+            ).scalar_one()
+            plan = (json.loads(explained) if isinstance(explained, str) else explained)[0]["Plan"]
+            visited += rows_visited(plan, "operations")
+        assert visited < 250
