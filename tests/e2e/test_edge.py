@@ -96,6 +96,12 @@ def test_a_small_packed_sample_of_wrong_tokens_is_refused_at_its_first_error(htt
     )
 
 
+def test_a_body_of_another_type_is_not_repeated_in_the_answer(http: httpx.Client) -> None:
+    answer = http.post("asample", content=b"\0" * (1 << 20), headers={"Content-Type": "text/plain"})
+    assert answer.status_code == 422
+    assert answer.json()["detail"].endswith("; it is 1048576 bytes")
+
+
 def test_a_wrong_key_learns_nothing_about_its_body(http: httpx.Client) -> None:
     answer = http.post("asample", json={"prompt": {"chunks": [{"tokens": "x"}]}}, headers={"X-API-Key": "sk-x"})
     assert answer.status_code == 401

@@ -2,6 +2,7 @@
 
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,21 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from tinsmith.errors import UserError
-from tinsmith.protocol import bounds, wire
+from tinsmith.protocol import bounds, tensors, translate, wire
 from tinsmith.protocol.partial_request import address_of
+from tinsmith.protocol.proto_scan import MAX_PARTS
+from tinsmith.server.bodies import UNPACKED_FREELY
+from tinsmith.server.bounded_http import (
+    BODY_GRACE_S,
+    HEAD_S,
+    LINGER_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_HEADERS,
+    MAX_PIPELINED,
+    MIN_BYTES_PER_S,
+    UNREAD_S,
+)
+from tinsmith.server.gate import MAX_PATH_CHARS
 
 MEGABYTE = 1 << 20
 SAMPLE = {"sampling_session_id": "s", "seq_id": 0}
@@ -178,3 +192,36 @@ def test_a_refused_request_of_training_data_is_not_decoded_as_json_either() -> N
     assert address_of(body[: 1 << 12]) is None
     assert address_of(b'{"model_id": "m", "seq_id": 1}') == ("m", 1)
     assert address_of(b'{"model_id": "m\\u0000", "seq_id": 1}') is None
+
+
+LIMITS_PAGE = (Path(__file__).parents[2] / "docs/reference/limits.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{bounds.MAX_NAME_CHARS:,} characters each",
+        f"{bounds.MAX_TAGS} tags",
+        f"{bounds.MAX_METADATA_BYTES >> 10} KiB (its characters",
+        f"{bounds.MAX_METADATA_DEPTH} levels",
+        f"{bounds.MAX_STOP_STRINGS} strings with {bounds.MAX_STOP_CHARS:,} characters",
+        f"{bounds.MAX_STOP_TOKENS:,} tokens",
+        f"chunks of a prompt | {bounds.MAX_CHUNKS:,} |",
+        f"cut after {8 * bounds.MAX_NAME_CHARS:,} characters",
+        f"numbers in a JSON body | {bounds.MAX_NUMBERS:,},",
+        f"{bounds.MAX_CONTAINERS:,}; strings: {bounds.MAX_STRINGS:,}",
+        f"{translate.MAX_DATA:,} data, each of {bounds.MAX_CHUNKS:,} chunks and {translate.MAX_TENSORS} tensors",
+        f"of {bounds.MAX_DIMENSIONS} dimensions; {MAX_PARTS:,} protobuf fields",
+        f"{tensors.MAX_DENSE_ELEMENTS:,} elements together",
+        f"{BODY_GRACE_S} s, at least {MIN_BYTES_PER_S >> 10} KiB",
+        f"| {HEAD_S} s to arrive",
+        f"{MAX_HEADER_BYTES >> 10} KiB, {MAX_HEADERS} headers",
+        f"earlier answers | {MAX_PIPELINED} |",
+        f"| {UNREAD_S} s | the connection is cut",
+        f"{LINGER_BYTES >> 20} MiB and {BODY_GRACE_S} s",
+        f"{MAX_PATH_CHARS:,} characters, without control",
+        f"or {UNPACKED_FREELY >> 20} MiB if that is more",
+    ],
+)
+def test_the_page_of_limits_names_every_bound(text: str) -> None:
+    assert text in LIMITS_PAGE

@@ -66,6 +66,8 @@ def _shown(problem: Mapping[str, Any]) -> str:  # Any: as above
     match problem.get("input"):
         case str(text):
             return repr(text) if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]!r}... of {len(text)} characters"
+        case bytes(data):
+            return f"{len(data)} bytes"
         case list(items):
             return f"a list of {len(items)}"
         case dict(fields):
