@@ -3,7 +3,7 @@
     python benchmarks/soak.py [--minutes 30] [--tenants 64] [--in-flight 2000]
 
 Each tenant trains, saves a sampler, publishes it, samples from it, unpublishes and deletes it, again and again, and
-keeps its share of the samples in flight. Results are kept for a minute instead of an hour, so that they are deleted
+keeps its share of the samples in flight. Results are kept for two minutes instead of an hour, so that they are deleted
 while one watches. Prints the memory and open files of server and engine, the rows of each table and the files on disk,
 sixty times, then a verdict.
 
@@ -40,7 +40,7 @@ from tinsmith.processes.serve import allow_many_connections
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
 
 BASE_MODEL = "toy"
-RETENTION_S = 60
+RETENTION_S = 120
 LOOKS = 60
 START_S = 300.0
 MAX_TOKENS = 8
