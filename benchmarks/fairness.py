@@ -4,18 +4,20 @@
 
 The hog has so many operations waiting in the store before the engine starts. Each light tenant sends one operation
 after the other: passes of 64 tokens in training, samples of 8 tokens in sampling. The hog's are eight times as large.
-Store, engine and toy backend run in this process, and PostgreSQL beside it. Claims are measured in this process's CPU
-time, with one operation of a light tenant to claim.
+The engine, with the toy backend, is a process of its own, and so is PostgreSQL. Claims are measured in CPU time of this
+process, with one operation of a light tenant to claim.
 """
 
 import argparse
 import asyncio
+import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -63,36 +65,67 @@ def _times(client: EngineDriver) -> int:
     return TIMES_LARGER if client.tenant == HOG else 1
 
 
+@dataclass(frozen=True)
+class Bench:
+    """A store, and where an engine finds it."""
+
+    store: SqlStore
+    data_dir: Path
+    url: str | None
+
+    @asynccontextmanager
+    async def engine(self) -> AsyncIterator[None]:
+        """Run an engine, in a process of its own as always."""
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=engine_main, args=(self.data_dir, self.url, theirs), daemon=True)
+        process.start()
+        await asyncio.to_thread(ours.recv)
+        yield
+        ours.send("stop")
+        await asyncio.to_thread(process.join)
+
+
+def a_store(data_dir: Path, url: str | None) -> SqlStore:
+    return SqlStore(SqlStoreConfig(url=url), StoreContext(data_dir=data_dir))
+
+
 @asynccontextmanager
-async def opened(postgres: Postgres | None) -> AsyncIterator[tuple[SqlStore, Path]]:
+async def opened(postgres: Postgres | None) -> AsyncIterator[Bench]:
+    url = None if postgres is None else postgres.new_database()
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
-        url = None if postgres is None else postgres.new_database()
-        store = SqlStore(SqlStoreConfig(url=url), StoreContext(data_dir=Path(directory)))
+        store = a_store(Path(directory), url)
         await store.open()
         try:
-            yield store, Path(directory)
+            yield Bench(store, Path(directory), url)
         finally:
             await store.close()
 
 
-@asynccontextmanager
-async def engine(store: SqlStore, data_dir: Path) -> AsyncIterator[None]:
+def engine_main(data_dir: Path, url: str | None, pipe: Connection) -> None:
+    uvloop.run(run_engine(data_dir, url, pipe))
+
+
+async def run_engine(data_dir: Path, url: str | None, pipe: Connection) -> None:
+    store = a_store(data_dir, url)
+    await store.open()
     losses = {loss.name: loss for loss in BUILTIN_LOSSES}
     context = BackendContext(model_name="toy", model_path=None, cache_dir=data_dir, losses=losses)
-    backend = ToyBackend(ToyConfig(max_models=32, max_batch_tokens=2048, max_context_tokens=1024), context)
-    running = await make_engine(store, backend, data_dir, sampler=backend)
-    await running.recover("stopped", lambda _what, _share: None)
-    task = asyncio.create_task(running.run())
-    yield
-    running.stop()
-    await task
+    backend = ToyBackend(ToyConfig(max_models=32, max_batch_tokens=512, max_context_tokens=1024), context)
+    engine = await make_engine(store, backend, data_dir, sampler=backend)
+    await engine.recover("stopped", lambda _what, _share: None)
+    running = asyncio.create_task(engine.run())
+    pipe.send("ready")
+    await asyncio.to_thread(pipe.recv)
+    engine.stop()
+    await running
+    await store.close()
 
 
-async def clients(store: SqlStore, data_dir: Path, tenants: Iterable[str]) -> list[EngineDriver]:
+async def clients(bench: Bench, tenants: Iterable[str]) -> list[EngineDriver]:
     """Open sessions and create models."""
-    run = f"{time.time_ns():x}"
-    found = [EngineDriver(store, "toy", tenant=tenant, session_id=f"{tenant}-{run}") for tenant in tenants]
-    async with engine(store, data_dir):
+    found = [EngineDriver(bench.store, "toy", tenant=tenant, session_id=tenant) for tenant in tenants]
+    async with bench.engine():
         for client in found:
             await client.open_session()
             await client.result(await client.create_model())
@@ -136,25 +169,25 @@ async def latencies(
     postgres: Postgres | None, make: Make, *, waiting: int, light: int, requests: int
 ) -> list[list[float]]:
     """Return the times of each light tenant beside a hog, or of a single tenant alone if `waiting` is 0."""
-    async with opened(postgres) as (store, data_dir):
+    async with opened(postgres) as bench:
         names = [f"light{number}" for number in range(light)]
-        hog, *others = await clients(store, data_dir, [HOG, *names])
-        await fill(store, hog, make, waiting)
-        async with engine(store, data_dir):
+        hog, *others = await clients(bench, [HOG, *names])
+        await fill(bench.store, hog, make, waiting)
+        async with bench.engine():
             return list(await asyncio.gather(*[times_of(each, make, requests) for each in others]))
 
 
 async def claim_ms(postgres: Postgres | None, make: Make, waiting: int) -> float:
     """Return the CPU time of a claim that finds one operation, while an engine holds all it may of the hog."""
-    async with opened(postgres) as (store, data_dir):
-        hog, light = await clients(store, data_dir, [HOG, "light"])
-        await fill(store, hog, make, waiting)
-        lease = await take_over(store, "toy")
+    async with opened(postgres) as bench:
+        hog, light = await clients(bench, [HOG, "light"])
+        await fill(bench.store, hog, make, waiting)
+        lease = await take_over(bench.store, "toy")
         spent_s = 0.0
         for _ in range(CLAIMS):
             await light.submit(make(light))
             started = time.process_time()
-            claimed = await store.claim_shares(lease, training=FULL, samples=FULL)
+            claimed = await bench.store.claim_shares(lease, training=FULL, samples=FULL)
             spent_s += time.process_time() - started
             assert [each.tenant for each in claimed] == ["light"]
         return 1000 * spent_s / CLAIMS

@@ -94,7 +94,9 @@ def test_a_batch_leaves_out_nothing_that_fits(queue: list[Pending], limits: Limi
         assert used + head.num_tokens > limits.max_batch_tokens
 
 
-def serve(tenants: list[tuple[list[int], int]], *, batches: int, budget: int = 100) -> Iterator[Counter[str]]:
+def serve(
+    tenants: list[tuple[list[int], int]], *, batches: int, budget: int = 100, **weights: float
+) -> Iterator[Counter[str]]:
     """Yield what has been served to each tenant after every batch.
 
     Each has the sizes of its operations, in turn, and a number of models, which always have more waiting than fits.
@@ -102,7 +104,7 @@ def serve(tenants: list[tuple[list[int], int]], *, batches: int, budget: int = 1
     served: Counter[str] = Counter()
     memory: dict[str, float] = {}
     done: Counter[str] = Counter()
-    scheduler = FairScheduler(FairConfig(min_cost_tokens=1))
+    scheduler = FairScheduler(FairConfig(min_cost_tokens=1, weights=weights))
     for _ in range(batches):
         queue = [
             pending(f"t{t}/m{m}/{seq_id}", tokens=sizes[seq_id % len(sizes)])
@@ -134,6 +136,13 @@ def test_no_backlogged_tenant_gets_ahead_by_more_than_one_operation(tenants: lis
             for other, (other_sizes, _) in enumerate(tenants):
                 if max(other_sizes) <= min(sizes):
                     assert served[f"t{one}"] - served[f"t{other}"] <= max(sizes)
+
+
+def test_weights_divide_what_is_served() -> None:
+    for served in serve([([10], 1), ([10], 2), ([7], 1)], batches=40, t0=3.0, t1=0.5):
+        for one, weight in (("t0", 3.0), ("t1", 0.5), ("t2", 1.0)):
+            for other, other_weight in (("t0", 3.0), ("t1", 0.5)):
+                assert served[other] / other_weight - served[one] / weight <= 10 / other_weight + 1e-9
 
 
 def test_the_bound_is_reached() -> None:

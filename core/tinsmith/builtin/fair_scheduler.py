@@ -14,6 +14,10 @@ than the longest operation of i, L. Proof:
    between two neighbours if it exceeds the cap. If L is within the cap, no gap between i and a j below it is shortened.
    The gap between i and a j above it may be: i's debt then counts more than i was served, never less.
 
+With weights, a debt is the tokens served divided by the tenant's weight, and so is the bound: of i, L divided by its
+weight. It holds end to end, because an engine always holds some operations of every tenant that has any waiting, unless
+what it holds of j fills less than a batch (`store/claim_room.py`).
+
 The bound is exact: of two tenants that are level, one is served first. It does not hold for j, whose shorter operations
 may also fill room that is too small for any operation of i; that costs i nothing.
 """

@@ -17,7 +17,16 @@ from hypothesis import strategies as st
 from tinsmith.scheduler import Batch, Limits, Pending, Scheduler
 
 PASSES = ("forward", "forward_backward")
-KINDS = (*PASSES, "optim_step", "save_state", "load_state", "save_for_sampler", "create_model", "unload_model")
+KINDS = (
+    *PASSES,
+    "optim_step",
+    "save_state",
+    "load_state",
+    "save_for_sampler",
+    "create_model",
+    "unload_model",
+    "sample",
+)
 
 
 @st.composite
