@@ -41,6 +41,7 @@ class WatchedBackend(ToyBackend):
         context = BackendContext(model_name="toy", model_path=None, cache_dir=tmp_path, losses=LOSSES)
         super().__init__(ToyConfig(**config), context)
         self.batches: list[tuple[str, list[str]]] = []
+        self.begun = threading.Semaphore(0)  # one for each batch
         self.loaded: set[str] = set()
         self.fail_next: BaseException | None = None
         self.training_held: threading.Event | None = None
@@ -55,6 +56,7 @@ class WatchedBackend(ToyBackend):
 
     def _noted(self, kind: str, operations: Sequence[Any], run: Any) -> Any:
         self.batches.append((kind, [each.model_id for each in operations]))
+        self.begun.release()
         if self.training_held is not None:
             assert self.training_held.wait(WAIT_S)
         if self.fail_next is not None:
@@ -507,6 +509,31 @@ async def test_a_store_that_fails_for_a_moment_costs_nothing(
         await client.create_model()
         await train(client, steps=3)
     assert setup.backend.capture_state(client.model_id()).step == 3
+
+
+async def test_what_runs_during_a_transaction_shares_the_next(
+    setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete, sizes, disk = setup.store.complete, list[int](), asyncio.Event()
+
+    async def slow(lease: Lease, completions: Any) -> None:
+        sizes.append(len(completions))
+        await disk.wait()
+        await complete(lease, completions)
+
+    async with setup.running():
+        await client.result(await client.create_model())
+        monkeypatch.setattr(setup.store, "complete", slow)
+        kinds = (a_pass(client), a_step(client)) * 3
+        submitted = [await client.submit(each) for each in kinds]
+        for _ in kinds:
+            assert await asyncio.to_thread(setup.backend.begun.acquire, timeout=WAIT_S)
+        disk.set()
+        for request_id in submitted:
+            await client.result(request_id)
+    assert sum(sizes) == len(kinds)
+    assert len(sizes) <= 3  # the first, those that ran meanwhile, and the last if it still ran
+    assert [event.batch_size for event in setup.events] == [1] * (1 + len(kinds))
 
 
 async def test_a_claim_whose_answer_is_lost_is_made_again(

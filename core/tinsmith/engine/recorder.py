@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
 
 from tinsmith import operations as ops
 from tinsmith.engine.claimed import Finished
@@ -12,11 +14,38 @@ from tinsmith.engine.store_retries import with_retries
 from tinsmith.engine.usage import usage_of
 from tinsmith.failpoints import durable_boundary
 from tinsmith.hook_values import OperationFinished
-from tinsmith.store import Lease, RequestStore
+from tinsmith.store import Completion, Lease, RequestStore
 from tinsmith.store.codec import encode_result
 from tinsmith.store.value_sizes import size_bound
 
 _log = logging.getLogger(__name__)
+
+_MAX_TOGETHER: Final = 256  # operations
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """What ran together, and how long it took."""
+
+    finished: Sequence[Finished]
+    run_s: float
+
+    def completions(self) -> list[Completion]:
+        used = usage_of(self.finished, self.run_s)
+        return [each.completion(usage) for each, usage in zip(self.finished, used, strict=True)]
+
+    def events(self) -> list[OperationFinished]:
+        return [each.event(self.run_s, batch_size=len(self.finished)) for each in self.finished]
+
+
+def _oldest(batches: Iterable[_Batch]) -> list[_Batch]:
+    """Return the first batch, and those after it that fit into one transaction."""
+    together: list[_Batch] = []
+    for batch in batches:
+        if together and sum(len(each.finished) for each in [*together, batch]) > _MAX_TOGETHER:
+            break
+        together.append(batch)
+    return together
 
 
 class Recorder:
@@ -28,21 +57,43 @@ class Recorder:
         self._claims = claims
         self._on_finished = on_finished
         self._turn = asyncio.Lock()
+        self._unrecorded: deque[_Batch] = deque()  # of models
 
     async def record_in_turn(self, finished: Sequence[Finished], run_s: float) -> None:
-        """Record results of models, in the order of the calls."""
+        """Record results of models, in the order of the calls.
+
+        Batches that were finished during one transaction share the next: if batches are shorter than transactions,
+        nobody waits for one transaction per batch.
+        """
+        batch = _Batch(finished, run_s)
+        self._unrecorded.append(batch)
         async with self._turn:
-            await self.record(finished, run_s)
+            if batch in self._unrecorded:
+                await self._record_next()
+
+    async def record(self, finished: Sequence[Finished], run_s: float) -> None:
+        await self._record([_Batch(finished, run_s)])
+
+    async def _record_next(self) -> None:
+        """Record the oldest batch, and with it what fits. If that fails, they all stay unrecorded."""
+        together = _oldest(self._unrecorded)
+        await self._record(together)
+        for _ in together:
+            self._unrecorded.popleft()
 
     @durable_boundary("engine.record")
-    async def record(self, finished: Sequence[Finished], run_s: float) -> None:
-        finished = [await self._recordable(each) for each in finished]
-        used = usage_of(finished, run_s)
-        completions = [each.completion(usage) for each, usage in zip(finished, used, strict=True)]
-        await with_retries(self._store.complete, self._lease, completions)
-        self._claims.release(*(each.claimed.record.request_id for each in finished))
-        for each in finished:
-            self._on_finished(each.event(run_s, batch_size=len(finished)))
+    async def _record(self, batches: Sequence[_Batch]) -> None:
+        batches = [await self._recordable_batch(each) for each in batches]
+        await with_retries(
+            self._store.complete, self._lease, [each for batch in batches for each in batch.completions()]
+        )
+        for batch in batches:
+            self._claims.release(*(each.claimed.record.request_id for each in batch.finished))
+            for event in batch.events():
+                self._on_finished(event)
+
+    async def _recordable_batch(self, batch: _Batch) -> _Batch:
+        return replace(batch, finished=[await self._recordable(each) for each in batch.finished])
 
     async def _recordable(self, finished: Finished) -> Finished:
         """Replace a result that the store cannot hold by a failure that says so. Everything else goes on."""
