@@ -1,6 +1,8 @@
 """Whose sample is drawn next: places, reserves and turns."""
 
+import asyncio
 from datetime import UTC, datetime
+from typing import Any, cast
 
 import numpy as np
 
@@ -9,6 +11,7 @@ from tinsmith.backend import Capabilities
 from tinsmith.builtin.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.engine.claimed import Claimed
 from tinsmith.engine.sample_line import SampleLine
+from tinsmith.engine.sampling_lane import SamplingLane
 from tinsmith.store import OperationRecord, OperationState
 
 
@@ -90,6 +93,36 @@ def test_places_go_to_whoever_was_served_least() -> None:
     for request_id in taken:
         tokens[request_id[:3]] += 301 if request_id[:3] == "ann" else 101
     assert abs(tokens["ann"] - tokens["bob"]) <= 301
+
+
+def test_reserved_places_leave_the_common_order_alone() -> None:
+    line = a_line()
+    add(line, "ann", 60, max_tokens=300)
+    add(line, "bob", 60, max_tokens=100)
+    taken = take_all(line)
+    for number in range(30):
+        line.add(a_sample("eve", number, max_tokens=900))
+        assert take_all(line) == [f"eve{number}"]
+        line.end(taken[-7])
+        taken += take_all(line)
+        line.end(f"eve{number}")
+    tokens = dict.fromkeys(("ann", "bob"), 0)
+    for request_id in taken:
+        tokens[request_id[:3]] += 301 if request_id[:3] == "ann" else 101
+    assert abs(tokens["ann"] - tokens["bob"]) <= 301
+
+
+async def test_a_sample_cancelled_before_its_first_step_frees_its_places() -> None:
+    line, unused = a_line(places=1), cast("Any", None)
+    line.add(a_sample("ann", 0))
+    line.add(a_sample("ann", 1))
+    async with asyncio.TaskGroup() as tasks:
+        room, stopping = asyncio.Event(), asyncio.Event()
+        lane = SamplingLane(unused, unused, unused, line, tasks, on_room=room.set, stopping=stopping)
+        lane.start_waiting()
+        assert lane.cancel("ann0")
+        await room.wait()
+    assert take_all(line) == ["ann1"]
 
 
 def test_weights_count() -> None:

@@ -31,13 +31,16 @@ class SampleLine:
     one. As soon as there is a second tenant, an eighth of the places is reserved for tenants of which nothing is being
     drawn, so that one with long samples does not keep out the others. All other places are given in the scheduler's
     order: a sample of many sequences waits until they fit, and nobody else takes their places meanwhile.
+
+    The reserved places have an order of their own, over those tenants alone, and count nothing in the common one. They
+    add to what a tenant gets there: one sample at a time, while nothing else of it is drawn.
     """
 
     def __init__(self, scheduler: Scheduler, sampling: Capabilities) -> None:
         self._scheduler = scheduler
         self._places = sampling.max_sequences
         self._limits = Limits(max_batch_tokens=sampling.max_sequences * sampling.max_context_tokens)
-        self._memory: Mapping[str, float] = {}  # the scheduler's
+        self._memory: dict[bool, Mapping[str, float]] = {False: {}, True: {}}  # the scheduler's, by `reserved`
         self._waiting: dict[str, dict[str, Claimed]] = {}  # by tenant and request_id, oldest first
         self._drawn: dict[str, _Place] = {}  # by request_id
         self._tenants: set[str] = set()  # that have ever sampled
@@ -77,11 +80,11 @@ class SampleLine:
         """Take the one that the scheduler chooses, if it fits."""
         by_id = {each.record.request_id: each for each in heads}
         pending = [replace(each.as_pending(), model_id=each.record.request_id) for each in heads]  # they have no order
-        batch = self._scheduler.plan(pending, limits=self._limits, now_s=time.time(), memory=self._memory)
+        batch = self._scheduler.plan(pending, limits=self._limits, now_s=time.time(), memory=self._memory[reserved])
         if not batch.request_ids or not self._fits(by_id[batch.request_ids[0]], reserved=reserved):
             return None
         claimed = by_id[batch.request_ids[0]]
-        self._memory = batch.memory
+        self._memory[reserved] = batch.memory
         self.remove(claimed.record.request_id)
         place = _Place(tenant=claimed.record.tenant, sequences=self._sequences(claimed), reserved=reserved)
         self._drawn[claimed.record.request_id] = place

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Final, cast
 
 from tinsmith import operations as ops
@@ -53,7 +54,18 @@ class SamplingLane:
         request_id = claimed.record.request_id
         task = self._tasks.create_task(self._run(claimed), name=f"sample {request_id}")
         self._running[request_id] = task
+        task.add_done_callback(partial(self._ended, request_id))
         return task
+
+    def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
+        """Free the places of a task that was cancelled before its first step: nothing in `_run` has run."""
+        if self._running.get(request_id) is task:
+            self._free(request_id)
+
+    def _free(self, request_id: str) -> None:
+        del self._running[request_id]
+        self._line.end(request_id)
+        self._on_room()
 
     async def run_alone(self, claimed: Claimed, *, unless: asyncio.Event) -> None:
         """Start a sample, and return when it ends or the event is set."""
@@ -85,9 +97,7 @@ class SamplingLane:
         except Exception as error:
             raise engine_failed(claimed.record.base_model, "sample", error) from error
         finally:
-            del self._running[claimed.record.request_id]
-            self._line.end(claimed.record.request_id)
-            self._on_room()
+            self._free(claimed.record.request_id)
         self.start_waiting()
         finished = Finished(claimed=claimed, outcome=Outcome(result=result))
         await self._recorder.record([finished], time.monotonic() - started)
