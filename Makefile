@@ -26,8 +26,8 @@ demo: $(VENV)/.demo-installed ## Train a tiny model with an ordinary Tinker scri
 setup: $(VENV)/.dev-installed ## Create the development environment
 
 # Processes that share the tests. All tests of a group (conftest.py) run in one process: what they share, such as engines
-# and compiled programs, is made once. The longest groups come first.
-TEST_PROCESSES ?= 2
+# and compiled programs, is made once. The longest groups come first. Three keep two cores busy while one waits.
+TEST_PROCESSES ?= 3
 IN_PARALLEL := -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
 
 # XLA's optimizations take longer than the tests of tiny models win by them. Tests of bits switch them on again.
