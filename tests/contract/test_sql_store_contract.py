@@ -13,6 +13,7 @@ from tinsmith.store import (
     CheckpointWritten,
     Completion,
     KeptCheckpoints,
+    OperationState,
     PendingCounts,
     RequestStore,
     StoreContext,
@@ -31,6 +32,8 @@ from tinsmith.testing.store_records import (
     an_operation,
     claim,
     complete,
+    heard,
+    lease_of,
 )
 
 # No test cuts the power. A poll far longer than any wait shows that wake-ups alone suffice.
@@ -71,6 +74,21 @@ class SqlStoreContract(RequestStoreContract):
         assert [await store.count_live_sessions(tenant) for tenant in ("ann", "bob")] == [1, 0]
         assert await store.kept_checkpoints("ann") == KeptCheckpoints(number=1, num_bytes=2**40)
         assert [await store.is_awaited("s1:train:0", seq_id) for seq_id in (1, 2)] == [True, False]
+
+    async def test_what_can_never_run_is_stored_without_its_payload(self, store: RequestStore) -> None:
+        await a_model(store)
+        await heard(store)
+        await store.submit(an_operation(seq_id=2))
+        await store.fail_gaps(BASE, older_than=datetime.now(UTC) + timedelta(hours=1))
+        await store.submit(an_operation(seq_id=1))  # the model has gone on without it
+        await store.lose_run(await lease_of(store), "s1:train:0", "for some reason")
+        await store.submit(an_operation(seq_id=3))
+        logged = await store.list_log("s1:train:0", from_seq_id=1, limit=9)
+        assert [(each.state, each.payload_bytes > 0) for each in logged] == [
+            (OperationState.FAILED, False),
+            (OperationState.FAILED, True),
+            (OperationState.FAILED, False),
+        ]
 
     async def test_what_an_operation_used_is_counted_once(self, store: RequestStore) -> None:
         await a_model(store)

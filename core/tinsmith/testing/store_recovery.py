@@ -240,6 +240,21 @@ class RecoveryContract(StoreSuite):
         await store.lose_run(await lease_of(store), "s1:train:0", "for some reason")
         assert await store.prune(later) == 2
 
+    async def test_nothing_of_a_model_that_is_gone_is_kept(self, store: RequestStore) -> None:
+        """Neither what it never came to, nor what was refused after that."""
+        endings = (RunState.LOST, RunState.UNLOADED)
+        for number, ending in enumerate(endings):
+            model_id = f"s{number}:train:0"
+            await a_model(store, model_id)
+            refused = await store.submit(an_operation(model_id, 5, refused=Failed(message="too large")))
+            assert await state_of(store, refused) == OperationState.FAILED
+            last = await store.submit(an_operation(model_id, 1))
+            await claim(store)
+            await complete(store, [done(last, None, RunStateChanged(model_id=model_id, state=ending))])
+        late = await store.submit(an_operation("s0:train:0", 6))
+        assert await state_of(store, late) == OperationState.FAILED
+        assert await store.prune(datetime.now(UTC) + timedelta(hours=1)) == 3 * len(endings) + 1
+
     async def test_a_log_is_kept_since_its_creation_while_requests_come(self, store: RequestStore) -> None:
         await a_model(store)
         step = await store.submit(an_operation(seq_id=1))

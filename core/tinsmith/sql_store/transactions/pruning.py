@@ -53,9 +53,14 @@ def _unneeded(finished_before: datetime, idle_since: datetime):  # type: ignore[
             or_(
                 col(RunRow.model_id).is_(None),
                 and_(
-                    # a refused operation whose turn has not come: without its row there would be a gap
-                    col(OperationRow.seq_id) < col(RunRow.next_seq_id),
-                    or_(col(RunRow.state).not_in(log.LIVE), col(OperationRow.seq_id) <= oldest),
+                    or_(
+                        col(RunRow.state).not_in(log.LIVE),
+                        and_(
+                            # a refused operation whose turn has not come: without its row there would be a gap
+                            col(OperationRow.seq_id) < col(RunRow.next_seq_id),
+                            col(OperationRow.seq_id) <= oldest,
+                        ),
+                    ),
                     or_(idle_since >= finished_before, col(RunRow.last_request_at) < idle_since),
                 ),
             ),

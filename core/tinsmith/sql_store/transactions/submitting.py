@@ -53,7 +53,7 @@ def submit(tx: Transaction, operation: NewOperation) -> str:
     failed = _hopeless(tx.session, operation, run) or operation.refused
     if run is not None:
         run.last_request_at = tx.now
-    request_id = insert(tx, operation, run, near)
+    request_id = insert(tx, operation, run, near, with_payload=failed is None)
     if failed is not None:
         log.finish(tx, [log.find(tx.session, request_id)], failed)
         if run is not None and run.state == RunState.CREATING and operation.seq_id == 0:
@@ -126,8 +126,10 @@ def no_engine(base_model: str, detail: str) -> Failed:
     return Failed(message=f"base model {base_model!r} cannot be served: {detail}", category="server")
 
 
-def insert(tx: Transaction, operation: NewOperation, run: RunRow | None, near: Neighbours) -> str:
-    """Insert the row of an operation, and note its arrival. Return its request_id."""
+def insert(
+    tx: Transaction, operation: NewOperation, run: RunRow | None, near: Neighbours, *, with_payload: bool = True
+) -> str:
+    """Insert the row of an operation, and note its arrival. Return its request_id. What cannot run needs no payload."""
     request_id = new_request_id(tx.now)
     values = {
         "request_id": request_id,
@@ -150,7 +152,7 @@ def insert(tx: Transaction, operation: NewOperation, run: RunRow | None, near: N
     }
     before = near.get(operation.seq_id - 1)
     key = arriving.insert(tx.session, values, least_turn=0 if before is None else before.turn)
-    if operation.refused is None:
+    if with_payload:
         tx.session.connection().execute(_INSERT_PAYLOAD, {"operation_id": key, "payload": operation.payload})
     if run is not None:
         arriving.note(tx.session, run, operation.seq_id, followed=operation.seq_id + 1 in near)
