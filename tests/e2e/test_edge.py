@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
 import zstandard
 
 from tinsmith.server.gate import names_of
+from tinsmith.server.routes import sampling
 from tinsmith.settings import ServerSettings
 from tinsmith.store import EngineRecord, EngineState
 from tinsmith.testing.harness import RunningServer, running_server
@@ -94,6 +96,20 @@ def test_a_small_packed_sample_of_wrong_tokens_is_refused_at_its_first_error(htt
     assert answer.json()["detail"] == (
         "body.prompt.chunks.0.tokens: must be a list of integers; [0] is of type NoneType; it is a list of 1000001"
     )
+
+
+def test_a_small_sample_cannot_claim_the_memory_of_all(http: httpx.Client) -> None:
+    """A shape alone, in 200 bytes, took the whole budget of bodies, and made all tenants wait."""
+    session = ok(http.post("create_session", json={}))["session_id"]
+    new = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
+    sampler = ok(http.post("create_sampling_session", json=new))["sampling_session_id"]
+    targets = {"data": [], "dtype": "int64", "shape": [1 << 40, 1 << 20], "sparse_crow_indices": [0]}
+    sample = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": []}, "target_prompt_logprobs": targets}
+    with mock.patch.object(sampling, "hold_decoded", wraps=sampling.hold_decoded) as held:
+        answer = http.post("asample", json=sample)
+    assert answer.status_code == 400, answer.text
+    assert "has more than 16777216 elements" in answer.json()["detail"]
+    assert not held.called
 
 
 def test_a_body_of_another_type_is_not_repeated_in_the_answer(http: httpx.Client) -> None:

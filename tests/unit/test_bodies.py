@@ -236,6 +236,7 @@ def test_all_together_have_a_budget_too_and_one_alone_always_fits() -> None:
     budget = BodyBudget(total_bytes=10, tenant_bytes=10)
     with budget.lease("one") as one, budget.lease("other") as other:
         one.resize(1000)
+        assert budget.held_bytes == 10
         with pytest.raises(CapacityError, match=r"server\.limits\.body_bytes"):
             other.resize(1)
         one.resize(9)

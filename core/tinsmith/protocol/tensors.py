@@ -107,6 +107,16 @@ def layout_from_json(tensor: wire.TensorData) -> ops.SparseLayout | None:
     )
 
 
+def check_sparse_shape(name: str, shape: Sequence[int]) -> None:
+    if len(shape) != 2 or min(shape) < 0:
+        msg = f"{name}: a sparse tensor needs a shape [rows, columns], this one has {list(shape)}"
+        raise UserError(msg)
+    num_rows, num_columns = shape
+    if num_rows * num_columns > MAX_DENSE_ELEMENTS:
+        msg = f"{name}: shape {list(shape)} has more than {MAX_DENSE_ELEMENTS} elements; send shorter sequences"
+        raise UserError(msg)
+
+
 def dense_from_csr(
     name: str,
     values: ops.Array,
@@ -116,13 +126,8 @@ def dense_from_csr(
     *,
     fill: int,
 ) -> ops.Array:
-    if len(shape) != 2 or min(shape) < 0:
-        msg = f"{name}: a sparse tensor needs a shape [rows, columns], this one has {list(shape)}"
-        raise UserError(msg)
+    check_sparse_shape(name, shape)
     num_rows, num_columns = shape
-    if num_rows * num_columns > MAX_DENSE_ELEMENTS:
-        msg = f"{name}: shape {list(shape)} has more than {MAX_DENSE_ELEMENTS} elements; send shorter sequences"
-        raise UserError(msg)
     if (
         len(crow_indices) != num_rows + 1
         or crow_indices[0] != 0

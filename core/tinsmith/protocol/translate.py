@@ -318,6 +318,13 @@ def sample(
     )
 
 
+def check_targets(request: wire.SampleRequest) -> None:
+    """Raises UserError if the targets would be too large once made dense. Reads their shape alone."""
+    targets = request.target_prompt_logprobs
+    if targets is not None and targets.sparse_crow_indices is not None:
+        wire_tensors.check_sparse_shape("target_prompt_logprobs", targets.shape or [])
+
+
 def _prompt(prompt: wire.ModelInput) -> ops.TokenArray:
     for chunk in prompt.chunks:
         if chunk.type != "encoded_text":

@@ -25,7 +25,10 @@ LEASE: Final = "tinsmith.lease"
 
 
 class BodyBudget:
-    """One per app. A request that is alone always fits: its own size is limited elsewhere."""
+    """One per app. A request that is alone always fits, and counts as at most the whole budget.
+
+    Its own size is limited elsewhere.
+    """
 
     def __init__(self, *, total_bytes: int, tenant_bytes: int) -> None:
         self._total_bytes = total_bytes
@@ -52,6 +55,7 @@ class BodyBudget:
 
     def _take(self, lease: "Lease", num_bytes: int) -> None:
         """Raises CapacityError if a budget is spent."""
+        num_bytes = min(num_bytes, self._total_bytes)
         more = num_bytes - lease.num_bytes
         with self._lock:
             if more > 0:

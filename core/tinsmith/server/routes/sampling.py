@@ -113,6 +113,7 @@ async def asample(request: Request, body: wire.SampleRequest, caller: Caller, co
     sampler = await usable_sampler(context, caller, body.sampling_session_id)
     refuse_ended(await context.store.get_session(sampler.session_id))
     capabilities = await context.engines.capabilities(sampler.base_model)
+    translate.check_targets(body)  # before `num_bytes` goes by their shape
     await hold_decoded(request, caller.tenant, body.num_bytes)
     prepare = partial(_new_sample, context, caller, sampler, body, capabilities)
     new = await context.heavy.run(caller.tenant, body.num_bytes, prepare)
