@@ -1,6 +1,7 @@
 """One tenant cannot take every place for models, and a model without a place waits, with a reason and a bound."""
 
 import asyncio
+import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +19,10 @@ from tinsmith.server.waiting_reasons import explain
 from tinsmith.settings import QuotaSettings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
+from tinsmith.sql_store.tables import RunRow
+from tinsmith.sql_store.transactions import lost_models
 from tinsmith.sql_store.transactions.model_places import Applicant, next_ones
+from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import (
     EngineRecord,
     EngineState,
@@ -124,12 +128,20 @@ async def test_a_place_that_becomes_free_goes_to_a_model_that_waits(store: SqlSt
         assert await is_created(clients[-1], asked[-1])
 
 
+def let_hours_pass(data_dir: Path) -> None:
+    with sqlite3.connect(data_dir / "tinsmith.db") as database:
+        database.execute("UPDATE runs SET created_at = created_at - 7200000000")
+    database.close()
+
+
 async def test_an_engine_that_dies_leaves_the_places_as_they_are(store: SqlStore, tmp_path: Path) -> None:
+    """And whoever waits does so for another `place_wait_s`, since there was no place to get meanwhile."""
     client = await a_client(store, "greedy", "s1")
     async with engine_on(store, tmp_path):
         asked = [await client.create_model(number) for number in range(PLACES + 1)]
         for request_id in asked[: PLACES - 1]:
             assert await is_created(client, request_id)
+    let_hours_pass(tmp_path)
     async with engine_on(store, tmp_path):
         other = await a_client(store, "modest", "s2")
         assert await is_created(other, await other.create_model())
@@ -145,6 +157,26 @@ async def test_a_model_that_finds_no_place_in_time_fails_with_the_setting(store:
         asked = [await client.create_model(number) for number in range(PLACES)]
         message = (await client.failure(asked[-1])).message
     assert "no place for a model of 'toy' became free within 0 s (quotas.place_wait_s); it holds 8 models" in message
+
+
+async def test_models_that_find_no_place_fail_one_by_one(
+    store: SqlStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may have thousands of operations, and other writes wait for a transaction."""
+    transactions: list[Transaction] = []
+    mark_lost = lost_models.mark_lost
+
+    def note(tx: Transaction, run: RunRow, reason: str, failure: ops.Failed) -> None:
+        transactions.append(tx)
+        mark_lost(tx, run, reason, failure)
+
+    monkeypatch.setattr(lost_models, "mark_lost", note)
+    client = await a_client(store, "greedy", "s1")
+    asked = [await client.create_model(number) for number in range(PLACES + 1)]
+    async with engine_on(store, tmp_path, place_wait_s=1e-6):
+        for request_id in asked[PLACES - 1 :]:
+            assert "no place" in (await client.failure(request_id)).message
+    assert len({id(tx) for tx in transactions}) == len(transactions) >= 2
 
 
 def test_the_reason_says_whose_models_are_in_the_way() -> None:

@@ -17,7 +17,9 @@ class SqlModelPlaces(Connections, ModelPlaces):
     async def admit_models(self, lease: Lease, limits: PlaceLimits) -> None:
         waiting = partial(model_places.waiting_models, base_model=lease.base_model)
         if await self._reader.read(waiting):
-            await self._durable.write_locking(waiting, model_places.admit, lease, limits)
+            overdue = await self._durable.write_locking(waiting, model_places.admit, lease, limits)
+            for model_id in overdue:  # one at a time, because each may have thousands of operations
+                await self._durable.write_locking([model_id], model_places.give_up, lease, model_id, limits.failure)
 
     async def wait_for_places(self, base_model: str, timeout_s: float) -> None:
         event = self._subscribed(log.places_topic(base_model))

@@ -42,7 +42,8 @@ def waiting_models(session: Session, base_model: str) -> list[str]:
     return list(session.connection().execute(_WAITING, {"base_model": base_model}).scalars())
 
 
-def admit(tx: Transaction, lease: Lease, limits: PlaceLimits) -> None:
+def admit(tx: Transaction, lease: Lease, limits: PlaceLimits) -> list[str]:
+    """Give the free places to models that wait. Return the models that have waited for too long."""
     leases.fence(tx, lease)
     taken, waiting = _places(tx.session, lease.base_model)
     got_one = {each.model_id for each in next_ones(waiting, taken, limits)}
@@ -50,9 +51,15 @@ def admit(tx: Transaction, lease: Lease, limits: PlaceLimits) -> None:
         _admit(tx, model_id)
     if got_one:
         tx.wake.append(log.work_topic(lease.base_model))
-    for each in waiting:
-        if each.since < limits.give_up_before and each.model_id not in got_one:
-            _give_up(tx, each.model_id, limits.failure)
+    late = [each.model_id for each in waiting if each.since < limits.give_up_before]
+    return [model_id for model_id in late if model_id not in got_one]
+
+
+def give_up(tx: Transaction, lease: Lease, model_id: str, failure: str) -> None:
+    leases.fence(tx, lease)
+    run = log.locked_run(tx.session, model_id)
+    if run is not None and waits(run):
+        lost_models.mark_lost(tx, run, failure, Failed(message=failure, category="server"))
 
 
 def next_ones(waiting: Sequence[Applicant], taken: Counter[str], limits: PlaceLimits) -> Iterator[Applicant]:
@@ -100,9 +107,3 @@ def _admit(tx: Transaction, model_id: str) -> None:
     assert run is not None
     run.next_seq_id, run.arrived_seq_id = 0, -1
     arriving.let_follow(tx.session, run)
-
-
-def _give_up(tx: Transaction, model_id: str, failure: str) -> None:
-    run = log.locked_run(tx.session, model_id)
-    assert run is not None
-    lost_models.mark_lost(tx, run, failure, Failed(message=failure, category="server"))
