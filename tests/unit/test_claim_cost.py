@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlmodel import Session
 
-from tinsmith.sql_store.tables import LEASES, OPERATIONS, PAYLOADS, RUNS, SESSIONS, Table
+from tinsmith.sql_store.tables import LEASES, OPERATIONS, PAYLOADS, RUNS, SESSIONS, RunRow, Table
 from tinsmith.sql_store.transactions import claiming, gaps
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import ClaimRoom, Lease
@@ -111,6 +111,15 @@ def fail_some_of_a_gap(session: Session) -> None:
     assert gaps.fail_some(Transaction(session, NOW), "hog:stuck", late) == (500, True)
 
 
+def fail_a_gap_of_exactly_one_part(session: Session) -> None:
+    """Nothing early is left, so nobody would find the model again."""
+    late = NOW + timedelta(hours=1)
+    assert gaps.fail_some(Transaction(session, NOW), "hog:stuck", late) == (500, False)
+    assert gaps.waiting_since(session, BASE, late) == []
+    run = session.get_one(RunRow, "hog:stuck")
+    assert (run.arrived_seq_id, run.next_seq_id) == (501, 502)
+
+
 WORK = [claim, look_for_suspects, look_for_gaps]
 
 
@@ -180,12 +189,22 @@ def test_sqlite_fails_a_gap_in_bounded_parts() -> None:
     assert len(more.statements) == len(few.statements)
 
 
+def test_a_model_continues_with_the_last_part_of_a_gap_on_sqlite() -> None:
+    in_sqlite(fail_a_gap_of_exactly_one_part, waiting=1, missing=500)
+
+
 @pytest.fixture
 def postgres_engine(postgres_url: str) -> Iterator[Engine]:
     engine = create_engine(postgres_url.replace("postgresql:", "postgresql+psycopg:"))
     Table.metadata.create_all(engine)
     yield engine
     engine.dispose()
+
+
+def test_a_model_continues_with_the_last_part_of_a_gap_on_postgres(postgres_engine: Engine) -> None:
+    with postgres_engine.begin() as connection, Session(connection) as session:
+        fill(connection, waiting=1, missing=500)
+        fail_a_gap_of_exactly_one_part(session)
 
 
 def rows_visited(plan: dict[str, Any], table: str) -> int:

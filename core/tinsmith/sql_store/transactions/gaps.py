@@ -55,6 +55,7 @@ _BEHIND = (
     sqlalchemy.select(OPERATIONS.c.id, OPERATIONS.c.request_id).where(_OF, _BEYOND, EARLY).order_by(OPERATIONS.c.seq_id)
 )
 _GIVEN_UP = _BEHIND.where(OPERATIONS.c.seq_id < bindparam("next")).limit(_PART)
+_REST = _GIVEN_UP.limit(1)
 _FAIL = (
     OPERATIONS.update()
     .where(OPERATIONS.c.id.in_(bindparam("ids", expanding=True)))
@@ -75,9 +76,11 @@ def fail_some(tx: Transaction, model_id: str, older_than: datetime) -> tuple[int
     if run is None or model_places.waits(run) or not (arriving.fails_a_gap(run) or _give_up(tx, run, older_than)):
         return 0, False
     failed = _fail(tx, run, _GIVEN_UP, run.arrived_seq_id + 1, next=run.next_seq_id)
-    if failed < _PART:
+    rest = {"model": model_id, "arrived": run.arrived_seq_id, "next": run.next_seq_id}
+    more = tx.session.connection().execute(_REST, rest).first() is not None
+    if not more:  # now: once nothing early is left, `waiting_since` no longer finds the model
         _continue(tx, run)
-    return failed, failed == _PART
+    return failed, more
 
 
 def fail_all(tx: Transaction, run: RunRow) -> int:
