@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from tinsmith.server import bounded_http
+from tinsmith.server.bodies import STRANGER_BYTES
 from tinsmith.server.bounded_http import (
     BODY_GRACE_S,
     HEAD_S,
@@ -253,6 +254,25 @@ async def test_a_new_connection_replaces_the_longest_idle_one() -> None:
         assert (await client.answer()).startswith(OK)
         assert (await busy.answer()).startswith(OK)
         assert len(app.connections) == 3
+
+
+async def test_requests_that_do_not_arrive_make_room_after_idle_connections() -> None:
+    """Without a key, a client could hold all connections with bodies of which it sends nothing."""
+    async with serving(most=3) as app:
+        app.may_answer.clear()
+        stranger, known, idle = [await app.connect() for _ in range(3)]
+        first, second, _ = app.connections
+        stranger.send(HEAD % 100 + b"x")
+        known.send(HEAD % (1 << 20) + bytes(STRANGER_BYTES + 1))
+        await until(lambda: (first.body_bytes, second.body_bytes) == (1, STRANGER_BYTES + 1))
+        for replaced in (idle, stranger):
+            client = await app.dial()
+            assert await replaced.is_cut()
+            client.send(GET)
+            newest = app.connections[-1]
+            await until(lambda newest=newest: newest.phase is Phase.ANSWER)  # type: ignore[misc]
+        assert (await (await app.dial()).answer()).startswith(b"HTTP/1.1 503 ")
+        assert second in app.connections
 
 
 async def test_a_connection_too_many_is_told_so() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tinsmith.errors import CapacityError
-from tinsmith.server.quotas import Quotas
+from tinsmith.server.quotas import Quotas, _Tallies
 from tinsmith.server.token_buckets import TokenBuckets
 from tinsmith.settings import QuotaSettings
 from tinsmith.sql_store.config import SqlStoreConfig
@@ -170,6 +171,22 @@ async def test_requests_that_come_together_are_counted_with_one_read(store: Watc
     clock.now_s += 1.1
     await quotas.admit_sample(a_sample(50))
     assert store.reads == 2
+
+
+async def test_a_tally_that_is_dropped_at_once_is_still_returned(clock: Clock) -> None:
+    may_read = asyncio.Event()
+
+    async def read(tenant: str) -> Counter[str]:
+        await may_read.wait()
+        clock.now_s += 2.0 if tenant == "bob" else 0.0
+        return Counter({tenant: 1})
+
+    tallies = _Tallies(read, clock)
+    tallies._tidy_at = 1
+    both = asyncio.gather(tallies.of("ann"), tallies.of("bob"))
+    asyncio.get_running_loop().call_soon(may_read.set)
+    assert await both == [{"ann": 1}, {"bob": 1}]
+    assert list(tallies._tallies) == ["bob"]
 
 
 def test_null_is_no_limit_and_what_a_tenant_omits_is_as_for_all() -> None:

@@ -8,12 +8,15 @@ so a single connection could block the event loop.
 import asyncio
 from collections.abc import Collection
 from enum import Enum, auto
+from itertools import chain
 from typing import Any, Final, cast
 
 from fastapi import FastAPI
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
+
+from tinsmith.server.bodies import STRANGER_BYTES
 
 MAX_HEADER_BYTES: Final = 1 << 16
 """The most that is read, after the first packet, without completing a part of the request."""
@@ -56,6 +59,7 @@ class Connections:
         self._most = most
         self._all: dict[BoundedHttp, None] = {}
         self._waiting: dict[BoundedHttp, None] = {}  # for a request, the longest first
+        self._arriving: dict[BoundedHttp, None] = {}  # requests of which no more is here than any stranger may send
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -63,9 +67,13 @@ class Connections:
         return self._all.keys()
 
     def admit(self, connection: "BoundedHttp") -> bool:
-        """Return whether there is room. A connection that waits for a request makes room for a new one."""
+        """Return whether there is room.
+
+        The connection that has waited longest for a request makes room for a new one. If none waits, the one whose
+        request began to arrive first does: it may be a stranger's, and never arrive.
+        """
         if len(self._all) >= self._most:
-            oldest = next(iter(self._waiting), None)
+            oldest = next(chain(self._waiting, self._arriving), None)
             if oldest is None:
                 return False
             oldest.transport.abort()
@@ -79,14 +87,20 @@ class Connections:
     def forget(self, connection: "BoundedHttp") -> None:
         self._all.pop(connection, None)
         self._waiting.pop(connection, None)
+        self._arriving.pop(connection, None)
 
     def waits(self, connection: "BoundedHttp") -> None:
         if connection in self._all:
             self._waiting.pop(connection, None)
             self._waiting[connection] = None
 
-    def works(self, connection: "BoundedHttp") -> None:
+    def arrives(self, connection: "BoundedHttp") -> None:
         self._waiting.pop(connection, None)
+        if connection in self._all:
+            self._arriving[connection] = None
+
+    def arrived(self, connection: "BoundedHttp") -> None:
+        self._arriving.pop(connection, None)
 
     def look(self) -> None:
         for connection in list(self._all):
@@ -259,16 +273,19 @@ class BoundedHttp(HttpToolsProtocol):
         self._got_on = True
         self._head_begun = False
         self.phase, self._looks, self.body_bytes = Phase.BODY, 0, 0
-        self._connections.works(self)
+        self._connections.arrives(self)
         super().on_headers_complete()
         self.cycle.transport = _AnswerTransport(self)
 
     def on_body(self, body: bytes) -> None:
         self._got_on = True
         self.body_bytes += len(body)
+        if self.body_bytes > STRANGER_BYTES:
+            self._connections.arrived(self)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._got_on = True
+        self._connections.arrived(self)
         self.phase = Phase.ANSWER if self.cycle is None or not self.cycle.response_complete else Phase.HEAD
         super().on_message_complete()

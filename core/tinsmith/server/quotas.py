@@ -39,7 +39,7 @@ class _Tallies:
         self._read = read
         self._clock = clock
         self._tallies: dict[str, _Tally] = {}
-        self._reading: dict[str, asyncio.Task[None]] = {}
+        self._reading: dict[str, asyncio.Task[Counter[str]]] = {}
         self._tidy_at = _TIDY_EVERY
 
     async def of(self, tenant: str) -> Counter[str]:
@@ -49,16 +49,17 @@ class _Tallies:
             reading = self._reading.get(tenant)
             if reading is None:
                 reading = self._reading[tenant] = asyncio.create_task(self._read_again(tenant))
-            await asyncio.shield(reading)
-        return self._tallies[tenant].counts
+            return await asyncio.shield(reading)
+        return tally.counts
 
-    async def _read_again(self, tenant: str) -> None:
+    async def _read_again(self, tenant: str) -> Counter[str]:
         try:
             counts = await self._read(tenant)
         finally:
             del self._reading[tenant]
         self._tidy()
         self._tallies[tenant] = _Tally(counts, self._clock())
+        return counts
 
     def _tidy(self) -> None:
         if len(self._tallies) >= self._tidy_at:
