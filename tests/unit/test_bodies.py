@@ -255,6 +255,36 @@ async def test_a_request_waits_until_others_are_answered() -> None:
         assert budget.held_bytes == 10
 
 
+async def test_what_is_given_back_goes_to_those_who_fit_in_the_order_in_which_they_came() -> None:
+    budget = BodyBudget(total_bytes=10, tenant_bytes=10)
+    with budget.lease("a") as first, budget.lease("b") as b, budget.lease("c") as c, budget.lease("d") as d:
+        first.resize(10)
+        waits = [asyncio.ensure_future(lease.wait_to_resize(size)) for lease, size in ((b, 6), (c, 6), (d, 4))]
+        await asyncio.sleep(0)
+        first.resize(0)
+        assert (b.num_bytes, c.num_bytes, d.num_bytes) == (6, 0, 4)
+        b.resize(0)
+        await asyncio.gather(*waits)
+        assert (c.num_bytes, budget.held_bytes) == (6, 10)
+    assert budget.held_bytes == 0
+
+
+async def test_few_requests_of_a_tenant_wait_and_the_next_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_budget, "_MAX_WAITING", 1)
+    budget = BodyBudget(total_bytes=10, tenant_bytes=10)
+    with budget.lease("a") as first, budget.lease("a") as waiting, budget.lease("a") as refused:
+        first.resize(10)
+        waits = asyncio.ensure_future(waiting.wait_to_resize(10))
+        await asyncio.sleep(0)
+        with pytest.raises(CapacityError, match="tenant_body_bytes"):
+            await refused.wait_to_resize(10)
+        assert not waits.done()
+        first.resize(0)
+        await waits
+        waiting.resize(0)
+        await refused.wait_to_resize(10)
+
+
 async def test_what_a_small_body_decodes_to_is_counted_if_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty requests of 5 KB, with sparse tensors, took 41 MB each."""
     monkeypatch.setattr(body_budget, "_WAIT_S", 0)

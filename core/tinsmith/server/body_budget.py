@@ -7,7 +7,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final, cast
 
 from starlette.requests import Request
@@ -16,6 +16,9 @@ from tinsmith.errors import CapacityError
 
 _WAIT_S: Final = 10.0
 """How long a request waits for others to be answered. Its body waits with it, unread, in the network."""
+
+_MAX_WAITING: Final = 64
+"""Requests of a tenant that wait at a time. A further one is refused at once."""
 
 FREE_BYTES: Final = 1 << 16
 """Smaller bodies are not counted, so small requests never wait for large ones."""
@@ -35,11 +38,13 @@ class BodyBudget:
         self._tenant_bytes = tenant_bytes
         self._held: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._given_back = asyncio.Event()
+        self._held_bytes = 0
+        self._waiting: dict[asyncio.Future[None], tuple[Lease, int]] = {}  # the longest first
+        self._num_waiting: Counter[str] = Counter()
 
     @property
     def held_bytes(self) -> int:
-        return self._held.total()
+        return self._held_bytes
 
     @contextmanager
     def lease(self, tenant: str = "") -> Iterator["Lease"]:
@@ -55,33 +60,77 @@ class BodyBudget:
 
     def _take(self, lease: "Lease", num_bytes: int) -> None:
         """Raises CapacityError if a budget is spent."""
+        shrinks = num_bytes < lease.num_bytes
+        if not self._try(lease, num_bytes):
+            raise CapacityError(self._why_not(lease, num_bytes - lease.num_bytes))
+        if shrinks:
+            self._admit_waiting()
+
+    async def _take_in_turn(self, lease: "Lease", num_bytes: int) -> None:
+        if self._try(lease, num_bytes):
+            return
+        if self._num_waiting[lease.tenant] < _MAX_WAITING:
+            with self._waits(lease, num_bytes) as admitted, suppress(TimeoutError):
+                async with asyncio.timeout(_WAIT_S):
+                    await admitted
+                    return
+        self._take(lease, num_bytes)
+
+    @contextmanager
+    def _waits(self, lease: "Lease", num_bytes: int) -> Iterator[asyncio.Future[None]]:
+        admitted = asyncio.get_running_loop().create_future()
+        self._waiting[admitted] = (lease, num_bytes)
+        self._num_waiting[lease.tenant] += 1
+        try:
+            yield admitted
+        finally:
+            self._waiting.pop(admitted, None)
+            self._num_waiting[lease.tenant] -= 1
+            if self._num_waiting[lease.tenant] == 0:
+                del self._num_waiting[lease.tenant]
+
+    def _admit_waiting(self) -> None:
+        """Give what is free to the requests that wait and now fit, in the order in which they came."""
+        for admitted, (lease, num_bytes) in list(self._waiting.items()):
+            if self._held_bytes >= self._total_bytes:
+                return
+            if not admitted.done() and self._try(lease, num_bytes):
+                del self._waiting[admitted]
+                admitted.set_result(None)
+
+    def _try(self, lease: "Lease", num_bytes: int) -> bool:
+        """Return whether it fits, and take it if so."""
         num_bytes = min(num_bytes, self._total_bytes)
         more = num_bytes - lease.num_bytes
         with self._lock:
-            if more > 0:
-                self._check(lease, more)
+            if self._tenant_is_over(lease, more) or self._all_are_over(lease, more):
+                return False
             self._held[lease.tenant] += more
+            self._held_bytes += more
             lease.num_bytes = num_bytes
             if self._held[lease.tenant] == 0:
                 del self._held[lease.tenant]  # so that tenants of the past take no memory
-        if more < 0:
-            self._given_back.set()
-            self._given_back = asyncio.Event()
+        return True
 
-    def _check(self, lease: "Lease", more: int) -> None:
-        of_tenant, of_all = self._held[lease.tenant], self._held.total()
-        if of_tenant > lease.num_bytes and of_tenant + more > self._tenant_bytes:
-            msg = (
-                f"the server is reading {of_tenant} bytes of your requests, and this one needs {more} more; allowed: "
-                f"{self._tenant_bytes} (server.limits.tenant_body_bytes); send fewer at a time, and this one again"
+    def _tenant_is_over(self, lease: "Lease", more: int) -> bool:
+        held = self._held[lease.tenant]
+        return more > 0 and held > lease.num_bytes and held + more > self._tenant_bytes
+
+    def _all_are_over(self, lease: "Lease", more: int) -> bool:
+        held = self._held_bytes
+        return more > 0 and held > lease.num_bytes and held + more > self._total_bytes
+
+    def _why_not(self, lease: "Lease", more: int) -> str:
+        if self._tenant_is_over(lease, more):
+            return (
+                f"the server is reading {self._held[lease.tenant]} bytes of your requests, and this one needs {more} "
+                f"more; allowed: {self._tenant_bytes} (server.limits.tenant_body_bytes); send fewer at a time, and "
+                "this one again"
             )
-            raise CapacityError(msg)
-        if of_all > lease.num_bytes and of_all + more > self._total_bytes:
-            msg = (
-                f"the server is reading {of_all} bytes of requests, and this one needs {more} more; allowed: "
-                f"{self._total_bytes} (server.limits.body_bytes); send this one again later"
-            )
-            raise CapacityError(msg)
+        return (
+            f"the server is reading {self._held_bytes} bytes of requests, and this one needs {more} more; allowed: "
+            f"{self._total_bytes} (server.limits.body_bytes); send this one again later"
+        )
 
 
 class Lease:
@@ -97,20 +146,8 @@ class Lease:
         self._budget._take(self, num_bytes)  # noqa: SLF001 - two classes of one thing
 
     async def wait_to_resize(self, num_bytes: int) -> None:
-        """Wait until so much is free. Raises CapacityError if it takes too long."""
-        try:
-            async with asyncio.timeout(_WAIT_S):
-                while not self._fits(num_bytes):
-                    await self._budget._given_back.wait()  # noqa: SLF001 - as above
-        except TimeoutError:
-            self.resize(num_bytes)
-
-    def _fits(self, num_bytes: int) -> bool:
-        try:
-            self.resize(num_bytes)
-        except CapacityError:
-            return False
-        return True
+        """Wait until so much is free. Raises CapacityError if that takes too long, or too many of the tenant wait."""
+        await self._budget._take_in_turn(self, num_bytes)  # noqa: SLF001 - as above
 
 
 def lease_of(request: Request) -> Lease:
