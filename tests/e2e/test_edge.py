@@ -98,12 +98,13 @@ def test_a_small_packed_sample_of_wrong_tokens_is_refused_at_its_first_error(htt
     )
 
 
-def test_a_small_sample_cannot_claim_the_memory_of_all(http: httpx.Client) -> None:
+@pytest.mark.parametrize("shape", [[1 << 40, 1 << 20], [0, 1 << 60]])
+def test_a_small_sample_cannot_claim_the_memory_of_all(http: httpx.Client, shape: list[int]) -> None:
     """A shape alone, in 200 bytes, took the whole budget of bodies, and made all tenants wait."""
     session = ok(http.post("create_session", json={}))["session_id"]
     new = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
     sampler = ok(http.post("create_sampling_session", json=new))["sampling_session_id"]
-    targets = {"data": [], "dtype": "int64", "shape": [1 << 40, 1 << 20], "sparse_crow_indices": [0]}
+    targets = {"data": [], "dtype": "int64", "shape": shape, "sparse_crow_indices": [0]}
     sample = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": []}, "target_prompt_logprobs": targets}
     with mock.patch.object(sampling, "hold_decoded", wraps=sampling.hold_decoded) as held:
         answer = http.post("asample", json=sample)

@@ -112,7 +112,7 @@ def check_sparse_shape(name: str, shape: Sequence[int]) -> None:
         msg = f"{name}: a sparse tensor needs a shape [rows, columns], this one has {list(shape)}"
         raise UserError(msg)
     num_rows, num_columns = shape
-    if num_rows * num_columns > MAX_DENSE_ELEMENTS:
+    if max(num_rows, num_columns, num_rows * num_columns) > MAX_DENSE_ELEMENTS:
         msg = f"{name}: shape {list(shape)} has more than {MAX_DENSE_ELEMENTS} elements; send shorter sequences"
         raise UserError(msg)
 
