@@ -20,11 +20,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tinsmith.huggingface import DecoderShape
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.operations import AdamParams, Datum, ForwardBackward, LoraConfig
 from tinsmith_fsdp import batching
-from tinsmith_fsdp.architecture import Architecture, read_architecture
+from tinsmith_fsdp.architecture import read_architecture
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.layout import AdapterLayout
@@ -118,9 +119,9 @@ def matmul_limit(device: torch.device, dtype: torch.dtype, size: int) -> float:
 def linear(device: torch.device, dtype: torch.dtype, options: argparse.Namespace) -> dict[str, float]:
     """G1: what adapters add to a linear layer, forward and backward."""
     hidden = 128 if options.toy else 4096
-    shape = Architecture(
-        name="Qwen3ForCausalLM", vocab_size=512, hidden_size=hidden, intermediate_size=3 * hidden, num_layers=1,
-        num_heads=hidden // 32, num_kv_heads=hidden // 32, head_dim=32, max_position=2048,
+    shape = DecoderShape(
+        class_name="Qwen3ForCausalLM", vocab_size=512, hidden_size=hidden, intermediate_size=3 * hidden, num_layers=1,
+        num_heads=hidden // 32, num_kv_heads=hidden // 32, head_dim=32, max_position=2048, tied=False,
     )  # fmt: skip
     layer = MultiLoraLinear(torch.nn.Linear(hidden, 3 * hidden, bias=False), "model.layers.0.mlp.up_proj")
     layer = layer.to(device, dtype).requires_grad_(requires_grad=False)
@@ -200,7 +201,7 @@ def operations(models: list[str], vocab_size: int, tokens: int) -> list[ForwardB
     return made
 
 
-def matmul_parameters(architecture: Architecture) -> int:
+def matmul_parameters(architecture: DecoderShape) -> int:
     shapes = architecture.linear_shapes()
     head = shapes.pop("lm_head")
     return architecture.num_layers * sum(a * b for a, b in shapes.values()) + head[0] * head[1]
