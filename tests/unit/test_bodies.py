@@ -23,6 +23,7 @@ from tinsmith.server.bodies import STRANGER_BYTES, UNPACKED_FREELY, BodyLimit, B
 from tinsmith.server.body_budget import FREE_BYTES, LEASE, BodyBudget, hold_decoded
 from tinsmith.server.heavy_work import LARGE_BYTES, HeavyWork
 from tinsmith.server.key_tokens import KeyTokens
+from tinsmith.server.live_keys import LiveKeys
 from tinsmith.server.signed_urls import Grant, UrlSigner
 from tinsmith.settings import ApiKey
 
@@ -321,7 +322,7 @@ async def test_heavy_work_is_done_one_at_a_time_and_by_turns_among_tenants() -> 
 
 
 def test_without_configured_keys_each_key_is_a_tenant_of_its_own() -> None:
-    keys = ApiKeys((), KeyTokens(b"s" * 32, 60))
+    keys = ApiKeys(LiveKeys(()), KeyTokens(b"s" * 32, 60))
     first = keys.tinsmith_authenticate({"x-api-key": "tml-a"})
     assert first == keys.tinsmith_authenticate({"x-api-key": "tml-a"})
     assert first.tenant != keys.tinsmith_authenticate({"x-api-key": "tml-b"}).tenant
@@ -333,7 +334,9 @@ def test_without_configured_keys_each_key_is_a_tenant_of_its_own() -> None:
 
 def test_configured_keys_are_the_only_ones() -> None:
     keys = ApiKeys(
-        (ApiKey(key=SecretStr("tml-one"), tenant="one"), ApiKey(key=SecretStr("tml-two"), tenant="two", admin=True)),
+        LiveKeys(
+            [ApiKey(key=SecretStr("tml-one"), tenant="one"), ApiKey(key=SecretStr("tml-two"), tenant="two", admin=True)]
+        ),
         KeyTokens(b"s" * 32, 60),
     )
     assert keys.tinsmith_authenticate({"x-api-key": "tml-two"}) == Principal(tenant="two", name="two", admin=True)

@@ -13,6 +13,7 @@ from tinsmith.errors import AuthenticationError, InvalidTokenError
 from tinsmith.hook_values import Principal
 from tinsmith.server.api_keys import ApiKeys
 from tinsmith.server.key_tokens import KeyTokens
+from tinsmith.server.live_keys import LiveKeys
 from tinsmith.settings import ApiKey
 
 SECRET = b"s" * 32
@@ -21,7 +22,7 @@ TWO = ApiKey(key=SecretStr("tml-two"), tenant="two", admin=True)
 
 
 def keys(*known: ApiKey, secret: bytes = SECRET, lifetime_s: int = 3600) -> ApiKeys:
-    return ApiKeys(known, KeyTokens(secret, lifetime_s))
+    return ApiKeys(LiveKeys(known), KeyTokens(secret, lifetime_s))
 
 
 def claims_of(token: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tinsmith.errors import ConfigError, PluginError, UserError
 from tinsmith.huggingface.hub_cache import HubReference, is_offline, offline_message
 from tinsmith.plugins.loading import Plugins
 from tinsmith.plugins.registry import suggestion
-from tinsmith.settings import ModelSettings, PluginSection, Settings
+from tinsmith.settings import ApiKey, ModelSettings, PluginSection, Settings
 from tinsmith.settings.schema import RENAMED
 from tinsmith.settings.sources import (
     CONFIG_VARIABLE,
@@ -56,13 +56,7 @@ def load_settings(
     Without `needs_models` there may be no models, and those given are returned as they were written.
     Raise ConfigError with one line for each problem: source, key, what is wrong, value, remedy.
     """
-    layers = Layers()
-    if file is None and environ.get(CONFIG_VARIABLE):
-        file = Path(environ[CONFIG_VARIABLE])
-    if file is not None:
-        read_file(layers, file)
-    read_environment(layers, environ)
-    read_flags(layers, flags)
+    layers = _read_layers(file_of(file, environ), environ, flags)
     problems = _Problems(layers)
     _check_stray_variables(environ, problems)
     settings: Settings | None = _validate(Settings, layers.tree(), (), problems)
@@ -72,6 +66,37 @@ def load_settings(
     problems.raise_if_any()
     assert settings is not None
     return settings
+
+
+def load_api_keys(*, file: Path | None, environ: Mapping[str, str], flags: Iterable[Flag]) -> tuple[ApiKey, ...]:
+    """Return `server.api_keys` alone, for a server that is running. It may be empty.
+
+    Raise ConfigError if a key is wrong, or if anything else is that can be seen without the plugins.
+    """
+    layers = _read_layers(file_of(file, environ), environ, flags)
+    problems = _Problems(layers)
+    settings: Settings | None = _validate(Settings, layers.tree(), (), problems)
+    if settings is not None:
+        _check_prefixes(settings, problems)
+    problems.raise_if_any()
+    assert settings is not None
+    return settings.server.api_keys
+
+
+def file_of(file: Path | None, environ: Mapping[str, str]) -> Path | None:
+    """Return the configuration file: `file`, else the one that the environment names."""
+    if file is None and environ.get(CONFIG_VARIABLE):
+        return Path(environ[CONFIG_VARIABLE])
+    return file
+
+
+def _read_layers(file: Path | None, environ: Mapping[str, str], flags: Iterable[Flag]) -> Layers:
+    layers = Layers()
+    if file is not None:
+        read_file(layers, file)
+    read_environment(layers, environ)
+    read_flags(layers, flags)
+    return layers
 
 
 def is_loopback(host: str) -> bool:
@@ -221,7 +246,11 @@ def _check_keys(settings: Settings, problems: _Problems) -> None:
             f"refused: everybody who reaches {server.host!r} could use the server; add `server.api_keys`, or listen "
             "on 127.0.0.1",
         )
-    for index, key in enumerate(server.api_keys):
+    _check_prefixes(settings, problems)
+
+
+def _check_prefixes(settings: Settings, problems: _Problems) -> None:
+    for index, key in enumerate(settings.server.api_keys):
         if not key.key.get_secret_value().startswith("tml-"):
             problems.add(("server", "api_keys", index, "key"), "the SDK refuses keys that do not start with 'tml-'")
 

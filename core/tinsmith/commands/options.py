@@ -13,6 +13,7 @@ from tinsmith.commands.flags import setting_flag, settings_flags, take_model
 from tinsmith.commands.load_settings import load_settings
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import Settings
+from tinsmith.settings.sources import Flag
 
 ANY_SETTING: Final[dict[str, Any]] = {"allow_extra_args": True, "ignore_unknown_options": True}  # Any: click's
 """The context of a command that takes `--section.key value` for every setting."""
@@ -60,14 +61,26 @@ def settings_of(
     backend: str | None = None,
     needs_models: bool = True,
 ) -> Settings:
-    """Return the settings of a command that names a model.
+    """Return the settings of a command that names a model. The arguments are those of `flags_of`."""
+    flags = flags_of(context, *short, arguments=arguments, base_model=base_model, name=name, backend=backend)
+    return load_settings(plugins_of(context), file=config, environ=os.environ, flags=flags, needs_models=needs_models)
+
+
+def flags_of(
+    context: typer.Context,
+    *short: tuple[str, str, object],
+    arguments: Sequence[str] | None = None,
+    base_model: str | None = None,
+    name: str | None = None,
+    backend: str | None = None,
+) -> list[Flag]:
+    """Return the settings that were typed.
 
     `short` holds (option, key, value) of other options, `arguments` what came as ModelAndSettings.
     """
     base_model, rest = take_model(arguments or (), base_model)
     rest += context.args
-    flags = settings_flags(base_model=base_model, base_model_name=name, backend=backend, short=short, rest=rest)
-    return load_settings(plugins_of(context), file=config, environ=os.environ, flags=flags, needs_models=needs_models)
+    return settings_flags(base_model=base_model, base_model_name=name, backend=backend, short=short, rest=rest)
 
 
 def settings_without_models(context: typer.Context, config: Path | None, data_dir: Path | None) -> Settings:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from tinsmith.commands.flags import setting_flag
+from tinsmith.commands.load_settings import file_of, load_api_keys, load_settings
 from tinsmith.commands.options import (
     ANY_SETTING,
     WITH_MODEL,
@@ -17,6 +20,7 @@ from tinsmith.commands.options import (
     LogLevel,
     ModelAndSettings,
     Name,
+    flags_of,
     plugins_of,
     settings_of,
 )
@@ -42,10 +46,10 @@ def serve(
 ) -> None:
     """Serve base models to Tinker clients. A model that is not on this machine is downloaded from the hub."""
     from tinsmith.processes.serve import serve as run_server  # here, because `version` needs no web framework
+    from tinsmith.server.live_keys import LiveKeys
 
-    settings = settings_of(
+    flags = flags_of(
         context,
-        config,
         ("--host", "server.host", host),
         ("--port", "server.port", port),
         ("--data-dir", "server.data_dir", data_dir),
@@ -55,7 +59,11 @@ def serve(
         name=name,
         backend=backend,
     )
-    run_server(settings, plugins_of(context))
+    environ = dict(os.environ)
+    settings = load_settings(plugins_of(context), file=config, environ=environ, flags=flags)
+    file = file_of(config, environ)
+    read = partial(load_api_keys, file=file, environ=environ, flags=flags)
+    run_server(settings, plugins_of(context), LiveKeys(settings.server.api_keys, file=file, read=read))
 
 
 def engine(

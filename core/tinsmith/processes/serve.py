@@ -29,6 +29,7 @@ from tinsmith.processes.housekeeping import Housekeeping
 from tinsmith.processes.supervisor import Supervisor
 from tinsmith.server.app import begin_shutdown, create_app
 from tinsmith.server.bounded_http import BoundedHttp
+from tinsmith.server.live_keys import LiveKeys
 from tinsmith.settings import ServerSettings, Settings
 from tinsmith.store import EngineState, RequestStore
 
@@ -42,15 +43,18 @@ _FILES: Final = 1 << 16
 _log = logging.getLogger(__name__)
 
 
-def serve(settings: Settings, plugins: Plugins) -> None:
-    """Serve until SIGINT or SIGTERM; a second signal stops at once. Raise ConfigError if the server cannot start."""
+def serve(settings: Settings, plugins: Plugins, keys: LiveKeys | None = None) -> None:
+    """Serve until SIGINT or SIGTERM; a second signal stops at once. Raise ConfigError if the server cannot start.
+
+    `keys` are those of the settings, as they change. By default they do not.
+    """
     configure_logging(settings.server.log_level)
     allow_many_connections()
     with DataDirLock(settings.data_dir, shared=settings.server.share_data_dir) as lock:
         listener = listen(settings.server)
         url = _url(settings.server, listener)
         with listener:
-            uvloop.run(_serve(settings, plugins, listener, url, lock))
+            uvloop.run(_serve(settings, plugins, keys, listener, url, lock))
 
 
 def configure_logging(level: str) -> None:
@@ -108,11 +112,18 @@ def _url(server: ServerSettings, listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def _serve(settings: Settings, plugins: Plugins, listener: socket.socket, url: str, lock: DataDirLock) -> None:
+async def _serve(
+    settings: Settings,
+    plugins: Plugins,
+    keys: LiveKeys | None,
+    listener: socket.socket,
+    url: str,
+    lock: DataDirLock,
+) -> None:
     store = make_store(settings, plugins)
     await store.open()
     try:
-        app = await create_app(settings, store=store, plugins=plugins)
+        app = await create_app(settings, store=store, plugins=plugins, keys=keys)
         http = _HttpServer(app)
         supervisor = Supervisor(settings, store)
         console = Console(stderr=True, emoji=False)

@@ -1,8 +1,8 @@
 """Authentication by API key: the default, asked after every other plugin's `tinsmith_authenticate`.
 
-If keys are configured, only those are accepted. If none are, any key that the SDK accepts is a tenant of its own, named
-by a fingerprint of the key, so two people with different keys never see each other's work. A key can be exchanged for a
-token that is valid in its place for a limited time.
+If keys are configured, only those are accepted. Otherwise any key that the SDK accepts is a tenant of its own, named
+after a fingerprint of the key, so people with different keys never see each other's work. A key can be exchanged for a
+token that stands for it for a limited time.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ from tinsmith.errors import AuthenticationError, InvalidTokenError
 from tinsmith.hook_values import Principal
 from tinsmith.hookspecs import hookimpl
 from tinsmith.server.key_tokens import KeyTokens
+from tinsmith.server.live_keys import LiveKeys
 from tinsmith.settings import ApiKey
 
 HEADER: Final = "x-api-key"
@@ -25,8 +26,8 @@ _ANYBODY: Final = "anybody"  # the `key` of tokens for keys that are not configu
 class ApiKeys:
     """The server makes one from its settings and registers it as a plugin."""
 
-    def __init__(self, keys: Sequence[ApiKey], tokens: KeyTokens) -> None:
-        self._keys = tuple(keys)
+    def __init__(self, keys: LiveKeys, tokens: KeyTokens) -> None:
+        self._keys = keys
         self._tokens = tokens
 
     @hookimpl(trylast=True)
@@ -41,7 +42,7 @@ class ApiKeys:
             raise AuthenticationError(msg)
         if credential.startswith(_TOKEN_PREFIX):
             return self._of_token(credential)
-        return owner_of(credential, self._keys)
+        return owner_of(credential, self._keys.now())
 
     def exchange(self, credential: str) -> str:
         """Make a token for a key. One made for a token expires with that token, so access always ends without the key.
@@ -55,7 +56,7 @@ class ApiKeys:
         return self._tokens.issue(principal, self._key_id(credential))
 
     def identifies(self, caller: Principal, credential: str) -> bool:
-        """Return whether the caller was identified by this credential, and not by a plugin."""
+        """Return whether it was this credential that identified the caller, rather than one that a plugin knows."""
         try:
             return self.principal(credential) == caller
         except AuthenticationError:
@@ -71,20 +72,21 @@ class ApiKeys:
         return self._key_id(credential)
 
     def owner_of_id(self, key_id: str) -> Principal | None:
-        """Return the owner of the key that `key_behind` named; None if no keys are configured, now as then.
+        """Return the owner of the key that `key_behind` named; None if there were no keys then and are none now.
 
         Raises AuthenticationError if the key has been removed.
         """
-        if not self._keys and key_id == _ANYBODY:
+        keys = self._keys.now()
+        if not keys and key_id == _ANYBODY:
             return None
-        for known in self._keys:
+        for known in keys:
             if hmac.compare_digest(self._tokens.key_id(known.key.get_secret_value()).encode(), key_id.encode()):
                 return _owner(known)
         msg = "the API key has been removed"
         raise AuthenticationError(msg)
 
     def _key_id(self, key: str) -> str:
-        return self._tokens.key_id(key) if self._keys else _ANYBODY
+        return self._tokens.key_id(key) if self._keys.now() else _ANYBODY
 
     def _of_token(self, credential: str) -> Principal:
         token = self._tokens.read(credential)

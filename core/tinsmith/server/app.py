@@ -18,6 +18,7 @@ from tinsmith.server.bounded_http import Connections
 from tinsmith.server.context import API_PREFIX, Context, Engines, Metrics, ServerContext
 from tinsmith.server.gate import Gate, names_of
 from tinsmith.server.key_tokens import KeyTokens
+from tinsmith.server.live_keys import LiveKeys
 from tinsmith.server.quotas import Quotas
 from tinsmith.server.routes import futures, not_offered, runs, sampling, service, sessions, training, usage, weights
 from tinsmith.server.signed_urls import UrlSigner
@@ -27,15 +28,17 @@ from tinsmith.store import RequestStore
 _ROUTERS = (not_offered, service, sessions, training, weights, sampling, futures, runs, usage)
 
 
-async def create_app(settings: Settings, *, store: RequestStore, plugins: Plugins) -> FastAPI:
+async def create_app(
+    settings: Settings, *, store: RequestStore, plugins: Plugins, keys: LiveKeys | None = None
+) -> FastAPI:
     """Build the app on an open store. It opens and closes nothing that it was given.
 
-    Each app needs plugins of its own, since its keys become one of them. Raises PluginError if two plugins offer a
-    loss of one name.
+    `keys` are those of the settings, as they change; by default they do not. Each app needs plugins of its own, since
+    its keys become one of them. Raises PluginError if two plugins offer a loss of one name.
     """
     app = FastAPI(title="tinsmith", version=version("tinsmith"), docs_url="/docs", redoc_url=None)
     tokens = KeyTokens(await store.secret("key tokens"), settings.server.token_lifetime_s)
-    api_keys = ApiKeys(settings.server.api_keys, tokens)
+    api_keys = ApiKeys(keys or LiveKeys(settings.server.api_keys), tokens)
     _add_api_keys(plugins, api_keys)
     context = ServerContext(
         settings=settings,
