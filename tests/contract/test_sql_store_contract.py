@@ -6,16 +6,21 @@ from pathlib import Path
 
 import pytest
 
+from tinsmith.errors import UserError
 from tinsmith.operations import OptimStepOutput
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
+from tinsmith.sql_store.transactions import gaps, sessions
 from tinsmith.store import (
+    WAITS_FOR_PLACE,
     CheckpointWritten,
     Completion,
     KeptCheckpoints,
     OperationState,
     PendingCounts,
+    PlaceLimits,
     RequestStore,
+    SamplingSessionRecord,
     StoreContext,
     StoredCheckpoints,
     Usage,
@@ -25,18 +30,25 @@ from tinsmith.testing.postgres import Postgres
 from tinsmith.testing.store_contract import RequestStoreContract
 from tinsmith.testing.store_records import (
     BASE,
+    NOW,
     MakeStore,
     a_checkpoint,
+    a_creation,
     a_model,
+    a_run,
     a_sample,
+    a_session,
     an_operation,
     claim,
     complete,
+    failure_of,
     heard,
     lease_of,
+    state_of,
 )
 
 # No test cuts the power. A poll far longer than any wait shows that wake-ups alone suffice.
+LONG_AGO = NOW - timedelta(days=1)
 ON_SQLITE = SqlStoreConfig(synchronous="off", safety_poll_s=600.0)
 
 
@@ -74,6 +86,75 @@ class SqlStoreContract(RequestStoreContract):
         assert [await store.count_live_sessions(tenant) for tenant in ("ann", "bob")] == [1, 0]
         assert await store.kept_checkpoints("ann") == KeptCheckpoints(number=1, num_bytes=2**40)
         assert [await store.is_awaited("s1:train:0", seq_id) for seq_id in (1, 2)] == [True, False]
+
+    async def test_a_session_that_ends_lets_go_of_what_waits_in_bounded_parts(self, store: SqlStore) -> None:
+        """Whatever dies in between, nothing runs behind the unloading, and the engine goes on with the failing."""
+        await a_model(store)
+        first = await store.submit(an_operation(seq_id=1))
+        late = await asyncio.gather(*[store.submit(an_operation(seq_id=seq_id)) for seq_id in range(3, 604)])
+        await store._durable.write(sessions.end, "s1", "success", None)  # and the server dies
+        assert {await state_of(store, each) for each in late} == {OperationState.QUEUED}
+        assert (await store.waiting(late[5])).missing_seq_id == 2
+        claimed = await claim(store)
+        assert claimed[0] == first
+        assert [(await store.get_operation(each)).kind for each in claimed[1:]] == ["unload_model"]
+        with pytest.raises(UserError, match="has ended"):
+            await store.submit(an_operation(seq_id=900))
+        assert await store.submit(an_operation(seq_id=3)) == late[0]
+        part = await store._durable.write_locking(["s1:train:0"], gaps.fail_some, "s1:train:0", None)
+        assert part == (500, True)
+        await store.requeue(await lease_of(store), max_attempts=3, reason="it was killed")
+        assert await claim(store) == claimed
+        assert await store.fail_gaps(BASE, older_than=LONG_AGO) == 101
+        assert {await state_of(store, each) for each in late} == {OperationState.FAILED}
+        assert await store.fail_gaps(BASE, older_than=LONG_AGO) == 0
+
+    async def test_a_session_that_ends_while_a_gap_is_being_failed(self, store: SqlStore) -> None:
+        await a_model(store)
+        await heard(store)
+        late = await asyncio.gather(*[store.submit(an_operation(seq_id=seq_id)) for seq_id in range(2, 603)])
+        soon = datetime.now(UTC) + timedelta(hours=1)
+        part = await store._durable.write_locking(["s1:train:0"], gaps.fail_some, "s1:train:0", soon)
+        assert part == (500, True)
+        following = await store.submit(an_operation(seq_id=603))
+        behind = await store.submit(an_operation(seq_id=605))
+        await store.end_session("s1", "success", None)
+        assert {await state_of(store, each) for each in late} == {OperationState.FAILED}
+        assert "seq_id 1 " in (await failure_of(store, late[-1])).message
+        assert "seq_id 604 " in (await failure_of(store, behind)).message
+        claimed = await claim(store)
+        assert claimed[0] == following
+        assert [(await store.get_operation(each)).kind for each in claimed[1:]] == ["unload_model"]
+
+    async def test_a_model_without_a_place_whose_session_ends_leaves_nothing_behind(self, store: SqlStore) -> None:
+        await store.create_session(a_session(), idempotency_key=None)
+        creation = await store.create_run(a_run(next_seq_id=WAITS_FOR_PLACE), a_creation())
+        first = await store.submit(an_operation(seq_id=1))
+        behind = await store.submit(an_operation(seq_id=3))
+        await store._durable.write(sessions.end, "s1", "success", None)  # and the server dies
+        limits = PlaceLimits(max_models=1, kept=0, give_up_before=LONG_AGO, failure="")
+        await store.admit_models(await lease_of(store), limits)
+        claimed = await claim(store)
+        assert claimed[:2] == [creation, first]
+        assert [(await store.get_operation(each)).kind for each in claimed[2:]] == ["unload_model"]
+        assert await store.fail_gaps(BASE, older_than=LONG_AGO) == 1
+        assert "seq_id 2 " in (await failure_of(store, behind)).message
+
+    async def test_open_sampling_sessions_are_counted(self, store: SqlStore) -> None:
+        for number, tenant in enumerate(["ann", "ann", "bob"]):
+            await store.create_session(a_session(f"s{number}", tenant=tenant), idempotency_key=None)
+            for name in ("a", "b"):
+                sampler = SamplingSessionRecord(
+                    sampling_session_id=f"s{number}:sample:{name}",
+                    session_id=f"s{number}",
+                    tenant=tenant,
+                    base_model=BASE,
+                    created_at=NOW,
+                )
+                await store.create_sampling_session(sampler)
+        assert [await store.count_open_sampling_sessions(tenant) for tenant in ("ann", "bob", "eve")] == [4, 2, 0]
+        await store.end_session("s0", "success", None)
+        assert await store.count_open_sampling_sessions("ann") == 2
 
     async def test_what_can_never_run_is_stored_without_its_payload(self, store: RequestStore) -> None:
         await a_model(store)

@@ -12,6 +12,7 @@ TENANTS = {
     "busy": {"pending_operations": 3},
     "many_sessions": {"sessions": 1},
     "many_models": {"live_models": 1},
+    "many_samplers": {"sampling_sessions": 2},
     "collector": {"checkpoints": 1},
     "fast": {"requests_per_s": 1e-6, "request_burst": 2},
     "two_keys": {"key_requests_per_s": 1e-6, "request_burst": 1},
@@ -89,6 +90,27 @@ def test_a_tenant_has_so_many_sessions_and_models(client: NewClient) -> None:
     ok(create_model(http, session))
     refused(create_model(http, session, 1), "live_models")
     ok(create_model(client("anybody"), a_session(client("anybody"))))
+
+
+def test_a_tenant_has_so_many_sampling_sessions(client: NewClient) -> None:
+    http = client("many_samplers")
+    session = a_session(http)
+
+    def open_one(number: int) -> httpx.Response:
+        body = {"session_id": session, "sampling_session_seq_id": number, "base_model": "toy"}
+        return http.post("create_sampling_session", json=body)
+
+    assert ok(open_one(0)) != ok(open_one(1))
+    refused = open_one(2)
+    assert refused.status_code == 429
+    assert "quotas.sampling_sessions" in refused.text
+    assert ok(open_one(1))["sampling_session_id"].endswith(":1")  # a repeat needs no room
+    model = ok(create_model(http, session))["model_id"]
+    save = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 2}
+    saved = ok(http.post("save_weights_for_sampler", json=save))
+    failed = ok(http.post("retrieve_future", json={"request_id": saved["request_id"]}))
+    assert "quotas.sampling_sessions" in failed["error"]
+    ok(http.post(f"sessions/{session}/finish", json={"reason": {"type": "success"}, "detail": None}))
 
 
 def test_a_save_without_room_fails_and_training_goes_on(client: NewClient) -> None:

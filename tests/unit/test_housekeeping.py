@@ -52,6 +52,29 @@ async def test_silent_sessions_end_and_live_ones_do_not(store: RequestStore, tmp
     assert (await store.get_session("live")).ended is None
 
 
+async def test_a_session_that_ended_long_ago_is_deleted(store: RequestStore, tmp_path: Path) -> None:
+    clock = [NOW]
+
+    def seconds() -> float:
+        return clock[0].timestamp()
+
+    steady = SteadyClock(lambda: clock[0], seconds)
+    kept, short = SETTINGS.model_copy(update={"session_retention_s": None}), SETTINGS
+    for name in ("old", "open"):
+        await create_session(store, name, NOW)
+    await store.end_session("old", "success", None)
+    rounds = [Housekeeping(each, store, tmp_path, clock=steady) for each in (kept, short)]
+    for days in (29, 2):
+        assert (await store.get_session("old")).ended == "success"
+        clock[0] += timedelta(days=days)
+        await store.touch_session("open", clock[0])
+        for housekeeping in rounds:
+            await housekeeping.round()
+    with pytest.raises(NotFoundError):
+        await store.get_session("old")
+    assert (await store.get_session("open")).ended is None
+
+
 @pytest.mark.parametrize("jump", [timedelta(hours=1), timedelta(hours=-1)])
 async def test_a_clock_that_jumps_ends_nothing(store: RequestStore, tmp_path: Path, jump: timedelta) -> None:
     start = datetime.now(UTC)

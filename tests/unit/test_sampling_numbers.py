@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,27 @@ async def test_a_samples_number_is_used_once(http: httpx.AsyncClient) -> None:
     assert first.json() == again.json()
     other = await http.post("asample", json={**sample, "sampling_params": {"max_tokens": 3}})
     assert "seq_id 0 of" in conflict(other)
+
+
+async def test_a_sampler_of_a_session_that_was_deleted_is_not_found(http: httpx.AsyncClient, store: SqlStore) -> None:
+    """It ended long ago. The answer says why, and no number is bound to anything else."""
+    session = await a_session(http)
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
+    sampler = (await http.post("create_sampling_session", json=body)).json()["sampling_session_id"]
+    await http.post(f"sessions/{session}/finish", json={"reason": {"type": "success"}, "detail": None})
+    assert await store.forget_sessions(datetime.now(UTC) + timedelta(hours=1)) == 2
+    asked = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": 0}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}
+    sample = {"sampling_session_id": sampler, "seq_id": 1, "prompt": prompt, "sampling_params": {"max_tokens": 1}}
+    answers = [
+        await http.post("asample", json=sample),
+        await http.get(f"samplers/{sampler}"),
+        await http.post("retrieve_futures", json={"target": asked, "prev_cursor": 0}),
+        await http.post("create_sampling_session", json=body),
+    ]
+    for answer in answers:
+        assert answer.status_code == 404, answer.text
+        assert "server.session_retention_s" in answer.text
 
 
 @pytest.mark.usefixtures("engine")

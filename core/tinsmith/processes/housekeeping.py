@@ -52,6 +52,7 @@ class Housekeeping:
         now, steady_s = self._clock.read()
         if steady_s >= self._settings.session_timeout_s:  # otherwise clients may have had no time for heartbeats
             await self._expire_sessions(now)
+            await self._forget_sessions(now)
         elif self._clock.jumped:
             return
         finished_before = now - timedelta(seconds=self._settings.result_retention_s)
@@ -67,6 +68,12 @@ class Housekeeping:
         timeout = timedelta(seconds=self._settings.session_timeout_s)
         for session_id in await self._store.expire_sessions(now - timeout):
             _log.info("session %s expired: no heartbeat for %s", session_id, timeout)
+
+    async def _forget_sessions(self, now: datetime) -> None:
+        if (retention_s := self._settings.session_retention_s) is not None:
+            num_forgotten = await self._store.forget_sessions(now - timedelta(seconds=retention_s))
+            if num_forgotten:
+                _log.debug("deleted %d sessions, models and sampling sessions past their retention", num_forgotten)
 
     async def _delete(self, path: str) -> None:
         """Delete the record first, so that nobody finds a checkpoint whose files are partly deleted."""

@@ -15,6 +15,7 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.server.context import Context
 from tinsmith.store import CheckpointRecord, OperationRecord, RunRecord, SamplingSessionRecord, SessionRecord
 from tinsmith.store.revocation import revoked, usable_checkpoint
+from tinsmith.store.unknown import no_such
 
 Owned = TypeVar("Owned", SessionRecord, RunRecord, SamplingSessionRecord, CheckpointRecord, OperationRecord)
 
@@ -43,15 +44,11 @@ def visible_tenant(caller: Principal, scope: AccessScope) -> str | None:
     return None if caller.admin and scope == "accessible" else caller.tenant
 
 
-def missing(what: str, name: str) -> str:
-    return f"no {what} {name!r}"
-
-
 def _owned(record: Owned, caller: Principal, what: str, name: str) -> Owned:
     """Return the record if it is the caller's. Raises NotFoundError otherwise."""
     if record.tenant == caller.tenant:
         return record
-    raise NotFoundError(missing(what, name))
+    raise NotFoundError(no_such(what, name))
 
 
 def _readable(record: Owned, caller: Principal, what: str, name: str) -> Owned:
@@ -122,5 +119,5 @@ async def live_checkpoint(context: Context, path: str) -> CheckpointRecord:
     """Raises NotFoundError for an expired checkpoint, even if its files have not been removed yet."""
     record = await context.store.get_checkpoint(path)
     if record.expires_at is not None and record.expires_at <= context.now():
-        raise NotFoundError(missing("checkpoint", path))
+        raise NotFoundError(no_such("checkpoint", path))
     return record

@@ -6,11 +6,12 @@ from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.errors import AuthenticationError, NotFoundError, RevokedError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.server.api_keys import HEADER
-from tinsmith.server.auth import may_read, missing
+from tinsmith.server.auth import may_read
 from tinsmith.server.context import ServerContext
 from tinsmith.server.signed_urls import Grant
 from tinsmith.store import CheckpointRecord
 from tinsmith.store.revocation import why_gone
+from tinsmith.store.unknown import no_such
 
 
 def make_grant(
@@ -43,7 +44,7 @@ def _checkpoint_in(directory: str) -> str:
     try:
         return str(TinkerPath.parse(f"tinker://{directory}"))
     except UserError as error:
-        raise NotFoundError(missing("checkpoint", directory)) from error
+        raise NotFoundError(no_such("checkpoint", directory)) from error
 
 
 def _owner_of_key(context: ServerContext, grant: Grant) -> Principal | None:

@@ -1,4 +1,4 @@
-"""Decides whether a tenant may have more: requests, pending work, models, sessions, checkpoints.
+"""Decides whether a tenant may have more: requests, pending work, models, sessions, sampling sessions, checkpoints.
 
 What is over a limit gets a 429, and the SDK sends it again. Nothing of it is recorded, so a training request keeps its
 place in the order. A save for which there is no room is recorded as failed instead: only its tenant can make room, and
@@ -20,6 +20,7 @@ from tinsmith.store import NewOperation, PendingCounts, RequestStore
 _STALE_AFTER_S: Final = 1.0
 _TIDY_EVERY: Final = 1000  # tallies: stale ones are dropped
 _STANDING_S: Final = 10.0  # after which it makes sense to ask again for what only the tenant can make room for
+_FEWER_SAMPLERS: Final = "close the service clients whose sampling clients you no longer need"
 _OPEN_SAVES: Final = "open saves"  # counted beside the settings, and limited by `checkpoints`
 _SAVES: Final = frozenset({"save_state", "save_for_sampler", "export_adapter"})
 
@@ -80,6 +81,7 @@ class Quotas:
         self._pending = _Tallies(self._read_pending, clock)
         self._models = _Tallies(self._read_models, clock)
         self._sessions = _Tallies(self._read_sessions, clock)
+        self._samplers = _Tallies(self._read_samplers, clock)
         self._kept = _Tallies(self._read_kept, clock)
 
     def admit_request(self, tenant: str, key_id: Callable[[], str | None]) -> None:
@@ -126,6 +128,17 @@ class Quotas:
     async def admit_session(self, tenant: str) -> None:
         await self._admit(self._sessions, tenant, {"sessions": 1}, "close the clients that you no longer need")
 
+    async def admit_sampling_session(self, tenant: str) -> None:
+        await self._admit(self._samplers, tenant, {"sampling_sessions": 1}, _FEWER_SAMPLERS)
+
+    async def why_no_sampling_session(self, tenant: str) -> UserError | None:
+        """Return why a tenant may not save for another sampling session, or None if it may. Saves that wait count."""
+        number = (await self._samplers.of(tenant))["sampling_sessions"] + (await self._pending.of(tenant))[_OPEN_SAVES]
+        limit = self._limit(tenant, "sampling_sessions")
+        if limit is not None and number >= limit:
+            return UserError(_too_much("sampling_sessions", limit, _FEWER_SAMPLERS))
+        return None
+
     async def why_no_checkpoint(self, tenant: str) -> UserError | None:
         """Return why a tenant may not save another checkpoint, or None if it may. Saves that wait count too."""
         kept, saves = await self._kept.of(tenant), (await self._pending.of(tenant))[_OPEN_SAVES]
@@ -159,6 +172,9 @@ class Quotas:
     async def _read_sessions(self, tenant: str) -> Counter[str]:
         return Counter(sessions=await self._store.count_live_sessions(tenant))
 
+    async def _read_samplers(self, tenant: str) -> Counter[str]:
+        return Counter(sampling_sessions=await self._store.count_open_sampling_sessions(tenant))
+
     async def _read_kept(self, tenant: str) -> Counter[str]:
         kept = await self._store.kept_checkpoints(tenant)
         return Counter(checkpoints=kept.number, stored_bytes=kept.num_bytes)
@@ -170,6 +186,7 @@ _WHAT: Final = {
     "queued_bytes": "bytes of requests may wait",
     "live_models": "models may be in training",
     "sessions": "sessions may be open",
+    "sampling_sessions": "sampling sessions may be open",
     "checkpoints": "checkpoints may be kept",
     "stored_bytes": "bytes of checkpoints may be kept",
 }

@@ -129,6 +129,12 @@ class ServerSettings(_Section):
     result_retention_s: float = Field(
         3600.0, ge=60, description="seconds for which results can be read at least; older ones are deleted"
     )
+    session_retention_s: float | None = Field(
+        30 * 86400.0,
+        ge=60,
+        description="seconds after its last heartbeat for which an ended session is kept; then it is deleted, with its "
+        "models and sampling sessions, as far as they have neither results nor checkpoints left; `null` keeps all",
+    )
     max_request_bytes: int = Field(
         64 << 20,
         ge=1 << 20,
@@ -235,6 +241,9 @@ class TenantQuotas(_Section):
     )
     live_models: int | None = Field(256, ge=1, description="models in training or waiting for a place; more get a 429")
     sessions: int | None = Field(1000, ge=1, description="sessions that have not ended; more get a 429")
+    sampling_sessions: int | None = Field(
+        100_000, ge=1, description="sampling sessions (one for each sampling client) in sessions that have not ended"
+    )
     checkpoints: int | None = Field(100_000, ge=1, description="checkpoints kept; further saves fail")
     stored_bytes: int | None = Field(
         None, ge=1, description="size in bytes of the checkpoints kept, after which further saves fail; default: none"

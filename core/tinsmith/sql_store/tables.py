@@ -117,6 +117,7 @@ class RunRow(Table, table=True):
     applied_seq_id: int = Field(sa_type=BigInteger)
     arrived_seq_id: int = _number(-1)  # up to here none is missing; see `arriving.py`
     pruned_seq_id: int = Field(default=-1, sa_type=BigInteger)  # the highest one that retention has removed
+    unload_seq_id: int | None = Field(default=None, sa_type=BigInteger, nullable=True)  # once the session has ended
     rebuilds: int = _count()  # rebuilds begun and not finished: how often an engine died in one
 
 

@@ -15,6 +15,11 @@ class SamplingSessions(TakesOldNames, ABC):
     @abstractmethod
     async def get_sampling_session(self, sampling_session_id: str) -> SamplingSessionRecord: ...
 
+    async def count_open_sampling_sessions(self, tenant: str) -> int:
+        """Return how many sampling sessions a tenant has in sessions that have not ended. A store may count none."""
+        del tenant
+        return 0
+
     @abstractmethod
     async def list_sampling_sessions(self, session_id: str) -> list[SamplingSessionRecord]:
         """Return the sampling sessions of a session, oldest first."""

@@ -37,6 +37,16 @@ class Sessions(ABC):
         The first reason wins.
         """
 
+    async def forget_sessions(self, last_seen_before: datetime) -> int:
+        """Delete sessions that have ended and were last heard before then, with all that they own.
+
+        A sampling session is kept while the log holds samples of it; a model while it is live, or has operations in the
+        log or checkpoints; a session while it has models or sampling sessions. Return how many sessions, models and
+        sampling sessions were deleted. A store may keep them all.
+        """
+        del last_seen_before
+        return 0
+
     @abstractmethod
     async def expire_sessions(self, last_seen_before: datetime) -> list[str]:
         """End the sessions without a heartbeat since then, with reason "expired". Return their ids."""

@@ -51,9 +51,10 @@ from tinsmith.testing.store_records import (
     state_of,
 )
 from tinsmith.testing.store_recovery import RecoveryContract
+from tinsmith.testing.store_retention import RetentionContract
 
 
-class RequestStoreContract(LogContract, PlacesContract, RecoveryContract, LeaseContract):
+class RequestStoreContract(LogContract, PlacesContract, RecoveryContract, LeaseContract, RetentionContract):
     """Tests every promise of `tinsmith.store.RequestStore`. Override `make_store` only."""
 
     # sessions

@@ -574,3 +574,17 @@ class LogContract(StoreSuite):
         await complete(store, [done(unload.request_id, ModelUnloaded(model_id="s1:train:0"), unloaded)])
         assert (await store.get_run("s1:train:0")).state == RunState.UNLOADED
         assert await claim(store) == []
+
+    async def test_many_operations_wait_behind_a_gap_when_their_session_ends(self, store: RequestStore) -> None:
+        await a_model(store)
+        first = await store.submit(an_operation(seq_id=1))
+        late = await asyncio.gather(*[store.submit(an_operation(seq_id=seq_id)) for seq_id in range(3, 40)])
+        await store.end_session("s1", "success", None)
+        for request_id in late:
+            failed = await failure_of(store, request_id)
+            assert "seq_id 2 " in failed.message
+            assert "session has ended" in failed.message
+        claimed = await claim(store)
+        assert claimed[0] == first
+        assert [(await store.get_operation(each)).kind for each in claimed[1:]] == ["unload_model"]
+        assert await store.fail_gaps(BASE, older_than=datetime.now(UTC) + timedelta(hours=1)) == 0

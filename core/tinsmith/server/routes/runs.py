@@ -17,7 +17,6 @@ from tinsmith.server.archives import archive, archive_bytes
 from tinsmith.server.auth import (
     AccessScope,
     Caller,
-    missing,
     own_checkpoint,
     own_deleted_checkpoint,
     own_run,
@@ -30,6 +29,7 @@ from tinsmith.server.download_links import make_grant, refuse_revoked
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.routes.sessions import runs_of
 from tinsmith.store import CheckpointRecord, RunRecord, RunState
+from tinsmith.store.unknown import no_such
 
 router = APIRouter(tags=["runs and checkpoints"], route_class=JsonRoute)
 
@@ -232,7 +232,7 @@ async def get_file(stamp: int, grant: str, signature: str, name: str, context: C
     for file in files:
         if file.name == file_name:
             return FileResponse(file, media_type="application/octet-stream")
-    raise NotFoundError(missing("file", name))
+    raise NotFoundError(no_such("file", name))
 
 
 @files_router.get("/archives/{stamp}/{grant}/{signature}/{name:path}")

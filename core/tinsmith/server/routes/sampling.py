@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from tinsmith.backend import Capabilities
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.checks import check_operation
-from tinsmith.errors import UnsupportedError, UserError
+from tinsmith.errors import CapacityError, NotFoundError, UnsupportedError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
 from tinsmith.server.auth import Caller, own_session, readable_checkpoint, readable_sampler, usable_sampler
@@ -50,9 +50,24 @@ async def create_sampling_session(
         checkpoint_created_at=None if checkpoint is None else checkpoint.created_at,
         only_while_public=checkpoint is not None and checkpoint.tenant != caller.tenant and not caller.admin,
     )
+    await _admit(context, wanted)
     sampler = await context.store.create_sampling_session(wanted)
     _refuse_other_content(sampler, wanted)
     return wire.SamplingSessionCreated(sampling_session_id=sampler.sampling_session_id)
+
+
+async def _admit(context: ServerContext, wanted: SamplingSessionRecord) -> None:
+    """A repeat needs no room. Raises CapacityError if the tenant has too many."""
+    try:
+        await context.quotas.admit_sampling_session(wanted.tenant)
+    except CapacityError:
+        try:
+            await context.store.get_sampling_session(wanted.sampling_session_id)
+        except NotFoundError:
+            pass
+        else:
+            return
+        raise
 
 
 async def _fitting_checkpoint(

@@ -33,9 +33,11 @@ async def save_weights_for_sampler(
 ) -> wire.Submitted:
     run = await own_run(context, caller, body.model_id)
     operation = translate.save_weights_for_sampler(body, run.session_id)
-    problem = await _why_taken(context, operation.sampling_session_id)
     if operation.path is not None:
         problem = await context.quotas.why_no_checkpoint(caller.tenant)
+    else:
+        problem = await _why_taken(context, operation.sampling_session_id)
+        problem = problem or await context.quotas.why_no_sampling_session(caller.tenant)
     return await submit_training(context, run, body.seq_id, operation, problem=problem)
 
 

@@ -10,6 +10,7 @@ from typing import Concatenate, ParamSpec
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.grouping import Models
 from tinsmith.sql_store.parts.connections import Connections
+from tinsmith.sql_store.parts.failing import fail_in_parts
 from tinsmith.sql_store.transactions import cancelling, claiming, completing, gaps, log
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import ClaimRoom, Completion, EngineLog, Lease, OperationRecord
@@ -71,10 +72,7 @@ class SqlEngineLog(Connections, EngineLog):
     async def fail_gaps(self, base_model: str, *, older_than: datetime) -> int:
         failed = 0
         for model_id in await self._reader.read(gaps.waiting_since, base_model, older_than):
-            more = True
-            while more:
-                number, more = await self._durable.write_locking([model_id], gaps.fail_some, model_id, older_than)
-                failed += number
+            failed += await fail_in_parts(self._durable, model_id, older_than)
         return failed
 
     async def wait_for_work(self, base_model: str, timeout_s: float) -> None:

@@ -2,7 +2,7 @@
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.parts.connections import Connections
-from tinsmith.sql_store.transactions import sampling_sessions
+from tinsmith.sql_store.transactions import counting, sampling_sessions
 from tinsmith.store import SamplingSessionRecord, SamplingSessions
 
 
@@ -13,6 +13,9 @@ class SqlSamplingSessions(Connections, SamplingSessions):
 
     async def get_sampling_session(self, sampling_session_id: str) -> SamplingSessionRecord:
         return await self._reader.read(sampling_sessions.get, sampling_session_id)
+
+    async def count_open_sampling_sessions(self, tenant: str) -> int:
+        return await self._reader.read(counting.open_sampling_sessions, tenant)
 
     async def list_sampling_sessions(self, session_id: str) -> list[SamplingSessionRecord]:
         return await self._reader.read(sampling_sessions.list_of, session_id)

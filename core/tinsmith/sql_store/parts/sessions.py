@@ -4,7 +4,8 @@ from datetime import datetime
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.parts.connections import Connections
-from tinsmith.sql_store.transactions import counting, sessions
+from tinsmith.sql_store.parts.failing import fail_in_parts
+from tinsmith.sql_store.transactions import counting, forgetting, gaps, sessions
 from tinsmith.store import SessionEnd, SessionRecord, Sessions
 from tinsmith.store.metadata import refuse_large_metadata
 
@@ -32,7 +33,26 @@ class SqlSessions(Connections, Sessions):
 
     @durable_boundary("store.end_session")
     async def end_session(self, session_id: str, reason: SessionEnd, detail: str | None) -> SessionRecord:
-        return await self._durable.write(sessions.end, session_id, reason, detail)
+        session = await self._durable.write(sessions.end, session_id, reason, detail)
+        await self._fail_what_is_left(session_id)
+        return session
 
     async def expire_sessions(self, last_seen_before: datetime) -> list[str]:
-        return await self._durable.write(sessions.expire, last_seen_before)
+        expired = []
+        for session_id in await self._reader.read(sessions.silent, last_seen_before):
+            if await self._durable.write(sessions.expire, session_id, last_seen_before):
+                await self._fail_what_is_left(session_id)
+                expired.append(session_id)
+        return expired
+
+    async def forget_sessions(self, last_seen_before: datetime) -> int:
+        forgotten = 0
+        for rows in forgetting.ALL:
+            while keys := await self._reader.read(forgetting.unneeded, rows, last_seen_before):
+                forgotten += await self._durable.write(forgetting.delete, rows, keys)
+        return forgotten
+
+    async def _fail_what_is_left(self, session_id: str) -> None:
+        """If this process dies before the end, `fail_gaps` of the engine goes on."""
+        for model_id in await self._reader.read(gaps.left_by, session_id):
+            await fail_in_parts(self._durable, model_id, None)

@@ -3,7 +3,8 @@
 Up to `arrived_seq_id` of a model nothing is missing. What is queued beyond is `early`, and no claim looks at it. When
 the missing operation arrives, those that waited for it alone get its turn.
 
-While a gap is being failed (`gaps.py`), `next_seq_id` is ahead, and everything that the model has queued is early.
+While a gap is being failed (`gaps.py`), `next_seq_id` is ahead, and everything that the model has queued is early. Once
+the session has ended, everything behind the model's `unload_seq_id` stays early until it has failed.
 """
 
 from collections.abc import Mapping
@@ -75,6 +76,8 @@ def note(session: Session, run: RunRow, seq_id: int, *, followed: bool) -> None:
 def let_follow(session: Session, run: RunRow) -> None:
     """Move `arrived_seq_id` over everything that is there behind it."""
     last = last_before_a_gap(session, run, run.arrived_seq_id + 1)
+    if run.unload_seq_id is not None:  # what comes after the UnloadModel stays early, and fails
+        last = min(last, run.unload_seq_id)
     if last > run.arrived_seq_id:
         # from the operation before: it may have closed the gap, and nothing may pass it
         turns = {"model": run.model_id, "first": run.arrived_seq_id, "last": last}

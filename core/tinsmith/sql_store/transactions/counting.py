@@ -14,6 +14,7 @@ from tinsmith.sql_store.tables import (
     PENDING,
     QUEUED,
     RUNS,
+    SAMPLING_SESSIONS,
     SESSIONS,
 )
 from tinsmith.store import KeptCheckpoints, PendingCounts
@@ -31,6 +32,12 @@ _BEHIND = (
 )
 _MODELS = sqlalchemy.select(func.count()).select_from(RUNS).where(RUNS.c.tenant == bindparam("tenant"), LIVE)
 _SESSIONS = sqlalchemy.select(func.count()).select_from(SESSIONS).where(SESSIONS.c.tenant == bindparam("tenant"), OPEN)
+_SAMPLING_SESSIONS = (
+    sqlalchemy.select(func.count())
+    .select_from(SESSIONS)
+    .join(SAMPLING_SESSIONS, SAMPLING_SESSIONS.c.session_id == SESSIONS.c.session_id)
+    .where(SESSIONS.c.tenant == bindparam("tenant"), OPEN)
+)
 _KEPT = sqlalchemy.select(func.count(), func.coalesce(func.sum(CHECKPOINTS.c.size_bytes), 0)).where(
     CHECKPOINTS.c.tenant == bindparam("tenant"), KEPT
 )
@@ -53,6 +60,10 @@ def live_models(session: Session, tenant: str) -> int:
 
 def live_sessions(session: Session, tenant: str) -> int:
     return int(session.connection().execute(_SESSIONS, {"tenant": tenant}).scalar_one())
+
+
+def open_sampling_sessions(session: Session, tenant: str) -> int:
+    return int(session.connection().execute(_SAMPLING_SESSIONS, {"tenant": tenant}).scalar_one())
 
 
 def kept_checkpoints(session: Session, tenant: str) -> KeptCheckpoints:

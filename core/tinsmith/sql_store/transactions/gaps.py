@@ -4,10 +4,13 @@ Giving up a gap takes several transactions, because thousands of operations may 
 it moves the model's `next_seq_id` past everything that fails. From then on the gap can no longer be filled, and nothing
 of the model can be claimed. The others fail the operations, some at a time, and the last one lets the model continue.
 Any process can go on where another stopped.
+
+The end of a session is such a decision too (`unloading.py`): nothing will fill the gap, so the UnloadModel takes the
+missing seq_id, and what is behind it fails in parts.
 """
 
 from datetime import datetime, timedelta
-from typing import Final
+from typing import Any, Final
 
 import sqlalchemy
 from sqlalchemy import bindparam, func
@@ -15,7 +18,7 @@ from sqlmodel import Session
 
 from tinsmith.operations import Failed
 from tinsmith.sql_store.columns import Microseconds
-from tinsmith.sql_store.tables import EARLY, OPERATIONS, RESULTS, RunRow, SessionRow
+from tinsmith.sql_store.tables import EARLY, OPERATIONS, RESULTS, RUNS, RunRow, SessionRow
 from tinsmith.sql_store.transactions import arriving, log, model_places
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import OperationState
@@ -40,8 +43,18 @@ def _early_models() -> sqlalchemy.CTE:
 
 
 _found = _early_models()
+_LEFT_BEHIND = sqlalchemy.exists().where(
+    OPERATIONS.c.base_model == RUNS.c.base_model,
+    OPERATIONS.c.subject_id == RUNS.c.model_id,
+    OPERATIONS.c.seq_id > RUNS.c.unload_seq_id,
+    EARLY,
+)
+_ENDED = sqlalchemy.exists().where(RUNS.c.model_id == _found.c.model, RUNS.c.unload_seq_id.is_not(None), _LEFT_BEHIND)
 _MODELS = sqlalchemy.select(_found.c.model).where(
-    sqlalchemy.exists().where(_OURS, EARLY, OPERATIONS.c.subject_id == _found.c.model, _SINCE)
+    sqlalchemy.or_(sqlalchemy.exists().where(_OURS, EARLY, OPERATIONS.c.subject_id == _found.c.model, _SINCE), _ENDED)
+)
+_ENDED_OF = sqlalchemy.select(RUNS.c.model_id).where(
+    RUNS.c.session_id == bindparam("session"), RUNS.c.unload_seq_id.is_not(None), _LEFT_BEHIND
 )
 _BEYOND = OPERATIONS.c.seq_id > bindparam("arrived")
 _LAST_LATE = sqlalchemy.select(func.max(OPERATIONS.c.seq_id)).where(_OF, _BEYOND, EARLY, _SINCE)
@@ -55,7 +68,6 @@ _BEHIND = (
     sqlalchemy.select(OPERATIONS.c.id, OPERATIONS.c.request_id).where(_OF, _BEYOND, EARLY).order_by(OPERATIONS.c.seq_id)
 )
 _GIVEN_UP = _BEHIND.where(OPERATIONS.c.seq_id < bindparam("next")).limit(_PART)
-_REST = _GIVEN_UP.limit(1)
 _FAIL = (
     OPERATIONS.update()
     .where(OPERATIONS.c.id.in_(bindparam("ids", expanding=True)))
@@ -65,34 +77,42 @@ _INSERT = RESULTS.insert()
 
 
 def waiting_since(session: Session, base_model: str, older_than: datetime) -> list[str]:
-    """Return the models of which something has waited behind a gap since before then."""
+    """Return the models of which something has waited behind a gap since before then, or since its session ended."""
     values = {"base_model": base_model, "older_than": older_than}
     return list(session.connection().execute(_MODELS, values).scalars())
 
 
-def fail_some(tx: Transaction, model_id: str, older_than: datetime) -> tuple[int, bool]:
-    """Fail some of what has waited behind a gap for too long. Return how many failed, and whether there are more."""
+def left_by(session: Session, session_id: str) -> list[str]:
+    """Return the models of an ended session that have something waiting behind a gap."""
+    return list(session.connection().execute(_ENDED_OF, {"session": session_id}).scalars())
+
+
+def fail_some(tx: Transaction, model_id: str, older_than: datetime | None) -> tuple[int, bool]:
+    """Fail some of what waits behind a gap for ever, or has waited since before `older_than`.
+
+    Return how many failed, and whether there are more.
+    """
     run = log.locked_run(tx.session, model_id)
-    if run is None or model_places.waits(run) or not (arriving.fails_a_gap(run) or _give_up(tx, run, older_than)):
+    if run is None:
         return 0, False
-    failed = _fail(tx, run, _GIVEN_UP, run.arrived_seq_id + 1, next=run.next_seq_id)
-    rest = {"model": model_id, "arrived": run.arrived_seq_id, "next": run.next_seq_id}
-    more = tx.session.connection().execute(_REST, rest).first() is not None
-    if not more:  # now: once nothing early is left, `waiting_since` no longer finds the model
-        _continue(tx, run)
-    return failed, more
-
-
-def fail_all(tx: Transaction, run: RunRow) -> int:
-    """Fail everything that waits behind a gap, because nothing will fill it. Return the seq_id that is missing."""
-    missing = run.arrived_seq_id + 1
-    if model_places.waits(run):
-        missing = arriving.last_before_a_gap(tx.session, run, 0) + 1
-    _fail(tx, run, _BEHIND, missing)
     if arriving.fails_a_gap(run):
-        _continue(tx, run)
-        missing = run.arrived_seq_id + 1
-    return missing
+        return _fail_gap(tx, run)
+    if run.unload_seq_id is not None:
+        return _fail(tx, run, _BEHIND.limit(_PART), run.unload_seq_id)
+    if older_than is None or model_places.waits(run) or not _give_up(tx, run, older_than):
+        return 0, False
+    return _fail_gap(tx, run)
+
+
+def _fail_gap(tx: Transaction, run: RunRow) -> tuple[int, bool]:
+    failed, more = _fail(tx, run, _GIVEN_UP, run.arrived_seq_id + 1, next=run.next_seq_id)
+    if more:
+        return failed, True
+    # now: once nothing early is left, `waiting_since` no longer finds the model
+    run.arrived_seq_id = run.next_seq_id - 1
+    arriving.let_follow(tx.session, run)
+    tx.wake.append(log.work_topic(run.base_model))
+    return failed, run.unload_seq_id is not None
 
 
 def _give_up(tx: Transaction, run: RunRow, older_than: datetime) -> bool:
@@ -119,24 +139,19 @@ def _was_heard(tx: Transaction, run: RunRow, since: datetime) -> bool:
     return session is None or (session.heard_since < since and session.last_seen_at >= tx.now - SILENCE)
 
 
-def _fail(tx: Transaction, run: RunRow, which: sqlalchemy.Executable, missing: int, **more: int) -> int:
+def _fail(tx: Transaction, run: RunRow, which: sqlalchemy.Select[Any], missing: int, **more: int) -> tuple[int, bool]:
+    """Fail what is found behind the missing seq_id. Return how many failed, and whether there are more."""
+    rest = "its session has ended" if run.unload_seq_id == missing else "the model continues with the next request"
     failed = Failed(
         message=f"seq_id {missing} of {run.model_id!r} never arrived, so the requests that waited behind it "
-        "were not run; the model continues with the next request"
+        f"were not run; {rest}"
     )
     kind, encoded = encode_result(failed)
     connection = tx.session.connection()
-    values = {"model": run.model_id, "arrived": missing - 1, **more}
+    values = {"model": run.model_id, "arrived": missing, **more}
     rows = connection.execute(which, values).all()
-    for start in range(0, len(rows), _PART):
-        part = rows[start : start + _PART]
-        connection.execute(_FAIL, {"ids": [row.id for row in part], "now": tx.now})
-        connection.execute(_INSERT, [{"operation_id": row.id, "result_kind": kind, "result": encoded} for row in part])
-        tx.wake.extend(log.done_topic(row.request_id) for row in part)
-    return len(rows)
-
-
-def _continue(tx: Transaction, run: RunRow) -> None:
-    run.arrived_seq_id = run.next_seq_id - 1
-    arriving.let_follow(tx.session, run)
-    tx.wake.append(log.work_topic(run.base_model))
+    if rows:
+        connection.execute(_FAIL, {"ids": [row.id for row in rows], "now": tx.now})
+        connection.execute(_INSERT, [{"operation_id": row.id, "result_kind": kind, "result": encoded} for row in rows])
+        tx.wake.extend(log.done_topic(row.request_id) for row in rows)
+    return len(rows), len(rows) == _PART and connection.execute(which.limit(1), values).first() is not None

@@ -7,6 +7,7 @@ from tinsmith.sql_store.tables import RunRow, to_record, to_row
 from tinsmith.sql_store.transactions import log, submitting
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import NewOperation, RunRecord
+from tinsmith.store.unknown import no_such
 
 
 def create(tx: Transaction, run: RunRecord, operation: NewOperation) -> str:
@@ -21,8 +22,7 @@ def create(tx: Transaction, run: RunRecord, operation: NewOperation) -> str:
 def get(session: Session, model_id: str) -> RunRecord:
     row = session.get(RunRow, model_id)
     if row is None:
-        msg = f"no model {model_id!r}"
-        raise NotFoundError(msg)
+        raise NotFoundError(no_such("model", model_id))
     return to_record(row, RunRecord)
 
 

@@ -10,6 +10,7 @@ from tinsmith.errors import NotFoundError
 from tinsmith.sql_store.tables import SAMPLING_SESSIONS, SamplingSessionRow, to_record, to_row
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import SamplingSessionRecord
+from tinsmith.store.unknown import no_such
 
 _GET = sqlalchemy.select(*(SAMPLING_SESSIONS.c[field.name] for field in fields(SamplingSessionRecord))).where(
     SAMPLING_SESSIONS.c.sampling_session_id == bindparam("wanted")
@@ -27,8 +28,7 @@ def create(tx: Transaction, sampler: SamplingSessionRecord) -> SamplingSessionRe
 def get(session: Session, sampling_session_id: str) -> SamplingSessionRecord:
     found = session.connection().execute(_GET, {"wanted": sampling_session_id}).first()
     if found is None:
-        msg = f"no sampling session {sampling_session_id!r}"
-        raise NotFoundError(msg)
+        raise NotFoundError(no_such("sampling session", sampling_session_id))
     return SamplingSessionRecord(**found._mapping)  # noqa: SLF001 - the public name of a row's mapping
 
 

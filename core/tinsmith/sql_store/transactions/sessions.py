@@ -2,13 +2,23 @@
 
 from datetime import datetime
 
+import sqlalchemy
+from sqlalchemy import bindparam
 from sqlmodel import Session, col, select
 
 from tinsmith.errors import NotFoundError
-from tinsmith.sql_store.tables import SessionRow, to_record, to_row
+from tinsmith.sql_store.columns import Microseconds
+from tinsmith.sql_store.tables import OPEN, SESSIONS, SessionRow, to_record, to_row
 from tinsmith.sql_store.transactions import gaps, unloading
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import SessionEnd, SessionRecord
+from tinsmith.store.unknown import no_such
+
+_SILENT = (
+    sqlalchemy.select(SESSIONS.c.session_id)
+    .where(OPEN, SESSIONS.c.last_seen_at < bindparam("before", type_=Microseconds()))
+    .order_by(SESSIONS.c.last_seen_at, SESSIONS.c.session_id)
+)
 
 
 def create(tx: Transaction, session: SessionRecord, idempotency_key: str | None) -> SessionRecord:
@@ -55,18 +65,21 @@ def end(tx: Transaction, session_id: str, reason: SessionEnd, detail: str | None
     return to_record(row, SessionRecord)
 
 
-def expire(tx: Transaction, last_seen_before: datetime) -> list[str]:
-    silent = select(SessionRow).where(col(SessionRow.ended).is_(None), col(SessionRow.last_seen_at) < last_seen_before)
-    expired = []
-    for row in tx.session.exec(silent.order_by(SessionRow.session_id).with_for_update()).all():
-        end(tx, row.session_id, "expired", f"no heartbeat since {row.last_seen_at:%Y-%m-%d %H:%M:%S} UTC")
-        expired.append(row.session_id)
-    return expired
+def silent(session: Session, last_seen_before: datetime) -> list[str]:
+    return list(session.connection().execute(_SILENT, {"before": last_seen_before}).scalars())
+
+
+def expire(tx: Transaction, session_id: str, last_seen_before: datetime) -> bool:
+    """End a session, unless it has ended or been heard meanwhile. Return whether it was ended."""
+    row = _row(tx.session, session_id, lock=True)
+    if row.ended is not None or row.last_seen_at >= last_seen_before:
+        return False
+    end(tx, session_id, "expired", f"no heartbeat since {row.last_seen_at:%Y-%m-%d %H:%M:%S} UTC")
+    return True
 
 
 def _row(session: Session, session_id: str, *, lock: bool = False) -> SessionRow:
     row = session.get(SessionRow, session_id, with_for_update=True if lock else None)
     if row is None:
-        msg = f"no session {session_id!r}"
-        raise NotFoundError(msg)
+        raise NotFoundError(no_such("session", session_id))
     return row

@@ -4,7 +4,7 @@ from sqlmodel import col, select
 
 from tinsmith.operations import UnloadModel
 from tinsmith.sql_store.tables import RunRow
-from tinsmith.sql_store.transactions import gaps, log, submitting
+from tinsmith.sql_store.transactions import arriving, log, model_places, submitting
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import NewOperation
 from tinsmith.store.codec import encode_operation, kind_of
@@ -13,14 +13,21 @@ from tinsmith.store.codec import encode_operation, kind_of
 def unload_models(tx: Transaction, session_id: str) -> None:
     """Queue an UnloadModel behind the last operation that can run.
 
-    Later requests are refused, so a gap will never be filled: the UnloadModel takes its seq_id. What a model that waits
-    for a place has accepted runs when it has one.
+    Later requests are refused, so a gap will never be filled: the UnloadModel takes its seq_id, and what is behind it
+    fails (`gaps.fail_some`). What a model that waits for a place has accepted runs when it has one.
     """
     live = select(RunRow.model_id).where(RunRow.session_id == session_id, col(RunRow.state).in_(log.LIVE))
     for model_id in tx.session.exec(live.order_by(RunRow.model_id)).all():
         run = log.locked_run(tx.session, model_id)
         assert run is not None
-        _queue_unload(tx, run, gaps.fail_all(tx, run))
+        run.unload_seq_id = _first_missing(tx, run)
+        _queue_unload(tx, run, run.unload_seq_id)
+
+
+def _first_missing(tx: Transaction, run: RunRow) -> int:
+    """While a gap is being failed, what is before `next_seq_id` does not count."""
+    first = 0 if model_places.waits(run) else max(run.arrived_seq_id + 1, run.next_seq_id)
+    return arriving.last_before_a_gap(tx.session, run, first) + 1
 
 
 def _queue_unload(tx: Transaction, run: RunRow, seq_id: int) -> None:

@@ -25,5 +25,6 @@ def waiting(session: Session, request_id: str) -> Waiting:
 
 
 def _first_missing(run: RunRow, seq_id: int) -> int | None:
-    missing = run.arrived_seq_id + 1
+    """The session may have ended, and an UnloadModel may have taken the place of what is missing."""
+    missing = run.arrived_seq_id + 1 if run.unload_seq_id is None else min(run.arrived_seq_id + 1, run.unload_seq_id)
     return missing if seq_id > missing else None
