@@ -6,6 +6,7 @@ from typing import Any
 
 import hypothesis.extra.numpy as arrays
 import hypothesis.strategies as st
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from tinsmith import operations as ops
 from tinsmith.errors import ServerError
 from tinsmith.store import compression as stored_bytes
+from tinsmith.store.canonical import add_canonical
 from tinsmith.store.codec import (
     OPERATION_TYPES,
     RESULT_TYPES,
-    canonical_bytes,
     decode_operation,
     decode_result,
     encode_operation,
@@ -193,6 +194,33 @@ def test_arrays_of_any_layout_come_back() -> None:
 def test_the_first_layout_is_read_still(operation: Any) -> None:
     """Logs of before the layouts had numbers hold the canonical bytes."""
     assert_equal(decode_operation(kind_of(operation), canonical_bytes(operation)), operation)
+
+
+@unhurried
+@given(st.one_of(*OPERATIONS.values()))
+def test_the_parts_of_the_canonical_form_are_its_messagepack(operation: Any) -> None:
+    assert canonical_bytes(operation) == msgspec.msgpack.encode(operation, enc_hook=_whole_array)
+
+
+@pytest.mark.parametrize("length", [0, 15, 16, 255, 256, (1 << 16) - 1, 1 << 16])
+def test_the_canonical_form_states_every_length_as_messagepack_does(length: int) -> None:
+    value = {
+        "bytes": np.zeros(length, np.uint8),
+        "items": [None] * length,
+        "names": dict.fromkeys(map(str, range(length))),
+    }
+    assert canonical_bytes(value) == msgspec.msgpack.encode(value, enc_hook=_whole_array)
+
+
+def canonical_bytes(value: object) -> bytes:
+    parts: list[bytes | memoryview] = []
+    add_canonical(value, parts.append)
+    return b"".join(parts)
+
+
+def _whole_array(value: np.ndarray[Any, Any]) -> tuple[str, tuple[int, ...], bytes]:
+    little = np.ascontiguousarray(value, value.dtype.newbyteorder("<"))
+    return little.dtype.str, little.shape, little.tobytes()
 
 
 def a_pass(num_tokens: int) -> ops.ForwardBackward:

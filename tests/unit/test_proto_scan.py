@@ -5,7 +5,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from tinsmith.errors import UserError
-from tinsmith.protocol import bounds, proto_scan, translate
+from tinsmith.protocol import bounds, proto_scan, training_request
 from tinsmith.protocol import tensors as wire_tensors
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
 from tinsmith.protocol.proto_scan import MAX_PARTS, check_parts
@@ -51,13 +51,13 @@ def test_many_small_parts_are_refused(body: bytes, monkeypatch: pytest.MonkeyPat
     check_parts(body, REQUEST)
     monkeypatch.setattr(proto_scan, "MAX_PARTS", MANY)
     with pytest.raises(UserError, match="more than 1000 fields"):
-        translate.parse_forward_backward(body)
+        training_request.parse(body)
 
 
 def test_five_million_empty_data_are_not_built() -> None:
     """These 10 MB took 1.9 GB and 32 s."""
     with pytest.raises(UserError, match=f"more than {MAX_PARTS} fields"):
-        translate.parse_forward_backward(HEAD + b"\x1a\x00" * 5_000_000)
+        training_request.parse(HEAD + b"\x1a\x00" * 5_000_000)
 
 
 def request(num_data: int = 1, num_tensors: int = 3) -> pb.ForwardBackwardRequest:
@@ -93,14 +93,14 @@ def test_what_is_no_message_is_refused(damage: bytes) -> None:
     with pytest.raises(DecodeError, match="cut off or unknown"):
         check_parts(HEAD + damage, REQUEST)
     with pytest.raises(UserError, match="is not a protobuf ForwardBackwardRequest"):
-        translate.parse_forward_backward(HEAD + damage)
+        training_request.parse(HEAD + damage)
 
 
 def test_counts_and_names_of_a_request_are_bounded() -> None:
     data, chunks, tensors, shape = request(num_tensors=0), request(), request(), request()
-    data.data.extend([data.data[0]] * translate.MAX_DATA)
+    data.data.extend([data.data[0]] * training_request.MAX_DATA)
     chunks.data[0].model_input.extend([chunks.data[0].model_input[0]] * bounds.MAX_CHUNKS)
-    for number in range(translate.MAX_TENSORS):
+    for number in range(training_request.MAX_TENSORS):
         tensors.data[0].loss_fn_inputs[f"x{number}"].dtype = pb.DTYPE_FLOAT32
     shape.data[0].loss_fn_inputs["tensor 0"].shape.extend([1] * bounds.MAX_DIMENSIONS)
     loss, model, name = request(), request(), request()
@@ -116,7 +116,7 @@ def test_counts_and_names_of_a_request_are_bounded() -> None:
         (name, r"loss_fn_inputs: 'a\\nb' must not hold control characters"),
     ):
         with pytest.raises(UserError, match=reason):
-            translate.parse_forward_backward(message.SerializeToString())
+            training_request.parse(message.SerializeToString())
 
 
 def test_sparse_tensors_are_counted_together_before_they_are_made_dense() -> None:
@@ -127,8 +127,21 @@ def test_sparse_tensors_are_counted_together_before_they_are_made_dense() -> Non
         tensor.dtype = pb.DTYPE_FLOAT32
         tensor.shape.extend([1, columns])
         tensor.sparse_csr.crow_indices = np.zeros(2, "<i8").tobytes()
-    parsed = translate.parse_forward_backward(message.SerializeToString())
-    assert translate.sparse_elements(parsed) == wire_tensors.MAX_DENSE_ELEMENTS
+    parsed = training_request.parse(message.SerializeToString())
+    assert parsed.sparse_elements == wire_tensors.MAX_DENSE_ELEMENTS
     message.data[0].loss_fn_inputs["b"].shape[1] += 1
     with pytest.raises(UserError, match="data: elements of sparse tensors: 16777217 are too many; allowed: 16777216"):
-        translate.parse_forward_backward(message.SerializeToString())
+        training_request.parse(message.SerializeToString())
+
+
+def test_data_are_parsed_as_in_the_whole_message() -> None:
+    """Wherever they come: between other fields, or of a wire type that makes them unknown fields."""
+    first, second = request(2), request(3)
+    second.loss_fn, second.seq_id, second.forward_only = "ppo", 7, True
+    unknown = b"\x18\x05" + b"\x1d" + b"abcd" + b"\x7a\x02xy"  # field 3 as a number, and a field of the future
+    body = first.SerializeToString() + unknown + second.SerializeToString()
+    whole, parsed = pb.ForwardBackwardRequest.FromString(body), training_request.parse(body)
+    assert [parsed.datum(index) for index in range(len(parsed.data))] == list(whole.data)
+    assert len(parsed.data) == 5
+    del whole.data[:]
+    assert parsed.head == whole

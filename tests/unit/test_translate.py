@@ -8,8 +8,9 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from tinsmith import operations as ops
 from tinsmith.errors import CapacityError, UnsupportedError, UserError
-from tinsmith.protocol import translate, wire
+from tinsmith.protocol import training_request, translate, wire
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
+from tinsmith.protocol.training_request import TrainingRequest
 
 MODEL = "s:train:0"
 
@@ -18,7 +19,7 @@ def datum(tokens: list[int], **inputs: object) -> tinker.Datum:
     return tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
 
 
-def encoded(data: list[tinker.Datum], **fields: object) -> pb.ForwardBackwardRequest:
+def encoded(data: list[tinker.Datum], **fields: object) -> TrainingRequest:
     request = tinker.types.ForwardBackwardRequest(
         forward_backward_input=tinker.types.ForwardBackwardInput(
             data=data, loss_fn=fields.pop("loss_fn", "cross_entropy"), loss_fn_config=fields.pop("loss_fn_config", None)
@@ -27,7 +28,11 @@ def encoded(data: list[tinker.Datum], **fields: object) -> pb.ForwardBackwardReq
         seq_id=1,
     )
     message = forward_backward_request_to_proto(request, **fields)
-    return translate.parse_forward_backward(message.SerializeToString())
+    return parsed(message)
+
+
+def parsed(message: pb.ForwardBackwardRequest) -> TrainingRequest:
+    return training_request.parse(message.SerializeToString())
 
 
 def test_the_sdks_bytes_become_an_operation() -> None:
@@ -47,7 +52,7 @@ def test_several_text_chunks_are_one_input() -> None:
     one = message.data.add()
     for tokens in ([1, 2], [], [3]):
         one.model_input.add(encoded_text=pb.EncodedTextChunk(tokens=np.array(tokens, "<i4").tobytes()))
-    np.testing.assert_array_equal(translate.forward_backward(message).data[0].tokens_T, [1, 2, 3])
+    np.testing.assert_array_equal(translate.forward_backward(parsed(message)).data[0].tokens_T, [1, 2, 3])
 
 
 def test_maps_are_sorted_so_that_repeats_are_equal() -> None:
@@ -70,7 +75,7 @@ def test_maps_are_sorted_so_that_repeats_are_equal() -> None:
 def test_forward_only_is_another_operation() -> None:
     message = encoded([datum([1], target_tokens=[1], weights=[1.0])])
     backward = translate.forward_backward(message)
-    message.forward_only = True
+    message.head.forward_only = True
     forward = translate.forward_backward(message)
     assert type(forward) is ops.Forward
     assert translate.digest(forward) != translate.digest(backward)
@@ -83,7 +88,7 @@ def test_sparse_targets_become_dense() -> None:
     weights = torch.zeros((4, 50))
     weights[2, 7] = 0.5
     message = encoded([datum([1, 2, 3, 4], target_tokens=targets, weights=weights)])
-    assert message.data[0].loss_fn_inputs["target_tokens"].WhichOneof("encoding") == "sparse_csr"
+    assert message.datum(0).loss_fn_inputs["target_tokens"].WhichOneof("encoding") == "sparse_csr"
     inputs = translate.forward_backward(message).data[0].loss_inputs
     np.testing.assert_array_equal(inputs["target_tokens"], targets.numpy())
     np.testing.assert_array_equal(inputs["weights"], weights.numpy())
@@ -106,7 +111,7 @@ def test_what_sparse_targets_do_not_list_counts_nothing() -> None:
     targets.sparse_csr.values = np.array([9, 0, 7], "<i8").tobytes()
     targets.sparse_csr.crow_indices = np.array([0, 1, 1, 3], "<i8").tobytes()
     targets.sparse_csr.col_indices = np.array([1, 0, 1], "<i8").tobytes()
-    inputs = translate.forward_backward(message).data[0].loss_inputs
+    inputs = translate.forward_backward(parsed(message)).data[0].loss_inputs
     np.testing.assert_array_equal(inputs["target_tokens"], [[0, 9], [0, 0], [0, 7]])
     np.testing.assert_array_equal(inputs["weights"], [[0, 1], [0, 0], [1, 1]])
 
@@ -118,8 +123,8 @@ def test_spans_are_accepted_and_change_nothing() -> None:
     with_spans.CopyFrom(plain)
     with_spans.data[0].model_input_spans.add().prompt_tokens.length = 1
     with_spans.data[0].loss_fn_input_spans.add().sampled_tokens.length = 1
-    assert translate.digest(translate.forward_backward(plain)) == translate.digest(
-        translate.forward_backward(with_spans)
+    assert translate.digest(translate.forward_backward(parsed(plain))) == translate.digest(
+        translate.forward_backward(parsed(with_spans))
     )
 
 
@@ -128,12 +133,12 @@ def test_chunks_that_are_no_text_are_refused_by_name(field: str) -> None:
     message = pb.ForwardBackwardRequest(model_id=MODEL, seq_id=1, loss_fn="cross_entropy")
     getattr(message.data.add().model_input.add(), field).SetInParent()
     with pytest.raises(UnsupportedError, match=rf"data\[0\]: model_input: {field} chunks are not offered"):
-        translate.forward_backward(message)
+        translate.forward_backward(parsed(message))
 
 
 def test_text_in_a_loss_config_is_refused_by_name() -> None:
     message = encoded([datum([1], target_tokens=[1], weights=[1.0])])
-    message.loss_fn_config_v2["loss_id"].text = "abc"
+    message.head.loss_fn_config_v2["loss_id"].text = "abc"
     with pytest.raises(UnsupportedError, match="'loss_id' is text, 'abc'"):
         translate.forward_backward(message)
 
@@ -141,14 +146,14 @@ def test_text_in_a_loss_config_is_refused_by_name() -> None:
 @pytest.mark.parametrize("body", [b"", b"\x0a", b"garbage" * 1000, b'{"model_id": "x"}'])
 def test_a_body_that_is_no_protobuf_is_the_users_fault(body: bytes) -> None:
     with pytest.raises(UserError):
-        translate.parse_forward_backward(body)
+        training_request.parse(body)
 
 
 def test_tokens_of_a_broken_length_are_refused() -> None:
     message = pb.ForwardBackwardRequest(model_id=MODEL, seq_id=1, loss_fn="cross_entropy")
     message.data.add().model_input.add().encoded_text.tokens = b"abc"
     with pytest.raises(UserError, match=r"data\[0\]: model_input: 3 bytes are not a whole number of int32"):
-        translate.forward_backward(message)
+        translate.forward_backward(parsed(message))
 
 
 def test_our_module_and_the_sdks_agree_on_the_wire() -> None:

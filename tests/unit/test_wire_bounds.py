@@ -11,9 +11,10 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from tinsmith.errors import UserError
-from tinsmith.protocol import bounds, tensors, translate, wire
+from tinsmith.protocol import bounds, tensors, wire
 from tinsmith.protocol.partial_request import address_of
 from tinsmith.protocol.proto_scan import MAX_PARTS
+from tinsmith.protocol.training_request import MAX_DATA, MAX_TENSORS
 from tinsmith.server.bodies import UNPACKED_FREELY
 from tinsmith.server.bounded_http import (
     BODY_GRACE_S,
@@ -210,7 +211,7 @@ LIMITS_PAGE = (Path(__file__).parents[2] / "docs/reference/limits.md").read_text
         f"cut after {8 * bounds.MAX_NAME_CHARS:,} characters",
         f"numbers in a JSON body | {bounds.MAX_NUMBERS:,},",
         f"{bounds.MAX_CONTAINERS:,}; strings: {bounds.MAX_STRINGS:,}",
-        f"{translate.MAX_DATA:,} data, each of {bounds.MAX_CHUNKS:,} chunks and {translate.MAX_TENSORS} tensors",
+        f"{MAX_DATA:,} data, each of {bounds.MAX_CHUNKS:,} chunks and {MAX_TENSORS} tensors",
         f"of {bounds.MAX_DIMENSIONS} dimensions; {MAX_PARTS:,} protobuf fields",
         f"{tensors.MAX_DENSE_ELEMENTS:,} elements together",
         f"{BODY_GRACE_S} s, at least {MIN_BYTES_PER_S >> 10} KiB",

@@ -27,6 +27,21 @@ def check_parts(body: bytes, descriptor: Descriptor) -> None:
     _count(body, 0, len(body), descriptor, 0)
 
 
+def split_off(number: int, body: bytes) -> tuple[bytes, list[memoryview]]:
+    """Return a message without its field of that number, and the values of that field. The field holds messages."""
+    whole, rest, values, at = memoryview(body), list[memoryview](), list[memoryview](), 0
+    while at < len(body):
+        start = at
+        key, at = _varint(body, at, len(body))
+        length, at = _length(key & 7, body, at, len(body))
+        if key == number << 3 | _BYTES:
+            values.append(whole[at : at + length])
+        else:
+            rest.append(whole[start : at + length])
+        at += length
+    return b"".join(rest), values
+
+
 def _count(body: bytes, at: int, end: int, message: Descriptor, parts: int) -> int:
     """Return the number of parts with those of this message added."""
     fields = _fields(message)

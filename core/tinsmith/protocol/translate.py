@@ -8,24 +8,20 @@ import hashlib
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 
 import numpy as np
-from google.protobuf.message import DecodeError
 
 from tinsmith import operations as ops
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.errors import CapacityError, UnsupportedError, UserError
-from tinsmith.protocol import bounds, wire
 from tinsmith.protocol import tensors as wire_tensors
+from tinsmith.protocol import wire
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
-from tinsmith.protocol.proto_scan import check_parts
-from tinsmith.store.codec import canonical_bytes, kind_of
+from tinsmith.protocol.training_request import TrainingRequest
+from tinsmith.store.canonical import add_canonical
+from tinsmith.store.codec import kind_of
 
 MAX_SAMPLES = 1024
-MAX_DATA = 16_384
-MAX_TENSORS = 64
-"""Of one datum."""
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 24 * 3600
 _SEED_RANGE = 2**63 - 1
 
@@ -33,7 +29,9 @@ _SEED_RANGE = 2**63 - 1
 def digest(op: ops.Operation) -> bytes:
     """Hash what a repeat must match: the operation without the ids that the SDK draws anew for a retry."""
     content = replace(op, sampling_session_id="") if isinstance(op, ops.SaveForSampler) and not op.path else op
-    return hashlib.sha256(kind_of(op).encode() + b"\0" + canonical_bytes(content)).digest()
+    digest = hashlib.sha256(kind_of(op).encode() + b"\0")
+    add_canonical(content, digest.update)
+    return digest.digest()
 
 
 def model_id(session_id: str, model_seq_id: int) -> str:
@@ -85,65 +83,15 @@ def check_load(request: wire.LoadWeightsRequest) -> None:
 # Training -------------------------------------------------------------------------------------------------------------
 
 
-def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
-    request = pb.ForwardBackwardRequest()
-    try:
-        check_parts(body, request.DESCRIPTOR)
-        request.ParseFromString(body)
-    except DecodeError as error:
-        msg = f"the body of {len(body)} bytes is not a protobuf ForwardBackwardRequest: {error}"
-        raise UserError(msg) from error
-    if not request.model_id or request.seq_id < 1:
-        msg = f"model_id {request.model_id!r} or seq_id {request.seq_id} is missing from the protobuf body"
-        raise UserError(msg)
-    _check_counts(request)
-    return request
-
-
-def _check_counts(request: pb.ForwardBackwardRequest) -> None:
-    _check_name("model_id", request.model_id)
-    _check_name("loss_fn", request.loss_fn)
-    for name in (*request.loss_fn_config, *request.loss_fn_config_v2):
-        _check_name("loss_fn_config", name)
-    _check_count("data", len(request.data), MAX_DATA)
-    for index, datum in enumerate(request.data):
-        _check_count(f"data[{index}]: model_input", len(datum.model_input), bounds.MAX_CHUNKS)
-        _check_count(f"data[{index}]: loss_fn_inputs", len(datum.loss_fn_inputs), MAX_TENSORS)
-        for name, tensor in datum.loss_fn_inputs.items():
-            _check_name(f"data[{index}]: loss_fn_inputs", name)
-            _check_count(f"data[{index}]: loss_fn_inputs: {name}: shape", len(tensor.shape), bounds.MAX_DIMENSIONS)
-    _check_count("data: elements of sparse tensors", sparse_elements(request), wire_tensors.MAX_DENSE_ELEMENTS)
-
-
-def sparse_elements(request: pb.ForwardBackwardRequest) -> int:
-    """Return how many elements the sparse tensors have when they are made dense."""
-    tensors = (tensor for datum in request.data for tensor in datum.loss_fn_inputs.values())
-    return sum(abs(prod(tensor.shape)) for tensor in tensors if tensor.WhichOneof("encoding") == "sparse_csr")
-
-
-def _check_count(what: str, count: int, allowed: int) -> None:
-    if count > allowed:
-        msg = f"{what}: {count} are too many; allowed: {allowed}"
-        raise UserError(msg)
-
-
-def _check_name(what: str, name: str) -> None:
-    _check_count(f"{what}: characters of {name[:100]!r}", len(name), bounds.MAX_NAME_CHARS)
-    try:
-        bounds.plain(name)
-    except ValueError as error:
-        msg = f"{what}: {name[:100]!r} {error}"
-        raise UserError(msg) from error
-
-
-def forward_backward(request: pb.ForwardBackwardRequest) -> ops.ForwardBackward:
+def forward_backward(request: TrainingRequest) -> ops.ForwardBackward:
     """Return a Forward if the request is forward-only. Provenance spans have no meaning for the losses offered."""
-    operation = ops.Forward if request.forward_only else ops.ForwardBackward
+    head = request.head
+    operation = ops.Forward if head.forward_only else ops.ForwardBackward
     return operation(
-        model_id=request.model_id,
-        data=tuple(_datum(index, datum, request.loss_fn) for index, datum in enumerate(request.data)),
-        loss_fn=request.loss_fn,
-        loss_fn_config=_loss_config(request),
+        model_id=head.model_id,
+        data=tuple(_datum(index, request.datum(index), head.loss_fn) for index in range(len(request.data))),
+        loss_fn=head.loss_fn,
+        loss_fn_config=_loss_config(head),
     )
 
 

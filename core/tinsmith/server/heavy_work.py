@@ -1,15 +1,17 @@
-"""Work on large bodies: in a thread, one at a time, by turns among tenants.
+"""Work on large bodies: in a thread of its own, one at a time, by turns among tenants.
 
 Unpacking and decoding hold Python's lock for long stretches, and need several times the memory of the body. One at a
-time, they neither stop the event loop nor add up.
+time, they neither stop the event loop nor add up. It is always the same thread, because the allocator keeps some freed
+memory for each thread that has used it.
 """
 
 import asyncio
+import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final, TypeVar
 from weakref import WeakValueDictionary
-
-from starlette.concurrency import run_in_threadpool
 
 T = TypeVar("T")
 
@@ -23,6 +25,7 @@ class HeavyWork:
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
         self._queues: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinsmith-heavy")
 
     async def run(self, tenant: str, num_bytes: int, work: Callable[[], T]) -> T:
         """Return what the work returns. Only the first in each tenant's queue waits for the turn."""
@@ -34,4 +37,16 @@ class HeavyWork:
         """As `run`, for work whose size is not known yet."""
         queue = self._queues.setdefault(tenant, asyncio.Lock())
         async with queue, self._turn:
-            return await run_in_threadpool(work)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, partial(_freed, work))
+
+
+def _freed(work: Callable[[], T]) -> T:
+    """Do the work. If it fails, free what it had in memory: its error may live for as long as the request does."""
+    try:
+        return work()
+    except Exception as error:
+        failed: BaseException | None = error
+        while failed is not None:
+            traceback.clear_frames(failed.__traceback__)
+            failed = failed.__cause__ or failed.__context__
+        raise

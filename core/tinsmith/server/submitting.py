@@ -1,9 +1,12 @@
 """From an operation to a row in the log. A submit is answered at once; its result is behind a future."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from tinsmith import operations as ops
+from tinsmith.backend import Capabilities
 from tinsmith.checks import check_operation
 from tinsmith.errors import UserError
 from tinsmith.failpoints import durable_boundary
@@ -22,28 +25,55 @@ async def submit_training(
     operation: ops.TrainingOperation,
     *,
     problem: UserError | None = None,
-    body_bytes: int = 0,
 ) -> wire.Submitted:
-    """Record an operation, as failed if there is a problem or if the backend cannot carry it out.
+    """Record an operation, as failed if there is a problem or if the backend cannot carry it out."""
+    return await submit_decoded(context, run, seq_id, lambda: operation, body_bytes=0, problem=problem)
 
-    The digest is the operation's in any case, so a repeat finds it even if a problem has come or gone in between.
+
+async def submit_decoded(
+    context: ServerContext,
+    run: RunRecord,
+    seq_id: int,
+    decode: Callable[[], ops.TrainingOperation],
+    *,
+    body_bytes: int,
+    problem: UserError | None = None,
+) -> wire.Submitted:
+    """As `submit_training`, for a body that is still to be decoded.
+
+    The operation exists only while it is decoded, checked, encoded and hashed, in one piece of work. So a process holds
+    one large operation at a time, however many bodies it holds.
     """
     capabilities = await context.engines.capabilities(run.base_model)
-
-    def prepare() -> NewOperation:
-        found = problem
-        try:
-            if capabilities is not None:
-                check_operation(operation, capabilities, context.losses)
-            refuse_unstorable(operation, context.store.max_value_bytes)
-        except UserError as error:
-            found = found or error
-        return _if_it_fits(context, new_training_operation(run, seq_id, operation, problem=found))
-
+    prepare = partial(_prepared, context, run, seq_id, decode, capabilities, problem)
     new = await context.heavy.run(run.tenant, body_bytes, prepare)
     if new.refused is None:
         await context.quotas.admit_operation(new)
     return await _submit(context, run, new)
+
+
+def _prepared(
+    context: ServerContext,
+    run: RunRecord,
+    seq_id: int,
+    decode: Callable[[], ops.TrainingOperation],
+    capabilities: Capabilities | None,
+    problem: UserError | None,
+) -> NewOperation:
+    """The digest is the operation's in any case, so a repeat finds it even if a problem has come or gone in between."""
+    operation = decode()
+    refused = None if problem is None else _failed(problem)
+    try:
+        if capabilities is not None:
+            check_operation(operation, capabilities, context.losses)
+        refuse_unstorable(operation, context.store.max_value_bytes)
+    except UserError as error:
+        refused = refused or _failed(error)
+    return _if_it_fits(context, new_training_operation(run, seq_id, operation, refused=refused))
+
+
+def _failed(error: UserError) -> ops.Failed:
+    return ops.Failed(message=str(error), category=error.category)
 
 
 def _if_it_fits(context: ServerContext, new: NewOperation) -> NewOperation:
@@ -51,7 +81,7 @@ def _if_it_fits(context: ServerContext, new: NewOperation) -> NewOperation:
     try:
         refuse_large_payload(new.payload, context.store.max_value_bytes)
     except UserError as error:
-        return replace(new, payload=b"", refused=ops.Failed(message=str(error), category=error.category))
+        return replace(new, payload=b"", refused=_failed(error))
     return new
 
 
@@ -85,7 +115,7 @@ async def _submit(context: ServerContext, run: RunRecord, operation: NewOperatio
 
 
 def new_training_operation(
-    run: RunRecord, seq_id: int, operation: ops.TrainingOperation, *, problem: UserError | None = None
+    run: RunRecord, seq_id: int, operation: ops.TrainingOperation, *, refused: ops.Failed | None = None
 ) -> NewOperation:
     return NewOperation(
         base_model=run.base_model,
@@ -95,11 +125,11 @@ def new_training_operation(
         subject_id=run.model_id,
         seq_id=seq_id,
         ordered=True,
-        payload=b"" if problem is not None else encode_operation(operation),
+        payload=b"" if refused is not None else encode_operation(operation),
         digest=translate.digest(operation),
         num_tokens=operation.num_tokens if isinstance(operation, ops.ForwardBackward) else 0,
         num_bytes=decoded_bytes(operation),
-        refused=None if problem is None else ops.Failed(message=str(problem), category=problem.category),
+        refused=refused,
     )
 
 

@@ -45,13 +45,8 @@ def kind_of(operation: ops.Operation) -> str:
 
 
 def encode_operation(operation: ops.Operation) -> bytes:
-    """Return the bytes that the log stores. Their layout may change with versions; `canonical_bytes` never change."""
+    """Return the bytes that the log stores. Their layout may change with versions; `canonical.py` never does."""
     return stored_bytes.compress(_ENCODER.encode(operation))
-
-
-def canonical_bytes(operation: ops.Operation) -> bytes:
-    """Return the bytes by which a repeat of an operation is recognised. Upgrades must not change them."""
-    return _CANONICAL.encode(operation)
 
 
 def decode_operation(kind: str, payload: bytes) -> ops.Operation:
@@ -98,17 +93,8 @@ def _encode_array(value: object) -> object:
     raise NotImplementedError(msg)
 
 
-def _encode_whole_array(value: object) -> object:
-    if isinstance(value, np.ndarray):
-        little = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("<"))
-        return little.dtype.str, value.shape, little.tobytes()
-    msg = f"{type(value).__name__} cannot be stored"
-    raise NotImplementedError(msg)
-
-
 def _decode_array(_: type, stored: Any) -> np.ndarray[Any, Any]:  # Any: decoded MessagePack
     return stored_bytes.widen(stored)
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_CANONICAL = msgspec.msgpack.Encoder(enc_hook=_encode_whole_array)

@@ -9,14 +9,12 @@ from tinsmith import operations as ops
 from tinsmith.checks import check_operation
 from tinsmith.errors import UserError
 from tinsmith.hook_values import Principal
-from tinsmith.protocol import translate, wire
-from tinsmith.protocol.proto import tinker_public_pb2 as pb
+from tinsmith.protocol import training_request, translate, wire
 from tinsmith.server.auth import Caller, own_run, own_session, readable_run
-from tinsmith.server.body_budget import hold_decoded
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.routes.sessions import refuse_ended
-from tinsmith.server.submitting import count, new_training_operation, submit_training
+from tinsmith.server.submitting import count, new_training_operation, submit_decoded, submit_training
 from tinsmith.store import WAITS_FOR_PLACE, RunRecord, SessionRecord
 
 router = APIRouter(tags=["training"], route_class=NumberedRoute)
@@ -93,17 +91,11 @@ async def forward_backward(request: Request, caller: Caller, context: Context) -
         )
         raise UserError(msg)
     body = await request.body()
-    message, num_bytes = await context.heavy.run(caller.tenant, _WORK_PER_BYTE * len(body), partial(_parsed, body))
-    run = await own_run(context, caller, message.model_id)
-    await hold_decoded(request, caller.tenant, num_bytes)
-    operation = await context.heavy.run(caller.tenant, num_bytes, partial(translate.forward_backward, message))
-    return await submit_training(context, run, message.seq_id, operation, body_bytes=num_bytes)
-
-
-def _parsed(body: bytes) -> tuple[pb.ForwardBackwardRequest, int]:
-    """Return the request, and how much memory its arrays take."""
-    message = translate.parse_forward_backward(body)
-    return message, len(body) + _SPARSE_ELEMENT_BYTES * translate.sparse_elements(message)
+    parsed = await context.heavy.run(caller.tenant, _WORK_PER_BYTE * len(body), partial(training_request.parse, body))
+    run = await own_run(context, caller, parsed.head.model_id)
+    num_bytes = len(body) + _SPARSE_ELEMENT_BYTES * parsed.sparse_elements
+    decode = partial(translate.forward_backward, parsed)
+    return await submit_decoded(context, run, parsed.head.seq_id, decode, body_bytes=num_bytes)
 
 
 @router.post("/optim_step", response_model_exclude_none=True)
