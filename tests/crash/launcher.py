@@ -201,7 +201,13 @@ def _import_everything() -> None:
     from tinsmith.plugins.loading import Plugins
     from tinsmith.store import StoreContext
 
-    for module in ("pytest", "tinsmith.commands.cli", "tinsmith.processes.engine", "tinsmith.processes.serve"):
+    for module in (
+        "alembic.command",
+        "pytest",
+        "tinsmith.commands.cli",
+        "tinsmith.processes.engine",
+        "tinsmith.processes.serve",
+    ):
         importlib.import_module(module)
     plugins = Plugins.load()
     spec = plugins.stores.get("sql")

@@ -6,8 +6,6 @@ import random
 import shutil
 import signal
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -19,7 +17,8 @@ from typing import Any
 import psutil
 import pytest
 import tinker
-from jax._src import compilation_cache  # nothing public says which directory is in use
+from forked import Forked
+from processes import Launcher
 
 from tinsmith.checkpoints.format import read_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
@@ -39,7 +38,8 @@ WAIT_S = 600
 class Served:
     """`tinsmith serve` of one model on one port, again and again."""
 
-    def __init__(self, data_dir: Path, model: ModelSettings, **server: str) -> None:
+    def __init__(self, launcher: Launcher, data_dir: Path, model: ModelSettings, **server: str) -> None:
+        self.launcher = launcher
         self.data_dir = data_dir
         self.model = model
         self.held = hold_port()
@@ -60,9 +60,9 @@ class Served:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "tinsmith", "serve", "--config", str(self.settings)]
+        command = ("serve", "--config", str(self.settings))
         environ = {name: value for name, value in os.environ.items() if not name.startswith("TINSMITH_")}
-        self.process = subprocess.Popen(command, stderr=self.log, env=environ, start_new_session=True)
+        self.process = Forked(self.launcher, *command, environ=environ, errors=self.log)
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + WAIT_S
@@ -99,8 +99,8 @@ class Served:
 
 
 @contextmanager
-def serving(data_dir: Path, model: ModelSettings = TOY, **server: str) -> Iterator[Served]:
-    served = Served(data_dir, model, **server)
+def serving(launcher: Launcher, data_dir: Path, model: ModelSettings = TOY, **server: str) -> Iterator[Served]:
+    served = Served(launcher, data_dir, model, **server)
     try:
         served.wait_until_ready()
         yield served
@@ -199,18 +199,18 @@ def check(served: Served, killer: Killer, expected: list[Any], state: dict[str, 
 
 
 @pytest.mark.thorough  # crash/test_campaign.py does so in `make test`
-def test_the_engine_is_killed_at_random_moments(tmp_path: Path) -> None:
+def test_the_engine_is_killed_at_random_moments(launcher: Launcher, tmp_path: Path) -> None:
     random_ = random.Random(20)
     moments = [(2 * number, random_.uniform(0.0, 0.1)) for number in range(KILLS - 3)]
     moments += [(step, random_.uniform(0.3, 2.0)) for step in (4, 8, 12)]  # while the next engine starts or recovers
-    with serving(tmp_path / "killed") as served:
+    with serving(launcher, tmp_path / "killed") as served:
         expected = undisturbed(tmp_path / "undisturbed", served.model)
         check(served, Killer(served.kill_engine, sorted(moments)), *expected)
 
 
 @pytest.mark.thorough  # as above
-def test_everything_is_killed_and_started_again(tmp_path: Path) -> None:
-    with serving(tmp_path / "killed") as served:
+def test_everything_is_killed_and_started_again(launcher: Launcher, tmp_path: Path) -> None:
+    with serving(launcher, tmp_path / "killed") as served:
 
         def kill_and_start() -> bool:
             served.kill_everything()
@@ -223,7 +223,7 @@ def test_everything_is_killed_and_started_again(tmp_path: Path) -> None:
         check(served, Killer(kill_and_start, moments), *expected)
 
 
-def test_everything_is_killed_while_a_client_waits_for_many_samples(tmp_path: Path) -> None:
+def test_everything_is_killed_while_a_client_waits_for_many_samples(launcher: Launcher, tmp_path: Path) -> None:
     """The client polls for all its samples with one cursor, which the kill does not take from it."""
     prompt = tinker.ModelInput.from_ints(TOKENS)
 
@@ -234,7 +234,7 @@ def test_everything_is_killed_while_a_client_waits_for_many_samples(tmp_path: Pa
     def tokens(futures: list[Any]) -> list[list[int]]:
         return [future.result(timeout=WAIT_S).sequences[0].tokens for future in futures]
 
-    with serving(tmp_path / "killed", poll_samples_together="always") as served:
+    with serving(launcher, tmp_path / "killed", poll_samples_together="always") as served:
         service = tinker.ServiceClient(base_url=served.url, api_key="tml-test")
         sampler = service.create_sampling_client(base_model="toy").result(timeout=WAIT_S)
         futures = samples(sampler, range(40))
@@ -259,7 +259,7 @@ def test_everything_is_killed_while_a_client_waits_for_many_samples(tmp_path: Pa
 
 
 @pytest.mark.thorough
-def test_an_engine_of_the_jax_backend_is_killed(tmp_path: Path) -> None:
+def test_an_engine_of_the_jax_backend_is_killed(launcher: Launcher, tmp_path: Path) -> None:
     """The engine finds the programs that the undisturbed run compiled, as an engine does that is started again."""
     shape = TinyShape(
         vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
@@ -269,10 +269,12 @@ def test_an_engine_of_the_jax_backend_is_killed(tmp_path: Path) -> None:
     model = ModelSettings(
         name="tiny", path=tmp_path / "tiny", backend=PluginSection.model_validate({**options, "warm_up": False})
     )
+    from jax._src import compilation_cache  # nothing public says which directory is in use
+
     expected = undisturbed(tmp_path / "undisturbed", model)
     compiled_here = compilation_cache._cache._path  # where this process keeps all that it compiles
     shutil.copytree(compiled_here, tmp_path / "killed" / "cache" / "jax" / "tiny" / "compiled")
     random_ = random.Random(22)
-    with serving(tmp_path / "killed", model) as served:
+    with serving(launcher, tmp_path / "killed", model) as served:
         moments = [(step, random_.uniform(0.0, 0.3)) for step in (3, 9, 15)]
         check(served, Killer(served.kill_engine, moments), *expected)

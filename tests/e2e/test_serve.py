@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forked import Forked
+from processes import Launcher
 
 START_S = 300
 
@@ -21,21 +23,28 @@ START_S = 300
 class Served:
     """A server process with the toy backend; its output is read line by line."""
 
-    def __init__(self, data_dir: Path, *arguments: str) -> None:
-        command = [sys.executable, "-m", "tinsmith", "serve", "--base-model", "tiny", "--backend", "toy"]
+    def __init__(self, data_dir: Path, *arguments: str, launcher: Launcher | None = None) -> None:
+        """With a launcher the server is forked. Its engine is always started as it is shipped."""
+        command = ["-m", "tinsmith", "serve", "--base-model", "tiny", "--backend", "toy"]
         command += ["--port", "0", "--data-dir", str(data_dir), *arguments]
         environ = {name: value for name, value in os.environ.items() if not name.startswith("TINSMITH_")}
         self.data_dir = data_dir
         self.lines: list[str] = []
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True)
+        read, write = os.pipe()
+        with os.fdopen(write, "wb") as errors:
+            self.process: subprocess.Popen[bytes] | Forked = (
+                subprocess.Popen([sys.executable, *command], stderr=errors, env=environ, start_new_session=True)
+                if launcher is None
+                else Forked(launcher, *command, environ=environ, errors=errors)
+            )
+        self._errors = os.fdopen(read)
         self._news = threading.Condition()
         self._ended = False
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        for line in self._errors:
             with self._news:
                 self.lines.append(line.rstrip())
                 self._news.notify_all()
@@ -71,16 +80,15 @@ class Served:
                 each.kill()
         self.process.wait()
         self._reader.join(START_S)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
+        self._errors.close()
 
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
     started: list[Served] = []
 
-    def start(*arguments: str) -> Served:
-        started.append(Served(tmp_path / "data", *arguments))
+    def start(*arguments: str, launcher: Launcher | None = None) -> Served:
+        started.append(Served(tmp_path / "data", *arguments, launcher=launcher))
         return started[-1]
 
     yield start
@@ -89,7 +97,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
 
 
 @pytest.mark.slow
-def test_a_life(serve: Callable[..., Served]) -> None:
+def test_a_life(serve: Callable[..., Served], launcher: Launcher) -> None:
     """Start, say how to connect, answer, refuse a second server, stop in order, leave nothing."""
     server = serve()
     server.wait_for_line("ready tiny")
@@ -100,7 +108,7 @@ def test_a_life(serve: Callable[..., Served]) -> None:
     assert f'base_url="{server.url}"' in server.text
     assert 'base_model="tiny"' in server.text
 
-    second = serve()
+    second = serve(launcher=launcher)
     assert second.process.wait(START_S) == 2
     second._reader.join(START_S)
     assert "is in use by another server" in " ".join(second.text.split())
@@ -116,8 +124,8 @@ def test_a_life(serve: Callable[..., Served]) -> None:
 
 
 @pytest.mark.slow
-def test_the_second_signal_stops_at_once(serve: Callable[..., Served]) -> None:
-    server = serve()
+def test_the_second_signal_stops_at_once(serve: Callable[..., Served], launcher: Launcher) -> None:
+    server = serve(launcher=launcher)
     server.wait_for_line("ready tiny")
     engines = server.engines()
     for engine in engines:
@@ -130,18 +138,18 @@ def test_the_second_signal_stops_at_once(serve: Callable[..., Served]) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_server_takes_its_engines_with_it(serve: Callable[..., Served]) -> None:
-    server = serve()
+def test_a_killed_server_takes_its_engines_with_it(serve: Callable[..., Served], launcher: Launcher) -> None:
+    server = serve(launcher=launcher)
     server.wait_for_line("ready tiny")
     engines = server.engines()
     server.process.kill()
     assert not psutil.wait_procs(engines, START_S)[1]
 
 
-def test_a_port_in_use(serve: Callable[..., Served]) -> None:
+def test_a_port_in_use(serve: Callable[..., Served], launcher: Launcher) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        server = serve("--port", port)
+        server = serve("--port", port, launcher=launcher)
         assert server.process.wait(START_S) == 2
         server._reader.join(START_S)
     assert f"server.port: {port} is in use on 127.0.0.1; choose another with --port" in " ".join(server.text.split())

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ from typing import Any
 import pytest
 import tinker
 import toy_of_a_directory
+from forked import Forked
+from processes import Launcher
 from stand_in_hub import StandInHub
 
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
@@ -48,24 +49,14 @@ def environment(hub: StandInHub, tmp_path: Path) -> dict[str, str]:
 
 @contextmanager
 def serving(
-    tmp_path: Path, environment: dict[str, str], *arguments: str
-) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
+    launcher: Launcher, tmp_path: Path, environment: dict[str, str], *arguments: str
+) -> Iterator[tuple[Forked, str]]:
     """Yield the process and its URL, once it answers; stop it in order."""
-    command = [
-        sys.executable,
-        "-m",
-        "tinsmith",
-        "serve",
-        *arguments,
-        "--port",
-        "0",
-        "--data-dir",
-        str(tmp_path / "data"),
-    ]
+    command = ("serve", *arguments, "--port", "0", "--data-dir", str(tmp_path / "data"))
     lock = tmp_path / "data" / "server.lock"
     lock.unlink(missing_ok=True)
     with (tmp_path / "log").open("ab") as log:
-        process = subprocess.Popen(command, stderr=log, env=environment, start_new_session=True)
+        process = Forked(launcher, *command, environ=environment, errors=log)
     try:
         while not lock.exists() or not json.loads(lock.read_text() or "{}").get("url"):
             assert waited(process), (tmp_path / "log").read_text()
@@ -75,7 +66,7 @@ def serving(
         assert process.wait(START_S) == 0
 
 
-def waited(process: "subprocess.Popen[bytes]") -> bool:
+def waited(process: Forked) -> bool:
     """Wait a moment; return whether the process runs still."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(0.1)
@@ -92,7 +83,7 @@ def engine(url: str) -> dict[str, Any]:
     return dict(body["engines"][NAME])
 
 
-def wait_for(process: "subprocess.Popen[bytes]", url: str, state: str, detail: str = "") -> dict[str, Any]:
+def wait_for(process: Forked, url: str, state: str, detail: str = "") -> dict[str, Any]:
     while (found := engine(url))["state"] != state or not found["detail"].startswith(detail):
         assert waited(process), found
     return found
@@ -106,11 +97,11 @@ def wait_for(process: "subprocess.Popen[bytes]", url: str, state: str, detail: s
     ],
 )
 def test_a_name_is_downloaded_served_and_trained(
-    hub: StandInHub, environment: dict[str, str], tmp_path: Path, backend: tuple[str, ...]
+    launcher: Launcher, hub: StandInHub, environment: dict[str, str], tmp_path: Path, backend: tuple[str, ...]
 ) -> None:
     arguments = (NAME, *backend)
     hub.hold = "model.safetensors"
-    with serving(tmp_path, environment, *arguments) as (process, url):
+    with serving(launcher, tmp_path, environment, *arguments) as (process, url):
         assert hub.held.wait(START_S)
         assert wait_for(process, url, "loading", "downloading")["detail"] == "downloading 0.0 of 0.3 MB"
     log = (tmp_path / "log").read_text()
@@ -120,7 +111,7 @@ def test_a_name_is_downloaded_served_and_trained(
     hub.hold = None
     hub.release.set()
     hub.sent.clear()
-    with serving(tmp_path, environment, *arguments) as (_, url):
+    with serving(launcher, tmp_path, environment, *arguments) as (_, url):
         client = tinker.ServiceClient(base_url=url, api_key="tml-test")
         model = client.create_lora_training_client(base_model=NAME, rank=4).result(timeout=START_S)
         first, second = (step(model, [datum()]).metrics["loss:sum"] for _ in range(2))
@@ -133,10 +124,10 @@ def test_a_name_is_downloaded_served_and_trained(
 
 
 def test_a_name_that_the_hub_does_not_know_fails_with_a_remedy(
-    environment: dict[str, str], tmp_path: Path, hub: StandInHub
+    launcher: Launcher, environment: dict[str, str], tmp_path: Path, hub: StandInHub
 ) -> None:
     file = tmp_path / "tinsmith.yaml"
     file.write_text("models: [{name: maker/tiny, revision: v9, backend: {plugin: toy-of-a-directory}}]")
-    with serving(tmp_path, environment, "--config", str(file)) as (process, url):
+    with serving(launcher, tmp_path, environment, "--config", str(file)) as (process, url):
         detail = wait_for(process, url, "failed")["detail"]
     assert f"the model 'maker/tiny' has no revision 'v9'; see {hub.url}/maker/tiny/branches" in detail
