@@ -19,9 +19,8 @@ _ON_POSTGRES = (
 )
 _GROUPS = (  # one process runs all of a group: its servers, ranks and compiled programs are made once; longest first
     ("jax", ["plugins/jax_backend/tests", *(f"tests/e2e/{name}.py" for name in _JAX_OUTSIDE_ITS_PLUGIN)]),
-    ("vllm", ["plugins/vllm_sampler/tests"]),
+    ("ranks", ["plugins/vllm_sampler/tests", "plugins/fsdp_backend/tests"]),
     ("crash", ["tests/crash"]),
-    ("fsdp", ["plugins/fsdp_backend/tests"]),
     ("examples", ["tests/e2e/test_examples.py"]),
 )
 
@@ -93,8 +92,9 @@ def _group(nodeid: str) -> str:
 def _mark_repetitions(items: Iterable[pytest.Item]) -> None:
     """Leave repetitions of the shipped suites to `make test-all` where a test takes long: with the plugins' backends.
 
-    Of a test that is repeated with several parameters, `make test` runs the first, and the first with each loss. With
-    the toy backend it runs them all.
+    Of a test that is repeated with several parameters, `make test` runs the first, and the first with each loss. What
+    a loss computes does not depend on which weights are trained, so of full fine-tuning it runs one loss. With the toy
+    backend it runs them all.
     """
     seen = set[tuple[object, ...]]()
     for item in items:
@@ -103,7 +103,8 @@ def _mark_repetitions(items: Iterable[pytest.Item]) -> None:
         if not item.function.__module__.startswith("tinsmith.testing.") or item.get_closest_marker("thorough"):
             continue
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        key = (item.cls, item.originalname, parameters.get("loss_fn"))
+        loss = None if "FullFineTuning" in item.nodeid else parameters.get("loss_fn")
+        key = (item.cls, item.originalname, loss)
         if key in seen:
             item.add_marker(pytest.mark.thorough)
         seen.add(key)

@@ -23,6 +23,7 @@ def run(
 ) -> "subprocess.CompletedProcess[str]":
     ours = ("TINSMITH_", "PYTEST_", "PYTHON")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    variables["PYTEST_ADDOPTS"] = "-p no:schemathesis"  # it takes long to import, and no suite uses it
     variables["PYTHONPATH"] = os.pathsep.join(str(each) for each in path or ())
     return forked.run(launcher, "-m", module, *arguments, environ=variables, cwd=cwd)
 
@@ -30,9 +31,10 @@ def run(
 @pytest.mark.parametrize(
     ("kind", "chosen"),
     [
-        *((kind, "") for kind in PluginKind if kind != PluginKind.STORE),
+        *((kind, "") for kind in PluginKind if kind not in {PluginKind.LOSS, PluginKind.STORE}),
+        (PluginKind.LOSS, "not torch"),  # torch takes longer to import than the suite
         (PluginKind.STORE, "session"),  # each test of a store makes a database
-        pytest.param(PluginKind.STORE, "", marks=pytest.mark.thorough),
+        *(pytest.param(kind, "", marks=pytest.mark.thorough) for kind in (PluginKind.LOSS, PluginKind.STORE)),
     ],
 )
 def test_a_new_plugin_passes_its_suite(launcher: Launcher, kind: PluginKind, chosen: str, tmp_path: Path) -> None:

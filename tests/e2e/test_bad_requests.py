@@ -1,6 +1,5 @@
 """Bad requests, each with a clear typed error, while a neighbour trains as if nothing happened."""
 
-import threading
 from collections.abc import Callable, Iterator
 
 import httpx
@@ -10,7 +9,7 @@ import tinker
 from tinker import SamplingParams
 
 from tinsmith.testing.harness import RunningServer
-from tinsmith.testing.sdk_data import TOKENS, datum, ragged, rl_datum, step
+from tinsmith.testing.sdk_data import TOKENS, datum, ragged, rl_datum
 
 Client = tinker.ServiceClient
 
@@ -21,47 +20,42 @@ def _new_model(client: Client, **fields: int) -> tinker.TrainingClient:
 
 
 class Neighbour:
-    """Trains without a break in its own session; what it computes must equal what it computed alone."""
+    """Trains in its own session while bad requests are answered: what it computes equals what it computed alone."""
 
-    def __init__(self, client: Client) -> None:
-        self.alone = self._run(_new_model(client), num_steps=3)
+    def __init__(self, client: Client, alone: list[float]) -> None:
         self._model = _new_model(client)
-        self._seen: list[float] = []
-        self._failures: list[Exception] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._train)
+        self._alone = alone
+        self._passes: list[tinker.APIFuture[tinker.ForwardBackwardOutput]] = []
 
-    @staticmethod
-    def _run(model: tinker.TrainingClient, num_steps: int) -> list[float]:
-        return [step(model, ragged(3, seed)).metrics["loss:sum"] for seed in range(num_steps)]
+    def send_a_step(self) -> None:
+        """Do not wait for it."""
+        self._passes.append(send_a_step(self._model, seed=len(self._passes)))
 
-    def _train(self) -> None:
-        try:
-            seed = 0
-            while not self._stop.is_set() or seed < 3:
-                self._seen.append(step(self._model, ragged(3, seed)).metrics["loss:sum"])
-                seed += 1
-        except Exception as error:  # noqa: BLE001 - reported by `check`
-            self._failures.append(error)
+    def check(self) -> None:
+        assert len(self._passes) >= len(self._alone)
+        seen = [each.result(timeout=300).metrics["loss:sum"] for each in self._passes]
+        assert seen[: len(self._alone)] == self._alone
 
-    def __enter__(self) -> "Neighbour":
-        self._thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        assert self._failures == []
-        assert self._seen[:3] == self.alone
+def send_a_step(model: tinker.TrainingClient, seed: int) -> tinker.APIFuture[tinker.ForwardBackwardOutput]:
+    passed = model.forward_backward(ragged(3, seed), "cross_entropy")
+    model.optim_step(tinker.AdamParams(learning_rate=0.01))
+    return passed
+
+
+@pytest.fixture(scope="module")
+def alone(toy_server: RunningServer) -> list[float]:
+    with tinker.ServiceClient(base_url=toy_server.url, api_key="tml-neighbour") as client:
+        model = _new_model(client)
+        return [send_a_step(model, seed).result(timeout=300).metrics["loss:sum"] for seed in range(3)]
 
 
 @pytest.fixture
-def neighbour(toy_server: RunningServer) -> Iterator[Neighbour]:
-    with (
-        tinker.ServiceClient(base_url=toy_server.url, api_key="tml-neighbour") as client,
-        Neighbour(client) as neighbour,
-    ):
+def neighbour(toy_server: RunningServer, alone: list[float]) -> Iterator[Neighbour]:
+    with tinker.ServiceClient(base_url=toy_server.url, api_key="tml-neighbour") as client:
+        neighbour = Neighbour(client, alone)
         yield neighbour
+        neighbour.check()
 
 
 def with_inputs(tokens: list[int], **inputs: object) -> tinker.Datum:
@@ -98,10 +92,10 @@ BAD_PASSES = {
 }
 
 
-@pytest.mark.usefixtures("neighbour")
-def test_bad_passes_fail_alone(client: Client) -> None:
+def test_bad_passes_fail_alone(client: Client, neighbour: Neighbour) -> None:
     model = _new_model(client)
     for name, (data, loss_fn, words) in BAD_PASSES.items():
+        neighbour.send_a_step()
         with pytest.raises(tinker.RequestFailedError, match=words) as failure:
             model.forward_backward(data, loss_fn).result(timeout=300)
         assert failure.value.category == tinker.types.RequestErrorCategory.User, name
@@ -116,13 +110,13 @@ def test_bad_passes_fail_alone(client: Client) -> None:
     assert untouched[0].metrics == untouched[1].metrics  # nothing of the bad ones was added
 
 
-@pytest.mark.usefixtures("neighbour")
-def test_bad_models_are_refused(client: Client) -> None:
+def test_bad_models_are_refused(client: Client, neighbour: Neighbour) -> None:
     for fields, words in (
         ({"base_model": "gpt-9"}, "no base model named 'gpt-9'"),
         ({"rank": -1}, "rank -1 is not allowed"),
         ({"rank": 10_000}, "rank 10000 is not allowed"),
     ):
+        neighbour.send_a_step()
         with pytest.raises(tinker.BadRequestError, match=words):
             client.create_lora_training_client(**{"base_model": "toy", "rank": 4, **fields}).result(timeout=300)
     with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
@@ -133,8 +127,7 @@ def test_bad_models_are_refused(client: Client) -> None:
         client.create_sampling_client(base_model="gpt-9").result(timeout=300)
 
 
-@pytest.mark.usefixtures("neighbour")
-def test_bad_samples_are_refused(client: Client) -> None:
+def test_bad_samples_are_refused(client: Client, neighbour: Neighbour) -> None:
     sampler = client.create_sampling_client(base_model="toy").result(timeout=300)
     prompt = tinker.ModelInput.from_ints(TOKENS)
     for tokens, params, words in (
@@ -149,6 +142,7 @@ def test_bad_samples_are_refused(client: Client) -> None:
         (TOKENS, SamplingParams(max_tokens=1, top_k=0), "top_k is 0"),
         (TOKENS, SamplingParams(max_tokens=1, stop=[9999]), "token id 9999"),
     ):
+        neighbour.send_a_step()
         with pytest.raises(tinker.BadRequestError, match=words):
             sampler.sample(tinker.ModelInput.from_ints(tokens), 1, params).result(timeout=300)
     stable = client.create_sampling_client(base_model="toy", record_stability_info=True).result(timeout=300)
@@ -158,14 +152,15 @@ def test_bad_samples_are_refused(client: Client) -> None:
         sampler.sample(prompt, 1, SamplingParams(max_tokens=1, seed=seed)).result(timeout=300)
 
 
-@pytest.mark.usefixtures("neighbour")
-def test_garbage_and_wrong_keys(toy_server: RunningServer) -> None:
+def test_garbage_and_wrong_keys(toy_server: RunningServer, neighbour: Neighbour) -> None:
     garbage = np.random.default_rng(1).bytes(10 << 20)
     with httpx.Client(base_url=f"{toy_server.url}/api/v1/", timeout=300) as http:
         for path, media in (("forward_backward", "application/x-protobuf"), ("asample", "application/json")):
+            neighbour.send_a_step()
             answer = http.post(path, content=garbage, headers={"X-API-Key": "tml-x", "Content-Type": media})
             assert answer.status_code in {400, 422}
             assert answer.json()["detail"]
+        neighbour.send_a_step()
         assert http.post("create_session", json={}, headers={"X-API-Key": "wrong"}).status_code == 401
         assert http.post("create_session", json={}).status_code == 401
 

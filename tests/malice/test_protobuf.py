@@ -183,7 +183,7 @@ def test_damaged_passes_fail_alone(form: Form, tmp_path: Path) -> None:
     with fuzzed_server(form, tmp_path) as (url, pids), Properties(url, pids) as properties:
         sender, began, number = Sender(properties), time.monotonic(), 0
         while number == 0 or time.monotonic() - began < form.seconds:
-            examples_of(bodies(), sender.send, form.of(50), number)
+            examples_of(bodies(), sender.send, form.of(25), number)
             number += 1
         properties.check_neighbour()
         properties.check_memory()

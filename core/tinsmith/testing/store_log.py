@@ -290,7 +290,7 @@ class LogContract(StoreSuite):
             await store.wait_for("req-nope", LONG_S)
 
     async def test_many_waiters(self, store: RequestStore, other: RequestStore) -> None:
-        ids = await asyncio.gather(*[store.submit(a_sample(seq_id)) for seq_id in range(200)])
+        ids = await asyncio.gather(*[store.submit(a_sample(seq_id)) for seq_id in range(80)])
         waiters = [asyncio.create_task(store.wait_for(request_id, LONG_S)) for request_id in ids]
         claimed = await claim(other, 1000)
         await complete(other, [done(request_id) for request_id in claimed])
@@ -436,7 +436,7 @@ class LogContract(StoreSuite):
         """Two processes finish samples of several clients at once, and a third process follows each client."""
         subject_ids = [f"s1:sample:{number}" for number in range(3)]
         ids = {
-            subject_id: [await store.submit(a_sample(seq_id, subject_id)) for seq_id in range(40)]
+            subject_id: [await store.submit(a_sample(seq_id, subject_id)) for seq_id in range(20)]
             for subject_id in subject_ids
         }
         await claim(store, 1000)
@@ -460,8 +460,8 @@ class LogContract(StoreSuite):
 
         followed, *_ = await asyncio.gather(
             asyncio.gather(*[follow(subject_id) for subject_id in subject_ids]),
-            finish(store, range(0, 40, 2)),
-            finish(other, range(1, 40, 2)),
+            finish(store, range(0, 20, 2)),
+            finish(other, range(1, 20, 2)),
         )
         for subject_id, seen in zip(subject_ids, followed, strict=True):
             assert sorted(seen) == sorted(ids[subject_id])
@@ -528,10 +528,10 @@ class LogContract(StoreSuite):
     async def test_many_operations_fail_behind_one_gap(self, store: RequestStore) -> None:
         await a_model(store)
         await heard(store)
-        late = await asyncio.gather(*[store.submit(an_operation(seq_id=seq_id)) for seq_id in range(2, 1203)])
+        late = await asyncio.gather(*[store.submit(an_operation(seq_id=seq_id)) for seq_id in range(2, 523)])
         assert await store.fail_gaps(BASE, older_than=datetime.now(UTC) + timedelta(hours=1)) == len(late)
         assert "seq_id 1 " in (await failure_of(store, late[-1])).message
-        following = await store.submit(an_operation(seq_id=1203))
+        following = await store.submit(an_operation(seq_id=523))
         assert await claim(store) == [following]
 
     async def test_what_can_run_is_no_gap(self, store: RequestStore) -> None:
