@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.errors import UserError
-from tinsmith.operations import OptimStepOutput
+from tinsmith.errors import NotFoundError, UserError
+from tinsmith.operations import Failed, OptimStepOutput
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.transactions import gaps, sessions
@@ -41,6 +41,7 @@ from tinsmith.testing.store_records import (
     an_operation,
     claim,
     complete,
+    done,
     failure_of,
     heard,
     lease_of,
@@ -155,6 +156,41 @@ class SqlStoreContract(RequestStoreContract):
         assert [await store.count_open_sampling_sessions(tenant) for tenant in ("ann", "bob", "eve")] == [4, 2, 0]
         await store.end_session("s0", "success", None)
         assert await store.count_open_sampling_sessions("ann") == 2
+
+    async def test_whatever_has_finished_no_longer_counts_as_pending(self, store: SqlStore) -> None:
+        await a_model(store)
+        await heard(store)
+        await a_model(store, "s2:train:0")
+        lease = await lease_of(store)
+        sizes = {"payload": b"x" * 10}
+        refused = an_operation(seq_id=1, refused=Failed(message="no"), **sizes)
+        assert await store.submit(refused) == await store.submit(refused)
+        samples = [store.submit(a_sample(number, **sizes)) for number in range(4)]
+        bad = store.submit(an_operation("nope:train:0", 1))  # shares a commit with them
+        assert isinstance((await asyncio.gather(*samples, bad, return_exceptions=True))[-1], NotFoundError)
+        step = await store.submit(an_operation(seq_id=2, **sizes))
+        held = PendingCounts(by_kind={"sample": 4, "optim_step": 1}, num_bytes=50)
+        assert await store.pending("ann") == held
+        claimed = await claim(store)
+        assert await store.pending("ann") == held
+        await asyncio.gather(complete(store, [done(step)]), complete(store, [done(step)]))
+        await store.cancel(claimed[1])
+        await store.cancel(claimed[1])
+        for _ in range(2):
+            await store.requeue(lease, max_attempts=2, reason="it was killed")
+            await claim(store)
+        await store.submit(an_operation(seq_id=4, **sizes))
+        await store.submit(an_operation("s2:train:0", 1, **sizes))
+        assert await store.pending("ann") == PendingCounts(by_kind={"optim_step": 2}, num_bytes=20)
+        await store.fail_gaps(BASE, older_than=datetime.now(UTC) + timedelta(hours=1))
+        await store.lose_run(lease, "s2:train:0", "why")
+        assert await store.pending("ann") == PendingCounts(by_kind={}, num_bytes=0)
+        await store.submit(an_operation(seq_id=6, **sizes))
+        await store.end_session("s1", "success", None)
+        (unload,) = await claim(store)
+        assert (await store.pending("ann")).by_kind == {"unload_model": 1}
+        await complete(store, [done(unload)])
+        assert await store.pending("ann") == PendingCounts(by_kind={}, num_bytes=0)
 
     async def test_what_can_never_run_is_stored_without_its_payload(self, store: RequestStore) -> None:
         await a_model(store)

@@ -17,7 +17,7 @@ from tinker import types
 from tinsmith import operations as ops
 from tinsmith.checkpoints.format import read_checkpoint
 from tinsmith.sql_store.migrate import alembic_config
-from tinsmith.store import OperationState
+from tinsmith.store import OperationState, PendingCounts
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.harness import running_server
 
@@ -153,6 +153,7 @@ def test_a_run_of_an_earlier_schema_goes_on(
         run = server.call(server.store.get_run(RUN))
         if fixture.stem != "0001":  # whose version summed the norm of the gradient in another order
             assert run.state_reason is None
+        assert server.call(server.store.pending(run.tenant)) == PendingCounts(by_kind={}, num_bytes=0)
         service.close("success").result(timeout=300)
     assert bits(tmp_path, "end") == undisturbed
 

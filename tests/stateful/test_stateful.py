@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from mortal_engine import MortalEngine, a_backend
 from plain_protocol import KILLED, MAX_KILLS, POISON, Entry, PlainModel
+from sqlalchemy import text
+from sqlmodel import Session
 
 from tinsmith import operations as ops
 from tinsmith.builtin.toy_backend import ToyBackend
@@ -221,6 +223,7 @@ class Protocol(RuleBasedStateMachine):
     @rule()
     def kill(self) -> None:
         self.runner.run(self.world.kill())
+        self._compare_counts()
 
     @rule()
     def stop(self) -> None:
@@ -297,7 +300,7 @@ class Protocol(RuleBasedStateMachine):
                 self._compare_sample(number)
             self._score_once_more()
             self._compare_states()
-            self.runner.run(self.world.kill())  # and again, from what is stored
+            self.kill()  # and again, from what is stored
             self._score_once_more()
             self._compare_states()
         finally:
@@ -310,6 +313,15 @@ class Protocol(RuleBasedStateMachine):
         model = self.plain[0]
         self._send(0, model.next_seq_id, an_operation(model.model_id, "score", [1]))
         self._drain()  # its number may have been the one for which others waited
+
+    def _compare_counts(self) -> None:
+        """What is counted as it changes is what there is. No engine lives that could change it meanwhile."""
+        rows = self.runner.run(self.world.store._reader.read(_count_pending))  # type: ignore[attr-defined]  # the SQL store's
+        found = {client.tenant: self.runner.run(self.world.store.pending(client.tenant)) for client in self.clients}
+        for tenant, pending in found.items():
+            ours = [(kind, number, size) for of, kind, number, size in rows if of == tenant]
+            assert pending.by_kind == {kind: number for kind, number, _ in ours}
+            assert pending.num_bytes == sum(size for _, _, size in ours)
 
     def _compare_states(self) -> None:
         for model in self.plain:
@@ -327,6 +339,16 @@ class ProtocolOnPostgres(Protocol):
     def break_connections(self) -> None:
         """Of the server and of the engine, which notice nothing but delay."""
         self.databases.break_connections()
+
+
+def _count_pending(session: Session) -> list[tuple[str, str, int, int]]:
+    query = (
+        "SELECT tenant, kind, count(*), sum(length(payload)) FROM operations JOIN payloads ON operation_id = id "
+        "WHERE state IN ('queued', 'running') GROUP BY tenant, kind"
+    )
+    return [
+        (tenant, kind, number, int(size)) for tenant, kind, number, size in session.connection().execute(text(query))
+    ]
 
 
 def compare(record: OperationRecord, answer: ops.Result) -> None:

@@ -1,4 +1,7 @@
-"""What a claim looks at: neither what else is waiting nor what is missing. Counts steps and rows, not time."""
+"""What a claim, a submit and the question why it waits look at: neither what else waits nor what is missing.
+
+Counts steps and rows, not time.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -12,10 +15,11 @@ from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlmodel import Session
 
 from tinsmith.sql_store.tables import LEASES, OPERATIONS, PAYLOADS, RUNS, SESSIONS, RunRow, Table
-from tinsmith.sql_store.transactions import claiming, gaps
+from tinsmith.sql_store.transactions import claiming, gaps, pending_work, submitting, waiting
+from tinsmith.sql_store.transactions.pending_work import PendingChanges
 from tinsmith.sql_store.transactions.writer import Transaction
-from tinsmith.store import ClaimRoom, Lease
-from tinsmith.testing.store_records import LORA
+from tinsmith.store import MANY_AHEAD, ClaimRoom, Lease, PendingCounts
+from tinsmith.testing.store_records import LORA, a_sample, an_operation
 
 BASE = "org/base-model"
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -120,7 +124,31 @@ def fail_a_gap_of_exactly_one_part(session: Session) -> None:
     assert (run.arrived_seq_id, run.next_seq_id) == (501, 502)
 
 
-WORK = [claim, look_for_suspects, look_for_gaps]
+def submit(session: Session) -> None:
+    for tenant, seq_id in (("hog", 100_001), ("mouse", 6)):
+        submitting.submit(Transaction(session, NOW), a_sample(seq_id, f"{tenant}:sampling", tenant=tenant))
+    submitting.submit(Transaction(session, NOW), an_operation("mouse:ready", 6, tenant="mouse"))
+
+
+def count_pending(session: Session) -> None:
+    """Before each submit, a server may ask how much its tenant has waiting."""
+    changes = PendingChanges()
+    changes.arrived("hog", "sample", 7)
+    changes.write(session)
+    assert pending_work.pending(session, "hog") == PendingCounts(by_kind={"sample": 1}, num_bytes=7)
+
+
+def ask_why_it_waits(session: Session) -> None:
+    last = text("SELECT max(request_id) FROM operations WHERE subject_id = 'mouse:sampling' AND seq_id = 5")
+    assert waiting.waiting(session, session.connection().execute(last).scalar_one()).num_ahead == 4
+
+
+def ask_why_a_hog_waits(session: Session) -> None:
+    last = text("SELECT request_id FROM operations WHERE subject_id = 'hog:sampling' ORDER BY seq_id DESC LIMIT 1")
+    assert waiting.waiting(session, session.connection().execute(last).scalar_one()).num_ahead == MANY_AHEAD
+
+
+WORK = [claim, look_for_suspects, look_for_gaps, submit, count_pending, ask_why_it_waits]
 
 
 @dataclass
@@ -182,6 +210,18 @@ def test_sqlite_takes_as_many_steps_whatever_waits_and_is_missing(
     assert few.steps == many.steps == gap.steps
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("work", WORK)
+def test_sqlite_takes_as_many_steps_with_a_hundred_thousand_waiting(work: Callable[[Session], None]) -> None:
+    steps = [in_sqlite(work, waiting=waiting, missing=missing).steps for waiting, missing in ((40, 1), (1000, 1000))]
+    assert steps == [in_sqlite(work, waiting=50_000, missing=50_000).steps] * 2
+
+
+def test_sqlite_counts_what_is_ahead_only_so_far() -> None:
+    some, more = [in_sqlite(ask_why_a_hog_waits, waiting=waiting, missing=1).steps for waiting in (1100, 1500)]
+    assert some == more
+
+
 def test_sqlite_fails_a_gap_in_bounded_parts() -> None:
     few = in_sqlite(fail_some_of_a_gap, waiting=40, missing=1000)
     more = in_sqlite(fail_some_of_a_gap, waiting=1500, missing=1500)
@@ -223,6 +263,7 @@ def test_postgres_visits_as_many_rows_whatever_waits_and_is_missing(
 ) -> None:
     with postgres_engine.begin() as connection:
         fill(connection, waiting=1500, missing=1500)
+        connection.execute(text("SELECT setval('operations_id_seq', (SELECT max(id) FROM operations))"))
         connection.execute(text("ANALYZE"))
     with postgres_engine.connect() as connection:
         with seen(connection) as found, Session(connection) as session:

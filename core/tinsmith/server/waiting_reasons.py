@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tinsmith.settings import QuotaSettings
-from tinsmith.store import EngineRecord, EngineState, OperationRecord, OperationState, PlaceWait, Waiting
+from tinsmith.store import MANY_AHEAD, EngineRecord, EngineState, OperationRecord, OperationState, PlaceWait, Waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,8 @@ def explain(operation: OperationRecord, waiting: Waiting, quotas: QuotaSettings)
     if operation.state is OperationState.RUNNING:
         detail = f" ({engine.detail}{_percent(engine)})" if engine.detail else ""
         return WaitingReason(queue_state="active", text=f"{operation.kind} is running{detail}")
-    return WaitingReason(queue_state="active", text=f"{waiting.num_ahead} requests are ahead in the queue")
+    ahead = f"more than {MANY_AHEAD - 1:,}" if waiting.num_ahead >= MANY_AHEAD else str(waiting.num_ahead)
+    return WaitingReason(queue_state="active", text=f"{ahead} of your requests are ahead in the queue")
 
 
 def _place_reason(engine: EngineRecord, place: PlaceWait, quotas: QuotaSettings) -> WaitingReason:

@@ -160,9 +160,7 @@ QUEUED, RUNNING = text("operations.state = 'queued'"), text("operations.state = 
 EARLY = text("operations.state = 'queued' AND operations.early")
 ALONE = text("operations.state = 'queued' AND operations.alone")
 UNTOLD = text("NOT operations.cancel_told")
-PENDING = text("operations.state IN ('queued', 'running')")
 _QUEUED, _RUNNING, _UNTOLD = text("state = 'queued'"), text("state = 'running'"), text("NOT cancel_told")
-_PENDING = text("state IN ('queued', 'running')")
 _EARLY, _ALONE = text("state = 'queued' AND early"), text("state = 'queued' AND alone")
 
 
@@ -181,7 +179,6 @@ class OperationRow(Table, table=True):
             sqlite_where=_QUEUED,
             postgresql_where=_QUEUED,
         ),
-        Index("ix_operations_pending", "tenant", "kind", sqlite_where=_PENDING, postgresql_where=_PENDING),
         Index(
             "ix_operations_early",
             "base_model",
@@ -208,7 +205,8 @@ class OperationRow(Table, table=True):
     early: bool = _flag()  # a lower seq_id of its model is missing
     turn: int = _number()  # orders what a tenant has waiting: ids of arrival, never against the order of a model
     num_tokens: int = Field(sa_type=BigInteger)
-    num_bytes: int = _number()
+    num_bytes: int = _number()  # once decoded
+    payload_bytes: int = _number()  # as stored
     digest: bytes = Field(sa_type=LargeBinary)
     state: OperationState = Field(sa_type=AsText(OperationState))
     created_at: datetime = _time()
@@ -263,6 +261,18 @@ class SampleCountRow(Table, table=True):
     subject_id: str = Field(primary_key=True)
     clone: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))
     last: int = Field(sa_type=BigInteger)
+
+
+class PendingWorkRow(Table, table=True):
+    """The operations that have ever arrived, or finished; and the size of their payloads."""
+
+    __tablename__ = "pending_work"
+
+    tenant: str = Field(primary_key=True)
+    kind: str = Field(primary_key=True)
+    finished: bool = Field(primary_key=True)
+    number: int = Field(sa_type=BigInteger)
+    num_bytes: int = Field(sa_type=BigInteger)
 
 
 class EngineRow(Table, table=True):
@@ -341,6 +351,7 @@ SESSIONS, CHECKPOINTS, FINISHED_SAMPLES, SAMPLE_COUNTS, LEASES, USAGE = (
     row.metadata.tables[str(row.__tablename__)]
     for row in (SessionRow, CheckpointRow, FinishedSampleRow, SampleCountRow, LeaseRow, UsageRow)
 )
+PENDING_WORK = PendingWorkRow.metadata.tables[str(PendingWorkRow.__tablename__)]
 SAMPLING_SESSIONS = SamplingSessionRow.metadata.tables[str(SamplingSessionRow.__tablename__)]
 
 

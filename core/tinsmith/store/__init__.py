@@ -12,6 +12,7 @@ from tinsmith.store.old_names import SamplerRecord as SamplerRecord
 from tinsmith.store.old_names import SnapshotRecord as SnapshotRecord
 from tinsmith.store.old_names import SnapshotTaken as SnapshotTaken
 from tinsmith.store.records import (
+    MANY_AHEAD,
     SEQ_IDS_PER_CLONE,
     WAITS_FOR_PLACE,
     CheckpointKind,
@@ -62,6 +63,7 @@ from tinsmith.store.sessions import Sessions
 from tinsmith.store.usage import UsageLog
 
 __all__ = [
+    "MANY_AHEAD",
     "SEQ_IDS_PER_CLONE",
     "WAITS_FOR_PLACE",
     "CheckpointKind",

@@ -14,6 +14,9 @@ Metadata = dict[str, Any]  # Any: JSON values the client chose
 WAITS_FOR_PLACE: Final = -1
 """The `next_seq_id` of a model that waits for a place on the backend: none of its operations can be claimed."""
 
+MANY_AHEAD: Final = 1001
+"""A store need not count further how many operations are ahead of another."""
+
 SEQ_IDS_PER_CLONE: Final = 10**9
 """Each clone of a sampling client numbers its samples in a range of this size: clone = seq_id // this."""
 
@@ -373,7 +376,7 @@ class Waiting:
     """Why an operation is still pending."""
 
     missing_seq_id: int | None = None  # a lower seq_id that has not arrived
-    num_ahead: int = 0  # older pending operations of the same base model
+    num_ahead: int = 0  # operations of its tenant that run before it; MANY_AHEAD stands for any larger number
     place: PlaceWait | None = None  # its model waits for a place on the backend
     engine: EngineRecord | None = None
 

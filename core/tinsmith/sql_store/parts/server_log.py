@@ -4,7 +4,15 @@ from functools import partial
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.parts.connections import Connections
-from tinsmith.sql_store.transactions import cancelling, counting, finished_samples, log, submitting, waiting
+from tinsmith.sql_store.transactions import (
+    cancelling,
+    counting,
+    finished_samples,
+    log,
+    pending_work,
+    submitting,
+    waiting,
+)
 from tinsmith.store import FinishedSamples, NewOperation, OperationRecord, PendingCounts, ServerLog, Waiting
 
 
@@ -42,7 +50,7 @@ class SqlServerLog(Connections, ServerLog):
         return (await self.pending(tenant)).by_kind.get("sample", 0)
 
     async def pending(self, tenant: str) -> PendingCounts:
-        return await self._reader.read(counting.pending, tenant)
+        return await self._reader.read(pending_work.pending, tenant)
 
     async def is_awaited(self, model_id: str, seq_id: int) -> bool:
         return await self._reader.read(counting.is_awaited, model_id, seq_id)

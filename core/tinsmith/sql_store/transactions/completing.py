@@ -40,6 +40,8 @@ _RUNNING = (
         OPERATIONS.c.id,
         OPERATIONS.c.request_id,
         OPERATIONS.c.tenant,
+        OPERATIONS.c.kind,
+        OPERATIONS.c.payload_bytes,
         OPERATIONS.c.base_model,
         OPERATIONS.c.subject_id,
         OPERATIONS.c.seq_id,
@@ -103,6 +105,7 @@ def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion
         for effect in completion.effects:
             _apply(tx, effect)
         used.add(row.tenant, row.base_model, completion)
+        tx.pending.finished([row])
         tx.wake.append(log.done_topic(row.request_id))
     tx.session.flush()
     used.write(tx)

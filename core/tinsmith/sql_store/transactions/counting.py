@@ -10,21 +10,13 @@ from tinsmith.sql_store.tables import (
     LIVE,
     OPEN,
     OPERATIONS,
-    PAYLOADS,
-    PENDING,
     QUEUED,
     RUNS,
     SAMPLING_SESSIONS,
     SESSIONS,
 )
-from tinsmith.store import KeptCheckpoints, PendingCounts
+from tinsmith.store import KeptCheckpoints
 
-_PENDING = (
-    sqlalchemy.select(OPERATIONS.c.kind, func.count(), func.coalesce(func.sum(func.length(PAYLOADS.c.payload)), 0))
-    .join_from(OPERATIONS, PAYLOADS, PAYLOADS.c.operation_id == OPERATIONS.c.id, isouter=True)
-    .where(OPERATIONS.c.tenant == bindparam("tenant"), PENDING)
-    .group_by(OPERATIONS.c.kind)
-)
 _BEHIND = (
     sqlalchemy.select(OPERATIONS.c.id)
     .where(OPERATIONS.c.subject_id == bindparam("model"), OPERATIONS.c.seq_id > bindparam("seq_id"), QUEUED)
@@ -41,13 +33,6 @@ _SAMPLING_SESSIONS = (
 _KEPT = sqlalchemy.select(func.count(), func.coalesce(func.sum(CHECKPOINTS.c.size_bytes), 0)).where(
     CHECKPOINTS.c.tenant == bindparam("tenant"), KEPT
 )
-
-
-def pending(session: Session, tenant: str) -> PendingCounts:
-    rows = session.connection().execute(_PENDING, {"tenant": tenant}).all()
-    return PendingCounts(
-        by_kind={kind: number for kind, number, _ in rows}, num_bytes=sum(int(num_bytes) for _, _, num_bytes in rows)
-    )
 
 
 def is_awaited(session: Session, model_id: str, seq_id: int) -> bool:

@@ -64,8 +64,11 @@ _BUSY = sqlalchemy.select(OPERATIONS.c.id).where(
     OPERATIONS.c.seq_id <= bindparam("arrived"),
     OPERATIONS.c.state.in_((OperationState.QUEUED, OperationState.RUNNING)),
 )
+_COUNTED = (OPERATIONS.c.tenant, OPERATIONS.c.kind, OPERATIONS.c.payload_bytes)
 _BEHIND = (
-    sqlalchemy.select(OPERATIONS.c.id, OPERATIONS.c.request_id).where(_OF, _BEYOND, EARLY).order_by(OPERATIONS.c.seq_id)
+    sqlalchemy.select(*_COUNTED, OPERATIONS.c.id, OPERATIONS.c.request_id)
+    .where(_OF, _BEYOND, EARLY)
+    .order_by(OPERATIONS.c.seq_id)
 )
 _GIVEN_UP = _BEHIND.where(OPERATIONS.c.seq_id < bindparam("next")).limit(_PART)
 _FAIL = (
@@ -153,5 +156,6 @@ def _fail(tx: Transaction, run: RunRow, which: sqlalchemy.Select[Any], missing: 
     if rows:
         connection.execute(_FAIL, {"ids": [row.id for row in rows], "now": tx.now})
         connection.execute(_INSERT, [{"operation_id": row.id, "result_kind": kind, "result": encoded} for row in rows])
+        tx.pending.finished(rows)
         tx.wake.extend(log.done_topic(row.request_id) for row in rows)
     return len(rows), len(rows) == _PART and connection.execute(which.limit(1), values).first() is not None

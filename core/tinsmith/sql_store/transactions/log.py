@@ -91,6 +91,7 @@ def finish(tx: Transaction, rows: Iterable[OperationRow], result: Result, state:
     succeeded_or_failed = OperationState.FAILED if isinstance(result, Failed) else OperationState.SUCCEEDED
     for row in rows:
         assert row.id is not None
+        tx.pending.finished([row])
         row.state = state or succeeded_or_failed
         row.finished_at = tx.now
         tx.session.add(ResultRow(operation_id=row.id, result_kind=kind, result=encoded))

@@ -1,7 +1,7 @@
 """Submitting operations: one row for each (subject_id, seq_id). A repeat finds the first row."""
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import sqlalchemy
 from sqlalchemy import bindparam
@@ -131,7 +131,7 @@ def insert(
 ) -> str:
     """Insert the row of an operation, and note its arrival. Return its request_id. What cannot run needs no payload."""
     request_id = new_request_id(tx.now)
-    values = {
+    values: dict[str, Any] = {  # Any: values of the columns
         "request_id": request_id,
         "base_model": operation.base_model,
         "kind": operation.kind,
@@ -142,6 +142,7 @@ def insert(
         "ordered": operation.ordered,
         "num_tokens": operation.num_tokens,
         "num_bytes": operation.num_bytes,
+        "payload_bytes": len(operation.payload) if with_payload else 0,
         "early": run is not None and arriving.is_early(run, operation.seq_id),
         "digest": operation.digest,
         "state": OperationState.QUEUED,
@@ -152,6 +153,7 @@ def insert(
     }
     before = near.get(operation.seq_id - 1)
     key = arriving.insert(tx.session, values, least_turn=0 if before is None else before.turn)
+    tx.pending.arrived(operation.tenant, operation.kind, values["payload_bytes"])
     if with_payload:
         tx.session.connection().execute(_INSERT_PAYLOAD, {"operation_id": key, "payload": operation.payload})
     if run is not None:

@@ -1,27 +1,47 @@
-"""Why an operation is still pending."""
+"""Why an operation is still pending. What it costs to say so does not depend on how much else waits."""
 
-from sqlmodel import Session, col, func, or_, select
+import sqlalchemy
+from sqlalchemy import bindparam, func, tuple_
+from sqlmodel import Session
 
-from tinsmith.sql_store.tables import QUEUED, RUNNING, EngineRow, OperationRow, RunRow, to_record
+from tinsmith.sql_store.tables import OPERATIONS, QUEUED, RUNNING, EngineRow, OperationRow, RunRow, to_record
 from tinsmith.sql_store.transactions import log, model_places
-from tinsmith.store import EngineRecord, Waiting
+from tinsmith.store import MANY_AHEAD, EngineRecord, Waiting
+
+_OURS = OPERATIONS.c.base_model == bindparam("base_model"), OPERATIONS.c.tenant == bindparam("tenant")
+_QUEUED_AHEAD = sqlalchemy.select(OPERATIONS.c.id).where(
+    *_OURS,
+    OPERATIONS.c.early.is_(False),
+    OPERATIONS.c.ordered == bindparam("ordered"),
+    tuple_(OPERATIONS.c.turn, OPERATIONS.c.seq_id) < tuple_(bindparam("turn"), bindparam("seq_id")),
+    QUEUED,
+)
+_RUNNING_AHEAD = sqlalchemy.select(OPERATIONS.c.id).where(*_OURS, OPERATIONS.c.id < bindparam("id"), RUNNING)
+_NUM_QUEUED, _NUM_RUNNING = (
+    sqlalchemy.select(func.count()).select_from(each.limit(MANY_AHEAD).subquery())
+    for each in (_QUEUED_AHEAD, _RUNNING_AHEAD)
+)
 
 
 def waiting(session: Session, request_id: str) -> Waiting:
     row = log.find(session, request_id)
-    unfinished = or_(QUEUED, RUNNING)
-    ahead = select(func.count()).where(
-        OperationRow.base_model == row.base_model, unfinished, col(OperationRow.id) < row.id
-    )
     engine = session.get(EngineRow, row.base_model)
     run = session.get(RunRow, row.subject_id) if row.ordered else None
     placeless = run is not None and model_places.waits(run)
     return Waiting(
         missing_seq_id=None if run is None or placeless else _first_missing(run, row.seq_id),
-        num_ahead=session.exec(ahead).one(),
+        num_ahead=_num_ahead(session, row),
         place=model_places.wait_of(session, run) if run is not None and placeless else None,
         engine=None if engine is None else to_record(engine, EngineRecord),
     )
+
+
+def _num_ahead(session: Session, row: OperationRow) -> int:
+    of_row = {name: getattr(row, name) for name in ("base_model", "tenant", "ordered", "turn", "seq_id", "id")}
+    connection = session.connection()
+    ahead: int = connection.execute(_NUM_QUEUED, of_row).scalar_one()
+    ahead += connection.execute(_NUM_RUNNING, of_row).scalar_one()
+    return min(ahead, MANY_AHEAD)
 
 
 def _first_missing(run: RunRow, seq_id: int) -> int | None:

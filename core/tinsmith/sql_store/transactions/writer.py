@@ -17,6 +17,7 @@ from tinsmith.sql_store.databases.wakeups import WakeUps
 from tinsmith.sql_store.grouping import Call, Failure, Grouping, Models
 from tinsmith.sql_store.tables import RUNS
 from tinsmith.sql_store.transactions.finished_samples import Finished, announce
+from tinsmith.sql_store.transactions.pending_work import PendingChanges
 
 _MAX_GROUP: Final = 256
 _MAX_TRIES: Final = 4
@@ -34,12 +35,16 @@ _LOCK = (
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
-    """What a write works on. It adds to `wake` the topics to tell after the commit, to `finished` the samples."""
+    """What a write works on. It adds to `wake` the topics to tell after the commit, to `finished` the samples.
+
+    What becomes pending or finishes is counted in `pending`.
+    """
 
     session: Session
     now: datetime
     wake: list[str] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
+    pending: PendingChanges = field(default_factory=PendingChanges)
 
 
 class Writer(Grouping):
@@ -95,6 +100,7 @@ class Writer(Grouping):
             self._lock_models(calls, session)
             results = [self._run_alone(call, tx) for call in calls]
         wake = tx.wake + announce(session, tx.finished, tx.now)
+        tx.pending.write(session)
         self._wakeups.enlist(session, wake)
         return results, wake
 
@@ -116,6 +122,7 @@ class Writer(Grouping):
             else:
                 tx.wake.extend(own.wake)
                 tx.finished.extend(own.finished)
+                tx.pending.add(own.pending)
                 return result
 
     def _lock_models(self, calls: list[Call], session: Session) -> None:
