@@ -70,9 +70,17 @@ class CapacityError(UserError):
 
     http_status: ClassVar[int] = 429
 
-    def __init__(self, message: str = "", *, retry_after_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        retry_after_s: float = 1.0,
+        queue_state: Literal["paused_rate_limit", "paused_capacity"] = "paused_rate_limit",
+    ) -> None:
+        """`queue_state` tells whether the limit is the caller's own or the server's."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.queue_state = queue_state
 
 
 class OutOfMemoryError(UserError):

@@ -133,6 +133,8 @@ def test_a_tenant_that_sends_too_fast_holds_nobody_up(client: NewClient) -> None
     ok(http.get("get_server_capabilities"))
     refused(http.post("session_heartbeat", json={"session_id": session}), "requests_per_s")
     refused(http.post("optim_step", content=b"not even JSON"), "requests_per_s")
+    half = http.post("create_session", content=b"{", headers={"Content-Type": "application/json"})
+    refused(half, "requests_per_s")  # before it is decoded
     ok(client("anybody").get("get_server_capabilities"))
     assert http.get("healthz").status_code == 200
 

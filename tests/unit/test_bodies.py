@@ -11,9 +11,11 @@ import pytest
 import zstandard
 from pydantic import SecretStr
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import Scope
 
 from tinsmith.errors import AuthenticationError, CapacityError
 from tinsmith.hook_values import Principal
@@ -34,8 +36,8 @@ async def _size(request: Request) -> PlainTextResponse:
     return PlainTextResponse(str(len(await request.body())))
 
 
-def _only_friends(headers: Mapping[str, str]) -> Principal:
-    if headers.get("x-api-key") != "tml-friend":
+def _only_friends(scope: Scope) -> Principal:
+    if Headers(scope=scope).get("x-api-key") != "tml-friend":
         msg = "who are you?"
         raise AuthenticationError(msg)
     return Principal(tenant="friend", name="friend")

@@ -294,7 +294,7 @@ def _sampling_params(
     max_tokens = params.max_tokens
     if max_tokens is None and max_context_tokens is None:
         msg = "sampling_params: max_tokens is missing, and the context length is not known until the model has loaded"
-        raise CapacityError(msg)
+        raise CapacityError(msg, queue_state="paused_capacity")
     if max_tokens is None and max_context_tokens is not None:
         max_tokens = max(1, max_context_tokens - num_prompt)
     strings, tokens = _stops(params.stop)

@@ -62,6 +62,11 @@ class ApiKeys:
         except AuthenticationError:
             return False
 
+    def id_used(self, caller: Principal, headers: Mapping[str, str]) -> str | None:
+        """Return the id of the key with which the caller was identified; None if a plugin knew another credential."""
+        credential = headers.get(HEADER, "")
+        return self.key_behind(credential) if self.identifies(caller, credential) else None
+
     def key_behind(self, credential: str) -> str:
         """Return the id of the key, or of the key that a token stands for. It does not reveal the key.
 

@@ -1,21 +1,23 @@
 """The HTTP server: parses, checks, authenticates, enqueues, answers. It holds no model and imports no framework."""
 
 import time
+from functools import partial
 from importlib.metadata import version
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.errors import PluginError
 from tinsmith.hook_values import Principal, RoutesContext
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server import error_answers
-from tinsmith.server.api_keys import HEADER, ApiKeys
-from tinsmith.server.auth import Caller, who_sent
+from tinsmith.server.admission import Admission
+from tinsmith.server.api_keys import ApiKeys
+from tinsmith.server.auth import identified, who_sent
 from tinsmith.server.bodies import BodyLimit, BodyLimits
 from tinsmith.server.body_budget import BodyBudget
 from tinsmith.server.bounded_http import Connections
-from tinsmith.server.context import API_PREFIX, Context, Engines, Metrics, ServerContext
+from tinsmith.server.context import API_PREFIX, Engines, Metrics, ServerContext
 from tinsmith.server.gate import Gate, names_of
 from tinsmith.server.key_tokens import KeyTokens
 from tinsmith.server.live_keys import LiveKeys
@@ -54,14 +56,14 @@ async def create_app(
     app.state.connections = Connections(settings.server.limits.connections)
     api = APIRouter(prefix=API_PREFIX)
     for module in _ROUTERS:
-        api.include_router(module.router, dependencies=[Depends(_within_rate)])
+        api.include_router(module.router)
     api.include_router(runs.files_router)
     app.include_router(api)
     app.include_router(service.open_router)
     for router in plugins.routes(settings, _routes_context(context)):
         app.include_router(router)
     error_answers.install(app)
-    bounds = settings.server.limits
+    bounds, identify = settings.server.limits, partial(identified, plugins=plugins)
     app.add_middleware(
         BodyLimit,
         limits=BodyLimits(
@@ -71,19 +73,12 @@ async def create_app(
         ),
         budget=BodyBudget(total_bytes=bounds.body_bytes, tenant_bytes=bounds.tenant_body_bytes),
         heavy=context.heavy,
-        authenticate=lambda headers: who_sent(headers, plugins),
+        authenticate=identify,
     )
+    app.add_middleware(Admission, quotas=context.quotas, identify=identify, key_id=api_keys.id_used)
     app.add_middleware(Gate, names=names_of(settings.server))
     app.add_middleware(_Measured, metrics=context.metrics)
     return app
-
-
-def _within_rate(request: Request, caller: Caller, context: Context) -> None:
-    def key_id() -> str | None:
-        credential = request.headers.get(HEADER, "")
-        return context.api_keys.key_behind(credential) if context.api_keys.identifies(caller, credential) else None
-
-    context.quotas.admit_request(caller.tenant, key_id)
 
 
 def _routes_context(context: ServerContext) -> RoutesContext:

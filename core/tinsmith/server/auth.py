@@ -5,9 +5,12 @@ An object belongs to a tenant. Only its tenant changes it (`own_*`); its tenant 
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 from fastapi import Depends, Request
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from tinsmith.errors import AuthenticationError, NotFoundError
 from tinsmith.hook_values import Principal
@@ -19,9 +22,20 @@ from tinsmith.store.unknown import no_such
 
 Owned = TypeVar("Owned", SessionRecord, RunRecord, SamplingSessionRecord, CheckpointRecord, OperationRecord)
 
+_CALLER: Final = "tinsmith.caller"
+"""Key of the scope: who sent the request, once that is known."""
+
 
 def authenticated(request: Request, context: Context) -> Principal:
-    return who_sent(request.headers, context.plugins)
+    return identified(request.scope, context.plugins)
+
+
+def identified(scope: Scope, plugins: Plugins) -> Principal:
+    """As `who_sent`, but asks only once for each request."""
+    known: Principal | None = scope.get(_CALLER)
+    if known is None:
+        known = scope[_CALLER] = who_sent(Headers(scope=scope), plugins)
+    return known
 
 
 def who_sent(headers: Mapping[str, str], plugins: Plugins) -> Principal:
@@ -33,7 +47,12 @@ def who_sent(headers: Mapping[str, str], plugins: Plugins) -> Principal:
     return principal
 
 
-Caller = Annotated[Principal, Depends(authenticated)]
+async def _caller(request: Request, context: Context) -> Principal:
+    known: Principal | None = request.scope.get(_CALLER)
+    return await run_in_threadpool(authenticated, request, context) if known is None else known
+
+
+Caller = Annotated[Principal, Depends(_caller)]
 
 
 AccessScope = Literal["owned", "accessible"]

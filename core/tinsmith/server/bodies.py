@@ -5,7 +5,7 @@ is more is taken from the budget of its tenant before it is read or unpacked.
 """
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -33,8 +33,8 @@ UNPACKED_FREELY: Final = 8 << 20
 LARGE_ROUTES: Final = frozenset({f"{API_PREFIX}/forward_backward", f"{API_PREFIX}/asample"})
 """Whose bodies hold data. So may those of plugins' routes, outside of `API_PREFIX`."""
 
-Authenticate = Callable[[Mapping[str, str]], Principal]
-"""Takes headers by lower-case name. Raises AuthenticationError if the caller is unknown."""
+Authenticate = Callable[[Scope], Principal]
+"""Raises AuthenticationError if the caller is unknown."""
 
 _START_BYTES: Final = 1 << 12
 _STEP_BYTES: Final = 1 << 20
@@ -115,7 +115,7 @@ class BodyLimit:
         announced = int(headers.get("content-length", "0"))
         encoding = headers.get("content-encoding", "identity").lower()
         if announced > STRANGER_BYTES or encoding not in {"identity", ""}:
-            lease.tenant = self._authenticate(headers).tenant
+            lease.tenant = self._authenticate(scope).tenant
             if announced <= self._limits.of(path):
                 await lease.wait_to_resize(announced)
         with io.BytesIO() as body:
@@ -130,7 +130,7 @@ class BodyLimit:
                 if size > 0:
                     self._limits.check(path, max(size, announced), lambda: _start(encoding, body.getvalue()))
                 if size > STRANGER_BYTES and not lease.tenant:
-                    lease.tenant = self._authenticate(headers).tenant
+                    lease.tenant = self._authenticate(scope).tenant
                 if size > announced and lease.tenant:
                     lease.resize(size)
             whole = body.getvalue()
@@ -208,7 +208,7 @@ async def _refuse(error: UserError, scope: Scope, receive: Receive, send: Send) 
         answer = recorded or await tinsmith_error(request, error)
     except TinsmithError as other:  # a wrong key, or a number that is in use
         answer = await tinsmith_error(request, other)
-    await answer(scope, receive, _closing(send))
+    await answer(scope, receive, closing(send))
 
 
 def note_route(scope: Scope) -> None:
@@ -219,15 +219,15 @@ def note_route(scope: Scope) -> None:
             return
 
 
-def _closing(send: Send) -> Send:
+def closing(send: Send) -> Send:
     """Close the connection after the answer: the rest of the body is not read, so no other request can follow."""
 
-    async def closing(message: Message) -> None:
+    async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
         await send(message)
 
-    return closing
+    return sent
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

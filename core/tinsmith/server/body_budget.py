@@ -62,7 +62,7 @@ class BodyBudget:
         """Raises CapacityError if a budget is spent."""
         shrinks = num_bytes < lease.num_bytes
         if not self._try(lease, num_bytes):
-            raise CapacityError(self._why_not(lease, num_bytes - lease.num_bytes))
+            raise self._refusal(lease, num_bytes - lease.num_bytes)
         if shrinks:
             self._admit_waiting()
 
@@ -120,17 +120,19 @@ class BodyBudget:
         held = self._held_bytes
         return more > 0 and held > lease.num_bytes and held + more > self._total_bytes
 
-    def _why_not(self, lease: "Lease", more: int) -> str:
+    def _refusal(self, lease: "Lease", more: int) -> CapacityError:
         if self._tenant_is_over(lease, more):
-            return (
+            msg = (
                 f"the server is reading {self._held[lease.tenant]} bytes of your requests, and this one needs {more} "
                 f"more; allowed: {self._tenant_bytes} (server.limits.tenant_body_bytes); send fewer at a time, and "
                 "this one again"
             )
-        return (
+            return CapacityError(msg)
+        msg = (
             f"the server is reading {self._held_bytes} bytes of requests, and this one needs {more} more; allowed: "
             f"{self._total_bytes} (server.limits.body_bytes); send this one again later"
         )
+        return CapacityError(msg, queue_state="paused_capacity")
 
 
 class Lease:

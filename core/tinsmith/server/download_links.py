@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.errors import AuthenticationError, NotFoundError, RevokedError, UserError
 from tinsmith.hook_values import Principal
-from tinsmith.server.api_keys import HEADER
 from tinsmith.server.auth import may_read
 from tinsmith.server.context import ServerContext
 from tinsmith.server.signed_urls import Grant
@@ -18,12 +17,10 @@ def make_grant(
     context: ServerContext, caller: Principal, record: CheckpointRecord, headers: Mapping[str, str]
 ) -> Grant:
     """Return what a link of this caller to this checkpoint rests on. `headers` are those of the request for it."""
-    credential = headers.get(HEADER, "")
-    by_key = context.api_keys.identifies(caller, credential)
     return Grant(
         created_at=record.created_at,
         only_while_public=record.tenant != caller.tenant and not caller.admin,
-        key_id=context.api_keys.key_behind(credential) if by_key else "",
+        key_id=context.api_keys.id_used(caller, headers) or "",
     )
 
 

@@ -29,7 +29,10 @@ async def tinsmith_error(request: Request, error: Exception) -> JSONResponse:
     status = error.http_status if isinstance(error, TinsmithError) else 500
     if status >= 500:
         _log.error("%s %r: %s", request.method, request.url.path, error)  # %r: a path may hold line breaks
-    return JSONResponse({"detail": str(error)}, status, _headers_of(error))
+    content = {"detail": str(error)}
+    if isinstance(error, CapacityError):
+        content |= {"queue_state": error.queue_state, "queue_state_reason": str(error)}
+    return JSONResponse(content, status, _headers_of(error))
 
 
 def _headers_of(error: Exception) -> dict[str, str]:

@@ -7,8 +7,9 @@ the requests behind it must not wait for that.
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -78,6 +79,7 @@ class Quotas:
         self._store = store
         self._settings = settings
         self._buckets = TokenBuckets(clock)
+        self._in_progress: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._pending = _Tallies(self._read_pending, clock)
         self._models = _Tallies(self._read_models, clock)
         self._sessions = _Tallies(self._read_sessions, clock)
@@ -100,6 +102,23 @@ class Quotas:
                 "fewer, or have the operator raise it"
             )
             raise CapacityError(msg, retry_after_s=wait_s)
+
+    @contextmanager
+    def in_progress(self, tenant: str, *, polls: bool) -> Iterator[None]:
+        """Count a request while the block runs; a long poll counts as a request, too. Use on the event loop."""
+        settings = ("requests_in_progress", "long_polls") if polls else ("requests_in_progress",)
+        limits, counts = self._settings.of(tenant), self._in_progress[tenant]
+        for setting in settings:
+            limit: int | None = getattr(limits, setting)
+            if limit is not None and counts[setting] >= limit:
+                raise CapacityError(_too_much(setting, limit, "send this one again when some of them are answered"))
+        counts.update(settings)
+        try:
+            yield
+        finally:
+            counts.subtract(settings)
+            if counts["requests_in_progress"] == 0:
+                del self._in_progress[tenant]
 
     async def admit_sample(self, operation: NewOperation) -> None:
         await self._admit_pending(operation, "pending_samples")
@@ -181,6 +200,8 @@ class Quotas:
 
 
 _WHAT: Final = {
+    "requests_in_progress": "requests may be in progress at each server",
+    "long_polls": "requests may wait for results at each server",
     "pending_operations": "training requests may wait",
     "pending_samples": "samples may wait",
     "queued_bytes": "bytes of requests may wait",

@@ -230,6 +230,15 @@ class TenantQuotas(_Section):
         None, gt=0, description="requests per second with one API key; default: no limit beyond the tenant's"
     )
     request_burst: int = Field(5000, ge=1, description="requests that may come at once after a pause")
+    requests_in_progress: int | None = Field(
+        6000,
+        ge=1,
+        description="requests that each server answers at a time, long polls included; more get a 429, and the SDK "
+        "retries",
+    )
+    long_polls: int | None = Field(
+        5000, ge=1, description="requests for results that each server holds at a time; more get a 429, likewise"
+    )
     pending_operations: int | None = Field(
         20_000, ge=1, description="training requests that may wait; the next ones get a 429, and the SDK retries"
     )
