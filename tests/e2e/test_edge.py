@@ -113,10 +113,34 @@ def test_a_small_sample_cannot_claim_the_memory_of_all(http: httpx.Client, shape
     assert not held.called
 
 
-def test_a_body_of_another_type_is_not_repeated_in_the_answer(http: httpx.Client) -> None:
-    answer = http.post("asample", content=b"\0" * (1 << 20), headers={"Content-Type": "text/plain"})
-    assert answer.status_code == 422
-    assert answer.json()["detail"].endswith("; it is 1048576 bytes")
+@pytest.mark.parametrize(
+    ("content_type", "detail"),
+    [
+        ("text/plain", "the content-type 'text/plain' is not offered; send 'application/json'"),
+        (None, "the body has no content-type; send 'application/json'"),
+    ],
+)
+def test_a_body_that_does_not_claim_to_be_json_is_refused_by_its_type(
+    http: httpx.Client, content_type: str | None, detail: str
+) -> None:
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    answer = http.post("asample", content=b"{}", headers=headers)
+    assert (answer.status_code, answer.json()) == (400, {"detail": detail})
+    assert http.post("asample", content=b"{}", headers={**headers, "X-API-Key": "sk-x"}).status_code == 401
+
+
+@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "APPLICATION/JSON", "application/a+json"])
+def test_every_spelling_of_json_is_read(http: httpx.Client, content_type: str) -> None:
+    ok(http.post("create_session", content=b"{}", headers={"Content-Type": content_type}))
+
+
+def test_a_numbered_request_without_a_type_keeps_its_number(http: httpx.Client) -> None:
+    session = ok(http.post("create_session", json={}))["session_id"]
+    new = {"session_id": session, "model_seq_id": 0, "base_model": "toy", "lora_config": {"rank": 4}}
+    model = ok(http.post("create_model", json=new))["model_id"]
+    body = b'{"model_id": "%b", "seq_id": 1, "adam_params": {}}' % model.encode()
+    failed = ok(http.post("retrieve_future", json=ok(http.post("optim_step", content=body))))
+    assert failed == {"error": "the body has no content-type; send 'application/json'", "category": "user"}
 
 
 def test_a_wrong_key_learns_nothing_about_its_body(http: httpx.Client) -> None:

@@ -26,6 +26,7 @@ from tinsmith.processes.assembly import make_store
 from tinsmith.processes.data_dir_lock import DataDirLock
 from tinsmith.processes.display import EngineDisplay, is_busy, show_banner
 from tinsmith.processes.housekeeping import Housekeeping
+from tinsmith.processes.repeated_warnings import RepeatedWarnings
 from tinsmith.processes.supervisor import Supervisor
 from tinsmith.server.app import begin_shutdown, create_app
 from tinsmith.server.bounded_http import BoundedHttp
@@ -64,6 +65,7 @@ def configure_logging(level: str) -> None:
     )
     for noisy in ("uvicorn", "httpx", "alembic"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+    logging.getLogger("uvicorn.error").addFilter(RepeatedWarnings())
 
 
 def allow_many_connections() -> None:

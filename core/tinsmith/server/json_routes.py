@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
-from tinsmith.errors import UserError
+from tinsmith.errors import UnsupportedError, UserError
 from tinsmith.protocol import bounds
 from tinsmith.server.auth import authenticated
 from tinsmith.server.body_budget import lease_of
@@ -44,6 +44,19 @@ class _StrictRequest(Request):
         return await heavy.run(lease_of(self).tenant, len(body), partial(_decoded, body, self.model))
 
 
+async def _refuse_other_types(request: Request) -> None:
+    """Raises UnsupportedError if there is a body that does not claim to be JSON: a route would get its bare bytes."""
+    given = request.headers.get("content-type", "")
+    kind = given.partition(";")[0].strip().lower()
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return
+    if await request.body():
+        authenticated(request, context_of(request))  # a wrong key is the first thing to report
+        found = f"the content-type {given[:100]!r} is not offered" if given else "the body has no content-type"
+        msg = f"{found}; send 'application/json'"
+        raise UnsupportedError(msg)
+
+
 def _decoded(body: bytes, model: type[BaseModel] | None) -> Any:  # Any: as above
     try:
         content = bounds.json_content(body)
@@ -65,6 +78,8 @@ class JsonRoute(APIRoute):
 
         async def typed(request: Request) -> Response:
             try:
+                if model is not None:
+                    await _refuse_other_types(request)
                 return await handle(request)
             except _RefusedError as refused:
                 authenticated(request, context_of(request))  # a wrong key is the first thing to report
