@@ -1,8 +1,11 @@
 """The routes by plain HTTP, without an engine: ids, ownership, repeats, waiting, and every kind of bad body."""
 
+import asyncio
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,9 @@ import zstandard
 
 from tinsmith.operations import Consistency, LoraConfig
 from tinsmith.processes.reports import EngineReports
+from tinsmith.protocol import wire
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
+from tinsmith.server.routes import runs
 from tinsmith.store import CheckpointRecord, EngineRecord, EngineState
 from tinsmith.testing.engine_driver import take_over
 from tinsmith.testing.harness import RunningServer, running_server
@@ -379,6 +384,34 @@ def test_a_run_says_how_it_is(http: httpx.Client, server: RunningServer, model: 
     server.call(server.store.lose_run(lease, model, "the disk burnt"))
     lost = ok(http.get(f"training_runs/{model}"))
     assert (lost["state"], lost["state_reason"], lost["corrupted"]) == ("lost", "the disk burnt", True)
+
+
+def test_checkpoints_of_a_run_come_in_pages_built_off_the_event_loop(
+    http: httpx.Client, server: RunningServer, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = a_checkpoint(model, tenant=str(server.call(server.store.get_run(model)).tenant))
+    for number in range(3):
+        at = saved.created_at + timedelta(seconds=number)
+        server.call(server.store.add_checkpoint(replace(saved, path=f"{saved.path}{number}", created_at=at)))
+    on_the_loop = []
+
+    def watched(record: CheckpointRecord) -> wire.Checkpoint:
+        with suppress(RuntimeError):
+            on_the_loop.append(asyncio.get_running_loop())
+        return made(record)
+
+    made = runs._checkpoint
+    monkeypatch.setattr(runs, "_checkpoint", watched)
+    everything = ok(http.get(f"training_runs/{model}/checkpoints"))
+    assert [each["checkpoint_id"] for each in everything["checkpoints"]] == [f"weights/x{n}" for n in (2, 1, 0)]
+    assert everything["cursor"] == {"offset": 0, "limit": 10_000, "total_count": 3}
+    page = ok(http.get(f"training_runs/{model}/checkpoints", params={"limit": 2, "offset": 1}))
+    assert page["checkpoints"] == everything["checkpoints"][1:]
+    assert page["cursor"]["total_count"] == 3
+    assert http.get(f"training_runs/{model}/checkpoints", params={"limit": 10_001}).status_code == 422
+    assert on_the_loop == []
+    run = ok(http.get(f"training_runs/{model}"))
+    assert run["last_checkpoint"] == everything["checkpoints"][0]
 
 
 def test_unknown_endpoints_have_a_detail(http: httpx.Client) -> None:

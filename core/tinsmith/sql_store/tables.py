@@ -138,10 +138,13 @@ class SamplingSessionRow(Table, table=True):
 
 class CheckpointRow(Table, table=True):
     __tablename__ = "checkpoints"
-    __table_args__ = (Index("ix_checkpoints_kept", "tenant", "size_bytes", sqlite_where=_KEPT, postgresql_where=_KEPT),)
+    __table_args__ = (
+        Index("ix_checkpoints_kept", "tenant", "size_bytes", sqlite_where=_KEPT, postgresql_where=_KEPT),
+        Index("ix_checkpoints_newest", "model_id", "kind", "created_at", "path"),
+    )
 
     path: str = Field(primary_key=True)
-    model_id: str = Field(index=True)
+    model_id: str
     tenant: str = Field(index=True)
     kind: str
     base_model: str

@@ -1,7 +1,7 @@
 """The store, for the REST server: what is known of checkpoints. Their files are not the store's business."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import datetime
 
 from tinsmith.store.records import CheckpointRecord, KeptCheckpoints
@@ -16,6 +16,14 @@ class Checkpoints(ABC):
         self, tenant: str | None, *, model_id: str | None = None, limit: int | None = None, offset: int = 0
     ) -> tuple[list[CheckpointRecord], int]:
         """Return one page of checkpoints, newest first, and the total number of checkpoints."""
+
+    async def newest_checkpoints(self, model_ids: Collection[str]) -> list[CheckpointRecord]:
+        """Return the newest checkpoint of each kind of each of these models."""
+        newest: dict[tuple[str, str], CheckpointRecord] = {}
+        for model_id in model_ids:
+            for record in (await self.list_checkpoints(None, model_id=model_id))[0]:
+                newest.setdefault((model_id, record.kind), record)
+        return list(newest.values())
 
     async def kept_checkpoints(self, tenant: str) -> KeptCheckpoints:
         """Return how many checkpoints a tenant has, and their size. A store may count none."""

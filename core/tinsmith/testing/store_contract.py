@@ -212,6 +212,23 @@ class RequestStoreContract(LogContract, PlacesContract, RecoveryContract, LeaseC
         with pytest.raises(NotFoundError):
             await store.deleted_checkpoint(first.path)
 
+    async def test_the_newest_checkpoints_of_models_are_found(self, store: RequestStore) -> None:
+        for model_id in ("s1:train:0", "s2:train:0", "s3:train:0"):
+            await a_model(store, model_id)
+        records = [
+            a_checkpoint(f"{name}{seconds}", model_id=model_id, kind=kind, created_at=NOW + timedelta(seconds=seconds))
+            for model_id, name in (("s1:train:0", "a"), ("s2:train:0", "b"))
+            for seconds, kind in enumerate(["training", "sampler", "training", "sampler", "training"])
+        ]
+        for record in records:
+            await store.add_checkpoint(record)
+        found = await store.newest_checkpoints(["s1:train:0", "s3:train:0"])
+        assert sorted(found, key=lambda each: each.created_at) == [records[3], records[4]]
+        await store.delete_checkpoint(records[4].path)
+        found = await store.newest_checkpoints(["s1:train:0", "s2:train:0"])
+        assert {each.path for each in found} == {records[n].path for n in (2, 3, 8, 9)}
+        assert await store.newest_checkpoints([]) == []
+
     async def test_an_overwritten_checkpoint_stays_published(self, store: RequestStore) -> None:
         """Publishing belongs to the path; all else, the expiry time included, to what is saved there."""
         await a_model(store)

@@ -1,12 +1,14 @@
 """Training runs and their checkpoints, as the REST client and the `tinker` command line see them."""
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi.responses import FileResponse, Response, StreamingResponse
+from starlette.concurrency import run_in_threadpool
 
 from tinsmith.checkpoints import format as checkpoints
 from tinsmith.checkpoints.tinker_path import TinkerPath
@@ -28,13 +30,14 @@ from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.download_links import make_grant, refuse_revoked
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.routes.sessions import runs_of
-from tinsmith.store import CheckpointRecord, RunRecord, RunState
+from tinsmith.store import CheckpointKind, CheckpointRecord, RunRecord, RunState
 from tinsmith.store.unknown import no_such
 
 router = APIRouter(tags=["runs and checkpoints"], route_class=JsonRoute)
 
 _LINK_LIFETIME = timedelta(hours=1)
 _PAGE = 500
+_MOST_CHECKPOINTS: Final = 10_000
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, lt=2**31)]
 
@@ -55,7 +58,7 @@ async def list_training_runs(
         of_project = await _runs_of_project(context, tenant, project_id)
         runs, total = of_project[offset : offset + limit], len(of_project)
     return wire.TrainingRunList(
-        training_runs=[await _training_run(context, run) for run in runs],
+        training_runs=await _training_runs(context, runs),
         cursor=wire.Cursor(offset=offset, limit=limit, total_count=total),
     )
 
@@ -77,11 +80,17 @@ async def get_training_run(
     model_id: str, caller: Caller, context: Context, access_scope: AccessScope = "accessible"
 ) -> wire.TrainingRun:
     find = own_run if access_scope == "owned" else readable_run
-    return await _training_run(context, await find(context, caller, model_id))
+    (run,) = await _training_runs(context, [await find(context, caller, model_id)])
+    return run
 
 
-async def _training_run(context: ServerContext, run: RunRecord) -> wire.TrainingRun:
-    saved, _ = await context.store.list_checkpoints(run.tenant, model_id=run.model_id)
+async def _training_runs(context: ServerContext, runs: Sequence[RunRecord]) -> list[wire.TrainingRun]:
+    newest = await context.store.newest_checkpoints([run.model_id for run in runs])
+    saved = {(record.model_id, record.kind): _checkpoint(record) for record in newest}
+    return [_training_run(run, saved) for run in runs]
+
+
+def _training_run(run: RunRecord, newest: Mapping[tuple[str, CheckpointKind], wire.Checkpoint]) -> wire.TrainingRun:
     return wire.TrainingRun(
         training_run_id=run.model_id,
         base_model=run.base_model,
@@ -92,14 +101,10 @@ async def _training_run(context: ServerContext, run: RunRecord) -> wire.Training
         is_lora=run.lora.rank > 0,
         lora_rank=run.lora.rank,
         last_request_time=run.last_request_at,
-        last_checkpoint=_last(saved, "training"),
-        last_sampler_checkpoint=_last(saved, "sampler"),
+        last_checkpoint=newest.get((run.model_id, "training")),
+        last_sampler_checkpoint=newest.get((run.model_id, "sampler")),
         user_metadata=wire.as_text(run.user_metadata),
     )
-
-
-def _last(newest_first: list[CheckpointRecord], kind: str) -> wire.Checkpoint | None:
-    return next((_checkpoint(record) for record in newest_first if record.kind == kind), None)
 
 
 def _checkpoint(record: CheckpointRecord) -> wire.Checkpoint:
@@ -115,11 +120,26 @@ def _checkpoint(record: CheckpointRecord) -> wire.Checkpoint:
     )
 
 
-@router.get("/training_runs/{model_id}/checkpoints", response_model_exclude_none=True)
-async def list_run_checkpoints(model_id: str, caller: Caller, context: Context) -> wire.CheckpointList:
+@router.get(
+    "/training_runs/{model_id}/checkpoints", response_model=wire.CheckpointList, response_model_exclude_none=True
+)
+async def list_run_checkpoints(
+    model_id: str,
+    caller: Caller,
+    context: Context,
+    limit: Annotated[int, Query(ge=1, le=_MOST_CHECKPOINTS)] = _MOST_CHECKPOINTS,
+    offset: Offset = 0,
+) -> Response:
+    """List them newest first. The SDK asks for all of them at once, and ignores the cursor."""
     run = await readable_run(context, caller, model_id)
-    saved, _ = await context.store.list_checkpoints(run.tenant, model_id=model_id)
-    return wire.CheckpointList(checkpoints=[_checkpoint(record) for record in saved])
+    saved, total = await context.store.list_checkpoints(run.tenant, model_id=model_id, limit=limit, offset=offset)
+    body = await run_in_threadpool(_checkpoints_json, saved, wire.Cursor(offset=offset, limit=limit, total_count=total))
+    return Response(body, media_type="application/json")
+
+
+def _checkpoints_json(saved: Sequence[CheckpointRecord], cursor: wire.Cursor) -> str:
+    found = wire.CheckpointList(checkpoints=[_checkpoint(record) for record in saved], cursor=cursor)
+    return found.model_dump_json(exclude_none=True)
 
 
 @router.get("/checkpoints", response_model_exclude_none=True)

@@ -1,6 +1,6 @@
 """What is known of checkpoints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import datetime
 
 from tinsmith.failpoints import durable_boundary
@@ -18,6 +18,9 @@ class SqlCheckpoints(Connections, Checkpoints):
         self, tenant: str | None, *, model_id: str | None = None, limit: int | None = None, offset: int = 0
     ) -> tuple[list[CheckpointRecord], int]:
         return await self._reader.read(checkpoints.list_all, tenant, model_id=model_id, limit=limit, offset=offset)
+
+    async def newest_checkpoints(self, model_ids: Collection[str]) -> list[CheckpointRecord]:
+        return await self._reader.read(checkpoints.newest, model_ids)
 
     async def kept_checkpoints(self, tenant: str) -> KeptCheckpoints:
         return await self._reader.read(counting.kept_checkpoints, tenant)

@@ -1,23 +1,44 @@
 """What is known of checkpoints. Their files are not handled here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields, replace
 from datetime import datetime
-from typing import Final
+from typing import Final, get_args
 
 import sqlalchemy
 from sqlalchemy import ColumnElement, bindparam
 from sqlmodel import Session, col, func, select
 
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.sql_store.tables import CHECKPOINTS, CheckpointRow, to_record, to_row
+from tinsmith.sql_store.tables import CHECKPOINTS, RUNS, CheckpointRow, to_record, to_row
 from tinsmith.sql_store.transactions.writer import Transaction
-from tinsmith.store import CheckpointRecord
+from tinsmith.store import CheckpointKind, CheckpointRecord
 
 _NO_LIMIT: Final = 2**62
+_PART: Final = 500  # values of one IN list
 _THERE = col(CheckpointRow.deleted_at).is_(None)
 _GET = sqlalchemy.select(*(CHECKPOINTS.c[field.name] for field in fields(CheckpointRecord))).where(
     CHECKPOINTS.c.path == bindparam("wanted"), CHECKPOINTS.c.deleted_at.is_(None)
+)
+
+_each = CHECKPOINTS.alias("each")
+_NEWEST = (
+    sqlalchemy.select(_each.c.path)
+    .where(
+        _each.c.model_id == RUNS.c.model_id,
+        _each.c.kind == bindparam("kind"),
+        _each.c.tenant == RUNS.c.tenant,
+        _each.c.deleted_at.is_(None),
+    )
+    .order_by(_each.c.created_at.desc(), _each.c.path.desc())
+    .limit(1)
+    .correlate(RUNS)
+    .scalar_subquery()
+)
+_NEWEST_OF = sqlalchemy.select(*_GET.selected_columns).where(
+    CHECKPOINTS.c.path.in_(
+        sqlalchemy.select(_NEWEST).where(RUNS.c.model_id.in_(bindparam("model_ids", expanding=True)))
+    )
 )
 
 
@@ -26,6 +47,17 @@ def get(session: Session, path: str) -> CheckpointRecord:
     if found is None:
         raise _missing(path)
     return CheckpointRecord(**found._mapping)  # noqa: SLF001 - the public name of a row's mapping
+
+
+def newest(session: Session, model_ids: Collection[str]) -> list[CheckpointRecord]:
+    found: list[CheckpointRecord] = []
+    ids = sorted(model_ids)
+    for start in range(0, len(ids), _PART):
+        for kind in get_args(CheckpointKind):
+            values = {"kind": kind, "model_ids": ids[start : start + _PART]}
+            rows = session.connection().execute(_NEWEST_OF, values).mappings()
+            found += [CheckpointRecord(**row) for row in rows]
+    return found
 
 
 def list_all(

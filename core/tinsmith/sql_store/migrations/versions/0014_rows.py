@@ -1,4 +1,4 @@
-"""what is pending is counted as it changes; which seq_id the end of a session gave to the unloading of each model.
+"""what is pending is counted as it changes; seq_ids of unloading by the end of a session; a run's newest checkpoints.
 
 Revision ID: 0014
 Revises: 0013
@@ -40,9 +40,13 @@ def upgrade() -> None:
     op.execute(_SIZES)
     op.execute(_COUNTS)
     op.drop_index("ix_operations_pending", "operations")
+    op.create_index("ix_checkpoints_newest", "checkpoints", ["model_id", "kind", "created_at", "path"])
+    op.drop_index("ix_checkpoints_model_id", "checkpoints")
 
 
 def downgrade() -> None:
+    op.create_index("ix_checkpoints_model_id", "checkpoints", ["model_id"])
+    op.drop_index("ix_checkpoints_newest", "checkpoints")
     op.create_index(
         "ix_operations_pending", "operations", ["tenant", "kind"], sqlite_where=_PENDING, postgresql_where=_PENDING
     )
