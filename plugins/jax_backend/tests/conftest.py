@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 import torch
-from jax_harness import FEW_PROGRAMS, VOCAB, make_backend
+from jax_harness import FEW_PROGRAMS, QUICK, VOCAB, make_backend
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -107,14 +107,13 @@ def session_backend(spelled: Path, jax_cache: Path) -> Iterator[JaxBackend]:
 
 @pytest.fixture
 def quick_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile in half the time, if optimizations are off anyway: XLA's newer emitters of fusions are slow to compile.
+    """Compile in half the time, if optimizations are off anyway.
 
     Only for tests that compare no bits between programs: with the older emitters a tenant's bits depend on the bucket.
     """
     if jax.config.read("jax_disable_most_optimizations"):
         compile_lowered = jax.stages.Lowered.compile
-        options = {"xla_cpu_use_fusion_emitters": False}
-        monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: compile_lowered(lowered, options))
+        monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: compile_lowered(lowered, QUICK))
 
 
 @pytest.fixture

@@ -2,13 +2,13 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
+from jax._src import compilation_cache  # no public API returns to the former directory
 from jax_harness import FEW_PROGRAMS, LOSSES, add_model, assert_same_bits, assert_same_state, make_backend, make_op
 
 from tinsmith import AdamParams, Array, BackendContext, Forward, LoraConfig, ModelState, OptimStep
@@ -144,16 +144,16 @@ def test_jax_is_silent_about_devices_that_are_not_there(tiny_models: Mapping[str
     assert not logging.getLogger("jax._src.xla_bridge").isEnabledFor(logging.INFO)
 
 
-def test_progress_tells_of_loading_and_compiling(tiny_models: Mapping[str, Path], jax_cache: Path) -> None:
+def test_progress_tells_of_loading_and_compiling(contract_model: Path, jax_cache: Path) -> None:
     told: list[tuple[str, float | None]] = []
     context = BackendContext(
         model_name="tiny",
-        model_path=tiny_models["qwen3"],
+        model_path=contract_model,
         cache_dir=jax_cache,
         losses=LOSSES,
         progress=lambda stage, fraction: told.append((stage, fraction)),
     )
-    backend = JaxBackend(JaxConfig(warm_up=False, max_context_tokens=128, max_batch_tokens=128), context)
+    backend = JaxBackend(JaxConfig.model_validate({"warm_up": False, **FEW_PROGRAMS}), context)
     assert ("loading weights", 1.0) in told
     told.clear()
     add_model(backend, "m", LoraConfig(rank=1, seed=0))
@@ -163,13 +163,20 @@ def test_progress_tells_of_loading_and_compiling(tiny_models: Mapping[str, Path]
 
 
 @pytest.fixture
-def cache_of_its_own(tmp_path: Path) -> Iterator[Path]:
-    """JAX opens one directory per process, the first that it is told; here it opens another, and the former again."""
-    former = jax.config.jax_compilation_cache_dir
-    compilation_cache.reset_cache()
-    yield tmp_path / "cache"
-    jax.config.update("jax_compilation_cache_dir", former)
-    compilation_cache.reset_cache()
+def cache_of_its_own(tmp_path: Path, quick_compilation: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory for JAX to open. By itself, JAX keeps the first one of the process: the test makes it forget that."""
+    del quick_compilation  # the tests compare a program with itself
+    monkeypatch.setattr(compilation_cache, "_cache", None)
+    for state in ("_cache_initialized", "_cache_checked", "_cache_used"):
+        monkeypatch.setattr(compilation_cache, state, False)
+    return tmp_path / "cache"
+
+
+def _start_and_score(model: Path, cache_dir: Path) -> Mapping[str, Array]:
+    backend = make_backend(model, cache_dir)
+    add_model(backend, "m", LoraConfig(rank=4, seed=1), random_B=True)
+    (scored,) = backend.forward([Forward(model_id="m", data=make_op("m", 0, (5, 60)).data)])
+    return scored.loss_fn_outputs[0]
 
 
 _DAMAGE: Mapping[str, Callable[[bytes], bytes]] = {
@@ -191,13 +198,10 @@ def test_programs_that_a_killed_engine_had_half_written_are_compiled_again(
     tiny_models: Mapping[str, Path], cache_of_its_own: Path, caplog: pytest.LogCaptureFixture, damages: list[str]
 ) -> None:
     """With the same numbers, and once: JAX alone would warn, compile and leave the damage there at every start."""
-    compiled, op = cache_of_its_own / "compiled", make_op("m", 0, (5, 60))
+    compiled = cache_of_its_own / "compiled"
 
     def start_and_score() -> Mapping[str, Array]:
-        backend = make_backend(tiny_models["qwen3"], cache_of_its_own)
-        add_model(backend, "m", LoraConfig(rank=4, seed=1), random_B=True)
-        (scored,) = backend.forward([Forward(model_id="m", data=op.data)])
-        return scored.loss_fn_outputs[0]
+        return _start_and_score(tiny_models["qwen3"], cache_of_its_own)
 
     start_and_score()  # and whatever is compiled once in a process
     for entry in compiled.iterdir():
@@ -215,6 +219,16 @@ def test_programs_that_a_killed_engine_had_half_written_are_compiled_again(
         assert_same_bits(start_and_score(), expected)
         assert caplog.messages == []
         assert {entry.name for entry in compiled.iterdir()} == {entry.name for entry in whole}
+
+
+def test_programs_move_with_their_directory(contract_model: Path, cache_of_its_own: Path) -> None:
+    _start_and_score(contract_model, cache_of_its_own)
+    moved = cache_of_its_own.with_name("moved")
+    cache_of_its_own.rename(moved)
+    compilation_cache.reset_cache()
+    programs = {entry.name for entry in (moved / "compiled").iterdir()}
+    _start_and_score(contract_model, moved)
+    assert {entry.name for entry in (moved / "compiled").iterdir()} == programs
 
 
 def test_two_askers_wait_for_one_compilation() -> None:

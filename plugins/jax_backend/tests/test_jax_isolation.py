@@ -104,6 +104,7 @@ def test_many_layouts_of_company_change_no_bit(backend: JaxBackend, rank: int) -
         assert_same_state(backend.capture_state("m"), gradients)
 
 
+@pytest.mark.thorough  # as its users compile it; the shipped suites have two tests of the same
 def test_forward_leaves_gradients_alone(backend: JaxBackend) -> None:
     add_model(backend, "m", LoraConfig(rank=4, seed=1), random_B=True)
     op = make_op("m", 0, (30, 90))

@@ -6,17 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax_harness import QUICK
 
 from tinsmith_jax import sampling_head
 from tinsmith_jax.sampling_head import RowParams
 
-# As the backend runs them. Each operation outside a compiled function would be compiled on its own.
-draw = jax.jit(sampling_head.draw)
-log_softmax = jax.jit(sampling_head.log_softmax)
-search_cdf = jax.jit(sampling_head.search_cdf)
-truncation_floor = jax.jit(sampling_head.truncation_floor)
-uniform = jax.jit(sampling_head.uniform)
-prompt_scores = jax.jit(partial(sampling_head.prompt_scores, num_top=4))
+# As the backend runs them: each operation outside a compiled function would be compiled on its own. If optimizations
+# are off anyway, the older emitters compile faster.
+jit = partial(jax.jit, compiler_options=QUICK if jax.config.read("jax_disable_most_optimizations") else None)
+draw = jit(sampling_head.draw)
+log_softmax = jit(sampling_head.log_softmax)
+search_cdf = jit(sampling_head.search_cdf)
+truncation_floor = jit(sampling_head.truncation_floor)
+uniform = jit(sampling_head.uniform)
+prompt_scores = jit(partial(sampling_head.prompt_scores, num_top=4))
 
 V = 700  # more than one block of the search, and not a multiple of it
 

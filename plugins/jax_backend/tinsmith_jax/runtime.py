@@ -46,6 +46,10 @@ def prepare(cache_dir: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(compiled))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if jax.default_backend() == "cpu":
+        # XLA keeps autotuning results, which only GPUs have, in a directory beside the programs. Its path is part of
+        # every program's cache key: if the directory moved, no program would be found again.
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 def _remove_damaged(compiled: Path) -> None:
