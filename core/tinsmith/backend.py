@@ -47,6 +47,7 @@ class Capabilities:
     max_context_tokens: int  # per sequence: prompt plus sampled tokens
     max_batch_tokens: int  # per call of forward or forward_backward; the scheduler's budget
     max_models: int = 1  # in training at the same time
+    max_full_models: int | None = None  # of them for full fine-tuning; None: as many as `max_models`
     losses: frozenset[str] = frozenset()
     max_lora_rank: int = 0  # 0 = no LoRA
     lora_targets: frozenset[Literal["attn", "mlp", "unembed"]] = frozenset()

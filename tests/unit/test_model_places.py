@@ -21,7 +21,7 @@ from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.tables import RunRow
 from tinsmith.sql_store.transactions import lost_models
-from tinsmith.sql_store.transactions.model_places import Applicant, next_ones
+from tinsmith.sql_store.transactions.model_places import Applicant, Taken, next_ones
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import (
     EngineRecord,
@@ -46,7 +46,7 @@ def applicants(*tenants: str) -> list[Applicant]:
 
 def admitted(waiting: list[Applicant], taken: dict[str, int], *, max_models: int, kept: int = 0) -> list[str]:
     limits = PlaceLimits(max_models=max_models, kept=kept, give_up_before=NOW, failure="")
-    return [each.model_id for each in next_ones(waiting, Counter(taken), limits)]
+    return [each.model_id for each in next_ones(waiting, Taken(Counter(taken)), limits)]
 
 
 def test_whoever_has_the_fewest_places_is_next() -> None:
@@ -64,6 +64,16 @@ def test_no_tenant_gets_a_kept_place_as_its_second() -> None:
 def test_nobody_gets_a_place_that_is_taken() -> None:
     assert admitted(applicants("ann"), {"bob": 4}, max_models=4) == []
     assert admitted(applicants("ann"), {"bob": 5}, max_models=4) == []  # the backend was restarted with fewer
+
+
+def test_a_model_for_full_fine_tuning_waits_for_one_of_its_places_and_holds_up_no_other() -> None:
+    limits = PlaceLimits(max_models=4, max_full_models=1, kept=0, give_up_before=NOW, failure="")
+    first, second, adapter = applicants("ann", "bob", "bob")
+    waiting = [replace(first, full=True), replace(second, full=True), adapter]
+    assert [each.model_id for each in next_ones(waiting, Taken(Counter()), limits)] == ["ann-0", "bob-2"]
+    assert [each.model_id for each in next_ones(waiting, Taken(Counter(eve=1), full=1), limits)] == ["bob-2"]
+    unlimited = replace(limits, max_full_models=None)
+    assert len(list(next_ones(waiting, Taken(Counter(eve=1), full=1), unlimited))) == 3
 
 
 def test_places_are_kept_only_where_there_are_many() -> None:
@@ -210,6 +220,10 @@ def test_the_reason_says_whose_models_are_in_the_way() -> None:
     assert state == "paused_rate_limit"
     assert "your models take 56 of the 64 places" in text
     assert "the last 8 are for tenants without a model (quotas.kept_places)" in text
+    limited = replace(engine, capabilities=replace(capabilities, max_full_models=2))
+    full = PlaceWait(taken=5, taken_by_tenant=0, num_waiting=1, taken_full=2)
+    assert "2 of the 2 places for full fine-tuning (LoRA rank 0) of 'toy' are taken" in reason(full, limited)[1]
+    assert "5 of the 64 places" in reason(full)[1]
     state, text = reason(
         PlaceWait(taken=64, taken_by_tenant=3, num_waiting=5), replace(engine, state=EngineState.RECOVERING)
     )

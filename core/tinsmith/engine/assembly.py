@@ -122,5 +122,5 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         recovery_points,
         max_attempts=options.recovery.max_retries + 1,
     )
-    places = Places(store, lease, max_models=backend.capabilities.max_models, settings=options.quotas)
+    places = Places(store, lease, capabilities=backend.capabilities, settings=options.quotas)
     return Engine(claims, training, sampling, recovery, places, tasks=tasks, stopping=stopping)

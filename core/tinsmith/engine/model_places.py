@@ -3,6 +3,7 @@
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
+from tinsmith.backend import Capabilities
 from tinsmith.engine.store_retries import with_retries
 from tinsmith.settings import QuotaSettings
 from tinsmith.steady_clock import SteadyClock
@@ -14,10 +15,12 @@ _NEVER: Final = datetime.fromtimestamp(0, UTC)
 
 
 class Places:
-    def __init__(self, store: RequestStore, lease: Lease, *, max_models: int, settings: QuotaSettings) -> None:
+    def __init__(
+        self, store: RequestStore, lease: Lease, *, capabilities: Capabilities, settings: QuotaSettings
+    ) -> None:
         self._store = store
         self._lease = lease
-        self._max_models = max_models
+        self._capabilities = capabilities
         self._settings = settings
 
     async def watch(self) -> None:
@@ -30,12 +33,16 @@ class Places:
 
     def _limits(self, now: datetime, steady_s: float) -> PlaceLimits:
         """A model cannot get a place while no engine runs, so this one waits as long before it gives any up."""
-        wait_s = self._settings.place_wait_s
+        wait_s, max_models = self._settings.place_wait_s, self._capabilities.max_models
+        full = self._capabilities.max_full_models
+        of_them = "" if full is None else f", {full} of them with LoRA rank 0"
+        settings = "max_models" if full is None else "max_models or max_full_models"
         return PlaceLimits(
-            max_models=self._max_models,
-            kept=self._settings.kept(self._max_models),
+            max_models=max_models,
+            max_full_models=full,
+            kept=self._settings.kept(max_models),
             give_up_before=now - timedelta(seconds=wait_s) if steady_s >= wait_s else _NEVER,
             failure=f"no place for a model of {self._lease.base_model!r} became free within {wait_s:.0f} s "
-            f"(quotas.place_wait_s); it holds {self._max_models} models: end sessions that you no longer need, try "
-            "again later, or have the operator raise the backend's max_models",
+            f"(quotas.place_wait_s); it holds {max_models} models{of_them}: end sessions that you no longer need, try "
+            f"again later, or have the operator raise the backend's {settings}",
         )

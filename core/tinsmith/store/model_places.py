@@ -20,7 +20,8 @@ class ModelPlaces:
 
         A place is taken from the admission of a model until it is unloaded or lost. The tenant with the fewest places
         is next, with the model that has waited longest. The last `limits.kept` places go only to tenants that have
-        none. Raise LeaseLostError if another engine has taken over.
+        none. At most `limits.max_full_models` models with LoRA rank 0 have a place; one that waits for that holds up no
+        other. Raise LeaseLostError if another engine has taken over.
         """
         del lease, limits
 

@@ -360,6 +360,7 @@ class PlaceLimits:
     kept: int  # places that only tenants without a model may take
     give_up_before: datetime  # models that have waited since before then fail
     failure: str  # what they fail with
+    max_full_models: int | None = None  # how many models with LoRA rank 0; None: as many as `max_models`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,6 +370,7 @@ class PlaceWait:
     taken: int  # places
     taken_by_tenant: int  # by models of the same tenant
     num_waiting: int  # models, this one included
+    taken_full: int | None = None  # places of models with LoRA rank 0; None if this model is not one of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

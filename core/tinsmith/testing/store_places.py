@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from tinsmith.errors import LeaseLostError
+from tinsmith.operations import LoraConfig
 from tinsmith.store import (
     WAITS_FOR_PLACE,
     OperationState,
@@ -18,6 +19,7 @@ from tinsmith.store import (
 from tinsmith.testing.store_records import (
     BASE,
     LONG_S,
+    LORA,
     NOW,
     a_creation,
     a_run,
@@ -33,17 +35,32 @@ from tinsmith.testing.store_records import (
 from tinsmith.testing.store_suite import StoreSuite
 
 
-async def _applies(store: RequestStore, tenant: str, number: int = 0) -> str:
+async def _applies(store: RequestStore, tenant: str, number: int = 0, *, lora: LoraConfig = LORA) -> str:
     """Create a session and a model that waits for a place. The number orders them. Return the creation's request_id."""
     session_id = f"{tenant}{number}"
     await store.create_session(a_session(session_id, tenant=tenant), idempotency_key=None)
     model_id = f"{session_id}:train:0"
-    run = a_run(model_id, tenant=tenant, next_seq_id=WAITS_FOR_PLACE, created_at=NOW + timedelta(seconds=number))
+    run = a_run(
+        model_id, tenant=tenant, next_seq_id=WAITS_FOR_PLACE, created_at=NOW + timedelta(seconds=number), lora=lora
+    )
     return await store.create_run(run, a_creation(model_id, tenant=tenant))
 
 
-async def _admit(store: RequestStore, max_models: int, *, kept: int = 0, give_up_before: datetime = NOW) -> None:
-    limits = PlaceLimits(max_models=max_models, kept=kept, give_up_before=give_up_before, failure="no place came free")
+async def _admit(
+    store: RequestStore,
+    max_models: int,
+    *,
+    kept: int = 0,
+    give_up_before: datetime = NOW,
+    max_full_models: int | None = None,
+) -> None:
+    limits = PlaceLimits(
+        max_models=max_models,
+        max_full_models=max_full_models,
+        kept=kept,
+        give_up_before=give_up_before,
+        failure="no place came free",
+    )
     await store.admit_models(await lease_of(store), limits)
 
 
@@ -104,6 +121,19 @@ class PlacesContract(StoreSuite):
         of_bob = [await _applies(holding, "bob", number) for number in range(5, 7)]
         await _admit(holding, 4, kept=2)
         assert await claim(holding) == of_bob[:1]
+
+    async def test_models_for_full_fine_tuning_have_fewer_places(self, holding: RequestStore) -> None:
+        full = LoraConfig(rank=0, seed=7)
+        first, second = [await _applies(holding, "ann", number, lora=full) for number in range(2)]
+        adapter = await _applies(holding, "ann", 2)
+        await _admit(holding, 4, max_full_models=1)
+        assert set(await claim(holding)) == {first, adapter}
+        waiting = (await holding.waiting(second)).place
+        assert waiting == PlaceWait(taken=2, taken_by_tenant=2, num_waiting=1, taken_full=1)
+        lost = RunStateChanged(model_id="ann0:train:0", state=RunState.LOST, reason="why")
+        await complete(holding, [done(first, None, lost)])
+        await _admit(holding, 4, max_full_models=1)
+        assert await claim(holding) == [second]
 
     async def test_a_model_that_has_waited_too_long_fails(self, holding: RequestStore) -> None:
         first, second, third = [await _applies(holding, "ann", number) for number in range(3)]

@@ -101,6 +101,7 @@ class FsdpBackend(TrainingBackend):
             max_context_tokens=context,
             max_batch_tokens=self._rank_tokens * self._dp_size,
             max_models=self._config.max_models,
+            max_full_models=self._config.max_full_models,
             losses=frozenset(self._losses),
             max_lora_rank=self._config.max_lora_rank,
             full_fine_tuning=self._config.max_full_models > 0,

@@ -1,7 +1,7 @@
 """Places for models on a backend: which models have one, and who gets the next."""
 
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -16,7 +16,7 @@ from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import WAITS_FOR_PLACE, Lease, PlaceLimits, PlaceWait, RunState
 
 _LIVE = (
-    sqlalchemy.select(RUNS.c.model_id, RUNS.c.tenant, RUNS.c.next_seq_id, RUNS.c.created_at)
+    sqlalchemy.select(RUNS.c.model_id, RUNS.c.tenant, RUNS.c.next_seq_id, RUNS.c.created_at, RUNS.c.lora)
     .where(RUNS.c.base_model == bindparam("base_model"), LIVE)
     .order_by(RUNS.c.created_at, RUNS.c.model_id)
 )
@@ -32,6 +32,15 @@ class Applicant:
     model_id: str
     tenant: str
     since: datetime
+    full: bool = False  # all weights are trained
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The places that are taken."""
+
+    by_tenant: Counter[str]
+    full: int = 0  # by models of which all weights are trained
 
 
 def waits(run: RunRow) -> bool:
@@ -62,44 +71,48 @@ def give_up(tx: Transaction, lease: Lease, model_id: str, failure: str) -> None:
         lost_models.mark_lost(tx, run, failure, Failed(message=failure, category="server"))
 
 
-def next_ones(waiting: Sequence[Applicant], taken: Counter[str], limits: PlaceLimits) -> Iterator[Applicant]:
+def next_ones(waiting: Sequence[Applicant], taken: Taken, limits: PlaceLimits) -> Iterator[Applicant]:
     """Yield the models that get the free places; `waiting` begins with the model that has waited longest."""
-    taken = taken.copy()
-    queues = _by_tenant(waiting)
-    while (free := limits.max_models - taken.total()) > 0:
-        able = [tenant for tenant in queues if not taken[tenant] or free > limits.kept]
+    waiting, by_tenant, full = list(waiting), taken.by_tenant.copy(), taken.full
+    while (free := limits.max_models - by_tenant.total()) > 0:
+        full_is_free = limits.max_full_models is None or full < limits.max_full_models
+        able = [
+            each
+            for each in waiting
+            if (full_is_free or not each.full) and (free > limits.kept or not by_tenant[each.tenant])
+        ]
         if not able:
             return
-        tenant = min(able, key=lambda each: (taken[each], queues[each][0].since))
-        yield queues[tenant].popleft()
-        taken[tenant] += 1
-        if not queues[tenant]:
-            del queues[tenant]
+        chosen = min(able, key=lambda each: (by_tenant[each.tenant], each.since))
+        yield chosen
+        waiting.remove(chosen)
+        by_tenant[chosen.tenant] += 1
+        full += chosen.full
 
 
 def wait_of(session: Session, run: RunRow) -> PlaceWait:
     """Return what a model that waits for a place waits for."""
     taken, waiting = _places(session, run.base_model)
-    return PlaceWait(taken=taken.total(), taken_by_tenant=taken[run.tenant], num_waiting=len(waiting))
+    return PlaceWait(
+        taken=taken.by_tenant.total(),
+        taken_by_tenant=taken.by_tenant[run.tenant],
+        num_waiting=len(waiting),
+        taken_full=taken.full if run.lora.rank == 0 else None,
+    )
 
 
-def _places(session: Session, base_model: str) -> tuple[Counter[str], list[Applicant]]:
-    """Return how many places each tenant has, and the models that wait, longest first."""
-    taken: Counter[str] = Counter()
+def _places(session: Session, base_model: str) -> tuple[Taken, list[Applicant]]:
+    """Return the places that are taken, and the models that wait, longest first."""
+    by_tenant: Counter[str] = Counter()
+    full = 0
     waiting = []
     for row in session.connection().execute(_LIVE, {"base_model": base_model}):
         if row.next_seq_id == WAITS_FOR_PLACE:
-            waiting.append(Applicant(row.model_id, row.tenant, row.created_at))
+            waiting.append(Applicant(row.model_id, row.tenant, row.created_at, full=row.lora.rank == 0))
         else:
-            taken[row.tenant] += 1
-    return taken, waiting
-
-
-def _by_tenant(waiting: Iterable[Applicant]) -> dict[str, deque[Applicant]]:
-    queues: dict[str, deque[Applicant]] = {}
-    for each in waiting:
-        queues.setdefault(each.tenant, deque()).append(each)
-    return queues
+            by_tenant[row.tenant] += 1
+            full += row.lora.rank == 0
+    return Taken(by_tenant, full), waiting
 
 
 def _admit(tx: Transaction, model_id: str) -> None:
