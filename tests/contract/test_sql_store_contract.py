@@ -230,10 +230,14 @@ class SqlStoreContract(RequestStoreContract):
         bob = UsageRecord(tenant="bob", base_model=BASE, prefilled_tokens=3, sampled_tokens=2)
         assert await store.total_usage(None) == [ann, bob]
         assert await store.total_usage("bob") == [bob]
-        today = datetime.now(UTC).date()
-        daily = await store.daily_usage("ann", first=today - timedelta(days=1), last=today)
-        assert [replace(record, day=None) for record in daily] == [ann]
-        assert await store.daily_usage(None, first=today - timedelta(days=9), last=today - timedelta(days=2)) == []
+        now, hour = datetime.now(UTC), timedelta(hours=1)
+        (hourly,) = await store.hourly_usage("ann", first=now - hour, last=now)
+        assert hourly.hour is not None
+        assert replace(hourly, hour=None) == ann
+        assert hourly.hour in {each.replace(minute=0, second=0, microsecond=0) for each in (now, now - hour)}
+        assert await store.hourly_usage("ann", first=hourly.hour, last=hourly.hour) == [hourly]
+        for other in (hourly.hour - hour, hourly.hour + hour):
+            assert await store.hourly_usage(None, first=other, last=other) == []
 
     async def test_what_is_kept_is_told_by_project(self, store: RequestStore) -> None:
         await a_model(store)

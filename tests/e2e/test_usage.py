@@ -52,12 +52,12 @@ def worked(server: RunningServer) -> Worked:
 
 
 def billed(server: RunningServer, key: str) -> dict[tuple[str | None, str], int]:
-    """Return the sums by tenant and type: the work may have taken from one day to the next."""
+    """Return the sums by tenant and type: the work may have taken from one hour to the next."""
     admin = tinker.AdminClient(base_url=server.url, api_key=key)
     now = datetime.now(UTC)
     usage = admin.get_billing_usage(now - timedelta(days=2), now + timedelta(days=1)).result(timeout=300)
     assert {event.base_model for event in usage.data} <= {"toy"}
-    assert all(event.bucket_end - event.bucket_start == timedelta(days=1) for event in usage.data)
+    assert all(event.bucket_end - event.bucket_start == timedelta(hours=1) for event in usage.data)
     sums: Counter[tuple[str | None, str]] = Counter()
     for event in usage.data:
         info = event.event_info
@@ -108,7 +108,7 @@ def test_prometheus_sees_it_with_a_key(server: RunningServer, worked: Worked) ->
     assert "ann" not in httpx.get(f"{server.url}/metrics", timeout=300).text
 
 
-@pytest.mark.parametrize("hours", [-1, 0, 24 * 367])
+@pytest.mark.parametrize("hours", [-1, 0, 24 * 32])
 def test_a_window_must_make_sense(server: RunningServer, hours: int) -> None:
     start = datetime(2026, 1, 1, tzinfo=UTC)
     window = {"starting_on": start.isoformat(), "ending_before": (start + timedelta(hours=hours)).isoformat()}
@@ -116,4 +116,4 @@ def test_a_window_must_make_sense(server: RunningServer, hours: int) -> None:
         f"{server.url}/api/v1/billing/usage/events", params=window, headers={"X-API-Key": "tml-ann"}, timeout=300
     )
     assert answer.status_code == 400
-    assert "must end after it starts and last at most 366 days" in answer.json()["detail"]
+    assert "must end after it starts and last at most 31 days" in answer.json()["detail"]

@@ -5,12 +5,17 @@ import itertools
 import socket
 import sqlite3
 import stat
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import create_engine, text
+from sqlalchemy import Connection, create_engine, text
 from sqlmodel import Session
 
 from tinsmith.errors import ConfigError, ServerError, UserError
@@ -75,6 +80,38 @@ async def test_a_run_of_the_first_schema_continues(tmp_path: Path) -> None:
     assert await store.requeue(lease, max_attempts=3, reason="killed") == []
     assert [each.seq_id for each in await store.claim(lease, max_operations=9)] == [2, 3]
     await store.close()
+
+
+async def test_usage_counted_by_the_day_stands_in_its_first_hour(tmp_path: Path) -> None:
+    store = a_store(tmp_path)
+    await store.open()
+    await store.close()
+    database = dialect_of(SqlStoreConfig(synchronous="off"), StoreContext(data_dir=tmp_path)).writer(durable=False)
+    hours = [("2026-11-22T07", "ann"), ("2026-11-22T08", "ann"), ("2026-11-22T08", "bob")]
+    await database.migrate(partial(_migrate, to="0015", usage=hours))
+    await database.migrate(partial(_migrate, to="0014"))
+    await database.migrate(partial(_migrate, to="head"))
+    await database.close()
+    await store.open()
+    found = await store.hourly_usage(
+        None, first=datetime(2026, 11, 22, tzinfo=UTC), last=datetime(2027, 1, 1, tzinfo=UTC)
+    )
+    assert [(each.hour, each.tenant, each.trained_tokens) for each in found] == [
+        (datetime(2026, 11, 22, tzinfo=UTC), "ann", 14),
+        (datetime(2026, 11, 22, tzinfo=UTC), "bob", 7),
+    ]
+    await store.close()
+
+
+def _migrate(connection: Connection, *, to: str, usage: Sequence[tuple[str, str]] = ()) -> None:
+    config = Config()
+    config.set_main_option("script_location", "tinsmith.sql_store:migrations")
+    config.attributes["connection"] = connection
+    (command.downgrade if to == "0014" else command.upgrade)(config, to)
+    for hour, tenant in usage:
+        connection.execute(
+            text("INSERT INTO usage VALUES (:hour, :tenant, 'm', 7, 0, 0, 0, 0, 0)"), {"hour": hour, "tenant": tenant}
+        )
 
 
 async def test_opening_again_changes_nothing(tmp_path: Path) -> None:

@@ -315,11 +315,11 @@ class RecoveryPointRow(Table, table=True):
 
 
 class UsageRow(Table, table=True):
-    """What a tenant has used of a base model on one day, in UTC."""
+    """What a tenant has used of a base model in one hour, in UTC."""
 
     __tablename__ = "usage"
 
-    day: str = Field(primary_key=True)  # YYYY-MM-DD
+    hour: str = Field(primary_key=True)  # YYYY-MM-DDTHH
     tenant: str = Field(primary_key=True)
     base_model: str = Field(primary_key=True)
     trained_tokens: int = Field(sa_type=BigInteger)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import date, datetime
+from datetime import datetime
 from enum import StrEnum
 from typing import Any, Final, Literal
 
@@ -402,11 +402,11 @@ class FinishedSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRecord(Usage):
-    """What a tenant has used of a base model, on one day in UTC or in all."""
+    """What a tenant has used of a base model, in one hour or in all."""
 
     tenant: str
     base_model: str
-    day: date | None = None  # None: in all
+    hour: datetime | None = None  # its start, in UTC; None: in all
     checkpoints: int = 0  # written
     stored_bytes: int = 0  # written in checkpoints
 

@@ -1,6 +1,6 @@
 """The store, for the REST server: what tenants have used. A store may count nothing."""
 
-from datetime import date
+from datetime import datetime
 
 from tinsmith.store.records import StoredCheckpoints, UsageRecord
 
@@ -8,8 +8,11 @@ from tinsmith.store.records import StoredCheckpoints, UsageRecord
 class UsageLog:
     """`complete` counts each operation once, in the transaction that records its result."""
 
-    async def daily_usage(self, tenant: str | None, *, first: date, last: date) -> list[UsageRecord]:
-        """Return what was used on these days, in UTC, oldest first. `tenant` None lists every tenant's."""
+    async def hourly_usage(self, tenant: str | None, *, first: datetime, last: datetime) -> list[UsageRecord]:
+        """Return what was used in the hours from that of `first` to that of `last`, oldest first.
+
+        Both times are in UTC. `tenant` None lists every tenant's.
+        """
         del tenant, first, last
         return []
 

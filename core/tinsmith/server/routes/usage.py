@@ -4,7 +4,7 @@ A tenant sees its own usage, an administrator everybody's.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import UTC, datetime, time, timedelta
+from datetime import UTC, timedelta
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Query
@@ -24,7 +24,8 @@ from tinsmith.store import StoredCheckpoints, UsageRecord
 router = APIRouter(tags=["usage"], route_class=JsonRoute)
 
 _GIGABYTE: Final = 1e9
-_LONGEST: Final = timedelta(days=366)
+_HOUR: Final = timedelta(hours=1)
+_LONGEST: Final = timedelta(days=31)
 
 
 @router.get("/billing/usage/events", response_model_exclude_none=True)
@@ -34,22 +35,21 @@ async def usage_events(
     caller: Caller,
     context: Context,
 ) -> wire.BillingUsage:
-    """List what was used on every day that the window touches. Days are in UTC."""
+    """List what was used in every hour that the window touches. Hours are in UTC."""
     if not timedelta() < ending_before - starting_on <= _LONGEST:
         msg = (
             f"the window from {starting_on.isoformat()} to {ending_before.isoformat()} must end after it starts and "
             f"last at most {_LONGEST.days} days"
         )
         raise UserError(msg)
-    first = starting_on.astimezone(UTC).date()
-    last = (ending_before.astimezone(UTC) - timedelta(microseconds=1)).date()
-    used = await context.store.daily_usage(visible_tenant(caller, "accessible"), first=first, last=last)
+    first = starting_on.astimezone(UTC)
+    last = ending_before.astimezone(UTC) - timedelta(microseconds=1)
+    used = await context.store.hourly_usage(visible_tenant(caller, "accessible"), first=first, last=last)
     return wire.BillingUsage(data=[event for record in used for event in _events(record)])
 
 
 def _events(record: UsageRecord) -> Iterator[wire.BillingEvent]:
-    assert record.day is not None
-    start = datetime.combine(record.day, time(), UTC)
+    assert record.hour is not None
     for info in (
         wire.BillingEventInfo(type="training", token_count=record.trained_tokens),
         wire.BillingEventInfo(type="sampling_prefill", token_count=record.prefilled_tokens, cached=False),
@@ -58,8 +58,8 @@ def _events(record: UsageRecord) -> Iterator[wire.BillingEvent]:
     ):
         if info.token_count or info.count:
             yield wire.BillingEvent(
-                bucket_start=start,
-                bucket_end=start + timedelta(days=1),
+                bucket_start=record.hour,
+                bucket_end=record.hour + _HOUR,
                 base_model=record.base_model,
                 user_id=record.tenant,
                 user_name=record.tenant,

@@ -1,6 +1,6 @@
 """What tenants have used."""
 
-from datetime import date
+from datetime import datetime
 
 from tinsmith.sql_store.parts.connections import Connections
 from tinsmith.sql_store.transactions import usage
@@ -8,8 +8,8 @@ from tinsmith.store import StoredCheckpoints, UsageLog, UsageRecord
 
 
 class SqlUsageLog(Connections, UsageLog):
-    async def daily_usage(self, tenant: str | None, *, first: date, last: date) -> list[UsageRecord]:
-        return await self._reader.read(usage.daily, tenant, first=first, last=last)
+    async def hourly_usage(self, tenant: str | None, *, first: datetime, last: datetime) -> list[UsageRecord]:
+        return await self._reader.read(usage.hourly, tenant, first=first, last=last)
 
     async def total_usage(self, tenant: str | None) -> list[UsageRecord]:
         return await self._reader.read(usage.total, tenant)

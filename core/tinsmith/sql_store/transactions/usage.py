@@ -1,7 +1,7 @@
-"""What tenants have used: a row for each day, tenant and base model, added to in the transaction of each result."""
+"""What tenants have used: a row for each hour, tenant and base model, added to in the transaction of each result."""
 
 from collections import defaultdict
-from datetime import date, datetime
+from datetime import UTC, datetime
 
 import sqlalchemy
 from sqlalchemy import bindparam, func
@@ -12,16 +12,17 @@ from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import CheckpointWritten, Completion, StoredCheckpoints, UsageRecord
 
 _COUNTS = ("trained_tokens", "prefilled_tokens", "sampled_tokens", "checkpoints", "stored_bytes", "engine_us")
+_HOUR = "%Y-%m-%dT%H"
 _ADD = sqlalchemy.text(
-    f"INSERT INTO usage (day, tenant, base_model, {', '.join(_COUNTS)}) "
-    f"VALUES (:day, :tenant, :base_model, {', '.join(f':{name}' for name in _COUNTS)}) "
-    "ON CONFLICT (day, tenant, base_model) DO UPDATE SET "
+    f"INSERT INTO usage (hour, tenant, base_model, {', '.join(_COUNTS)}) "
+    f"VALUES (:hour, :tenant, :base_model, {', '.join(f':{name}' for name in _COUNTS)}) "
+    "ON CONFLICT (hour, tenant, base_model) DO UPDATE SET "
     + ", ".join(f"{name} = usage.{name} + excluded.{name}" for name in _COUNTS)
 )
-_DAILY = (
+_HOURLY = (
     sqlalchemy.select(USAGE)
-    .where(USAGE.c.day.between(bindparam("first"), bindparam("last")))
-    .order_by(USAGE.c.day, USAGE.c.tenant, USAGE.c.base_model)
+    .where(USAGE.c.hour.between(bindparam("first"), bindparam("last")))
+    .order_by(USAGE.c.hour, USAGE.c.tenant, USAGE.c.base_model)
 )
 _TOTAL = (
     sqlalchemy.select(USAGE.c.tenant, USAGE.c.base_model, *(func.sum(USAGE.c[name]).label(name) for name in _COUNTS))
@@ -49,9 +50,9 @@ class Counting:
 
     def write(self, tx: Transaction) -> None:
         """Rows are written in one order, so that no two transactions wait for each other."""
-        day = _day(tx.now)
+        hour = tx.now.strftime(_HOUR)
         rows = [
-            {"day": day, "tenant": tenant, "base_model": base_model, **counts}
+            {"hour": hour, "tenant": tenant, "base_model": base_model, **counts}
             for (tenant, base_model), counts in sorted(self._counts.items())
             if any(counts.values())
         ]
@@ -59,10 +60,13 @@ class Counting:
             tx.session.connection().execute(_ADD, rows)
 
 
-def daily(session: Session, tenant: str | None, *, first: date, last: date) -> list[UsageRecord]:
-    query = _DAILY if tenant is None else _DAILY.where(USAGE.c.tenant == tenant)
-    days = {"first": first.isoformat(), "last": last.isoformat()}
-    return [_record(row, date.fromisoformat(row.day)) for row in session.connection().execute(query, days)]
+def hourly(session: Session, tenant: str | None, *, first: datetime, last: datetime) -> list[UsageRecord]:
+    query = _HOURLY if tenant is None else _HOURLY.where(USAGE.c.tenant == tenant)
+    hours = {"first": first.strftime(_HOUR), "last": last.strftime(_HOUR)}
+    return [
+        _record(row, datetime.strptime(row.hour, _HOUR).replace(tzinfo=UTC))
+        for row in session.connection().execute(query, hours)
+    ]
 
 
 def total(session: Session, tenant: str | None) -> list[UsageRecord]:
@@ -90,12 +94,8 @@ def stored(session: Session, tenant: str | None, *, project_id: str | None) -> l
     ]
 
 
-def _record(row: sqlalchemy.Row[tuple[object, ...]], day: date | None) -> UsageRecord:
+def _record(row: sqlalchemy.Row[tuple[object, ...]], hour: datetime | None) -> UsageRecord:
     values = dict(row._mapping)  # noqa: SLF001 - the public name of a row's mapping
     counts = {name: int(values[name]) for name in _COUNTS}
     engine_s = counts.pop("engine_us") / 1e6
-    return UsageRecord(tenant=values["tenant"], base_model=values["base_model"], day=day, engine_s=engine_s, **counts)
-
-
-def _day(now: datetime) -> str:
-    return now.date().isoformat()
+    return UsageRecord(tenant=values["tenant"], base_model=values["base_model"], hour=hour, engine_s=engine_s, **counts)
