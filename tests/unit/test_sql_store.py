@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import socket
 import sqlite3
 import stat
@@ -25,6 +26,7 @@ from tinsmith.sql_store.databases.database import Database
 from tinsmith.sql_store.databases.socket_wakeups import SocketWakeUps
 from tinsmith.sql_store.databases.sqlite import SqliteDialect
 from tinsmith.sql_store.grouping import Call, Grouping
+from tinsmith.sql_store.migrate import alembic_config
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.tables import SessionRow, Table, to_row
 from tinsmith.sql_store.transactions.request_ids import created_at, new_request_id
@@ -41,22 +43,41 @@ def a_store(data_dir: Path, **config: object) -> SqlStore:
     return SqlStore(SqlStoreConfig.model_validate({"synchronous": "off", **config}), StoreContext(data_dir=data_dir))
 
 
-async def test_a_migrated_database_is_what_the_models_say(tmp_path: Path) -> None:
+async def test_a_migrated_database_is_what_a_new_one_is(tmp_path: Path) -> None:
+    migrated = create_engine("sqlite://")
+    with migrated.begin() as connection:
+        config = alembic_config()
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, Table.metadata) == []
+        expected = _schema(connection), context.get_current_revision()
+    migrated.dispose()
+
     store = a_store(tmp_path)
     await store.open()
     await store.close()
-    engine = create_engine(f"sqlite:///{tmp_path / 'tinsmith.db'}")
-    with engine.connect() as connection:
-        context = MigrationContext.configure(connection, opts={"compare_type": True})
-        assert compare_metadata(context, Table.metadata) == []
-        migrated = _schema(connection)
-    engine.dispose()
+    new = create_engine(f"sqlite:///{tmp_path / 'tinsmith.db'}")
+    with new.connect() as connection:
+        assert (_schema(connection), MigrationContext.configure(connection).get_current_revision()) == expected
+    new.dispose()
 
-    fresh = create_engine("sqlite://")
-    with fresh.begin() as connection:
-        Table.metadata.create_all(connection)
-        assert _schema(connection) == migrated
-    fresh.dispose()
+
+async def test_statements_are_compiled_once_for_all_connections(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("first", "second"):
+        caplog.clear()
+        caplog.set_level(logging.INFO, logger="sqlalchemy.engine")
+        store = a_store(tmp_path / name)
+        await store.open()
+        caplog.clear()  # what makes the tables is not kept
+        request_id = await store.submit(a_sample())
+        await store.get_operation(request_id)
+        await store.close()
+    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("[")]
+    assert any(each.startswith("[cached") for each in told)
+    assert not [each for each in told if each.startswith("[generated")]
 
 
 def _schema(connection: object) -> dict[str, list[str]]:

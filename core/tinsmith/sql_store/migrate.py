@@ -1,29 +1,41 @@
-"""Migrating a database to the newest schema, with alembic, in this process."""
+"""Giving a database the newest schema: a new one at once, an older one by migrations, with alembic, in this process."""
 
 from __future__ import annotations
 
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import Connection, inspect, text
 
 from tinsmith.errors import ConfigError
 from tinsmith.failpoints import durable_boundary
+from tinsmith.sql_store.tables import Table
 
 if TYPE_CHECKING:
     from alembic.config import Config
 
 
+_VERSION_TABLE: Final = """\
+CREATE TABLE alembic_version (
+    version_num VARCHAR(32) NOT NULL,
+    CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num)
+)
+"""  # as alembic makes it
+
+
 @durable_boundary("store.migrate")
 def migrate(connection: Connection, name: str) -> None:
-    """Run the missing migrations in the caller's transaction.
+    """Make the tables, or run the missing migrations, in the caller's transaction.
 
     Raise ConfigError if a newer tinsmith has migrated the database. `name` is its name in messages.
     """
     found, revisions = _found(connection), known_revisions()
     if found == revisions[-1]:
         return  # without importing alembic, which takes a third of a second
-    if found is not None and found not in revisions:
+    if found is None:
+        _create(connection, revisions[-1])
+        return
+    if found not in revisions:
         msg = (
             f"database {name!r} has the schema {found!r} of a newer tinsmith; this one knows schemas up to "
             f"{revisions[-1]!r}; upgrade tinsmith, or set store.url to another database"
@@ -34,6 +46,13 @@ def migrate(connection: Connection, name: str) -> None:
     config = alembic_config()
     config.attributes["connection"] = connection
     command.upgrade(config, "head")
+
+
+def _create(connection: Connection, revision: str) -> None:
+    """Make the tables of the newest schema. All migrations make the same ones, in more time; tests compare them."""
+    Table.metadata.create_all(connection, checkfirst=False)
+    connection.execute(text(_VERSION_TABLE))
+    connection.execute(text("INSERT INTO alembic_version VALUES (:revision)"), {"revision": revision})
 
 
 def known_revisions() -> list[str]:

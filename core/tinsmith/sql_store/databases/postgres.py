@@ -8,7 +8,9 @@ from typing import Any, Final, TypeVar
 
 import psycopg
 from psycopg.pq import Format
-from sqlalchemy import Connection, create_engine, event, text
+from sqlalchemy import Connection, event, text
+from sqlalchemy.dialects import registry
+from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, OperationalError
 from sqlalchemy.pool import QueuePool
@@ -20,6 +22,7 @@ from tinsmith.sql_store.databases.database import Database
 from tinsmith.sql_store.databases.dialect import Dialect
 from tinsmith.sql_store.databases.notify_wakeups import NotifyWakeUps
 from tinsmith.sql_store.databases.postgres_scrubbing import Scrubber
+from tinsmith.sql_store.databases.shared_statements import SharedStatements, make_engine
 from tinsmith.sql_store.databases.wakeups import WakeUps
 
 T = TypeVar("T")
@@ -45,6 +48,13 @@ _TRANSACTION = text("SELECT pg_current_xact_id_if_assigned()::text")
 _STATUS = text("SELECT pg_xact_status(CAST(:transaction AS xid8))")
 
 _log = logging.getLogger(__name__)
+
+
+class PsycopgDialect(SharedStatements, PGDialect_psycopg):
+    supports_statement_cache = True
+
+
+registry.register("postgresql.tinsmith", __name__, PsycopgDialect.__name__)
 
 
 class PostgresDialect(Dialect):
@@ -114,8 +124,8 @@ class PostgresDatabase(Database):
     def __init__(
         self, url: URL, name: str, *, isolation_level: str, read_only: bool, outage_s: float, scrubber: Scrubber
     ) -> None:
-        engine = create_engine(
-            url,
+        engine = make_engine(
+            url.set(drivername="postgresql+tinsmith"),
             poolclass=QueuePool,
             pool_size=1,
             max_overflow=0,

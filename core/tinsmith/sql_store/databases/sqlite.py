@@ -6,7 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
-from sqlalchemy import Connection, create_engine, event
+from sqlalchemy import Connection, event
+from sqlalchemy.dialects import registry
+from sqlalchemy.dialects.sqlite.pysqlite import SQLiteDialect_pysqlite
 from sqlalchemy.engine import URL
 from sqlalchemy.pool import StaticPool
 from sqlmodel import Session
@@ -17,12 +19,20 @@ from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.databases import sqlite_scrubbing
 from tinsmith.sql_store.databases.database import Database
 from tinsmith.sql_store.databases.dialect import Dialect
+from tinsmith.sql_store.databases.shared_statements import SharedStatements, make_engine
 from tinsmith.sql_store.databases.socket_wakeups import SocketWakeUps
 from tinsmith.sql_store.databases.wakeups import WakeUps
 
 _STRENGTH: Final = ("off", "normal", "full")
 
 T = TypeVar("T")
+
+
+class PysqliteDialect(SharedStatements, SQLiteDialect_pysqlite):
+    supports_statement_cache = True
+
+
+registry.register("sqlite.tinsmith", __name__, PysqliteDialect.__name__)
 
 
 class SqliteDialect(Dialect):
@@ -68,8 +78,8 @@ class SqliteDialect(Dialect):
 
 class SqliteDatabase(Database):
     def __init__(self, path: Path, *, begin: str, pragmas: tuple[str, ...]) -> None:
-        url = URL.create("sqlite+pysqlite", database=str(path))
-        super().__init__(create_engine(url, poolclass=StaticPool, connect_args={"check_same_thread": False}))
+        url = URL.create("sqlite+tinsmith", database=str(path))
+        super().__init__(make_engine(url, poolclass=StaticPool, connect_args={"check_same_thread": False}))
         self._path = path
         event.listen(self._engine, "connect", partial(_prepare, pragmas))
         event.listen(self._engine, "begin", partial(_begin, begin))
