@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -96,6 +97,7 @@ class EngineRun:
             await self.reports.say(EngineState.STOPPED)
             raise StoppedWhileLoadingError
         backend, sampler = await making
+        gc.freeze()  # all this stays: a full collection that looked at it would stop every thread for 100 ms
         try:
             yield backend, sampler
         finally:

@@ -119,4 +119,9 @@ def context_of(request: Request) -> ServerContext:
     return cast("ServerContext", request.app.state.context)
 
 
-Context = Annotated[ServerContext, Depends(context_of)]
+async def _context(request: Request) -> ServerContext:
+    """FastAPI would call a synchronous dependency in another thread."""
+    return context_of(request)
+
+
+Context = Annotated[ServerContext, Depends(_context)]

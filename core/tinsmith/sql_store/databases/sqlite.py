@@ -1,6 +1,7 @@
 """SQLite: one file in WAL mode, on a local disk of this machine."""
 
 import sqlite3
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from tinsmith.sql_store.databases.socket_wakeups import SocketWakeUps
 from tinsmith.sql_store.databases.wakeups import WakeUps
 
 _STRENGTH: Final = ("off", "normal", "full")
+_TRY_MS: Final = 4
 
 T = TypeVar("T")
 
@@ -53,19 +55,22 @@ class SqliteDialect(Dialect):
         return str(self.path)
 
     def reader(self) -> Database:
-        return self._database("BEGIN", "normal")
+        return self._database(_begin_reading, "normal")
 
     def writer(self, *, durable: bool) -> Database:
         mode = self._config.synchronous
-        return self._database("BEGIN IMMEDIATE", mode if durable else min("normal", mode, key=_STRENGTH.index))
+        begin = partial(_begin_writing, self._config.busy_timeout_s)
+        if not durable:
+            return self._database(begin, min("normal", mode, key=_STRENGTH.index))
+        return self._database(begin, mode, "auto_vacuum = INCREMENTAL")  # has no effect once anything is written
 
     def wakeups(self) -> WakeUps:
         return SocketWakeUps(self.path.with_name(self.path.name + ".wake"))
 
-    def _database(self, begin: str, synchronous: str) -> Database:
+    def _database(self, begin: Callable[[Connection], None], synchronous: str, *first: str) -> Database:
         pragmas = (
-            f"busy_timeout = {int(self._config.busy_timeout_s * 1000)}",
-            "auto_vacuum = INCREMENTAL",  # has no effect once anything is written
+            _busy_timeout(self._config.busy_timeout_s),
+            *first,
             "secure_delete = ON",  # overwrites deleted content
             "journal_mode = WAL",
             f"synchronous = {synchronous}",
@@ -77,12 +82,12 @@ class SqliteDialect(Dialect):
 
 
 class SqliteDatabase(Database):
-    def __init__(self, path: Path, *, begin: str, pragmas: tuple[str, ...]) -> None:
+    def __init__(self, path: Path, *, begin: Callable[[Connection], None], pragmas: tuple[str, ...]) -> None:
         url = URL.create("sqlite+tinsmith", database=str(path))
         super().__init__(make_engine(url, poolclass=StaticPool, connect_args={"check_same_thread": False}))
         self._path = path
         event.listen(self._engine, "connect", partial(_prepare, pragmas))
-        event.listen(self._engine, "begin", partial(_begin, begin))
+        event.listen(self._engine, "begin", begin)
 
     def _transact(self, work: Callable[[Session], T], commit: Callable[[Session], None]) -> T:
         with Session(self._engine, expire_on_commit=False) as session:
@@ -133,5 +138,36 @@ def _prepare(pragmas: tuple[str, ...], connection: Any, record: object) -> None:
         connection.execute(f"PRAGMA {pragma}")
 
 
-def _begin(statement: str, connection: Connection) -> None:
-    connection.exec_driver_sql(statement)
+def _busy_timeout(seconds: float) -> str:
+    return f"busy_timeout = {int(seconds * 1000)}"
+
+
+def _begin_reading(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN")
+
+
+def _begin_writing(timeout_s: float, connection: Connection) -> None:
+    """Wait for other writers, looking about every millisecond.
+
+    SQLite looks less and less often, up to every 100 ms. Whoever has waited for long would hardly ever find the short
+    pauses between the transactions of another busy process.
+    """
+    driver = cast("sqlite3.Connection", connection.connection.driver_connection)
+    driver.execute(f"PRAGMA busy_timeout = {_TRY_MS}")
+    try:
+        give_up_at = time.monotonic() + timeout_s
+        while _others_write(driver) and time.monotonic() < give_up_at:
+            pass
+        if not driver.in_transaction:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")  # raises what is wrong, in SQLAlchemy's form
+    finally:
+        driver.execute(f"PRAGMA {_busy_timeout(timeout_s)}")
+
+
+def _others_write(driver: sqlite3.Connection) -> bool:
+    """Begin, unless another connection keeps writing for longer than a try takes."""
+    try:
+        driver.execute("BEGIN IMMEDIATE")
+    except sqlite3.OperationalError as error:
+        return error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+    return False
