@@ -20,7 +20,7 @@ from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.app import create_app
 from tinsmith.server.live_keys import LiveKeys
-from tinsmith.settings import ApiKey, ServerSettings, Settings
+from tinsmith.settings import ApiKey, QuotaSettings, ServerSettings, Settings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import StoreContext
@@ -310,6 +310,42 @@ async def a_published_adapter(service: Service) -> str:
         saved = await ann.done("save_weights_external", model_id=await a_model(ann), seq_id=1, path="shared")
     await ann.http.post(f"{of(saved['path'])}/publish")
     return str(saved["path"])
+
+
+async def test_a_download_is_a_request_in_progress_of_whoever_made_its_link(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slowly it is read."""
+    ann, bob = service.clients["ann"][0], service.clients["bob"][0]
+    made = await links(bob, await a_published_adapter(service))
+    app = bob.http._transport.app  # type: ignore[attr-defined]  # of the test's transport
+    monkeypatch.setattr(app.state.context.quotas, "_settings", QuotaSettings(requests_in_progress=1))
+    for link in made:
+        sending, may_read = asyncio.Event(), asyncio.Event()
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": httpx.URL(link).path,
+            "query_string": b"",
+            "headers": [],
+            "extensions": {},
+        }
+
+        async def send(
+            _message: dict[str, Any], sending: asyncio.Event = sending, may_read: asyncio.Event = may_read
+        ) -> None:
+            sending.set()
+            await may_read.wait()
+
+        download = asyncio.create_task(app(scope, asyncio.Event().wait, send))
+        await sending.wait()
+        refused = [await bob.http.get(link, headers={"X-API-Key": ""}), await bob.http.get("sessions")]
+        assert [answer.status_code for answer in refused] == [429, 429]
+        assert all("(quotas.requests_in_progress)" in answer.json()["detail"] for answer in refused)
+        ok(await ann.http.get("sessions"))
+        may_read.set()
+        await download
+        ok(await bob.http.get("sessions"))
 
 
 async def test_links_end_with_what_they_rest_on_on_every_server(service: Service) -> None:

@@ -24,17 +24,26 @@ def make_grant(
     )
 
 
-async def refuse_revoked(context: ServerContext, directory: str, grant: Grant) -> None:
-    """Raises RevokedError if the checkpoint may no longer be read, AuthenticationError if the key was removed.
+async def refuse_revoked(context: ServerContext, directory: str, grant: Grant) -> str:
+    """Return the tenant for which the download counts: that of the link's key, else that of the checkpoint.
 
-    Raises NotFoundError if `directory` is no checkpoint's: the link was made for another route.
+    Raises RevokedError if the checkpoint may no longer be read, and AuthenticationError if the key was removed. Raises
+    NotFoundError if `directory` is no checkpoint's: the link was made for another route.
     """
     path = _checkpoint_in(directory)
     owner = _owner_of_key(context, grant)
-    why = await _why_revoked(context, path, grant, owner)
+    try:
+        record = await context.store.get_checkpoint(path)
+    except NotFoundError as error:
+        raise _revoked(path, "was deleted") from error
+    why = _why_revoked(context, record, grant, owner)
     if why is not None:
-        msg = f"this download link is no longer valid: checkpoint {path!r} {why}"
-        raise RevokedError(msg)
+        raise _revoked(path, why)
+    return record.tenant if owner is None else owner.tenant
+
+
+def _revoked(path: str, why: str) -> RevokedError:
+    return RevokedError(f"this download link is no longer valid: checkpoint {path!r} {why}")
 
 
 def _checkpoint_in(directory: str) -> str:
@@ -53,11 +62,7 @@ def _owner_of_key(context: ServerContext, grant: Grant) -> Principal | None:
         raise AuthenticationError(msg) from error
 
 
-async def _why_revoked(context: ServerContext, path: str, grant: Grant, owner: Principal | None) -> str | None:
-    try:
-        record = await context.store.get_checkpoint(path)
-    except NotFoundError:
-        return "was deleted"
+def _why_revoked(context: ServerContext, record: CheckpointRecord, grant: Grant, owner: Principal | None) -> str | None:
     if (why := why_gone(record, grant.created_at, context.now())) is not None:
         return why
     if grant.only_while_public and not record.public:

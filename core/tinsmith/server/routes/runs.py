@@ -1,12 +1,13 @@
 """Training runs and their checkpoints, as the REST client and the `tinker` command line see them."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
@@ -242,12 +243,24 @@ def _base_url(context: ServerContext, request: Request) -> str:
 files_router = APIRouter(tags=["runs and checkpoints"])
 
 
+async def _while_sending() -> AsyncIterator[ExitStack]:
+    """Yield a stack of what ends when the answer has been sent."""
+    with ExitStack() as stack:
+        yield stack
+
+
+WhileSending = Annotated[ExitStack, Depends(_while_sending)]
+
+
 @files_router.get("/files/{stamp}/{grant}/{signature}/{name:path}")
-async def get_file(stamp: int, grant: str, signature: str, name: str, context: Context) -> FileResponse:
+async def get_file(
+    stamp: int, grant: str, signature: str, name: str, context: Context, sending: WhileSending
+) -> FileResponse:
     """Send a file. The signature replaces the key; only files that `external_weights_urls` has listed have one."""
     given = context.signer.check(name, stamp, grant, signature, context.now())
     directory, _, file_name = name.rpartition("/")
-    await refuse_revoked(context, directory, given)
+    tenant = await refuse_revoked(context, directory, given)
+    sending.enter_context(context.quotas.in_progress(tenant, polls=False))
     files = await asyncio.to_thread(checkpoints.checkpoint_files, context.checkpoint_root, directory)
     for file in files:
         if file.name == file_name:
@@ -256,11 +269,14 @@ async def get_file(stamp: int, grant: str, signature: str, name: str, context: C
 
 
 @files_router.get("/archives/{stamp}/{grant}/{signature}/{name:path}")
-async def get_archive(stamp: int, grant: str, signature: str, name: str, context: Context) -> StreamingResponse:
+async def get_archive(
+    stamp: int, grant: str, signature: str, name: str, context: Context, sending: WhileSending
+) -> StreamingResponse:
     """The signature stands for the key; only archives that `archive_url` has named have one."""
     given = context.signer.check(name, stamp, grant, signature, context.now())
     directory = name.removesuffix(_ARCHIVE)
-    await refuse_revoked(context, directory, given)
+    tenant = await refuse_revoked(context, directory, given)
+    sending.enter_context(context.quotas.in_progress(tenant, polls=False))
     files = await asyncio.to_thread(checkpoints.open_checkpoint_files, context.checkpoint_root, directory)
     headers = {"Content-Length": str(archive_bytes(files))}
     return StreamingResponse(archive(files), media_type="application/x-tar", headers=headers)
