@@ -6,7 +6,7 @@ BOUNDS = {
     # each rule once, in a few seconds
     "small:takeover": Bounds(programs=("tt", "t"), faults=Faults(crashes=1, takeovers=1), in_order=True),
     "small:answers": Bounds(programs=("tt", "s"), faults=Faults(takeovers=1, lost_answers=1), in_order=True),
-    "small:gaps": Bounds(programs=("trtt",), faults=Faults(crashes=1, stops=1, takeovers=1)),
+    "small:gaps": Bounds(programs=("trt",), faults=Faults(crashes=1, stops=1, takeovers=1)),
     "small:poison": Bounds(programs=("pt", "t"), faults=Faults(crashes=1), in_order=True),
     "small:points": Bounds(programs=("tt",), faults=Faults(crashes=1, takeovers=1), keep=1, in_order=True),
     "small:damage": Bounds(programs=("ttt",), faults=Faults(crashes=1, damages=1), keep=2, in_order=True),
@@ -19,6 +19,7 @@ BOUNDS = {
         programs=("tt", "s"), faults=Faults(crashes=1, takeovers=1, lost_answers=1, stops=1), in_order=True
     ),
     "large:gaps": Bounds(programs=("trtt", "t"), faults=Faults(crashes=1, takeovers=1)),
+    "large:gaps-stop": Bounds(programs=("trtt",), faults=Faults(crashes=1, stops=1, takeovers=1)),
     "large:poison": Bounds(programs=("tpt", "t"), faults=Faults(crashes=1, takeovers=1), in_order=True),
     "large:points": Bounds(programs=("ttt",), faults=Faults(crashes=1, takeovers=1), keep=1, in_order=True),
     "large:damage": Bounds(programs=("ttt",), faults=Faults(crashes=1, takeovers=1, damages=1), keep=2, in_order=True),
