@@ -162,7 +162,7 @@ async def _announce(http: _HttpServer, settings: Settings, plugins: Plugins, url
 
 
 async def _show_engines(console: Console, settings: Settings, store: RequestStore) -> None:
-    """Show what the engines report: often while something loads, rarely afterwards."""
+    """Show what the engines report: often while they load, rarely afterwards."""
     names = tuple(model.name for model in settings.models)
     display = EngineDisplay(console, names)
     try:

@@ -24,7 +24,7 @@ _ANYBODY: Final = "anybody"  # the `key` of tokens for keys that are not configu
 
 
 class ApiKeys:
-    """The server makes one from its settings and registers it as a plugin."""
+    """The server registers one as a plugin."""
 
     def __init__(self, keys: LiveKeys, tokens: KeyTokens) -> None:
         self._keys = keys
@@ -36,7 +36,7 @@ class ApiKeys:
         return self.principal(headers.get(HEADER, ""))
 
     def principal(self, credential: str) -> Principal:
-        """Return the owner of a key or token. Raises AuthenticationError if it has none."""
+        """Return the owner of a key or token. Raises AuthenticationError if the credential is not valid."""
         if not credential:
             msg = "the X-API-Key header is missing; pass api_key=... or set TINKER_API_KEY"
             raise AuthenticationError(msg)
@@ -45,7 +45,7 @@ class ApiKeys:
         return owner_of(credential, self._keys.now())
 
     def exchange(self, credential: str) -> str:
-        """Make a token for a key. One made for a token expires with that token, so access always ends without the key.
+        """Make a token for a key. A token made for a token expires with it, so nobody keeps access without the key.
 
         Raises AuthenticationError as `principal` does.
         """
@@ -68,7 +68,7 @@ class ApiKeys:
         return self.key_behind(credential) if self.identifies(caller, credential) else None
 
     def key_behind(self, credential: str) -> str:
-        """Return the id of the key, or of the key that a token stands for. It does not reveal the key.
+        """Return the id of the key, or of the key that a token stands for. The id does not reveal the key.
 
         Raises InvalidTokenError if the credential is a token that is not valid.
         """

@@ -1,7 +1,7 @@
 """Reads request bodies within limits and unpacks zstd. No route ever sees more than its limit.
 
-Bodies are read before any route checks the key, so an unknown caller may send only a little, and nothing packed. What
-is more is taken from the budget of its tenant before it is read or unpacked.
+An unknown caller may send only a small body, uncompressed. Larger bodies take memory from their tenant's budget before
+they are read or unpacked.
 """
 
 import io
@@ -25,13 +25,13 @@ from tinsmith.server.heavy_work import HeavyWork
 from tinsmith.server.refusals import record_refusal
 
 STRANGER_BYTES: Final = FREE_BYTES
-"""How much is read before the caller is authenticated here. The routes authenticate every caller in any case."""
+"""The largest body that is read from an unknown caller. Routes authenticate every caller in any case."""
 
 UNPACKED_FREELY: Final = 8 << 20
-"""How much any packed body may unpack to, however small it is: what little an honest client sends may be all zeros."""
+"""Any packed body may unpack to this much, however small it is: a small honest body may consist of zeros."""
 
 LARGE_ROUTES: Final = frozenset({f"{API_PREFIX}/forward_backward", f"{API_PREFIX}/asample"})
-"""Whose bodies hold data. So may those of plugins' routes, outside of `API_PREFIX`."""
+"""Routes whose bodies hold data. Plugins' routes, which are outside of `API_PREFIX`, may have such bodies, too."""
 
 Authenticate = Callable[[Scope], Principal]
 """Raises AuthenticationError if the caller is unknown."""
@@ -42,7 +42,7 @@ _MAX_WINDOW_BYTES: Final = 32 << 20  # zstd's own limit lets a frame of a few by
 
 
 class UnreadableBodyError(UserError):
-    """The body cannot be read. `start` is its beginning, unpacked, as far as there is one."""
+    """The body cannot be read. `start` is its unpacked beginning, or empty."""
 
     def __init__(self, message: str, start: bytes = b"") -> None:
         super().__init__(message)
@@ -150,9 +150,9 @@ class BodyLimit:
         return unpacked
 
     def _unzstd(self, path: str, body: bytes, lease: Lease) -> bytes:
-        """Unpack step by step, because a frame may claim any size. Each step is taken from the budget first.
+        """Unpack in steps, because a frame may claim any size. Each step first takes its memory from the budget.
 
-        What was unpacked is closed, so that an error's traceback does not keep it.
+        The buffer is closed on the way out; otherwise the traceback of an error would keep it alive.
         """
         with _unpacker(body) as reader, io.BytesIO() as unpacked:
             start = partial(_start_of, unpacked)
@@ -180,7 +180,7 @@ def _unpacker(body: bytes) -> zstandard.ZstdDecompressionReader:
 
 
 def _claimed_bytes(body: bytes) -> int:
-    """Return what the first frame claims to unpack to; 0 if it does not say."""
+    """Return the unpacked size that the first frame claims; 0 if it claims none."""
     try:
         return max(0, zstandard.frame_content_size(body))
     except zstandard.ZstdError:
@@ -188,7 +188,7 @@ def _claimed_bytes(body: bytes) -> int:
 
 
 def _start(encoding: str, packed: bytes) -> bytes:
-    """Unpack the beginning of a body whose rest has not been read."""
+    """Return the unpacked beginning of a body of which no more is needed."""
     if encoding != "zstd":
         return packed[:_START_BYTES]
     with _unpacker(packed[:STRANGER_BYTES]) as reader:
@@ -199,7 +199,7 @@ def _start(encoding: str, packed: bytes) -> bytes:
 
 
 async def _refuse(error: UserError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer in place of the route. A training request keeps its number if the beginning of its body states it."""
+    """Answer in place of the route. If the beginning of the body states the number of a training request, record it."""
     note_route(scope)
     request = Request(scope, receive)
     start = error.start if isinstance(error, UnreadableBodyError) else b""
@@ -212,7 +212,7 @@ async def _refuse(error: UserError, scope: Scope, receive: Receive, send: Send) 
 
 
 def note_route(scope: Scope) -> None:
-    """Count the answer under the route that the request asked for, as the router would have done."""
+    """Set the route in the scope, as the router would, so that the answer is counted under it."""
     for route in scope["app"].routes if "app" in scope else ():
         if route.matches(scope)[0] is Match.FULL:
             scope["route"] = route
@@ -220,7 +220,7 @@ def note_route(scope: Scope) -> None:
 
 
 def closing(send: Send) -> Send:
-    """Close the connection after the answer: the rest of the body is not read, so no other request can follow."""
+    """Close the connection after the answer: no other request can follow, because the rest of the body is not read."""
 
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":

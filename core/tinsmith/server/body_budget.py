@@ -1,6 +1,6 @@
-"""How many bytes of request bodies the server holds in memory: a budget for each tenant, and one for all together.
+"""Limits the bytes of request bodies in memory: a budget for each tenant, and one for all tenants together.
 
-A request takes what it needs before that memory is filled, and gives it back when it is answered.
+A request takes its bytes before that memory is filled, and returns them when it has been answered.
 """
 
 import asyncio
@@ -15,22 +15,22 @@ from starlette.requests import Request
 from tinsmith.errors import CapacityError
 
 _WAIT_S: Final = 10.0
-"""How long a request waits for others to be answered. Its body waits with it, unread, in the network."""
+"""How long a request waits for memory. Its unread body waits in the network meanwhile."""
 
 _MAX_WAITING: Final = 64
-"""Requests of a tenant that wait at a time. A further one is refused at once."""
+"""How many requests of a tenant may wait. Further ones are refused at once."""
 
 FREE_BYTES: Final = 1 << 16
 """Smaller bodies are not counted, so small requests never wait for large ones."""
 
 LEASE: Final = "tinsmith.lease"
-"""Key of the scope: the lease of a request that may have a body."""
+"""The key in the ASGI scope under which a request with a body finds its lease."""
 
 
 class BodyBudget:
     """One per app. A request that is alone always fits, and counts as at most the whole budget.
 
-    Its own size is limited elsewhere.
+    `BodyLimits` limits the size of a single request.
     """
 
     def __init__(self, *, total_bytes: int, tenant_bytes: int) -> None:
@@ -48,9 +48,9 @@ class BodyBudget:
 
     @contextmanager
     def lease(self, tenant: str = "") -> Iterator["Lease"]:
-        """Use on the event loop. Everything is given back at the end of the block.
+        """Use on the event loop. Leaving the block returns everything.
 
-        The tenant is named later if it is not known yet, before anything is taken.
+        If the tenant is not known yet, set it on the lease before taking anything.
         """
         lease = Lease(self, tenant)
         try:
@@ -90,7 +90,7 @@ class BodyBudget:
                 del self._num_waiting[lease.tenant]
 
     def _admit_waiting(self) -> None:
-        """Give what is free to the requests that wait and now fit, in the order in which they came."""
+        """Admit the waiting requests that now fit, in order of arrival."""
         for admitted, (lease, num_bytes) in list(self._waiting.items()):
             if self._held_bytes >= self._total_bytes:
                 return
@@ -99,7 +99,7 @@ class BodyBudget:
                 admitted.set_result(None)
 
     def _try(self, lease: "Lease", num_bytes: int) -> bool:
-        """Return whether it fits, and take it if so."""
+        """Take the bytes if they fit. Return whether they did."""
         num_bytes = min(num_bytes, self._total_bytes)
         more = num_bytes - lease.num_bytes
         with self._lock:
@@ -136,7 +136,7 @@ class BodyBudget:
 
 
 class Lease:
-    """What one request holds."""
+    """The bytes that one request holds."""
 
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self._budget = budget
@@ -144,11 +144,11 @@ class Lease:
         self.num_bytes = 0
 
     def resize(self, num_bytes: int) -> None:
-        """Raises CapacityError if that is more than is free. May grow in any thread, and shrinks on the event loop."""
+        """Raises CapacityError if not enough is free. May grow in any thread; shrink only on the event loop."""
         self._budget._take(self, num_bytes)  # noqa: SLF001 - two classes of one thing
 
     async def wait_to_resize(self, num_bytes: int) -> None:
-        """Wait until so much is free. Raises CapacityError if that takes too long, or too many of the tenant wait."""
+        """Wait until enough is free. Raises CapacityError after too long, or if many of the tenant already wait."""
         await self._budget._take_in_turn(self, num_bytes)  # noqa: SLF001 - as above
 
 
@@ -157,7 +157,7 @@ def lease_of(request: Request) -> Lease:
 
 
 async def hold_decoded(request: Request, tenant: str, num_bytes: int) -> None:
-    """Take memory for what a body decodes to, until the request is answered. Raises CapacityError."""
+    """Take memory for the decoded body until the request is answered. Raises CapacityError if not enough is free."""
     if num_bytes > FREE_BYTES:
         lease = lease_of(request)
         lease.tenant = tenant

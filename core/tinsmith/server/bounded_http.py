@@ -1,8 +1,8 @@
-"""Uvicorn's HTTP/1.1 with bounds for connections: their number, their time, and what a head may hold.
+"""Uvicorn's HTTP/1.1 with limits on connections: how many, how slow, and how large the head of a request may be.
 
-Uvicorn waits for ever for the rest of a request, and for a client to read its answer. Its httptools reads request
-lines, headers and trailers whole, whatever their size, before any key is checked, and copies what it has at every read,
-so a single connection could block the event loop.
+Uvicorn waits forever for the rest of a request, and for a client to read its answer. Its parser, httptools, collects
+request lines, headers and trailers of any size before any key is checked, and copies what it has at every read, so a
+single connection could block the event loop.
 """
 
 import asyncio
@@ -19,20 +19,20 @@ from uvicorn.server import ServerState
 from tinsmith.server.bodies import STRANGER_BYTES
 
 MAX_HEADER_BYTES: Final = 1 << 16
-"""The most that is read, after the first packet, without completing a part of the request."""
+"""How much may arrive, after the first packet, before the parser completes a part of the request."""
 MAX_HEADERS: Final = 200
 MAX_PIPELINED: Final = 16
-"""Requests that wait on their connection for the answers to those before them."""
+"""How many requests may wait on a connection for earlier answers."""
 
 HEAD_S: Final = 30
-"""A request line and headers must arrive within this time."""
+"""How long a request line and headers may take to arrive."""
 BODY_GRACE_S: Final = 30
 MIN_BYTES_PER_S: Final = 1 << 10
-"""A body must arrive at this rate, after the grace."""
+"""The lowest rate at which a body may arrive after `BODY_GRACE_S`."""
 LINGER_BYTES: Final = 256 << 20
-"""How much of a refused body is read and dropped, so that the client gets to reading the answer."""
+"""How much of a refused body is read and dropped, so that the client finishes sending and reads the answer."""
 UNREAD_S: Final = 60
-"""A client that has read next to nothing of its answer for so long is cut off."""
+"""A client that reads almost nothing of its answer for this long is cut off."""
 
 
 def _answer(status: str, detail: str) -> bytes:
@@ -50,16 +50,18 @@ _TOO_MANY: Final = _answer(
 
 
 class Connections:
-    """All connections of an app. Looks after them once a second.
+    """All connections of an app, checked once a second.
 
-    Time is counted in these looks: a server that stands still for a minute does not cut off whoever waited for it.
+    Time is counted in checks, so a server that stalls for a minute does not cut off clients that waited for it.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._all: dict[BoundedHttp, None] = {}
-        self._waiting: dict[BoundedHttp, None] = {}  # for a request, the longest first
-        self._arriving: dict[BoundedHttp, None] = {}  # requests of which no more is here than any stranger may send
+        self._waiting: dict[BoundedHttp, None] = {}  # idle, the longest first
+        self._arriving: dict[
+            BoundedHttp, None
+        ] = {}  # with a request of which no more has arrived than any stranger may send
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -69,8 +71,8 @@ class Connections:
     def admit(self, connection: "BoundedHttp") -> bool:
         """Return whether there is room.
 
-        The connection that has waited longest for a request makes room for a new one. If none waits, the one whose
-        request began to arrive first does: it may be a stranger's, and never arrive.
+        The connection that has been idle longest makes room for a new one. If none is idle, the one whose request
+        began to arrive first does: it may belong to a stranger and never be complete.
         """
         if len(self._all) >= self._most:
             oldest = next(chain(self._waiting, self._arriving), None)
@@ -118,7 +120,7 @@ class Phase(Enum):
 
 
 class _AnswerTransport(asyncio.Transport):
-    """What an answer is written to. Closing it ends the connection as `BoundedHttp.end` does."""
+    """The transport to which an answer is written. Closing it calls `BoundedHttp.end`."""
 
     def __init__(self, connection: "BoundedHttp") -> None:
         super().__init__()
@@ -135,7 +137,7 @@ class _AnswerTransport(asyncio.Transport):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One per connection. The app has `state.connections`."""
+    """One per connection. The app must have `state.connections`."""
 
     def __init__(
         self,
@@ -147,8 +149,8 @@ class BoundedHttp(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._connections = cast("FastAPI", config.app).state.connections  # of create_app
         self.phase = Phase.HEAD
-        self._head_begun = True  # a new connection owes its first request
-        self._unfinished = 0  # bytes since the parser last completed a part that is bounded elsewhere
+        self._head_begun = True  # the first request is due at once
+        self._unfinished = 0  # bytes since the parser last completed a part of the request
         self._got_on = False
         self._looks = 0  # since the head or the body began
         self.body_bytes = 0
@@ -179,16 +181,16 @@ class BoundedHttp(HttpToolsProtocol):
         self.transport.close()
 
     def _is_unread(self) -> bool:
-        """Return whether the client has read next to nothing since the last look."""
+        """Return whether the client has read almost nothing since the last check."""
         before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
         drained, self._drained = self._drained, False
         return 0 < self._unsent <= before and before - self._unsent < MIN_BYTES_PER_S and not drained
 
     @property
     def is_awaited(self) -> bool:
-        """Return whether the client owes us the rest of a request."""
+        """Return whether the rest of a request is due from the client."""
         match self.phase:
-            case Phase.HEAD:  # one that is merely idle ends by uvicorn's keep-alive timeout
+            case Phase.HEAD:  # uvicorn's keep-alive timeout ends idle connections
                 return self._head_begun or self._unfinished > 0
             case Phase.BODY:
                 return not self.flow.read_paused  # else the server is the slow one
@@ -207,9 +209,9 @@ class BoundedHttp(HttpToolsProtocol):
     # End --------------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Close the connection after an answer, but let the client send the rest of its request first.
+        """Close the connection after an answer, but let the client finish sending its request first.
 
-        Otherwise it would often see a reset connection instead of the answer.
+        Otherwise the client would often see a connection reset instead of the answer.
         """
         if self.phase is not Phase.BODY or self.transport.is_closing() or not self.transport.can_write_eof():
             self.transport.close()

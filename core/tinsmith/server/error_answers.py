@@ -93,10 +93,8 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-    """Name the log entry, which holds the traceback."""
+    """Answer with a reference to the log entry, which holds the traceback."""
     reference = secrets.token_hex(4)
     _log.error("%s %r failed, reference %s", request.method, request.url.path, reference, exc_info=error)
-    headers = {
-        "connection": "close"
-    }  # uvicorn will, and a client that does not know would send its next request into it
+    headers = {"connection": "close"}  # uvicorn closes it; a client that does not know would lose its next request
     return JSONResponse({"detail": f"internal error, reference {reference} in the server's log"}, 500, headers)

@@ -1,7 +1,7 @@
 """Tokens (JWT) that stand in for an API key for a limited time; `auth/token` issues them.
 
-A token identifies its key by a keyed hash and is valid only as long as that key. Its owner and rights are looked up
-with every request, not taken from the token.
+A token identifies its key by a keyed hash and is valid only as long as that key. Owner and rights are not in the
+token: they are looked up with every request.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ class KeyTokens:
         self._lifetime_s = lifetime_s
 
     def key_id(self, key: str) -> str:
-        """Identify a key without revealing it, not even to someone who guesses."""
+        """Return an id of a key that does not reveal it, not even by trying out keys."""
         return hmac.new(self._secret, key.encode(), hashlib.sha256).hexdigest()[:32]
 
     def issue(self, principal: Principal, key_id: str, *, not_after: int | None = None) -> str:
@@ -50,7 +50,7 @@ class KeyTokens:
             "aud": AUDIENCE,
             "iat": now,
             "exp": expires_at if not_after is None else min(expires_at, not_after),
-            "sub": principal.tenant,  # this and what follows is what `tinker auth whoami` shows
+            "sub": principal.tenant,  # `tinker auth whoami` shows this and the next two
             "org_id": principal.tenant,
             "email": principal.name if "@" in principal.name else "",
             "key": key_id,
@@ -58,7 +58,7 @@ class KeyTokens:
         return jwt.encode(claims, self._secret, algorithm=_ALGORITHM)
 
     def read(self, token: str) -> KeyToken:
-        """Raises InvalidTokenError if it was not made with our secret, is for another audience, or has expired."""
+        """Raises InvalidTokenError if the token has expired, is for another audience, or has a wrong signature."""
         try:
             claims: dict[str, Any] = jwt.decode(  # Any: JSON
                 token,

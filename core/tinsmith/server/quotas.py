@@ -1,8 +1,8 @@
 """Decides whether a tenant may have more: requests, pending work, models, sessions, sampling sessions, checkpoints.
 
-What is over a limit gets a 429, and the SDK sends it again. Nothing of it is recorded, so a training request keeps its
-place in the order. A save for which there is no room is recorded as failed instead: only its tenant can make room, and
-the requests behind it must not wait for that.
+A request over a limit gets a 429, and the SDK sends it again. Nothing is recorded, so a training request keeps its
+place in the order. A save without room is recorded as failed instead: only its tenant can make room, and the requests
+behind it must not wait for that.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from tinsmith.settings import QuotaSettings
 from tinsmith.store import NewOperation, PendingCounts, RequestStore
 
 _STALE_AFTER_S: Final = 1.0
-_TIDY_EVERY: Final = 1000  # tallies: stale ones are dropped
-_STANDING_S: Final = 10.0  # after which it makes sense to ask again for what only the tenant can make room for
+_TIDY_EVERY: Final = 1000  # tallies, after which stale ones are dropped
+_STANDING_S: Final = 10.0  # `Retry-After` for what only the tenant can make room for
 _FEWER_SAMPLERS: Final = "close the service clients whose sampling clients you no longer need"
 _OPEN_SAVES: Final = "open saves"  # counted beside the settings, and limited by `checkpoints`
 _SAVES: Final = frozenset({"save_state", "save_for_sampler", "export_adapter"})
@@ -28,14 +28,14 @@ _SAVES: Final = frozenset({"save_state", "save_for_sampler", "export_adapter"})
 
 @dataclass(slots=True)
 class _Tally:
-    """What a tenant has, by the names of the settings, without what other servers have accepted since it was read."""
+    """What a tenant has, by setting. What other servers have accepted since it was read is missing."""
 
     counts: Counter[str]
     read_at_s: float
 
 
 class _Tallies:
-    """Reads a tally again after a second."""
+    """One tally per tenant, read again after a second."""
 
     def __init__(self, read: Callable[[str], Awaitable[Counter[str]]], clock: Callable[[], float]) -> None:
         self._read = read
@@ -45,7 +45,7 @@ class _Tallies:
         self._tidy_at = _TIDY_EVERY
 
     async def of(self, tenant: str) -> Counter[str]:
-        """Return the tally, for the caller to add what it accepts."""
+        """Return the tally, to which the caller adds what it accepts."""
         tally = self._tallies.get(tenant)
         if tally is None or self._clock() - tally.read_at_s > _STALE_AFTER_S:
             reading = self._reading.get(tenant)
@@ -71,7 +71,7 @@ class _Tallies:
 
 
 class Quotas:
-    """One per app. Methods that admit something raise CapacityError if the tenant may not have it now."""
+    """One per app. `admit_*` methods raise CapacityError if the tenant is over a limit."""
 
     def __init__(
         self, store: RequestStore, settings: QuotaSettings, *, clock: Callable[[], float] = time.monotonic
@@ -87,7 +87,7 @@ class Quotas:
         self._kept = _Tallies(self._read_kept, clock)
 
     def admit_request(self, tenant: str, key_id: Callable[[], str | None]) -> None:
-        """Count a request towards the rate of its key, if keys have one, and of its tenant."""
+        """Count a request towards the rate of its tenant, and of its key if keys have a limit."""
         limits = self._settings.of(tenant)
         if limits.key_requests_per_s is not None and (key := key_id()) is not None:
             self._take(f"{tenant} {key}", limits.key_requests_per_s, limits.request_burst, "key_requests_per_s")
@@ -126,8 +126,8 @@ class Quotas:
     async def admit_operation(self, operation: NewOperation) -> None:
         """Admit a training request.
 
-        Other requests of the model may wait for this one, and fill the quota until it comes: it may exceed the quota
-        by as much again.
+        Later requests of the model may wait for this one and fill the quota. Such an awaited request may use up to
+        twice the quota.
         """
         try:
             await self._admit_pending(operation, "pending_operations")
@@ -159,7 +159,7 @@ class Quotas:
         return None
 
     async def why_no_checkpoint(self, tenant: str) -> UserError | None:
-        """Return why a tenant may not save another checkpoint, or None if it may. Saves that wait count too."""
+        """Return why a tenant may not save another checkpoint, or None if it may. Waiting saves count, too."""
         kept, saves = await self._kept.of(tenant), (await self._pending.of(tenant))[_OPEN_SAVES]
         for setting, number in (("checkpoints", kept["checkpoints"] + saves), ("stored_bytes", kept["stored_bytes"])):
             if (limit := self._limit(tenant, setting)) is not None and number >= limit:
@@ -169,7 +169,7 @@ class Quotas:
     async def _admit(
         self, tallies: _Tallies, tenant: str, more: Mapping[str, int], remedy: str, *, times: int = 1
     ) -> None:
-        """Count what is admitted; admit all of it or nothing. Something that is alone always fits."""
+        """Admit and count all of `more`, or nothing. Something that is alone always fits."""
         counts = await tallies.of(tenant)
         for setting, number in more.items():
             limit = self._limit(tenant, setting)

@@ -1,10 +1,10 @@
-"""Rates: a bucket of tokens for each tenant, refilled all the time. Each request takes one."""
+"""Limits rates with a bucket of tokens for each tenant. It refills continuously, and each request takes a token."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-_TIDY_EVERY: Final = 1000  # buckets: those that have filled up again are dropped
+_TIDY_EVERY: Final = 1000  # buckets, after which full ones are dropped
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class TokenBuckets:
         self._tidy_at = _TIDY_EVERY
 
     def take(self, tenant: str, *, per_s: float, burst: int) -> float:
-        """Take a token and return 0, or return the seconds after which there will be one."""
+        """Take a token and return 0, or return the seconds until there is one."""
         now = self._clock()
         bucket = self._buckets.get(tenant)
         if bucket is None:
@@ -35,7 +35,7 @@ class TokenBuckets:
         return 0.0
 
     def _tidy(self, now: float, per_s: float, burst: int) -> None:
-        """Drop what has filled up since: whoever sends any key gets a bucket."""
+        """Drop full buckets, because any key that somebody tries gets one."""
         if len(self._buckets) >= self._tidy_at:
             full_since = now - burst / per_s
             self._buckets = {tenant: each for tenant, each in self._buckets.items() if each.at_s > full_since}
