@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
+from few_programs import FEW_PROGRAMS, SHAPE
 from typer.testing import CliRunner
 
 from tinsmith.commands.cli import build_group
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith.huggingface.tiny_model import write_tiny_model
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import running_server
@@ -31,10 +32,7 @@ transformers = pytest.importorskip("transformers")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("imports") / "a" / "tiny"
-    shape = TinyShape(
-        vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
-    )
-    write_tiny_model(directory, shape)
+    write_tiny_model(directory, SHAPE)
     return directory
 
 
@@ -59,13 +57,7 @@ def served(
     arguments = ["import", adapted[1], "--base-model", base, "--name", "mine", "--api-key", KEY, "--data-dir", data_dir]
     done = CliRunner().invoke(build_group(plugins), ["checkpoint", *map(str, arguments)], obj=plugins)
     assert done.exit_code == 0, done.output
-    options = {
-        "plugin": "jax",
-        "warm_up": False,
-        "max_context_tokens": 128,
-        "max_batch_tokens": 128,
-        "max_lora_rank": 8,
-    }
+    options = {"plugin": "jax", "warm_up": False, **FEW_PROGRAMS}
     model = ModelSettings(name=str(base), path=base, backend=PluginSection.model_validate(options))
     with running_server(data_dir, models=[model]) as server:
         client = tinker.ServiceClient(base_url=server.url, api_key=KEY)

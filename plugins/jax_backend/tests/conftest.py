@@ -10,11 +10,11 @@ from pathlib import Path
 import jax
 import pytest
 import torch
-from jax_harness import FEW_PROGRAMS, QUICK, VOCAB, make_backend
+from few_programs import FEW_PROGRAMS, SHAPE
+from jax_harness import QUICK, VOCAB, make_backend
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tinsmith.huggingface.tiny_model import TinyShape
 from tinsmith.huggingface.tiny_model import write_tiny_model as write_shape
 from tinsmith_jax.backend import JaxBackend
 
@@ -82,12 +82,9 @@ def spelled(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="session")
 def contract_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a tokenizer, in the shape that other tests have: in one process its programs are compiled once."""
+    """A model with a tokenizer."""
     directory = tmp_path_factory.mktemp("contract") / "tiny"
-    shape = TinyShape(
-        vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
-    )
-    write_shape(directory, shape)
+    write_shape(directory, SHAPE)
     return directory
 
 

@@ -21,8 +21,6 @@ from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
 
 VOCAB = 160
-FEW_PROGRAMS = {"max_context_tokens": 128, "max_batch_tokens": 128, "max_lora_rank": 8}
-"""Limits for which little has to be compiled. With the contract's model they are those of tests elsewhere, too."""
 QUICK = {"xla_cpu_use_fusion_emitters": False}
 """Options for XLA that halve the time of unoptimized compilation: its newer emitters of fusions are slow to compile."""
 LOSSES = {spec.name: spec for spec in sorted(BUILTIN_LOSSES, key=lambda spec: spec.name)}

@@ -8,8 +8,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from few_programs import FEW_PROGRAMS
 from jax._src import compilation_cache  # no public API returns to the former directory
-from jax_harness import FEW_PROGRAMS, LOSSES, add_model, assert_same_bits, assert_same_state, make_backend, make_op
+from jax_harness import LOSSES, add_model, assert_same_bits, assert_same_state, make_backend, make_op
 
 from tinsmith import AdamParams, Array, BackendContext, Forward, LoraConfig, ModelState, OptimStep
 from tinsmith_jax.backend import JaxBackend

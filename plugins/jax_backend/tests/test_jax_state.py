@@ -33,6 +33,8 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ADAM = AdamParams(learning_rate=1e-2)
 LORA = LoraConfig(rank=4, seed=1)
+# Here and below data of three or four tiles, so that one program trains on all of them, also in test_jax_parity.py.
+LENGTHS = (40, 70)
 
 
 @pytest.fixture
@@ -42,12 +44,12 @@ def backend(tiny_backend: JaxBackend) -> JaxBackend:
 
 def test_a_snapshot_never_changes(backend: JaxBackend) -> None:
     add_model(backend, "m", LORA)
-    train(backend, make_op("m", 0, (40,)), ADAM)
+    train(backend, make_op("m", 0, LENGTHS), ADAM)
     snapshot = backend.publish("m", "s1")
     taken = {name: value.copy() for name, value in snapshot.adapter_weights().items()}
     assert_same_bits(taken, backend.capture_state("m").weights)
     for step in range(3):
-        train(backend, make_op("m", step, (40,)), ADAM)
+        train(backend, make_op("m", step, LENGTHS), ADAM)
     assert snapshot.snapshot_id == "s1"
     assert_same_bits(snapshot.adapter_weights(), taken)
     backend.unload_model("m")
@@ -56,13 +58,13 @@ def test_a_snapshot_never_changes(backend: JaxBackend) -> None:
 
 def test_publishing_changes_no_training(backend: JaxBackend) -> None:
     add_model(backend, "m", LORA)
-    plain = [train(backend, make_op("m", step, (40,)), ADAM)[0] for step in range(3)]
+    plain = [train(backend, make_op("m", step, LENGTHS), ADAM)[0] for step in range(3)]
     backend.unload_model("m")
     add_model(backend, "m", LORA)
     published = []
     for step in range(3):
         backend.publish("m", f"s{step}")
-        published.append(train(backend, make_op("m", step, (40,)), ADAM)[0])
+        published.append(train(backend, make_op("m", step, LENGTHS), ADAM)[0])
     assert published == plain
 
 
@@ -71,7 +73,7 @@ def test_a_state_comes_back_bit_for_bit(backend: JaxBackend) -> None:
     lora = LoraConfig(rank=5, seed=1, train_mlp=False)
     add_model(backend, "m", lora)
     train(backend, make_op("m", 0, (40, 70)), ADAM)
-    backend.forward_backward([make_op("m", 1, (33,))])
+    backend.forward_backward([make_op("m", 1, (33, 80))])
     state = backend.capture_state("m")
     assert state.gradients
     assert state.step == 1
@@ -79,14 +81,14 @@ def test_a_state_comes_back_bit_for_bit(backend: JaxBackend) -> None:
     backend.restore_state("n", state)
     assert_same_state(backend.capture_state("n"), state)
     for step in range(2):
-        ours, theirs = (train(backend, make_op(name, 2 + step, (50, 3)), ADAM) for name in ("m", "n"))
+        ours, theirs = (train(backend, make_op(name, 2 + step, (50, 3, 9)), ADAM) for name in ("m", "n"))
         assert ours[0] == theirs[0]
     assert_same_state(backend.capture_state("n"), backend.capture_state("m"))
 
 
 def test_a_captured_state_is_a_copy(backend: JaxBackend) -> None:
     add_model(backend, "m", LORA)
-    backend.forward_backward([make_op("m", 0, (40,))])
+    backend.forward_backward([make_op("m", 0, LENGTHS)])
     state = backend.capture_state("m")
     kept = {name: value.copy() for name, value in state.weights.items()}
     backend.optim_step([OptimStep(model_id="m", adam=ADAM)])
@@ -95,7 +97,7 @@ def test_a_captured_state_is_a_copy(backend: JaxBackend) -> None:
 
 def test_weights_alone_mean_a_fresh_optimizer(backend: JaxBackend) -> None:
     add_model(backend, "m", LORA)
-    train(backend, make_op("m", 0, (40,)), ADAM)
+    train(backend, make_op("m", 0, LENGTHS), ADAM)
     weights = backend.capture_state("m").weights
     backend.restore_state("m", ModelState(lora=LORA, weights=weights))
     restored = backend.capture_state("m")
@@ -106,7 +108,7 @@ def test_weights_alone_mean_a_fresh_optimizer(backend: JaxBackend) -> None:
 def test_what_is_not_trained_is_neither_kept_nor_moved(backend: JaxBackend, flag: str) -> None:
     lora = LoraConfig(rank=3, seed=1, **{flag: False})  # type: ignore[arg-type]
     add_model(backend, "m", lora)
-    train(backend, make_op("m", 0, (40,)), AdamParams(learning_rate=1e-2, eps=0.0))
+    train(backend, make_op("m", 0, LENGTHS), AdamParams(learning_rate=1e-2, eps=0.0))
     part = {"train_attn": "self_attn", "train_mlp": "mlp", "train_unembed": "lm_head"}[flag]
     state = backend.capture_state("m")
     for names in (state.weights, state.adam_m):
@@ -157,8 +159,8 @@ def test_peft_loads_the_canonical_names(
 
 def test_refusals_are_values_and_add_nothing(backend: JaxBackend) -> None:
     add_model(backend, "m", LORA)
-    good, stranger = make_op("m", 0, (40,)), make_op("nobody", 2, (40,))
-    unknown = replace(make_op("m", 1, (40,)), loss_fn="no_such_loss")
+    good, stranger = make_op("m", 0, LENGTHS), make_op("nobody", 2, LENGTHS)
+    unknown = replace(make_op("m", 1, LENGTHS), loss_fn="no_such_loss")
     results = backend.forward_backward([unknown, good, stranger])
     assert [type(result) for result in results] == [Failed, ForwardBackwardOutput, Failed]
     assert "'no_such_loss'" in results[0].message

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jax_harness import FEW_PROGRAMS
+from few_programs import FEW_PROGRAMS
 
 from tinsmith import operations as ops
 from tinsmith.checkpoints.format import read_checkpoint
