@@ -66,11 +66,18 @@ def test_a_change_between_start_and_first_request_is_seen(file: Path) -> None:
 def test_a_change_within_one_tick_of_the_file_systems_clock_is_seen(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now_s = 0.0
     monkeypatch.setattr(live_keys, "_stamp", lambda _file: (1,))
-    keys = live(file)
+    read = partial(load_api_keys, file=file, environ={}, flags=())
+    keys = LiveKeys((), file=file, read=read, clock=lambda: now_s)
     assert tenants(keys) == ["ann", "bob"]
-    write(file, ANN, BOB.replace("bob", "eve"))
-    assert tenants(keys) == ["ann", "eve"]
+    write(file, BOB)
+    assert tenants(keys) == ["bob"]
+    write(file, ANN)
+    now_s = 100.0  # the next request comes late
+    assert tenants(keys) == ["ann"]
+    write(file, BOB)
+    assert tenants(keys) == ["ann"]  # changes so late have another time stamp
 
 
 def test_a_file_that_is_replaced_is_followed(file: Path) -> None:

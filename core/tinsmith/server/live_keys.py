@@ -45,6 +45,7 @@ class LiveKeys:
         self._stamp: _Stamp | None = None  # unlike any file's: it may have changed since `keys` were read
         self._content: bytes | None = None
         self._changed_at_s = clock()
+        self._is_settled = False
 
     def now(self) -> tuple[ApiKey, ...]:
         """Return the keys; none means that the server has been without keys since it started.
@@ -62,9 +63,11 @@ class LiveKeys:
     def _follow(self, file: Path, read: Callable[[], Sequence[ApiKey]]) -> None:
         stamp = _stamp(file)
         if stamp != self._stamp:
-            self._stamp, self._changed_at_s = stamp, self._clock()
-        elif self._clock() - self._changed_at_s > _UNSETTLED_S:
+            self._stamp, self._changed_at_s, self._is_settled = stamp, self._clock(), False
+        elif self._is_settled:
             return
+        else:  # this may be the last time that the content is compared
+            self._is_settled = self._clock() - self._changed_at_s > _UNSETTLED_S
         content = _content(file)
         if content != self._content:
             self._content = content
