@@ -22,6 +22,7 @@ from sqlmodel import Session
 from tinsmith import operations as ops
 from tinsmith.builtin.toy_backend import ToyBackend
 from tinsmith.errors import ConflictError, ResultExpiredError, UserError
+from tinsmith.sql_store.transactions import gaps
 from tinsmith.store import OperationRecord, OperationState
 from tinsmith.store.codec import decode_result, encode_result
 from tinsmith.testing.engine_driver import EngineDriver
@@ -395,6 +396,12 @@ def on_postgres(postgres: Postgres) -> Iterator[type[Protocol]]:
     databases = PostgresTables(postgres.new_database())
     yield type("OnPostgres", (ProtocolOnPostgres,), {"databases": databases})
     databases.close()
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails together fails in several transactions, and an engine may work between any two of them."""
+    monkeypatch.setattr(gaps, "_PART", 2)
 
 
 def check(machine: type[Protocol], **more: Any) -> None:

@@ -70,7 +70,7 @@ _BEHIND = (
     .where(_OF, _BEYOND, EARLY)
     .order_by(OPERATIONS.c.seq_id)
 )
-_GIVEN_UP = _BEHIND.where(OPERATIONS.c.seq_id < bindparam("next")).limit(_PART)
+_GIVEN_UP = _BEHIND.where(OPERATIONS.c.seq_id < bindparam("next"))
 _FAIL = (
     OPERATIONS.update()
     .where(OPERATIONS.c.id.in_(bindparam("ids", expanding=True)))
@@ -101,7 +101,7 @@ def fail_some(tx: Transaction, model_id: str, older_than: datetime | None) -> tu
     if arriving.fails_a_gap(run):
         return _fail_gap(tx, run)
     if run.unload_seq_id is not None:
-        return _fail(tx, run, _BEHIND.limit(_PART), run.unload_seq_id)
+        return _fail(tx, run, _BEHIND, run.unload_seq_id)
     if older_than is None or model_places.waits(run) or not _give_up(tx, run, older_than):
         return 0, False
     return _fail_gap(tx, run)
@@ -143,7 +143,7 @@ def _was_heard(tx: Transaction, run: RunRow, since: datetime) -> bool:
 
 
 def _fail(tx: Transaction, run: RunRow, which: sqlalchemy.Select[Any], missing: int, **more: int) -> tuple[int, bool]:
-    """Fail what is found behind the missing seq_id. Return how many failed, and whether there are more."""
+    """Fail some of what is found behind the missing seq_id. Return how many failed, and whether there are more."""
     rest = "its session has ended" if run.unload_seq_id == missing else "the model continues with the next request"
     failed = Failed(
         message=f"seq_id {missing} of {run.model_id!r} never arrived, so the requests that waited behind it "
@@ -152,7 +152,7 @@ def _fail(tx: Transaction, run: RunRow, which: sqlalchemy.Select[Any], missing: 
     kind, encoded = encode_result(failed)
     connection = tx.session.connection()
     values = {"model": run.model_id, "arrived": missing, **more}
-    rows = connection.execute(which, values).all()
+    rows = connection.execute(which.limit(_PART), values).all()
     if rows:
         connection.execute(_FAIL, {"ids": [row.id for row in rows], "now": tx.now})
         connection.execute(_INSERT, [{"operation_id": row.id, "result_kind": kind, "result": encoded} for row in rows])
