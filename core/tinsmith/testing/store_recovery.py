@@ -83,6 +83,17 @@ class RecoveryContract(StoreSuite):
         ]
         assert "6 times" in (await failure_of(store, innocent)).message
 
+    async def test_what_runs_of_a_model_whose_creation_is_given_up_fails_with_it(self, store: RequestStore) -> None:
+        await store.create_session(a_session(), idempotency_key=None)
+        creation = await store.create_run(a_run(), a_creation())
+        later = [await store.submit(an_operation(seq_id=seq_id)) for seq_id in (1, 2)]
+        assert await claim(store, 2) == [creation, later[0]]
+        assert await store.requeue(await lease_of(store), max_attempts=1, reason="it was killed") == [creation]
+        assert (await store.get_run("s1:train:0")).state == RunState.LOST
+        for request_id in later:
+            assert "could not be created" in (await failure_of(store, request_id)).message
+        assert await claim(store) == []
+
     async def test_rebuilds_are_counted_until_one_is_finished(self, store: RequestStore) -> None:
         await a_model(store)
         model_id = "s1:train:0"

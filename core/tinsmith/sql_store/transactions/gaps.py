@@ -18,16 +18,15 @@ from sqlmodel import Session
 
 from tinsmith.operations import Failed
 from tinsmith.sql_store.columns import Microseconds
-from tinsmith.sql_store.tables import EARLY, OPERATIONS, RESULTS, RUNS, RunRow, SessionRow
+from tinsmith.sql_store.tables import EARLY, OPERATIONS, RUNS, RunRow, SessionRow
 from tinsmith.sql_store.transactions import arriving, log, model_places
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import OperationState
-from tinsmith.store.codec import encode_result
 
 SILENCE: Final = timedelta(seconds=30)
 """A client sends a heartbeat every 10 s. If none arrives for longer than this, the server may be at fault."""
 
-_PART: Final = 500  # operations that one transaction fails; also the values of one IN list
+_PART: Final = log.PART  # operations that one transaction fails
 
 _OURS = OPERATIONS.c.base_model == bindparam("base_model")
 _OF = OPERATIONS.c.subject_id == bindparam("model")
@@ -64,19 +63,8 @@ _BUSY = sqlalchemy.select(OPERATIONS.c.id).where(
     OPERATIONS.c.seq_id <= bindparam("arrived"),
     OPERATIONS.c.state.in_((OperationState.QUEUED, OperationState.RUNNING)),
 )
-_COUNTED = (OPERATIONS.c.tenant, OPERATIONS.c.kind, OPERATIONS.c.payload_bytes)
-_BEHIND = (
-    sqlalchemy.select(*_COUNTED, OPERATIONS.c.id, OPERATIONS.c.request_id)
-    .where(_OF, _BEYOND, EARLY)
-    .order_by(OPERATIONS.c.seq_id)
-)
+_BEHIND = sqlalchemy.select(*log.COUNTED).where(_OF, _BEYOND, EARLY).order_by(OPERATIONS.c.seq_id)
 _GIVEN_UP = _BEHIND.where(OPERATIONS.c.seq_id < bindparam("next"))
-_FAIL = (
-    OPERATIONS.update()
-    .where(OPERATIONS.c.id.in_(bindparam("ids", expanding=True)))
-    .values(state=OperationState.FAILED, finished_at=bindparam("now"))
-)
-_INSERT = RESULTS.insert()
 
 
 def waiting_since(session: Session, base_model: str, older_than: datetime) -> list[str]:
@@ -149,13 +137,8 @@ def _fail(tx: Transaction, run: RunRow, which: sqlalchemy.Select[Any], missing: 
         message=f"seq_id {missing} of {run.model_id!r} never arrived, so the requests that waited behind it "
         f"were not run; {rest}"
     )
-    kind, encoded = encode_result(failed)
     connection = tx.session.connection()
     values = {"model": run.model_id, "arrived": missing, **more}
     rows = connection.execute(which.limit(_PART), values).all()
-    if rows:
-        connection.execute(_FAIL, {"ids": [row.id for row in rows], "now": tx.now})
-        connection.execute(_INSERT, [{"operation_id": row.id, "result_kind": kind, "result": encoded} for row in rows])
-        tx.pending.finished(rows)
-        tx.wake.extend(log.done_topic(row.request_id) for row in rows)
+    log.fail(tx, rows, failed)
     return len(rows), len(rows) == _PART and connection.execute(which.limit(1), values).first() is not None

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
+from typing import Any, Final
 
 import sqlalchemy
 from sqlalchemy import bindparam
@@ -34,6 +35,28 @@ _GET = (
     .where(OPERATIONS.c.request_id == bindparam("request_id"))
 )
 _ADVISORY_LOCK = sqlalchemy.text("SELECT pg_advisory_xact_lock(hashtextextended(:what, 0))")
+PART: Final = 500  # values of one IN list
+COUNTED = (
+    OPERATIONS.c.id,
+    OPERATIONS.c.request_id,
+    OPERATIONS.c.tenant,
+    OPERATIONS.c.kind,
+    OPERATIONS.c.payload_bytes,
+)
+_PENDING_OF = (
+    sqlalchemy.select(*COUNTED)
+    .where(
+        OPERATIONS.c.subject_id == bindparam("model"),
+        OPERATIONS.c.state.in_((OperationState.QUEUED, OperationState.RUNNING)),
+    )
+    .order_by(OPERATIONS.c.seq_id)
+)
+_FAIL = (
+    OPERATIONS.update()
+    .where(OPERATIONS.c.id.in_(bindparam("ids", expanding=True)))
+    .values(state=OperationState.FAILED, finished_at=bindparam("now"))
+)
+_INSERT_RESULT = RESULTS.insert()
 FINISHED = (OperationState.SUCCEEDED, OperationState.FAILED, OperationState.CANCELLED)
 LIVE = (RunState.CREATING, RunState.READY)
 _DONE = "done "
@@ -101,11 +124,29 @@ def finish(tx: Transaction, rows: Iterable[OperationRow], result: Result, state:
             tx.finished.append(Finished(row.subject_id, row.seq_id, row.request_id, succeeded, len(encoded)))
 
 
-def pending_of(session: Session, subject_id: str) -> Sequence[OperationRow]:
-    pending = select(OperationRow).where(
-        OperationRow.subject_id == subject_id, col(OperationRow.state).not_in(FINISHED)
-    )
-    return session.exec(pending).all()
+def fail_pending(tx: Transaction, model_id: str, failed: Failed) -> None:
+    """Fail everything that a model has queued or running."""
+    tx.session.flush()
+    rows = tx.session.connection().execute(_PENDING_OF, {"model": model_id}).all()
+    for start in range(0, len(rows), PART):
+        fail(tx, rows[start : start + PART], failed)
+    tx.session.expire_all()
+
+
+def fail(tx: Transaction, operations: Sequence[sqlalchemy.Row[*tuple[Any, ...]]], failed: Failed) -> None:
+    """Record one failure for at most PART operations of models, given their COUNTED columns. Wake who waits for them.
+
+    In two statements, because thousands may fail at once.
+    """
+    if not operations:
+        return
+    kind, encoded = encode_result(failed)
+    connection = tx.session.connection()
+    connection.execute(_FAIL, {"ids": [row.id for row in operations], "now": tx.now})
+    results = [{"operation_id": row.id, "result_kind": kind, "result": encoded} for row in operations]
+    connection.execute(_INSERT_RESULT, results)
+    tx.pending.finished(operations)
+    tx.wake.extend(done_topic(row.request_id) for row in operations)
 
 
 def locked_run(session: Session, model_id: str) -> RunRow | None:

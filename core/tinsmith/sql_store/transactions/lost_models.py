@@ -19,8 +19,7 @@ def mark_lost(tx: Transaction, run: RunRow, reason: str, failure: Failed | None 
     run.state, run.state_reason = RunState.LOST, reason
     recovery_points.drop_all(tx.session, run.model_id)
     tx.wake.append(log.places_topic(run.base_model))
-    log.finish(tx, log.pending_of(tx.session, run.model_id), failure or submitting.lost(run.model_id, reason))
-    tx.session.flush()
+    log.fail_pending(tx, run.model_id, failure or submitting.lost(run.model_id, reason))
 
 
 def note(tx: Transaction, lease: Lease, model_id: str, text: str) -> None:

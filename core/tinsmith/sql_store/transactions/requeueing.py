@@ -24,7 +24,7 @@ def requeue(
     running = select(OperationRow).where(OperationRow.base_model == lease.base_model, RUNNING)
     failed = []
     for row in tx.session.exec(running.order_by(col(OperationRow.id)).with_for_update()).all():
-        if row.request_id in held:
+        if row.request_id in held or row.state != OperationState.RUNNING:  # its model may be lost by now
             continue
         if reason is None or max_interruptions is not None:
             row.attempts -= 1
