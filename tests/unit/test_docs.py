@@ -180,7 +180,7 @@ def tutorial(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # below: it is what `tinsmith new-plugin` writes, whose suite test_new_plugins.py runs
 def test_the_tutorials_backend_passes_the_contract(tutorial: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error"]
     done = subprocess.run(command, cwd=tutorial, capture_output=True, text=True, timeout=600, check=False)
