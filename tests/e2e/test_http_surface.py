@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,7 +17,7 @@ from tinsmith.operations import Consistency, LoraConfig
 from tinsmith.processes.reports import EngineReports
 from tinsmith.protocol import wire
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
-from tinsmith.server.routes import runs
+from tinsmith.server.routes import runs, sessions
 from tinsmith.store import CheckpointRecord, EngineRecord, EngineState
 from tinsmith.testing.engine_driver import take_over
 from tinsmith.testing.harness import RunningServer, running_server
@@ -396,8 +395,7 @@ def test_checkpoints_of_a_run_come_in_pages_built_off_the_event_loop(
     on_the_loop = []
 
     def watched(record: CheckpointRecord) -> wire.Checkpoint:
-        with suppress(RuntimeError):
-            on_the_loop.append(asyncio.get_running_loop())
+        on_the_loop.append(asyncio._get_running_loop() is not None)
         return made(record)
 
     made = runs._checkpoint
@@ -409,7 +407,7 @@ def test_checkpoints_of_a_run_come_in_pages_built_off_the_event_loop(
     assert page["checkpoints"] == everything["checkpoints"][1:]
     assert page["cursor"]["total_count"] == 3
     assert http.get(f"training_runs/{model}/checkpoints", params={"limit": 10_001}).status_code == 422
-    assert on_the_loop == []
+    assert set(on_the_loop) == {False}
     run = ok(http.get(f"training_runs/{model}"))
     assert run["last_checkpoint"] == everything["checkpoints"][0]
 
@@ -484,7 +482,15 @@ def test_a_session_lives_until_it_is_finished(http: httpx.Client, session: str, 
     assert "has ended" in create_model(http, session, model_seq_id=1).json()["detail"]
 
 
-def test_a_session_shows_what_it_made(http: httpx.Client) -> None:
+def test_a_session_shows_what_it_made(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_the_loop = []
+
+    def watched(*shown: Any) -> str:
+        on_the_loop.append(asyncio._get_running_loop() is not None)
+        return made(*shown)
+
+    made = sessions._session_json
+    monkeypatch.setattr(sessions, "_session_json", watched)
     body = {"tags": ["t"], "user_metadata": {"a": "b", "n": 3}, "display_name": "me", "sdk_version": "1"}
     session = ok(http.post("create_session", json=body))["session_id"]
     model = ok(create_model(http, session))["model_id"]
@@ -494,6 +500,7 @@ def test_a_session_shows_what_it_made(http: httpx.Client) -> None:
         "user_metadata": {"a": "b", "n": "3"},
         "display_name": "me",
     }
+    assert on_the_loop == [False]
     ok(http.put(f"sessions/{session}/project", json={"project_id": "p1"}))
     assert [run["training_run_id"] for run in ok(http.get("training_runs?project_id=p1"))["training_runs"]] == [model]
     assert session in ok(http.get("sessions?limit=1000"))["sessions"]

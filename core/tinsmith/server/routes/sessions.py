@@ -1,16 +1,18 @@
 """Sessions, one per client process. They own models and samplers, and heartbeats keep them alive until they end."""
 
 import secrets
+from collections.abc import Sequence
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query
+from fastapi import APIRouter, Header, Query, Response
+from starlette.concurrency import run_in_threadpool
 
 from tinsmith.errors import ServerError, UserError
 from tinsmith.protocol import bounds, wire
 from tinsmith.server.auth import AccessScope, Caller, own_session, readable_session, visible_tenant
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
-from tinsmith.store import RunRecord, SessionRecord
+from tinsmith.store import RunRecord, SamplingSessionRecord, SessionRecord
 
 router = APIRouter(tags=["sessions"], route_class=JsonRoute)
 
@@ -84,19 +86,25 @@ async def list_sessions(
     return wire.SessionList(sessions=[session.session_id for session in sessions])
 
 
-@router.get("/sessions/{session_id}", response_model_exclude_none=True)
+@router.get("/sessions/{session_id}", response_model=wire.Session, response_model_exclude_none=True)
 async def get_session(
     session_id: str, caller: Caller, context: Context, access_scope: AccessScope = "accessible"
-) -> wire.Session:
+) -> Response:
+    """The answer is built in a thread, because a session may have a hundred thousand sampling sessions."""
     find = own_session if access_scope == "owned" else readable_session
     session = await find(context, caller, session_id)
     samplers = await context.store.list_sampling_sessions(session_id)
+    body = await run_in_threadpool(_session_json, session, await runs_of(context, session), samplers)
+    return Response(body, media_type="application/json")
+
+
+def _session_json(session: SessionRecord, runs: Sequence[RunRecord], samplers: Sequence[SamplingSessionRecord]) -> str:
     return wire.Session(
-        training_run_ids=[run.model_id for run in await runs_of(context, session)],
+        training_run_ids=[run.model_id for run in runs],
         sampler_ids=[sampler.sampling_session_id for sampler in samplers],
         user_metadata=wire.as_text(session.user_metadata),
         display_name=session.display_name,
-    )
+    ).model_dump_json(exclude_none=True)
 
 
 @router.put("/sessions/{session_id}/project")
