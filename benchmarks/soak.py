@@ -2,15 +2,17 @@
 
     python benchmarks/soak.py [--minutes 30] [--tenants 64] [--in-flight 2000]
 
-Each tenant trains, saves a sampler, publishes it, samples from it, unpublishes and deletes it, again and again, and
-keeps its share of the samples in flight. Results are kept for two minutes instead of an hour, so that they are deleted
-while one watches. Prints the memory and open files of server and engine, the rows of each table and the files on disk,
-sixty times, then a verdict.
+Each tenant trains, saves a sampler, publishes it, samples from it, unpublishes and deletes it, again and again. In a
+session of its own, it keeps its share of the samples in flight, which are so long that the server accepts them faster
+than the engine draws them. Results are kept for two minutes instead of an hour, so that they are deleted while one
+watches. Prints the memory and open files of server and engine, the rows of each table and the files on disk, sixty
+times, then a verdict.
 
 The verdict is "flat" if no figure's median in the last third of the time exceeds its median in the third before by
-more than 10 % and its slack (memory 32 MB, 64 open files, 200 files, 2,000 rows). Tables that keep a row for longer
-than anybody would watch are printed, but not judged: `finished_samples` (three hours), and what lists a tenant's
-objects (`sessions`, `runs`, `sampling_sessions`, `sample_counts`).
+more than 10 % and its slack (memory 32 MB, 64 open files, 200 files, 2,000 rows), and if the median of the samples in
+flight in these two thirds is at least nine tenths of what was asked for. Tables that keep a row for longer than anybody
+would watch are printed, but not judged: `finished_samples` (three hours), and what lists a tenant's objects
+(`sessions`, `runs`, `sampling_sessions`, `sample_counts`).
 """
 
 import argparse
@@ -43,7 +45,8 @@ BASE_MODEL = "toy"
 RETENTION_S = 120
 LOOKS = 60
 START_S = 300.0
-MAX_TOKENS = 8
+LONG_TOKENS, SHORT_TOKENS = 128, 8  # of the samples in flight, and of those from a published checkpoint
+SAMPLES_OF_CHECKPOINT = 4
 NOT_JUDGED = {"finished_samples", "sessions", "runs", "sampling_sessions", "sample_counts"}
 SLACK = {" MB": 32.0, "open files": 64.0, "data files": 200.0, " rows": 2000.0}
 
@@ -114,7 +117,7 @@ def _url_when_ready(directory: Path, process: subprocess.Popen[bytes]) -> str:
 
 
 class Tenant:
-    """Trains and publishes in one task, and keeps samples in flight in others."""
+    """Trains and publishes in one task, and keeps samples in flight in another."""
 
     def __init__(self, url: str, number: int, samples: int, done: Counter[str]) -> None:
         self._http = httpx.AsyncClient(
@@ -128,32 +131,41 @@ class Tenant:
         self._done = done
 
     async def live(self) -> None:
-        """Until cancelled, one session after the other."""
-        async with self._http:
+        """Until cancelled, keep the share in flight, and train in one session after the other."""
+        async with self._http, asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep_in_flight())
             while True:
                 await self._session()
 
+    async def _keep_in_flight(self) -> None:
+        session_id = (await self._post("create_session", {}))["session_id"]
+        body = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
+        sampler_id = (await self._post("create_sampling_session", body))["sampling_session_id"]
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._heartbeats(session_id))
+            await self._sample(sampler_id, count(), LONG_TOKENS)
+
     async def _session(self) -> None:
-        self.session_id = (await self._post("create_session", {}))["session_id"]
-        body = {"session_id": self.session_id, "model_seq_id": 0, "base_model": BASE_MODEL, "lora_config": {"rank": 4}}
+        session_id = (await self._post("create_session", {}))["session_id"]
+        body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE_MODEL, "lora_config": {"rank": 4}}
         created = await self._post("create_model", body)
         await self._result(created["request_id"])
-        heartbeats = asyncio.create_task(self._heartbeats())
+        heartbeats = asyncio.create_task(self._heartbeats(session_id))
         try:
             seq_ids, samplers = count(1), count()
             for _ in range(4):
-                await self._cycle(created["model_id"], seq_ids, samplers)
+                await self._cycle(session_id, created["model_id"], seq_ids, samplers)
         finally:
             heartbeats.cancel()
-        await self._post(f"sessions/{self.session_id}/finish", {"reason": {"type": "success"}})
+        await self._post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
         self._done["sessions"] += 1
 
-    async def _heartbeats(self) -> None:
+    async def _heartbeats(self, session_id: str) -> None:
         while True:
-            await self._post("session_heartbeat", {"session_id": self.session_id})
+            await self._post("session_heartbeat", {"session_id": session_id})
             await asyncio.sleep(10)
 
-    async def _cycle(self, model_id: str, seq_ids: Iterator[int], samplers: Iterator[int]) -> None:
+    async def _cycle(self, session_id: str, model_id: str, seq_ids: Iterator[int], samplers: Iterator[int]) -> None:
         """Train, save, publish, sample from what was published, unpublish, delete."""
         for _ in range(3):
             passed = await self._post("forward_backward", _pass(model_id, next(seq_ids)))
@@ -168,34 +180,37 @@ class Tenant:
         path = json.loads(await self._result(saved["request_id"]))["path"]
         checkpoint = f"training_runs/{model_id}/checkpoints/sampler_weights/{name}"
         await self._post(f"{checkpoint}/publish", {})
-        body = {"session_id": self.session_id, "sampling_session_seq_id": number, "model_path": path}
+        body = {"session_id": session_id, "sampling_session_seq_id": number, "model_path": path}
         sampler_id = (await self._post("create_sampling_session", body))["sampling_session_id"]
-        await self._sample_all(sampler_id)
+        await self._sample(sampler_id, iter(range(SAMPLES_OF_CHECKPOINT)), SHORT_TOKENS)
         await self._post(f"{checkpoint}/publish", {}, method="DELETE")
         await self._post(checkpoint, {}, method="DELETE")
         self._done["checkpoints"] += 1
 
-    async def _sample_all(self, sampler_id: str) -> None:
-        """Keep the tenant's share in flight until three times as many are done. One poll waits for all of them."""
-        numbers = iter(range(3 * self._samples))
-        waiting = set(await asyncio.gather(*(self._submit(sampler_id, n) for n in islice(numbers, self._samples))))
-        cursor = 0
-        while waiting:
+    async def _sample(self, sampler_id: str, numbers: Iterator[int], max_tokens: int) -> None:
+        """Keep the tenant's share in flight, until the numbers are used up. One poll waits for all of them."""
+        waiting: set[str] = set()
+        cursor, free = 0, self._samples
+        while True:
+            new = (self._submit(sampler_id, number, max_tokens) for number in islice(numbers, free))
+            waiting |= set(await asyncio.gather(*new))
+            if not waiting:
+                return
             target = {"type": "sampling_session", "sampling_session_id": sampler_id}
             found = await self._post("retrieve_futures", {"target": target, "prev_cursor": cursor})
             cursor = found["cursor"]
             finished = waiting & {completion["request_id"] for completion in found["completions"]}
             waiting -= finished
             await asyncio.gather(*(self._result(request_id) for request_id in finished))
-            waiting |= set(await asyncio.gather(*(self._submit(sampler_id, n) for n in islice(numbers, len(finished)))))
-            self._done["samples"] += len(finished)
+            free = len(finished)
+            self._done["samples"] += free
 
-    async def _submit(self, sampler_id: str, number: int) -> str:
+    async def _submit(self, sampler_id: str, number: int, max_tokens: int) -> str:
         body = {
             "sampling_session_id": sampler_id,
             "seq_id": number,
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
-            "sampling_params": {"max_tokens": MAX_TOKENS, "seed": number, "stop": []},
+            "sampling_params": {"max_tokens": max_tokens, "seed": number, "stop": []},
         }
         return str((await self._post("asample", body))["request_id"])
 
@@ -269,6 +284,12 @@ def grown(looks: list[dict[str, float]]) -> list[str]:
     return found
 
 
+def few_in_flight(looks: list[dict[str, float]], wanted: int) -> list[str]:
+    """Return what is wrong with the number of samples in flight."""
+    median = statistics.median(each["samples in flight"] for each in looks[len(looks) // 3 :])
+    return [] if median >= 0.9 * wanted else [f"only {median:,.0f} samples in flight, of {wanted:,}"]
+
+
 def _slack(name: str) -> float | None:
     """Return None for what is not judged."""
     if name.removesuffix(" rows") in NOT_JUDGED:
@@ -284,7 +305,7 @@ def show(seconds: float, figures: dict[str, float], done: Counter[str]) -> None:
 
 async def soak(server: Served, options: argparse.Namespace) -> list[dict[str, float]]:
     done = Counter[str]()
-    share = options.in_flight // options.tenants
+    share = -(-options.in_flight // options.tenants)
     living = [asyncio.create_task(Tenant(server.url, number, share, done).live()) for number in range(options.tenants)]
     looks: list[dict[str, float]] = []
     began = time.monotonic()
@@ -312,7 +333,7 @@ def main() -> int:
         served(Path(directory), options.tenants) as server,
     ):
         looks = asyncio.run(soak(server, options))
-        found = grown(looks)
+        found = grown(looks) + few_in_flight(looks, options.in_flight)
         if server.roles() != server.started:
             found.append("a process died")
     print("\n".join(["not flat:", *found]) if found else "flat")
