@@ -35,12 +35,6 @@ class TestJaxTraining(TrainingBackendContract):
     def backend(self, jax_backend: JaxBackend) -> JaxBackend:
         return jax_backend
 
-    @pytest.fixture(autouse=True)
-    def several_targets_compile_quickly(self, request: pytest.FixtureRequest) -> None:
-        """The test has programs of its own, and compares no bits."""
-        if request.function.__name__ == "test_several_targets_per_token":
-            request.getfixturevalue("quick_compilation")
-
 
 class TestJaxCheckpoints(CheckpointContract):
     @pytest.fixture
