@@ -10,7 +10,6 @@ One process, one rank: no data is downloaded, the model is written to a temporar
 
 import argparse
 import json
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from tinsmith.huggingface import DecoderShape
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.operations import AdamParams, Datum, ForwardBackward, LoraConfig
+from tinsmith.workers import alone
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.architecture import read_architecture
 from tinsmith_fsdp.base_model import BaseModel
@@ -49,10 +49,8 @@ def main() -> None:
         "matmul_tflops": limit / 1e12,
         "G1": linear(device, dtype, options),
     }
-    with tempfile.TemporaryDirectory() as directory, socket.create_server(("127.0.0.1", 0)) as free:
-        address = ("127.0.0.1", free.getsockname()[1])
-        free.close()
-        mesh = one_rank(device, address)
+    with tempfile.TemporaryDirectory() as directory, alone() as worker:
+        mesh = make_mesh(worker, device, 1)
         write_model(Path(directory), options)
         report["G3"] = step(Path(directory), mesh, dtype, limit, options)
         dist.destroy_process_group()
@@ -74,13 +72,6 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     options.tokens = options.tokens or (512 if options.toy else 16384)
     return options
-
-
-def one_rank(device: torch.device, address: tuple[str, int]) -> Mesh:
-    import os
-
-    os.environ.update(MASTER_ADDR=address[0], MASTER_PORT=str(address[1]), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    return make_mesh(device, 1)
 
 
 def write_model(directory: Path, options: argparse.Namespace) -> None:

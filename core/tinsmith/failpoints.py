@@ -61,6 +61,11 @@ BOUNDARIES: Final = {
     "recovery.restore": "a model is restored from its newest intact recovery point",
     "recovery.replay": "one operation is replayed",
     "supervisor.start_engine": "the process of an engine is started",
+    "worker.join": "a worker process joins its engine",
+    "worker.make": "a worker makes the backend's program",
+    "worker.compute": "a worker runs a method of the program",
+    "worker.send_part": "a worker sends one item of an answer that comes in parts",
+    "worker.send_answer": "a worker sends its answer",
 }
 """Every boundary and what happens in it."""
 
@@ -107,8 +112,10 @@ def durable_boundary(name: str) -> Callable[[F], F]:
     return mark
 
 
-def points() -> list[str]:
-    return [f"{name}.{side}" for name in BOUNDARIES for side in ("before", "after")]
+def points(*, of_workers: bool = False) -> list[str]:
+    """Return all failpoints of servers and engines, or those of worker processes."""
+    names = [name for name in BOUNDARIES if name.startswith("worker.") == of_workers]
+    return [f"{name}.{side}" for name in names for side in ("before", "after")]
 
 
 def arm(specification: str) -> None:
@@ -119,8 +126,9 @@ def arm(specification: str) -> None:
         if point == "log":
             plan.log = what
             continue
-        if point not in points():
-            msg = f"no failpoint {point!r}; available: {', '.join(points())}"
+        available = points() + points(of_workers=True)
+        if point not in available:
+            msg = f"no failpoint {point!r}; available: {', '.join(available)}"
             raise ValueError(msg)
         plan.armed[point] = _parse(what)
     _plan.armed, _plan.log = plan.armed, plan.log

@@ -16,6 +16,7 @@ from tinsmith.commands.doctor.command import add_doctor_command
 from tinsmith.commands.plugins import add_plugin_commands
 from tinsmith.commands.runs import add_run_commands
 from tinsmith.commands.serving import add_serving_commands
+from tinsmith.commands.worker import add_worker_command
 from tinsmith.errors import TinsmithError
 from tinsmith.plugins.loading import Plugins
 
@@ -43,6 +44,7 @@ def build_group(plugins: Plugins) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     add_serving_commands(group)
+    add_worker_command(group)
     add_doctor_command(group)
     add_run_commands(group)
     add_plugin_commands(group)

@@ -27,6 +27,7 @@ pytest.register_assert_rewrite(  # before they are imported, or a failure would 
     "tinsmith.testing.store_contract",
     "tinsmith.testing.scheduler_contract",
     "tinsmith.testing.loss_contract",
+    "tinsmith.testing.workers_contract",
 )
 
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model  # noqa: E402 - see above
@@ -35,6 +36,7 @@ from tinsmith.testing.checkpoint_contract import CheckpointContract  # noqa: E40
 from tinsmith.testing.consistency_contract import ConsistencyContract  # noqa: E402
 from tinsmith.testing.contract import assert_close_arrays, assert_same_arrays, assert_same_state  # noqa: E402
 from tinsmith.testing.engine_driver import EngineDriver, make_engine  # noqa: E402
+from tinsmith.testing.forked_workers import Nursery  # noqa: E402
 from tinsmith.testing.full_fine_tuning_contract import FullDriver, FullFineTuningContract  # noqa: E402
 from tinsmith.testing.harness import RunningServer, running_server  # noqa: E402
 from tinsmith.testing.loss_contract import LossContract  # noqa: E402
@@ -44,6 +46,7 @@ from tinsmith.testing.sampling_suite import in_one_loop  # noqa: E402
 from tinsmith.testing.scheduler_contract import SchedulerContract  # noqa: E402
 from tinsmith.testing.store_contract import RequestStoreContract  # noqa: E402
 from tinsmith.testing.training_contract import TrainingBackendContract  # noqa: E402
+from tinsmith.testing.workers_contract import WorkersContract  # noqa: E402
 
 __all__ = [
     "CheckpointContract",
@@ -53,12 +56,14 @@ __all__ = [
     "FullFineTuningContract",
     "LossContract",
     "ModelDriver",
+    "Nursery",
     "RequestStoreContract",
     "RunningServer",
     "SamplingBackendContract",
     "SchedulerContract",
     "TinyShape",
     "TrainingBackendContract",
+    "WorkersContract",
     "assert_close_arrays",
     "assert_same_arrays",
     "assert_same_state",

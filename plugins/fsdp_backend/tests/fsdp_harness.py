@@ -1,12 +1,12 @@
 """Makers of models and backends for the tests of the fsdp backend."""
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
-from forked_ranks import forking
-
 from tinsmith import BUILTIN_LOSSES, BackendContext
-from tinsmith.testing import TinyShape, write_tiny_model
+from tinsmith.testing import Nursery, TinyShape, write_tiny_model
+from tinsmith.workers import MakeLauncher
 from tinsmith_fsdp.backend import FsdpBackend
 from tinsmith_fsdp.config import FsdpConfig
 
@@ -34,14 +34,22 @@ def write_models(root: Path) -> Mapping[str, Path]:
     return {family: root / family for family in ("qwen3", "llama")}
 
 
+@cache
+def nursery() -> Nursery:
+    """Torch and transformers take longer to import than most tests take. transformers imports its models when asked."""
+    models = ("auto.configuration_auto", "qwen3.modeling_qwen3", "llama.modeling_llama")
+    return Nursery("tinsmith_fsdp.rank", *(f"transformers.models.{model}" for model in models))
+
+
 def fork_backend(directory: Path, cache_dir: Path, **settings: object) -> FsdpBackend:
-    """Make a backend whose ranks start at once: see forked_ranks.py."""
-    with forking():
-        return make_backend(directory, cache_dir, **settings)
+    """Make a backend whose ranks start at once."""
+    return make_backend(directory, cache_dir, nursery().launch, **settings)
 
 
-def make_backend(directory: Path, cache_dir: Path, **settings: object) -> FsdpBackend:
+def make_backend(
+    directory: Path, cache_dir: Path, launch_with: MakeLauncher | None = None, **settings: object
+) -> FsdpBackend:
     given = {"device": "cpu", "max_lora_rank": 16, "max_context_tokens": 128, "max_full_models": 6, **settings}
     config = FsdpConfig.model_validate(given)
     context = BackendContext(model_name="tiny", model_path=directory, cache_dir=cache_dir, losses=LOSSES)
-    return FsdpBackend(config, context)
+    return FsdpBackend(config, context, launch_with)

@@ -1,6 +1,5 @@
 """One rank's computation in this process: against transformers, and its modes against each other."""
 
-import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from fsdp_harness import LOSSES, VOCAB
 
 from tinsmith import AdamParams, Array, ForwardBackward, LoraConfig
 from tinsmith.testing import assert_close_arrays, ragged_data
+from tinsmith.workers import alone
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.architecture import ARCHITECTURES, read_architecture
 from tinsmith_fsdp.backend import FAST_ISOLATION_ERROR
@@ -37,12 +37,10 @@ TENANTS = (
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Mesh]:
-    with socket.create_server(("127.0.0.1", 0)) as free, pytest.MonkeyPatch.context() as patch:
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "RANK": "0", "WORLD_SIZE": "1"}
-        for name, value in where.items():
-            patch.setenv(name, value)
-        free.close()
-        yield make_mesh(torch.device("cpu"), 1)
+    """One rank, in this process."""
+    with alone() as worker, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        yield make_mesh(worker, torch.device("cpu"), 1)
     dist.destroy_process_group()
 
 

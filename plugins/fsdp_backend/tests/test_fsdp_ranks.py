@@ -1,6 +1,5 @@
 """The ranks as processes: how many there are changes nothing, none holds the whole model, and a dead one is noticed."""
 
-import json
 import os
 import signal
 import subprocess
@@ -15,7 +14,6 @@ from typing import IO
 
 import numpy as np
 import pytest
-from forked_ranks import ForkedRanks
 from fsdp_harness import VOCAB, fork_backend, make_backend, shape
 
 from tinsmith import (
@@ -42,9 +40,10 @@ from tinsmith.testing import (
     succeeded,
     write_tiny_model,
 )
+from tinsmith.testing.workers_contract import alive
+from tinsmith.workers import WorkerDiedError
 from tinsmith_fsdp.backend import FsdpBackend
 from tinsmith_fsdp.full_state import FullModelState
-from tinsmith_fsdp.ranks import RankDiedError
 
 pytestmark = pytest.mark.slow  # starting ranks takes seconds
 
@@ -246,17 +245,17 @@ def test_a_dead_rank_ends_the_call_at_once_and_all_ranks(doomed_ranks: FsdpBacke
     pids = doomed_ranks.ranks.pids
     os.kill(pids[1], signal.SIGKILL)
     started = time.monotonic()
-    either = "rank 1 of 2 died|rank 0 of 2 failed"  # its death is seen first, or what it does to the other
-    with pytest.raises(RankDiedError, match=either):
+    either = r"worker 1 of 2 .* died|worker 0 of 2 .* failed"  # its death is seen first, or what it does to the other
+    with pytest.raises(WorkerDiedError, match=either):
         driver.forward_backward(model_id, ragged_data(1, VOCAB))
     assert time.monotonic() - started < WAIT_S
-    with pytest.raises(RankDiedError, match=either):
+    with pytest.raises(WorkerDiedError, match=either):
         doomed_ranks.create_model(CreateModel(model_id="late", lora=LoraConfig(rank=1, seed=0)))
     doomed_ranks.close()
     wait_until(lambda: not any(map(alive, pids)))
 
 
-@pytest.mark.thorough  # below, ranks without the shipped launcher's agent
+@pytest.mark.thorough  # tests/contract/test_workers.py does the same without torch
 def test_ranks_end_with_a_killed_engine(fsdp_models: Mapping[str, Path], tmp_path: Path) -> None:
     with killed_engine(fsdp_models["qwen3"], tmp_path) as output:
         pids = [int(word) for word in output.readline().split()]
@@ -265,31 +264,8 @@ def test_ranks_end_with_a_killed_engine(fsdp_models: Mapping[str, Path], tmp_pat
     wait_until(lambda: not any(map(alive, pids)))
 
 
-def test_ranks_end_when_the_connection_to_a_killed_engine_closes(
-    fsdp_models: Mapping[str, Path], tmp_path: Path
-) -> None:
-    """The engine is not their parent, so nothing else can tell them."""
-    starting = """
-        import json
-        from tinsmith_fsdp import ranks
-        class Elsewhere:
-            def __init__(self, config, environment, directory):
-                print(json.dumps(dict(environment)), flush=True)
-            def ended(self):
-                return None
-        ranks.start = Elsewhere
-    """
-    with killed_engine(fsdp_models["qwen3"], tmp_path, starting) as output:
-        started = ForkedRanks(2, json.loads(output.readline()))
-        pids = [int(word) for word in output.readline().split()]
-        assert len(pids) == 2
-        assert all(map(alive, pids))
-    wait_until(lambda: not any(map(alive, pids)))
-    started.close()
-
-
 @contextmanager
-def killed_engine(model_path: Path, directory: Path, first: str = "") -> Iterator[IO[str]]:
+def killed_engine(model_path: Path, directory: Path) -> Iterator[IO[str]]:
     """A process with a backend of two ranks, which prints their process ids; it is killed at the end of the block."""
     code = f"""
         import sys, time
@@ -300,21 +276,12 @@ def killed_engine(model_path: Path, directory: Path, first: str = "") -> Iterato
         print(*backend.ranks.pids, flush=True)
         time.sleep(600)
     """
-    program = textwrap.dedent(first) + textwrap.dedent(code)
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as engine:
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as engine:
         try:
             assert engine.stdout is not None
             yield engine.stdout
         finally:
             engine.kill()
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between opening and reading
-        return False
-    return state != "Z"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -1,5 +1,6 @@
 """The engine's side of the fsdp backend: checks operations, distributes them to the ranks and collects the results."""
 
+import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -28,13 +29,14 @@ from tinsmith import (
     TrainingBackend,
     UserError,
 )
+from tinsmith.workers import MakeLauncher, WorkerGroup, count_gpus
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.architecture import read_architecture
 from tinsmith_fsdp.config import FsdpConfig
+from tinsmith_fsdp.environment import DEVICE
 from tinsmith_fsdp.full_state import FullModelState
 from tinsmith_fsdp.layout import AdapterLayout
-from tinsmith_fsdp.messages import AdapterState, FullyLoaded, Hello, NotMade, Scored, Segment, Setup, Step
-from tinsmith_fsdp.ranks import Ranks
+from tinsmith_fsdp.messages import AdapterState, FullyLoaded, Loaded, NotMade, RankDevice, Scored, Segment, Setup, Step
 
 _MAX_TARGETS = 128  # per token; [T, K] arrays of a micro-batch must fit
 _ITEM = {"float32": 4, "bfloat16": 2}  # bytes per weight of the base model
@@ -45,24 +47,25 @@ FAST_ISOLATION_ERROR = 1e-4  # a bound that test_fsdp_modes.py checks on CPU in 
 class FsdpBackend(TrainingBackend):
     """Does not import torch. Called from one thread. Any exception other than UserError leaves it unusable."""
 
-    def __init__(self, config: FsdpConfig, context: BackendContext) -> None:
+    def __init__(self, config: FsdpConfig, context: BackendContext, launch_with: MakeLauncher | None = None) -> None:
         self.architecture = read_architecture(context.model_directory)
         self._losses = dict(context.losses)
         self._config = config
         self._models: dict[str, AdapterLayout | FullModelState] = {}
         self._spool_directory = context.cache_dir
-        self.ranks = Ranks(config, context.progress)
+        self.ranks = _start(config, context, launch_with)
         try:
-            self._dp_size = self._data_parallel(self.ranks.hellos)
-            self._setup = self._decide(self.ranks.hellos[0], str(context.model_directory))
-            self.loaded = self.ranks.load(self._setup)
-            self._capabilities = self._describe(self.ranks.hellos[0])
+            self._dp_size = self._data_parallel(len(self.ranks))
+            device: RankDevice = self.ranks.call("device")[0]
+            self._setup = self._decide(device, str(context.model_directory))
+            self.loaded = self._load()
+            self._capabilities = self._describe(device)
         except BaseException:
             self.ranks.close()
             raise
 
-    def _data_parallel(self, hellos: Sequence[Hello]) -> int:
-        tp, world, arch = self._config.tensor_parallel, len(hellos), self.architecture
+    def _data_parallel(self, world: int) -> int:
+        tp, arch = self._config.tensor_parallel, self.architecture
         if world % tp:
             msg = f"the number of ranks ({world}) must be a multiple of tensor_parallel ({tp})"
             raise ConfigError(msg)
@@ -72,9 +75,9 @@ class FsdpBackend(TrainingBackend):
                 raise ConfigError(msg)
         return world // tp
 
-    def _decide(self, hello: Hello, model_path: str) -> Setup:
+    def _decide(self, device: RankDevice, model_path: str) -> Setup:
         """Resolve the settings that are left open."""
-        config, on_cpu = self._config, hello.device_type == "cpu"
+        config, on_cpu = self._config, device.type == "cpu"
 
         def default(*, chosen: bool | None) -> bool:
             return not on_cpu if chosen is None else chosen
@@ -90,12 +93,21 @@ class FsdpBackend(TrainingBackend):
             compile=default(chosen=config.compile),
         )
 
-    def _describe(self, hello: Hello) -> Capabilities:
-        on_cpu, exact = hello.device_type == "cpu", self._setup.strict and self._setup.dtype == "float32"
+    def _load(self) -> list[Loaded]:
+        """Have every rank load its part of the model. Raise ConfigError if the model's files are at fault."""
+        try:
+            pickle.dumps(self._setup.losses)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            msg = f"a registered loss cannot be sent to the ranks: {error}; define per_token at the top of its module"
+            raise ConfigError(msg) from error
+        return self.ranks.call("load", self._setup)
+
+    def _describe(self, device: RankDevice) -> Capabilities:
+        on_cpu, exact = device.type == "cpu", self._setup.strict and self._setup.dtype == "float32"
         context = self._config.max_context_tokens or min(self.architecture.max_position, 2048 if on_cpu else 8192)
         self._rank_tokens = max(context, self._config.max_batch_tokens or (2048 if on_cpu else 16384))
         return Capabilities(
-            device=f"{len(self.ranks.hellos)} x {hello.device_name}",
+            device=f"{len(self.ranks)} x {device.name}",
             dtype=self._setup.dtype,
             vocab_size=self.architecture.vocab_size,
             max_context_tokens=context,
@@ -279,7 +291,7 @@ class FsdpBackend(TrainingBackend):
     def _shares(self, micros: Sequence[batching.MicroBatch]) -> list[list[list[Segment]]]:
         """Give each rank its part of every micro-batch. Ranks of one tp group get the same part."""
         tp = self._config.tensor_parallel
-        return [[micro[rank // tp] for micro in micros] for rank in range(len(self.ranks.hellos))]
+        return [[micro[rank // tp] for micro in micros] for rank in range(len(self.ranks))]
 
     def _refusal(self, op: ForwardBackward) -> Failed | None:
         """Refuse an unknown model or loss. Core has already checked everything else against the capabilities."""
@@ -288,6 +300,19 @@ class FsdpBackend(TrainingBackend):
         if op.loss_fn not in self._losses:
             return Failed(message=f"no loss named {op.loss_fn!r}, known: {', '.join(sorted(self._losses))}")
         return None
+
+
+def _start(config: FsdpConfig, context: BackendContext, launch_with: MakeLauncher | None) -> WorkerGroup:
+    gpus = 0 if config.device == "cpu" else count_gpus()
+    return WorkerGroup(
+        "tinsmith_fsdp.rank:Rank",
+        config,
+        context.progress,
+        environment={} if config.device is None else {DEVICE: config.device},
+        gpus=gpus > 0 or config.device == "cuda",
+        default_per_node=max(1, gpus),
+        launch_with=launch_with,
+    )
 
 
 def _in_order(scored: Iterable[Sequence[Scored]]) -> list[Scored]:

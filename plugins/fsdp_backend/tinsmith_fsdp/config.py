@@ -4,28 +4,14 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from tinsmith import BackendConfig
+from tinsmith.workers import WorkersConfig
 
 
-class FsdpConfig(BackendConfig):
+class FsdpConfig(WorkersConfig):
     """`None` means that the device decides."""
 
     device: Literal["cpu", "cuda"] | None = Field(None, description="default: cuda if there is a GPU, else cpu")
-    nproc_per_node: int | None = Field(
-        None, ge=1, description="ranks on each machine; default one per GPU, or one on a machine without GPUs"
-    )
-    nnodes: int = Field(1, ge=1, description="number of machines; with torchrun, start the launcher on each")
     tensor_parallel: int = Field(1, ge=1, description="ranks that share each layer's matrices; divides the ranks")
-    launcher: Literal["torchrun", "ray"] = Field(
-        "torchrun", description="what starts the ranks: torch.distributed's elastic agent, or a Ray cluster"
-    )
-    ray_address: str | None = Field(
-        None, description="address of the Ray cluster; default RAY_ADDRESS, or else a cluster of this machine alone"
-    )
-    rdzv_endpoint: str = Field("localhost:0", description="host:port at which the nodes meet; set it for several nodes")
-    control_address: str | None = Field(
-        None, description="host:port at which ranks on other machines reach the engine; required for several nodes"
-    )
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="of base weights and activations; default float32 on CPU, else bfloat16"
     )
@@ -52,17 +38,9 @@ class FsdpConfig(BackendConfig):
         default=True, description="free gathered layers between forward and backward; off is faster and takes memory"
     )
     compile: bool | None = Field(None, description="compile each layer with torch.compile; default off on CPU, else on")
-    start_timeout_s: float = Field(900, gt=0, description="time limit for all ranks to load the model")
 
     @model_validator(mode="after")
-    def _several_nodes_need_addresses(self) -> Self:
-        local_meeting = self.launcher == "torchrun" and self.rdzv_endpoint == "localhost:0"
-        if self.nnodes > 1 and (self.control_address is None or local_meeting):
-            msg = (
-                f"nnodes is {self.nnodes}: set control_address and, for torchrun, rdzv_endpoint to host:port of this "
-                "machine, as the other machines reach it"
-            )
-            raise ValueError(msg)
+    def _tensor_parallel_divides_the_ranks(self) -> Self:
         if self.nproc_per_node is not None and (self.nproc_per_node * self.nnodes) % self.tensor_parallel:
             msg = (
                 f"nproc_per_node ({self.nproc_per_node}) * nnodes ({self.nnodes}) must be a multiple of "

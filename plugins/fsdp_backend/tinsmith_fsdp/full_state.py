@@ -6,16 +6,20 @@ from pathlib import Path
 import numpy as np
 
 from tinsmith import Array, HostSnapshot, LoraConfig, ModelState, UserError
-from tinsmith_fsdp.messages import FullState, FullyLoaded, Kind
-from tinsmith_fsdp.ranks import Ranks
-from tinsmith_fsdp.spool import Spool
+from tinsmith.workers import Kind, Spool, WorkerGroup
+from tinsmith_fsdp.messages import FullState, FullyLoaded
 
 
 class FullModelState:
     """Captures and restores the state of one model."""
 
     def __init__(
-        self, model_id: str, lora: LoraConfig, ranks: Ranks, ranks_loaded: Sequence[FullyLoaded], spool_directory: Path
+        self,
+        model_id: str,
+        lora: LoraConfig,
+        ranks: WorkerGroup,
+        ranks_loaded: Sequence[FullyLoaded],
+        spool_directory: Path,
     ) -> None:
         """`made` are the ranks' answers after creating the model."""
         self._model_id, self._lora, self._ranks, self._directory = model_id, lora, ranks, spool_directory
@@ -46,7 +50,7 @@ class FullModelState:
 
     def _spooled(self, kinds: tuple[Kind, ...]) -> Spool:
         spool = Spool(self._directory, kinds, self._shapes)
-        for piece in self._ranks.stream("full_pieces", self._model_id, kinds):
+        for _, piece in self._ranks.stream("full_pieces", self._model_id, kinds):
             spool.put(piece)
         return spool
 

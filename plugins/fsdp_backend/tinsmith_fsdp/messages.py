@@ -1,29 +1,22 @@
-"""Messages between the engine and the ranks, pickled over a socket that only they can open. No torch.
+"""What the engine and the ranks send each other. No torch.
 
 Array suffixes: T = tokens of one sequence, K = targets per token.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
 
 from tinsmith import AdamParams, Array, FloatArray, LoraConfig, LossSpec
 from tinsmith.huggingface import DecoderShape
 from tinsmith_fsdp.config import FsdpConfig
 
-Kind = Literal["weights", "adam_m", "adam_v", "gradients"]
-"""The tensors of a model's training state, as ModelState names them."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
-    """The first message of a rank."""
+class RankDevice:
+    """The device of a rank, as torch names it."""
 
-    rank: int
-    world_size: int
-    pid: int
-    device_type: str
-    device_name: str
+    type: str
+    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,17 +80,6 @@ class FullState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Some rows of a rank's part of one tensor."""
-
-    kind: Kind
-    name: str
-    start: int  # the first row
-    columns: tuple[int, int] | None
-    values: FloatArray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """One sequence of a micro-batch, and the place of its results."""
 
@@ -150,39 +132,3 @@ class AdapterState:
     adam_v: FloatArray | None
     gradients: FloatArray | None
     step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A method of the rank's trainer, by name. Any: its arguments."""
-
-    method: str
-    arguments: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What the method returned. Any: depends on it."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One item of an answer that comes in pieces."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class ProgressMade:
-    stage: str
-    fraction: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class RankFailed:
-    """The last message of a rank. `config` marks a configuration error, as opposed to a bug."""
-
-    message: str
-    config: bool = False

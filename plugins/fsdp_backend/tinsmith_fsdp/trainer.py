@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tinsmith import ConfigError, FloatArray, LoraConfig
+from tinsmith.workers import Kind, Piece
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.full_model import FullModel
 from tinsmith_fsdp.head import Scores
@@ -28,10 +29,8 @@ from tinsmith_fsdp.messages import (
     AdapterState,
     FullState,
     FullyLoaded,
-    Kind,
     NotMade,
     Owner,
-    Piece,
     Scored,
     Segment,
     Setup,

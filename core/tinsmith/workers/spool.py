@@ -1,7 +1,7 @@
 """Tensors of a model too large for any process's memory, kept on disk between writers and readers.
 
-The ranks' rows go into one file as they arrive. A reader, such as a checkpoint writer or a sampler, takes one tensor at
-a time. The file has no name, so it disappears with its last holder, however that one ends. No torch.
+The workers' rows go into one file as they arrive. A reader, such as a checkpoint writer or a sampler, takes one tensor
+at a time. The file has no name, so it disappears with its last holder, however that one ends.
 """
 
 import math
@@ -9,14 +9,30 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final, Literal
 
 import numpy as np
 
-from tinsmith import Array, FloatArray, ServerError
-from tinsmith_fsdp.messages import Kind, Piece
+from tinsmith.errors import ServerError
+from tinsmith.operations import Array, FloatArray
 
-_ITEM = 4  # bytes of a float32
+Kind = Literal["weights", "adam_m", "adam_v", "gradients"]
+"""The tensors of a model's training state, as ModelState names them."""
+
+_ITEM: Final = 4  # bytes of a float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Some rows of a worker's part of one tensor."""
+
+    kind: Kind
+    name: str
+    start: int  # the first row
+    columns: tuple[int, int] | None  # None: all
+    values: FloatArray
 
 
 class Spool:

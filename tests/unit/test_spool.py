@@ -1,4 +1,4 @@
-"""The file between the ranks and whoever reads a fully trained model: no torch, no processes."""
+"""The file between workers and whoever reads a fully trained model: no framework, no processes."""
 
 import errno
 import os
@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from tinsmith import ServerError
-from tinsmith_fsdp.messages import Piece
-from tinsmith_fsdp.spool import Spool
+from tinsmith.workers import Piece, Spool
 
 SHAPES = {"square": (6, 4), "vector": (5,)}
 

@@ -1,0 +1,44 @@
+"""`tinsmith worker`: the workers of one machine, for a backend whose launcher is `scheduler`."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from tinsmith.errors import ConfigError
+
+
+def add_worker_command(group: typer.Typer) -> None:
+    group.command("worker")(worker)
+
+
+def worker(
+    coordinator: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="the engine: its backend's `control_address`", show_default=False)
+    ],
+    processes: Annotated[int, typer.Option(min=1, help="workers on this machine: the backend's `nproc_per_node`")] = 1,
+    index: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="number of this machine, from 0; default: any",
+            envvar=["JOB_COMPLETION_INDEX", "SLURM_NODEID"],
+            show_default=False,
+        ),
+    ] = None,
+    wait: Annotated[float, typer.Option(min=0, help="seconds to wait for the engine to listen")] = 900.0,
+    again: Annotated[bool, typer.Option("--again", help="join again whenever the workers end, until killed")] = False,
+) -> None:
+    """Run this machine's workers for a backend with `launcher: scheduler`.
+
+    TINSMITH_WORKER_KEY must be set to the secret that the engine has in the same variable.
+    """
+    from tinsmith.workers.host import run_host
+    from tinsmith.workers.launching import KEY
+
+    if KEY not in os.environ:
+        msg = f"{KEY} is not set: set it to the secret that the engine has in the same variable"
+        raise ConfigError(msg)
+    raise typer.Exit(run_host(coordinator, processes=processes, index=index, wait_s=wait, again=again))

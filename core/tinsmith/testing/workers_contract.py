@@ -1,0 +1,218 @@
+"""`WorkersContract`: what a launcher's workers must do, and what the engine is told of each of their deaths."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+
+from tinsmith import failpoints
+from tinsmith.errors import ConfigError
+from tinsmith.testing.workers_program import FAILURE
+from tinsmith.workers import MakeLauncher, WorkerDiedError, WorkerGroup, WorkersConfig
+
+PROGRAM: Final = "tinsmith.testing.workers_program:Program"
+NUM_WORKERS: Final = 2
+_HANG_S: Final = 300.0
+_LARGE: Final = 1 << 19  # float64: 4 MiB
+
+BEFORE_THE_RANK_IS_KNOWN: Final = ("worker.join.before", "worker.join.after", "worker.make.before")
+DURING_A_CALL: Final = (
+    "worker.compute.before",
+    "worker.compute.after",
+    "worker.send_part.before",
+    "worker.send_part.after",
+    "worker.send_answer.before",
+)
+
+
+class WorkersContract:
+    """Subclass it and override `launch_with`, or `workers_config` if the launcher has a name."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def launch_with(cls) -> MakeLauncher | None:
+        """Return the launcher. None: the one that the settings name."""
+        return None
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def workers_config(cls) -> WorkersConfig:
+        return WorkersConfig(nproc_per_node=NUM_WORKERS, start_timeout_s=_HANG_S)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def group(cls, workers_config: WorkersConfig, launch_with: MakeLauncher | None) -> Iterator[WorkerGroup]:
+        """A group that no test breaks."""
+        group = WorkerGroup(PROGRAM, workers_config, no_progress, launch_with=launch_with)
+        yield group
+        group.close()
+
+    @pytest.fixture
+    def make_group(
+        self, workers_config: WorkersConfig, launch_with: MakeLauncher | None
+    ) -> Iterator[Callable[..., WorkerGroup]]:
+        made: list[WorkerGroup] = []
+
+        def make(program: str = PROGRAM, **environment: str) -> WorkerGroup:
+            group = WorkerGroup(program, workers_config, no_progress, environment=environment, launch_with=launch_with)
+            made.append(group)
+            return group
+
+        yield make
+        for group in made:
+            group.close()
+
+    # calls
+
+    def test_each_worker_has_a_rank_of_its_own(self, group: WorkerGroup) -> None:
+        places = group.call("place")
+        assert [place["rank"] for place in places] == list(range(NUM_WORKERS))
+        assert {place["num_workers"] for place in places} == {NUM_WORKERS}
+        assert sorted(place["local_rank"] for place in places) == list(range(NUM_WORKERS)), "one host"
+        assert {place["local_size"] for place in places} == {NUM_WORKERS}
+        assert len(set(group.pids)) == NUM_WORKERS
+
+    def test_the_first_keeps_a_port_at_which_all_can_meet(self, group: WorkerGroup) -> None:
+        first, *others = group.call("place")
+        assert first["keeps_port"] == first["meeting"][1]
+        assert all(other["meeting"] == first["meeting"] and not other["keeps_port"] for other in others)
+        with socket.socket() as framework:
+            framework.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            framework.bind(first["meeting"])
+            framework.listen()
+
+    @pytest.mark.parametrize("size", [0, 1, 1000, _LARGE])
+    def test_values_arrive_as_they_are(self, group: WorkerGroup, size: int) -> None:
+        values = np.random.default_rng(0).normal(size=size)
+        sent = {"array": values, "reversed": values[::-1], "text": "zwölf", "nested": [np.arange(3), None]}
+        for (received,) in group.call("echo", sent):
+            np.testing.assert_array_equal(received["array"], values)
+            np.testing.assert_array_equal(received["reversed"], values[::-1])
+            np.testing.assert_array_equal(received["nested"][0], np.arange(3))
+            assert received["text"] == "zwölf"
+
+    def test_each_worker_gets_its_own_arguments(self, group: WorkerGroup) -> None:
+        own = [(rank, np.full(4, rank)) for rank in range(NUM_WORKERS)]
+        for (rank, array), (same, received) in zip(own, group.call_each("echo", own), strict=True):
+            assert rank == same
+            np.testing.assert_array_equal(received, array)
+
+    @pytest.mark.parametrize("size", [10, _LARGE])
+    def test_what_a_worker_writes_into_an_array_is_seen_by_none_else(self, group: WorkerGroup, size: int) -> None:
+        sent = np.ones(size)
+        for rank, (total, array) in enumerate(group.call("scribble", sent)):
+            assert total == size
+            assert set(array) == {rank}
+        assert set(sent) == {1.0}
+
+    def test_parts_come_from_every_worker_in_its_order(self, group: WorkerGroup) -> None:
+        found: dict[int, list[int]] = {rank: [] for rank in range(NUM_WORKERS)}
+        for rank, part in group.stream("count", 20):
+            found[rank].append(int(part[0]))
+        assert found == {rank: list(range(20)) for rank in range(NUM_WORKERS)}
+        assert group.call("echo", 1) == [(1,)] * NUM_WORKERS, "nothing is left of the stream"
+
+    def test_progress_is_reported(self, workers_config: WorkersConfig, launch_with: MakeLauncher | None) -> None:
+        found: list[tuple[str, float | None]] = []
+        group = WorkerGroup(PROGRAM, workers_config, lambda *what: found.append(what), launch_with=launch_with)
+        assert found[-1] == ("starting workers", 1.0)
+        group.call("work", 4)
+        assert found.count(("working", 0.75)) == NUM_WORKERS
+        group.close()
+
+    # failures
+
+    def test_a_program_that_cannot_be_made_is_the_operators_business(
+        self, make_group: Callable[..., WorkerGroup]
+    ) -> None:
+        with pytest.raises(ConfigError, match=r"^this program cannot be made$"):
+            make_group("tinsmith.testing.workers_program:Misconfigured")
+
+    def test_a_wrong_setting_found_in_a_call_is_too(self, make_group: Callable[..., WorkerGroup]) -> None:
+        group = make_group()
+        with pytest.raises(ConfigError, match=r"^the value of rank 1 is wrong$"):
+            group.call("misconfigured", 1)
+        all_end(group)
+
+    def test_a_bug_ends_the_group_and_is_shown_with_its_traceback(self, make_group: Callable[..., WorkerGroup]) -> None:
+        group = make_group()
+        with pytest.raises(WorkerDiedError, match=r"(?s)worker 1 of 2 .* failed in broken:.*ZeroDivisionError: a bug"):
+            group.call("broken", 1)
+        with pytest.raises(WorkerDiedError, match="ZeroDivisionError"):
+            group.call("echo")
+        all_end(group)
+
+    @pytest.mark.parametrize("point", BEFORE_THE_RANK_IS_KNOWN)
+    def test_workers_that_die_while_they_start(self, make_group: Callable[..., WorkerGroup], point: str) -> None:
+        with pytest.raises(WorkerDiedError, match=r"did not start|died before it had answered its start"):
+            make_group(**{failpoints.VARIABLE: f"{point}=kill"})
+
+    @pytest.mark.parametrize("rank", range(NUM_WORKERS))
+    @pytest.mark.parametrize("point", DURING_A_CALL)
+    def test_a_death_ends_the_call_and_all_others(
+        self, make_group: Callable[..., WorkerGroup], point: str, rank: int
+    ) -> None:
+        """Also while the others wait for the dead one, as in a collective."""
+        group = make_group(**{failpoints.VARIABLE: "", FAILURE: f"{rank}:{point}=kill"})
+        with pytest.raises(WorkerDiedError, match=rf"worker {rank} of 2 \(process \d+ on .*\) died before"):
+            list(group.stream("count_or_hang", rank))
+        with pytest.raises(WorkerDiedError, match=f"worker {rank} of 2"):
+            group.call("echo")
+        all_end(group)
+
+    @pytest.mark.parametrize("rank", range(NUM_WORKERS))
+    def test_a_death_between_calls_ends_the_next_one(self, make_group: Callable[..., WorkerGroup], rank: int) -> None:
+        group = make_group()
+        os.kill(group.pids[rank], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match=rf"worker {rank} of 2"):
+            group.call("hang", rank)
+        all_end(group)
+
+    def test_a_new_group_starts_after_a_death(self, make_group: Callable[..., WorkerGroup]) -> None:
+        group = make_group()
+        os.kill(group.pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            group.call("echo")
+        group.close()
+        assert make_group().call("echo", 1) == [(1,)] * NUM_WORKERS
+
+    # the end
+
+    def test_closing_ends_all_workers(self, make_group: Callable[..., WorkerGroup]) -> None:
+        group = make_group()
+        all_end(group)
+        with pytest.raises(WorkerDiedError, match="have been ended"):
+            group.call("echo")
+        group.close()
+
+
+def no_progress(stage: str, fraction: float | None) -> None:
+    del stage, fraction
+
+
+def all_end(group: WorkerGroup) -> None:
+    """Close the group and wait for its workers' end."""
+    pids = group.pids
+    group.close()
+    wait_until_ended(pids)
+
+
+def wait_until_ended(pids: Sequence[int]) -> None:
+    deadline = time.monotonic() + _HANG_S
+    while any(map(alive, pids)):
+        assert time.monotonic() < deadline, "workers are left"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """Return whether a process of this machine runs; one that nobody has waited for yet does not."""
+    with suppress(FileNotFoundError, ProcessLookupError):  # the latter if it ends between opening and reading
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False

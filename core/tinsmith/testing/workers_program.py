@@ -1,0 +1,79 @@
+"""What the workers of `WorkersContract` run. Imports nothing that a worker does not need anyhow."""
+
+import os
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from tinsmith import failpoints
+from tinsmith.errors import ConfigError
+from tinsmith.operations import Array
+from tinsmith.workers import Worker
+
+FAILURE: Final = "_TINSMITH_TEST_FAILURE"
+"""Environment variable, "<rank>:<specification of failpoints>": what one worker arms as soon as it knows its rank."""
+
+
+class Program:
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        rank, _, failure = os.environ.get(FAILURE, "").partition(":")
+        if rank == str(worker.rank):
+            failpoints.arm(failure)
+
+    def place(self) -> dict[str, Any]:
+        worker = self._worker
+        return {
+            "rank": worker.rank,
+            "num_workers": worker.num_workers,
+            "local_rank": worker.local_rank,
+            "local_size": worker.local_size,
+            "meeting": worker.meeting,
+            "keeps_port": worker.meeting_socket is not None and worker.meeting_socket.getsockname()[1],
+        }
+
+    def echo(self, *values: Any) -> tuple[Any, ...]:
+        return values
+
+    def scribble(self, array: Array) -> tuple[float, Array]:
+        """Return the sum as received; then overwrite what was received."""
+        before = float(array.sum())
+        array[...] = self._worker.rank
+        return before, array
+
+    def count(self, number: int) -> Iterator[Array]:
+        for index in range(number):
+            yield np.full(3, index)
+
+    def work(self, stages: int) -> None:
+        for stage in range(stages):
+            self._worker.report("working", stage / stages)
+
+    def misconfigured(self, rank: int) -> None:
+        if self._worker.rank == rank:
+            msg = f"the value of rank {rank} is wrong"
+            raise ConfigError(msg)
+
+    def broken(self, rank: int) -> None:
+        if self._worker.rank == rank:
+            msg = "a bug"
+            raise ZeroDivisionError(msg)
+
+    def count_or_hang(self, counting_rank: int) -> Iterator[Array]:
+        self.hang(counting_rank)
+        return self.count(3)
+
+    def hang(self, except_rank: int) -> None:
+        """Wait for nothing, as a collective does when another worker has died."""
+        if self._worker.rank != except_rank:
+            import threading
+
+            threading.Event().wait()
+
+
+class Misconfigured:
+    def __init__(self, worker: Worker) -> None:
+        if worker.rank == worker.num_workers - 1:
+            msg = "this program cannot be made"
+            raise ConfigError(msg)

@@ -1,0 +1,29 @@
+"""Worker processes for a backend that spans devices and hosts. No ML framework.
+
+The engine holds a `WorkerGroup`. Each worker makes the backend's program and calls its methods as the group asks. The
+names exported here are public: plugins may import this module besides `tinsmith`.
+"""
+
+from tinsmith.workers.config import LauncherName, WorkersConfig
+from tinsmith.workers.gpus import count_gpus
+from tinsmith.workers.group import WorkerDiedError, WorkerGroup
+from tinsmith.workers.launching import Launch, Launcher, MakeLauncher
+from tinsmith.workers.serving import Worker, alone, serve
+from tinsmith.workers.spool import Kind, Piece, Spool
+
+__all__ = [
+    "Kind",
+    "Launch",
+    "Launcher",
+    "LauncherName",
+    "MakeLauncher",
+    "Piece",
+    "Spool",
+    "Worker",
+    "WorkerDiedError",
+    "WorkerGroup",
+    "WorkersConfig",
+    "alone",
+    "count_gpus",
+    "serve",
+]

@@ -1,0 +1,155 @@
+"""Where workers join: a listening socket, and the check of everyone who connects to it."""
+
+import queue
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from multiprocessing import AuthenticationError
+from pathlib import Path
+from typing import Final
+
+from tinsmith.errors import ConfigError
+from tinsmith.workers.channel import Channel, ready
+from tinsmith.workers.messages import Hello, Refused
+
+_POLL_S: Final = 0.2
+_MAX_GREETED: Final = 64  # at a time; who does not speak is dropped after a while
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A worker that has the key, and the version of this process."""
+
+    channel: Channel
+    hello: Hello
+
+    @property
+    def host(self) -> str:
+        return self.hello.host
+
+    @property
+    def pid(self) -> int:
+        return self.hello.pid
+
+    @property
+    def index(self) -> int | None:
+        return self.hello.index
+
+    @property
+    def meeting(self) -> tuple[str, int]:
+        return self.hello.meeting
+
+
+class FrontDoor:
+    """Open until it is closed."""
+
+    def __init__(self, control_address: str | None, path: Path, key: bytes) -> None:
+        """Listen at "host:port", or if that is None at a socket in the file system that this user alone can reach."""
+        self._key = key
+        self._listener, self.address = _listen(control_address, path)
+        self._arrived: queue.SimpleQueue[Joined | ConfigError] = queue.SimpleQueue()
+        self._seats = threading.BoundedSemaphore(_MAX_GREETED)
+        self._joined: list[Joined] = []
+        self._closed = False
+        self._lock = threading.Lock()  # whoever arrives is seen by `close`, or sees that it is closed
+        self._thread = threading.Thread(target=self._accept, name="front-door", daemon=True)
+        self._thread.start()
+
+    def joining(self, num_workers: int | None) -> Iterator[tuple[Sequence[Joined], int | None]]:
+        """Yield who has joined, and how many are wanted if that is known: at each arrival, and now and then.
+
+        A worker that dies is forgotten: it may be started again. Raises ConfigError if one has another version.
+        """
+        while True:
+            with suppress(queue.Empty):
+                arrived = self._arrived.get(timeout=_POLL_S)
+                if isinstance(arrived, ConfigError):
+                    raise arrived
+                self._joined.append(arrived)
+            self._forget_the_dead()
+            wanted = num_workers or next((each.hello.num_workers for each in self._joined), None)
+            yield tuple(self._joined), wanted
+
+    def close(self, *, keep: Sequence[Joined] = ()) -> None:
+        """Refuse whoever comes from now on, and let go of all that have joined but those to be kept."""
+        with self._lock:
+            self._closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join()
+        self._listener.close()
+        while not self._arrived.empty():
+            if isinstance(arrived := self._arrived.get(), Joined):
+                self._joined.append(arrived)
+        for each in self._joined:
+            if each not in keep:
+                each.channel.close()
+        self._joined.clear()
+
+    def _forget_the_dead(self) -> None:
+        """Those who have joined say nothing until they are welcomed, so only an end can arrive."""
+        for place in reversed(ready([each.channel for each in self._joined], 0)):
+            self._joined.pop(place).channel.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                return
+            if self._seats.acquire(blocking=False):
+                threading.Thread(target=self._greet, args=(peer,), name="greeting", daemon=True).start()
+            else:
+                peer.close()
+
+    def _greet(self, peer: socket.socket) -> None:
+        """Wrong keys and broken connections are dropped: strangers must not keep workers from joining."""
+        channel = Channel(peer)
+        try:
+            channel.prove(self._key, "engine")
+            hello = channel.receive()
+            if not isinstance(hello, Hello):
+                channel.close()
+            elif hello.version != version("tinsmith"):
+                self._refuse(channel, hello)
+            else:
+                self._arrive(Joined(channel, hello))
+        except (AuthenticationError, EOFError, OSError):
+            channel.close()
+        finally:
+            self._seats.release()
+
+    def _arrive(self, worker: Joined) -> None:
+        with self._lock:
+            if self._closed:
+                worker.channel.close()
+            else:
+                self._arrived.put(worker)
+
+    def _refuse(self, channel: Channel, hello: Hello) -> None:
+        msg = (
+            f"the worker on {hello.host} has tinsmith {hello.version}, and this machine has {version('tinsmith')}: "
+            "install the same version on both"
+        )
+        with suppress(OSError):
+            channel.send(Refused(msg))
+        channel.close()
+        self._arrived.put(ConfigError(msg))
+
+
+def _listen(control_address: str | None, path: Path) -> tuple[socket.socket, str]:
+    if control_address is None:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        listener.listen()
+        return listener, f"unix:{path}"
+    host, _, port = control_address.rpartition(":")
+    try:
+        listener = socket.create_server((host, int(port)))
+    except (OSError, ValueError) as error:
+        msg = f"control_address {control_address!r}: this machine cannot listen there: {error}"
+        raise ConfigError(msg) from error
+    return listener, f"{host}:{listener.getsockname()[1]}"

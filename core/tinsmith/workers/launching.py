@@ -1,0 +1,131 @@
+"""What starts the processes of the workers: an interface, and the launchers that need no other package.
+
+A launcher only starts processes. Each finds the engine by its address and key, and everything else is said there.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from tinsmith.errors import ConfigError
+from tinsmith.workers.config import WorkersConfig
+
+COORDINATOR: Final = "TINSMITH_COORDINATOR"
+"""Environment variable: the engine's address, `unix:<path>` or `<host>:<port>`."""
+
+KEY: Final = "TINSMITH_WORKER_KEY"
+"""Environment variable: the secret that the engine and its workers share."""
+
+INDEX: Final = ("TINSMITH_WORKER_INDEX", "RANK")
+"""Environment variables that may give the worker's rank. The second is torchrun's."""
+
+NUM_WORKERS: Final = ("TINSMITH_NUM_WORKERS", "WORLD_SIZE")
+"""Environment variables that may give the number of workers."""
+
+WAIT_S: Final = "TINSMITH_WORKER_WAIT_S"
+"""Environment variable: for how long a worker waits for the engine to listen; default not at all."""
+
+WITH_PARENT: Final = "TINSMITH_WORKER_WITH_PARENT"
+"""Environment variable: if set, a worker ends with the thread that has started it."""
+
+_STOP_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What is to be started."""
+
+    config: WorkersConfig
+    environment: Mapping[str, str]  # for each worker, besides that of its machine
+    directory: Path  # for the launcher's own files
+    gpus: bool  # whether each worker takes a GPU
+    default_per_node: int  # if `nproc_per_node` is not set
+
+    @property
+    def per_node(self) -> int:
+        return self.config.nproc_per_node or self.default_per_node
+
+    @property
+    def num_workers(self) -> int:
+        return self.config.nnodes * self.per_node
+
+
+class Launcher(Protocol):
+    """A launcher that has started the workers."""
+
+    num_workers: int | None  # None: the workers know
+
+    def ended(self) -> str | None:
+        """Return how it ended, or None while the workers run."""
+
+    def close(self) -> None:
+        """End what is left. The workers have ended, or will end at once, because their connections are closed."""
+
+
+MakeLauncher = Callable[[Launch], Launcher]
+
+
+class LocalProcesses:
+    """A process for each worker, on this machine. They end when this process does."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.num_workers: int | None = launch.num_workers
+        shared = {"OMP_NUM_THREADS": "1", **os.environ, **launch.environment, NUM_WORKERS[0]: str(launch.num_workers)}
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tinsmith.workers"],
+                stdin=subprocess.DEVNULL,
+                env={**shared, INDEX[0]: str(index)},
+                start_new_session=True,  # Ctrl-C in the terminal reaches the server alone
+            )
+            for index in range(launch.num_workers)
+        ]
+
+    def ended(self) -> str | None:
+        codes = {index: code for index, each in enumerate(self._processes) if (code := each.poll()) is not None}
+        return ", ".join(f"worker {index} left with {code}" for index, code in codes.items()) or None
+
+    def close(self) -> None:
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+            process.kill()
+            process.wait()
+
+
+class Scheduler:
+    """Starts nothing: something else runs `tinsmith worker` on each machine, and again whenever it ends."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.num_workers: int | None = launch.num_workers
+
+    def ended(self) -> str | None:
+        return None
+
+    def close(self) -> None:
+        """Leave the workers to what has started them."""
+
+
+def launcher(name: str) -> MakeLauncher:
+    """Return the launcher of that name. Raises ConfigError if a package that it needs is not installed."""
+    match name:
+        case "local":
+            return LocalProcesses
+        case "scheduler":
+            return Scheduler
+        case "torchrun":
+            from tinsmith.workers.torchrun import ElasticAgent
+
+            return ElasticAgent
+        case _:
+            try:
+                from tinsmith.workers.ray_actors import RayActors
+            except ModuleNotFoundError as error:
+                msg = f"launcher: ray needs the package {error.name}, which is not installed; pip install 'ray>=2.50'"
+                raise ConfigError(msg) from error
+            return RayActors

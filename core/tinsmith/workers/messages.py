@@ -1,0 +1,73 @@
+"""What the engine and its workers send each other. It is pickled, so only peers with the key may send it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+# Any below: arguments and results are those of the program's methods.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """The first message of a worker."""
+
+    version: str  # of tinsmith
+    host: str
+    pid: int
+    meeting: tuple[str, int]  # where the workers meet if this one becomes rank 0
+    index: int | None  # the rank that whoever started it has chosen; None: any
+    num_workers: int | None  # how many there are, if whoever started it knows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """The first message of the engine, after all workers have joined."""
+
+    program: str
+    rank: int
+    num_workers: int
+    local_rank: int  # among the workers of the same host
+    local_size: int
+    meeting: tuple[str, int]  # a host and port that rank 0 keeps free for the framework's own rendezvous
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The engine's answer to a worker that it does not take."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A method of the program, by name."""
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the method returned."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One item of a method that returns an iterator."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressMade:
+    stage: str
+    fraction: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFailed:
+    """The last message of a worker. `config`: the configuration is at fault, so there is no traceback."""
+
+    message: str
+    config: bool = False

@@ -1,0 +1,91 @@
+"""The launcher `ray`: an actor for each worker. Ray chooses machines and GPUs, and ends the actors with the engine."""
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from tinsmith.errors import ConfigError
+from tinsmith.workers.config import WorkersConfig
+from tinsmith.workers.launching import COORDINATOR, KEY, Launch
+
+# Any below: Ray creates the types of actor handles and references at run time.
+
+_CPU_EACH: Final = 1.0
+
+
+class _Actor:
+    """Returns when the engine ends the worker. Exits by os._exit when the engine is gone."""
+
+    def work(self, key: str, num_workers: int) -> None:
+        from tinsmith.workers.serving import serve  # on the actor's machine
+
+        serve(os.environ[COORDINATOR], key.encode(), num_workers=num_workers)
+
+
+class RayActors:
+    """One placement group, with a bundle for each machine."""
+
+    def __init__(self, launch: Launch) -> None:
+        _join_cluster(launch.config)
+        per_node = launch.config.nproc_per_node or (_gpus_per_node() if launch.gpus else launch.per_node)
+        self.num_workers: int | None = launch.config.nnodes * per_node
+        each = {"CPU": _CPU_EACH, **({"GPU": 1.0} if launch.gpus else {})}
+        self._group: PlacementGroup = _room(launch.config, {name: per_node * number for name, number in each.items()})
+        environment = {"OMP_NUM_THREADS": "1", **launch.environment}
+        key = environment.pop(KEY)  # the environment of actors is shown by Ray's tools; arguments are not
+        actor = ray.remote(_Actor)
+        self._actors: list[Any] = [
+            actor.options(
+                num_cpus=_CPU_EACH,
+                num_gpus=each.get("GPU", 0),
+                max_restarts=0,
+                runtime_env={"env_vars": environment},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, node),
+            ).remote()
+            for node in range(launch.config.nnodes)
+            for _ in range(per_node)
+        ]
+        self._running: list[Any] = [each.work.remote(key, self.num_workers) for each in self._actors]
+
+    def ended(self) -> str | None:
+        done, _ = ray.wait(self._running, timeout=0)
+        return "a worker's actor ended" if done else None
+
+    def close(self) -> None:
+        for each in self._actors:
+            ray.kill(each)
+        remove_placement_group(self._group)
+
+
+def _join_cluster(config: WorkersConfig) -> None:
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=config.ray_address, log_to_driver=True, include_dashboard=False)
+    except ConnectionError as error:
+        msg = f"no Ray cluster at ray_address {config.ray_address!r}: {error}"
+        raise ConfigError(msg) from error
+
+
+def _gpus_per_node() -> int:
+    """Return how many GPUs each machine has that has any: of unequal machines, the smallest number."""
+    found = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+    with_gpus = [number for number in found if number]
+    if not with_gpus:
+        msg = "no machine of the Ray cluster has a GPU; see `ray status`, or set the backend's device to cpu"
+        raise ConfigError(msg)
+    return min(with_gpus)
+
+
+def _room(config: WorkersConfig, bundle: Mapping[str, float]) -> PlacementGroup:
+    strategy = "STRICT_SPREAD" if config.nnodes > 1 else "STRICT_PACK"
+    group = placement_group([dict(bundle)] * config.nnodes, strategy=strategy)
+    if not group.wait(config.start_timeout_s):
+        remove_placement_group(group)
+        msg = f"Ray has no room for {dict(bundle)} on each of {config.nnodes} machines; see `ray status`"
+        raise ConfigError(msg)
+    return group

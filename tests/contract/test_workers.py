@@ -1,0 +1,299 @@
+"""The workers: launchers against their contract, and who may join."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from multiprocessing import AuthenticationError
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinsmith import ConfigError
+from tinsmith.testing import Nursery, WorkersContract
+from tinsmith.testing.workers_contract import PROGRAM, all_end, no_progress, wait_until_ended
+from tinsmith.workers import Launch, MakeLauncher, WorkerDiedError, WorkerGroup, WorkersConfig
+from tinsmith.workers.channel import Channel
+from tinsmith.workers.front_door import FrontDoor, Joined
+from tinsmith.workers.group import by_rank
+from tinsmith.workers.launching import KEY, LocalProcesses, Scheduler
+from tinsmith.workers.messages import Hello, Refused
+from tinsmith.workers.serving import connect, serve
+
+SECRET = "a secret of the test"
+HELLO = Hello(version="0.0.1", host="here", pid=1, meeting=("127.0.0.1", 1), index=None, num_workers=None)
+WAIT_S = 300.0
+
+
+class TestForkedWorkers(WorkersContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def launch_with(cls) -> Iterator[MakeLauncher]:  # type: ignore[override]
+        nursery = Nursery("tinsmith.testing.workers_program")
+        yield nursery.launch
+        nursery.close()
+
+
+def test_local_processes(capfd: pytest.CaptureFixture[str]) -> None:
+    group = WorkerGroup(PROGRAM, WorkersConfig(nproc_per_node=2), no_progress)
+    assert [place["rank"] for place in group.call("place")] == [0, 1]
+    all_end(group)
+
+    def with_a_wrong_key(launch: Launch) -> LocalProcesses:
+        return LocalProcesses(replace(launch, environment={**launch.environment, KEY: "wrong"}))
+
+    with pytest.raises(WorkerDiedError, match=r"worker \d left with 1.*; see their output"):
+        WorkerGroup(PROGRAM, WorkersConfig(nproc_per_node=2), no_progress, launch_with=with_a_wrong_key)
+    assert "has another TINSMITH_WORKER_KEY" in capfd.readouterr().err
+
+
+def test_workers_end_with_a_killed_engine() -> None:
+    """They are in the middle of a call, and nothing but the end of their connection tells them."""
+    code = f"""
+        import sys, threading
+        from tinsmith.testing.workers_contract import no_progress
+        from tinsmith.workers import WorkerGroup, WorkersConfig
+        group = WorkerGroup({PROGRAM!r}, WorkersConfig(nproc_per_node=2), no_progress)
+        print(*group.pids, flush=True)
+        group.call("hang", -1)
+    """
+    with subprocess.Popen([sys.executable, "-c", dedent(code)], stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        pids = [int(word) for word in engine.stdout.readline().split()]
+        assert len(pids) == 2
+        engine.kill()
+    wait_until_ended(pids)
+
+
+# workers that something else has started
+
+
+@contextmanager
+def scheduled(monkeypatch: pytest.MonkeyPatch, nnodes: int = 2, **settings: Any) -> Iterator["Engine"]:
+    """An engine, in a thread, that waits for workers."""
+    monkeypatch.setenv(KEY, SECRET)
+    engine = Engine(WorkersConfig(launcher="scheduler", nnodes=nnodes, control_address="127.0.0.1:0", **settings))
+    try:
+        yield engine
+    finally:
+        engine.thread.join(WAIT_S)
+        if engine.group is not None:
+            engine.group.close()
+
+
+class Engine:
+    def __init__(self, config: WorkersConfig) -> None:
+        self.group: WorkerGroup | None = None
+        self.error: Exception | None = None
+        self._address: str = ""
+        self._listens = threading.Event()
+        self.thread = threading.Thread(target=self._start, args=(config,))
+        self.thread.start()
+
+    def _start(self, config: WorkersConfig) -> None:
+        def launch_with(launch: Any) -> Scheduler:
+            self._address = launch.environment["TINSMITH_COORDINATOR"]
+            self._listens.set()
+            return Scheduler(launch)
+
+        try:
+            self.group = WorkerGroup(PROGRAM, config, no_progress, launch_with=launch_with)
+        except Exception as error:  # noqa: BLE001 - for the test to see
+            self.error = error
+
+    @property
+    def address(self) -> str:
+        assert self._listens.wait(WAIT_S)
+        return self._address
+
+    def started(self) -> WorkerGroup:
+        self.thread.join(WAIT_S)
+        assert self.group is not None, self.error
+        return self.group
+
+
+@contextmanager
+def host(address: str, *options: str) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-m", "tinsmith", "worker", "--coordinator", address, *options]
+    with subprocess.Popen(command, env={**os.environ, KEY: SECRET}, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def test_tinsmith_worker_joins_from_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--processes", "1", "--index")
+    with (
+        scheduled(monkeypatch, nproc_per_node=1) as engine,
+        host(engine.address, *options, "1") as second,
+        host(engine.address, *options, "0") as first,
+    ):
+        group = engine.started()
+        assert [place["rank"] for place in group.call("place")] == [0, 1]
+        array = np.arange(1 << 18, dtype=np.float64)
+        for (received,) in group.call("echo", array):
+            np.testing.assert_array_equal(received, array)
+        group.close()
+        assert first.wait(WAIT_S) == 0
+        assert second.wait(WAIT_S) == 0
+
+
+def test_a_host_whose_worker_dies_ends_the_others_and_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `--again`, the next group finds it."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as reserved:
+        address = f"127.0.0.1:{reserved.getsockname()[1]}"
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    monkeypatch.setenv(KEY, SECRET)
+    config = WorkersConfig(launcher="scheduler", nproc_per_node=2, control_address=address)
+    with host(address, "--processes", "2", "--again"):
+        group = WorkerGroup(PROGRAM, config, no_progress)
+        pids = group.pids
+        os.kill(pids[0], 9)
+        with pytest.raises(WorkerDiedError):
+            group.call("hang", 0)
+        all_end(group)
+        again = WorkerGroup(PROGRAM, config, no_progress)
+        assert not set(again.pids) & set(pids)
+        again.close()
+
+
+def test_without_a_key_nobody_elsewhere_can_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY, raising=False)
+    with pytest.raises(ConfigError, match="TINSMITH_WORKER_KEY is not set"):
+        WorkerGroup(PROGRAM, WorkersConfig(launcher="scheduler", control_address="127.0.0.1:0"), no_progress)
+    command = [sys.executable, "-m", "tinsmith", "worker", "--coordinator", "127.0.0.1:1"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "TINSMITH_WORKER_KEY is not set" in refused.stderr
+
+
+def test_who_does_not_come_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with scheduled(monkeypatch, nnodes=2, start_timeout_s=0.5) as engine:
+        engine.thread.join(WAIT_S)
+        assert isinstance(engine.error, WorkerDiedError)
+        assert "0 of 2 workers joined" in str(engine.error)
+
+
+# the door
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Iterator[FrontDoor]:
+    door = FrontDoor(None, tmp_path / "control", SECRET.encode())
+    yield door
+    door.close()
+
+
+Knock = Callable[..., Channel]
+
+
+@pytest.fixture
+def knock(door: FrontDoor) -> Iterator[Knock]:
+    """Connects as a worker does."""
+    channels: list[Channel] = []
+
+    def knock(hello: object, key: str = SECRET) -> Channel:
+        channels.append(Channel(connect(door.address, 0.0)))
+        channels[-1].prove(key.encode(), "worker")
+        channels[-1].send(hello)
+        return channels[-1]
+
+    yield knock
+    for channel in channels:
+        channel.close()
+
+
+def newest(**changes: Any) -> Hello:
+    from importlib.metadata import version
+
+    return replace(HELLO, version=version("tinsmith"), **changes)
+
+
+def wait_for(door: FrontDoor, enough: Callable[[Sequence[Joined]], bool]) -> Sequence[Joined]:
+    return next(joined for joined, _ in door.joining(None) if enough(joined))
+
+
+def test_strangers_do_not_keep_workers_from_joining(door: FrontDoor, knock: Knock) -> None:
+    with connect(door.address, 0.0) as silent, connect(door.address, 0.0) as noisy:
+        noisy.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+        with pytest.raises(AuthenticationError):
+            knock(newest(), key="another")
+        connect(door.address, 0.0).close()
+        knock(newest(host="welcome"))
+        assert [each.host for each in wait_for(door, bool)] == ["welcome"]
+        assert silent.fileno() > 0, "and it is still there"
+
+
+def test_another_version_is_refused_on_both_sides(door: FrontDoor, knock: Knock) -> None:
+    channel = knock(HELLO)
+    refused = channel.receive()
+    assert isinstance(refused, Refused)
+    assert "the worker on here has tinsmith 0.0.1" in refused.message
+    with pytest.raises(ConfigError, match=r"tinsmith 0\.0\.1, and this machine has .*install the same version"):
+        wait_for(door, bool)
+
+
+def test_a_worker_that_dies_before_all_have_come_may_come_again(door: FrontDoor, knock: Knock) -> None:
+    dying = knock(newest(index=0, pid=1))
+    assert [each.pid for each in wait_for(door, bool)] == [1]
+    joining = door.joining(None)
+    dying.close()
+    knock(newest(index=0, pid=2))
+    assert [each.pid for each in next(joined for joined, _ in joining if [each.pid for each in joined] == [2])] == [2]
+
+
+def test_who_comes_late_is_turned_away(door: FrontDoor) -> None:
+    door.close()
+    with pytest.raises(OSError, match=r"refused|No such file"):
+        serve(door.address, SECRET.encode())
+
+
+@pytest.mark.parametrize(
+    ("indexes", "expected"),
+    [([None, None, None, None], [0, 2, 1, 3]), ([3, 1, 0, 2], [2, 1, 3, 0])],
+)
+def test_ranks_follow_indexes_or_else_hosts(indexes: list[int | None], expected: list[int]) -> None:
+    hosts = ["a", "b", "a", "b"]
+    ones = [
+        Joined(None, newest(index=index, host=host, pid=pid))  # type: ignore[arg-type]  # not used
+        for pid, (index, host) in enumerate(zip(indexes, hosts, strict=True))
+    ]
+    assert [one.pid for one in by_rank(ones)] == expected
+
+
+@pytest.mark.parametrize("indexes", [[0, 0], [0, None], [0, 2]])
+def test_indexes_must_be_complete(indexes: list[int | None]) -> None:
+    ones = [Joined(None, newest(index=index, host=f"h{n}")) for n, index in enumerate(indexes)]  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"must be 0 to 1, each once; found: 0 on h0, (0|None|2) on h1"):
+        by_rank(ones)
+
+
+# settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"nnodes": 2}, "starts workers on this machine alone"),
+        ({"nnodes": 2, "launcher": "ray"}, "set control_address"),
+        ({"launcher": "scheduler"}, "set control_address"),
+        ({"nnodes": 2, "launcher": "torchrun", "control_address": "here:1"}, "set rdzv_endpoint"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        WorkersConfig.model_validate(settings)
+
+
+def test_an_address_where_nobody_can_listen_is_a_wrong_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, SECRET)
+    with pytest.raises(ConfigError, match=r"control_address '192\.0\.2\.1:0': this machine cannot listen there"):
+        WorkerGroup(PROGRAM, WorkersConfig(launcher="scheduler", control_address="192.0.2.1:0"), no_progress)
