@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tinsmith.huggingface import DecoderShape
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.losses import BUILTIN_LOSSES
-from tinsmith.operations import AdamParams, Datum, ForwardBackward, LoraConfig
+from tinsmith.operations import AdamParams, Array, Datum, ForwardBackward, LoraConfig
 from tinsmith.workers import alone
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.architecture import read_architecture
@@ -185,7 +185,10 @@ def operations(models: list[str], vocab_size: int, tokens: int) -> list[ForwardB
         while left > 0:
             length = min(left, int(rng.integers(100, 2001)))
             sequence = rng.integers(0, vocab_size, length + 1)
-            inputs = {"target_tokens": sequence[1:].astype(np.int64), "weights": np.ones(length, np.float32)}
+            inputs: dict[str, Array] = {
+                "target_tokens": sequence[1:].astype(np.int64),
+                "weights": np.ones(length, np.float32),
+            }
             data.append(Datum(tokens_T=sequence[:-1].astype(np.int32), loss_inputs=inputs))
             left -= length
         made.append(ForwardBackward(model_id=model_id, data=tuple(data)))

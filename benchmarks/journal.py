@@ -126,7 +126,7 @@ def a_pass(number: int) -> ops.ForwardBackward:
 
     def datum() -> ops.Datum:
         tokens = rng.integers(3, 4096, LENGTH + 1)
-        inputs = {"target_tokens": tokens[1:], "weights": rng.random(LENGTH, np.float32)}
+        inputs: dict[str, ops.Array] = {"target_tokens": tokens[1:], "weights": rng.random(LENGTH, np.float32)}
         return ops.Datum(tokens_T=tokens[:-1].astype(np.int32), loss_inputs=inputs)
 
     return ops.ForwardBackward(model_id=MODEL, data=tuple(datum() for _ in range(BATCH)))

@@ -117,7 +117,7 @@ def starts(settings: Settings, model: ModelSettings, plugins: Plugins) -> float:
 
 def a_pass() -> ops.ForwardBackward:
     tokens = np.random.default_rng(0).integers(3, 60, LENGTH + 1)
-    inputs = {"target_tokens": tokens[1:], "weights": np.ones(LENGTH, np.float32)}
+    inputs: dict[str, ops.Array] = {"target_tokens": tokens[1:], "weights": np.ones(LENGTH, np.float32)}
     datum = ops.Datum(tokens_T=tokens[:-1].astype(np.int32), loss_inputs=inputs)
     return ops.ForwardBackward(model_id=MODEL, data=(datum,) * BATCH)
 

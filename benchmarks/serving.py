@@ -122,7 +122,10 @@ def random_datum(length: int) -> types.Datum:
     tokens = np.random.default_rng(length).integers(3, 300, length + 1).tolist()
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * length},
+        loss_fn_inputs={
+            "target_tokens": types.TensorData(data=tokens[1:], dtype="int64", shape=[length]),
+            "weights": types.TensorData(data=[1.0] * length, dtype="float32", shape=[length]),
+        },
     )
 
 

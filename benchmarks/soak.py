@@ -247,7 +247,7 @@ def _pass(model_id: str, seq_id: int) -> bytes:
         datum.model_input.add().encoded_text.tokens = tokens.astype("<i4").tobytes()
         target = datum.loss_fn_inputs["target_tokens"]
         target.dense, target.dtype = tokens.astype("<i8").tobytes(), pb.DTYPE_INT64
-    return message.SerializeToString()
+    return bytes(message.SerializeToString())
 
 
 # Figures --------------------------------------------------------------------------------------------------------------
