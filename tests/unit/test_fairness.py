@@ -83,7 +83,15 @@ class World:
             await asyncio.wait_for(task, WAIT_S)
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+ON_BOTH = pytest.mark.parametrize(
+    "world", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True
+)
+AT_LENGTH_ON_BOTH = pytest.mark.parametrize(  # the contract of stores has claims by tenant on both, too
+    "world", ["sqlite", pytest.param("postgresql", marks=pytest.mark.thorough)], indirect=True
+)
+
+
+@pytest.fixture
 async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[World]:
     url = request.getfixturevalue("postgres_url") if request.param == "postgresql" else None
     config = SqlStoreConfig(url=url, synchronous="off", safety_poll_s=600.0)
@@ -147,6 +155,7 @@ def size_of(tenant: str, number: int) -> int:
     return SIZES[tenant][number % len(SIZES[tenant])]
 
 
+@AT_LENGTH_ON_BOTH
 @pytest.mark.parametrize(
     ("hog_has", "others_have", "batches"),
     [(600, 150, 30), pytest.param(100_000, 300, 60, marks=pytest.mark.thorough)],  # an engine holds 512
@@ -189,6 +198,7 @@ def holds_some_of_each(engine: Engine, left: Mapping[str, int]) -> bool:
     return all(held[tenant] >= BATCH_TOKENS or left[tenant] < BATCH_TOKENS // 64 for tenant in SIZES)
 
 
+@AT_LENGTH_ON_BOTH
 @pytest.mark.parametrize(
     ("hog_has", "others_have", "samples"),
     [(1100, 100, 100), pytest.param(100_000, 300, 300, marks=pytest.mark.thorough)],  # an engine holds 1024
@@ -215,6 +225,7 @@ async def test_no_tenant_gets_ahead_in_sampling_by_more_than_one_operation(
     assert sum(served.values()) > samples * 64
 
 
+@ON_BOTH
 async def test_a_newcomer_does_not_wait_for_the_queue_of_another(world: World) -> None:
     """One sample and one pass of a newcomer, while the engine holds all it can of a hog and everything is in use."""
     await submit(world.store, a_sample, "hog", 1100)
