@@ -9,11 +9,8 @@ from pathlib import Path
 
 import jax
 import pytest
-import torch
 from few_programs import FEW_PROGRAMS, SHAPE
 from jax_harness import QUICK, VOCAB, make_backend
-from tokenizers import Tokenizer, decoders, models
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tinsmith.huggingface.tiny_model import write_tiny_model as write_shape
 from tinsmith_jax.backend import JaxBackend
@@ -45,6 +42,9 @@ _LLAMA3_ROPE = {
 
 def write_tiny_model(directory: Path, kind: str) -> Path:
     """Write one of qwen3, qwen3_untied, llama3 as a float32 Hugging Face directory."""
+    import torch  # here, because the process that deals out the tests imports this module, too
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(0)
     if kind == "llama3":
         config = LlamaConfig(**_SIZES, tie_word_embeddings=False, rope_parameters=_LLAMA3_ROPE)
@@ -80,6 +80,8 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def spelled(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Qwen3 with a tokenizer: token n is one letter or two."""
+    from tokenizers import Tokenizer, decoders, models
+
     directory = tmp_path_factory.mktemp("spelled")
     for file in tiny_models["qwen3"].iterdir():
         (directory / file.name).symlink_to(file)
