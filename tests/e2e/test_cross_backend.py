@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tinker
 from few_programs import FEW_PROGRAMS, SHAPE
-from forked_ranks import forking
+from fsdp_harness import forking
 
 from tinsmith.huggingface.tiny_model import write_tiny_model
 from tinsmith.plugins.loading import Plugins

@@ -12,7 +12,7 @@ from typing import Any
 import fine_tune_fully
 import pytest
 import yaml
-from fsdp_harness import nursery
+from fsdp_harness import forking
 
 from tinsmith.settings import ModelSettings
 from tinsmith.testing import TinyShape, write_tiny_model
@@ -45,11 +45,8 @@ def model(tmp_path: Path) -> dict[str, object]:
     }
 
 
-def test_all_weights_are_trained_through_the_sdk(
-    tmp_path: Path, model: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tinsmith.workers.group.launcher", lambda _: nursery().launch)
-    with running_server(tmp_path / "data", models=[ModelSettings.model_validate(model)]) as server:
+def test_all_weights_are_trained_through_the_sdk(tmp_path: Path, model: dict[str, object]) -> None:
+    with forking(), running_server(tmp_path / "data", models=[ModelSettings.model_validate(model)]) as server:
         fine_tune_fully.main(server.url)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forked_ranks import forking
+from fsdp_harness import forking
 
 from tinsmith import (
     BUILTIN_LOSSES,
