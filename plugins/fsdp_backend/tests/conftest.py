@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from fsdp_harness import fork_backend, make_backend, write_models
+from fsdp_harness import fork_backend, write_models
 
 from tinsmith_fsdp.backend import FsdpBackend
 
@@ -37,9 +37,9 @@ class SharedRanks:
 
 @pytest.fixture(scope="session")
 def shared_ranks(fsdp_models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedRanks]:
-    """Tiny Qwen3 on two gloo ranks, started by the shipped launcher."""
+    """Tiny Qwen3 on two gloo ranks."""
     cache = tmp_path_factory.mktemp("cache")
-    ranks = SharedRanks(lambda: make_backend(fsdp_models["qwen3"], cache, nproc_per_node=2))
+    ranks = SharedRanks(lambda: fork_backend(fsdp_models["qwen3"], cache, nproc_per_node=2))
     yield ranks
     ranks.close()
 
