@@ -1,13 +1,15 @@
 """The workers: launchers against their contract, and who may join."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -57,9 +59,7 @@ def test_local_processes(capfd: pytest.CaptureFixture[str]) -> None:
 def test_workers_end_with_a_killed_engine() -> None:
     """They are in the middle of a call, and nothing but the end of their connection tells them."""
     code = f"""
-        import sys, threading
-        from tinsmith.testing.ports import hold_port
-from tinsmith.testing.workers_contract import no_progress
+        from tinsmith.testing.workers_contract import no_progress
         from tinsmith.workers import WorkerGroup, WorkersConfig
         group = WorkerGroup({PROGRAM!r}, WorkersConfig(nproc_per_node=1), no_progress)
         print(*group.pids, flush=True)
@@ -226,13 +226,52 @@ def test_strangers_do_not_keep_workers_from_joining(door: FrontDoor, knock: Knoc
         assert silent.fileno() > 0, "and it is still there"
 
 
-def test_another_version_is_refused_on_both_sides(door: FrontDoor, knock: Knock) -> None:
-    channel = knock(HELLO)
-    refused = channel.receive()
+def test_another_version_is_refused_by_name_and_keeps_nobody_else_out(door: FrontDoor, knock: Knock) -> None:
+    refused = knock(HELLO).receive()
     assert isinstance(refused, Refused)
     assert "the worker on here has tinsmith 0.0.1" in refused.message
-    with pytest.raises(ConfigError, match=r"tinsmith 0\.0\.1, and this machine has .*install the same version"):
-        wait_for(door, bool)
+    knock(newest(host="welcome"))
+    assert [each.host for each in wait_for(door, bool)] == ["welcome"]
+    assert door.refusals == [refused.message]
+
+
+def test_the_newest_of_two_with_one_index_counts(door: FrontDoor, knock: Knock) -> None:
+    """The host of the first may have lost power, which nobody notices for a while."""
+    knock(newest(index=0, pid=1))
+    assert [each.pid for each in wait_for(door, bool)] == [1]
+    knock(newest(index=0, pid=2))
+    assert [each.pid for each in wait_for(door, lambda those: [each.pid for each in those] == [2])] == [2]
+
+
+def test_nobody_passes_for_an_engine_with_what_another_worker_answers() -> None:
+    """A stranger without the key passes the challenges of two workers back and forth."""
+    ends = [socket.socketpair() for _ in range(2)]
+    outcomes: list[type[BaseException] | None] = [None, None]
+
+    def join(number: int) -> None:
+        with ends[number][0] as own:
+            try:
+                Channel(own).prove(SECRET.encode(), "worker")
+            except (AuthenticationError, EOFError, OSError) as error:
+                outcomes[number] = type(error)
+
+    workers = [threading.Thread(target=join, args=(number,)) for number in range(2)]
+    for worker in workers:
+        worker.start()
+    with (
+        Connection(ends[0][1].detach()) as first,
+        Connection(ends[1][1].detach()) as second,
+        suppress(EOFError, OSError),
+    ):
+        first.send_bytes(b"#CHALLENGE#" + bytes(20))
+        first.recv_bytes()
+        first.send_bytes(b"#WELCOME#")
+        second.send_bytes(first.recv_bytes())
+        first.send_bytes(second.recv_bytes())
+        assert first.recv_bytes() != b"#WELCOME#"
+    for worker in workers:
+        worker.join()
+    assert outcomes[0] is not None
 
 
 def test_a_worker_that_dies_before_all_have_come_may_come_again(door: FrontDoor, knock: Knock) -> None:

@@ -38,6 +38,11 @@ def identified(scope: Scope, plugins: Plugins) -> Principal:
     return known
 
 
+def forget_caller(scope: Scope) -> None:
+    """Have the route ask again: keys may have been removed while a slow body was read."""
+    scope.pop(_CALLER, None)
+
+
 def who_sent(headers: Mapping[str, str], plugins: Plugins) -> Principal:
     """Ask the plugins, the configured keys last. Raises AuthenticationError if none of them knows the caller."""
     principal = plugins.authenticate({name.lower(): value for name, value in headers.items()})

@@ -5,6 +5,7 @@ they are read or unpacked.
 """
 
 import io
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.errors import CapacityError, TinsmithError, UserError
 from tinsmith.hook_values import Principal
+from tinsmith.server.auth import forget_caller
 from tinsmith.server.body_budget import FREE_BYTES, LEASE, BodyBudget, Lease
 from tinsmith.server.context import API_PREFIX
 from tinsmith.server.error_answers import tinsmith_error
@@ -38,6 +40,9 @@ Authenticate = Callable[[Scope], Principal]
 
 _START_BYTES: Final = 1 << 12
 _STEP_BYTES: Final = 1 << 20
+_STALE_S: Final = 1.0
+"""How long a body may take until its sender is asked for again."""
+
 _MAX_WINDOW_BYTES: Final = 32 << 20  # zstd's own limit lets a frame of a few bytes ask for 128 MiB
 
 
@@ -101,6 +106,7 @@ class BodyLimit:
             return
         with self._budget.lease() as lease:
             scope[LEASE] = lease
+            started = time.monotonic()
             try:
                 body = await self._read(scope, receive, lease)
             except UserError as error:
@@ -108,6 +114,8 @@ class BodyLimit:
                 return
             except ConnectionAbortedError:  # the client disconnected while sending
                 return
+            if time.monotonic() - started > _STALE_S:
+                forget_caller(scope)
             await self._app(scope, _replay(body, receive), send)
 
     async def _read(self, scope: Scope, receive: Receive, lease: Lease) -> bytes:

@@ -27,6 +27,8 @@ def make_grant(
 async def refuse_revoked(context: ServerContext, directory: str, grant: Grant) -> str:
     """Return the tenant for which the download counts: that of the link's key, else that of the checkpoint.
 
+    Empty if the link is another tenant's, who is not known: the owner of a published checkpoint is not charged.
+
     Raises RevokedError if the checkpoint may no longer be read, and AuthenticationError if the key was removed. Raises
     NotFoundError if `directory` is no checkpoint's: the link was made for another route.
     """
@@ -39,7 +41,9 @@ async def refuse_revoked(context: ServerContext, directory: str, grant: Grant) -
     why = _why_revoked(context, record, grant, owner)
     if why is not None:
         raise _revoked(path, why)
-    return record.tenant if owner is None else owner.tenant
+    if owner is not None:
+        return owner.tenant
+    return "" if grant.only_while_public else record.tenant
 
 
 def _revoked(path: str, why: str) -> RevokedError:

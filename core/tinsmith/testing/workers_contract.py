@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Final
 
@@ -149,6 +150,15 @@ class WorkersContract:
             group.call("echo")
         all_end(group)
 
+    def test_a_call_that_a_worker_cannot_read_is_told(self, make_group: Callable[..., WorkerGroup]) -> None:
+        """A package may be missing on its machine."""
+        group = make_group()
+        with pytest.raises(
+            WorkerDiedError, match=r"(?s)failed in echo:.*cannot be read on this machine.*no_such_package"
+        ):
+            group.call("echo", OfAMissingPackage())
+        all_end(group)
+
     @pytest.mark.parametrize("point", BEFORE_THE_RANK_IS_KNOWN)
     def test_workers_that_die_while_they_start(self, make_group: Callable[..., WorkerGroup], point: str) -> None:
         with pytest.raises(WorkerDiedError, match=r"did not start|died before it had answered its start"):
@@ -191,6 +201,11 @@ class WorkersContract:
         with pytest.raises(WorkerDiedError, match="have been ended"):
             group.call("echo")
         group.close()
+
+
+class OfAMissingPackage:
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return import_module, ("no_such_package",)
 
 
 def no_progress(stage: str, fraction: float | None) -> None:

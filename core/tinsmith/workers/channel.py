@@ -7,6 +7,7 @@ A message is a header, the lengths of the buffers, the pickle and the buffers, w
 If the buffers are shared, a file descriptor comes with the header in their place.
 """
 
+import hmac
 import mmap
 import os
 import pickle
@@ -23,7 +24,6 @@ _LENGTH: Final = struct.Struct("!Q")
 _ALIGNMENT: Final = 64
 _SHARED_FROM: Final = 1 << 20  # bytes; below, a copy through the socket is as fast
 _MAX_BUFFERS: Final = 1 << 24
-_HANDSHAKE_S: Final = 10.0
 
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 40_000}
 """A host that loses power closes nothing. Seconds, but for the last, which is in milliseconds."""
@@ -90,13 +90,17 @@ class Channel:
     def prove(self, key: bytes, side: Side) -> None:
         """Prove to the other end that both have the key. Raises AuthenticationError, or OSError or EOFError.
 
-        Nothing that the other end sends is unpickled before.
+        Nothing that the other end sends is unpickled before. Each side proves itself with a key of its own, so that
+        nobody can pass for an engine by passing on what another worker answers.
         """
-        connection = Connection(os.dup(self.descriptor))
-        with _time_limit(self._peer), connection:
-            steps = (deliver_challenge, answer_challenge)
-            for step in steps if side == "engine" else reversed(steps):
-                step(connection, key)
+        of_engine, of_worker = (hmac.digest(key, b"tinsmith " + who, "sha256") for who in (b"engine", b"worker"))
+        with Connection(os.dup(self.descriptor)) as connection:
+            if side == "engine":
+                deliver_challenge(connection, of_worker)
+                answer_challenge(connection, of_engine)
+            else:
+                answer_challenge(connection, of_worker)
+                deliver_challenge(connection, of_engine)
 
     def send(self, message: object) -> None:
         with encoded(message) as made:
@@ -194,17 +198,6 @@ def _write_at(descriptor: int, left: memoryview, start: int) -> None:
     while left:
         count = os.pwrite(descriptor, left, start)
         left, start = left[count:], start + count
-
-
-@contextmanager
-def _time_limit(peer: socket.socket) -> Iterator[None]:
-    """End reads and writes that take too long, also those of others that use the same descriptor."""
-    options = (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO)
-    for option in options:
-        peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_HANDSHAKE_S), 0))
-    yield
-    for option in options:
-        peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 0))
 
 
 def _keep_alive(peer: socket.socket) -> None:

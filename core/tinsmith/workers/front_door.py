@@ -1,5 +1,6 @@
 """Where workers join: a listening socket, and the check of everyone who connects to it."""
 
+import logging
 import queue
 import socket
 import threading
@@ -15,8 +16,11 @@ from tinsmith.errors import ConfigError
 from tinsmith.workers.channel import Channel, ready
 from tinsmith.workers.messages import Hello, Refused
 
+logger = logging.getLogger(__name__)
+
 _POLL_S: Final = 0.2
-_MAX_GREETED: Final = 64  # at a time; who does not speak is dropped after a while
+_GREETING_S: Final = 10.0  # for the proof of the key and the first message
+_MAX_GREETED: Final = 64  # at a time; the oldest makes room
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +54,9 @@ class FrontDoor:
         """Listen at "host:port", or if that is None at a socket in the file system that this user alone can reach."""
         self._key = key
         self._listener, self.address = _listen(control_address, path)
-        self._arrived: queue.SimpleQueue[Joined | ConfigError] = queue.SimpleQueue()
-        self._seats = threading.BoundedSemaphore(_MAX_GREETED)
+        self._arrived: queue.SimpleQueue[Joined] = queue.SimpleQueue()
+        self._greeted: dict[Channel, None] = {}  # the oldest first
+        self.refusals: list[str] = []
         self._joined: list[Joined] = []
         self._closed = False
         self._lock = threading.Lock()  # whoever arrives is seen by `close`, or sees that it is closed
@@ -61,14 +66,12 @@ class FrontDoor:
     def joining(self, num_workers: int | None) -> Iterator[tuple[Sequence[Joined], int | None]]:
         """Yield who has joined, and how many are wanted if that is known: at each arrival, and now and then.
 
-        A worker that dies is forgotten: it may be started again. Raises ConfigError if one has another version.
+        A worker that dies is forgotten: it may be started again. So is one whose index another claims later: its host
+        may have lost power.
         """
         while True:
             with suppress(queue.Empty):
-                arrived = self._arrived.get(timeout=_POLL_S)
-                if isinstance(arrived, ConfigError):
-                    raise arrived
-                self._joined.append(arrived)
+                self._take(self._arrived.get(timeout=_POLL_S))
             self._forget_the_dead()
             wanted = num_workers or next((each.hello.num_workers for each in self._joined), None)
             yield tuple(self._joined), wanted
@@ -77,17 +80,21 @@ class FrontDoor:
         """Refuse whoever comes from now on, and let go of all that have joined but those to be kept."""
         with self._lock:
             self._closed = True
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()
         self._listener.close()
         while not self._arrived.empty():
-            if isinstance(arrived := self._arrived.get(), Joined):
-                self._joined.append(arrived)
+            self._joined.append(self._arrived.get())
         for each in self._joined:
             if each not in keep:
                 each.channel.close()
         self._joined.clear()
+
+    def _take(self, arrived: Joined) -> None:
+        for before in [each for each in self._joined if each.index is not None and each.index == arrived.index]:
+            logger.warning("worker %d of %s takes the place of that of %s", arrived.index, arrived.host, before.host)
+            self._joined.remove(before)
+            before.channel.close()
+        self._joined.append(arrived)
 
     def _forget_the_dead(self) -> None:
         """Those who have joined say nothing until they are welcomed, so only an end can arrive."""
@@ -96,31 +103,37 @@ class FrontDoor:
 
     def _accept(self) -> None:
         while not self._closed:
-            try:
+            with suppress(TimeoutError):
                 peer, _ = self._listener.accept()
-            except OSError:
-                return
-            if self._seats.acquire(blocking=False):
-                threading.Thread(target=self._greet, args=(peer,), name="greeting", daemon=True).start()
-            else:
-                peer.close()
+                peer.setblocking(True)  # noqa: FBT003 - the standard library's own
+                threading.Thread(target=self._greet, args=(Channel(peer),), name="greeting", daemon=True).start()
 
-    def _greet(self, peer: socket.socket) -> None:
+    def _greet(self, channel: Channel) -> None:
         """Wrong keys and broken connections are dropped: strangers must not keep workers from joining."""
-        channel = Channel(peer)
+        with self._lock:
+            if len(self._greeted) == _MAX_GREETED:
+                next(iter(self._greeted)).hang_up()
+            self._greeted[channel] = None
+        limit = threading.Timer(_GREETING_S, channel.hang_up)
+        limit.start()
         try:
             channel.prove(self._key, "engine")
             hello = channel.receive()
-            if not isinstance(hello, Hello):
-                channel.close()
-            elif hello.version != version("tinsmith"):
-                self._refuse(channel, hello)
-            else:
-                self._arrive(Joined(channel, hello))
         except (AuthenticationError, EOFError, OSError):
-            channel.close()
+            hello = None
         finally:
-            self._seats.release()
+            limit.cancel()
+            with self._lock:
+                del self._greeted[channel]
+        self._answer(channel, hello)
+
+    def _answer(self, channel: Channel, hello: object) -> None:
+        if not isinstance(hello, Hello):
+            channel.close()
+        elif hello.version != version("tinsmith"):
+            self._refuse(channel, hello)
+        else:
+            self._arrive(Joined(channel, hello))
 
     def _arrive(self, worker: Joined) -> None:
         with self._lock:
@@ -134,10 +147,11 @@ class FrontDoor:
             f"the worker on {hello.host} has tinsmith {hello.version}, and this machine has {version('tinsmith')}: "
             "install the same version on both"
         )
+        logger.warning("%s", msg)
+        self.refusals = [*(each for each in self.refusals if each != msg), msg]
         with suppress(OSError):
             channel.send(Refused(msg))
         channel.close()
-        self._arrived.put(ConfigError(msg))
 
 
 def _listen(control_address: str | None, path: Path) -> tuple[socket.socket, str]:
@@ -145,6 +159,7 @@ def _listen(control_address: str | None, path: Path) -> tuple[socket.socket, str
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
         listener.listen()
+        listener.settimeout(_POLL_S)
         return listener, f"unix:{path}"
     host, _, port = control_address.rpartition(":")
     try:
@@ -152,4 +167,5 @@ def _listen(control_address: str | None, path: Path) -> tuple[socket.socket, str
     except (OSError, ValueError) as error:
         msg = f"control_address {control_address!r}: this machine cannot listen there: {error}"
         raise ConfigError(msg) from error
+    listener.settimeout(_POLL_S)
     return listener, f"{host}:{listener.getsockname()[1]}"

@@ -35,7 +35,7 @@ class WorkerGroup:
         progress: Progress,
         *,
         environment: Mapping[str, str] | None = None,
-        gpus: bool = False,
+        gpus: bool | None = False,
         default_per_node: int = 1,
         launch_with: MakeLauncher | None = None,
     ) -> None:
@@ -43,8 +43,8 @@ class WorkerGroup:
 
         program: "package.module:Class". Each worker makes one, with a `Worker`, and calls its methods as asked.
         environment: more variables for the workers.
-        gpus: whether each worker takes a GPU; default_per_node: how many workers a machine has if `nproc_per_node` is
-        not set.
+        gpus: whether each worker takes a GPU; None: if there are any. default_per_node: how many workers a machine has
+        if `nproc_per_node` is not set.
 
         Raises ConfigError if the settings are at fault, and WorkerDiedError.
         """
@@ -177,6 +177,7 @@ class WorkerGroup:
                 msg = (
                     f"{len(joined)} of {wanted or 'an unknown number of'} workers joined at {door.address} within "
                     f"start_timeout_s ({config.start_timeout_s:g} s); hosts of those that did: {hosts}"
+                    f"{''.join(f'; {refusal}' for refusal in door.refusals)}"
                 )
                 raise WorkerDiedError(msg)
         raise AssertionError

@@ -43,7 +43,7 @@ class Launch:
     config: WorkersConfig
     environment: Mapping[str, str]  # for each worker, besides that of its machine
     directory: Path  # for the launcher's own files
-    gpus: bool  # whether each worker takes a GPU
+    gpus: bool | None  # whether each worker takes a GPU; None: if there are any
     default_per_node: int  # if `nproc_per_node` is not set
 
     @property

@@ -31,9 +31,15 @@ class RayActors:
 
     def __init__(self, launch: Launch) -> None:
         _join_cluster(launch.config)
-        per_node = launch.config.nproc_per_node or (_gpus_per_node() if launch.gpus else launch.per_node)
+        _refuse_if_unreachable(launch)
+        gpus = _gpus_per_node()
+        if launch.gpus and not gpus:
+            msg = "no machine of the Ray cluster has a GPU; see `ray status`, or set the backend's device to cpu"
+            raise ConfigError(msg)
+        on_gpus = gpus > 0 and launch.gpus is not False
+        per_node = launch.config.nproc_per_node or (gpus if on_gpus else launch.per_node)
         self.num_workers: int | None = launch.config.nnodes * per_node
-        each = {"CPU": _CPU_EACH, **({"GPU": 1.0} if launch.gpus else {})}
+        each = {"CPU": _CPU_EACH, **({"GPU": 1.0} if on_gpus else {})}
         self._group: PlacementGroup = _room(launch.config, {name: per_node * number for name, number in each.items()})
         environment = {"OMP_NUM_THREADS": "1", **launch.environment}
         key = environment.pop(KEY)  # the environment of actors is shown by Ray's tools; arguments are not
@@ -72,13 +78,18 @@ def _join_cluster(config: WorkersConfig) -> None:
 
 
 def _gpus_per_node() -> int:
-    """Return how many GPUs each machine has that has any: of unequal machines, the smallest number."""
+    """Return how many GPUs each machine has that has any: of unequal machines, the smallest number. 0: none has."""
     found = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
-    with_gpus = [number for number in found if number]
-    if not with_gpus:
-        msg = "no machine of the Ray cluster has a GPU; see `ray status`, or set the backend's device to cpu"
+    return min((number for number in found if number), default=0)
+
+
+def _refuse_if_unreachable(launch: Launch) -> None:
+    if launch.environment[COORDINATOR].startswith("unix:") and sum(node["Alive"] for node in ray.nodes()) > 1:
+        msg = (
+            "the Ray cluster has several machines, and may place workers on any: set control_address to host:port of "
+            "this machine, as the others reach it"
+        )
         raise ConfigError(msg)
-    return min(with_gpus)
 
 
 def _room(config: WorkersConfig, bundle: Mapping[str, float]) -> PlacementGroup:

@@ -197,8 +197,11 @@ class _Serving:
             sys.exit(1)
 
     def _send(self, message: object) -> None:
-        with self._sending:
-            self._channel.send(message)
+        try:
+            with self._sending:
+                self._channel.send(message)
+        except OSError:  # the engine is gone
+            os._exit(1)
 
     def _read(self) -> None:
         """Read calls from the connection. When it closes, exit, even if the main thread waits for a dead worker."""
@@ -209,6 +212,9 @@ class _Serving:
         except (EOFError, OSError):
             if not self._served.is_set():
                 os._exit(1)
+        except BaseException:  # noqa: BLE001 - a package may be missing here that the engine has
+            self._send(WorkerFailed(f"a call cannot be read on this machine:\n{traceback.format_exc()}"))
+            os._exit(1)
 
 
 def connect(coordinator: str, wait_s: float) -> socket.socket:

@@ -309,7 +309,7 @@ def _start(config: FsdpConfig, context: BackendContext, launch_with: MakeLaunche
         config,
         context.progress,
         environment={} if config.device is None else {DEVICE: config.device},
-        gpus=gpus > 0 or config.device == "cuda",
+        gpus=None if config.device is None else config.device == "cuda",
         default_per_node=max(1, gpus),
         launch_with=launch_with,
     )

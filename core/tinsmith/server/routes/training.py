@@ -93,7 +93,7 @@ async def forward_backward(request: Request, caller: Caller, context: Context) -
     body = await request.body()
     parsed = await context.heavy.run(caller.tenant, _WORK_PER_BYTE * len(body), partial(training_request.parse, body))
     run = await own_run(context, caller, parsed.head.model_id)
-    num_bytes = len(body) + _SPARSE_ELEMENT_BYTES * parsed.sparse_elements
+    num_bytes = max(_WORK_PER_BYTE * len(body), len(body) + _SPARSE_ELEMENT_BYTES * parsed.sparse_elements)
     decode = partial(translate.forward_backward, parsed)
     return await submit_decoded(context, run, parsed.head.seq_id, decode, body_bytes=num_bytes)
 
