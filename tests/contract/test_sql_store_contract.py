@@ -20,6 +20,8 @@ from tinsmith.store import (
     PendingCounts,
     PlaceLimits,
     RequestStore,
+    RunState,
+    RunStateChanged,
     SamplingSessionRecord,
     StoreContext,
     StoredCheckpoints,
@@ -126,6 +128,20 @@ class SqlStoreContract(RequestStoreContract):
         claimed = await claim(store)
         assert claimed[0] == following
         assert [(await store.get_operation(each)).kind for each in claimed[1:]] == ["unload_model"]
+
+    @pytest.mark.parametrize("state", [RunState.LOST, RunState.UNLOADED])
+    async def test_an_engine_fails_what_waits_behind_a_gap_of_a_model_that_is_gone(
+        self, store: SqlStore, state: RunState
+    ) -> None:
+        """An earlier version may have left it behind; whether the session has ended does not matter."""
+        await a_model(store)
+        first = await store.submit(an_operation(seq_id=1))
+        late = await asyncio.gather(*[store.submit(an_operation(seq_id=seq_id)) for seq_id in range(3, 604)])
+        await claim(store)
+        await complete(store, [done(first, None, RunStateChanged(model_id="s1:train:0", state=state))])
+        assert await store.fail_gaps(BASE, older_than=LONG_AGO) == len(late)
+        assert f" {state.value}" in (await failure_of(store, late[-1])).message
+        assert await store.fail_gaps(BASE, older_than=LONG_AGO) == 0
 
     async def test_a_model_without_a_place_whose_session_ends_leaves_nothing_behind(self, store: SqlStore) -> None:
         await store.create_session(a_session(), idempotency_key=None)

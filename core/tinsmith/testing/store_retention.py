@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.operations import ModelUnloaded, SampleOutput
+from tinsmith.operations import Failed, ModelUnloaded, SampleOutput
 from tinsmith.store import RequestStore, RunState, RunStateChanged, SamplingSessionRecord
 from tinsmith.store.sessions import Sessions
 from tinsmith.testing.store_records import (
@@ -22,6 +22,7 @@ from tinsmith.testing.store_records import (
     claim,
     complete,
     done,
+    failure_of,
     finished,
 )
 from tinsmith.testing.store_suite import StoreSuite
@@ -100,6 +101,21 @@ class RetentionContract(StoreSuite):
         assert await forgetful.forget_sessions(_AFTER) == 0  # their results can be read
         assert (await forgetful.get_run(_MODEL)).state is RunState.UNLOADED
         assert await forgetful.get_sampling_session(_SAMPLER)
+
+    async def test_nothing_waits_behind_a_gap_of_a_lost_model_whose_session_has_ended(
+        self, forgetful: RequestStore
+    ) -> None:
+        await forgetful.create_session(a_session(), idempotency_key=None)
+        creation = await forgetful.create_run(a_run(), a_creation())
+        assert await claim(forgetful) == [creation]
+        behind = await forgetful.submit(an_operation(seq_id=2))
+        lost = RunStateChanged(model_id=_MODEL, state=RunState.LOST, reason="no memory")
+        await complete(forgetful, [done(creation, Failed(message="no memory"), lost)])
+        await forgetful.end_session("s1", "success", None)
+        assert "no memory" in (await failure_of(forgetful, behind)).message
+        assert (await forgetful.pending("ann")).by_kind == {}
+        await _prune(forgetful)
+        assert await forgetful.forget_sessions(_AFTER) == 2
 
     async def test_a_checkpoint_keeps_its_model_and_session(self, forgetful: RequestStore) -> None:
         await a_model(forgetful)

@@ -6,7 +6,7 @@ of the model can be claimed. The others fail the operations, some at a time, and
 Any process can go on where another stopped.
 
 The end of a session is such a decision too (`unloading.py`): nothing will fill the gap, so the UnloadModel takes the
-missing seq_id, and what is behind it fails in parts.
+missing seq_id, and what is behind it fails in parts. Once a model is lost or unloaded, everything behind a gap fails.
 """
 
 from datetime import datetime, timedelta
@@ -19,9 +19,9 @@ from sqlmodel import Session
 from tinsmith.operations import Failed
 from tinsmith.sql_store.columns import Microseconds
 from tinsmith.sql_store.tables import EARLY, OPERATIONS, RUNS, RunRow, SessionRow
-from tinsmith.sql_store.transactions import arriving, log, model_places
+from tinsmith.sql_store.transactions import arriving, log, model_places, submitting
 from tinsmith.sql_store.transactions.writer import Transaction
-from tinsmith.store import OperationState
+from tinsmith.store import OperationState, RunState
 
 SILENCE: Final = timedelta(seconds=30)
 """A client sends a heartbeat every 10 s. If none arrives for longer than this, the server may be at fault."""
@@ -45,16 +45,14 @@ _found = _early_models()
 _LEFT_BEHIND = sqlalchemy.exists().where(
     OPERATIONS.c.base_model == RUNS.c.base_model,
     OPERATIONS.c.subject_id == RUNS.c.model_id,
-    OPERATIONS.c.seq_id > RUNS.c.unload_seq_id,
+    sqlalchemy.or_(OPERATIONS.c.seq_id > RUNS.c.unload_seq_id, RUNS.c.state.not_in(log.LIVE)),
     EARLY,
 )
-_ENDED = sqlalchemy.exists().where(RUNS.c.model_id == _found.c.model, RUNS.c.unload_seq_id.is_not(None), _LEFT_BEHIND)
+_ENDED = sqlalchemy.exists().where(RUNS.c.model_id == _found.c.model, _LEFT_BEHIND)
 _MODELS = sqlalchemy.select(_found.c.model).where(
     sqlalchemy.or_(sqlalchemy.exists().where(_OURS, EARLY, OPERATIONS.c.subject_id == _found.c.model, _SINCE), _ENDED)
 )
-_ENDED_OF = sqlalchemy.select(RUNS.c.model_id).where(
-    RUNS.c.session_id == bindparam("session"), RUNS.c.unload_seq_id.is_not(None), _LEFT_BEHIND
-)
+_ENDED_OF = sqlalchemy.select(RUNS.c.model_id).where(RUNS.c.session_id == bindparam("session"), _LEFT_BEHIND)
 _BEYOND = OPERATIONS.c.seq_id > bindparam("arrived")
 _LAST_LATE = sqlalchemy.select(func.max(OPERATIONS.c.seq_id)).where(_OF, _BEYOND, EARLY, _SINCE)
 _BUSY = sqlalchemy.select(OPERATIONS.c.id).where(
@@ -68,7 +66,7 @@ _GIVEN_UP = _BEHIND.where(OPERATIONS.c.seq_id < bindparam("next"))
 
 
 def waiting_since(session: Session, base_model: str, older_than: datetime) -> list[str]:
-    """Return the models of which something has waited behind a gap since before then, or since its session ended."""
+    """Return the models of which something has waited behind a gap since before then, or waits for ever."""
     values = {"base_model": base_model, "older_than": older_than}
     return list(session.connection().execute(_MODELS, values).scalars())
 
@@ -90,6 +88,8 @@ def fail_some(tx: Transaction, model_id: str, older_than: datetime | None) -> tu
         return _fail_gap(tx, run)
     if run.unload_seq_id is not None:
         return _fail(tx, run, _BEHIND, run.unload_seq_id)
+    if run.state not in log.LIVE:
+        return _fail(tx, run, _BEHIND, run.arrived_seq_id + 1)
     if older_than is None or model_places.waits(run) or not _give_up(tx, run, older_than):
         return 0, False
     return _fail_gap(tx, run)
@@ -103,7 +103,7 @@ def _fail_gap(tx: Transaction, run: RunRow) -> tuple[int, bool]:
     run.arrived_seq_id = run.next_seq_id - 1
     arriving.let_follow(tx.session, run)
     tx.wake.append(log.work_topic(run.base_model))
-    return failed, run.unload_seq_id is not None
+    return failed, run.unload_seq_id is not None or run.state not in log.LIVE
 
 
 def _give_up(tx: Transaction, run: RunRow, older_than: datetime) -> bool:
@@ -132,13 +132,24 @@ def _was_heard(tx: Transaction, run: RunRow, since: datetime) -> bool:
 
 def _fail(tx: Transaction, run: RunRow, which: sqlalchemy.Select[Any], missing: int, **more: int) -> tuple[int, bool]:
     """Fail some of what is found behind the missing seq_id. Return how many failed, and whether there are more."""
-    rest = "its session has ended" if run.unload_seq_id == missing else "the model continues with the next request"
-    failed = Failed(
-        message=f"seq_id {missing} of {run.model_id!r} never arrived, so the requests that waited behind it "
-        f"were not run; {rest}"
-    )
+    failed = _failure(run, missing)
     connection = tx.session.connection()
     values = {"model": run.model_id, "arrived": missing, **more}
     rows = connection.execute(which.limit(_PART), values).all()
     log.fail(tx, rows, failed)
     return len(rows), len(rows) == _PART and connection.execute(which.limit(1), values).first() is not None
+
+
+def _failure(run: RunRow, missing: int) -> Failed:
+    if run.state == RunState.LOST:
+        return submitting.lost(run.model_id, run.state_reason)
+    if run.unload_seq_id == missing:
+        rest = "its session has ended"
+    elif run.state == RunState.UNLOADED:
+        rest = "the model has been unloaded"
+    else:
+        rest = "the model continues with the next request"
+    return Failed(
+        message=f"seq_id {missing} of {run.model_id!r} never arrived, so the requests that waited behind it "
+        f"were not run; {rest}"
+    )
