@@ -29,9 +29,9 @@ from tinsmith.sql_store.databases.postgres import PostgresDatabase
 from tinsmith.sql_store.migrate import alembic_config, known_revisions
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.tables import SessionRow, Table, to_row
-from tinsmith.store import OperationState, StoreContext
+from tinsmith.store import OperationState, RunState, RunStateChanged, StoreContext
 from tinsmith.testing.postgres import Postgres
-from tinsmith.testing.store_records import a_sample, a_session, claim, complete, done
+from tinsmith.testing.store_records import a_model, a_sample, a_session, an_operation, claim, complete, done
 
 pytestmark = pytest.mark.slow  # it starts PostgreSQL
 
@@ -212,6 +212,36 @@ async def test_deadlocks_are_tried_again(postgres_url: str) -> None:
     for database in databases:
         await database.close()
     await store.close()
+
+
+@pytest.mark.parametrize("what", ["end", "prune"])
+async def test_a_commit_that_waits_for_a_model_holds_none_that_comes_after_it(
+    postgres: Postgres, postgres_url: str, what: str
+) -> None:
+    """So no two commits wait for each other, although calls come in any order."""
+    store = a_store(postgres_url)
+    await store.open()
+    models = ["s1:train:0", "s2:train:0"]
+    for model_id in reversed(models):  # the order in which they are pruned
+        await a_model(store, model_id)
+        request_id = await store.submit(an_operation(model_id, 1))
+        await claim(store)
+        lost = RunStateChanged(model_id=model_id, state=RunState.LOST, reason="why")
+        await complete(store, [done(request_id, None, *([lost] if what == "prune" else []))])
+    with psycopg.connect(postgres_url) as other:
+        lock = "SELECT FROM runs WHERE model_id = %s FOR UPDATE SKIP LOCKED"
+        other.execute(lock, models[:1])
+        if what == "end":
+            waiting = asyncio.gather(*[store.end_session(each, "success", None) for each in ("s2", "s1")])
+        else:
+            waiting = asyncio.gather(store.prune(datetime.now(UTC) + timedelta(hours=1)))
+        waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'transactionid'"
+        while not waiting.done() and postgres.execute(postgres_url, waits) == [(0,)]:  # noqa: ASYNC110 - of the database
+            await asyncio.sleep(0.01)
+        free = other.execute(lock, models[1:]).rowcount
+    await waiting
+    await store.close()
+    assert free == 1
 
 
 async def test_a_process_that_stops_within_a_transaction_does_not_hold_up_the_others(

@@ -1,6 +1,7 @@
 """SqlStore: the request store over SQLAlchemy. Writes go through the group commit, reads through a few connections."""
 
 from datetime import datetime
+from functools import partial
 from typing import Final
 
 from tinsmith.failpoints import durable_boundary
@@ -19,7 +20,7 @@ from tinsmith.sql_store.parts.usage import SqlUsageLog
 from tinsmith.sql_store.transactions import pruning, shared_secrets
 from tinsmith.store import RequestStore
 
-_PRUNE_AT_A_TIME: Final = 500
+_PART: Final = 500  # operations that one transaction deletes
 
 
 class SqlStore(
@@ -51,8 +52,10 @@ class SqlStore(
     @durable_boundary("store.prune")
     async def prune(self, finished_before: datetime, *, idle_since: datetime | None = None) -> int:
         pruned = 0
-        while part := await self._durable.write(
-            pruning.operations, finished_before, idle_since=idle_since or finished_before, limit=_PRUNE_AT_A_TIME
+        idle_since = idle_since or finished_before
+        models = partial(pruning.models_of, finished_before=finished_before, idle_since=idle_since, limit=_PART)
+        while part := await self._durable.write_locking(
+            models, pruning.operations, finished_before, idle_since=idle_since, limit=_PART
         ):
             pruned += part
         await self._durable.write(pruning.finished_samples, finished_before)

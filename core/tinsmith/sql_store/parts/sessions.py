@@ -1,11 +1,12 @@
 """Clients' sessions."""
 
 from datetime import datetime
+from functools import partial
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.parts.connections import Connections
 from tinsmith.sql_store.parts.failing import fail_in_parts
-from tinsmith.sql_store.transactions import counting, forgetting, gaps, sessions
+from tinsmith.sql_store.transactions import counting, forgetting, gaps, sessions, unloading
 from tinsmith.store import SessionEnd, SessionRecord, Sessions
 from tinsmith.store.metadata import refuse_large_metadata
 
@@ -33,14 +34,16 @@ class SqlSessions(Connections, Sessions):
 
     @durable_boundary("store.end_session")
     async def end_session(self, session_id: str, reason: SessionEnd, detail: str | None) -> SessionRecord:
-        session = await self._durable.write(sessions.end, session_id, reason, detail)
+        models = partial(unloading.live_models_of, session_id=session_id)
+        session = await self._durable.write_locking(models, sessions.end, session_id, reason, detail)
         await self._fail_what_is_left(session_id)
         return session
 
     async def expire_sessions(self, last_seen_before: datetime) -> list[str]:
         expired = []
         for session_id in await self._reader.read(sessions.silent, last_seen_before):
-            if await self._durable.write(sessions.expire, session_id, last_seen_before):
+            models = partial(unloading.live_models_of, session_id=session_id)
+            if await self._durable.write_locking(models, sessions.expire, session_id, last_seen_before):
                 await self._fail_what_is_left(session_id)
                 expired.append(session_id)
         return expired

@@ -4,7 +4,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from sqlalchemy import delete
-from sqlmodel import and_, col, func, or_, select, update
+from sqlmodel import Session, and_, col, func, or_, select, update
 
 from tinsmith.sql_store.tables import (
     FINISHED_SAMPLES,
@@ -21,6 +21,16 @@ from tinsmith.sql_store.transactions.writer import Transaction
 
 _SAMPLES_KEPT_LONGER: Final = timedelta(hours=3)
 """The SDK asks for the samples of a client for up to two hours."""
+
+
+def models_of(session: Session, finished_before: datetime, *, idle_since: datetime, limit: int) -> set[str]:
+    """Return the models of which `operations` would delete something."""
+    rows = (
+        _unneeded(finished_before, idle_since)
+        .limit(limit)
+        .with_only_columns(OperationRow.subject_id, OperationRow.ordered)
+    )
+    return {subject_id for subject_id, ordered in session.connection().execute(rows) if ordered}
 
 
 def operations(tx: Transaction, finished_before: datetime, *, idle_since: datetime, limit: int) -> int:

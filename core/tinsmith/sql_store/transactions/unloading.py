@@ -1,6 +1,6 @@
 """Unloading the models of a session that ends."""
 
-from sqlmodel import col, select
+from sqlmodel import Session, col, select
 
 from tinsmith.operations import UnloadModel
 from tinsmith.sql_store.tables import RunRow
@@ -16,12 +16,16 @@ def unload_models(tx: Transaction, session_id: str) -> None:
     Later requests are refused, so a gap will never be filled: the UnloadModel takes its seq_id, and what is behind it
     fails (`gaps.fail_some`). What a model that waits for a place has accepted runs when it has one.
     """
-    live = select(RunRow.model_id).where(RunRow.session_id == session_id, col(RunRow.state).in_(log.LIVE))
-    for model_id in tx.session.exec(live.order_by(RunRow.model_id)).all():
+    for model_id in live_models_of(tx.session, session_id):
         run = log.locked_run(tx.session, model_id)
         assert run is not None
         run.unload_seq_id = _first_missing(tx, run)
         _queue_unload(tx, run, run.unload_seq_id)
+
+
+def live_models_of(session: Session, session_id: str) -> list[str]:
+    live = select(RunRow.model_id).where(RunRow.session_id == session_id, col(RunRow.state).in_(log.LIVE))
+    return list(session.exec(live.order_by(RunRow.model_id)))
 
 
 def _first_missing(tx: Transaction, run: RunRow) -> int:
