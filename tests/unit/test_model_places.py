@@ -3,7 +3,7 @@
 import asyncio
 import sqlite3
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -81,11 +81,15 @@ def test_places_are_kept_only_where_there_are_many() -> None:
 
 
 @asynccontextmanager
-async def engine_on(store: SqlStore, tmp_path: Path, **quotas: float) -> AsyncIterator[None]:
+async def engine_on(
+    store: SqlStore, tmp_path: Path, capabilities: Mapping[str, object] | None = None, **quotas: float
+) -> AsyncIterator[None]:
     context = BackendContext(
         model_name="toy", model_path=None, cache_dir=tmp_path, losses={loss.name: loss for loss in BUILTIN_LOSSES}
     )
     backend = ToyBackend(ToyConfig(max_models=PLACES), context)
+    if capabilities is not None:
+        backend._capabilities = replace(backend.capabilities, **capabilities)  # type: ignore[arg-type]  # its fields
     engine = await make_engine(store, backend, tmp_path, sampler=backend, quotas=QuotaSettings(**quotas))
     await engine.recover("killed", lambda _what, _share: None)
     running = asyncio.create_task(engine.run())
@@ -167,6 +171,16 @@ async def test_a_model_that_finds_no_place_in_time_fails_with_the_setting(store:
         asked = [await client.create_model(number) for number in range(PLACES)]
         message = (await client.failure(asked[-1])).message
     assert "no place for a model of 'toy' became free within 0 s (quotas.place_wait_s); it holds 8 models" in message
+
+
+async def test_full_fine_tuning_that_is_not_offered_waits_for_no_place(store: SqlStore, tmp_path: Path) -> None:
+    client = await a_client(store, "ann", "s1")
+    creation = await client.create_model(lora=ops.LoraConfig(rank=0, seed=1))
+    async with engine_on(store, tmp_path, {"max_full_models": 0, "full_fine_tuning": False}):
+        assert (
+            "full fine-tuning, which this base model's backend does not offer"
+            in (await client.failure(creation)).message
+        )
 
 
 async def test_models_that_find_no_place_fail_one_by_one(

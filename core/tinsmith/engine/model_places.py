@@ -34,7 +34,7 @@ class Places:
     def _limits(self, now: datetime, steady_s: float) -> PlaceLimits:
         """A model cannot get a place while no engine runs, so this one waits as long before it gives any up."""
         wait_s, max_models = self._settings.place_wait_s, self._capabilities.max_models
-        full = self._capabilities.max_full_models
+        full = self._capabilities.max_full_models or None  # 0: the engine refuses such a model, which need not wait
         of_them = "" if full is None else f", {full} of them with LoRA rank 0"
         settings = "max_models" if full is None else "max_models or max_full_models"
         return PlaceLimits(

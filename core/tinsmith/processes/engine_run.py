@@ -97,6 +97,7 @@ class EngineRun:
             await self.reports.say(EngineState.STOPPED)
             raise StoppedWhileLoadingError
         backend, sampler = await making
+        gc.collect()
         gc.freeze()  # all this stays: a full collection that looked at it would stop every thread for 100 ms
         try:
             yield backend, sampler

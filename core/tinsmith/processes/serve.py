@@ -133,6 +133,7 @@ async def _serve(
         show_banner(console, settings, plugins, url)
         with _signals(http, supervisor):
             await supervisor.start()
+            gc.collect()
             gc.freeze()  # all this stays: a full collection that looked at it would stop every thread for 100 ms
             try:
                 async with asyncio.TaskGroup() as beside:

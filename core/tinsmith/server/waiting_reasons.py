@@ -50,7 +50,7 @@ def _place_reason(engine: EngineRecord, place: PlaceWait, quotas: QuotaSettings)
         "(quotas.place_wait_s)"
     )
     max_full = None if engine.capabilities is None else engine.capabilities.max_full_models
-    if max_full is not None and place.taken_full is not None and place.taken_full >= max_full:
+    if max_full and place.taken_full is not None and place.taken_full >= max_full:
         return _paused(
             f"{place.taken_full} of the {max_full} places for full fine-tuning (LoRA rank 0) of {engine.base_model!r} "
             f"are taken (the backend's max_full_models); {remedy}, and a LoRA adapter may find a place sooner"

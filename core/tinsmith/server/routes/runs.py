@@ -131,7 +131,10 @@ async def list_run_checkpoints(
     limit: Annotated[int, Query(ge=1, le=_MOST_CHECKPOINTS)] = _MOST_CHECKPOINTS,
     offset: Offset = 0,
 ) -> Response:
-    """List them newest first. The SDK asks for all of them at once, and ignores the cursor."""
+    """List them newest first, at most 10,000 at a time, also without a limit; `cursor.total_count` is how many exist.
+
+    The SDK asks for all of them at once, and ignores the cursor.
+    """
     run = await readable_run(context, caller, model_id)
     saved, total = await context.store.list_checkpoints(run.tenant, model_id=model_id, limit=limit, offset=offset)
     body = await run_in_threadpool(_checkpoints_json, saved, wire.Cursor(offset=offset, limit=limit, total_count=total))
