@@ -175,12 +175,10 @@ async def test_a_model_that_finds_no_place_in_time_fails_with_the_setting(store:
 
 async def test_full_fine_tuning_that_is_not_offered_waits_for_no_place(store: SqlStore, tmp_path: Path) -> None:
     client = await a_client(store, "ann", "s1")
-    creation = await client.create_model(lora=ops.LoraConfig(rank=0, seed=1))
-    async with engine_on(store, tmp_path, {"max_full_models": 0, "full_fine_tuning": False}):
-        assert (
-            "full fine-tuning, which this base model's backend does not offer"
-            in (await client.failure(creation)).message
-        )
+    creation = await client.create_model(rank=0)
+    async with engine_on(store, tmp_path, {"max_full_models": 0, "full_fine_tuning": False}, place_wait_s=1e-6):
+        failed = await client.failure(creation)
+    assert "full fine-tuning, which this base model's backend does not offer" in failed.message
 
 
 async def test_models_that_find_no_place_fail_one_by_one(
