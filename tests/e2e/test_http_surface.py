@@ -12,11 +12,13 @@ import httpx
 import numpy as np
 import pytest
 import zstandard
+from fastapi import Response
 
 from tinsmith.operations import Consistency, LoraConfig
 from tinsmith.processes.reports import EngineReports
 from tinsmith.protocol import wire
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
+from tinsmith.server.large_answers import LargeAnswers
 from tinsmith.server.routes import runs, sessions
 from tinsmith.store import CheckpointRecord, EngineRecord, EngineState
 from tinsmith.testing.engine_driver import take_over
@@ -505,6 +507,24 @@ def test_a_session_shows_what_it_made(http: httpx.Client, monkeypatch: pytest.Mo
     assert [run["training_run_id"] for run in ok(http.get("training_runs?project_id=p1"))["training_runs"]] == [model]
     assert session in ok(http.get("sessions?limit=1000"))["sessions"]
     assert ok(http.get(f"sessions/{session}/trace_export"))["status"] == "failed"
+
+
+def test_large_answers_are_built_in_the_turns_of_their_tenant(
+    http: httpx.Client, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+
+    async def watched(self: LargeAnswers, tenant: str, *how: Any) -> Response:
+        built.append(tenant)
+        return await build(self, tenant, *how)
+
+    build = LargeAnswers.build
+    monkeypatch.setattr(LargeAnswers, "build", watched)
+    ok(http.get(f"sessions/{model.partition(':')[0]}"))
+    ok(http.get(f"training_runs/{model}/checkpoints"))
+    ok(http.get("billing/usage/events?starting_on=2026-01-01T00:00:00Z&ending_before=2026-01-02T00:00:00Z"))
+    assert len(built) == 3
+    assert len(set(built)) == 1
 
 
 def test_info_names_the_base_model(http: httpx.Client, model: str) -> None:

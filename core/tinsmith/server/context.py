@@ -17,6 +17,7 @@ from tinsmith.losses import LossSpec
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.api_keys import ApiKeys
 from tinsmith.server.heavy_work import HeavyWork
+from tinsmith.server.large_answers import LargeAnswers
 from tinsmith.server.quotas import Quotas
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import Settings
@@ -96,6 +97,7 @@ class ServerContext:
     quotas: Quotas
     metrics: Metrics = field(default_factory=Metrics.create)
     heavy: HeavyWork = field(default_factory=HeavyWork)
+    large_answers: LargeAnswers = field(default_factory=LargeAnswers)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

@@ -24,6 +24,10 @@ class SamplingSessions(TakesOldNames, ABC):
     async def list_sampling_sessions(self, session_id: str) -> list[SamplingSessionRecord]:
         """Return the sampling sessions of a session, oldest first."""
 
+    async def list_sampling_session_ids(self, session_id: str) -> list[str]:
+        """Return their ids. A store that can read the ids alone should: there may be a hundred thousand."""
+        return [each.sampling_session_id for each in await self.list_sampling_sessions(session_id)]
+
 
 def taken(sampling_session_id: str, content: str) -> ConflictError:
     """Return the error for using the id of a sampling session again, for other content."""

@@ -145,6 +145,8 @@ class RequestStoreContract(LogContract, PlacesContract, RecoveryContract, LeaseC
         assert await store.get_sampling_session("s1:sample:0") == first
         assert await store.list_sampling_sessions("s1") == [first]
         assert await store.list_sampling_sessions("s2") == []
+        assert await store.list_sampling_session_ids("s1") == [first.sampling_session_id]
+        assert await store.list_sampling_session_ids("s2") == []
         with pytest.raises(NotFoundError):
             await store.get_sampling_session("nope")
 

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
-from starlette.concurrency import run_in_threadpool
 
 from tinsmith.checkpoints import format as checkpoints
 from tinsmith.checkpoints.tinker_path import TinkerPath
@@ -136,12 +136,13 @@ async def list_run_checkpoints(
     The SDK asks for all of them at once, and ignores the cursor.
     """
     run = await readable_run(context, caller, model_id)
-    saved, total = await context.store.list_checkpoints(run.tenant, model_id=model_id, limit=limit, offset=offset)
-    body = await run_in_threadpool(_checkpoints_json, saved, wire.Cursor(offset=offset, limit=limit, total_count=total))
-    return Response(body, media_type="application/json")
+    read = partial(context.store.list_checkpoints, run.tenant, model_id=model_id, limit=limit, offset=offset)
+    return await context.large_answers.build(caller.tenant, read, partial(_checkpoints_json, offset, limit))
 
 
-def _checkpoints_json(saved: Sequence[CheckpointRecord], cursor: wire.Cursor) -> str:
+def _checkpoints_json(offset: int, limit: int, page: tuple[Sequence[CheckpointRecord], int]) -> str:
+    saved, total = page
+    cursor = wire.Cursor(offset=offset, limit=limit, total_count=total)
     found = wire.CheckpointList(checkpoints=[_checkpoint(record) for record in saved], cursor=cursor)
     return found.model_dump_json(exclude_none=True)
 

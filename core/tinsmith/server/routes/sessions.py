@@ -1,18 +1,17 @@
 """Sessions, one per client process. They own models and samplers, and heartbeats keep them alive until they end."""
 
 import secrets
-from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Response
-from starlette.concurrency import run_in_threadpool
 
 from tinsmith.errors import ServerError, UserError
 from tinsmith.protocol import bounds, wire
 from tinsmith.server.auth import AccessScope, Caller, own_session, readable_session, visible_tenant
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
-from tinsmith.store import RunRecord, SamplingSessionRecord, SessionRecord
+from tinsmith.store import RunRecord, SessionRecord
 
 router = APIRouter(tags=["sessions"], route_class=JsonRoute)
 
@@ -90,18 +89,21 @@ async def list_sessions(
 async def get_session(
     session_id: str, caller: Caller, context: Context, access_scope: AccessScope = "accessible"
 ) -> Response:
-    """The answer is built in a thread, because a session may have a hundred thousand sampling sessions."""
     find = own_session if access_scope == "owned" else readable_session
     session = await find(context, caller, session_id)
-    samplers = await context.store.list_sampling_sessions(session_id)
-    body = await run_in_threadpool(_session_json, session, await runs_of(context, session), samplers)
-    return Response(body, media_type="application/json")
+
+    async def read() -> tuple[list[str], list[str]]:
+        runs = [run.model_id for run in await runs_of(context, session)]
+        return runs, await context.store.list_sampling_session_ids(session_id)
+
+    return await context.large_answers.build(caller.tenant, read, partial(_session_json, session))
 
 
-def _session_json(session: SessionRecord, runs: Sequence[RunRecord], samplers: Sequence[SamplingSessionRecord]) -> str:
+def _session_json(session: SessionRecord, ids: tuple[list[str], list[str]]) -> str:
+    training_run_ids, sampler_ids = ids
     return wire.Session(
-        training_run_ids=[run.model_id for run in runs],
-        sampler_ids=[sampler.sampling_session_id for sampler in samplers],
+        training_run_ids=training_run_ids,
+        sampler_ids=sampler_ids,
         user_metadata=wire.as_text(session.user_metadata),
         display_name=session.display_name,
     ).model_dump_json(exclude_none=True)

@@ -5,6 +5,7 @@ A tenant sees its own usage, an administrator everybody's.
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, timedelta
+from functools import partial
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Query
@@ -28,13 +29,13 @@ _HOUR: Final = timedelta(hours=1)
 _LONGEST: Final = timedelta(days=31)
 
 
-@router.get("/billing/usage/events", response_model_exclude_none=True)
+@router.get("/billing/usage/events", response_model=wire.BillingUsage, response_model_exclude_none=True)
 async def usage_events(
     starting_on: Annotated[AwareDatetime, Query()],
     ending_before: Annotated[AwareDatetime, Query()],
     caller: Caller,
     context: Context,
-) -> wire.BillingUsage:
+) -> Response:
     """List what was used in every hour that the window touches. Hours are in UTC."""
     if not timedelta() < ending_before - starting_on <= _LONGEST:
         msg = (
@@ -44,8 +45,13 @@ async def usage_events(
         raise UserError(msg)
     first = starting_on.astimezone(UTC)
     last = ending_before.astimezone(UTC) - timedelta(microseconds=1)
-    used = await context.store.hourly_usage(visible_tenant(caller, "accessible"), first=first, last=last)
-    return wire.BillingUsage(data=[event for record in used for event in _events(record)])
+    read = partial(context.store.hourly_usage, visible_tenant(caller, "accessible"), first=first, last=last)
+    return await context.large_answers.build(caller.tenant, read, _usage_json)
+
+
+def _usage_json(used: Sequence[UsageRecord]) -> str:
+    found = wire.BillingUsage(data=[event for record in used for event in _events(record)])
+    return found.model_dump_json(exclude_none=True)
 
 
 def _events(record: UsageRecord) -> Iterator[wire.BillingEvent]:

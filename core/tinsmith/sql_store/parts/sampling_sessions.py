@@ -19,3 +19,6 @@ class SqlSamplingSessions(Connections, SamplingSessions):
 
     async def list_sampling_sessions(self, session_id: str) -> list[SamplingSessionRecord]:
         return await self._reader.read(sampling_sessions.list_of, session_id)
+
+    async def list_sampling_session_ids(self, session_id: str) -> list[str]:
+        return await self._reader.read(sampling_sessions.ids_of, session_id)

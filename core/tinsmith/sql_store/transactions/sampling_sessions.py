@@ -16,6 +16,12 @@ _GET = sqlalchemy.select(*(SAMPLING_SESSIONS.c[field.name] for field in fields(S
     SAMPLING_SESSIONS.c.sampling_session_id == bindparam("wanted")
 )
 
+_IDS = (
+    sqlalchemy.select(SAMPLING_SESSIONS.c.sampling_session_id)
+    .where(SAMPLING_SESSIONS.c.session_id == bindparam("session"))
+    .order_by(SAMPLING_SESSIONS.c.created_at, SAMPLING_SESSIONS.c.sampling_session_id)
+)
+
 
 def create(tx: Transaction, sampler: SamplingSessionRecord) -> SamplingSessionRecord:
     first = tx.session.get(SamplingSessionRow, sampler.sampling_session_id)
@@ -39,3 +45,7 @@ def list_of(session: Session, session_id: str) -> list[SamplingSessionRecord]:
         .order_by(col(SamplingSessionRow.created_at), col(SamplingSessionRow.sampling_session_id))
     )
     return [to_record(row, SamplingSessionRecord) for row in rows]
+
+
+def ids_of(session: Session, session_id: str) -> list[str]:
+    return list(session.connection().execute(_IDS, {"session": session_id}).scalars())
