@@ -15,7 +15,7 @@ from tinsmith.commands import cli
 from tinsmith.commands.load_settings import load_api_keys
 from tinsmith.errors import AuthenticationError
 from tinsmith.plugins.loading import Plugins
-from tinsmith.server import live_keys
+from tinsmith.server import bodies, live_keys
 from tinsmith.server.app import create_app
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.settings import ServerSettings, Settings
@@ -231,6 +231,21 @@ async def test_a_removed_key_ends_with_its_tokens_on_every_server(servers: Serve
     assert await servers.statuses("sessions", "tml-ann") == [200, 200]
     write(servers.file, ANN, BOB)
     assert await servers.statuses("sessions", "tml-bob") == [200, 200]
+
+
+async def test_a_key_that_is_removed_while_a_body_arrives_is_refused(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "_STALE_S", -1.0)  # however fast this machine is
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b"{"
+        write(servers.file, ANN)
+        yield b"}"
+
+    headers = {"X-API-Key": "tml-bob", "content-type": "application/json"}
+    answer = await servers.https[0].post("create_session", content=body(), headers=headers)
+    assert answer.status_code == 401
 
 
 async def test_what_a_key_may_read_changes_too(servers: Servers) -> None:
