@@ -412,8 +412,8 @@ def test_a_cancelled_sample_is_given_up(served: Served, trainers: list[str], ser
     with standing_still(served, len(trainers)):
         doomed = ask(sampler, prompt(4, 5), 8, max_tokens=CONTEXT - 5)
         wait_until("running")
-        for _ in range(3):
-            service.get_server_capabilities()  # whoever reads this answer has read that of the sample: what to cancel
+        for _ in range(3):  # once the client has read these answers, it has read what to cancel
+            service.create_sampling_client(base_model="tiny/jax").result(timeout=WAIT_S)
         doomed.future().cancel()
         wait_until("cancelled")
     assert_same(drawn(ask(sampler, prompt(4))), before)
