@@ -42,11 +42,13 @@ def _early_models() -> sqlalchemy.CTE:
 
 
 _found = _early_models()
-_LEFT_BEHIND = sqlalchemy.exists().where(
-    OPERATIONS.c.base_model == RUNS.c.base_model,
-    OPERATIONS.c.subject_id == RUNS.c.model_id,
-    sqlalchemy.or_(OPERATIONS.c.seq_id > RUNS.c.unload_seq_id, RUNS.c.state.not_in(log.LIVE)),
-    EARLY,
+_EARLY_OF_RUN = sqlalchemy.exists().where(
+    OPERATIONS.c.base_model == RUNS.c.base_model, OPERATIONS.c.subject_id == RUNS.c.model_id, EARLY
+)
+# What is asked of the run alone comes first: of a model that goes on, no operation is looked at.
+_LEFT_BEHIND = sqlalchemy.or_(
+    sqlalchemy.and_(RUNS.c.unload_seq_id.is_not(None), _EARLY_OF_RUN.where(OPERATIONS.c.seq_id > RUNS.c.unload_seq_id)),
+    sqlalchemy.and_(RUNS.c.state.not_in(log.LIVE), _EARLY_OF_RUN),
 )
 _ENDED = sqlalchemy.exists().where(RUNS.c.model_id == _found.c.model, _LEFT_BEHIND)
 _MODELS = sqlalchemy.select(_found.c.model).where(
