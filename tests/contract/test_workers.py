@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 from tinsmith import ConfigError
+from tinsmith.commands.worker import worker
 from tinsmith.testing import Nursery, WorkersContract
 from tinsmith.testing.ports import hold_port
-from tinsmith.testing.workers_contract import PROGRAM, all_end, no_progress, wait_until_ended
+from tinsmith.testing.workers_contract import PROGRAM, OfAMissingPackage, all_end, no_progress, wait_until_ended
 from tinsmith.workers import Launch, MakeLauncher, WorkerDiedError, WorkerGroup, WorkersConfig
 from tinsmith.workers.channel import Channel
 from tinsmith.workers.front_door import FrontDoor, Joined
@@ -169,6 +170,13 @@ def test_without_a_key_nobody_elsewhere_can_join(monkeypatch: pytest.MonkeyPatch
     assert "TINSMITH_WORKER_KEY is not set" in refused.stderr
 
 
+@pytest.mark.parametrize("address", ["nonsense", "host:port", "host:"])
+def test_an_address_that_is_none_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, SECRET)
+    with pytest.raises(ConfigError, match=f"--coordinator '{address}' is not HOST:PORT"):
+        worker(address)
+
+
 def test_who_does_not_come_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with scheduled(monkeypatch, nnodes=2, start_timeout_s=0.5) as engine:
         engine.thread.join(WAIT_S)
@@ -235,6 +243,17 @@ def test_another_version_is_refused_by_name_and_keeps_nobody_else_out(door: Fron
     assert door.refusals == [refused.message]
 
 
+def test_a_first_message_that_cannot_be_read_keeps_nobody_else_out(
+    door: FrontDoor, knock: Knock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another version may send what this one does not know."""
+    with pytest.raises(EOFError):
+        knock(OfAMissingPackage()).receive()
+    assert "install the same version of tinsmith there" in caplog.text
+    knock(newest(host="welcome"))
+    assert [each.host for each in wait_for(door, bool)] == ["welcome"]
+
+
 def test_the_newest_of_two_with_one_index_counts(door: FrontDoor, knock: Knock) -> None:
     """The host of the first may have lost power, which nobody notices for a while."""
     knock(newest(index=0, pid=1))
@@ -256,8 +275,8 @@ def test_nobody_passes_for_an_engine_with_what_another_worker_answers() -> None:
                 outcomes[number] = type(error)
 
     workers = [threading.Thread(target=join, args=(number,)) for number in range(2)]
-    for worker in workers:
-        worker.start()
+    for joining in workers:
+        joining.start()
     with (
         Connection(ends[0][1].detach()) as first,
         Connection(ends[1][1].detach()) as second,
@@ -269,8 +288,8 @@ def test_nobody_passes_for_an_engine_with_what_another_worker_answers() -> None:
         second.send_bytes(first.recv_bytes())
         first.send_bytes(second.recv_bytes())
         assert first.recv_bytes() != b"#WELCOME#"
-    for worker in workers:
-        worker.join()
+    for joining in workers:
+        joining.join()
     assert outcomes[0] is not None
 
 

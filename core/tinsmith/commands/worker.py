@@ -41,4 +41,7 @@ def worker(
     if KEY not in os.environ:
         msg = f"{KEY} is not set: set it to the secret that the engine has in the same variable"
         raise ConfigError(msg)
+    if not coordinator.rpartition(":")[2].isdecimal():
+        msg = f"--coordinator {coordinator!r} is not HOST:PORT; give the backend's control_address"
+        raise ConfigError(msg)
     raise typer.Exit(run_host(coordinator, processes=processes, index=index, wait_s=wait, again=again))
