@@ -10,11 +10,13 @@ from tinsmith.errors import NotFoundError, UserError
 from tinsmith.operations import Failed, OptimStepOutput
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.sql_store.transactions import gaps, sessions
+from tinsmith.sql_store.transactions import engine_states, gaps, sessions
 from tinsmith.store import (
     WAITS_FOR_PLACE,
     CheckpointWritten,
     Completion,
+    EngineRecord,
+    EngineState,
     KeptCheckpoints,
     OperationState,
     PendingCounts,
@@ -156,6 +158,28 @@ class SqlStoreContract(RequestStoreContract):
         assert [(await store.get_operation(each)).kind for each in claimed[2:]] == ["unload_model"]
         assert await store.fail_gaps(BASE, older_than=LONG_AGO) == 1
         assert "seq_id 2 " in (await failure_of(store, behind)).message
+
+    async def test_an_engine_that_is_given_up_fails_what_waits_in_bounded_parts(self, store: SqlStore) -> None:
+        """It refuses first, so nothing is left behind."""
+        await a_model(store)
+        kept = await store.submit(an_operation(seq_id=1))
+        await store.create_session(a_session("s2"), idempotency_key=None)
+        creation = await store.create_run(a_run("s2:train:0"), a_creation("s2:train:0"))
+        samples = await asyncio.gather(*[store.submit(a_sample(number)) for number in range(600)])
+        lease = await lease_of(store)
+        given_up = EngineRecord(base_model=BASE, state=EngineState.FAILED, updated_at=NOW, detail="no GPU")
+        assert await store._durable.write(engine_states.report, given_up, lease)  # and the supervisor dies
+        assert "no GPU" in (await failure_of(store, await store.submit(a_sample(600)))).message
+        assert await store._durable.write_locking(["s2:train:0"], engine_states.fail_some, BASE, 0) is not None
+        assert (await store.pending("ann")).by_kind == {"optim_step": 1, "sample": 101}
+        await store.report_engine(given_up, lease=lease)
+        assert (await store.pending("ann")).by_kind == {"optim_step": 1}
+        assert await state_of(store, kept) == OperationState.QUEUED
+        for request_id in (creation, samples[-1]):
+            assert "no GPU" in (await failure_of(store, request_id)).message
+        assert (await store.get_run("s2:train:0")).state is RunState.LOST
+        found = await store.finished_samples("s1:sample:0", 0, after=0, limit=999, timeout_s=0)
+        assert len(found.samples) == 601
 
     async def test_open_sampling_sessions_are_counted(self, store: SqlStore) -> None:
         for number, tenant in enumerate(["ann", "ann", "bob"]):

@@ -1,35 +1,80 @@
 """What engines report of themselves, and what happens to pending operations if an engine is given up."""
 
-from sqlmodel import Session, col, or_, select
+import sqlalchemy
+from sqlalchemy import bindparam
+from sqlmodel import Session, select
 
-from tinsmith.sql_store.tables import QUEUED, RUNNING, EngineRow, OperationRow, RunRow, to_record, to_row
+from tinsmith.sql_store.tables import OPERATIONS, QUEUED, RUNNING, RUNS, EngineRow, to_record, to_row
 from tinsmith.sql_store.transactions import leases, log, submitting
+from tinsmith.sql_store.transactions.finished_samples import Finished
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import EngineRecord, EngineState, Lease, RunState
+from tinsmith.store.codec import encode_result
+
+# Without those of models that are ready: the next engine rebuilds them and continues.
+_IS_READY = sqlalchemy.exists().where(
+    OPERATIONS.c.ordered, RUNS.c.model_id == OPERATIONS.c.subject_id, RUNS.c.state == RunState.READY
+)
+_PENDING = (
+    sqlalchemy.select(*log.COUNTED, OPERATIONS.c.subject_id, OPERATIONS.c.seq_id, OPERATIONS.c.ordered)
+    .where(
+        OPERATIONS.c.base_model == bindparam("base_model"),
+        sqlalchemy.or_(QUEUED, RUNNING),
+        OPERATIONS.c.id > bindparam("after"),
+        ~_IS_READY,
+    )
+    .order_by(OPERATIONS.c.id)
+    .limit(log.PART)
+)
+_LOSE = (
+    RUNS.update()
+    .where(RUNS.c.model_id.in_(bindparam("models", expanding=True)), RUNS.c.state == RunState.CREATING)
+    .values(state=RunState.LOST, state_reason=bindparam("reason"))
+)
 
 
-def report(tx: Transaction, record: EngineRecord, lease: Lease | None) -> None:
+def report(tx: Transaction, record: EngineRecord, lease: Lease | None) -> bool:
+    """Return whether the engine is given up, so that what is pending for it must fail."""
     if lease is not None:
         leases.fence(tx, lease)
     elif leases.is_held(tx.session, record.base_model):
-        return  # a supervisor reports its own engine, but another engine serves
+        return False  # a supervisor reports its own engine, but another engine serves
     if record.state == EngineState.FAILED:
         tx.session.get(EngineRow, record.base_model, with_for_update=True)  # blocks `submit`, which reads it
     tx.session.merge(to_row(record, EngineRow))
-    if record.state == EngineState.FAILED:
-        _fail_pending(tx, record)
+    return record.state == EngineState.FAILED
 
 
-def _fail_pending(tx: Transaction, record: EngineRecord) -> None:
-    unfinished = or_(QUEUED, RUNNING)
-    pending = select(OperationRow).where(OperationRow.base_model == record.base_model, unfinished)
-    for row in tx.session.exec(pending.order_by(col(OperationRow.id)).with_for_update()).all():
-        run = tx.session.get(RunRow, row.subject_id) if row.ordered else None
-        if run is not None and run.state == RunState.READY:
-            continue  # the next engine rebuilds the model and continues
-        if run is not None:
-            run.state, run.state_reason = RunState.LOST, record.detail
-        log.finish(tx, [row], submitting.no_engine(record.base_model, record.detail))
+def pending_models(session: Session, base_model: str, after: int) -> set[str]:
+    """Return the models that `fail_some` changes."""
+    rows = session.connection().execute(_PENDING, {"base_model": base_model, "after": after})
+    return {row.subject_id for row in rows if row.ordered}
+
+
+def fail_some(tx: Transaction, base_model: str, after: int) -> int | None:
+    """Fail some of what is pending for an engine that was given up, if its id is greater than `after`.
+
+    Return the greatest id that failed, or None if nothing is left. `submit` refuses what comes later.
+    """
+    engine = tx.session.get(EngineRow, base_model, with_for_update={"read": True})
+    if engine is None or engine.state != EngineState.FAILED:
+        return None  # the next engine has started, and runs what is left
+    connection = tx.session.connection()
+    rows = connection.execute(_PENDING.with_for_update(of=OPERATIONS), {"base_model": base_model, "after": after}).all()
+    if not rows:
+        return None
+    models = sorted({row.subject_id for row in rows if row.ordered})
+    connection.execute(_LOSE, {"models": models, "reason": engine.detail})
+    failed = submitting.no_engine(base_model, engine.detail)
+    log.fail(tx, rows, failed)
+    _, encoded = encode_result(failed)
+    samples = [row for row in rows if not row.ordered]
+    tx.finished.extend(
+        Finished(row.subject_id, row.seq_id, row.request_id, succeeded=False, size_bytes=len(encoded))
+        for row in samples
+    )
+    last: int = rows[-1].id
+    return last
 
 
 def list_all(session: Session) -> list[EngineRecord]:

@@ -134,7 +134,9 @@ def fail_pending(tx: Transaction, model_id: str, failed: Failed) -> None:
 
 
 def fail(tx: Transaction, operations: Sequence[sqlalchemy.Row[*tuple[Any, ...]]], failed: Failed) -> None:
-    """Record one failure for at most PART operations of models, given their COUNTED columns. Wake who waits for them.
+    """Record one failure for at most PART operations, given their COUNTED columns. Wake who waits for them.
+
+    The caller notes which of them are finished samples.
 
     In two statements, because thousands may fail at once.
     """
