@@ -1,12 +1,15 @@
 """The jax backend: a trainer and a sampler that share one copy of the base model and take turns on the device."""
 
+from functools import partial
 from itertools import chain, zip_longest
+from typing import Any
 
 import jax
 
 from tinsmith import (
     BackendContext,
     Capabilities,
+    ConfigError,
     Failed,
     Sample,
     SampleOutput,
@@ -19,6 +22,7 @@ from tinsmith_jax import runtime
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.loss_table import LossTable
+from tinsmith_jax.mesh import Layout, make_layout
 from tinsmith_jax.model_config import read_config
 from tinsmith_jax.sampler import Sampler
 from tinsmith_jax.sampling_only import sampling_device
@@ -39,10 +43,13 @@ class JaxBackend(Trainer, SamplingBackend):
         runtime.prepare(context.cache_dir)
         self.model_config = read_config(context.model_directory)
         self.limits = runtime.decide(config, self.model_config)
-        base = load_base(context.model_directory, self.model_config, self.limits.dtype, context.progress)
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), base)
+        layout = self._layout(config, samples=context.samples)
+        base = load_base(context.model_directory, self.model_config, self.limits.dtype, context.progress, layout)
+        shapes = jax.tree.map(partial(_shape_of, on_mesh=layout is not None), base)
         losses = LossTable(context.losses)
-        train = TrainPrograms(config=self.model_config, limits=self.limits, losses=losses, base_shapes=shapes)
+        train = TrainPrograms(
+            config=self.model_config, limits=self.limits, losses=losses, base_shapes=shapes, layout=layout
+        )
         self.programs = Programs(context.progress)
         turns = Turns()
         self.train_programs = train
@@ -65,13 +72,21 @@ class JaxBackend(Trainer, SamplingBackend):
             in_turn = chain.from_iterable(zip_longest(train.all(), sampling_programs))
             self.programs.start_warm_up([program for program in in_turn if program is not None])
 
+    def _layout(self, config: JaxConfig, *, samples: bool) -> Layout | None:
+        if config.mesh is None:
+            return None
+        if samples:
+            msg = "mesh: the jax backend does not sample on a mesh yet; configure a sampler for this model besides"
+            raise ConfigError(msg)
+        return make_layout(config.mesh, self.model_config, exact=self.limits.exact)
+
     def _describe(self, config: JaxConfig, losses: LossTable, rules: StopRules, *, samples: bool) -> Capabilities:
         return Capabilities(
-            device=jax.devices()[0].device_kind,
+            device=self._device(),
             dtype=self.limits.dtype,
             vocab_size=self.model_config.vocab_size,
             max_context_tokens=self.limits.max_context_tokens,
-            max_batch_tokens=self.limits.max_batch_tokens,
+            max_batch_tokens=self.limits.max_batch_tokens * self.train_programs.axes.num_streams,
             max_models=config.max_models,
             losses=frozenset(losses.kinds),
             max_lora_rank=config.max_lora_rank,
@@ -87,6 +102,10 @@ class JaxBackend(Trainer, SamplingBackend):
             stop_strings=rules.tokenizer is not None,
             max_sequences=config.decode_slots,
         )
+
+    def _device(self) -> str:
+        kind, number = jax.devices()[0].device_kind, self.train_programs.axes.num_devices
+        return str(kind) if number == 1 else f"{number} x {kind}"
 
     @property
     def capabilities(self) -> Capabilities:
@@ -113,3 +132,7 @@ class JaxBackend(Trainer, SamplingBackend):
         if self._own_sampler is not None:
             self._own_sampler.close()
         self.programs.close()
+
+
+def _shape_of(array: Any, *, on_mesh: bool) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding if on_mesh else None)

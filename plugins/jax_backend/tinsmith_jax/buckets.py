@@ -16,7 +16,7 @@ _MANY_ADAPTERS_FROM = 256  # tokens: several tenants together rarely have fewer
 class Bucket:
     """The shapes of one micro-batch."""
 
-    num_tokens: int
+    num_tokens: int  # of each stream
     num_adapters: int
     num_targets: int  # per token
     padded_rank: int
@@ -26,8 +26,9 @@ class Bucket:
 class Buckets:
     """The available sizes. The number of targets per token is either one or the maximum."""
 
-    max_tokens: int  # a power of two times TILE, at least two tiles
+    max_tokens: int  # of one stream; a power of two times TILE, at least two tiles
     max_targets: int  # per token
+    num_streams: int = 1  # that run side by side on a mesh
 
     def choose(self, *, num_tokens: int, num_adapters: int, num_targets: int, padded_rank: int) -> Bucket:
         """Return the smallest bucket for a micro-batch of at most `max_tokens` tokens and ADAPTERS[-1] adapters."""

@@ -7,6 +7,14 @@ from pydantic import Field
 from tinsmith import BackendConfig
 
 
+class MeshConfig(BackendConfig):
+    """How a model is divided among devices. The product of the axes is the number of devices."""
+
+    data: int = Field(1, ge=1, description="shards of the sequences; each holds all weights")
+    fsdp: int = Field(1, ge=1, description="shards of the sequences and of the base weights")
+    tensor: int = Field(1, ge=1, description="shards of each layer's matrices, and of the vocabulary")
+
+
 class JaxConfig(BackendConfig):
     """The defaults suit a small CPU machine and a single GPU. `None` means that the device decides."""
 
@@ -21,6 +29,7 @@ class JaxConfig(BackendConfig):
     max_batch_tokens: int | None = Field(
         None, ge=64, description="of one training micro-batch, padding included; default 2048 on CPU, else 16384"
     )
+    mesh: MeshConfig | None = Field(None, description="train on several devices; default on one")
     decode_slots: int = Field(16, ge=1, le=1024, description="sequences sampled at a time; more wait in line")
     decode_steps: int | None = Field(
         None, ge=1, le=64, description="tokens per sampling dispatch, after which others join; default 4 on CPU, else 8"

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from tinsmith_jax.layers import TILE, Tiles, add_tiles
 from tinsmith_jax.loss_table import LossBatch, LossTable
+from tinsmith_jax.mesh import ONE, Axes
 
 # Any below: jax arrays and pytrees of them.
 _CPU_LOGITS = 1 << 22  # of one chunk; 16 MiB stay near the caches
@@ -41,13 +42,22 @@ def chunk_rows(vocab_size: int, platform: str, num_tokens: int) -> int:
 
 
 def score(
-    head_VH: Any, adapters: Any, hidden_TH: Any, tiles: Tiles, batch: LossBatch, losses: LossTable, rows: int
+    head_VH: Any,
+    adapters: Any,
+    hidden_TH: Any,
+    tiles: Tiles,
+    batch: LossBatch,
+    losses: LossTable,
+    rows: int,
+    *,
+    axes: Axes = ONE,
 ) -> Scores:
     """Compute logprobs and losses."""
+    head_VH = axes.whole(head_VH, 1)
 
     def step(carry: None, chunk: _Chunk) -> tuple[None, tuple[Any, Any]]:
         logits_CV, _ = _logits(head_VH, adapters, chunk)
-        logp_CK, _ = _logprobs(logits_CV, chunk.batch.targets_TK)
+        logp_CK, _ = _logprobs(logits_CV, chunk.batch.targets_TK, axes)
         return carry, (logp_CK, losses.per_token(logp_CK, chunk.batch)[0])
 
     _, (logp, loss) = jax.lax.scan(step, None, _chunks(hidden_TH, tiles, batch, rows))
@@ -55,20 +65,39 @@ def score(
 
 
 def score_with_gradients(
-    head_VH: Any, adapters: Any, sums: Any, hidden_TH: Any, tiles: Tiles, batch: LossBatch, losses: LossTable, rows: int
+    head_VH: Any,
+    adapters: Any,
+    sums: Any,
+    hidden_TH: Any,
+    tiles: Tiles,
+    batch: LossBatch,
+    losses: LossTable,
+    rows: int,
+    *,
+    axes: Axes = ONE,
 ) -> Scores:
     """Compute logprobs, losses, and the gradients of the summed loss."""
+    head_VH = axes.whole(head_VH, 1)
+    if axes.joins_streams:
+        hidden_TH, tiles, by_row = axes.every_stream((hidden_TH, tiles, _swapped(batch)))
+        batch = _swapped(by_row)
 
     def step(sums: Any, chunk: _Chunk) -> tuple[Any, tuple[Any, Any, Any]]:
         logits_CV, z = _logits(head_VH, adapters, chunk)
-        logp_CK, p_CV = _logprobs(logits_CV, chunk.batch.targets_TK)
+        logp_CK, p_CV = _logprobs(logits_CV, chunk.batch.targets_TK, axes)
         loss_CK, d_logp_CK = losses.per_token(logp_CK, chunk.batch)
-        d_logits = _d_logits(p_CV, d_logp_CK, chunk.batch.targets_TK).astype(chunk.hidden_CH.dtype)
-        d_hidden, sums = _backward(head_VH, adapters, sums, chunk, z, d_logits)
+        d_logits = _d_logits(p_CV, d_logp_CK, chunk.batch.targets_TK, axes).astype(chunk.hidden_CH.dtype)
+        d_hidden, sums = _backward(head_VH, adapters, sums, chunk, z, d_logits, axes)
         return sums, (logp_CK, loss_CK, d_hidden)
 
-    sums, (logp, loss, d_hidden) = jax.lax.scan(step, sums, _chunks(hidden_TH, tiles, batch, rows))
-    return Scores(_unchunk(logp), _unchunk(loss), _unchunk(d_hidden), sums)
+    sums, per_row = jax.lax.scan(step, sums, _chunks(hidden_TH, tiles, batch, rows))
+    logp, loss, d_hidden = (axes.own_stream(_unchunk(x)) for x in per_row)
+    return Scores(logp, loss, d_hidden, sums)
+
+
+def _swapped(batch: LossBatch) -> LossBatch:
+    """Exchange the first two axes of what has rows in its second."""
+    return batch._replace(inputs_ITK=jnp.swapaxes(batch.inputs_ITK, 0, 1), config_CT=batch.config_CT.T)
 
 
 def _chunks(hidden_TH: Any, tiles: Tiles, batch: LossBatch, rows: int) -> _Chunk:
@@ -100,32 +129,46 @@ def _logits(head_VH: Any, adapters: Any, chunk: _Chunk) -> tuple[Any, Any]:
     return logits + delta.reshape(logits.shape), z
 
 
-def _logprobs(logits_CV: Any, targets_CK: Any) -> tuple[Any, Any]:
+def _logprobs(logits_CV: Any, targets_CK: Any, axes: Axes) -> tuple[Any, Any]:
     """Return the targets' logprobs and all probabilities."""
-    high = logits_CV.max(axis=-1, keepdims=True)
+    high = axes.highest(logits_CV.max(axis=-1, keepdims=True))
     exp = jnp.exp(logits_CV - high)
-    total = exp.sum(axis=-1, keepdims=True)
-    picked = jnp.take_along_axis(logits_CV, targets_CK, axis=-1)
-    return picked - (high + jnp.log(total)), exp / total
+    total = axes.total(exp.sum(axis=-1, keepdims=True))
+    return _picked(logits_CV, targets_CK, axes) - (high + jnp.log(total)), exp / total
 
 
-def _d_logits(p_CV: Any, d_logp_CK: Any, targets_CK: Any) -> Any:
+def _picked(logits_CV: Any, targets_CK: Any, axes: Axes) -> Any:
+    if axes.tensor == 1:
+        return jnp.take_along_axis(logits_CV, targets_CK, axis=-1)
+    columns = targets_CK - axes.first_row(logits_CV.shape[1])
+    own = (columns >= 0) & (columns < logits_CV.shape[1])
+    found = jnp.take_along_axis(logits_CV, jnp.where(own, columns, 0), axis=-1)
+    return axes.total(jnp.where(own, found, 0.0))
+
+
+def _d_logits(p_CV: Any, d_logp_CK: Any, targets_CK: Any, axes: Axes) -> Any:
     """Differentiate by the logits: onehot(target) * g - softmax * sum of g."""
+    num_columns = p_CV.shape[1]
     rest = -p_CV * d_logp_CK.sum(axis=-1, keepdims=True)
+    own = targets_CK - axes.first_row(num_columns)
     if targets_CK.shape[1] == 1:  # fuses with the rest, unlike a scatter
-        columns = jnp.arange(p_CV.shape[1], dtype=jnp.int32)
-        return rest + jnp.where(columns == targets_CK, d_logp_CK, 0.0)
-    return rest.at[jnp.arange(p_CV.shape[0])[:, None], targets_CK].add(d_logp_CK)
+        columns = jnp.arange(num_columns, dtype=jnp.int32)
+        return rest + jnp.where(columns == own, d_logp_CK, 0.0)
+    if axes.tensor > 1:
+        own = jnp.where(own < 0, num_columns, own)  # a negative index would count from the end
+    return rest.at[jnp.arange(p_CV.shape[0])[:, None], own].add(d_logp_CK, mode="drop" if axes.tensor > 1 else None)
 
 
-def _backward(head_VH: Any, adapters: Any, sums: Any, chunk: _Chunk, z: Any, d_logits_CV: Any) -> tuple[Any, Any]:
+def _backward(
+    head_VH: Any, adapters: Any, sums: Any, chunk: _Chunk, z: Any, d_logits_CV: Any, axes: Axes
+) -> tuple[Any, Any]:
     (A, B), (sums_A, sums_B) = adapters, sums
     which, dtype = chunk.tiles.adapter_n, d_logits_CV.dtype
     x = chunk.hidden_CH.reshape(-1, TILE, chunk.hidden_CH.shape[-1])
     d_logits = d_logits_CV.reshape(-1, TILE, d_logits_CV.shape[-1])
     d_z = _matmul("ntv,nrv->ntr", d_logits, B[which].astype(dtype)) * chunk.tiles.scale_n[:, None, None]
-    d_z = d_z.astype(dtype)
-    d_hidden = _matmul("cv,vh->ch", d_logits_CV, head_VH)
+    d_z = axes.total(d_z).astype(dtype)
+    d_hidden = axes.total(_matmul("cv,vh->ch", d_logits_CV, head_VH))
     d_hidden = d_hidden + _matmul("ntr,nhr->nth", d_z, A[which].astype(dtype)).reshape(d_hidden.shape)
     sums_A = add_tiles(sums_A, _matmul("nth,ntr->nhr", x, d_z), which)
     sums_B = add_tiles(sums_B, _matmul("ntr,ntv->nrv", z.astype(dtype), d_logits), which)

@@ -8,13 +8,19 @@ tenant's numbers do not depend on the other tenants in the call.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from tinsmith_jax.mesh import ONE, Axes
+
 # Any below: jax arrays and pytrees of them.
 TILE = 64
+
+Divided = Literal["outputs", "inputs"]
+"""What of a module is divided over the mesh's axis `tensor`."""
 
 
 class Tiles(NamedTuple):
@@ -63,23 +69,29 @@ def rope(x: Any, cos: Any, sin: Any) -> Any:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def lora_delta(x_TI: Any, lora: Lora, tiles: Tiles) -> tuple[Any, ...]:
+def lora_delta(x_TI: Any, lora: Lora, tiles: Tiles, axes: Axes = ONE, divided: Divided = "outputs") -> tuple[Any, ...]:
     """Compute scale * x @ A @ B per module, each [T, out_i] in the dtype of `x`.
 
     With `lora.sums`, reverse differentiation by the sums yields the sums plus this call's gradients, added tile by tile
     in order. This is a left fold over a tenant's tiles: neither the other tenants in the call nor how the tenant's data
     were split into calls affect it.
+
+    On a mesh, the gradient by `x` is this shard's part if outputs are divided; if inputs are, the result is whole.
     """
     if lora.sums is None:
-        return _delta(x_TI, lora.A, lora.B, tiles)[0]
-    return _summing_delta(x_TI, lora.A, lora.B, lora.sums, tiles)
+        return _delta(x_TI, lora.A, lora.B, tiles, axes, divided)[0]
+    return _summing_delta(x_TI, lora.A, lora.B, lora.sums, tiles, axes, divided)
 
 
-def _delta(x_TI: Any, A: tuple[Any, ...], B: tuple[Any, ...], tiles: Tiles) -> tuple[tuple[Any, ...], Any]:
+def _delta(
+    x_TI: Any, A: tuple[Any, ...], B: tuple[Any, ...], tiles: Tiles, axes: Axes, divided: Divided
+) -> tuple[tuple[Any, ...], Any]:
     dtype = x_TI.dtype
     x = x_TI.reshape(-1, TILE, x_TI.shape[-1])
     joined = jnp.concatenate(A, axis=-1).astype(dtype)[tiles.adapter_n]
     z = _matmul("nti,nir->ntr", x, joined) * tiles.scale_n[:, None, None]  # float32
+    if divided == "inputs":
+        z = axes.total(z)
     parts = jnp.split(z.astype(dtype), len(A), axis=-1)
     deltas = [
         _matmul("ntr,nro->nto", part, b.astype(dtype)[tiles.adapter_n]).astype(dtype)
@@ -88,33 +100,41 @@ def _delta(x_TI: Any, A: tuple[Any, ...], B: tuple[Any, ...], tiles: Tiles) -> t
     return tuple(delta.reshape(x_TI.shape[0], -1) for delta in deltas), z
 
 
-@jax.custom_vjp
-def _summing_delta(x_TI: Any, A: Any, B: Any, sums: Any, tiles: Tiles) -> tuple[Any, ...]:
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _summing_delta(x_TI: Any, A: Any, B: Any, sums: Any, tiles: Tiles, axes: Axes, divided: Divided) -> tuple[Any, ...]:
     del sums
-    return _delta(x_TI, A, B, tiles)[0]
+    return _delta(x_TI, A, B, tiles, axes, divided)[0]
 
 
-def _summing_forward(x_TI: Any, A: Any, B: Any, sums: Any, tiles: Tiles) -> tuple[Any, Any]:
-    deltas, z = _delta(x_TI, A, B, tiles)
+def _summing_forward(
+    x_TI: Any, A: Any, B: Any, sums: Any, tiles: Tiles, axes: Axes, divided: Divided
+) -> tuple[Any, Any]:
+    deltas, z = _delta(x_TI, A, B, tiles, axes, divided)
     return deltas, (x_TI, z, A, B, sums, tiles)
 
 
-def _summing_backward(saved: Any, d_deltas: tuple[Any, ...]) -> tuple[Any, Any, Any, Any, Any]:
+def _summing_backward(
+    axes: Axes, divided: Divided, saved: Any, d_deltas: tuple[Any, ...]
+) -> tuple[Any, Any, Any, Any, Any]:
     x_TI, z, A, B, (sums_A, sums_B), tiles = saved
     dtype = x_TI.dtype
     x = x_TI.reshape(-1, TILE, x_TI.shape[-1])
+    which = axes.every_stream(tiles.adapter_n)
     d_parts, new_B = [], []
     for d_delta, part, b, total in zip(d_deltas, jnp.split(z, len(A), axis=-1), B, sums_B, strict=True):
         d = d_delta.reshape(-1, TILE, d_delta.shape[-1])
         d_parts.append(_matmul("nto,nro->ntr", d, b.astype(dtype)[tiles.adapter_n]) * tiles.scale_n[:, None, None])
-        new_B.append(add_tiles(total, _matmul("ntr,nto->nro", part.astype(dtype), d), tiles.adapter_n))
-    d_z = jnp.concatenate(d_parts, axis=-1).astype(dtype)
+        every_part, every_d = axes.every_stream((part.astype(dtype), d))
+        new_B.append(add_tiles(total, _matmul("ntr,nto->nro", every_part, every_d), which))
+    d_z = jnp.concatenate(d_parts, axis=-1)
     joined = jnp.concatenate(A, axis=-1).astype(dtype)[tiles.adapter_n]
-    d_x = _matmul("ntr,nir->nti", d_z, joined).astype(dtype).reshape(x_TI.shape)
-    d_joined = _matmul("nti,ntr->nir", x, d_z)
+    d_x = _matmul("ntr,nir->nti", d_z.astype(dtype), joined).astype(dtype).reshape(x_TI.shape)
+    if divided == "outputs":
+        d_z = axes.total(d_z)
+    every_x, every_d_z = axes.every_stream((x, d_z.astype(dtype)))
+    d_joined = _matmul("nti,ntr->nir", every_x, every_d_z)
     new_A = [
-        add_tiles(total, part, tiles.adapter_n)
-        for total, part in zip(sums_A, jnp.split(d_joined, len(A), axis=-1), strict=True)
+        add_tiles(total, part, which) for total, part in zip(sums_A, jnp.split(d_joined, len(A), axis=-1), strict=True)
     ]
     return d_x, None, None, (tuple(new_A), tuple(new_B)), None
 

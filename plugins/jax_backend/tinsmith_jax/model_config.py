@@ -1,7 +1,7 @@
 """The architecture of a base model, read from the config.json of a Hugging Face directory. No jax."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,14 @@ class ModelConfig(DecoderShape):
     @property
     def qk_norm(self) -> bool:
         return self.class_name == "Qwen3ForCausalLM"
+
+    def divided(self, parts: int) -> "ModelConfig":
+        """Return what one of `parts` shards of each layer's matrices sees: fewer heads."""
+        return (
+            self
+            if parts == 1
+            else replace(self, num_heads=self.num_heads // parts, num_kv_heads=self.num_kv_heads // parts)
+        )
 
 
 def read_config(directory: Path) -> ModelConfig:

@@ -47,26 +47,46 @@ class MicroBatch:
 
     pieces: list[Piece] = field(default_factory=list)
     models: list[str] = field(default_factory=list)
-    num_tiles: int = 0
 
     def add(self, piece: Piece) -> None:
         self.pieces.append(piece)
-        self.num_tiles += piece.num_tiles
         if piece.op.model_id not in self.models:
             self.models.append(piece.op.model_id)
 
     def bucket(self, buckets: Buckets) -> Bucket:
         return buckets.choose(
-            num_tokens=self.num_tiles * TILE,
+            num_tokens=longest_stream([piece.num_tiles for piece in self.pieces], buckets.num_streams) * TILE,
             num_adapters=len(self.models),
             num_targets=max(piece.num_targets for piece in self.pieces),
             padded_rank=self.pieces[0].padded_rank,
         )
 
-    def starts(self) -> list[int]:
-        """Return the first row of each piece."""
-        tiles = np.cumsum([0, *(piece.num_tiles for piece in self.pieces[:-1])])
-        return [int(tile) * TILE for tile in tiles]
+    def starts(self, bucket: Bucket) -> list[int]:
+        """Return the first row of each piece. Streams lie one behind the other."""
+        room = bucket.num_tokens // TILE
+        starts, stream, filled = [], 0, 0
+        for piece in self.pieces:
+            if filled + piece.num_tiles > room:
+                stream, filled = stream + 1, 0
+            starts.append((stream * room + filled) * TILE)
+            filled += piece.num_tiles
+        return starts
+
+
+def longest_stream(sizes: Sequence[int], num_streams: int) -> int:
+    """Return the shortest length with which `num_streams` streams hold all pieces, in order and none divided."""
+    low, high = max(*sizes, -(-sum(sizes) // num_streams)), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _num_streams(sizes, middle) <= num_streams else (middle + 1, high)
+    return low
+
+
+def _num_streams(sizes: Sequence[int], length: int) -> int:
+    number, filled = 1, 0
+    for size in sizes:
+        number, filled = (number + 1, size) if filled + size > length else (number, filled + size)
+    return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +108,7 @@ def plan(pieces: Iterable[Piece], buckets: Buckets, call_tokens: int) -> Iterato
     open_batches: dict[int, MicroBatch] = {}
     for piece in pieces:
         batch = open_batches.get(piece.padded_rank)
-        if batch is not None and not _fits(batch, piece, buckets.max_tokens):
+        if batch is not None and not _fits(batch, piece, buckets):
             yield batch
             batch = None
         if batch is None:
@@ -98,10 +118,11 @@ def plan(pieces: Iterable[Piece], buckets: Buckets, call_tokens: int) -> Iterato
         yield from _cut(batch.pieces, buckets, call_tokens)
 
 
-def _fits(batch: MicroBatch, piece: Piece, max_tokens: int) -> bool:
+def _fits(batch: MicroBatch, piece: Piece, buckets: Buckets) -> bool:
     same_targets = (batch.pieces[0].num_targets > 1) == (piece.num_targets > 1)
     has_row = piece.op.model_id in batch.models or len(batch.models) < ADAPTERS[-1]
-    return same_targets and has_row and (batch.num_tiles + piece.num_tiles) * TILE <= max_tokens
+    sizes = [each.num_tiles for each in (*batch.pieces, piece)]
+    return same_targets and has_row and _num_streams(sizes, buckets.max_tokens // TILE) <= buckets.num_streams
 
 
 def _cut(pieces: Sequence[Piece], buckets: Buckets, call_tokens: int) -> Iterator[MicroBatch]:
@@ -129,17 +150,17 @@ def _batch(pieces: Sequence[Piece]) -> MicroBatch:
     return batch
 
 
-def pack(micro: MicroBatch, bucket: Bucket, losses: LossTable) -> Stream:
+def pack(micro: MicroBatch, bucket: Bucket, losses: LossTable, num_streams: int = 1) -> Stream:
     """Lay out a micro-batch. Unused rows are token 0 at position 0 without a loss."""
-    stream = _empty(bucket, losses)
+    stream = _empty(bucket, losses, num_streams)
     rows = {model: row for row, model in enumerate(micro.models)}
-    for start, piece in zip(micro.starts(), micro.pieces, strict=True):
+    for start, piece in zip(micro.starts(bucket), micro.pieces, strict=True):
         _write(stream, piece, start, rows[piece.op.model_id], losses)
     return stream
 
 
-def _empty(bucket: Bucket, losses: LossTable) -> Stream:
-    T, K = bucket.num_tokens, bucket.num_targets
+def _empty(bucket: Bucket, losses: LossTable, num_streams: int) -> Stream:
+    T, K = bucket.num_tokens * num_streams, bucket.num_targets
     return Stream(
         np.zeros(T, np.int32),
         np.zeros(T, np.int32),

@@ -17,9 +17,10 @@ from tinsmith_jax.buckets import STEPS, Bucket, Buckets
 from tinsmith_jax.compilation import Program
 from tinsmith_jax.layers import TILE, Tiles
 from tinsmith_jax.loss_table import LossBatch, LossTable
+from tinsmith_jax.mesh import ONE, STREAMS, Axes, Layout, Spec, adapter_specs
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.runtime import Limits
-from tinsmith_jax.trunk import packed_forward
+from tinsmith_jax.trunk import LAYER_MODULES, packed_forward
 from tinsmith_jax.weights import Base
 
 # Any below: jax arrays, pytrees of them and of their shapes.
@@ -32,23 +33,34 @@ class TrainPrograms:
     config: ModelConfig
     limits: Limits
     losses: LossTable
-    base_shapes: Any
+    base_shapes: Any  # with the places of the arrays, if there is a mesh
+    layout: Layout | None = None
+
+    @property
+    def axes(self) -> Axes:
+        return ONE if self.layout is None else self.layout.axes
 
     @property
     def buckets(self) -> Buckets:
-        return Buckets(max_tokens=self.limits.max_batch_tokens, max_targets=self.limits.max_targets)
+        return Buckets(
+            max_tokens=self.limits.max_batch_tokens,
+            max_targets=self.limits.max_targets,
+            num_streams=self.axes.num_streams,
+        )
 
     def score(self, bucket: Bucket) -> Program:
         """Return the program (base, weights, tokens, positions, tiles, batch) -> (logp [T, K], loss [T, K])."""
 
         def run(base: Base, weights: Any, tokens: Any, positions: Any, tiles: Any, batch: Any) -> Any:
             stack = adapters.stack(weights)
-            hidden = packed_forward(base, self.config, tokens, positions, stack, tiles)
-            scores = head.score(base["head"], stack["head"], hidden, tiles, batch, self.losses, self._rows(bucket))
+            hidden = packed_forward(base, self.config, tokens, positions, stack, tiles, axes=self.axes)
+            scores = head.score(
+                base["head"], stack["head"], hidden, tiles, batch, self.losses, self._rows(bucket), axes=self.axes
+            )
             return scores.logp_TK, scores.loss_TK
 
         weights = self._adapters(bucket)
-        return self._program(("score", bucket), run, (self.base_shapes, weights, *self._stream(bucket)))
+        return self._program(("score", bucket), run, (self.base_shapes, weights, *self._stream(bucket)), _SCORED)
 
     def gradients(self, bucket: Bucket) -> Program:
         """Return the program (base, weights, sums, tokens, positions, tiles, batch) -> (logp, loss, new sums)."""
@@ -59,29 +71,38 @@ class TrainPrograms:
             def trunk(layer_sums: Any) -> Any:
                 return packed_forward(
                     base, self.config, tokens, positions, stack, tiles,
-                    sums=layer_sums, recompute=self.limits.recompute,
+                    sums=layer_sums, recompute=self.limits.recompute, axes=self.axes,
                 )  # fmt: skip
 
-            hidden, pull_back = jax.vjp(trunk, totals["layers"])
+            start = self.axes.fold_start(totals)
+            hidden, pull_back = jax.vjp(trunk, start["layers"])
             scores = head.score_with_gradients(
-                base["head"], stack["head"], totals["head"], hidden, tiles, batch, self.losses, self._rows(bucket)
-            )
+                base["head"], stack["head"], start["head"], hidden, tiles, batch, self.losses, self._rows(bucket),
+                axes=self.axes,
+            )  # fmt: skip
             (layer_sums,) = pull_back(scores.d_hidden_TH)
-            new = adapters.unstack({"layers": layer_sums, "head": scores.sums}, bucket.num_adapters)
-            return scores.logp_TK, scores.loss_TK, new
+            new = self.axes.folded(totals, {"layers": layer_sums, "head": scores.sums})
+            return scores.logp_TK, scores.loss_TK, adapters.unstack(new, bucket.num_adapters)
 
         weights = self._adapters(bucket)
         shapes = (self.base_shapes, weights, weights, *self._stream(bucket))
-        return self._program(("gradients", bucket), run, shapes)
+        out = (*_SCORED, (adapter_specs(LAYER_MODULES),) * bucket.num_adapters)
+        return self._program(("gradients", bucket), run, shapes, out)
 
     def step(self, num_adapters: int, padded_rank: int) -> Program:
         """Return the program (states, gradients, hypers, count) -> (states, norms) for up to `num_adapters` rows."""
-        adapter = adapters.shapes(self.config, padded_rank)
-        scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        hyper = optimizer.Hyper(*[scalar] * len(optimizer.Hyper._fields))._replace(rank=_i32())
+        adapter = self._adapter(padded_rank)
+        scalar = self._small(_f32())
+        hyper = optimizer.Hyper(*[scalar] * len(optimizer.Hyper._fields))._replace(rank=self._small(_i32()))
         k = num_adapters
-        shapes = ((optimizer.State(adapter, adapter, adapter),) * k, (adapter,) * k, (hyper,) * k, _i32())
-        return self._program(("step", k, padded_rank), optimizer.adamw, shapes)
+        state = optimizer.State(adapter, adapter, adapter)
+        shapes = ((state,) * k, (adapter,) * k, (hyper,) * k, self._small(_i32()))
+        out: Any = None
+        if self.layout is not None:
+            placed = self.layout.placed_tree(adapter_specs(LAYER_MODULES))
+            out = ((optimizer.State(placed, placed, placed),) * k, self.layout.placed(Spec()))
+        run = jax.jit(optimizer.adamw, out_shardings=out)
+        return Program(("step", k, padded_rank), lambda: run.lower(*shapes).compile())
 
     def all(self) -> Iterator[Program]:
         """Return every possible program, in the order that lets most requests run soonest.
@@ -111,17 +132,50 @@ class TrainPrograms:
         return head.chunk_rows(self.config.vocab_size, self.limits.platform, bucket.num_tokens)
 
     def _adapters(self, bucket: Bucket) -> tuple[Any, ...]:
-        return (adapters.shapes(self.config, bucket.padded_rank),) * bucket.num_adapters
+        return (self._adapter(bucket.padded_rank),) * bucket.num_adapters
+
+    def _adapter(self, padded_rank: int) -> Any:
+        return self._placed(adapters.shapes(self.config, padded_rank), adapter_specs(LAYER_MODULES))
 
     def _stream(self, bucket: Bucket) -> tuple[Any, ...]:
-        T, K = bucket.num_tokens, bucket.num_targets
+        T, K = bucket.num_tokens * self.axes.num_streams, bucket.num_targets
         tiles = Tiles(_i32(T // TILE), _f32(T // TILE))
         inputs, settings = len(self.losses.inputs), len(self.losses.settings)
         batch = LossBatch(_i32(T, K), _i32(T), _f32(inputs, T, K), _f32(settings, T))
-        return _i32(T), _i32(T), tiles, batch
+        return tuple(self._placed((_i32(T), _i32(T), tiles, batch), STREAM_SPECS))
 
-    def _program(self, key: Any, run: Any, shapes: tuple[Any, ...]) -> Program:
-        return Program(key, lambda: jax.jit(run).lower(*shapes).compile())
+    def _small(self, shape: Any) -> Any:
+        return self._placed(shape, Spec())
+
+    def _placed(self, shapes: Any, specs: Any) -> Any:
+        """Add to shapes how the arrays are divided. `specs` is a tree of the same structure."""
+        if self.layout is None:
+            return shapes
+        placed = self.layout.placed_tree(specs)
+        return jax.tree.map(
+            lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place), shapes, placed
+        )
+
+    def _program(self, key: Any, run: Any, shapes: tuple[Any, ...], out: Any) -> Program:
+        """`out`: how the results are divided."""
+        return Program(key, lambda: jax.jit(self._on_mesh(run, shapes, out)).lower(*shapes).compile())
+
+    def _on_mesh(self, run: Any, shapes: tuple[Any, ...], out: Any) -> Any:
+        if self.layout is None:
+            return run
+        into = jax.tree.map(lambda shape: shape.sharding.spec, shapes)
+        return jax.shard_map(run, mesh=self.layout.devices, in_specs=into, out_specs=out, check_vma=False)
+
+
+_ROWS = Spec(STREAMS)
+_SCORED = (_ROWS, _ROWS)
+STREAM_SPECS = (
+    _ROWS,
+    _ROWS,
+    Tiles(_ROWS, _ROWS),
+    LossBatch(_ROWS, _ROWS, Spec(None, STREAMS), Spec(None, STREAMS)),
+)
+"""How the arrays of a stream are divided: by rows."""
 
 
 def _i32(*shape: int) -> Any:

@@ -33,11 +33,15 @@ from tinsmith_jax.adapters import Adapter, JaxSnapshot
 from tinsmith_jax.buckets import STEPS, Bucket
 from tinsmith_jax.compilation import Compiled, Program, Programs
 from tinsmith_jax.memory import out_of_memory_named
+from tinsmith_jax.mesh import adapter_specs
 from tinsmith_jax.packing import MicroBatch, Piece, Stream, pack, plan
 from tinsmith_jax.train_step import TrainPrograms
+from tinsmith_jax.trunk import LAYER_MODULES
 from tinsmith_jax.weights import Base
 
 Turn = Callable[[], AbstractContextManager[None]]
+Scored = tuple[Bucket, Array, Array]
+"""What a micro-batch was run as; logprobs and losses [T, K], T over all its streams."""
 
 
 @dataclass(slots=True)
@@ -69,7 +73,7 @@ class Trainer(TrainingBackend):
         self._models: dict[str, _Model] = {}
         ranks = adapters.rank_classes(train_programs.limits.max_lora_rank)
         # shared zeros: fresh moments, absent gradients, unused rows
-        self._zeros = {rank: jax.device_put(adapters.host_zeros(self._config, rank)) for rank in ranks}
+        self._zeros = {rank: self._placed(adapters.host_zeros(self._config, rank)) for rank in ranks}
 
     # Life of a model --------------------------------------------------------------------------------------------------
 
@@ -79,7 +83,7 @@ class Trainer(TrainingBackend):
             raise CapacityError(msg)
         rank = adapters.class_of(op.lora.rank, self._train.limits.max_lora_rank)
         with out_of_memory_named(f"a model of rank {op.lora.rank}", "end a session, or take a smaller rank"):
-            weights = jax.block_until_ready(jax.device_put(adapters.fresh(op.lora, self._config, rank)))
+            weights = jax.block_until_ready(self._placed(adapters.fresh(op.lora, self._config, rank)))
         self._models[op.model_id] = _Model(op.lora, rank, self._fresh_state(weights, rank))
 
     def unload_model(self, model_id: str) -> None:
@@ -109,8 +113,7 @@ class Trainer(TrainingBackend):
         model = self._model(model_id)
 
         def placed(named: Any) -> Adapter:
-            host = adapters.from_canonical(named, model.lora, self._config, model.padded_rank)
-            return jax.device_put(host)
+            return self._placed(adapters.from_canonical(named, model.lora, self._config, model.padded_rank))
 
         zeros = self._zeros[model.padded_rank]
         with out_of_memory_named("the state of a model", "end a session"):
@@ -178,7 +181,7 @@ class Trainer(TrainingBackend):
         return [float(norm) for norm in host_norms[: len(ops)]]
 
     def _score(
-        self, ops: Sequence[ForwardBackward], run: Callable[[MicroBatch], tuple[Array, Array]]
+        self, ops: Sequence[ForwardBackward], run: Callable[[MicroBatch], Scored]
     ) -> list[ForwardBackwardOutput | Failed]:
         failed = {index: failure for index, op in enumerate(ops) if (failure := self._refusal(op)) is not None}
         pieces = [piece for index, op in enumerate(ops) if index not in failed for piece in self._pieces(index, op)]
@@ -196,14 +199,14 @@ class Trainer(TrainingBackend):
         self,
         pieces: Sequence[Piece],
         outputs: list[list[tuple[Array, Array]]],
-        run: Callable[[MicroBatch], tuple[Array, Array]],
+        run: Callable[[MicroBatch], Scored],
     ) -> None:
         """Run all pieces in micro-batches, and append each result to its operation's outputs."""
         for micro in plan(pieces, self._train.buckets, self._train.limits.call_tokens):
             num_tokens = sum(piece.num_tokens for piece in micro.pieces)
             with out_of_memory_named(f"a pass over {num_tokens} tokens", "send shorter sequences"):
-                logp_TK, loss_TK = run(micro)
-            for start, piece in zip(micro.starts(), micro.pieces, strict=True):
+                bucket, logp_TK, loss_TK = run(micro)
+            for start, piece in zip(micro.starts(bucket), micro.pieces, strict=True):
                 rows = slice(start, start + piece.num_tokens)
                 cells = (logp_TK[rows, : piece.num_targets], loss_TK[rows, : piece.num_targets])
                 outputs[piece.op_index].append(cells)
@@ -230,21 +233,21 @@ class Trainer(TrainingBackend):
             for datum in op.data
         ]
 
-    def _run_score(self, micro: MicroBatch) -> tuple[Array, Array]:
+    def _run_score(self, micro: MicroBatch) -> Scored:
         bucket, run = self._ready(micro, self._train.score)
-        stream = pack(micro, bucket, self._train.losses)
+        stream = pack(micro, bucket, self._train.losses, self._train.axes.num_streams)
         weights, _ = self._rows(micro, bucket.num_adapters)
         with self._turn():
             logp, loss = run(self._base, weights, *_arguments(stream))
-            return np.asarray(logp), np.asarray(loss)
+            return bucket, np.asarray(logp), np.asarray(loss)
 
-    def _run_gradients(self, micro: MicroBatch) -> tuple[Array, Array]:
+    def _run_gradients(self, micro: MicroBatch) -> Scored:
         bucket, run = self._ready(micro, self._train.gradients)
-        stream = pack(micro, bucket, self._train.losses)
+        stream = pack(micro, bucket, self._train.losses, self._train.axes.num_streams)
         weights, sums = self._rows(micro, bucket.num_adapters)
         with self._turn():
             logp, loss, new_sums = run(self._base, weights, sums, *_arguments(stream))
-            results = np.asarray(logp), np.asarray(loss)
+            results = bucket, np.asarray(logp), np.asarray(loss)
         for model_id, new in zip(micro.models, new_sums, strict=False):
             self._models[model_id].gradients = new
         return results
@@ -263,6 +266,11 @@ class Trainer(TrainingBackend):
         unused = [zeros] * (num_adapters - len(models))
         sums = [zeros if model.gradients is None else model.gradients for model in models]
         return (*(model.state.weights for model in models), *unused), (*sums, *unused)
+
+    def _placed(self, adapter: Adapter) -> Adapter:
+        """Put an adapter onto the device, or divided onto the mesh."""
+        layout = self._train.layout
+        return jax.device_put(adapter, None if layout is None else layout.placed_tree(adapter_specs(LAYER_MODULES)))
 
     def _fresh_state(self, weights: Adapter, rank: int) -> optimizer.State:
         return optimizer.State(weights, self._zeros[rank], self._zeros[rank])

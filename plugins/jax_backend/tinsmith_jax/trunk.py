@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from tinsmith_jax.attention import packed_attention
 from tinsmith_jax.layers import TILE, Lora, Tiles, by_tile, lora_delta, rms_norm, rope, rope_angles
+from tinsmith_jax.mesh import GATHERED, ONE, Axes
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.weights import Base
 
@@ -33,8 +34,11 @@ def packed_forward(
     *,
     sums: Any = None,
     recompute: bool = False,
+    axes: Axes = ONE,
 ) -> Any:
     """Return the normed hidden states [T, H].
+
+    On a mesh, all arrays are this shard's parts, and the hidden states are whole.
 
     A sequence starts on a tile boundary with position 0 and occupies consecutive tiles. Tokens that pad its last tile,
     and unused tiles (position 0), do not attend to other tokens and no other token attends to them. `sums` is the
@@ -44,15 +48,30 @@ def packed_forward(
     n = tokens_T.shape[0] // TILE
     first_n = jnp.arange(n, dtype=jnp.int32) - positions_T.reshape(n, TILE)[:, 0] // TILE
     angles = rope_angles(positions_T, config.rope.inv_freq, config.rope.factor)
+    config = config.divided(axes.tensor)
 
     def layer(x_TH: Any, per_layer: tuple[Any, Any, Any]) -> tuple[Any, None]:
         weights, adapter, layer_sums = per_layer
-        x_TH = _attention_block(x_TH, weights, config, adapter, layer_sums, tiles, (angles, first_n))
-        return _mlp_block(x_TH, weights, config, adapter, layer_sums, tiles), None
+        x_TH = _attention_block(x_TH, weights, config, adapter, layer_sums, tiles, axes, (angles, first_n))
+        return _mlp_block(x_TH, weights, config, adapter, layer_sums, tiles, axes), None
 
-    body = jax.checkpoint(layer, prevent_cse=False) if recompute else layer
-    x_TH, _ = jax.lax.scan(body, base["embed"][tokens_T], (base["layers"], adapters["layers"], sums))
+    body = layer
+    if recompute:
+        body = jax.checkpoint(layer, prevent_cse=False)
+    elif axes.fsdp > 1:
+        keep = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
+        body = jax.checkpoint(layer, prevent_cse=False, policy=keep)
+    x_TH, _ = jax.lax.scan(body, _embed(base["embed"], tokens_T, axes), (base["layers"], adapters["layers"], sums))
     return rms_norm(x_TH, base["final_norm"], config.rms_norm_eps)
+
+
+def _embed(table_VH: Any, tokens_T: Any, axes: Axes) -> Any:
+    table_VH = axes.whole(table_VH, 1)
+    if axes.tensor == 1:
+        return table_VH[tokens_T]
+    rows = tokens_T - axes.first_row(table_VH.shape[0])
+    own = (rows >= 0) & (rows < table_VH.shape[0])
+    return axes.total(jnp.where(own[:, None], table_VH[jnp.where(own, rows, 0)], 0))
 
 
 def lora_of(names: tuple[str, ...], adapter: Any, sums: Any) -> Lora:
@@ -84,23 +103,30 @@ def qk_norm(
 
 
 def _attention_block(
-    x_TH: Any, weights: Any, config: ModelConfig, adapter: Any, sums: Any, tiles: Tiles, where: tuple[Any, Any]
+    x_TH: Any,
+    weights: Any,
+    config: ModelConfig,
+    adapter: Any,
+    sums: Any,
+    tiles: Tiles,
+    axes: Axes,
+    where: tuple[Any, Any],
 ) -> Any:
     (cos, sin), first_n = where
-    h_TH = rms_norm(x_TH, weights["input_norm"], config.rms_norm_eps)
-    deltas = lora_delta(h_TH, lora_of(("q", "k", "v"), adapter, sums), tiles)
-    q, k, v = split_qkv(h_TH @ weights["qkv"], deltas, config)
+    h_TH = axes.enter_tensor(rms_norm(x_TH, weights["input_norm"], config.rms_norm_eps))
+    deltas = lora_delta(h_TH, lora_of(("q", "k", "v"), adapter, sums), tiles, axes, "outputs")
+    q, k, v = split_qkv(h_TH @ axes.whole(weights["qkv"], 0), deltas, config)
     q, k = qk_norm(q, k, weights, config, apply=by_tile)
     q, k = rope(q, cos, sin), rope(k, cos, sin)
     attended = packed_attention(q, k, v, first_n)
-    (delta,) = lora_delta(attended, lora_of(("o",), adapter, sums), tiles)
-    return x_TH + attended @ weights["o"] + delta
+    (delta,) = lora_delta(attended, lora_of(("o",), adapter, sums), tiles, axes, "inputs")
+    return x_TH + axes.leave_tensor(attended @ axes.whole(weights["o"], 1)) + delta
 
 
-def _mlp_block(x_TH: Any, weights: Any, config: ModelConfig, adapter: Any, sums: Any, tiles: Tiles) -> Any:
-    h_TH = rms_norm(x_TH, weights["post_norm"], config.rms_norm_eps)
-    gate, up = jnp.split(h_TH @ weights["gate_up"], 2, axis=-1)
-    d_gate, d_up = lora_delta(h_TH, lora_of(("gate", "up"), adapter, sums), tiles)
+def _mlp_block(x_TH: Any, weights: Any, config: ModelConfig, adapter: Any, sums: Any, tiles: Tiles, axes: Axes) -> Any:
+    h_TH = axes.enter_tensor(rms_norm(x_TH, weights["post_norm"], config.rms_norm_eps))
+    gate, up = jnp.split(h_TH @ axes.whole(weights["gate_up"], 0), 2, axis=-1)
+    d_gate, d_up = lora_delta(h_TH, lora_of(("gate", "up"), adapter, sums), tiles, axes, "outputs")
     inner = jax.nn.silu(gate + d_gate) * (up + d_up)
-    (delta,) = lora_delta(inner, lora_of(("down",), adapter, sums), tiles)
-    return x_TH + inner @ weights["down"] + delta
+    (delta,) = lora_delta(inner, lora_of(("down",), adapter, sums), tiles, axes, "inputs")
+    return x_TH + axes.leave_tensor(inner @ axes.whole(weights["down"], 1)) + delta

@@ -19,11 +19,15 @@ import numpy as np
 
 from tinsmith import Array, Progress
 from tinsmith.huggingface import WeightFiles
+from tinsmith_jax.mesh import VOCABULARY, Layout, Spec, base_specs
 from tinsmith_jax.model_config import ModelConfig
 
 # Any: a pytree of jax arrays; jax has no static type for one of a given structure.
 Base = Any
-Read = Callable[[str, tuple[int, ...]], Array]
+
+Index = tuple[slice, ...]
+Read = Callable[[str, tuple[int, ...], Index], Array]
+"""Reads a part of a tensor, given the shape of the whole."""
 
 # our name -> (Hugging Face modules, joined along `out`)
 _MATRICES: Mapping[str, Sequence[str]] = {
@@ -36,57 +40,109 @@ _NORMS: Mapping[str, str] = {"input_norm": "input_layernorm", "post_norm": "post
 _QK_NORMS: Mapping[str, str] = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 
 
-def load_base(directory: Path, config: ModelConfig, dtype: str, progress: Progress) -> Base:
-    """Read all weights as `dtype` and put them on the default device.
+def load_base(
+    directory: Path, config: ModelConfig, dtype: str, progress: Progress, layout: Layout | None = None
+) -> Base:
+    """Read all weights as `dtype` and put them on the default device, or divided on a mesh.
+
+    On a mesh, the joined matrices are laid out shard by shard: q, k and v of the first, then those of the second. Each
+    device's part of a tensor is read by itself.
 
     Raise ConfigError for missing files or tensors, or wrong shapes.
     """
     with WeightFiles(directory, framework="numpy") as files:
 
-        def read(name: str, shape: tuple[int, ...]) -> Array:
-            tensor: Array = files.whole(name, shape)
+        def read(name: str, shape: tuple[int, ...], index: Index) -> Array:
+            whole = all(part == slice(0, size) for part, size in zip(index, shape, strict=True))
+            tensor: Array = files.whole(name, shape) if whole else files.part(name, shape, index)
             return tensor.astype(np.dtype(dtype), copy=False)
 
-        return _assemble(read, config, progress)
+        return _Loader(read, config, layout).load(progress)
 
 
-def _assemble(read: Read, config: ModelConfig, progress: Progress) -> Base:
-    shapes = config.linear_shapes()
-    hidden, vocab = config.hidden_size, config.vocab_size
-    norms = {name: (path, config.hidden_size) for name, path in _NORMS.items()}
-    if config.qk_norm:
-        norms |= {name: (path, config.head_dim) for name, path in _QK_NORMS.items()}
-    done, total = 0, len(_MATRICES) + 1
-    layers: dict[str, Any] = {}
-    for name, modules in _MATRICES.items():
+class _Loader:
+    def __init__(self, read: Read, config: ModelConfig, layout: Layout | None) -> None:
+        self._read = read
+        self._config = config
+        self._layout = layout
+        self._shapes = config.linear_shapes()
+
+    def load(self, progress: Progress) -> Base:
+        config = self._config
+        norms = {name: (path, config.hidden_size) for name, path in _NORMS.items()}
+        if config.qk_norm:
+            norms |= {name: (path, config.head_dim) for name, path in _QK_NORMS.items()}
+        specs = base_specs(list(_MATRICES))["layers"]
+        done, total = 0, len(_MATRICES) + 1
+        layers: dict[str, Any] = {}
+        for name, modules in _MATRICES.items():
+            progress("loading weights", done / total)
+            layers[name] = self._matrix(modules, specs[name])
+            done += 1
+        for name, (path, size) in norms.items():
+            layers[name] = self._norms(path, size)
         progress("loading weights", done / total)
-        layers[name] = jax.device_put(_stack_matrix(read, modules, shapes, config.num_layers))
-        done += 1
-    for name, (path, size) in norms.items():
-        rows = [read(f"model.layers.{i}.{path}.weight", (size,)) for i in range(config.num_layers)]
-        layers[name] = jax.device_put(np.stack(rows))
-    progress("loading weights", done / total)
-    embed = jax.device_put(np.ascontiguousarray(read("model.embed_tokens.weight", (vocab, hidden))))
-    head = embed if config.tied else jax.device_put(np.ascontiguousarray(read("lm_head.weight", (vocab, hidden))))
-    final_norm = jax.device_put(np.ascontiguousarray(read("model.norm.weight", (hidden,))))
-    base = {"embed": embed, "head": head, "final_norm": final_norm, "layers": layers}
-    for leaf in jax.tree.leaves(base):
-        leaf.block_until_ready()
-    progress("loading weights", 1.0)
-    return base
+        embed = self._vocabulary("model.embed_tokens.weight")
+        head = embed if config.tied else self._vocabulary("lm_head.weight")
+        final_norm = self._put(
+            (config.hidden_size,), Spec(), lambda index: self._read("model.norm.weight", (config.hidden_size,), index)
+        )
+        base = {"embed": embed, "head": head, "final_norm": final_norm, "layers": layers}
+        for leaf in jax.tree.leaves(base):
+            leaf.block_until_ready()
+        progress("loading weights", 1.0)
+        return base
+
+    def _put(self, shape: tuple[int, ...], spec: Spec, part: Callable[[Index], Array]) -> Any:
+        """Make an array of the parts that the devices hold. Devices with the same part share one reading of it."""
+        if self._layout is None:
+            return jax.device_put(part(tuple(slice(0, size) for size in shape)))
+        found: dict[tuple[tuple[int, int], ...], Array] = {}
+
+        def once(index: Index | None) -> Array:
+            assert index is not None
+            bounds = tuple(slice(*cut.indices(size)[:2]) for cut, size in zip(index, shape, strict=True))
+            if (key := tuple((cut.start, cut.stop) for cut in bounds)) not in found:
+                found[key] = part(bounds)
+            return found[key]
+
+        return jax.make_array_from_callback(shape, self._layout.placed(spec), once)
+
+    def _vocabulary(self, name: str) -> Any:
+        shape = (self._config.vocab_size, self._config.hidden_size)
+        return self._put(shape, VOCABULARY, lambda index: np.ascontiguousarray(self._read(name, shape, index)))
+
+    def _norms(self, path: str, size: int) -> Any:
+        def part(index: Index) -> Array:
+            names = [f"model.layers.{i}.{path}.weight" for i in range(index[0].start, index[0].stop)]
+            return np.stack([self._read(name, (size,), index[1:]) for name in names])
+
+        return self._put((self._config.num_layers, size), Spec(), part)
+
+    def _matrix(self, modules: Sequence[str], spec: Spec) -> Any:
+        d_in = self._shapes[modules[0]][0]
+        widths = [self._shapes[module][1] for module in modules]
+
+        def part(index: Index) -> Array:
+            layers, rows, columns = index
+            found: Array | None = None
+            for i in range(layers.start, layers.stop):
+                offset = 0
+                for module, width in zip(modules, widths, strict=True):
+                    own = _share(columns, width, sum(widths))
+                    name = f"model.layers.{i}.{module}.weight"
+                    tensor = self._read(name, (width, d_in), (own, rows))
+                    if found is None:
+                        shape = (layers.stop - layers.start, rows.stop - rows.start, columns.stop - columns.start)
+                        found = np.empty(shape, tensor.dtype)
+                    found[i - layers.start, :, offset : offset + len(tensor)] = tensor.T
+                    offset += len(tensor)
+            assert found is not None, "a model has at least one layer"
+            return found
+
+        return self._put((self._config.num_layers, d_in, sum(widths)), spec, part)
 
 
-def _stack_matrix(read: Read, modules: Sequence[str], shapes: Mapping[str, tuple[int, int]], num_layers: int) -> Array:
-    widths = [shapes[module][1] for module in modules]
-    stacked: Array | None = None
-    for i in range(num_layers):
-        offset = 0
-        for module, width in zip(modules, widths, strict=True):
-            d_in, d_out = shapes[module]
-            tensor = read(f"model.layers.{i}.{module}.weight", (d_out, d_in))
-            if stacked is None:
-                stacked = np.empty((num_layers, d_in, sum(widths)), tensor.dtype)
-            stacked[i, :, offset : offset + width] = tensor.T
-            offset += width
-    assert stacked is not None, "a model has at least one layer"
-    return stacked
+def _share(columns: slice, width: int, total: int) -> slice:
+    """Return the columns of one module that lie in the given part of the joined matrix, which is laid out by parts."""
+    return slice(columns.start * width // total, columns.stop * width // total)

@@ -1,0 +1,204 @@
+"""A mesh of devices, and the few places in which a program on a mesh differs from one on a single device.
+
+Axes: `data` and `fsdp` divide the sequences, each shard having a token stream of its own; `fsdp` divides the base
+weights besides, which are gathered layer by layer; `tensor` divides the matrices of each layer and the vocabulary, as
+in Megatron-LM (arXiv 1909.08053). Programs run under shard_map: every collective is written out here.
+
+On an axis of size 1 nothing happens, so a single device runs the same program as without a mesh.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tinsmith import ConfigError
+from tinsmith_jax.config import MeshConfig
+from tinsmith_jax.model_config import ModelConfig
+
+# Any below: jax arrays and pytrees of them.
+DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
+STREAMS: Final = (DATA, FSDP)
+"""The axes over which sequences are divided."""
+
+GATHERED: Final = "gathered"
+"""Name of what is gathered again in the backward pass instead of being kept."""
+
+Spec = PartitionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """The sizes of the axes, and the collectives over them. Hashable, so that compiled functions may close over it."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    exact: bool = True
+    """Fold the adapters' gradients in the order of the sequences, whichever shard computes them. It takes the work of
+    all shards on each, and keeps a tenant's bits independent of the others'."""
+
+    @property
+    def num_devices(self) -> int:
+        return self.data * self.fsdp * self.tensor
+
+    @property
+    def num_streams(self) -> int:
+        return self.data * self.fsdp
+
+    @property
+    def joins_streams(self) -> bool:
+        return self.exact and self.num_streams > 1
+
+    # tensor
+
+    def enter_tensor(self, x: Any) -> Any:
+        """Give `x` to every shard of a layer's matrices. Reverse differentiation sums what they return."""
+        return x if self.tensor == 1 else _enter(x)
+
+    def leave_tensor(self, x: Any) -> Any:
+        """Sum the shards' parts of a product. Reverse differentiation passes on what it is given."""
+        return x if self.tensor == 1 else _leave(x)
+
+    def total(self, x: Any) -> Any:
+        """Sum over the shards, outside of what is differentiated."""
+        return x if self.tensor == 1 else jax.lax.psum(x, TENSOR)
+
+    def highest(self, x: Any) -> Any:
+        return x if self.tensor == 1 else jax.lax.pmax(x, TENSOR)
+
+    def first_row(self, num_rows: int) -> Any:
+        """Return the first of this shard's rows of the vocabulary."""
+        return 0 if self.tensor == 1 else jax.lax.axis_index(TENSOR) * num_rows
+
+    # fsdp
+
+    def whole(self, weight: Any, axis: int) -> Any:
+        """Gather a base weight, which is divided along `axis`."""
+        if self.fsdp == 1:
+            return weight
+        return checkpoint_name(jax.lax.all_gather(weight, FSDP, axis=axis, tiled=True), GATHERED)
+
+    # streams
+
+    def every_stream(self, tree: Any) -> Any:
+        """Join all streams' rows (axis 0) in the order of the shards, if gradients are to be folded in that order."""
+        if not self.joins_streams:
+            return tree
+        return jax.tree.map(lambda x: jax.lax.all_gather(x, STREAMS, axis=0, tiled=True), tree)
+
+    def own_stream(self, x: Any) -> Any:
+        """Undo `every_stream`."""
+        if not self.joins_streams:
+            return x
+        rows = x.shape[0] // self.num_streams
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(STREAMS) * rows, rows)
+
+    def fold_start(self, sums: Any) -> Any:
+        """Return where this shard's fold of the gradients begins."""
+        return sums if self.exact or self.num_streams == 1 else jax.tree.map(jnp.zeros_like, sums)
+
+    def folded(self, sums: Any, ends: Any) -> Any:
+        """Return the new sums, given where each shard's fold has ended."""
+        if self.exact or self.num_streams == 1:
+            return ends
+        return jax.tree.map(lambda before, own: before + jax.lax.psum(own, STREAMS), sums, ends)
+
+
+ONE: Final = Axes()
+
+
+@partial(jax.custom_vjp)
+def _enter(x: Any) -> Any:
+    return x
+
+
+_enter.defvjp(lambda x: (x, None), lambda _, d_x: (jax.lax.psum(d_x, TENSOR),))
+
+
+@partial(jax.custom_vjp)
+def _leave(x: Any) -> Any:
+    return jax.lax.psum(x, TENSOR)
+
+
+_leave.defvjp(lambda x: (jax.lax.psum(x, TENSOR), None), lambda _, d_x: (d_x,))
+
+
+# Where arrays lie -----------------------------------------------------------------------------------------------------
+
+_BASE: Final[Mapping[str, Spec]] = {
+    "qkv": Spec(None, FSDP, TENSOR),
+    "gate_up": Spec(None, FSDP, TENSOR),
+    "o": Spec(None, TENSOR, FSDP),
+    "down": Spec(None, TENSOR, FSDP),
+}
+VOCABULARY: Final = Spec(TENSOR, FSDP)
+_COLUMNS: Final = frozenset({"q", "k", "v", "gate", "up"})
+"""The modules whose outputs are divided over `tensor`; those of the others are inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The devices of a mesh, and how arrays are divided among them."""
+
+    axes: Axes
+    devices: Mesh
+
+    def placed(self, spec: Spec) -> NamedSharding:
+        return NamedSharding(self.devices, spec)
+
+    def placed_tree(self, specs: Any) -> Any:
+        return jax.tree.map(self.placed, specs, is_leaf=lambda x: isinstance(x, Spec))
+
+
+def make_layout(config: MeshConfig, model: ModelConfig, *, exact: bool) -> Layout:
+    """Choose the devices. Raise ConfigError if there are too few, or if the model cannot be divided in this way."""
+    axes = Axes(config.data, config.fsdp, config.tensor, exact)
+    found = jax.devices()
+    if len(found) < axes.num_devices:
+        msg = (
+            f"mesh {_text(axes)} needs {axes.num_devices} devices, and there are {len(found)} ({found[0].device_kind})"
+        )
+        raise ConfigError(msg)
+    for what, size, axis, parts in (
+        ("num_attention_heads", model.num_heads, TENSOR, axes.tensor),
+        ("num_key_value_heads", model.num_kv_heads, TENSOR, axes.tensor),
+        ("intermediate_size", model.intermediate_size, TENSOR, axes.tensor),
+        ("vocab_size", model.vocab_size, TENSOR, axes.tensor),
+        ("hidden_size", model.hidden_size, FSDP, axes.fsdp),
+    ):
+        if size % parts:
+            msg = f"mesh {_text(axes)}: {what} of the model ({size}) is not a multiple of {axis} ({parts})"
+            raise ConfigError(msg)
+    devices = np.array(found[: axes.num_devices]).reshape(axes.data, axes.fsdp, axes.tensor)
+    return Layout(axes, Mesh(devices, (DATA, FSDP, TENSOR)))
+
+
+def _text(axes: Axes) -> str:
+    return f"{DATA}={axes.data},{FSDP}={axes.fsdp},{TENSOR}={axes.tensor}"
+
+
+def base_specs(layers: Sequence[str]) -> Any:
+    """Return how the base weights are divided (weights.py has their shapes)."""
+    return {
+        "embed": VOCABULARY,
+        "head": VOCABULARY,
+        "final_norm": Spec(),
+        "layers": {name: _BASE.get(name, Spec()) for name in layers},
+    }
+
+
+def adapter_specs(modules: Sequence[str]) -> Any:
+    """Return how an adapter is divided (adapters.py has its shapes): like the matrices that it changes."""
+    column = (Spec(), Spec(None, None, TENSOR))
+    row = (Spec(None, TENSOR, None), Spec())
+    return {
+        "layers": {name: column if name in _COLUMNS else row for name in modules},
+        "head": (Spec(), Spec(None, TENSOR)),
+    }
