@@ -19,6 +19,7 @@ from tinsmith import (
 )
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
+from tinsmith_jax.devices import Devices
 
 VOCAB = 160
 QUICK = {"xla_cpu_use_fusion_emitters": False}
@@ -33,6 +34,12 @@ def make_backend(directory: Path, cache_dir: Path, **settings: object) -> JaxBac
     )
     context = BackendContext(model_name="tiny", model_path=directory, cache_dir=cache_dir, losses=LOSSES)
     return JaxBackend(config, context)
+
+
+def local(backend: JaxBackend) -> Devices:
+    """Return the devices of a backend without a mesh: they are in this process."""
+    assert isinstance(backend.devices, Devices)
+    return backend.devices
 
 
 def make_datum(rng: np.random.Generator, length: int, loss: str = "cross_entropy", targets: int | None = None) -> Datum:

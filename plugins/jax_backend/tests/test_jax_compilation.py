@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from few_programs import FEW_PROGRAMS
 from jax._src import compilation_cache  # no public API returns to the former directory
-from jax_harness import LOSSES, add_model, assert_same_bits, assert_same_state, make_backend, make_op
+from jax_harness import LOSSES, add_model, assert_same_bits, assert_same_state, local, make_backend, make_op
 
 from tinsmith import AdamParams, Array, BackendContext, Forward, LoraConfig, ModelState, OptimStep
 from tinsmith_jax.backend import JaxBackend
@@ -39,7 +39,7 @@ def test_random_requests_compile_nothing_after_the_warm_up(
 ) -> None:
     """100 calls of any lengths, tenants, losses and targets; JAX's own events are counted, not only ours."""
     backend = make_backend(contract_model, jax_cache, warm_up=True, **settings)
-    assert backend.programs.wait_until_warm(600)
+    assert local(backend).programs.wait_until_warm(600)
     compiled: list[str] = []
 
     def count(event: str, duration: float, **_: object) -> None:
@@ -49,7 +49,7 @@ def test_random_requests_compile_nothing_after_the_warm_up(
     rng = np.random.default_rng(0)
     for number in range(10):
         add_model(backend, f"t{number}", LoraConfig(rank=int(rng.integers(1, 9)), seed=number))
-    before = backend.programs.compile_count
+    before = local(backend).programs.compile_count
     jax.monitoring.register_event_duration_secs_listener(count)
     try:
         for call in range(100):
@@ -57,7 +57,7 @@ def test_random_requests_compile_nothing_after_the_warm_up(
     finally:
         jax.monitoring.clear_event_listeners()
     assert compiled == []
-    assert backend.programs.compile_count == before
+    assert local(backend).programs.compile_count == before
     backend.close()
 
 
@@ -83,7 +83,7 @@ def test_the_set_of_programs_is_small(tiny_models: Mapping[str, Path], jax_cache
     backend = make_backend(
         tiny_models["qwen3"], jax_cache, max_context_tokens=None, max_batch_tokens=None, max_lora_rank=32
     )
-    keys = [program.key for program in backend.train_programs.all()]
+    keys = [program.key for program in local(backend).train_programs.all()]
     assert len(keys) == len(set(keys))
     assert len(keys) <= 64
 
@@ -92,7 +92,7 @@ def test_the_smallest_of_every_kind_comes_first_and_then_what_holds_everything(
     tiny_models: Mapping[str, Path], jax_cache: Path
 ) -> None:
     backend = make_backend(tiny_models["qwen3"], jax_cache, max_context_tokens=512)  # classes 8 and 16
-    train = backend.train_programs
+    train = local(backend).train_programs
     keys = [program.key for program in train.all()]
     sizes = {"num_targets": 1, "padded_rank": 16}
     small = train.buckets.choose(num_tokens=1, num_adapters=1, **sizes)
@@ -107,7 +107,7 @@ def test_a_request_during_the_warm_up_takes_a_larger_program_that_is_ready(
 ) -> None:
     """It compiles nothing, and its numbers are those of its own programs, bit for bit."""
     backend = make_backend(contract_model, jax_cache, **settings)
-    train, busy, go_on = backend.train_programs, threading.Event(), threading.Event()
+    train, busy, go_on = local(backend).train_programs, threading.Event(), threading.Event()
     op, lora = make_op("m", 0, (5, 60)), LoraConfig(rank=4, seed=1)
 
     def run() -> tuple[Mapping[str, Array], ModelState]:
@@ -127,15 +127,15 @@ def test_a_request_during_the_warm_up_takes_a_larger_program_that_is_ready(
     most = settings["max_batch_tokens"]
     large = train.buckets.choose(num_tokens=most, num_adapters=8, num_targets=1, padded_rank=8)
     ready = [train.gradients(large), train.step(8, 8), train.score(large)]
-    backend.programs.start_warm_up([*ready, Program("slow", block)])  # type: ignore[arg-type]
+    local(backend).programs.start_warm_up([*ready, Program("slow", block)])  # type: ignore[arg-type]
     assert busy.wait(600)
     during, state = run()
-    assert backend.programs.compile_count == len(ready)
+    assert local(backend).programs.compile_count == len(ready)
     go_on.set()
-    assert backend.programs.wait_until_warm(600)
+    assert local(backend).programs.wait_until_warm(600)
     backend.close()
     after, expected = run()
-    assert backend.programs.compile_count == 2 * len(ready) + 1
+    assert local(backend).programs.compile_count == 2 * len(ready) + 1
     assert_same_bits(during, after)
     assert_same_state(state, expected)
 

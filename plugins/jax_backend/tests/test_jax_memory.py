@@ -3,16 +3,17 @@
 The allocation that fails is XLA's own: more bytes than any machine has.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax_harness import add_model, make_op
+from jax_harness import add_model, local, make_op
 
 from tinsmith import AdamParams, Failed, LoraConfig, ModelState, OptimStep, OptimStepOutput, OutOfMemoryError
 from tinsmith_jax.backend import JaxBackend
-from tinsmith_jax.packing import MicroBatch
+from tinsmith_jax.packing import Stream
 
 HUGE = 77  # a pass over a sequence of this length asks for too much
 
@@ -33,13 +34,14 @@ def too_much() -> Any:
 @pytest.fixture
 def starved(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> JaxBackend:
     """Let passes over HUGE sequences run out of memory, in XLA."""
-    for name in ("_run_gradients", "_run_score"):
-        run: Callable[[MicroBatch], Any] = getattr(backend, name)
+    device = local(backend).training
+    arguments = device._arguments
 
-        def hungry(micro: MicroBatch, run: Callable[[MicroBatch], Any] = run) -> Any:
-            return too_much() if any(piece.num_tokens == HUGE for piece in micro.pieces) else run(micro)
+    def hungry(stream: Stream) -> Any:
+        lengths = np.diff(np.flatnonzero(np.append(stream.batch.kind_T, -1) < 0), prepend=-1) - 1
+        return too_much() if HUGE in lengths else arguments(stream)
 
-        monkeypatch.setattr(backend, name, hungry)
+    monkeypatch.setattr(device, "_arguments", hungry)
     return backend
 
 
@@ -62,12 +64,14 @@ def test_a_pass_that_does_not_fit_changes_nothing(starved: JaxBackend) -> None:
 def test_steps_that_do_not_fit_together_are_made_one_by_one(
     backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = backend._step
+    device = local(backend).training
+    stepped_in_jax = device._stepped
 
-    def hungry(ops: Any, rank: int) -> Any:
-        return too_much() if len(ops) > 1 or ops[0].model_id == "b" else step(ops, rank)
+    def hungry(models: Any, hypers: Any) -> Any:
+        one = len(models) == 1 and models[0] is device._models["a"]
+        return stepped_in_jax(models, hypers) if one else too_much()
 
-    monkeypatch.setattr(backend, "_step", hungry)
+    monkeypatch.setattr(device, "_stepped", hungry)
     backend.forward_backward([make_op("a", 1, [9]), make_op("b", 1, [9])])
     before = bits(backend.capture_state("b"))
     stepped, failed = backend.optim_step([OptimStep(model_id=name, adam=AdamParams()) for name in ("a", "b")])
@@ -80,7 +84,7 @@ def test_steps_that_do_not_fit_together_are_made_one_by_one(
 
 
 def test_a_model_that_does_not_fit_is_not_there(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinsmith_jax.trainer.jax.device_put", lambda _: too_much())
+    monkeypatch.setattr("tinsmith_jax.training_device.put", lambda *_: too_much())
     with pytest.raises(OutOfMemoryError, match="a model of rank 4"):
         add_model(backend, "c", LoraConfig(rank=4, seed=1))
     monkeypatch.undo()

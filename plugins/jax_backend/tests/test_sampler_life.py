@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax_harness import add_model, make_backend
+from jax_harness import add_model, local, make_backend
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
 
 from tinsmith import Failed, LoraConfig, SampleOutput
@@ -213,9 +213,9 @@ def compilations() -> list[str]:
 async def test_nothing_compiles_after_the_warm_up(spelled: Path, jax_cache: Path, compilations: list[str]) -> None:
     backend = make_backend(spelled, jax_cache, decode_slots=4)
     device = backend._sampler._device
-    backend.programs.start_warm_up(device.all_programs())
-    assert await asyncio.to_thread(backend.programs.wait_until_warm, 600)
-    warm = backend.programs.compile_count
+    local(backend).programs.start_warm_up(device.all_programs())
+    assert await asyncio.to_thread(local(backend).programs.wait_until_warm, 600)
+    warm = local(backend).programs.compile_count
     assert warm == len(device.all_programs())
     for rank in (1, 8, 11, 16):
         add_model(backend, f"m{rank}", LoraConfig(rank=rank, seed=rank))
@@ -244,6 +244,6 @@ async def test_nothing_compiles_after_the_warm_up(spelled: Path, jax_cache: Path
     assert compilations  # the listener works
     compilations.clear()
     await sample_all(backend, ops)
-    assert backend.programs.compile_count == warm
+    assert local(backend).programs.compile_count == warm
     assert compilations == []
     backend.close()

@@ -1,10 +1,11 @@
 """Settings of the jax backend: the `backend:` section of a model. No jax."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tinsmith import BackendConfig
+from tinsmith.workers import WorkersConfig
 
 
 class MeshConfig(BackendConfig):
@@ -15,8 +16,15 @@ class MeshConfig(BackendConfig):
     tensor: int = Field(1, ge=1, description="shards of each layer's matrices, and of the vocabulary")
 
 
-class JaxConfig(BackendConfig):
-    """The defaults suit a small CPU machine and a single GPU. `None` means that the device decides."""
+class JaxConfig(WorkersConfig):
+    """The defaults suit a small CPU machine and a single GPU. `None` means that the device decides.
+
+    With `mesh`, workers have the devices; without, this process has one.
+    """
+
+    nproc_per_node: int | None = Field(
+        None, ge=1, description="workers on each machine, which share its devices; default one, with `ray` one per GPU"
+    )
 
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="of base weights and activations; default float32 on CPU, else bfloat16"
@@ -29,7 +37,10 @@ class JaxConfig(BackendConfig):
     max_batch_tokens: int | None = Field(
         None, ge=64, description="of one training micro-batch, padding included; default 2048 on CPU, else 16384"
     )
-    mesh: MeshConfig | None = Field(None, description="train on several devices; default on one")
+    mesh: MeshConfig | None = Field(None, description="several devices, on which worker processes run; default one")
+    simulated_devices: int | None = Field(
+        None, ge=1, description="run a mesh on the CPU, with that many devices for each worker, to try it out"
+    )
     decode_slots: int = Field(16, ge=1, le=1024, description="sequences sampled at a time; more wait in line")
     decode_steps: int | None = Field(
         None, ge=1, le=64, description="tokens per sampling dispatch, after which others join; default 4 on CPU, else 8"
@@ -40,6 +51,15 @@ class JaxConfig(BackendConfig):
         None, description="recompute activations in the backward pass to save memory; default off on CPU, else on"
     )
     warm_up: bool = Field(default=True, description="compile everything in the background after the start")
+
+    @model_validator(mode="after")
+    def _workers_have_a_mesh(self) -> Self:
+        of_workers = {*WorkersConfig.model_fields, "simulated_devices"}
+        given = sorted(of_workers & self.model_fields_set)
+        if self.mesh is None and given:
+            msg = f"{', '.join(given)}: only a mesh has workers; set mesh as well, or leave this out"
+            raise ValueError(msg)
+        return self
 
 
 class JaxSamplerConfig(BackendConfig):

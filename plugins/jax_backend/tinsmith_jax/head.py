@@ -64,7 +64,7 @@ def score(
     return Scores(*(_unchunk(x) for x in (logp, loss)))
 
 
-def score_with_gradients(
+def score_with_gradients(  # noqa: PLR0913 - what a compiled program works on
     head_VH: Any,
     adapters: Any,
     sums: Any,

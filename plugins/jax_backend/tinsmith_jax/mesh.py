@@ -7,9 +7,9 @@ in Megatron-LM (arXiv 1909.08053). Programs run under shard_map: every collectiv
 On an axis of size 1 nothing happens, so a single device runs the same program as without a mesh.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import jax
@@ -100,6 +100,10 @@ class Axes:
         rows = x.shape[0] // self.num_streams
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(STREAMS) * rows, rows)
 
+    def complete(self, x: Any) -> Any:
+        """Give every shard the rows (axis 0) of all streams."""
+        return x if self.num_streams == 1 else jax.lax.all_gather(x, STREAMS, axis=0, tiled=True)
+
     def fold_start(self, sums: Any) -> Any:
         """Return where this shard's fold of the gradients begins."""
         return sums if self.exact or self.num_streams == 1 else jax.tree.map(jnp.zeros_like, sums)
@@ -114,7 +118,7 @@ class Axes:
 ONE: Final = Axes()
 
 
-@partial(jax.custom_vjp)
+@functools.partial(jax.custom_vjp)
 def _enter(x: Any) -> Any:
     return x
 
@@ -122,7 +126,7 @@ def _enter(x: Any) -> Any:
 _enter.defvjp(lambda x: (x, None), lambda _, d_x: (jax.lax.psum(d_x, TENSOR),))
 
 
-@partial(jax.custom_vjp)
+@functools.partial(jax.custom_vjp)
 def _leave(x: Any) -> Any:
     return jax.lax.psum(x, TENSOR)
 
@@ -155,6 +159,36 @@ class Layout:
 
     def placed_tree(self, specs: Any) -> Any:
         return jax.tree.map(self.placed, specs, is_leaf=lambda x: isinstance(x, Spec))
+
+
+def put(tree: Any, layout: Layout | None, specs: Any) -> Any:
+    """Put host arrays onto the device, or divided onto the mesh. `specs` is a tree of the same structure.
+
+    Every process of the mesh has the same arrays, and puts the parts of its own devices.
+    """
+    if layout is None:
+        return jax.device_put(tree)
+
+    def divided(array: Any, place: NamedSharding) -> Any:
+        return jax.make_array_from_callback(np.shape(array), place, lambda index: np.asarray(array)[index])
+
+    return jax.tree.map(divided, tree, layout.placed_tree(specs))
+
+
+def fetch(tree: Any) -> Any:
+    """Copy arrays to the host, whole. If they are divided among processes, all of these must call it."""
+    return jax.tree.map(np.asarray, jax.tree.map(_whole, tree))
+
+
+def _whole(array: Any) -> Any:
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return array
+    return _replicated(array.sharding.mesh)(array)
+
+
+@functools.cache
+def _replicated(devices: Mesh) -> Any:
+    return jax.jit(lambda array: array, out_shardings=NamedSharding(devices, Spec()))
 
 
 def make_layout(config: MeshConfig, model: ModelConfig, *, exact: bool) -> Layout:

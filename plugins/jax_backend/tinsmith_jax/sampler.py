@@ -9,9 +9,9 @@ import asyncio
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import jax
 import numpy as np
 
 from tinsmith import (
@@ -25,10 +25,12 @@ from tinsmith import (
     UnsupportedError,
     UserError,
 )
+from tinsmith.workers import WorkerDiedError
 from tinsmith_jax import adapters
 from tinsmith_jax.decode import STOP_TABLE
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.remote import RemoteSampling, RemoteSnapshot
 from tinsmith_jax.sampling_device import Drawn, PromptTile, SamplingDevice, SlotInput, prefill_sizes
 from tinsmith_jax.slots import Draw, Line, LoadedSnapshot, Request, Slot
 
@@ -46,11 +48,17 @@ class _Waiting:
     loop: asyncio.AbstractEventLoop
 
     def answer(self, result: SampleOutput | Failed) -> None:
+        self._settle(lambda: self.future.set_result(result))
+
+    def fail(self, error: Exception) -> None:
+        self._settle(lambda: self.future.set_exception(error))
+
+    def _settle(self, settle: Callable[[], None]) -> None:
         """Called from the sampler's thread. The loop may already be closed when the process ends."""
 
         def put() -> None:
             if not self.future.done():
-                self.future.set_result(result)
+                settle()
 
         try:
             self.loop.call_soon_threadsafe(put)
@@ -72,7 +80,7 @@ class Sampler(SamplingBackend):
 
     def __init__(
         self,
-        device: SamplingDevice,
+        device: SamplingDevice | RemoteSampling,
         config: ModelConfig,
         *,
         capabilities: Capabilities,
@@ -174,7 +182,7 @@ class Sampler(SamplingBackend):
             raise
 
     def _arrays_of(self, snapshot: Snapshot) -> adapters.Adapter:
-        if isinstance(snapshot, adapters.JaxSnapshot):
+        if isinstance(snapshot, (adapters.JaxSnapshot, RemoteSnapshot)):
             return snapshot.arrays
         if snapshot.lora.rank == 0:
             msg = (
@@ -190,7 +198,7 @@ class Sampler(SamplingBackend):
             raise UserError(msg)
         padded = adapters.class_of(snapshot.lora.rank, greatest)
         weights = snapshot.adapter_weights()
-        return jax.device_put(adapters.from_canonical(weights, snapshot.lora, self._config, padded))
+        return self._device.put_adapter(adapters.from_canonical(weights, snapshot.lora, self._config, padded))
 
     # The thread's side --------------------------------------------------------------------------------------------
 
@@ -199,6 +207,9 @@ class Sampler(SamplingBackend):
             while self._take_arrived():
                 try:
                     self._round()
+                except WorkerDiedError as error:  # the devices are gone: only a new engine has others
+                    self._end_with(error)
+                    return
                 except Exception as error:
                     logger.exception("a sampling dispatch failed")
                     self._fail_running(f"a sampling dispatch failed: {type(error).__name__}: {error}")
@@ -379,6 +390,16 @@ class Sampler(SamplingBackend):
         for slot in self._slots:
             slot.adapter_serial = 0
         self._device.reset()
+
+    def _end_with(self, error: Exception) -> None:
+        """Raise the error to all who wait."""
+        with self._wake:
+            self._closing = True
+            everyone = [*self._waiting.values(), *self._arrived]
+            self._arrived.clear()
+        for waiting in everyone:
+            waiting.fail(error)
+        self._waiting.clear()
 
     def _fail_all(self, message: str) -> None:
         with self._wake:

@@ -17,8 +17,10 @@ import numpy.typing as npt
 from tinsmith import FloatArray, IntArray, TokenArray
 from tinsmith_jax import adapters, decode
 from tinsmith_jax.compilation import Program, Programs
+from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.runtime import Limits
 from tinsmith_jax.sampling_head import RowParams
 from tinsmith_jax.turns import Turns
 from tinsmith_jax.weights import Base
@@ -128,6 +130,10 @@ class SamplingDevice:
             self._config, num_slots=shape.num_slots, max_tokens=shape.max_context_tokens, dtype=dtype
         )
         self._resident = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._resident_shapes(dtype))
+
+    def put_adapter(self, adapter: adapters.Adapter) -> adapters.Adapter:
+        """Copy a host adapter to the device."""
+        return jax.device_put(adapter)
 
     def write_adapter(self, slot: int, adapter: adapters.Adapter, scale: float) -> None:
         """Write an adapter of any rank class to the slot's row."""
@@ -256,6 +262,21 @@ class SamplingDevice:
         one = adapters.shapes(self._config, self.shape.max_lora_rank)
         num_slots = self.shape.num_slots
         return jax.tree.map(lambda leaf: _shape((*leaf.shape[:-2], num_slots, *leaf.shape[-2:]), dtype), one)
+
+
+def sampling_device(
+    config: JaxConfig, limits: Limits, model: ModelConfig, base: Base, *, programs: Programs, turns: Turns
+) -> SamplingDevice:
+    """Resolve the settings that are left open, and prepare the sampler's slots."""
+    shape = SamplingShape(
+        num_slots=config.decode_slots,
+        max_context_tokens=limits.max_context_tokens,
+        max_lora_rank=config.max_lora_rank,
+        max_steps=config.decode_steps or (4 if limits.platform == "cpu" else 8),
+        max_top=min(config.max_topk_logprobs, model.vocab_size),
+        dtype=limits.dtype,
+    )
+    return SamplingDevice(base, model, shape, programs=programs, turns=turns)
 
 
 def _decode_arguments(slots: SlotInput, num_steps: int) -> tuple[decode.SlotState, RowParams, decode.Switches]:

@@ -6,12 +6,11 @@ from tinsmith import BackendContext, Capabilities, StopRules
 from tinsmith_jax import runtime
 from tinsmith_jax.compilation import Programs
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
-from tinsmith_jax.model_config import ModelConfig, read_config
-from tinsmith_jax.runtime import Limits
+from tinsmith_jax.model_config import read_config
 from tinsmith_jax.sampler import Sampler
-from tinsmith_jax.sampling_device import SamplingDevice, SamplingShape
+from tinsmith_jax.sampling_device import sampling_device
 from tinsmith_jax.turns import Turns
-from tinsmith_jax.weights import Base, load_base
+from tinsmith_jax.weights import load_base
 
 
 class JaxSampler(Sampler):
@@ -50,18 +49,3 @@ class JaxSampler(Sampler):
     def close(self) -> None:
         super().close()
         self._programs.close()
-
-
-def sampling_device(
-    config: JaxConfig, limits: Limits, model: ModelConfig, base: Base, *, programs: Programs, turns: Turns
-) -> SamplingDevice:
-    """Resolve the settings that are left open, and prepare the sampler's slots."""
-    shape = SamplingShape(
-        num_slots=config.decode_slots,
-        max_context_tokens=limits.max_context_tokens,
-        max_lora_rank=config.max_lora_rank,
-        max_steps=config.decode_steps or (4 if limits.platform == "cpu" else 8),
-        max_top=min(config.max_topk_logprobs, model.vocab_size),
-        dtype=limits.dtype,
-    )
-    return SamplingDevice(base, model, shape, programs=programs, turns=turns)

@@ -57,7 +57,7 @@ class TrainPrograms:
             scores = head.score(
                 base["head"], stack["head"], hidden, tiles, batch, self.losses, self._rows(bucket), axes=self.axes
             )
-            return scores.logp_TK, scores.loss_TK
+            return self.axes.complete(scores.logp_TK), self.axes.complete(scores.loss_TK)
 
         weights = self._adapters(bucket)
         return self._program(("score", bucket), run, (self.base_shapes, weights, *self._stream(bucket)), _SCORED)
@@ -82,7 +82,8 @@ class TrainPrograms:
             )  # fmt: skip
             (layer_sums,) = pull_back(scores.d_hidden_TH)
             new = self.axes.folded(totals, {"layers": layer_sums, "head": scores.sums})
-            return scores.logp_TK, scores.loss_TK, adapters.unstack(new, bucket.num_adapters)
+            scored = self.axes.complete(scores.logp_TK), self.axes.complete(scores.loss_TK)
+            return *scored, adapters.unstack(new, bucket.num_adapters)
 
         weights = self._adapters(bucket)
         shapes = (self.base_shapes, weights, weights, *self._stream(bucket))
@@ -168,7 +169,7 @@ class TrainPrograms:
 
 
 _ROWS = Spec(STREAMS)
-_SCORED = (_ROWS, _ROWS)
+_SCORED = (Spec(), Spec())
 STREAM_SPECS = (
     _ROWS,
     _ROWS,

@@ -1,0 +1,92 @@
+"""What a process has on its devices: the base model, and the devices' sides of training and of sampling."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tinsmith import ConfigError, LossSpec, Progress
+from tinsmith_jax import runtime
+from tinsmith_jax.buckets import Buckets
+from tinsmith_jax.compilation import Program, Programs
+from tinsmith_jax.config import JaxConfig
+from tinsmith_jax.loss_table import LossTable
+from tinsmith_jax.mesh import make_layout
+from tinsmith_jax.model_config import read_config
+from tinsmith_jax.runtime import Limits
+from tinsmith_jax.sampling_device import SamplingDevice, sampling_device
+from tinsmith_jax.train_step import TrainPrograms
+from tinsmith_jax.training_device import TrainingDevice
+from tinsmith_jax.turns import Turns
+from tinsmith_jax.weights import load_base
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What to load."""
+
+    config: JaxConfig
+    model_directory: Path
+    cache_dir: Path
+    losses: Mapping[str, LossSpec]
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the engine must know of the devices."""
+
+    name: str
+    limits: Limits
+    buckets: Buckets
+
+
+class Devices:
+    """The devices of this process, or if there is a mesh of several processes, its part of them."""
+
+    def __init__(self, setup: Setup, progress: Progress) -> None:
+        """Load the model. Raise ConfigError if files or settings are at fault."""
+        progress("starting jax", None)
+        runtime.prepare(setup.cache_dir)
+        config = setup.config
+        model = read_config(setup.model_directory)
+        limits = runtime.decide(config, model)
+        layout = None if config.mesh is None else make_layout(config.mesh, model, exact=limits.exact)
+        base = load_base(setup.model_directory, model, limits.dtype, progress, layout)
+        shapes = jax.tree.map(partial(_shape_of, on_mesh=layout is not None), base)
+        losses = LossTable(setup.losses)
+        self.train_programs = TrainPrograms(
+            config=model, limits=limits, losses=losses, base_shapes=shapes, layout=layout
+        )
+        self.programs = Programs(progress)
+        turns = Turns()
+        self.training = TrainingDevice(base, self.train_programs, programs=self.programs, turns=turns)
+        self.sampling: SamplingDevice | None = None
+        if setup.samples and layout is not None:
+            msg = "mesh: the jax backend does not sample on a mesh yet; configure a sampler for this model besides"
+            raise ConfigError(msg)
+        if setup.samples:
+            self.sampling = sampling_device(config, limits, model, base, programs=self.programs, turns=turns)
+        self.facts = Facts(name=self._name(), limits=limits, buckets=self.train_programs.buckets)
+
+    def start_warm_up(self) -> None:
+        """Compile all programs in the background."""
+        of_sampling = [] if self.sampling is None else self.sampling.all_programs()
+        in_turn: list[Program | None] = list(chain.from_iterable(zip_longest(self.train_programs.all(), of_sampling)))
+        self.programs.start_warm_up([program for program in in_turn if program is not None])
+
+    def close(self) -> None:
+        """End the warm-up. The arrays are freed with the object."""
+        self.programs.close()
+
+    def _name(self) -> str:
+        kind, number = jax.devices()[0].device_kind, self.train_programs.axes.num_devices
+        return str(kind) if number == 1 else f"{number} x {kind}"
+
+
+def _shape_of(array: Any, *, on_mesh: bool) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding if on_mesh else None)

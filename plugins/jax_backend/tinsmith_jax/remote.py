@@ -1,0 +1,215 @@
+"""The engine's side of a mesh: passes what the devices are to do on to the workers that have them. Starts no device."""
+
+import itertools
+import pickle
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tinsmith import (
+    AdamParams,
+    Array,
+    ConfigError,
+    FloatArray,
+    IntArray,
+    LoraConfig,
+    ModelState,
+    Progress,
+    Snapshot,
+)
+from tinsmith.workers import MakeLauncher, WorkerGroup
+from tinsmith_jax import adapters
+from tinsmith_jax.adapters import Adapter
+from tinsmith_jax.buckets import Bucket
+from tinsmith_jax.devices import Facts, Setup
+from tinsmith_jax.mesh_worker import SIMULATED, Loaded, Refused
+from tinsmith_jax.model_config import ModelConfig, read_config
+from tinsmith_jax.packing import Stream
+from tinsmith_jax.sampling_device import Drawn, PromptTile, SamplingShape, SlotInput
+from tinsmith_jax.training_device import Pass
+from tinsmith_jax.turns import Turns
+
+# Any below: arguments and results of the devices' methods.
+
+
+class RemoteDevices:
+    """The devices of workers. After a WorkerDiedError they can only be closed."""
+
+    def __init__(self, setup: Setup, progress: Progress, launch_with: MakeLauncher | None = None) -> None:
+        """Start the workers and have them load the model. Raise ConfigError if files or settings are at fault."""
+        _refuse_losses(setup)
+        model = read_config(setup.model_directory)
+        simulated = setup.config.simulated_devices
+        self.group = WorkerGroup(
+            "tinsmith_jax.mesh_worker:MeshWorker",
+            setup.config,
+            progress,
+            environment={} if simulated is None else {SIMULATED: str(simulated)},
+            gpus=False if simulated is not None else None,
+            launch_with=launch_with,
+        )
+        try:
+            loaded: Loaded = self.group.call("load", setup)[0]
+        except BaseException:
+            self.group.close()
+            raise
+        self._workers = Workers(self.group)
+        self.facts: Facts = loaded.facts
+        self.training = RemoteTraining(self._workers, model)
+        self.sampling = None if loaded.sampling is None else RemoteSampling(self._workers, loaded.sampling)
+
+    def start_warm_up(self) -> None:
+        self._workers.run("devices", "start_warm_up")
+
+    def close(self) -> None:
+        self.group.close()
+
+
+class Workers:
+    """Calls them for one thread after the other: training and sampling take turns."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self._turns = Turns()
+        self._numbers = itertools.count()
+        self._dropped: deque[int] = deque()
+
+    def run(self, part: str, method: str, *arguments: Any, **options: Any) -> Any:
+        with self._turns.turn():
+            if self._dropped:
+                numbers = [self._dropped.popleft() for _ in range(len(self._dropped))]
+                self._group.call("run", "adapters", "drop", (numbers,), {})
+            answer = self._group.call("run", part, method, arguments, options)[0]
+        if isinstance(answer, Refused):
+            raise answer.error
+        return answer
+
+    def hold(self, method: str, argument: Any) -> "Held":
+        """Have the workers keep an adapter, until nobody here refers to it."""
+        held = Held(next(self._numbers))
+        self.run("adapters", method, held.number, argument)
+        weakref.finalize(held, self._dropped.append, held.number)
+        return held
+
+
+@dataclass(frozen=True)
+class Held:
+    """An adapter on the workers' devices."""
+
+    number: int
+
+
+class RemoteSnapshot(Snapshot):
+    """A snapshot that stays on the workers' devices."""
+
+    def __init__(self, snapshot_id: str, lora: LoraConfig, held: Held, workers: Workers, config: ModelConfig) -> None:
+        super().__init__(snapshot_id, lora)
+        self.arrays = held
+        self._workers = workers
+        self._config = config
+
+    def adapter_weights(self) -> Mapping[str, Array]:
+        arrays: Adapter = self._workers.run("adapters", "fetch", self.arrays.number)
+        return adapters.to_canonical(arrays, self.lora, self._config)
+
+
+class RemoteTraining:
+    """As TrainingDevice, whose methods it passes on."""
+
+    def __init__(self, workers: Workers, config: ModelConfig) -> None:
+        self._workers = workers
+        self._config = config
+        self._loras: dict[str, LoraConfig] = {}
+
+    def create(self, model_id: str, lora: LoraConfig) -> None:
+        self._run("create", model_id, lora)
+        self._loras[model_id] = lora
+
+    def unload(self, model_id: str) -> None:
+        self._run("unload", model_id)
+        del self._loras[model_id]
+
+    def publish(self, model_id: str, snapshot_id: str) -> RemoteSnapshot:
+        held = self._workers.hold("publish", model_id)
+        return RemoteSnapshot(snapshot_id, self._loras[model_id], held, self._workers, self._config)
+
+    def capture(self, model_id: str) -> ModelState:
+        state: ModelState = self._run("capture", model_id)
+        return state
+
+    def restore(self, model_id: str, state: ModelState) -> None:
+        self._run("restore", model_id, state)
+
+    def prepare(self, kind: Pass, own: Bucket) -> Bucket:
+        bucket: Bucket = self._run("prepare", kind, own)
+        return bucket
+
+    def score(self, bucket: Bucket, models: Sequence[str], stream: Stream) -> tuple[Array, Array]:
+        scored: tuple[Array, Array] = self._run("score", bucket, models, stream)
+        return scored
+
+    def gradients(self, bucket: Bucket, models: Sequence[str], stream: Stream) -> tuple[Array, Array]:
+        scored: tuple[Array, Array] = self._run("gradients", bucket, models, stream)
+        return scored
+
+    def begin(self, models: Sequence[str]) -> None:
+        self._run("begin", models)
+
+    def roll_back(self) -> None:
+        self._run("roll_back")
+
+    def step(self, steps: Sequence[tuple[str, AdamParams]]) -> list[float]:
+        norms: list[float] = self._run("step", steps)
+        return norms
+
+    def _run(self, method: str, *arguments: Any) -> Any:
+        return self._workers.run("training", method, *arguments)
+
+
+class RemoteSampling:
+    """As SamplingDevice, whose methods it passes on."""
+
+    def __init__(self, workers: Workers, shape: SamplingShape) -> None:
+        self.shape = shape
+        self._workers = workers
+
+    def reset(self) -> None:
+        self._run("reset")
+
+    def put_adapter(self, adapter: Adapter) -> Held:
+        return self._workers.hold("put", adapter)
+
+    def write_adapter(self, slot: int, adapter: Held, scale: float) -> None:
+        self._workers.run("adapters", "write", adapter.number, slot, scale)
+
+    def prefill(self, tiles: Sequence[PromptTile]) -> FloatArray:
+        hidden: FloatArray = self._run("prefill", tiles)
+        return hidden
+
+    def score(
+        self, hidden_TH: FloatArray, tile: PromptTile, targets_TK: IntArray, *, want_top: bool
+    ) -> tuple[FloatArray, IntArray, FloatArray]:
+        scored: tuple[FloatArray, IntArray, FloatArray] = self._run(
+            "score", hidden_TH, tile, targets_TK, want_top=want_top
+        )
+        return scored
+
+    def copy_slot(self, source: int, target: int, num_tokens: int) -> None:
+        self._run("copy_slot", source, target, num_tokens)
+
+    def decode(self, slots: SlotInput, num_steps: int) -> Drawn:
+        drawn: Drawn = self._run("decode", slots, num_steps)
+        return drawn
+
+    def _run(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return self._workers.run("sampling", method, *arguments, **options)
+
+
+def _refuse_losses(setup: Setup) -> None:
+    try:
+        pickle.dumps(setup.losses)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        msg = f"a registered loss cannot be sent to the workers: {error}; define per_token at the top of its module"
+        raise ConfigError(msg) from error

@@ -1,0 +1,209 @@
+"""The devices' side of training: the arrays of every model, and the programs that work on them.
+
+Takes and returns NumPy arrays, and names models. One thread calls it, and every program takes a turn on the device.
+
+All arrays are immutable, and a step replaces a model's references. A snapshot is therefore just a reference to the
+current weights; later training makes new arrays.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from tinsmith import AdamParams, Array, LoraConfig, ModelState
+from tinsmith_jax import adapters, optimizer
+from tinsmith_jax.adapters import Adapter, JaxSnapshot
+from tinsmith_jax.buckets import STEPS, Bucket
+from tinsmith_jax.compilation import Program, Programs
+from tinsmith_jax.memory import out_of_memory_named
+from tinsmith_jax.mesh import Spec, adapter_specs, fetch, put
+from tinsmith_jax.packing import Stream
+from tinsmith_jax.train_step import STREAM_SPECS, TrainPrograms
+from tinsmith_jax.trunk import LAYER_MODULES
+from tinsmith_jax.turns import Turns
+from tinsmith_jax.weights import Base
+
+Pass = Literal["score", "gradients"]
+"""Logprobs and losses alone, or their gradients as well."""
+
+
+@dataclass(slots=True)
+class _Model:
+    """Everything one model owns. `gradients` is None while nothing is pending."""
+
+    lora: LoraConfig
+    padded_rank: int
+    state: optimizer.State
+    gradients: Adapter | None = None
+    step: int = 0
+
+
+class TrainingDevice:
+    """Its caller checks operations: all models that are named exist, and those of one call have one rank class."""
+
+    def __init__(self, base: Base, train_programs: TrainPrograms, *, programs: Programs, turns: Turns) -> None:
+        self._base = base
+        self._turns = turns
+        self._programs = programs
+        self._train = train_programs
+        self._config = train_programs.config
+        self._models: dict[str, _Model] = {}
+        self._before: dict[str, Adapter | None] = {}
+        ranks = adapters.rank_classes(train_programs.limits.max_lora_rank)
+        # shared zeros: fresh moments, absent gradients, unused rows
+        self._zeros = {rank: self._placed(adapters.host_zeros(self._config, rank)) for rank in ranks}
+
+    # Life of a model --------------------------------------------------------------------------------------------------
+
+    def create(self, model_id: str, lora: LoraConfig) -> None:
+        """Raise OutOfMemoryError if there is no room, and UserError if the rank is not served."""
+        rank = adapters.class_of(lora.rank, self._train.limits.max_lora_rank)
+        with out_of_memory_named(f"a model of rank {lora.rank}", "end a session, or take a smaller rank"):
+            weights = jax.block_until_ready(self._placed(adapters.fresh(lora, self._config, rank)))
+        zeros = self._zeros[rank]
+        self._models[model_id] = _Model(lora, rank, optimizer.State(weights, zeros, zeros))
+
+    def unload(self, model_id: str) -> None:
+        self._models.pop(model_id, None)
+
+    def publish(self, model_id: str, snapshot_id: str) -> JaxSnapshot:
+        model = self._models[model_id]
+        return JaxSnapshot(snapshot_id, model.lora, model.state.weights, self._config)
+
+    def capture(self, model_id: str) -> ModelState:
+        model = self._models[model_id]
+        fresh, state = model.step == 0, model.state
+
+        def named(adapter: Adapter) -> dict[str, Array]:
+            return adapters.to_canonical(fetch(adapter), model.lora, self._config)
+
+        return ModelState(
+            lora=model.lora,
+            weights=named(state.weights),
+            adam_m={} if fresh else named(state.m),
+            adam_v={} if fresh else named(state.v),
+            gradients={} if model.gradients is None else named(model.gradients),
+            step=model.step,
+        )
+
+    def restore(self, model_id: str, state: ModelState) -> None:
+        """Raise UserError if names or shapes are not the model's, and OutOfMemoryError. The model is then unchanged."""
+        model = self._models[model_id]
+
+        def placed(named: Any) -> Adapter:
+            return self._placed(adapters.from_canonical(named, model.lora, self._config, model.padded_rank))
+
+        zeros = self._zeros[model.padded_rank]
+        with out_of_memory_named("the state of a model", "end a session"):
+            m, v = (placed(named) if named else zeros for named in (state.adam_m, state.adam_v))
+            gradients = placed(state.gradients) if state.gradients else None
+            loaded = jax.block_until_ready(optimizer.State(placed(state.weights), m, v))
+        model.state = loaded
+        model.gradients, model.step = gradients, state.step
+
+    # Training ---------------------------------------------------------------------------------------------------------
+
+    def prepare(self, kind: Pass, own: Bucket) -> Bucket:
+        """Compile the program if necessary. Return its bucket: `own`, or a larger one that is ready during the warm-up.
+
+        The size of a bucket changes no bits if the limits are exact; else only `own` is used.
+        """
+        buckets = self._train.buckets.holding(own) if self._train.limits.exact else [own]
+        programs = [self._program(kind, bucket) for bucket in buckets]
+        index = self._programs.pick(programs)
+        self._programs.get(programs[index])
+        return buckets[index]
+
+    def score(self, bucket: Bucket, models: Sequence[str], stream: Stream) -> tuple[Array, Array]:
+        """Return the logprobs and losses [T, K] of a micro-batch, T over all its streams. `models` are its rows."""
+        run = self._programs.get(self._program("score", bucket))
+        weights, _ = self._rows(models, bucket.num_adapters)
+        with self._pass_named(bucket), self._turns.turn():
+            logp, loss = run(self._base, weights, *self._arguments(stream))
+            return np.asarray(logp), np.asarray(loss)
+
+    def gradients(self, bucket: Bucket, models: Sequence[str], stream: Stream) -> tuple[Array, Array]:
+        """Do as `score`, and add the gradients of the summed losses to those of the models."""
+        run = self._programs.get(self._program("gradients", bucket))
+        weights, sums = self._rows(models, bucket.num_adapters)
+        with self._pass_named(bucket), self._turns.turn():
+            logp, loss, new_sums = run(self._base, weights, sums, *self._arguments(stream))
+            results = np.asarray(logp), np.asarray(loss)
+        for model_id, new in zip(models, new_sums, strict=False):
+            self._models[model_id].gradients = new
+        return results
+
+    def begin(self, models: Sequence[str]) -> None:
+        """Remember the gradients of these models until the next call of this method."""
+        self._before = {model_id: self._models[model_id].gradients for model_id in models}
+
+    def roll_back(self) -> None:
+        """Return to the gradients as they were in `begin`."""
+        for model_id, gradients in self._before.items():
+            self._models[model_id].gradients = gradients
+
+    def step(self, steps: Sequence[tuple[str, AdamParams]]) -> list[float]:
+        """Step at most STEPS[-1] models. Return the norms of their gradients before clipping."""
+        models = [self._models[model_id] for model_id, _ in steps]
+        hypers = [
+            optimizer.hyper(adam, model.lora, model.step + 1) for (_, adam), model in zip(steps, models, strict=True)
+        ]
+        with out_of_memory_named(f"the optimizer steps of {len(models)} models", "end a session"):
+            states, norms = self._stepped(models, hypers)
+        for model, state in zip(models, states, strict=False):
+            model.state, model.gradients = state, None
+            model.step += 1
+        return [float(norm) for norm in norms[: len(models)]]
+
+    def _stepped(
+        self, models: Sequence[_Model], hypers: list[optimizer.Hyper]
+    ) -> tuple[tuple[optimizer.State, ...], Array]:
+        """Return the new states and the norms, both with rows that are unused."""
+        zeros = self._zeros[models[0].padded_rank]
+        sizes = [k for k in STEPS if k >= len(models)]
+        programs = [self._train.step(k, models[0].padded_rank) for k in sizes]
+        index = self._programs.pick(programs)  # the number of rows changes no bits
+        run, unused = self._programs.get(programs[index]), sizes[index] - len(models)
+        gradients = [zeros if model.gradients is None else model.gradients for model in models]
+        with self._turns.turn():
+            states, norms = run(
+                (*(model.state for model in models), *[optimizer.State(zeros, zeros, zeros)] * unused),
+                (*gradients, *[zeros] * unused),
+                self._small((*hypers, *hypers[:1] * unused)),
+                self._small(np.int32(len(models))),
+            )
+            return states, np.asarray(norms)
+
+    def _pass_named(self, bucket: Bucket) -> AbstractContextManager[None]:
+        num_tokens = bucket.num_tokens * self._train.axes.num_streams
+        return out_of_memory_named(f"a pass over {num_tokens} tokens", "send shorter sequences")
+
+    def _program(self, kind: Pass, bucket: Bucket) -> Program:
+        make: Callable[[Bucket], Program] = self._train.score if kind == "score" else self._train.gradients
+        return make(bucket)
+
+    def _rows(self, model_ids: Sequence[str], num_adapters: int) -> tuple[tuple[Adapter, ...], tuple[Adapter, ...]]:
+        models = [self._models[model_id] for model_id in model_ids]
+        zeros = self._zeros[models[0].padded_rank]
+        unused = [zeros] * (num_adapters - len(models))
+        sums = [zeros if model.gradients is None else model.gradients for model in models]
+        return (*(model.state.weights for model in models), *unused), (*sums, *unused)
+
+    # Onto the devices -------------------------------------------------------------------------------------------------
+
+    def _placed(self, adapter: Adapter) -> Adapter:
+        """Put an adapter onto the device, or divided onto the mesh."""
+        return put(adapter, self._train.layout, adapter_specs(LAYER_MODULES))
+
+    def _arguments(self, stream: Stream) -> tuple[Any, ...]:
+        arguments = (stream.tokens_T, stream.positions_T, stream.tiles, stream.batch)
+        return arguments if self._train.layout is None else put(arguments, self._train.layout, STREAM_SPECS)
+
+    def _small(self, tree: Any) -> Any:
+        if self._train.layout is None:
+            return tree
+        return put(tree, self._train.layout, jax.tree.map(lambda _: Spec(), tree))
