@@ -1,0 +1,212 @@
+"""Training on a mesh: what one device computes, on many, in one worker or in several."""
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jax_harness import LOSSES, add_model, assert_same_bits, assert_same_state, make_op
+from pydantic import ValidationError
+
+from tinsmith import AdamParams, Array, BackendContext, ConfigError, LoraConfig, ModelState, OptimStep
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith.workers import WorkerDiedError
+from tinsmith_jax.backend import JaxBackend
+from tinsmith_jax.config import JaxConfig
+from tinsmith_jax.remote import RemoteDevices
+
+pytestmark = pytest.mark.slow  # workers load JAX, and compile
+
+SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "head_dim": 16}
+SMALL = {"max_context_tokens": 128, "max_batch_tokens": 128, "max_lora_rank": 8}
+LORA = LoraConfig(rank=4, alpha=8, seed=1)
+ADAM = AdamParams(learning_rate=1e-2, grad_clip_norm=1.0)
+LENGTHS = (5, 70, 128, 64)
+CLOSE = 1e-5
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A mesh, and how many processes have its devices."""
+
+    fsdp: int = 1
+    tensor: int = 1
+    data: int = 1
+    workers: int = 1
+
+    @property
+    def settings(self) -> dict[str, object]:
+        return {
+            "mesh": {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor},
+            "simulated_devices": self.data * self.fsdp * self.tensor // self.workers,
+            "nproc_per_node": self.workers,
+        }
+
+    def __str__(self) -> str:
+        return f"data {self.data} fsdp {self.fsdp} tensor {self.tensor} in {self.workers}"
+
+
+QUICK = Mesh(fsdp=2, tensor=2)
+THOROUGH = [
+    Mesh(), Mesh(fsdp=2), Mesh(tensor=2), Mesh(fsdp=4, tensor=2), Mesh(fsdp=2, tensor=4), Mesh(data=2, fsdp=2),
+    Mesh(data=2, fsdp=2, tensor=2), Mesh(fsdp=2, workers=2), Mesh(tensor=2, workers=2),
+    Mesh(fsdp=2, tensor=2, workers=4), Mesh(fsdp=4, tensor=2, workers=2), Mesh(data=2, tensor=2, workers=2),
+]  # fmt: skip
+MESHES = [
+    pytest.param(QUICK, id=str(QUICK)),
+    *(pytest.param(m, id=str(m), marks=pytest.mark.thorough) for m in THOROUGH),
+]
+
+
+@pytest.fixture(scope="module", params=["qwen3", pytest.param("llama", marks=pytest.mark.thorough)])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("mesh") / "model"
+    shape = TinyShape(family=request.param, num_heads=8, num_kv_heads=4, tied=request.param == "qwen3", **SIZES)
+    write_tiny_model(directory, shape)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def one_device(model: Path, jax_cache: Path) -> Iterator[JaxBackend]:
+    backend = on(model, jax_cache)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(scope="module", params=MESHES)
+def meshed(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[JaxBackend]:
+    backend = on(model, tmp_path_factory.mktemp("mesh-cache"), **request.param.settings)
+    yield backend
+    backend.close()
+
+
+def on(model: Path, cache: Path, **settings: object) -> JaxBackend:
+    config = JaxConfig.model_validate({**SMALL, "warm_up": False, **settings})
+    return JaxBackend(
+        config, BackendContext(model_name="tiny", model_path=model, cache_dir=cache, losses=LOSSES, samples=False)
+    )
+
+
+@dataclass(frozen=True)
+class Trained:
+    logprobs: list[Array]
+    gradients: dict[str, Array]
+    norms: list[float]
+    after: ModelState
+
+
+def train(backend: JaxBackend, *, beside: Sequence[str] = (), start: ModelState | None = None) -> Trained:
+    """Train the model "m" by two steps, with other tenants in the same calls."""
+    names = ["m", *beside]
+    for number, name in enumerate(names):
+        add_model(backend, name, LORA if name == "m" else LoraConfig(rank=number, seed=9), random_B=True)
+    if start is not None:
+        backend.restore_state("m", start)
+    logprobs, norms = [], []
+    gradients: dict[str, Array] = {}
+    for step in range(2):
+        ops = [make_op(name, step, LENGTHS if name == "m" else (100, 20, 33)) for name in reversed(names)]
+        outputs = backend.forward_backward(ops)
+        logprobs += [each["logprobs"] for each in outputs[-1].loss_fn_outputs]
+        gradients = dict(backend.capture_state("m").gradients)
+        stepped = backend.optim_step([OptimStep(model_id=name, adam=ADAM) for name in names])
+        norms.append(stepped[0].metrics["grad_norm"])
+    after = backend.capture_state("m")
+    assert_same_bits(backend.publish("m", "snapshot").adapter_weights(), after.weights)
+    for name in names:
+        backend.unload_model(name)
+    return Trained(logprobs, gradients, norms, after)
+
+
+def assert_close(left: Trained, right: Trained) -> None:
+    for mine, other in zip(left.logprobs, right.logprobs, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=0, atol=CLOSE)
+    np.testing.assert_allclose(left.norms, right.norms, rtol=CLOSE)
+    largest = max(float(np.abs(value).max()) for value in right.gradients.values())
+    for name, value in right.gradients.items():
+        np.testing.assert_allclose(left.gradients[name], value, rtol=0, atol=CLOSE * largest)
+    for name, value in right.after.weights.items():
+        np.testing.assert_allclose(left.after.weights[name], value, rtol=0, atol=CLOSE)
+
+
+def assert_same(left: Trained, right: Trained) -> None:
+    for mine, other in zip(left.logprobs, right.logprobs, strict=True):
+        np.testing.assert_array_equal(mine, other)
+    assert left.norms == right.norms
+    assert_same_state(left.after, right.after)
+
+
+def test_a_mesh_computes_what_one_device_does(meshed: JaxBackend, one_device: JaxBackend) -> None:
+    """Bit for bit, unless sums are divided."""
+    trained, alone = train(meshed), train(one_device)
+    assert_close(trained, alone)
+    assert max(trained.norms) > 0.1
+    if meshed.devices.facts.buckets.num_streams == num_devices(meshed):
+        assert_same(trained, alone)
+
+
+def test_no_tenant_changes_anothers_bits(meshed: JaxBackend) -> None:
+    assert_same(train(meshed, beside=["before", "after"]), train(meshed))
+
+
+def test_a_state_goes_on_where_it_was(meshed: JaxBackend, one_device: JaxBackend) -> None:
+    """With pending gradients: bit for bit on the same mesh, and closely on one device."""
+    half = train(meshed).after
+    pending = pending_of(meshed, half)
+    assert_same(train(meshed, start=pending), train(meshed, start=pending))
+    assert_close(train(meshed, start=pending), train(one_device, start=pending))
+    assert_close(train(one_device, start=half), train(meshed, start=half))
+
+
+def pending_of(backend: JaxBackend, state: ModelState) -> ModelState:
+    add_model(backend, "m", LORA)
+    backend.restore_state("m", state)
+    backend.forward_backward([make_op("m", 7, (40, 99))])
+    pending = backend.capture_state("m")
+    backend.unload_model("m")
+    assert pending.gradients
+    return pending
+
+
+def num_devices(backend: JaxBackend) -> int:
+    found = backend.capabilities.device.split(" x ")
+    return int(found[0]) if len(found) == 2 else 1
+
+
+@pytest.fixture
+def doomed(model: Path, tmp_path: Path) -> JaxBackend:
+    return on(model, tmp_path, **Mesh(fsdp=2).settings)
+
+
+def test_a_killed_worker_ends_the_call_by_name(doomed: JaxBackend) -> None:
+    assert isinstance(doomed.devices, RemoteDevices)
+    add_model(doomed, "m", LORA)
+    (pid,) = doomed.devices.group.pids
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match=f"worker 0 of 1 .process {pid} on .* died before it had answered run"):
+        doomed.forward_backward([make_op("m", 1, (9,))])
+    doomed.close()
+
+
+REFUSED: list[tuple[dict[str, int], str]] = [
+    ({"fsdp": 3}, "hidden_size of the model (32) is not a multiple of fsdp (3)"),
+    ({"tensor": 8}, "num_key_value_heads of the model (4) is not a multiple of tensor (8)"),
+    ({"data": 9}, "mesh data=9,fsdp=1,tensor=1 needs 9 devices, and there are 8 (cpu)"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "message"), REFUSED)
+def test_a_mesh_that_does_not_fit_is_refused(mesh: dict[str, int], message: str, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        on(model, tmp_path, mesh=mesh, simulated_devices=8)
+    assert message in str(refused.value)
+
+
+def test_workers_need_a_mesh() -> None:
+    with pytest.raises(ValidationError, match="nproc_per_node: only a mesh has workers; set mesh as well, or leave"):
+        JaxConfig.model_validate({"nproc_per_node": 2})
