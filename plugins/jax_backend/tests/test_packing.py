@@ -1,12 +1,14 @@
 """How requests are cut into micro-batches: order, limits, and as little padding as there can be."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinsmith import Datum, ForwardBackward
-from tinsmith_jax.buckets import ADAPTERS, Buckets
+from tinsmith_jax.buckets import ADAPTERS, Bucket, Buckets
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.packing import MicroBatch, Piece, plan
 
@@ -51,6 +53,16 @@ def test_dear_calls_are_not_multiplied() -> None:
     assert padded_tokens(list(plan(pieces, BUCKETS, 4096))) == [1024]
 
 
+def assert_in_streams(batch: MicroBatch, bucket: Bucket, num_streams: int) -> None:
+    """No piece is divided, and none overlaps another."""
+    assert bucket.num_tokens <= BUCKETS.max_tokens
+    end = 0
+    for start, each in zip(batch.starts(bucket), batch.pieces, strict=True):
+        assert start >= end
+        end = start + each.num_tiles * TILE
+        assert start // bucket.num_tokens == (end - 1) // bucket.num_tokens < num_streams
+
+
 PIECES = st.lists(
     st.tuples(st.integers(0, 11), st.integers(1, 1024), st.sampled_from([8, 32]), st.sampled_from([1, 2])),
     max_size=40,
@@ -58,16 +70,19 @@ PIECES = st.lists(
 
 
 @settings(deadline=None, derandomize=True)
-@given(PIECES)
-def test_every_piece_runs_once_and_in_its_models_order(drawn: list[tuple[int, int, int, int]]) -> None:
+@given(PIECES, st.sampled_from([1, 3]))
+def test_every_piece_runs_once_and_in_its_models_order(
+    drawn: list[tuple[int, int, int, int]], num_streams: int
+) -> None:
+    buckets = replace(BUCKETS, num_streams=num_streams)
     pieces = [
         piece(index, f"{model}/{rank}", length, rank=rank, targets=targets)
         for index, (model, length, rank, targets) in enumerate(drawn)
     ]
-    batches = list(plan(pieces, BUCKETS, 32))
+    batches = list(plan(pieces, buckets, 32))
     order: dict[str, list[int]] = {}
     for batch in batches:
-        assert batch.num_tiles * TILE <= BUCKETS.max_tokens
+        assert_in_streams(batch, batch.bucket(buckets), num_streams)
         assert len(batch.models) <= ADAPTERS[-1]
         assert len({each.padded_rank for each in batch.pieces}) == 1
         assert len({each.num_targets > 1 for each in batch.pieces}) == 1
