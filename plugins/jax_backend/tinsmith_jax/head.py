@@ -150,7 +150,7 @@ def _d_logits(p_CV: Any, d_logp_CK: Any, targets_CK: Any, axes: Axes) -> Any:
     """Differentiate by the logits: onehot(target) * g - softmax * sum of g."""
     num_columns = p_CV.shape[1]
     rest = -p_CV * d_logp_CK.sum(axis=-1, keepdims=True)
-    own = targets_CK - axes.first_row(num_columns)
+    own = targets_CK if axes.tensor == 1 else targets_CK - axes.first_row(num_columns)
     if targets_CK.shape[1] == 1:  # fuses with the rest, unlike a scatter
         columns = jnp.arange(num_columns, dtype=jnp.int32)
         return rest + jnp.where(columns == own, d_logp_CK, 0.0)
