@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tinsmith import Array, Datum, Forward, Sample, SampledSequence, SampleOutput, SamplingParams
+from tinsmith import Array, Datum, Forward, Sample, SampledSequence, SampleOutput, SamplingBackend, SamplingParams
 from tinsmith_jax.backend import JaxBackend
 
 VOCAB = 160
@@ -31,13 +31,13 @@ def make_sample(
     )
 
 
-async def sample(backend: JaxBackend, op: Sample) -> SampleOutput:
+async def sample(backend: SamplingBackend, op: Sample) -> SampleOutput:
     result = await backend.sample(op)
     assert isinstance(result, SampleOutput), result
     return result
 
 
-async def sample_all(backend: JaxBackend, ops: Sequence[Sample]) -> list[SampleOutput]:
+async def sample_all(backend: SamplingBackend, ops: Sequence[Sample]) -> list[SampleOutput]:
     return list(await asyncio.gather(*(sample(backend, op) for op in ops)))
 
 

@@ -1,4 +1,4 @@
-"""Training on a mesh: what one device computes, on many, in one worker or in several."""
+"""Training and sampling on a mesh: what one device computes, on many, in one worker or in several."""
 
 import os
 import signal
@@ -10,18 +10,34 @@ import numpy as np
 import pytest
 from jax_harness import LOSSES, add_model, assert_same_bits, assert_same_state, make_op
 from pydantic import ValidationError
+from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
 
-from tinsmith import AdamParams, Array, BackendContext, ConfigError, LoraConfig, ModelState, OptimStep
+from tinsmith import (
+    AdamParams,
+    Array,
+    BackendContext,
+    ConfigError,
+    HostSnapshot,
+    LoraConfig,
+    ModelState,
+    OptimStep,
+    Sample,
+    SampledSequence,
+    SampleOutput,
+    SamplingBackend,
+)
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.workers import WorkerDiedError
 from tinsmith_jax.backend import JaxBackend
-from tinsmith_jax.config import JaxConfig
+from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
 from tinsmith_jax.remote import RemoteDevices
+from tinsmith_jax.sampling_only import JaxSampler
 
 pytestmark = pytest.mark.slow  # workers load JAX, and compile
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "head_dim": 16}
-SMALL = {"max_context_tokens": 128, "max_batch_tokens": 128, "max_lora_rank": 8}
+SAMPLER = {"max_context_tokens": 128, "max_lora_rank": 8, "decode_slots": 2}
+SMALL = {"max_batch_tokens": 128, **SAMPLER}
 LORA = LoraConfig(rank=4, alpha=8, seed=1)
 ADAM = AdamParams(learning_rate=1e-2, grad_clip_norm=1.0)
 LENGTHS = (5, 70, 128, 64)
@@ -87,9 +103,7 @@ def meshed(
 
 def on(model: Path, cache: Path, **settings: object) -> JaxBackend:
     config = JaxConfig.model_validate({**SMALL, "warm_up": False, **settings})
-    return JaxBackend(
-        config, BackendContext(model_name="tiny", model_path=model, cache_dir=cache, losses=LOSSES, samples=False)
-    )
+    return JaxBackend(config, BackendContext(model_name="tiny", model_path=model, cache_dir=cache, losses=LOSSES))
 
 
 @dataclass(frozen=True)
@@ -173,6 +187,82 @@ def pending_of(backend: JaxBackend, state: ModelState) -> ModelState:
     return pending
 
 
+# Sampling -------------------------------------------------------------------------------------------------------------
+
+
+def requests() -> list[Sample]:
+    """Of the base model and three tenants: greedy and random, groups larger than a shard, and everything scored."""
+    targets = np.random.default_rng(0).integers(-1, 160, (99, 3))
+    return [
+        make_sample(prompt(70), "a", session="a", num_samples=5, max_tokens=12, prompt_logprobs=True),
+        make_sample(prompt(110), "b", session="b", temperature=0.0, max_tokens=15, topk_sample_logprobs=4),
+        make_sample(prompt(1), None, session="c", max_tokens=9, top_k=10),
+        make_sample(
+            prompt(100), "c", session="d", max_tokens=5, prompt_logprobs=True, topk_prompt_logprobs=3,
+            target_prompt_logprobs=targets,
+        ),
+        make_sample(prompt(65), None, session="b", temperature=0.7, top_p=0.8, num_samples=2, max_tokens=14),
+        make_sample(prompt(20), "b", session="b", max_tokens=20, seed=2**40),
+    ]  # fmt: skip
+
+
+async def sampled(
+    backend: JaxBackend, sampler: SamplingBackend | None = None, *, together: bool = True
+) -> list[SampleOutput]:
+    """Sample all requests, by the backend unless there is a sampler. One adapter comes from the host."""
+    sampler = sampler or backend
+    loras = {name: LoraConfig(rank=rank, seed=rank) for name, rank in (("a", 4), ("b", 7), ("c", 8))}
+    for name, lora in loras.items():
+        add_model(backend, name, lora, random_B=True)
+        published = backend.publish(name, name)
+        of_host = HostSnapshot(name, lora, published.adapter_weights())
+        await sampler.load_snapshot(of_host if name == "c" or sampler is not backend else published)
+        backend.unload_model(name)
+    ops = requests()
+    outputs = await sample_all(sampler, ops) if together else [await sample(sampler, op) for op in ops]
+    for name in loras:
+        await sampler.drop_snapshot(name)
+    return outputs
+
+
+def numbers(output: SampleOutput) -> list[Array]:
+    """All logprobs of an output."""
+    tops = [output.top_prompt_logprobs, *(sequence.top_logprobs for sequence in output.sequences)]
+    found = [output.prompt_logprobs, output.target_prompt_logprobs, *(top.logprobs for top in tops if top is not None)]
+    return [*(each for each in found if each is not None), *(sequence.logprobs for sequence in output.sequences)]
+
+
+def assert_same_outputs(left: Sequence[SampleOutput], right: Sequence[SampleOutput]) -> None:
+    for mine, other in zip(left, right, strict=True):
+        assert_same_sequences(mine, other)
+        for one, another in zip(numbers(mine), numbers(other), strict=True):
+            np.testing.assert_array_equal(one, another)
+
+
+async def test_a_mesh_samples_what_one_device_does(meshed: JaxBackend, one_device: JaxBackend) -> None:
+    """Bit for bit, unless sums are divided; the same tokens in any case."""
+    ours, expected = await sampled(meshed), await sampled(one_device)
+    for mine, other in zip(ours, expected, strict=True):
+        for one, another in zip(mine.sequences, other.sequences, strict=True):
+            assert one.tokens.tolist() == another.tokens.tolist()
+            assert top_ids(one) == top_ids(another)
+        for one, another in zip(numbers(mine), numbers(other), strict=True):
+            np.testing.assert_allclose(one, another, rtol=0, atol=CLOSE)
+    if meshed.devices.facts.buckets.num_streams == num_devices(meshed):
+        assert_same_outputs(ours, expected)
+
+
+async def test_no_tenant_changes_anothers_samples(meshed: JaxBackend) -> None:
+    assert_same_outputs(await sampled(meshed), await sampled(meshed, together=False))
+
+
+def top_ids(sequence: SampledSequence) -> list[list[int]] | None:
+    return None if sequence.top_logprobs is None else sequence.top_logprobs.token_ids.tolist()
+
+
+# Several --------------------------------------------------------------------------------------------------------------
+
+
 def num_devices(backend: JaxBackend) -> int:
     found = backend.capabilities.device.split(" x ")
     return int(found[0]) if len(found) == 2 else 1
@@ -205,6 +295,23 @@ def test_a_mesh_that_does_not_fit_is_refused(mesh: dict[str, int], message: str,
     with pytest.raises(ConfigError) as refused:
         on(model, tmp_path, mesh=mesh, simulated_devices=8)
     assert message in str(refused.value)
+
+
+def sampler_on(model: Path, cache: Path, mesh: dict[str, int]) -> JaxSampler:
+    config = JaxSamplerConfig.model_validate({**SAMPLER, "mesh": mesh, "warm_up": False})
+    return JaxSampler(config, BackendContext(model_name="tiny", model_path=model, cache_dir=cache, losses={}))
+
+
+def test_a_sampler_has_the_devices_of_its_own_process(model: Path, jax_cache: Path) -> None:
+    with pytest.raises(ConfigError, match="mesh data=2,fsdp=1,tensor=1 needs 2 devices, and there are 1"):
+        sampler_on(model, jax_cache, {"data": 2})
+
+
+@pytest.mark.thorough
+async def test_a_sampler_on_a_mesh(model: Path, jax_cache: Path, one_device: JaxBackend) -> None:
+    sampler = sampler_on(model, jax_cache, {})
+    assert_same_outputs(await sampled(one_device, sampler), await sampled(one_device))
+    sampler.close()
 
 
 def test_workers_need_a_mesh() -> None:

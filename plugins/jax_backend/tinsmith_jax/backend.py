@@ -79,7 +79,7 @@ class JaxBackend(Trainer, SamplingBackend):
             target_prompt_logprobs=True,
             max_topk_logprobs=min(config.max_topk_logprobs, self.model_config.vocab_size),
             stop_strings=rules.tokenizer is not None,
-            max_sequences=config.decode_slots,
+            max_sequences=config.decode_slots * facts.buckets.num_streams,
         )
 
     @property

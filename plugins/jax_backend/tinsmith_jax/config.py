@@ -41,11 +41,15 @@ class JaxConfig(WorkersConfig):
     simulated_devices: int | None = Field(
         None, ge=1, description="run a mesh on the CPU, with that many devices for each worker, to try it out"
     )
-    decode_slots: int = Field(16, ge=1, le=1024, description="sequences sampled at a time; more wait in line")
+    decode_slots: int = Field(
+        16, ge=1, le=1024, description="sequences sampled at a time, by each of data x fsdp shards; more wait in line"
+    )
     decode_steps: int | None = Field(
         None, ge=1, le=64, description="tokens per sampling dispatch, after which others join; default 4 on CPU, else 8"
     )
-    prefill_tokens: int = Field(512, ge=64, description="prompt tokens read between two sampling dispatches")
+    prefill_tokens: int = Field(
+        512, ge=64, description="prompt tokens that each shard reads between two sampling dispatches"
+    )
     max_topk_logprobs: int = Field(128, ge=1, description="alternatives per token that a sample may ask for")
     recompute: bool | None = Field(
         None, description="recompute activations in the backward pass to save memory; default off on CPU, else on"
@@ -72,10 +76,15 @@ class JaxSamplerConfig(BackendConfig):
     max_context_tokens: int | None = Field(
         None, ge=64, description="of one sequence; default the model's, at most 2048 on CPU, else 8192"
     )
-    decode_slots: int = Field(16, ge=1, le=1024, description="sequences sampled at a time; more wait in line")
+    mesh: MeshConfig | None = Field(None, description="several devices of this machine; default one")
+    decode_slots: int = Field(
+        16, ge=1, le=1024, description="sequences sampled at a time, by each of data x fsdp shards; more wait in line"
+    )
     decode_steps: int | None = Field(
         None, ge=1, le=64, description="tokens per sampling dispatch, after which others join; default 4 on CPU, else 8"
     )
-    prefill_tokens: int = Field(512, ge=64, description="prompt tokens read between two sampling dispatches")
+    prefill_tokens: int = Field(
+        512, ge=64, description="prompt tokens that each shard reads between two sampling dispatches"
+    )
     max_topk_logprobs: int = Field(128, ge=1, description="alternatives per token that a sample may ask for")
     warm_up: bool = Field(default=True, description="compile everything in the background after the start")

@@ -5,6 +5,10 @@ while a prompt is read, 1 during decoding. Attention walks over the cache in blo
 longest sequence needs. A block past a sequence's end changes none of its bits, so a sequence does not depend on the
 length of its neighbours, and one program serves all lengths.
 
+On a mesh, the slots are divided over the streams, and each shard works on its own: it runs the same program as a single
+device that has only these. Heads and the vocabulary are divided over `tensor`, as in training; the logits are joined
+before a token is drawn. Every shard draws as long as any has something to draw, because they exchange weights.
+
 Suffixes: B = slots, N = tiles, T = tokens of a tile, L = layers, H = hidden, V = vocabulary, S = cache positions,
 J = heads of keys and values, Q = queries that share such a head (T times the query heads per J), D = head dim,
 C = keys of a block, X = decode steps or table entries, K = alternatives per token; i, r, o = in, rank, out of a LoRA.
@@ -17,9 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from tinsmith_jax.layers import rms_norm, rope, rope_angles
+from tinsmith_jax.mesh import ONE, Axes
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.sampling_head import RowParams, draw, prompt_scores, top_logprobs
-from tinsmith_jax.trunk import qk_norm, split_qkv
+from tinsmith_jax.trunk import embed, qk_norm, split_qkv
 
 KEY_BLOCK = 256
 """Cache positions per step of attention; the cache's length is a multiple of it."""
@@ -41,7 +46,7 @@ class TokenTiles(NamedTuple):
     """Runs of consecutive tokens, each of one slot. All arrays are [N] except the tokens."""
 
     tokens_NT: Any
-    slot_N: Any
+    slot_N: Any  # of this shard; the last tiles may be padding: -1
     start_N: Any  # position of a tile's first token
     adapted_N: Any  # bool: use the slot's adapter; else the base model
 
@@ -74,25 +79,26 @@ class Steps(NamedTuple):
     top_logprobs_XBK: jax.Array
 
 
-def empty_cache(config: ModelConfig, *, num_slots: int, max_tokens: int, dtype: jnp.dtype) -> Cache:
+def cache_shape(config: ModelConfig, *, num_slots: int, max_tokens: int) -> tuple[int, ...]:
+    """Return [L, B, J, S, D] of keys or values."""
     length = -(-max_tokens // KEY_BLOCK) * KEY_BLOCK
-    shape = (config.num_layers, num_slots, config.num_kv_heads, length, config.head_dim)
-    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    return config.num_layers, num_slots, config.num_kv_heads, length, config.head_dim
 
 
 def prefill(
-    config: ModelConfig, base: Tree, resident: Tree, cache: Cache, tiles: TokenTiles
-) -> tuple[Cache, jax.Array]:
+    config: ModelConfig, base: Tree, resident: Tree, cache: Cache, tiles: TokenTiles, *, axes: Axes = ONE
+) -> tuple[Cache, tuple[jax.Array, ...]]:
     """Read tiles of 64 prompt tokens into the cache. Several tiles of one prompt may be passed, in order.
 
-    Returns the cache and the normed hidden states [N, T, H]. Positions past a prompt's end hold garbage until decoding
-    overwrites them; no query reads them before that.
+    Returns the cache and each tile's normed hidden states [T, H]. Positions past a prompt's end hold garbage until
+    decoding overwrites them; no query reads them before that.
     """
-    x_NTH = base["embed"][tiles.tokens_NT]
-    return _layers(config, base, _LoraRows(resident, tiles.slot_N, tiles.adapted_N), cache, x_NTH, tiles)
+    lora = _LoraRows(resident, tiles.slot_N, tiles.adapted_N)
+    cache, hidden_NTH = _layers(config, base, lora, cache, tiles, axes)
+    return cache, tuple(hidden_NTH)
 
 
-def score_prompt(
+def score_prompt(  # noqa: PLR0913 - a compiled program's arguments
     base: Tree,
     resident: Tree,
     hidden_TH: jax.Array,
@@ -102,11 +108,19 @@ def score_prompt(
     want_top: jax.Array,
     *,
     num_top: int,
+    axes: Axes = ONE,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Score one tile of a prompt; see `prompt_scores`. Logits are computed for this tile only."""
-    lora = _LoraRows(resident, slot[None], adapted[None])
-    logits_TV = _logits(base, lora, hidden_TH[None])[0]
-    return prompt_scores(logits_TV, targets_TK, num_top=num_top, want_top=want_top)
+    """Score one tile of a prompt; see `prompt_scores`. Logits are computed for this tile only.
+
+    `slot` is one of all shards'. The one that has it knows the hidden states, and its result is everyone's.
+    """
+    num_slots = resident["head"][0].shape[0]
+    row = axes.own_row(slot, num_slots)
+    lora = _LoraRows(resident, row[None], adapted[None])
+    logits_TV = _logits(axes.whole(base["head"], 1), lora, hidden_TH[None], axes)[0]
+    scores = prompt_scores(logits_TV, targets_TK, num_top=num_top, want_top=want_top)
+    found: tuple[jax.Array, jax.Array, jax.Array] = axes.of_owner(scores, own=row < num_slots)
+    return found
 
 
 def decode(  # noqa: PLR0913 - a compiled program's arguments
@@ -120,24 +134,33 @@ def decode(  # noqa: PLR0913 - a compiled program's arguments
     *,
     max_steps: int,
     num_top: int,
+    axes: Axes = ONE,
 ) -> tuple[Cache, Steps]:
-    """Decode up to `switches.num_steps` (at most `max_steps`) tokens in every slot that has tokens left."""
+    """Decode up to `switches.num_steps` (at most `max_steps`) tokens in every slot that has tokens left.
+
+    The steps are those of all shards' slots.
+    """
     num_slots = state.token_B.shape[0]
     lora = _LoraRows(resident, None, state.adapted_B)
+    head_VH = axes.whole(base["head"], 1)
 
-    def go_on(carry: tuple[Cache, SlotState, Steps]) -> jax.Array:
-        _, now, steps = carry
-        more: jax.Array = (steps.num_steps < switches.num_steps) & jnp.any(now.left_B > 0)
-        return more
+    def any_left(state: SlotState) -> jax.Array:
+        anywhere: jax.Array = axes.anywhere(jnp.any(state.left_B > 0))
+        return anywhere
 
-    def step(carry: tuple[Cache, SlotState, Steps]) -> tuple[Cache, SlotState, Steps]:
-        cache, now, steps = carry
+    def go_on(carry: tuple[Cache, SlotState, jax.Array, Steps]) -> jax.Array:
+        _, _, more, steps = carry
+        wanted: jax.Array = steps.num_steps < switches.num_steps
+        return wanted & more
+
+    def step(carry: tuple[Cache, SlotState, jax.Array, Steps]) -> tuple[Cache, SlotState, jax.Array, Steps]:
+        cache, now, _, steps = carry
         active_B = now.left_B > 0
         # An idle slot is computed too, with its last token. Its result is dropped, and it writes at a position that the
         # slot's next token or prompt tile overwrites before anything reads it.
         tiles = TokenTiles(now.token_B[:, None], jnp.arange(num_slots), now.position_B, now.adapted_B)
-        cache, hidden_BTH = _layers(config, base, lora, cache, base["embed"][tiles.tokens_NT], tiles)
-        logits_BV = _logits(base, lora, hidden_BTH)[:, 0]
+        cache, hidden_BTH = _layers(config, base, lora, cache, tiles, axes)
+        logits_BV = _logits(head_VH, lora, hidden_BTH, axes)[:, 0]
         token_B, logprob_B, logp_BV = draw(logits_BV, params, now.position_B + 1, any_truncated=switches.any_truncated)
         top_ids_BK, top_logprobs_BK = top_logprobs(logp_BV, num_top=num_top, wanted=switches.any_top)
         stopped_B = jnp.any(token_B[:, None] == now.stop_BX, axis=-1)
@@ -156,7 +179,7 @@ def decode(  # noqa: PLR0913 - a compiled program's arguments
             now.stop_BX,
             now.adapted_B,
         )
-        return cache, after, drawn
+        return cache, after, any_left(after), drawn
 
     nothing = Steps(
         jnp.int32(0),
@@ -165,12 +188,18 @@ def decode(  # noqa: PLR0913 - a compiled program's arguments
         jnp.zeros((max_steps, num_slots, num_top), jnp.int32),
         jnp.zeros((max_steps, num_slots, num_top), jnp.float32),
     )
-    cache, _, steps = lax.while_loop(go_on, step, (cache, state, nothing))
-    return cache, steps
+    cache, _, _, steps = lax.while_loop(go_on, step, (cache, state, any_left(state), nothing))
+    return cache, Steps(steps.num_steps, *(axes.complete(part, 1) for part in steps[1:]))
 
 
-def copy_slot(cache: Cache, source: jax.Array, target: jax.Array, num_blocks: jax.Array) -> Cache:
-    """Copy the first blocks of a slot to another, so that the samples of a group read their prompt only once."""
+def copy_slot(cache: Cache, source: jax.Array, target: jax.Array, num_blocks: jax.Array, *, axes: Axes = ONE) -> Cache:
+    """Copy the first blocks of a slot to another of the same shard.
+
+    So the samples of a group read their prompt only once.
+    """
+    num_slots = cache.k_LBJSD.shape[1]
+    source, target = (axes.own_row(slot, num_slots) for slot in (source, target))
+    num_blocks = num_blocks if axes.num_streams == 1 else jnp.where(source < num_slots, num_blocks, 0)
 
     def one(block: jax.Array, cache: Cache) -> Cache:
         return Cache(*(_copy_block(part, source, target, block * KEY_BLOCK) for part in cache))
@@ -179,15 +208,16 @@ def copy_slot(cache: Cache, source: jax.Array, target: jax.Array, num_blocks: ja
     return copied
 
 
-def write_adapter(resident: Tree, adapter: Tree, slot: jax.Array, scale: jax.Array) -> Tree:
+def write_adapter(resident: Tree, adapter: Tree, slot: jax.Array, scale: jax.Array, *, axes: Axes = ONE) -> Tree:
     """Put an adapter into a slot, padding its rank with zeros to the resident one and folding its scale into B."""
+    row = axes.own_row(slot, resident["head"][0].shape[0])  # past the end on other shards, where nothing is set
 
     def put(rows: tuple[jax.Array, jax.Array], pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         (rows_A, rows_B), (A, B) = rows, pair
         missing = rows_A.shape[-1] - A.shape[-1]
         A = jnp.pad(A, [(0, 0)] * (A.ndim - 1) + [(0, missing)]).astype(rows_A.dtype)
         B = jnp.pad(B * scale, [(0, 0)] * (B.ndim - 2) + [(0, missing), (0, 0)]).astype(rows_B.dtype)
-        return rows_A.at[..., slot, :, :].set(A), rows_B.at[..., slot, :, :].set(B)
+        return rows_A.at[..., row, :, :].set(A), rows_B.at[..., row, :, :].set(B)
 
     return jax.tree.map(put, resident, adapter, is_leaf=lambda node: isinstance(node, tuple))
 
@@ -230,9 +260,14 @@ def _at(stacked: jax.Array, layer: jax.Array) -> jax.Array:
 
 
 def _layers(
-    config: ModelConfig, base: Tree, lora: _LoraRows, cache: Cache, x_NTH: jax.Array, tiles: TokenTiles
+    config: ModelConfig, base: Tree, lora: _LoraRows, cache: Cache, tiles: TokenTiles, axes: Axes
 ) -> tuple[Cache, jax.Array]:
-    """Run the layer stack over tiles and write their keys and values. Returns the cache and normed hidden states."""
+    """Run the layer stack over tiles and write their keys and values.
+
+    Returns the cache and the normed hidden states [N, T, H].
+    """
+    x_NTH = embed(base["embed"], tiles.tokens_NT, axes)
+    config = config.divided(axes.tensor)
     T = tiles.tokens_NT.shape[1]
     position_NT = tiles.start_N[:, None] + jnp.arange(T)
     cos_sin = rope_angles(position_NT, config.rope.inv_freq, config.rope.factor)
@@ -246,19 +281,19 @@ def _layers(
             return lora.of_layer(name, index, x_NTi)
 
         h_NTH = rms_norm(x_NTH, weights["input_norm"], config.rms_norm_eps)
-        qkv_NTo = _dense(h_NTH, weights["qkv"])
+        qkv_NTo = _dense(h_NTH, axes.whole(weights["qkv"], 0))
         deltas = (delta("q", h_NTH), delta("k", h_NTH), delta("v", h_NTH))
         q_NThD, k_NTJD, v_NTJD = split_qkv(qkv_NTo, deltas, config)
         q_NThD, k_NTJD = qk_norm(q_NThD, k_NTJD, weights, config)
         q_NThD, k_NTJD = rope(q_NThD, *cos_sin), rope(k_NTJD, *cos_sin)
         cache = _write(cache, index, tiles, k_NTJD, v_NTJD)
         out_NTo = _attend(q_NThD, cache, index, lora.slot_N, position_NT, num_blocks)
-        x_NTH = x_NTH + _dense(out_NTo, weights["o"]) + delta("o", out_NTo)
+        x_NTH = _add(x_NTH, _dense(out_NTo, axes.whole(weights["o"], 1)), delta("o", out_NTo), axes)
         h_NTH = rms_norm(x_NTH, weights["post_norm"], config.rms_norm_eps)
-        gate_NTo, up_NTo = jnp.split(_dense(h_NTH, weights["gate_up"]), 2, axis=-1)
+        gate_NTo, up_NTo = jnp.split(_dense(h_NTH, axes.whole(weights["gate_up"], 0)), 2, axis=-1)
         gate_NTo, up_NTo = gate_NTo + delta("gate", h_NTH), up_NTo + delta("up", h_NTH)
         inner_NTo = jax.nn.silu(gate_NTo) * up_NTo
-        x_NTH = x_NTH + _dense(inner_NTo, weights["down"]) + delta("down", inner_NTo)
+        x_NTH = _add(x_NTH, _dense(inner_NTo, axes.whole(weights["down"], 1)), delta("down", inner_NTo), axes)
         return (x_NTH, cache), None
 
     scanned = (jnp.arange(config.num_layers), base["layers"])
@@ -272,22 +307,32 @@ def _dense(x_NTi: jax.Array, weight_io: jax.Array) -> jax.Array:
     return (x_NTi.reshape(N * T, width) @ weight_io).reshape(N, T, -1)
 
 
-def _logits(base: Tree, lora: _LoraRows, hidden_NTH: jax.Array) -> jax.Array:
+def _add(x_NTH: jax.Array, product_NTH: jax.Array, delta_NTH: jax.Array, axes: Axes) -> jax.Array:
+    """Add the product of divided inputs and its LoRA part, which is divided likewise: one sum over shards for both."""
+    if axes.tensor == 1:
+        return x_NTH + product_NTH + delta_NTH
+    total: jax.Array = axes.total(product_NTH + delta_NTH)
+    return x_NTH + total
+
+
+def _logits(head_VH: jax.Array, lora: _LoraRows, hidden_NTH: jax.Array, axes: Axes) -> jax.Array:
     N, T, H = hidden_NTH.shape
     flat = hidden_NTH.reshape(N * T, H)
-    logits = jnp.einsum("nh,vh->nv", flat, base["head"], preferred_element_type=jnp.float32)
-    return logits.reshape(N, T, -1) + lora.of_head(hidden_NTH).astype(jnp.float32)
+    logits = jnp.einsum("nh,vh->nv", flat, head_VH, preferred_element_type=jnp.float32)
+    own = logits.reshape(N, T, -1) + lora.of_head(hidden_NTH).astype(jnp.float32)
+    whole: jax.Array = axes.every_column(own)
+    return whole
 
 
 def _write(cache: Cache, layer: jax.Array, tiles: TokenTiles, k_NTJD: jax.Array, v_NTJD: jax.Array) -> Cache:
-    """Write each tile's keys and values at its slot and start position, tile by tile, in place."""
+    """Write each tile's keys and values at its slot and start position, tile by tile, in place; padding nowhere."""
 
     def one(n: jax.Array, cache: Cache) -> Cache:
         at = (layer, tiles.slot_N[n], 0, tiles.start_N[n], 0)
         new = (jnp.swapaxes(part_NTJD[n], 0, 1)[None, None] for part_NTJD in (k_NTJD, v_NTJD))
         return Cache(*(lax.dynamic_update_slice(old, part, at) for old, part in zip(cache, new, strict=True)))
 
-    written: Cache = lax.fori_loop(0, len(tiles.slot_N), one, cache)
+    written: Cache = lax.fori_loop(0, jnp.sum(tiles.slot_N >= 0), one, cache)
     return written
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 
-from tinsmith import ConfigError, LossSpec, Progress
+from tinsmith import LossSpec, Progress
 from tinsmith_jax import runtime
 from tinsmith_jax.buckets import Buckets
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.loss_table import LossTable
-from tinsmith_jax.mesh import make_layout
+from tinsmith_jax.mesh import device_name, make_layout
 from tinsmith_jax.model_config import read_config
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.sampling_device import SamplingDevice, sampling_device
@@ -66,12 +66,9 @@ class Devices:
         turns = Turns()
         self.training = TrainingDevice(base, self.train_programs, programs=self.programs, turns=turns)
         self.sampling: SamplingDevice | None = None
-        if setup.samples and layout is not None:
-            msg = "mesh: the jax backend does not sample on a mesh yet; configure a sampler for this model besides"
-            raise ConfigError(msg)
         if setup.samples:
-            self.sampling = sampling_device(config, limits, model, base, programs=self.programs, turns=turns)
-        self.facts = Facts(name=self._name(), limits=limits, buckets=self.train_programs.buckets)
+            self.sampling = sampling_device(config, limits, model, base, layout, programs=self.programs, turns=turns)
+        self.facts = Facts(name=device_name(layout), limits=limits, buckets=self.train_programs.buckets)
 
     def start_warm_up(self) -> None:
         """Compile all programs in the background."""
@@ -82,10 +79,6 @@ class Devices:
     def close(self) -> None:
         """End the warm-up. The arrays are freed with the object."""
         self.programs.close()
-
-    def _name(self) -> str:
-        kind, number = jax.devices()[0].device_kind, self.train_programs.axes.num_devices
-        return str(kind) if number == 1 else f"{number} x {kind}"
 
 
 def _shape_of(array: Any, *, on_mesh: bool) -> jax.ShapeDtypeStruct:

@@ -77,6 +77,10 @@ class Axes:
         """Return the first of this shard's rows of the vocabulary."""
         return 0 if self.tensor == 1 else jax.lax.axis_index(TENSOR) * num_rows
 
+    def every_column(self, logits: Any) -> Any:
+        """Join the logits (last axis) of all shards of the vocabulary."""
+        return logits if self.tensor == 1 else jax.lax.all_gather(logits, TENSOR, axis=logits.ndim - 1, tiled=True)
+
     # fsdp
 
     def whole(self, weight: Any, axis: int) -> Any:
@@ -100,9 +104,26 @@ class Axes:
         rows = x.shape[0] // self.num_streams
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(STREAMS) * rows, rows)
 
-    def complete(self, x: Any) -> Any:
-        """Give every shard the rows (axis 0) of all streams."""
-        return x if self.num_streams == 1 else jax.lax.all_gather(x, STREAMS, axis=0, tiled=True)
+    def complete(self, x: Any, axis: int = 0) -> Any:
+        """Give every shard the rows of all streams."""
+        return x if self.num_streams == 1 else jax.lax.all_gather(x, STREAMS, axis=axis, tiled=True)
+
+    def anywhere(self, flag: Any) -> Any:
+        """Return whether `flag` is set on any shard."""
+        return flag if self.num_streams == 1 else jax.lax.pmax(flag.astype(jnp.int32), STREAMS) > 0
+
+    def own_row(self, row: Any, num_rows: int) -> Any:
+        """Return the place of one of all shards' rows among this shard's; `num_rows` if another shard has it."""
+        if self.num_streams == 1:
+            return row
+        own = row - jax.lax.axis_index(STREAMS) * num_rows
+        return jnp.where((own >= 0) & (own < num_rows), own, num_rows)
+
+    def of_owner(self, tree: Any, *, own: Any) -> Any:
+        """Give every shard what the one has for which `own` is set."""
+        if self.num_streams == 1:
+            return tree
+        return jax.tree.map(lambda x: jax.lax.psum(jnp.where(own, x, 0), STREAMS), tree)
 
     def fold_start(self, sums: Any) -> Any:
         """Return where this shard's fold of the gradients begins."""
@@ -145,6 +166,12 @@ _BASE: Final[Mapping[str, Spec]] = {
 VOCABULARY: Final = Spec(TENSOR, FSDP)
 _COLUMNS: Final = frozenset({"q", "k", "v", "gate", "up"})
 """The modules whose outputs are divided over `tensor`; those of the others are inputs."""
+
+
+CACHE: Final = Spec(None, STREAMS, TENSOR)
+"""Keys and values: slots over the streams, heads over `tensor` (decode.Cache has the shapes)."""
+ROWS: Final = Spec(STREAMS)
+"""Arrays whose first axis is that of the streams' rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +241,12 @@ def make_layout(config: MeshConfig, model: ModelConfig, *, exact: bool) -> Layou
     return Layout(axes, Mesh(devices, (DATA, FSDP, TENSOR)))
 
 
+def device_name(layout: Layout | None) -> str:
+    """Name the kind of the devices, with their number if there is a mesh."""
+    kind, number = jax.devices()[0].device_kind, 1 if layout is None else layout.axes.num_devices
+    return str(kind) if number == 1 else f"{number} x {kind}"
+
+
 def _text(axes: Axes) -> str:
     return f"{DATA}={axes.data},{FSDP}={axes.fsdp},{TENSOR}={axes.tensor}"
 
@@ -236,3 +269,15 @@ def adapter_specs(modules: Sequence[str]) -> Any:
         "layers": {name: column if name in _COLUMNS else row for name in modules},
         "head": (Spec(), Spec(None, TENSOR)),
     }
+
+
+def resident_specs(modules: Sequence[str]) -> Any:
+    """Return how the adapters in the slots are divided: like one adapter, and slots over the streams."""
+
+    def with_slots(spec: Spec, num_axes: int) -> Spec:
+        axes = [*spec, *[None] * (num_axes - len(spec))]
+        return Spec(*axes[:-2], STREAMS, *axes[-2:])
+
+    one = adapter_specs(modules)
+    layers = {name: tuple(with_slots(spec, 3) for spec in pair) for name, pair in one["layers"].items()}
+    return {"layers": layers, "head": tuple(with_slots(spec, 2) for spec in one["head"])}

@@ -12,7 +12,8 @@ from tinsmith.workers import Worker, count_gpus
 from tinsmith_jax.adapters import Adapter
 from tinsmith_jax.devices import Devices, Facts, Setup
 from tinsmith_jax.mesh import fetch
-from tinsmith_jax.sampling_device import SamplingDevice, SamplingShape
+from tinsmith_jax.sampling_device import SamplingDevice
+from tinsmith_jax.sampling_values import SamplingShape
 from tinsmith_jax.training_device import TrainingDevice
 
 SIMULATED: Final = "TINSMITH_JAX_SIMULATED_DEVICES"

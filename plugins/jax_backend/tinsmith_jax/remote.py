@@ -27,7 +27,7 @@ from tinsmith_jax.devices import Facts, Setup
 from tinsmith_jax.mesh_worker import SIMULATED, Loaded, Refused
 from tinsmith_jax.model_config import ModelConfig, read_config
 from tinsmith_jax.packing import Stream
-from tinsmith_jax.sampling_device import Drawn, PromptTile, SamplingShape, SlotInput
+from tinsmith_jax.sampling_values import Drawn, PromptTile, SamplingShape, SlotInput
 from tinsmith_jax.training_device import Pass
 from tinsmith_jax.turns import Turns
 
@@ -184,16 +184,13 @@ class RemoteSampling:
     def write_adapter(self, slot: int, adapter: Held, scale: float) -> None:
         self._workers.run("adapters", "write", adapter.number, slot, scale)
 
-    def prefill(self, tiles: Sequence[PromptTile]) -> FloatArray:
-        hidden: FloatArray = self._run("prefill", tiles)
-        return hidden
+    def prefill(self, tiles: Sequence[PromptTile]) -> None:
+        self._run("prefill", tiles)
 
     def score(
-        self, hidden_TH: FloatArray, tile: PromptTile, targets_TK: IntArray, *, want_top: bool
+        self, tile: PromptTile, targets_TK: IntArray, *, want_top: bool
     ) -> tuple[FloatArray, IntArray, FloatArray]:
-        scored: tuple[FloatArray, IntArray, FloatArray] = self._run(
-            "score", hidden_TH, tile, targets_TK, want_top=want_top
-        )
+        scored: tuple[FloatArray, IntArray, FloatArray] = self._run("score", tile, targets_TK, want_top=want_top)
         return scored
 
     def copy_slot(self, source: int, target: int, num_tokens: int) -> None:

@@ -8,7 +8,7 @@ and returns finished sequences.
 import asyncio
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -31,7 +31,8 @@ from tinsmith_jax.decode import STOP_TABLE
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.remote import RemoteSampling, RemoteSnapshot
-from tinsmith_jax.sampling_device import Drawn, PromptTile, SamplingDevice, SlotInput, prefill_sizes
+from tinsmith_jax.sampling_device import SamplingDevice
+from tinsmith_jax.sampling_values import Drawn, PromptTile, SlotInput
 from tinsmith_jax.slots import Draw, Line, LoadedSnapshot, Request, Slot
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,8 @@ class Sampler(SamplingBackend):
         self._arrived: deque[_Waiting] = deque()
         self._closing = False
         # Used only by the thread:
-        self._slots = [Slot(index=index) for index in range(device.shape.num_slots)]
+        shape = device.shape
+        self._slots = [Slot(index=index, shard=shape.shard_of(index)) for index in range(shape.num_slots)]
         self._line = Line()
         self._waiting: dict[Request, _Waiting] = {}
         self._thread: threading.Thread | None = None  # started with the first request
@@ -246,18 +248,27 @@ class Sampler(SamplingBackend):
                 self._forget(request)
 
     def _fill_slots(self) -> None:
-        """Assign free slots to waiting sequences, preferring slots that already hold their adapter."""
+        """Assign free slots to waiting sequences."""
         free = [slot for slot in self._slots if slot.draw is None]
         while free and (draw := self._line.take(self._slots)) is not None:
             snapshot = draw.request.snapshot
             serial = 0 if snapshot is None else snapshot.serial
-            slot = next((slot for slot in free if slot.adapter_serial == serial), free[0])
+            slot = self._choose(free, draw.request, serial)
             free.remove(slot)
             slot.occupy(draw)
             if snapshot is not None and slot.adapter_serial != serial:
                 slot.adapter_serial = 0  # until the adapter is written: a failure must not leave a wrong serial
                 self._device.write_adapter(slot.index, snapshot.arrays, snapshot.scale)
                 slot.adapter_serial = serial
+
+    def _choose(self, free: list[Slot], request: Request, serial: int) -> Slot:
+        """Prefer the shard on which the request's prompt is read already; slots that hold their adapter; empty shards.
+
+        If all is equal, take the first.
+        """
+        shards = {slot.shard for slot in self._slots if slot.draw is not None and slot.draw.request is request}
+        num_free = Counter(slot.shard for slot in free)
+        return max(free, key=lambda slot: (slot.shard in shards, slot.adapter_serial == serial, num_free[slot.shard]))
 
     # Prompts
 
@@ -267,14 +278,16 @@ class Sampler(SamplingBackend):
         while left > 0:
             self._copy_prompts()
             work = self._next_tiles(left)
-            if not work:
+            longest = max(map(len, work))
+            if not longest:
                 return
-            count = max((size for size in prefill_sizes() if size <= len(work)), default=len(work))
-            self._prefill(work[:count])
+            sizes = self._device.shape.prefill_tiles
+            count = max((size for size in sizes if size <= longest), default=longest)
+            self._prefill([one for shard in work for one in shard[:count]])
             left -= count
 
     def _copy_prompts(self) -> None:
-        """Copy a prompt that one sequence of a request has read to the request's other sequences."""
+        """Copy a prompt that one sequence of a request has read to the request's other sequences on the shard."""
         for slot in self._slots:
             if slot.draw is None or slot.ready:
                 continue
@@ -284,42 +297,42 @@ class Sampler(SamplingBackend):
                 self._device.copy_slot(source.index, slot.index, num_tokens)
                 slot.num_cached = num_tokens
 
-    def _next_tiles(self, most: int) -> list[tuple[Slot, PromptTile]]:
-        """Return the next tiles of each request's leading reader, the tiles of one prompt in order."""
-        work: list[tuple[Slot, PromptTile]] = []
+    def _next_tiles(self, most: int) -> list[list[tuple[Slot, PromptTile]]]:
+        """Return each shard's next tiles: those of each request's leading reader, the tiles of one prompt in order."""
+        work: list[list[tuple[Slot, PromptTile]]] = [[] for _ in range(self._device.shape.num_shards)]
         for slot in self._slots:
             if slot.draw is None or slot.ready or slot is not self._reader(slot):
                 continue
-            request = slot.draw.request
-            for start in range(slot.num_cached, request.num_prefill, TILE):
-                if len(work) == most:
-                    return work
+            request, own = slot.draw.request, work[slot.shard]
+            for start in range(slot.num_cached, request.num_prefill, TILE)[: most - len(own)]:
                 tokens = request.op.prompt_P[start : min(start + TILE, request.num_prefill)]
                 adapted = request.snapshot is not None
-                work.append((slot, PromptTile(slot=slot.index, start=start, tokens=tokens, adapted=adapted)))
+                own.append((slot, PromptTile(slot=slot.index, start=start, tokens=tokens, adapted=adapted)))
         return work
 
     def _reader(self, slot: Slot) -> Slot:
-        """Return which slot of a request reads its prompt: the one furthest ahead. The others copy from it."""
+        """Return which slot of a request reads its prompt on the shard: the one furthest ahead. The others copy it."""
         return max(self._siblings(slot), key=lambda sibling: sibling.num_cached)
 
     def _prefill(self, work: list[tuple[Slot, PromptTile]]) -> None:
-        hidden_NTH = self._device.prefill([tile for _, tile in work])
-        for (slot, tile), hidden_TH in zip(work, hidden_NTH, strict=True):
+        self._device.prefill([tile for _, tile in work])
+        for slot, tile in work:
             assert slot.draw is not None, "only occupied slots read"
             request, end = slot.draw.request, tile.start + len(tile.tokens)
             scores = request.scores
             if end > request.scored_tokens and scores.wants(tile.start, end):
                 targets_TK = scores.targets[tile.start : end]
-                found = self._device.score(hidden_TH, tile, targets_TK, want_top=scores.wants_top)
+                found = self._device.score(tile, targets_TK, want_top=scores.wants_top)
                 scores.fill(tile.start, *found)
             request.scored_tokens = max(request.scored_tokens, end)
             slot.num_cached = end
 
     def _siblings(self, slot: Slot) -> list[Slot]:
+        """Return the slots of the same request on the same shard: slots of one shard share a prompt by copying."""
         assert slot.draw is not None, "a free slot has no siblings"
         request = slot.draw.request
-        return [other for other in self._slots if other.draw is not None and other.draw.request is request]
+        of_shard = self._slots[slot.shard * (size := self._device.shape.slots_per_shard) :][:size]
+        return [other for other in of_shard if other.draw is not None and other.draw.request is request]
 
     # Decoding
 

@@ -1,11 +1,10 @@
 """The sampling half of the jax backend on its own, for models that another backend trains."""
 
-import jax
-
 from tinsmith import BackendContext, Capabilities, StopRules
 from tinsmith_jax import runtime
 from tinsmith_jax.compilation import Programs
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
+from tinsmith_jax.mesh import device_name, make_layout
 from tinsmith_jax.model_config import read_config
 from tinsmith_jax.sampler import Sampler
 from tinsmith_jax.sampling_device import sampling_device
@@ -22,12 +21,13 @@ class JaxSampler(Sampler):
         model = read_config(context.model_directory)
         whole = JaxConfig.model_validate(config.model_dump())
         limits = runtime.decide(whole, model)
-        base = load_base(context.model_directory, model, limits.dtype, context.progress)
+        layout = None if config.mesh is None else make_layout(config.mesh, model, exact=limits.exact)
+        base = load_base(context.model_directory, model, limits.dtype, context.progress, layout)
         self._programs = Programs(context.progress)
-        device = sampling_device(whole, limits, model, base, programs=self._programs, turns=Turns())
+        device = sampling_device(whole, limits, model, base, layout, programs=self._programs, turns=Turns())
         rules = StopRules.of_model(context.model_directory)
         capabilities = Capabilities(
-            device=jax.devices()[0].device_kind,
+            device=device_name(layout),
             dtype=limits.dtype,
             vocab_size=model.vocab_size,
             max_context_tokens=limits.max_context_tokens,
@@ -40,7 +40,7 @@ class JaxSampler(Sampler):
             target_prompt_logprobs=True,
             max_topk_logprobs=min(config.max_topk_logprobs, model.vocab_size),
             stop_strings=rules.tokenizer is not None,
-            max_sequences=config.decode_slots,
+            max_sequences=device.shape.num_slots,
         )
         super().__init__(device, model, capabilities=capabilities, rules=rules, prefill_tokens=config.prefill_tokens)
         if config.warm_up:

@@ -157,6 +157,7 @@ class Slot:
     """A row of the decode batch. `adapter_serial` outlives the occupant, as the next one may need the same adapter."""
 
     index: int
+    shard: int = 0  # of the device's mesh
     draw: Draw | None = None
     num_cached: int = 0  # prompt tokens in the cache
     adapter_serial: int = 0  # 0 = the base model: zeros

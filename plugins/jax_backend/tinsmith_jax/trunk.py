@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from tinsmith_jax.attention import packed_attention
 from tinsmith_jax.layers import TILE, Lora, Tiles, by_tile, lora_delta, rms_norm, rope, rope_angles
-from tinsmith_jax.mesh import GATHERED, ONE, Axes
+from tinsmith_jax.mesh import FSDP, GATHERED, ONE, Axes
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.weights import Base
 
@@ -61,17 +61,27 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     elif axes.fsdp > 1:
         keep = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
         body = jax.checkpoint(layer, prevent_cse=False, policy=keep)
-    x_TH, _ = jax.lax.scan(body, _embed(base["embed"], tokens_T, axes), (base["layers"], adapters["layers"], sums))
+    x_TH, _ = jax.lax.scan(body, embed(base["embed"], tokens_T, axes), (base["layers"], adapters["layers"], sums))
     return rms_norm(x_TH, base["final_norm"], config.rms_norm_eps)
 
 
-def _embed(table_VH: Any, tokens_T: Any, axes: Axes) -> Any:
-    table_VH = axes.whole(table_VH, 1)
+def embed(table_VH: Any, tokens: Any, axes: Axes) -> Any:
+    """Look up tokens of any shape. Where the table is divided along H, rows are exchanged instead of the table."""
+    if axes.fsdp > 1:
+        tokens = jax.lax.all_gather(tokens, FSDP)
+    rows = _own_rows(table_VH, tokens, axes)
+    if axes.fsdp > 1:
+        rows = jax.lax.all_to_all(rows, FSDP, split_axis=0, concat_axis=rows.ndim - 1, tiled=True)[0]
+    return axes.total(rows)
+
+
+def _own_rows(table_VH: Any, tokens: Any, axes: Axes) -> Any:
+    """Return 0 for tokens in other shards of the vocabulary."""
     if axes.tensor == 1:
-        return table_VH[tokens_T]
-    rows = tokens_T - axes.first_row(table_VH.shape[0])
+        return table_VH[tokens]
+    rows = tokens - axes.first_row(table_VH.shape[0])
     own = (rows >= 0) & (rows < table_VH.shape[0])
-    return axes.total(jnp.where(own[:, None], table_VH[jnp.where(own, rows, 0)], 0))
+    return jnp.where(own[..., None], table_VH[jnp.where(own, rows, 0)], 0)
 
 
 def lora_of(names: tuple[str, ...], adapter: Any, sums: Any) -> Lora:

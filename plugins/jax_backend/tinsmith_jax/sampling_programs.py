@@ -1,0 +1,170 @@
+"""The compiled programs of sampling. Shapes come from the configuration alone, so the programs are few and all known.
+
+Small arrays come from the host and go back whole: on a mesh, every process has the same, and reads all results.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tinsmith_jax import adapters, decode
+from tinsmith_jax.compilation import Program
+from tinsmith_jax.layers import TILE
+from tinsmith_jax.mesh import CACHE, ONE, ROWS, Axes, Layout, Spec, adapter_specs, base_specs, resident_specs
+from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.sampling_head import RowParams
+from tinsmith_jax.sampling_values import SamplingShape, SlotInput
+from tinsmith_jax.trunk import LAYER_MODULES
+
+# Any below: compiled programs, and pytrees of arrays, shapes and specs.
+Kind = Literal["decode", "prefill", "write_adapter", "score", "copy"]
+
+TARGET_COLUMNS = (1, 8, 64)
+"""Targets per row of a scoring program; wider matrices are scored in slices."""
+_HERE = Spec()  # the same on every shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingPrograms:
+    """Builds the programs of one model from shapes alone; compilation.Programs compiles them."""
+
+    config: ModelConfig
+    shape: SamplingShape
+    base_shapes: Any  # pytree of what has a shape and a dtype
+    layout: Layout | None = None
+
+    @property
+    def axes(self) -> Axes:
+        return ONE if self.layout is None else self.layout.axes
+
+    def all(self) -> list[Program]:
+        """Every program that can be needed, likely ones first."""
+        kinds: list[tuple[Kind, int]] = [
+            ("decode", 0),
+            *(("prefill", tiles) for tiles in self.shape.prefill_tiles),
+            *(("write_adapter", rank) for rank in adapters.rank_classes(self.shape.max_lora_rank)),
+            ("score", TARGET_COLUMNS[0]),
+            ("copy", 0),
+            *(("score", columns) for columns in TARGET_COLUMNS[1:]),
+        ]
+        return [self.named(kind, size) for kind, size in kinds]
+
+    def named(self, kind: Kind, size: int = 0) -> Program:
+        """Return a program; `size` is a number of tiles, a padded rank, or a number of targets."""
+        match kind:
+            case "decode":
+                compiled: Callable[[], Any] = self._decode
+            case "prefill":
+                compiled = functools.partial(self._prefill, size)
+            case "write_adapter":
+                compiled = functools.partial(self._write_adapter, size)
+            case "score":
+                compiled = functools.partial(self._score, size)
+            case "copy":
+                compiled = self._copy
+        return Program(("sampling", kind, size), compiled)
+
+    def empty(self) -> tuple[decode.Cache, adapters.Adapter]:
+        """Make the cache and the rows of the adapters."""
+
+        def zeros(shape: Any, spec: Spec) -> jax.Array:
+            return jnp.zeros(shape.shape, shape.dtype, device=None if self.layout is None else self.layout.placed(spec))
+
+        cache = decode.Cache(*(zeros(part, CACHE) for part in self._cache))
+        return cache, jax.tree.map(zeros, self._resident, resident_specs(LAYER_MODULES))
+
+    def _decode(self) -> Any:
+        shape = self.shape
+        function = functools.partial(
+            decode.decode, self.config, max_steps=shape.max_steps, num_top=shape.max_top, axes=self.axes
+        )
+        arguments = decode_arguments(SlotInput.idle(shape.num_slots), shape.max_steps)
+        into = (*self._held_specs, ROWS, ROWS, _HERE)
+        return self._build(function, (*self._held, *arguments), into, (CACHE, _HERE), donated=2)
+
+    def _prefill(self, num_tiles: int) -> Any:
+        """On a mesh, `num_tiles` is that of a shard, and so is a slot's number."""
+        rows = np.zeros(self.shape.num_shards * num_tiles, np.int32)
+        tiles = decode.TokenTiles(np.zeros((len(rows), TILE), np.int32), rows, rows, np.zeros(len(rows), bool))
+        function = functools.partial(decode.prefill, self.config, axes=self.axes)
+        return self._build(function, (*self._held, tiles), (*self._held_specs, ROWS), (CACHE, ROWS), donated=2)
+
+    def _score(self, columns: int) -> Any:
+        hidden_TH = _shape((self.shape.num_shards * TILE, self.config.hidden_size), self.shape.dtype)
+        slot, adapted, want_top = np.int32(0), np.False_, np.False_
+        function = functools.partial(decode.score_prompt, num_top=self.shape.max_top, axes=self.axes)
+        arguments = (hidden_TH, slot, adapted, np.zeros((TILE, columns), np.int32), want_top)
+        base, resident, _ = self._held
+        base_spec, resident_spec, _ = self._held_specs
+        into = (base_spec, resident_spec, ROWS, _HERE, _HERE, _HERE, _HERE)
+        return self._build(function, (base, resident, *arguments), into, _HERE)
+
+    def _write_adapter(self, rank: int) -> Any:
+        function = functools.partial(decode.write_adapter, axes=self.axes)
+        arguments = (self._resident, adapters.shapes(self.config, rank), np.int32(0), np.float32(1))
+        resident = resident_specs(LAYER_MODULES)
+        into = (resident, adapter_specs(LAYER_MODULES), _HERE, _HERE)
+        return self._build(function, arguments, into, resident, donated=0)
+
+    def _copy(self) -> Any:
+        function = functools.partial(decode.copy_slot, axes=self.axes)
+        source = target = num_blocks = np.int32(0)
+        into = (CACHE, _HERE, _HERE, _HERE)
+        return self._build(function, (self._cache, source, target, num_blocks), into, CACHE, donated=0)
+
+    @property
+    def _held(self) -> tuple[Any, Any, Any]:
+        return self.base_shapes, self._resident, self._cache
+
+    @property
+    def _held_specs(self) -> tuple[Any, Any, Any]:
+        return base_specs(list(self.base_shapes["layers"])), resident_specs(LAYER_MODULES), CACHE
+
+    @property
+    def _cache(self) -> decode.Cache:
+        shape = decode.cache_shape(
+            self.config, num_slots=self.shape.num_slots, max_tokens=self.shape.max_context_tokens
+        )
+        part = _shape(shape, self.shape.dtype)
+        return decode.Cache(part, part)
+
+    @property
+    def _resident(self) -> adapters.Adapter:
+        one = adapters.shapes(self.config, self.shape.max_lora_rank)
+        num_slots, dtype = self.shape.num_slots, self.shape.dtype
+        return jax.tree.map(lambda leaf: _shape((*leaf.shape[:-2], num_slots, *leaf.shape[-2:]), dtype), one)
+
+    def _build(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], into: Any, out: Any, donated: int | None = None
+    ) -> Any:
+        """Compile from shapes: the arrays need not exist, and the first call finds the program ready."""
+        given_away = () if donated is None else (donated,)
+        shapes = _shapes(arguments)
+        if self.layout is None:
+            return jax.jit(function, donate_argnums=given_away).lower(*shapes).compile()
+        divided = jax.shard_map(function, mesh=self.layout.devices, in_specs=into, out_specs=out, check_vma=False)
+        places = self.layout.placed_tree(into)
+        return jax.jit(divided, in_shardings=places, donate_argnums=given_away).lower(*shapes).compile()
+
+
+def decode_arguments(slots: SlotInput, num_steps: int) -> tuple[decode.SlotState, RowParams, decode.Switches]:
+    running = slots.left > 0
+    truncated = ((slots.top_k > 0) | (slots.top_p < 1)) & running
+    return (
+        decode.SlotState(slots.tokens, slots.positions, slots.left, slots.stop_tokens, slots.adapted),
+        RowParams(slots.seed_words, slots.sample_index, slots.temperature, slots.top_k, slots.top_p),
+        decode.Switches(np.int32(num_steps), np.bool_(truncated.any()), np.bool_(slots.any_top)),
+    )
+
+
+def _shape(shape: tuple[int, ...], dtype: Any) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: _shape(leaf.shape, leaf.dtype), tree)
