@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import multiprocessing
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -28,6 +29,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import BackendContext
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.losses import BUILTIN_LOSSES
+from tinsmith.processes.engine import SWITCH_S
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import ClaimRoom, Held, NewOperation, StoreContext
@@ -105,6 +107,7 @@ async def opened(postgres: Postgres | None) -> AsyncIterator[Bench]:
 
 
 def engine_main(data_dir: Path, url: str | None, pipe: Connection) -> None:
+    sys.setswitchinterval(SWITCH_S)  # as `tinsmith engine` does
     uvloop.run(run_engine(data_dir, url, pipe))
 
 

@@ -31,10 +31,11 @@ from tinsmith.processes.stopping import unless_stopped
 from tinsmith.settings import Settings
 from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore
 
-_ORPHAN_GRACE_S: Final = 10.0
-_SWITCH_S: Final = 1e-4
+SWITCH_S: Final = 1e-4
 """How long a thread may hold the interpreter while another waits for it. By default 5 ms: a backend that computes in
 Python would make each of some fifty steps of a transaction wait that long, while it keeps the server from writing."""
+
+_ORPHAN_GRACE_S: Final = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def run_engine(settings: Settings, model_name: str, plugins: Plugins) -> None:
 
     Exit with 1 or EXIT_STORE if another start may help. Raise ConfigError or PluginError if it cannot.
     """
-    sys.setswitchinterval(_SWITCH_S)
+    sys.setswitchinterval(SWITCH_S)
     level = settings.server.log_level.upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("alembic").setLevel(logging.WARNING)  # it reports at every start that there is nothing to do
