@@ -1,6 +1,7 @@
 """What deploy/ is executed with: a model and devices that are here, the client that trains it, and processes."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,7 +22,11 @@ ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS
 CLIENT: Final = Path(__file__).with_name("tutorial_client.py")
 STEPS: Final = 6
 
-_OF_WORKERS: Final = ("launcher", "nnodes", "control_address", "start_timeout_s")
+_SMALL: Final = {"max_context_tokens": 256}
+_GLOO: Final = {
+    "fsdp": {"device": "cpu", "nproc_per_node": 1, **_SMALL},
+    "jax": {"max_batch_tokens": 1024, "warm_up": False, **_SMALL},
+}
 
 
 def write_model(directory: Path) -> None:
@@ -29,14 +34,12 @@ def write_model(directory: Path) -> None:
 
 
 def on_cpu(model: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return what is served in the place of an item of `models`: on as many workers, joined in the same way."""
-    backend = {key: value for key, value in model["backend"].items() if key in _OF_WORKERS}
-    return {
-        "name": name,  # the SDK loads the tokenizer by this name
-        "path": model["path"],
-        "backend": {"plugin": "fsdp", "device": "cpu", "max_context_tokens": 256, **backend},
-        "sampler": {"plugin": "jax", "max_context_tokens": 256, "warm_up": False},
-    }
+    """Return what is served in the place of an item of `models`: with as many machines, in the same way."""
+    backend = {**model["backend"], **_GLOO[model["backend"]["plugin"]]}
+    if "mesh" in backend:
+        backend["simulated_devices"] = math.prod(backend["mesh"].values()) // backend.get("nnodes", 1)
+    served = {"name": name, "path": model["path"], "backend": backend}  # the SDK loads the tokenizer by its name
+    return served if "sampler" not in model else {**served, "sampler": {"plugin": "jax", "warm_up": False, **_SMALL}}
 
 
 def tutorial(url: str, model: str, checkpoint: str) -> Generator[str, None, None]:
