@@ -21,6 +21,7 @@ API_KEYS: Final = json.dumps([{"key": API_KEY, "tenant": "me"}])
 ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 CLIENT: Final = Path(__file__).with_name("tutorial_client.py")
 STEPS: Final = 6
+LINES: Final = STEPS + 2
 
 _SMALL: Final = {"max_context_tokens": 256}
 _GLOO: Final = {
@@ -43,7 +44,7 @@ def on_cpu(model: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def tutorial(url: str, model: str, checkpoint: str) -> Generator[str, None, None]:
-    """Run the tutorial's script. Yields its lines as they are written: one for each step, and the checkpoint's path.
+    """Run the tutorial's script. Yields lines as they are written: the steps, the checkpoint's path, what is sampled.
 
     Closing the iterator ends the script.
     """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from local_cluster import LocalCluster, Substitutes
 from manifests import HOST, SECRET, SLICE, read
-from small_scale import API_KEYS, ENVIRONMENT, STEPS, on_cpu, saved, tutorial, write_model
+from small_scale import API_KEYS, ENVIRONMENT, LINES, STEPS, on_cpu, saved, tutorial, write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(3600)]
 
@@ -41,21 +41,23 @@ def cluster(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Itera
 
 @pytest.mark.parametrize("cluster", [SLICE], indirect=True, ids=["v6e-4x4"])
 def test_the_tutorial_loses_a_pod_of_the_slice_and_then_the_server(cluster: LocalCluster, tiny: Path) -> None:
-    """The script sees delays. It ends with the same losses and the same bits as one that nobody has disturbed."""
+    """The script sees delays. It ends with the same losses, bits and samples as one that nobody has disturbed."""
     [workers], server = cluster.jobsets, cluster.pods["tinsmith-0"]
     url = f"http://{server.address}:8000"  # what `kubectl port-forward` would forward
     undisturbed = list(tutorial(url, str(tiny), "undisturbed"))
     with closing(tutorial(url, str(tiny), "disturbed")) as disturbed:
-        losses = [next(disturbed), next(disturbed)]
+        lines = [next(disturbed), next(disturbed)]
         cluster.kill("tinsmith-workers-slice-0-2")
-        losses += [next(disturbed), next(disturbed)]
+        lines += [next(disturbed), next(disturbed)]
         assert [pod.starts for pod in workers.pods] == [2, 2, 2, 2], "all pods of the slice are new"
         assert server.starts == 1
         cluster.kill("tinsmith-0")
-        losses += list(disturbed)
+        lines += list(disturbed)
     assert server.starts == 2
     assert workers.restarts == 1, "the workers have joined the new engine"
-    assert losses[:STEPS] == undisturbed[:STEPS]
+    assert len(undisturbed) == LINES
+    assert lines[:STEPS] == undisturbed[:STEPS]
+    assert lines[-1] == undisturbed[-1], "what is sampled"
     data_dir = server.claims["data"] / "tinsmith"
     assert saved(data_dir, "disturbed") == saved(data_dir, "undisturbed")
 
@@ -66,5 +68,5 @@ def test_the_tutorial_loses_the_only_pod(cluster: LocalCluster, tiny: Path) -> N
     with closing(tutorial(f"http://{server.address}:8000", str(tiny), "trained")) as lines:
         first = [next(lines), next(lines)]
         cluster.kill("tinsmith-0")
-        assert len([*first, *lines]) == STEPS + 1
+        assert len([*first, *lines]) == LINES
     assert server.starts == 2

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from small_scale import API_KEYS, ENVIRONMENT, STEPS, answers, kill, on_cpu, own_address, tutorial, write_model
+from small_scale import API_KEYS, ENVIRONMENT, LINES, answers, kill, on_cpu, own_address, tutorial, write_model
 
 from tinsmith.commands.load_settings import load_settings
 from tinsmith.plugins.loading import Plugins
@@ -94,6 +94,6 @@ def test_the_script_serves_from_two_machines(tmp_path: Path) -> None:
     with job(tmp_path, model["backend"]["nnodes"]) as (url, running):
         while not answers(f"{url}/healthz"):
             assert running.poll() is None
-        assert len(list(tutorial(url, str(tiny), "trained"))) == STEPS + 1
+        assert len(list(tutorial(url, str(tiny), "trained"))) == LINES
         running.send_signal(signal.SIGTERM)  # Slurm, before the time limit
         assert running.wait() == 128 + signal.SIGTERM

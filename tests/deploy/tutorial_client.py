@@ -1,4 +1,4 @@
-"""Runs examples/tutorial_pig_latin.py as it is, through the official SDK, and then saves what it has trained.
+"""Runs examples/tutorial_pig_latin.py as it is, through the official SDK. Then saves the model and samples from it.
 
 Only the seed is fixed, which the server draws otherwise, so that two runs can be compared: it is set in the SDK.
 """
@@ -28,6 +28,15 @@ def main(checkpoint: str, *arguments: str) -> None:
         if ended.code:
             raise
     print(made[0].save_state(name=checkpoint).result().path, flush=True)
+    print(*sampled(made[0]), flush=True)
+
+
+def sampled(trained: tinker.TrainingClient) -> list[int]:
+    prompt = tinker.ModelInput.from_ints(trained.get_tokenizer().encode("English: banana split\nPig Latin:"))
+    params = tinker.SamplingParams(max_tokens=8, temperature=0.0)
+    sampler = trained.save_weights_and_get_sampling_client(name="trained").result()
+    [sequence] = sampler.sample(prompt=prompt, num_samples=1, sampling_params=params).result().sequences
+    return list(sequence.tokens)
 
 
 class _Remembering:
