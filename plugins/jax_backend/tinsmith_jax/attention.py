@@ -4,34 +4,104 @@ In step j of the loop, every query tile attends to the key tile j places before 
 sequence. The number of steps is the number of tiles of the longest sequence in the batch. Softmax is accumulated online
 in float32, starting at the query's own tile and going backwards, so a sequence's result depends on its own tiles alone:
 a foreign tile contributes nothing, even if it holds NaN. The reverse pass recomputes the probabilities from the saved
-log-sum-exp (FlashAttention, arXiv 2205.14135). CPUs use the variant in tile_attention.py.
+log-sum-exp (FlashAttention, arXiv 2205.14135). CPUs use the variant in tile_attention.py, TPUs the kernel in
+kernels/splash.py.
 
-Legend: n = tiles, c = TILE, N = kv heads, g = query heads per kv head, d = head_dim.
+Legend: T = tokens, n = tiles, c = TILE, N = kv heads, g = query heads per kv head, H = g * N heads, d = head_dim.
 """
 
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tinsmith_jax import tile_attention
+from tinsmith_jax.kernels import splash
+from tinsmith_jax.kernels.choice import Kernels
 from tinsmith_jax.layers import TILE
 
 # Any below: jax arrays.
 
 
-def packed_attention(q_THd: Any, k_TNd: Any, v_TNd: Any, first_n: Any) -> Any:
+_HUGE: Final = 1e15
+"""From here on, a score could overflow in float32."""
+
+
+def packed_attention(q_THd: Any, k_TNd: Any, v_TNd: Any, first_n: Any, kernels: Kernels) -> Any:
     """Attend within each sequence; `first_n` is the first tile of each tile's sequence. Returns [T, heads * d]."""
+    attend = _in_blocks if kernels.attention == "splash" else _in_tiles
+    out_THd = attend(kernels, q_THd, k_TNd, v_TNd, first_n)
+    return out_THd.reshape(q_THd.shape[0], -1).astype(q_THd.dtype)
+
+
+def _in_tiles(kernels: Kernels, q_THd: Any, k_TNd: Any, v_TNd: Any, first_n: Any) -> Any:
     T, num_heads, d = q_THd.shape
     num_kv = k_TNd.shape[1]
     n, group = T // TILE, num_heads // num_kv
     q = q_THd.reshape(n, TILE, num_kv, group, d).transpose(0, 2, 3, 1, 4).reshape(n, num_kv, group * TILE, d)
     k, v = (x.reshape(n, TILE, num_kv, d).transpose(0, 2, 1, 3) for x in (k_TNd, v_TNd))
-    attend = tile_attention.attend if jax.default_backend() == "cpu" else _attend
+    attend = tile_attention.attend if kernels.attention == "tile_by_tile" else _attend
     out = attend(q, k, v, first_n)
-    out = out.reshape(n, num_kv, group, TILE, d).transpose(0, 3, 1, 2, 4)
-    return out.reshape(T, num_heads * d).astype(q_THd.dtype)
+    return out.reshape(n, num_kv, group, TILE, d).transpose(0, 3, 1, 2, 4)
+
+
+# Kernels whose blocks hold several sequences --------------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_blocks(kernels: Kernels, q_THd: Any, k_TNd: Any, v_TNd: Any, first_n: Any) -> Any:
+    """Return [T, H, d].
+
+    Such a kernel multiplies foreign values by zero, which passes on a NaN. Whatever is not finite is therefore taken
+    out before, and the results of its own sequence are NaN afterwards.
+    """
+    return _in_blocks_forward(kernels, q_THd, k_TNd, v_TNd, first_n)[0]
+
+
+def _in_blocks_forward(kernels: Kernels, *qkv_and_first: Any) -> tuple[Any, Any]:
+    *qkv, first_n = qkv_and_first
+    broken_n = _broken_sequences(qkv, first_n)
+    out, pull_back = jax.vjp(lambda q, k, v: _blocks(kernels, q, k, v, first_n), *map(_quiet, qkv))
+    return _marked(out, broken_n), (pull_back, broken_n, first_n)
+
+
+def _in_blocks_backward(kernels: Kernels, saved: Any, d_out: Any) -> tuple[Any, Any, Any, None]:
+    del kernels
+    pull_back, broken_n, first_n = saved
+    broken_n = broken_n | _broken_sequences([d_out], first_n)
+    d_q, d_k, d_v = (_marked(d, broken_n) for d in pull_back(_quiet(d_out)))
+    return d_q, d_k, d_v, None
+
+
+_in_blocks.defvjp(_in_blocks_forward, _in_blocks_backward)
+
+
+def _blocks(kernels: Kernels, q_THd: Any, k_TNd: Any, v_TNd: Any, first_n: Any) -> Any:
+    q_THd = (q_THd.astype(jnp.float32) * q_THd.shape[-1] ** -0.5).astype(q_THd.dtype)
+    q, k, v = (x.transpose(1, 0, 2) for x in (q_THd, k_TNd, v_TNd))
+    out = splash.attend(q, k, v, first_n, longest=kernels.longest, interpret=kernels.interpret)
+    return out.transpose(1, 0, 2)
+
+
+def _broken_sequences(arrays: Any, first_n: Any) -> Any:
+    """Return for each tile whether its sequence holds something that is not finite."""
+    n = first_n.shape[0]
+    broken_n = jnp.any(jnp.stack([~(jnp.abs(x) < _HUGE).reshape(n, -1).all(axis=1) for x in arrays]), axis=0)
+    return ((first_n[:, None] == first_n) & broken_n).any(axis=1)
+
+
+def _quiet(x: Any) -> Any:
+    return jnp.where(jnp.abs(x) < _HUGE, x, 0)
+
+
+def _marked(x: Any, broken_n: Any) -> Any:
+    broken_T = jnp.repeat(broken_n, TILE, total_repeat_length=x.shape[0])
+    return jnp.where(broken_T[:, None, None], jnp.nan, x).astype(x.dtype)
+
+
+# Tiles ----------------------------------------------------------------------------------------------------------------
 
 
 @jax.custom_vjp

@@ -54,6 +54,9 @@ class JaxConfig(WorkersConfig):
     recompute: bool | None = Field(
         None, description="recompute activations in the backward pass to save memory; default off on CPU, else on"
     )
+    kernels: Literal["device", "reference"] = Field(
+        "device", description="of training: those for the device, or the reference, to compare with if results look off"
+    )
     warm_up: bool = Field(default=True, description="compile everything in the background after the start")
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tinsmith_jax.layers import TILE, Tiles, add_tiles
+from tinsmith_jax.layers import TILE, Tiles, products_of
 from tinsmith_jax.loss_table import LossBatch, LossTable
 from tinsmith_jax.mesh import ONE, Axes
 
@@ -56,7 +56,7 @@ def score(
     head_VH = axes.whole(head_VH, 1)
 
     def step(carry: None, chunk: _Chunk) -> tuple[None, tuple[Any, Any]]:
-        logits_CV, _ = _logits(head_VH, adapters, chunk)
+        logits_CV, _ = _logits(head_VH, adapters, chunk, axes)
         logp_CK, _ = _logprobs(logits_CV, chunk.batch.targets_TK, axes)
         return carry, (logp_CK, losses.per_token(logp_CK, chunk.batch)[0])
 
@@ -83,7 +83,7 @@ def score_with_gradients(  # noqa: PLR0913 - what a compiled program works on
         batch = _swapped(by_row)
 
     def step(sums: Any, chunk: _Chunk) -> tuple[Any, tuple[Any, Any, Any]]:
-        logits_CV, z = _logits(head_VH, adapters, chunk)
+        logits_CV, z = _logits(head_VH, adapters, chunk, axes)
         logp_CK, p_CV = _logprobs(logits_CV, chunk.batch.targets_TK, axes)
         loss_CK, d_logp_CK = losses.per_token(logp_CK, chunk.batch)
         d_logits = _d_logits(p_CV, d_logp_CK, chunk.batch.targets_TK, axes).astype(chunk.hidden_CH.dtype)
@@ -117,15 +117,15 @@ def _unchunk(x: Any) -> Any:
     return x.reshape(-1, *x.shape[2:])
 
 
-def _logits(head_VH: Any, adapters: Any, chunk: _Chunk) -> tuple[Any, Any]:
+def _logits(head_VH: Any, adapters: Any, chunk: _Chunk, axes: Axes) -> tuple[Any, Any]:
     """Return float32 logits [C, V] and the scaled low-rank activations [c, TILE, r]."""
     A, B = adapters
     hidden, which = chunk.hidden_CH, chunk.tiles.adapter_n
-    dtype = hidden.dtype
+    dtype, products = hidden.dtype, products_of(axes.kernels)
     logits = _matmul("ch,vh->cv", hidden, head_VH)
     x = hidden.reshape(-1, TILE, hidden.shape[-1])
-    z = _matmul("nth,nhr->ntr", x, A[which].astype(dtype)) * chunk.tiles.scale_n[:, None, None]
-    delta = _matmul("ntr,nrv->ntv", z.astype(dtype), B[which].astype(dtype))
+    z = products.down(x, A.astype(dtype), which) * chunk.tiles.scale_n[:, None, None]
+    delta = products.up(z.astype(dtype), B.astype(dtype), which)
     return logits + delta.reshape(logits.shape), z
 
 
@@ -163,15 +163,15 @@ def _backward(
     head_VH: Any, adapters: Any, sums: Any, chunk: _Chunk, z: Any, d_logits_CV: Any, axes: Axes
 ) -> tuple[Any, Any]:
     (A, B), (sums_A, sums_B) = adapters, sums
-    which, dtype = chunk.tiles.adapter_n, d_logits_CV.dtype
+    which, dtype, k, products = chunk.tiles.adapter_n, d_logits_CV.dtype, A.shape[0], products_of(axes.kernels)
     x = chunk.hidden_CH.reshape(-1, TILE, chunk.hidden_CH.shape[-1])
     d_logits = d_logits_CV.reshape(-1, TILE, d_logits_CV.shape[-1])
-    d_z = _matmul("ntv,nrv->ntr", d_logits, B[which].astype(dtype)) * chunk.tiles.scale_n[:, None, None]
+    d_z = products.up_backward(d_logits, B.astype(dtype), which) * chunk.tiles.scale_n[:, None, None]
     d_z = axes.total(d_z).astype(dtype)
     d_hidden = axes.total(_matmul("cv,vh->ch", d_logits_CV, head_VH))
-    d_hidden = d_hidden + _matmul("ntr,nhr->nth", d_z, A[which].astype(dtype)).reshape(d_hidden.shape)
-    sums_A = add_tiles(sums_A, _matmul("nth,ntr->nhr", x, d_z), which)
-    sums_B = add_tiles(sums_B, _matmul("ntr,ntv->nrv", z.astype(dtype), d_logits), which)
+    d_hidden = d_hidden + products.down_backward(d_z, A.astype(dtype), which).reshape(d_hidden.shape)
+    sums_A = products.add(sums_A, products.outer_A(x, d_z, which, k), which)
+    sums_B = products.add(sums_B, products.outer_B(z.astype(dtype), d_logits, which, k), which)
     return d_hidden.astype(dtype), (sums_A, sums_B)
 
 

@@ -9,11 +9,14 @@ tenant's numbers do not depend on the other tenants in the call.
 
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from tinsmith_jax.kernels import tile_products, wide_products
+from tinsmith_jax.kernels.choice import Kernels
 from tinsmith_jax.mesh import ONE, Axes
 
 # Any below: jax arrays and pytrees of them.
@@ -45,13 +48,13 @@ def rms_norm(x: Any, weight: Any, eps: float) -> Any:
     return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def by_tile(compute: Callable[[Any], Any], x_T: Any) -> Any:
+def by_tile(compute: Callable[[Any], Any], x_T: Any, kernels: Kernels) -> Any:
     """Apply `compute` to [TILE, ...] blocks of the first axis; on a CPU, one after the other.
 
     XLA:CPU compiles a reduction over more than two axes differently once the array exceeds some size, and then rounds
     differently. Blocks of one size keep a row's bits independent of the number of rows.
     """
-    if jax.default_backend() != "cpu":
+    if not kernels.equal_blocks:
         return compute(x_T)
     return jax.lax.map(compute, x_T.reshape(-1, TILE, *x_T.shape[1:])).reshape(x_T.shape)
 
@@ -69,12 +72,17 @@ def rope(x: Any, cos: Any, sin: Any) -> Any:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
+def products_of(kernels: Kernels) -> ModuleType:
+    """Return the module with the chosen form of the products of adapters; tile_products.py documents them."""
+    return tile_products if kernels.products == "by_tile" else wide_products
+
+
 def lora_delta(x_TI: Any, lora: Lora, tiles: Tiles, axes: Axes = ONE, divided: Divided = "outputs") -> tuple[Any, ...]:
     """Compute scale * x @ A @ B per module, each [T, out_i] in the dtype of `x`.
 
-    With `lora.sums`, reverse differentiation by the sums yields the sums plus this call's gradients, added tile by tile
-    in order. This is a left fold over a tenant's tiles: neither the other tenants in the call nor how the tenant's data
-    were split into calls affect it.
+    With `lora.sums`, reverse differentiation by the sums yields the sums plus this call's gradients. The reference
+    adds them tile by tile in order. This is a left fold over a tenant's tiles: neither the other tenants in the call
+    nor how the tenant's data were split into calls affect it.
 
     On a mesh, the gradient by `x` is this shard's part if outputs are divided; if inputs are, the result is whole.
     """
@@ -86,16 +94,15 @@ def lora_delta(x_TI: Any, lora: Lora, tiles: Tiles, axes: Axes = ONE, divided: D
 def _delta(
     x_TI: Any, A: tuple[Any, ...], B: tuple[Any, ...], tiles: Tiles, axes: Axes, divided: Divided
 ) -> tuple[tuple[Any, ...], Any]:
-    dtype = x_TI.dtype
+    dtype, products = x_TI.dtype, products_of(axes.kernels)
     x = x_TI.reshape(-1, TILE, x_TI.shape[-1])
-    joined = jnp.concatenate(A, axis=-1).astype(dtype)[tiles.adapter_n]
-    z = _matmul("nti,nir->ntr", x, joined) * tiles.scale_n[:, None, None]  # float32
+    z = products.down(x, jnp.concatenate(A, axis=-1).astype(dtype), tiles.adapter_n)
+    z = z * tiles.scale_n[:, None, None]  # float32
     if divided == "inputs":
         z = axes.total(z)
     parts = jnp.split(z.astype(dtype), len(A), axis=-1)
     deltas = [
-        _matmul("ntr,nro->nto", part, b.astype(dtype)[tiles.adapter_n]).astype(dtype)
-        for part, b in zip(parts, B, strict=True)
+        products.up(part, b.astype(dtype), tiles.adapter_n).astype(dtype) for part, b in zip(parts, B, strict=True)
     ]
     return tuple(delta.reshape(x_TI.shape[0], -1) for delta in deltas), z
 
@@ -117,41 +124,25 @@ def _summing_backward(
     axes: Axes, divided: Divided, saved: Any, d_deltas: tuple[Any, ...]
 ) -> tuple[Any, Any, Any, Any, Any]:
     x_TI, z, A, B, (sums_A, sums_B), tiles = saved
-    dtype = x_TI.dtype
+    dtype, products, k = x_TI.dtype, products_of(axes.kernels), A[0].shape[0]
     x = x_TI.reshape(-1, TILE, x_TI.shape[-1])
     which = axes.every_stream(tiles.adapter_n)
     d_parts, new_B = [], []
     for d_delta, part, b, total in zip(d_deltas, jnp.split(z, len(A), axis=-1), B, sums_B, strict=True):
         d = d_delta.reshape(-1, TILE, d_delta.shape[-1])
-        d_parts.append(_matmul("nto,nro->ntr", d, b.astype(dtype)[tiles.adapter_n]) * tiles.scale_n[:, None, None])
+        d_part = products.up_backward(d, b.astype(dtype), tiles.adapter_n)
+        d_parts.append(d_part * tiles.scale_n[:, None, None])
         every_part, every_d = axes.every_stream((part.astype(dtype), d))
-        new_B.append(add_tiles(total, _matmul("ntr,nto->nro", every_part, every_d), which))
+        new_B.append(products.add(total, products.outer_B(every_part, every_d, which, k), which))
     d_z = jnp.concatenate(d_parts, axis=-1)
-    joined = jnp.concatenate(A, axis=-1).astype(dtype)[tiles.adapter_n]
-    d_x = _matmul("ntr,nir->nti", d_z.astype(dtype), joined).astype(dtype).reshape(x_TI.shape)
+    joined = jnp.concatenate(A, axis=-1).astype(dtype)
+    d_x = products.down_backward(d_z.astype(dtype), joined, tiles.adapter_n).astype(dtype).reshape(x_TI.shape)
     if divided == "outputs":
         d_z = axes.total(d_z)
     every_x, every_d_z = axes.every_stream((x, d_z.astype(dtype)))
-    d_joined = _matmul("nti,ntr->nir", every_x, every_d_z)
-    new_A = [
-        add_tiles(total, part, which) for total, part in zip(sums_A, jnp.split(d_joined, len(A), axis=-1), strict=True)
-    ]
+    d_A = jnp.split(products.outer_A(every_x, every_d_z, which, k), len(A), axis=-1)
+    new_A = [products.add(total, part, which) for total, part in zip(sums_A, d_A, strict=True)]
     return d_x, None, None, (tuple(new_A), tuple(new_B)), None
 
 
 _summing_delta.defvjp(_summing_forward, _summing_backward)
-
-
-def add_tiles(sums_kXY: Any, tile_values_nXY: Any, adapter_n: Any) -> Any:
-    """Add each tile's values to its adapter's row, in tile order."""
-
-    def add(i: Any, sums: Any) -> Any:
-        row = jax.lax.dynamic_index_in_dim(sums, adapter_n[i], 0, keepdims=False)
-        value = jax.lax.dynamic_index_in_dim(tile_values_nXY, i, 0, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(sums, row + value, adapter_n[i], 0)
-
-    return jax.lax.fori_loop(0, tile_values_nXY.shape[0], add, sums_kXY)
-
-
-def _matmul(form: str, a: Any, b: Any) -> Any:
-    return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)

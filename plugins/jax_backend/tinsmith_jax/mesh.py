@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tinsmith import ConfigError
 from tinsmith_jax.config import MeshConfig
+from tinsmith_jax.kernels.choice import REFERENCE, Kernels
 from tinsmith_jax.model_config import ModelConfig
 
 # Any below: jax arrays and pytrees of them.
@@ -43,6 +44,7 @@ class Axes:
     exact: bool = True
     """Fold the adapters' gradients in the order of the sequences, whichever shard computes them. It takes the work of
     all shards on each, and keeps a tenant's bits independent of the others'."""
+    kernels: Kernels = REFERENCE
 
     @property
     def num_devices(self) -> int:

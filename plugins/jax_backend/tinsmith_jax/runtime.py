@@ -9,6 +9,7 @@ import jax
 from jax._src.compilation_cache import decompress_executable  # no public API unpacks entries
 
 from tinsmith_jax.config import JaxConfig
+from tinsmith_jax.kernels.choice import Kernels, choose
 from tinsmith_jax.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -28,12 +29,17 @@ class Limits:
     max_batch_tokens: int  # a power of two, at least 128; holds a sequence of the maximum context
     max_targets: int  # per token
     recompute: bool
+    reference_kernels: bool = False
     call_tokens: int = 32  # the cost of starting a call, in tokens of work; weighs padding against more calls
 
     @property
     def exact(self) -> bool:
         """Return whether other tenants are known not to change a tenant's bits: tested for XLA on CPU in float32."""
         return self.platform == "cpu" and self.dtype == "float32"
+
+    @property
+    def kernels(self) -> Kernels:
+        return choose(self.platform, longest=self.max_context_tokens, reference=self.reference_kernels)
 
 
 def prepare(cache_dir: Path) -> None:
@@ -87,6 +93,7 @@ def decide(config: JaxConfig, model: ModelConfig) -> Limits:
         max_context_tokens=context,
         max_batch_tokens=1 << max(7, (batch - 1).bit_length()),  # a power of two, at least 128
         max_targets=max(_FEWEST_TARGETS, config.max_topk_logprobs),  # sampled alternatives can be trained on
+        reference_kernels=config.kernels == "reference",
         recompute=not on_cpu if config.recompute is None else config.recompute,
         call_tokens=32 if on_cpu else 4096,  # a few thousand tokens are needed to keep an accelerator busy
     )

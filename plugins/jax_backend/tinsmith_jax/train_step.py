@@ -6,7 +6,7 @@ share one array of zeros.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -38,7 +38,8 @@ class TrainPrograms:
 
     @property
     def axes(self) -> Axes:
-        return ONE if self.layout is None else self.layout.axes
+        axes = ONE if self.layout is None else self.layout.axes
+        return replace(axes, kernels=self.limits.kernels)
 
     @property
     def buckets(self) -> Buckets:

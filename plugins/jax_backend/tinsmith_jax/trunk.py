@@ -126,9 +126,9 @@ def _attention_block(
     h_TH = axes.enter_tensor(rms_norm(x_TH, weights["input_norm"], config.rms_norm_eps))
     deltas = lora_delta(h_TH, lora_of(("q", "k", "v"), adapter, sums), tiles, axes, "outputs")
     q, k, v = split_qkv(h_TH @ axes.whole(weights["qkv"], 0), deltas, config)
-    q, k = qk_norm(q, k, weights, config, apply=by_tile)
+    q, k = qk_norm(q, k, weights, config, apply=partial(by_tile, kernels=axes.kernels))
     q, k = rope(q, cos, sin), rope(k, cos, sin)
-    attended = packed_attention(q, k, v, first_n)
+    attended = packed_attention(q, k, v, first_n, axes.kernels)
     (delta,) = lora_delta(attended, lora_of(("o",), adapter, sums), tiles, axes, "inputs")
     return x_TH + axes.leave_tensor(attended @ axes.whole(weights["o"], 1)) + delta
 
