@@ -5,11 +5,12 @@ sequence. The number of steps is the number of tiles of the longest sequence in 
 in float32, starting at the query's own tile and going backwards, so a sequence's result depends on its own tiles alone:
 a foreign tile contributes nothing, even if it holds NaN. The reverse pass recomputes the probabilities from the saved
 log-sum-exp (FlashAttention, arXiv 2205.14135). CPUs use the variant in tile_attention.py, TPUs the kernel in
-kernels/splash.py.
+kernels/splash.py and GPUs that in kernels/flash.py.
 
 Legend: T = tokens, n = tiles, c = TILE, N = kv heads, g = query heads per kv head, H = g * N heads, d = head_dim.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tinsmith_jax import tile_attention
-from tinsmith_jax.kernels import splash
+from tinsmith_jax.kernels import flash, splash
 from tinsmith_jax.kernels.choice import Kernels
 from tinsmith_jax.layers import TILE
 
@@ -27,13 +28,26 @@ from tinsmith_jax.layers import TILE
 
 _HUGE: Final = 1e15
 """From here on, a score could overflow in float32."""
+_FLASH_SIZES: Final = (16, 32, 64, 128, 256)
+"""Head sizes of the kernel for GPUs: what Triton multiplies in one piece."""
 
 
 def packed_attention(q_THd: Any, k_TNd: Any, v_TNd: Any, first_n: Any, kernels: Kernels) -> Any:
     """Attend within each sequence; `first_n` is the first tile of each tile's sequence. Returns [T, heads * d]."""
-    attend = _in_blocks if kernels.attention == "splash" else _in_tiles
-    out_THd = attend(kernels, q_THd, k_TNd, v_TNd, first_n)
+    if kernels.attention == "splash":
+        out_THd = _in_blocks(kernels, q_THd, k_TNd, v_TNd, first_n)
+    elif kernels.attention == "flash" and q_THd.shape[-1] in _FLASH_SIZES:
+        out_THd = _by_head(partial(flash.attend, interpret=kernels.interpret), q_THd, k_TNd, v_TNd, first_n)
+    else:
+        out_THd = _in_tiles(kernels, q_THd, k_TNd, v_TNd, first_n)
     return out_THd.reshape(q_THd.shape[0], -1).astype(q_THd.dtype)
+
+
+def _by_head(attend: Callable[..., Any], q_THd: Any, k_TNd: Any, v_TNd: Any, first_n: Any) -> Any:
+    """Call a kernel that takes scaled queries, and heads first."""
+    q_THd = (q_THd.astype(jnp.float32) * q_THd.shape[-1] ** -0.5).astype(q_THd.dtype)
+    q, k, v = (x.transpose(1, 0, 2) for x in (q_THd, k_TNd, v_TNd))
+    return attend(q, k, v, first_n).transpose(1, 0, 2)
 
 
 def _in_tiles(kernels: Kernels, q_THd: Any, k_TNd: Any, v_TNd: Any, first_n: Any) -> Any:
@@ -63,7 +77,8 @@ def _in_blocks(kernels: Kernels, q_THd: Any, k_TNd: Any, v_TNd: Any, first_n: An
 def _in_blocks_forward(kernels: Kernels, *qkv_and_first: Any) -> tuple[Any, Any]:
     *qkv, first_n = qkv_and_first
     broken_n = _broken_sequences(qkv, first_n)
-    out, pull_back = jax.vjp(lambda q, k, v: _blocks(kernels, q, k, v, first_n), *map(_quiet, qkv))
+    attend = partial(splash.attend, longest=kernels.longest, interpret=kernels.interpret)
+    out, pull_back = jax.vjp(lambda q, k, v: _by_head(attend, q, k, v, first_n), *map(_quiet, qkv))
     return _marked(out, broken_n), (pull_back, broken_n, first_n)
 
 
@@ -76,13 +91,6 @@ def _in_blocks_backward(kernels: Kernels, saved: Any, d_out: Any) -> tuple[Any, 
 
 
 _in_blocks.defvjp(_in_blocks_forward, _in_blocks_backward)
-
-
-def _blocks(kernels: Kernels, q_THd: Any, k_TNd: Any, v_TNd: Any, first_n: Any) -> Any:
-    q_THd = (q_THd.astype(jnp.float32) * q_THd.shape[-1] ** -0.5).astype(q_THd.dtype)
-    q, k, v = (x.transpose(1, 0, 2) for x in (q_THd, k_TNd, v_TNd))
-    out = splash.attend(q, k, v, first_n, longest=kernels.longest, interpret=kernels.interpret)
-    return out.transpose(1, 0, 2)
 
 
 def _broken_sequences(arrays: Any, first_n: Any) -> Any:

@@ -5,7 +5,7 @@ softmax, forward and backward. Its own masks are fixed at compile time, so that 
 pay for one long one. The list of blocks to visit is therefore made here, from the stream; within a block, segments and
 causality mask the rest.
 
-Legend: T = tokens, n = tiles, H = heads, d = head_dim, b = blocks, w = most blocks that a block can see.
+Legend: T = tokens, n = tiles, H = heads, N = kv heads, d = head_dim, b = blocks.
 """
 
 from typing import Any, Final
@@ -26,14 +26,14 @@ BLOCK: Final = 1024
 
 
 def attend(
-    q_HTd: Any, k_HTd: Any, v_HTd: Any, first_n: Any, *, longest: int | None, interpret: bool, block: int = BLOCK
+    q_HTd: Any, k_NTd: Any, v_NTd: Any, first_n: Any, *, longest: int | None = None, interpret: bool = False
 ) -> Any:
-    """Return [H, T, d]. Queries are already scaled; there may be fewer key than query heads.
+    """Return [H, T, d]. Queries are already scaled, and H is a multiple of N.
 
     T is a power of two of at least 128. No sequence has more than `longest` tokens.
     """
     T = q_HTd.shape[1]
-    block = min(block, T)
+    block = min(BLOCK, T)
     tile = T // first_n.shape[0]
     widest = _widest(T, block, tile, longest)
     first_b = first_n[:: block // tile] * tile // block
@@ -56,7 +56,7 @@ def attend(
         interpret=interpret,
     )
     segments_T = jnp.repeat(first_n, tile, total_repeat_length=T)
-    return kernel(q_HTd, k_HTd, v_HTd, SegmentIds(segments_T, segments_T))
+    return kernel(q_HTd, k_NTd, v_NTd, SegmentIds(segments_T, segments_T))
 
 
 def _widest(T: int, block: int, tile: int, longest: int | None) -> int:

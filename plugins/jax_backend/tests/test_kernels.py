@@ -1,0 +1,242 @@
+"""Kernels for accelerators against the reference: Pallas kernels in interpret mode, products of adapters as they are.
+
+Tolerances are relative: the L2 norm of the difference over that of the reference. In bfloat16 both sides round; each is
+compared with the reference in float32 on the same inputs, and must be about as near as the reference in bfloat16 is.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax_harness import LOSSES
+
+from tinsmith_jax import head
+from tinsmith_jax.attention import packed_attention
+from tinsmith_jax.kernels import splash
+from tinsmith_jax.kernels.choice import REFERENCE, Attention, Kernels, choose
+from tinsmith_jax.layers import TILE, Lora, Tiles, lora_delta
+from tinsmith_jax.loss_table import LossBatch, LossTable
+from tinsmith_jax.mesh import Axes
+
+WIDE = Axes(kernels=Kernels(products="side_by_side"))
+PALLAS: tuple[Attention, ...] = ("splash", "flash")
+SEQUENCES = (3, 1, 2)  # tiles of each; what remains of a stream is unused
+
+
+def relative(ours: Any, theirs: Any) -> float:
+    ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
+    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+
+
+def distances(ours: Any, theirs: Any) -> list[float]:
+    return [relative(a, b) for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)]
+
+
+def first_tiles(sequences: tuple[int, ...], n: int) -> np.ndarray:
+    starts = np.repeat(np.cumsum((0, *sequences[:-1])), sequences)
+    return np.concatenate([starts, np.arange(len(starts), n)]).astype(np.int32)
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache  # each takes seconds to compile
+def attention_program(kernels: Kernels) -> Any:
+    @jax.jit
+    def run(q: Any, k: Any, v: Any, d_out: Any, first_n: Any) -> Any:
+        out, pull_back = jax.vjp(lambda q, k, v: packed_attention(q, k, v, first_n, kernels), q, k, v)
+        return out, *pull_back(d_out)
+
+    return run
+
+
+def attention(kernels: Kernels, dtype: str, first_n: np.ndarray, arrays: Any) -> tuple[Any, ...]:
+    """Return the result and its gradients by queries, keys and values."""
+    results = attention_program(kernels)(*(jnp.asarray(x, dtype) for x in arrays), first_n)
+    return tuple(np.asarray(x, np.float32) for x in results)
+
+
+def attention_arrays(T: int, heads: int, kv_heads: int, d: int = 16) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = ((T, heads, d), (T, kv_heads, d), (T, kv_heads, d), (T, heads * d))
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def compare_attention(form: Attention, sequences: tuple[int, ...], T: int, heads: tuple[int, int], d: int) -> None:
+    first_n, arrays = first_tiles(sequences, T // TILE), attention_arrays(T, *heads, d)
+    kernels = Kernels(attention=form, longest=max(*sequences, 3) * TILE, interpret=True)
+    theirs = attention(REFERENCE, "float32", first_n, arrays)
+    assert max(distances(attention(kernels, "float32", first_n, arrays), theirs)) < 1e-6
+    rounded = distances(attention(REFERENCE, "bfloat16", first_n, arrays), theirs)
+    assert max(rounded) < 1e-2
+    ours = distances(attention(kernels, "bfloat16", first_n, arrays), theirs)
+    assert all(mine < 1.5 * its for mine, its in zip(ours, rounded, strict=True)), (ours, rounded)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks of two tiles, so that blocks are skipped, and hold several sequences."""
+    monkeypatch.setattr(splash, "BLOCK", 2 * TILE)
+
+
+@pytest.mark.parametrize("form", PALLAS)
+def test_attention_equals_the_reference(form: Attention) -> None:
+    compare_attention(form, SEQUENCES, 512, (4, 2), 16)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("form", PALLAS)
+@pytest.mark.parametrize(
+    ("sequences", "T", "heads", "d"),
+    [
+        ((1, 1), 128, (2, 2), 16),
+        ((16,), 1024, (4, 1), 64),
+        ((5, 1, 4, 3), 1024, (8, 2), 32),
+        ((1,) * 16, 1024, (2, 1), 128),
+        ((30, 2), 2048, (2, 1), 16),
+    ],
+)
+def test_attention_in_other_shapes(
+    form: Attention, sequences: tuple[int, ...], T: int, heads: tuple[int, int], d: int
+) -> None:
+    compare_attention(form, sequences, T, heads, d)
+
+
+@pytest.mark.parametrize("form", PALLAS)
+@pytest.mark.parametrize("where", ["values", "gradients"])
+def test_a_broken_sequence_breaks_no_other(form: Attention, where: str) -> None:
+    first_n, arrays = first_tiles(SEQUENCES, 8), attention_arrays(512, 4, 2)
+    kernels = Kernels(attention=form, longest=3 * TILE, interpret=True)
+    whole = attention(kernels, "float32", first_n, arrays)
+    broken = [x.copy() for x in arrays]
+    rows = slice(3 * TILE, 4 * TILE)  # the second sequence, which shares its blocks of splash attention with both
+    broken[2 if where == "values" else 3][rows] = [np.nan] * 8 + [np.inf] * 8 if where == "values" else np.nan
+    results = attention(kernels, "float32", first_n, broken)
+    for result, before in zip(results, whole, strict=True):
+        np.testing.assert_array_equal(np.delete(result, np.r_[rows], axis=0), np.delete(before, np.r_[rows], axis=0))
+    assert np.isnan(results[0][rows]).any() == (where == "values")
+    assert all(np.isnan(result[rows]).any() for result in results[1:])
+
+
+@pytest.mark.parametrize("longest", [None, 5 * TILE])
+def test_splash_visits_exactly_the_blocks_that_hold_a_sequence(longest: int | None) -> None:
+    sequences, block = (5, 1, 2, 3, 1, 4), 2
+    first_n = first_tiles(sequences, 16)
+    tiles = np.arange(16)
+    sees = (tiles >= first_n[:, None]) & (tiles <= tiles[:, None])
+    expected = sees.reshape(8, block, 8, block).any(axis=(1, 3))
+    widest = splash._widest(16 * TILE, block * TILE, TILE, longest)
+    assert widest == (8 if longest is None else 3)
+    first_b = jnp.asarray(first_n[::block] // block)
+    keys, queries = splash._key_blocks(first_b, widest), splash._query_blocks(first_b, widest)
+    visited, seen = np.zeros_like(expected), np.zeros_like(expected)
+    for at, column in np.argwhere(np.asarray(keys["block_mask"][0])):
+        visited[at, keys["data_next"][0, at, column]] = True
+    for row, at in np.argwhere(np.asarray(queries["block_mask"][0])):
+        seen[queries["data_next"][0, row, at], at] = True
+    np.testing.assert_array_equal(visited, expected)
+    np.testing.assert_array_equal(seen, expected)
+
+
+# Products of adapters -------------------------------------------------------------------------------------------------
+
+K, RANK, INPUTS, OUTPUTS, ROWS = 3, 4, 24, (16, 40), 6 * TILE
+TILES = Tiles(np.array([1, 0, 1, 2, 0, 1], np.int32), np.array([2.0, 1.0, 2.0, 0.5, 1.0, 2.0], np.float32))
+
+
+def adapter_arrays() -> tuple[Any, Any, Any, Any]:
+    rng = np.random.default_rng(1)
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
+
+    A, B = tuple(draw(K, INPUTS, RANK) for _ in OUTPUTS), tuple(draw(K, RANK, size) for size in OUTPUTS)
+    sums = tuple(draw(*a.shape) for a in A), tuple(draw(*b.shape) for b in B)
+    return draw(ROWS, INPUTS), Lora(A, B, sums), Tiles(*TILES), tuple(draw(ROWS, size) for size in OUTPUTS)
+
+
+@functools.cache
+def adapters_program(axes: Axes) -> Any:
+    @jax.jit
+    def run(x: Any, lora: Lora, tiles: Tiles, d_deltas: Any) -> Any:
+        deltas, pull_back = jax.vjp(lambda x, sums: lora_delta(x, lora._replace(sums=sums), tiles, axes), x, lora.sums)
+        return deltas, *pull_back(d_deltas)
+
+    return run
+
+
+def adapted(axes: Axes, dtype: str, x: Any, lora: Lora, tiles: Tiles, d_deltas: Any) -> Any:
+    """Return the products, the gradient by their input, and the sums."""
+    d_deltas = tuple(jnp.asarray(d, dtype) for d in d_deltas)
+    results = adapters_program(axes)(jnp.asarray(x, dtype), lora, tiles, d_deltas)
+    return jax.tree.map(lambda y: np.asarray(y, np.float32), results)
+
+
+def test_adapters_side_by_side_equal_the_reference() -> None:
+    arrays = adapter_arrays()
+    theirs = adapted(Axes(), "float32", *arrays)
+    assert max(distances(adapted(WIDE, "float32", *arrays), theirs)) < 1e-6
+    rounded = distances(adapted(Axes(), "bfloat16", *arrays), theirs)
+    assert max(rounded) < 1e-2
+    ours = distances(adapted(WIDE, "bfloat16", *arrays), theirs)
+    assert all(mine < 1.2 * its for mine, its in zip(ours, rounded, strict=True)), (ours, rounded)
+
+
+@pytest.mark.parametrize("what", ["A", "B", "x", "d"])
+def test_a_broken_adapter_breaks_no_other(what: str) -> None:
+    x, lora, tiles, d_deltas = adapter_arrays()
+    whole = adapted(WIDE, "float32", x, lora, tiles, d_deltas)
+    own = np.repeat(tiles.adapter_n == 1, TILE)
+    if what in "AB":
+        getattr(lora, what)[0][1, 0] = np.inf
+    else:
+        (x if what == "x" else d_deltas[0])[np.argmax(own)] = np.nan
+    if what == "x":  # as in a program: what follows from NaN is NaN
+        d_deltas[0][np.argmax(own)] = np.nan
+    deltas, d_x, (sums_A, sums_B) = adapted(WIDE, "float32", x, lora, tiles, d_deltas)
+    for result, before in zip((*deltas, d_x), (*whole[0], whole[1]), strict=True):
+        np.testing.assert_array_equal(result[~own], before[~own])
+    for result, before in zip((*sums_A, *sums_B), (*whole[2][0], *whole[2][1]), strict=True):
+        np.testing.assert_array_equal(result[[0, 2]], before[[0, 2]])
+    assert not np.isfinite(deltas[0][own]).all() or what == "d"
+    assert not np.isfinite(sums_A[0][1]).all()
+
+
+# The head -------------------------------------------------------------------------------------------------------------
+
+
+LOSS = LossTable({"cross_entropy": LOSSES["cross_entropy"]})
+
+
+def head_scores(axes: Axes) -> Any:
+    rng = np.random.default_rng(2)
+    vocab, hidden, rows = 40, 16, 4 * TILE
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
+
+    targets = rng.integers(0, vocab, (rows, 1)).astype(np.int32)
+    batch = LossBatch(targets, np.zeros(rows, np.int32), draw(1, rows, 1), np.zeros((0, rows), np.float32))
+    tiles = Tiles(TILES.adapter_n[:4], TILES.scale_n[:4])
+    adapters, sums = ((draw(K, hidden, RANK), draw(K, RANK, vocab)) for _ in range(2))
+    run = jax.jit(lambda *values: head.score_with_gradients(*values, tiles, batch, LOSS, 2 * TILE, axes=axes))
+    return run(draw(vocab, hidden), adapters, sums, draw(rows, hidden))
+
+
+def test_the_head_with_adapters_side_by_side_equals_the_reference() -> None:
+    assert max(distances(head_scores(WIDE), head_scores(Axes()))) < 1e-6
+
+
+# The choice -----------------------------------------------------------------------------------------------------------
+
+
+def test_platforms_choose_their_kernels() -> None:
+    assert choose("cpu", longest=512) == REFERENCE
+    assert choose("tpu", longest=512) == Kernels(
+        attention="splash", products="side_by_side", equal_blocks=False, longest=512
+    )
+    assert choose("gpu").attention == "flash"
+    assert choose("tpu", reference=True) == choose("other") == Kernels(attention="all_tiles", equal_blocks=False)
