@@ -1,7 +1,6 @@
 """Kernels for accelerators against the reference: Pallas kernels in interpret mode, products of adapters as they are.
 
-Tolerances are relative: the L2 norm of the difference over that of the reference. In bfloat16 both sides round; each is
-compared with the reference in float32 on the same inputs, and must be about as near as the reference in bfloat16 is.
+Distances are relative: the L2 norm of the difference over that of the reference.
 """
 
 import functools
@@ -33,6 +32,12 @@ def relative(ours: Any, theirs: Any) -> float:
 
 def distances(ours: Any, theirs: Any) -> list[float]:
     return [relative(a, b) for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)]
+
+
+def assert_as_exact(ours: list[float], theirs: list[float]) -> None:
+    """Compare distances from the results in float32: both forms round, in different places."""
+    assert max(theirs) < 1e-2
+    assert all(mine < 1.5 * its for mine, its in zip(ours, theirs, strict=True)), (ours, theirs)
 
 
 def first_tiles(sequences: tuple[int, ...], n: int) -> np.ndarray:
@@ -70,10 +75,6 @@ def compare_attention(form: Attention, sequences: tuple[int, ...], T: int, heads
     kernels = Kernels(attention=form, longest=max(*sequences, 3) * TILE, interpret=True)
     theirs = attention(REFERENCE, "float32", first_n, arrays)
     assert max(distances(attention(kernels, "float32", first_n, arrays), theirs)) < 1e-6
-    rounded = distances(attention(REFERENCE, "bfloat16", first_n, arrays), theirs)
-    assert max(rounded) < 1e-2
-    ours = distances(attention(kernels, "bfloat16", first_n, arrays), theirs)
-    assert all(mine < 1.5 * its for mine, its in zip(ours, rounded, strict=True)), (ours, rounded)
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +86,16 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("form", PALLAS)
 def test_attention_equals_the_reference(form: Attention) -> None:
     compare_attention(form, SEQUENCES, 512, (4, 2), 16)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("form", PALLAS)
+def test_attention_in_bfloat16_is_as_exact_as_the_reference(form: Attention) -> None:
+    first_n, arrays = first_tiles(SEQUENCES, 8), attention_arrays(512, 4, 2)
+    exact = attention(REFERENCE, "float32", first_n, arrays)
+    theirs = distances(attention(REFERENCE, "bfloat16", first_n, arrays), exact)
+    ours = distances(attention(Kernels(attention=form, interpret=True), "bfloat16", first_n, arrays), exact)
+    assert_as_exact(ours, theirs)
 
 
 @pytest.mark.thorough
@@ -118,7 +129,7 @@ def test_a_broken_sequence_breaks_no_other(form: Attention, where: str) -> None:
     for result, before in zip(results, whole, strict=True):
         np.testing.assert_array_equal(np.delete(result, np.r_[rows], axis=0), np.delete(before, np.r_[rows], axis=0))
     assert np.isnan(results[0][rows]).any() == (where == "values")
-    assert all(np.isnan(result[rows]).any() for result in results[1:])
+    assert np.isnan(results[1][rows]).any()
 
 
 @pytest.mark.parametrize("longest", [None, 5 * TILE])
@@ -179,10 +190,14 @@ def test_adapters_side_by_side_equal_the_reference() -> None:
     arrays = adapter_arrays()
     theirs = adapted(Axes(), "float32", *arrays)
     assert max(distances(adapted(WIDE, "float32", *arrays), theirs)) < 1e-6
-    rounded = distances(adapted(Axes(), "bfloat16", *arrays), theirs)
-    assert max(rounded) < 1e-2
-    ours = distances(adapted(WIDE, "bfloat16", *arrays), theirs)
-    assert all(mine < 1.2 * its for mine, its in zip(ours, rounded, strict=True)), (ours, rounded)
+
+
+@pytest.mark.thorough
+def test_adapters_side_by_side_in_bfloat16_are_as_exact_as_the_reference() -> None:
+    arrays = adapter_arrays()
+    exact = adapted(Axes(), "float32", *arrays)
+    ours, theirs = (distances(adapted(axes, "bfloat16", *arrays), exact) for axes in (WIDE, Axes()))
+    assert_as_exact(ours, theirs)
 
 
 @pytest.mark.parametrize("what", ["A", "B", "x", "d"])
@@ -202,13 +217,13 @@ def test_a_broken_adapter_breaks_no_other(what: str) -> None:
     for result, before in zip((*sums_A, *sums_B), (*whole[2][0], *whole[2][1]), strict=True):
         np.testing.assert_array_equal(result[[0, 2]], before[[0, 2]])
     assert not np.isfinite(deltas[0][own]).all() or what == "d"
-    assert not np.isfinite(sums_A[0][1]).all()
+    assert not np.isfinite(sums_B[0][1] if what == "A" else sums_A[0][1]).all()
 
 
 # The head -------------------------------------------------------------------------------------------------------------
 
 
-LOSS = LossTable({"cross_entropy": LOSSES["cross_entropy"]})
+LOSS = LossTable({"dro": LOSSES["dro"]})
 
 
 def head_scores(axes: Axes) -> Any:
@@ -219,7 +234,8 @@ def head_scores(axes: Axes) -> Any:
         return rng.normal(size=shape).astype(np.float32)
 
     targets = rng.integers(0, vocab, (rows, 1)).astype(np.int32)
-    batch = LossBatch(targets, np.zeros(rows, np.int32), draw(1, rows, 1), np.zeros((0, rows), np.float32))
+    inputs_ITK, config_CT = draw(len(LOSS.inputs), rows, 1), draw(len(LOSS.settings), rows)
+    batch = LossBatch(targets, np.zeros(rows, np.int32), inputs_ITK, config_CT)
     tiles = Tiles(TILES.adapter_n[:4], TILES.scale_n[:4])
     adapters, sums = ((draw(K, hidden, RANK), draw(K, RANK, vocab)) for _ in range(2))
     run = jax.jit(lambda *values: head.score_with_gradients(*values, tiles, batch, LOSS, 2 * TILE, axes=axes))
