@@ -70,6 +70,7 @@ THOROUGH = [
     Mesh(), Mesh(fsdp=2), Mesh(tensor=2), Mesh(fsdp=4, tensor=2), Mesh(fsdp=2, tensor=4), Mesh(data=2, fsdp=2),
     Mesh(data=2, fsdp=2, tensor=2), Mesh(fsdp=2, workers=2), Mesh(tensor=2, workers=2),
     Mesh(fsdp=2, tensor=2, workers=4), Mesh(fsdp=4, tensor=2, workers=2), Mesh(data=2, tensor=2, workers=2),
+    Mesh(tensor=4, workers=4),
 ]  # fmt: skip
 MESHES = [
     pytest.param(QUICK, id=str(QUICK)),

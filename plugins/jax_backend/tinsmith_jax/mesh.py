@@ -8,6 +8,7 @@ On an axis of size 1 nothing happens, so a single device runs the same program a
 """
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -62,15 +63,23 @@ class Axes:
 
     def enter_tensor(self, x: Any) -> Any:
         """Give `x` to every shard of a layer's matrices. Reverse differentiation sums what they return."""
-        return x if self.tensor == 1 else _enter(x)
+        return x if self.tensor == 1 else _enter(self, x)
 
     def leave_tensor(self, x: Any) -> Any:
         """Sum the shards' parts of a product. Reverse differentiation passes on what it is given."""
-        return x if self.tensor == 1 else _leave(x)
+        return x if self.tensor == 1 else _leave(self, x)
 
     def total(self, x: Any) -> Any:
-        """Sum over the shards, outside of what is differentiated."""
-        return x if self.tensor == 1 else jax.lax.psum(x, TENSOR)
+        """Sum over the shards, outside of what is differentiated.
+
+        If results are to be exact, the order is that of the shards: a ring of processes begins elsewhere for each part
+        of an array, so a number's bits would depend on its place. Two numbers have one sum.
+        """
+        if self.tensor == 1:
+            return x
+        if self.tensor == 2 or not self.exact:
+            return jax.lax.psum(x, TENSOR)
+        return functools.reduce(operator.add, jax.lax.all_gather(x, TENSOR))
 
     def highest(self, x: Any) -> Any:
         return x if self.tensor == 1 else jax.lax.pmax(x, TENSOR)
@@ -141,20 +150,21 @@ class Axes:
 ONE: Final = Axes()
 
 
-@functools.partial(jax.custom_vjp)
-def _enter(x: Any) -> Any:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _enter(axes: Axes, x: Any) -> Any:
+    del axes
     return x
 
 
-_enter.defvjp(lambda x: (x, None), lambda _, d_x: (jax.lax.psum(d_x, TENSOR),))
+_enter.defvjp(lambda _, x: (x, None), lambda axes, _, d_x: (axes.total(d_x),))
 
 
-@functools.partial(jax.custom_vjp)
-def _leave(x: Any) -> Any:
-    return jax.lax.psum(x, TENSOR)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _leave(axes: Axes, x: Any) -> Any:
+    return axes.total(x)
 
 
-_leave.defvjp(lambda x: (jax.lax.psum(x, TENSOR), None), lambda _, d_x: (d_x,))
+_leave.defvjp(lambda axes, x: (axes.total(x), None), lambda _, __, d_x: (d_x,))
 
 
 # Where arrays lie -----------------------------------------------------------------------------------------------------
