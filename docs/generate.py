@@ -215,12 +215,27 @@ def hook_section(name: str) -> str:
     return f"```python\n{signature}\n```\n\n{inspect.getdoc(specification)}"
 
 
+def tpu_table(kind: str) -> str:
+    """Return what compile-check found; docs/reference/tpu.md says how it was asked."""
+    from tinsmith_jax.compile_check import report
+
+    rows = report.read_lines((REFERENCE / "tpu.jsonl").read_text(encoding="utf-8"))
+    match kind:
+        case "tenants":
+            return report.table(row for row in rows if row.options.tenants > 1)
+        case "slices":
+            return report.table(row for row in rows if row.options.tenants == 1)
+        case _:
+            return report.communication_table(rows)
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "settings": settings_tables,
     "plugin-options": plugin_tables,
     "commands": command_tables,
     "failpoints": failpoint_table,
     "fields": field_status.markdown,
+    **{f"tpu-{kind}": partial(tpu_table, kind) for kind in ("tenants", "slices", "communication")},
     **{f"public-{package}": partial(public_names, package) for package in PUBLIC_PACKAGES},
     **{f"hook-{name}": partial(hook_section, name) for name in HOOK_NAMES},
 }

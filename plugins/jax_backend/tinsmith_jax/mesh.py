@@ -230,10 +230,13 @@ def _replicated(devices: Mesh) -> Any:
     return jax.jit(lambda array: array, out_shardings=NamedSharding(devices, Spec()))
 
 
-def make_layout(config: MeshConfig, model: ModelConfig, *, exact: bool) -> Layout:
-    """Choose the devices. Raise ConfigError if there are too few, or if the model cannot be divided in this way."""
+def make_layout(config: MeshConfig, model: ModelConfig, *, exact: bool, devices: Sequence[Any] | None = None) -> Layout:
+    """Choose among the devices, by default all that JAX finds.
+
+    Raise ConfigError if there are too few, or if the model cannot be divided in this way.
+    """
     axes = Axes(config.data, config.fsdp, config.tensor, exact)
-    found = jax.devices()
+    found = jax.devices() if devices is None else devices
     if len(found) < axes.num_devices:
         msg = (
             f"mesh {_text(axes)} needs {axes.num_devices} devices, and there are {len(found)} ({found[0].device_kind})"
@@ -249,8 +252,8 @@ def make_layout(config: MeshConfig, model: ModelConfig, *, exact: bool) -> Layou
         if size % parts:
             msg = f"mesh {_text(axes)}: {what} of the model ({size}) is not a multiple of {axis} ({parts})"
             raise ConfigError(msg)
-    devices = np.array(found[: axes.num_devices]).reshape(axes.data, axes.fsdp, axes.tensor)
-    return Layout(axes, Mesh(devices, (DATA, FSDP, TENSOR)))
+    chosen = np.array(found[: axes.num_devices]).reshape(axes.data, axes.fsdp, axes.tensor)
+    return Layout(axes, Mesh(chosen, (DATA, FSDP, TENSOR)))
 
 
 def device_name(layout: Layout | None) -> str:

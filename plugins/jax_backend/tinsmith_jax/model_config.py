@@ -34,7 +34,11 @@ class ModelConfig(DecoderShape):
 
 def read_config(directory: Path) -> ModelConfig:
     """Read `directory`/config.json. Raise ConfigError if it is missing, broken or of an unsupported kind."""
-    config, path = read_model_config(directory), directory / "config.json"
+    return config_of(read_model_config(directory), directory / "config.json")
+
+
+def config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:  # Any: parsed JSON
+    """Read what config.json holds. `path` names it in errors."""
     shape = decoder_shape(config, path, supported=ARCHITECTURES)
     _refuse_unsupported(config, path)
     return ModelConfig(

@@ -80,9 +80,9 @@ def _is_whole(entry: Path) -> bool:
     return len(unpacked) > _COMPILE_TIME_BYTES
 
 
-def decide(config: JaxConfig, model: ModelConfig) -> Limits:
-    """Resolve the settings that are left open."""
-    platform = jax.default_backend()
+def decide(config: JaxConfig, model: ModelConfig, platform: str | None = None) -> Limits:
+    """Resolve the settings that are left open, for this machine's devices or those of another platform."""
+    platform = platform or jax.default_backend()
     on_cpu = platform == "cpu"
     context = config.max_context_tokens or min(model.max_position, 2048 if on_cpu else 8192)
     batch = max(context, config.max_batch_tokens or (2048 if on_cpu else 16384))

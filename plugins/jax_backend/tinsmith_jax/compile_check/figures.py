@@ -1,0 +1,184 @@
+"""What became of a program: whether it fits, and what it costs."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from tinsmith_jax.compile_check.chips import Slice, read_slice
+from tinsmith_jax.compile_check.collectives import traffic
+from tinsmith_jax.compile_check.hlo import read_module
+from tinsmith_jax.compile_check.options import Options
+from tinsmith_jax.compile_check.work import hbm_bytes, product_flops
+
+PLANNED: Final = "*.after_optimizations_after_buffer_assignment.txt"
+"""The last file that the compiler writes before it generates code. Those that are read are complete by then."""
+
+_PROGRAM: Final = "*.after_optimizations.txt"
+_REPORT: Final = "*.after_optimizations-memory-usage-report.txt"
+_TOTAL: Final = re.compile(r"^Total bytes: (\d+)", re.MULTILINE)
+_TOO_LARGE: Final = re.compile(r"\(([\d.]+)G\) exceeds available HBM")
+
+
+class Facts(BaseModel):
+    """What is known of a program before it is compiled; bytes are those of one chip."""
+
+    model_config = ConfigDict(frozen=True)
+
+    base_bytes: int
+    tenant_bytes: int
+    zeros_bytes: int
+    state_bytes: int  # arguments of the program that are among the above
+    streams: int
+    adapters: int
+    formula: dict[str, float]
+    model_flops: float
+    attention_steps: int
+    attention_is_hidden: bool
+    planned: list[tuple[str, str, int]]
+
+
+class Sent(BaseModel):
+    """Collectives of one kind over one axis (collectives.Traffic)."""
+
+    kind: str
+    axis: str
+    count: int
+    num_bytes: int
+    received: float
+
+
+class Compiled(BaseModel):
+    """What the compiler made of it, on one chip."""
+
+    argument_bytes: int
+    result_bytes: int  # without those that take the place of an argument
+    temporary_bytes: int
+    flops: float
+    hbm_bytes: float | None = None  # an estimate; None if it was not made
+    collectives: list[Sent]
+
+
+class Seconds(NamedTuple):
+    """How long one part of the chip has to work at its full rate."""
+
+    compute: float
+    hbm: float
+    links: float
+
+    @property
+    def limit(self) -> str:
+        return max(zip(self, ("compute", "HBM", "links"), strict=True))[1]
+
+    @property
+    def overlapped(self) -> float:
+        return max(self)
+
+    @property
+    def in_turn(self) -> float:
+        """Return the time if nothing is computed while data are on their way."""
+        return max(self.compute, self.hbm) + self.links
+
+
+class Figures(BaseModel):
+    """One program. `compiled` is None if the compiler gave up, and `error` says why."""
+
+    model_config = ConfigDict(frozen=True)
+
+    options: Options
+    program: str
+    facts: Facts
+    compiled: Compiled | None
+    error: str | None = None
+    has_code: bool = False  # compiled to the end, not only until memory was planned
+
+    @property
+    def slice(self) -> Slice:
+        return read_slice(self.options.topology)
+
+    @property
+    def held_bytes(self) -> int:
+        """Return what lies on a chip whatever runs: the base and the state of all tenants."""
+        facts = self.facts
+        return facts.base_bytes + self.options.tenants * facts.tenant_bytes + facts.zeros_bytes
+
+    @property
+    def needed_bytes(self) -> int | None:
+        """Return what must fit into HBM while the program runs, or None if the compiler does not say."""
+        if self.compiled is None:
+            return None
+        made = self.compiled
+        own = made.argument_bytes - self.facts.state_bytes + made.result_bytes + made.temporary_bytes
+        return self.held_bytes + own
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Return what is left of HBM; negative if the program does not fit."""
+        return None if self.needed_bytes is None else self.slice.chip.hbm_bytes - self.needed_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.free_bytes is not None and self.free_bytes >= 0
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a call, over all streams."""
+        return self.options.tokens * self.facts.streams if self.facts.formula else 0
+
+    @property
+    def formula_flops(self) -> float:
+        """Return what the program's text should show."""
+        hidden = self.facts.formula.get("attention", 0) if self.facts.attention_is_hidden else 0
+        return sum(self.facts.formula.values()) - hidden
+
+    def seconds(self) -> Seconds:
+        assert self.compiled is not None, "what the compiler gave up takes no time"
+        chip, made = self.slice.chip, self.compiled
+        hidden = sum(self.facts.formula.values()) - self.formula_flops
+        received = sum(sent.received for sent in made.collectives)
+        return Seconds(
+            compute=(made.flops + hidden) / chip.flops,
+            hbm=(made.hbm_bytes or 0) / chip.hbm_rate,
+            links=received / self.slice.collective_rate,
+        )
+
+
+def read_figures(options: Options, program: str, place: Path, *, has_code: bool) -> Figures:
+    """Read what the compiling process and the compiler have left in a directory."""
+    facts = Facts.model_validate_json((place / "facts.json").read_bytes())
+    error = place / "error.txt"
+    if error.exists():
+        text = error.read_text(encoding="utf-8")
+        return Figures(options=options, program=program, facts=facts, compiled=None, error=_first_line(text))
+    text = next(place.glob(_PROGRAM)).read_text(encoding="utf-8")
+    total = _TOTAL.search(next(place.glob(_REPORT)).read_text(encoding="utf-8"))
+    assert total is not None, "the compiler's report of memory begins with the total"
+    mesh = options.mesh
+    compiled = analysed(
+        text, int(total.group(1)), {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor}, facts.attention_steps
+    )
+    return Figures(options=options, program=program, facts=facts, compiled=compiled, has_code=has_code)
+
+
+def analysed(text: str, total_bytes: int, mesh: Mapping[str, int], attention_steps: int) -> Compiled:
+    """Count what an optimized program does."""
+    module = read_module(text)
+    arguments = sum(array.num_bytes for array in module.arguments)
+    results = sum(array.num_bytes for index, array in enumerate(module.results) if index not in module.donated)
+    return Compiled(
+        argument_bytes=arguments,
+        result_bytes=results,
+        temporary_bytes=total_bytes - arguments - results,
+        flops=product_flops(module, open_loop_trips=attention_steps),
+        hbm_bytes=hbm_bytes(module, open_loop_trips=attention_steps),
+        collectives=[
+            Sent(kind=each.kind, axis=each.axis, count=each.count, num_bytes=each.num_bytes, received=each.received)
+            for each in traffic(module, mesh)
+        ],
+    )
+
+
+def _first_line(text: str) -> str:
+    return next((line for line in text.splitlines() if line.strip()), "the compiler gives no reason")
