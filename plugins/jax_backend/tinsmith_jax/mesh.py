@@ -16,7 +16,6 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tinsmith import ConfigError
@@ -28,9 +27,6 @@ from tinsmith_jax.model_config import ModelConfig
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 STREAMS: Final = (DATA, FSDP)
 """The axes over which sequences are divided."""
-
-GATHERED: Final = "gathered"
-"""Name of what is gathered again in the backward pass instead of being kept."""
 
 Spec = PartitionSpec
 
@@ -98,7 +94,7 @@ class Axes:
         """Gather a base weight, which is divided along `axis`."""
         if self.fsdp == 1:
             return weight
-        return checkpoint_name(jax.lax.all_gather(weight, FSDP, axis=axis, tiled=True), GATHERED)
+        return jax.lax.all_gather(weight, FSDP, axis=axis, tiled=True)
 
     # streams
 
@@ -148,6 +144,11 @@ class Axes:
 
 
 ONE: Final = Axes()
+
+
+def is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Return whether a layer's value is kept for the backward pass, for jax.checkpoint: gathered weights are not."""
+    return not (primitive.name == "all_gather" and FSDP in params["axis_name"])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from tinsmith_jax.attention import packed_attention
 from tinsmith_jax.layers import TILE, Lora, Tiles, by_tile, lora_delta, rms_norm, rope, rope_angles
-from tinsmith_jax.mesh import FSDP, GATHERED, ONE, Axes
+from tinsmith_jax.mesh import FSDP, ONE, Axes, is_kept
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.weights import Base
 
@@ -59,8 +59,7 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     if recompute:
         body = jax.checkpoint(layer, prevent_cse=False)
     elif axes.fsdp > 1:
-        keep = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
-        body = jax.checkpoint(layer, prevent_cse=False, policy=keep)
+        body = jax.checkpoint(layer, prevent_cse=False, policy=is_kept)
     x_TH, _ = jax.lax.scan(body, embed(base["embed"], tokens_T, axes), (base["layers"], adapters["layers"], sums))
     return rms_norm(x_TH, base["final_norm"], config.rms_norm_eps)
 
