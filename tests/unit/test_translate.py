@@ -10,6 +10,7 @@ from tinsmith import operations as ops
 from tinsmith.errors import CapacityError, UnsupportedError, UserError
 from tinsmith.protocol import training_request, translate, wire
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
+from tinsmith.protocol.tensors import tensor_from_proto
 from tinsmith.protocol.training_request import TrainingRequest
 
 MODEL = "s:train:0"
@@ -363,6 +364,7 @@ def test_target_tokens_come_dense_or_sparse() -> None:
         ({"sampling_params": {"max_tokens": 1, "stop": [2**50]}}, "stop holds a token id"),
         ({"target_prompt_logprobs": {"data": [1.0], "dtype": "float32", "shape": [1, 1]}}, "send int64"),
         ({"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [2, 2]}}, "does not hold 1 values"),
+        ({"target_prompt_logprobs": {"data": [], "dtype": "int64", "shape": [0, 2**40, 2**40]}}, "is not supported"),
         (
             {
                 "target_prompt_logprobs": {
@@ -380,3 +382,10 @@ def test_target_tokens_come_dense_or_sparse() -> None:
 def test_bad_samples_are_refused_with_the_field_named(fields: dict[str, object], words: str) -> None:
     with pytest.raises(UserError, match=words):
         sample(sample_request(**fields))
+
+
+@pytest.mark.parametrize(("shape", "values"), [([0, 2**31 - 1, 2**31 - 1], 0), ([1] * 65, 1)])
+def test_a_shape_that_no_array_can_have_is_refused(shape: list[int], values: int) -> None:
+    tensor = pb.Tensor(dense=bytes(8 * values), dtype=pb.DTYPE_INT64, shape=shape)
+    with pytest.raises(UserError, match=r"target_tokens: shape .* is not supported"):
+        tensor_from_proto("target_tokens", tensor)

@@ -169,7 +169,11 @@ def _shaped(name: str, values: ops.Array, shape: Sequence[int]) -> ops.Array:
     if min(shape, default=0) < 0 or int(np.prod(shape, dtype=object)) != values.size:
         msg = f"{name}: shape {list(shape)} does not hold {values.size} values"
         raise UserError(msg)
-    return values.reshape(shape)
+    try:
+        return values.reshape(shape)
+    except ValueError as error:  # more axes than NumPy has, or beside an empty one longer ones than memory could hold
+        msg = f"{name}: shape {list(shape)} is not supported: {error}"
+        raise UserError(msg) from error
 
 
 def _widened(values: ops.Array, dtype: int) -> ops.Array:
