@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from few_programs import FEW_PROGRAMS
 from jax_harness import add_model, local, make_backend
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
 
 from tinsmith import Failed, LoraConfig, SampleOutput
+from tinsmith.workers import WorkerDiedError
 from tinsmith_jax.backend import JaxBackend
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -246,4 +248,20 @@ async def test_nothing_compiles_after_the_warm_up(spelled: Path, jax_cache: Path
     await sample_all(backend, ops)
     assert local(backend).programs.compile_count == warm
     assert compilations == []
+    backend.close()
+
+
+async def test_dead_workers_end_the_engine_and_fail_no_sample(
+    contract_model: Path, jax_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither those that wait nor those that come before the engine has ended: the next engine draws them."""
+    backend = make_backend(contract_model, jax_cache, **FEW_PROGRAMS)
+
+    def die(*_: object) -> None:
+        raise WorkerDiedError("worker 1 died")
+
+    monkeypatch.setattr(local(backend).sampling, "decode", die)
+    for _ in range(2):
+        with pytest.raises(WorkerDiedError, match="worker 1 died"):
+            await backend.sample(make_sample(prompt(1), max_tokens=2))
     backend.close()

@@ -99,6 +99,7 @@ class Sampler(SamplingBackend):
         self._wake = threading.Condition()
         self._arrived: deque[_Waiting] = deque()
         self._closing = False
+        self._broken: Exception | None = None  # why nothing can be sampled any more
         # Used only by the thread:
         shape = device.shape
         self._slots = [Slot(index=index, shard=shape.shard_of(index)) for index in range(shape.num_slots)]
@@ -168,6 +169,8 @@ class Sampler(SamplingBackend):
         loop = asyncio.get_running_loop()
         waiting = _Waiting(request=request, future=loop.create_future(), loop=loop)
         with self._wake:
+            if self._broken is not None:
+                raise self._broken
             if self._closing:
                 return Failed(message=CLOSED, category="server")
             self._arrived.append(waiting)
@@ -405,9 +408,9 @@ class Sampler(SamplingBackend):
         self._device.reset()
 
     def _end_with(self, error: Exception) -> None:
-        """Raise the error to all who wait."""
+        """Raise the error to all who wait, and to all who come."""
         with self._wake:
-            self._closing = True
+            self._closing, self._broken = True, error
             everyone = [*self._waiting.values(), *self._arrived]
             self._arrived.clear()
         for waiting in everyone:
