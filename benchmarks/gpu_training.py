@@ -23,7 +23,7 @@ from tinsmith.huggingface import DecoderShape
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.operations import AdamParams, Array, Datum, ForwardBackward, LoraConfig
-from tinsmith.workers import alone
+from tinsmith.workers import alone, deal, segments
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.architecture import read_architecture
 from tinsmith_fsdp.base_model import BaseModel
@@ -158,9 +158,9 @@ def step(
     models = [f"tenant-{index}" for index in range(options.tenants)]
     for index, model_id in enumerate(models):
         trainer.create_model(model_id, LoraConfig(rank=options.rank, seed=index))
-    work = list(batching.segments(operations(models, architecture.vocab_size, options.tokens), LOSSES))
+    work = list(segments(operations(models, architecture.vocab_size, options.tokens), LOSSES))
     tokens = sum(segment.num_tokens for segment in work)
-    micros = list(batching.deal(work, 1, tokens))
+    micros = list(deal(work, 1, tokens))
     shares, owners = [micro[0] for micro in micros], [batching.owners(micro) for micro in micros]
     passes = seconds(lambda: trainer.run(shares, owners, True), mesh.device, options.repeats)
     adam = [Step(model_id=model_id, adam=AdamParams()) for model_id in models]

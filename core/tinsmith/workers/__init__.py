@@ -8,6 +8,7 @@ from tinsmith.workers.config import LauncherName, WorkersConfig
 from tinsmith.workers.gpus import count_gpus
 from tinsmith.workers.group import WorkerDiedError, WorkerGroup
 from tinsmith.workers.launching import Launch, Launcher, MakeLauncher
+from tinsmith.workers.sequences import MicroBatch, Scored, Segment, combined_outputs, deal, one_by_one, segments
 from tinsmith.workers.serving import Worker, alone, serve
 from tinsmith.workers.spool import Kind, Piece, Spool
 
@@ -17,13 +18,20 @@ __all__ = [
     "Launcher",
     "LauncherName",
     "MakeLauncher",
+    "MicroBatch",
     "Piece",
+    "Scored",
+    "Segment",
     "Spool",
     "Worker",
     "WorkerDiedError",
     "WorkerGroup",
     "WorkersConfig",
     "alone",
+    "combined_outputs",
     "count_gpus",
+    "deal",
+    "one_by_one",
+    "segments",
     "serve",
 ]

@@ -13,7 +13,7 @@ from fsdp_harness import LOSSES, VOCAB
 
 from tinsmith import AdamParams, Array, ForwardBackward, LoraConfig
 from tinsmith.testing import assert_close_arrays, ragged_data
-from tinsmith.workers import alone
+from tinsmith.workers import alone, deal, one_by_one, segments
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.architecture import ARCHITECTURES, read_architecture
 from tinsmith_fsdp.backend import FAST_ISOLATION_ERROR
@@ -66,7 +66,7 @@ def run(trainer: Trainer, *, backward: bool, num_models: int = len(TENANTS)) -> 
         ForwardBackward(model_id=f"m{index}", data=tuple(ragged_data(index, VOCAB, LENGTHS)))
         for index in range(num_models)
     ]
-    (micro,) = batching.deal(list(batching.segments(ops, LOSSES)), 1, 4096)
+    (micro,) = deal(list(segments(ops, LOSSES)), 1, 4096)
     scored = trainer.run([micro[0]], [batching.owners(micro)], backward)
     return [each.logp_TK for each in sorted(scored, key=lambda each: each.index)]
 
@@ -129,11 +129,11 @@ def test_fast_full_fine_tuning_is_close_to_strict(
     """One packed stream, with or without recomputation, against every sequence by itself."""
     gradients: list[dict[str, Array]] = []
     (op,) = [ForwardBackward(model_id="m", data=tuple(ragged_data(0, VOCAB, LENGTHS)))]
-    work = list(batching.segments([op], LOSSES))
+    work = list(segments([op], LOSSES))
     for strict in (True, False):
         trainer = make_trainer(fsdp_models["qwen3"], mesh, strict=strict, checkpointing=checkpointing and not strict)
         trainer.create_full_model("m")
-        micros = [micro[0] for micro in (batching.one_by_one(work, 1) if strict else batching.deal(work, 1, 4096))]
+        micros = [micro[0] for micro in (one_by_one(work, 1) if strict else deal(work, 1, 4096))]
         assert len(micros) == (len(LENGTHS) if strict else 1)
         trainer.run_full("m", micros, True)
         gradients.append({piece.name: piece.values for piece in trainer.full_pieces("m", ("gradients",))})
@@ -149,8 +149,8 @@ def test_full_fine_tuning_steps_as_torch_does(mesh: Mesh, fsdp_models: Mapping[s
     for step, (rate, decay, clip) in enumerate(((1e-3, 0.1, 0.5), (3e-4, 0.0, 0.0), (2e-3, 0.5, 1e9))):
         adam = AdamParams(learning_rate=rate, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=decay, grad_clip_norm=clip)
         data = ragged_data(step, VOCAB, (7, 33))
-        work = list(batching.segments([ForwardBackward(model_id="m", data=tuple(data))], LOSSES))
-        trainer.run_full("m", [micro[0] for micro in batching.one_by_one(work, 1)], True)
+        work = list(segments([ForwardBackward(model_id="m", data=tuple(data))], LOSSES))
+        trainer.run_full("m", [micro[0] for micro in one_by_one(work, 1)], True)
         (norm,) = trainer.optim_step([Step(model_id="m", adam=adam)])
         optimizer.zero_grad()
         for datum in data:

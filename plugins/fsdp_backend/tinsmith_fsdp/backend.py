@@ -1,10 +1,8 @@
 """The engine's side of the fsdp backend: checks operations, distributes them to the ranks and collects the results."""
 
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from tinsmith import (
     Array,
@@ -29,14 +27,24 @@ from tinsmith import (
     TrainingBackend,
     UserError,
 )
-from tinsmith.workers import MakeLauncher, WorkerGroup, count_gpus
+from tinsmith.workers import (
+    MakeLauncher,
+    MicroBatch,
+    Segment,
+    WorkerGroup,
+    combined_outputs,
+    count_gpus,
+    deal,
+    one_by_one,
+    segments,
+)
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.architecture import read_architecture
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.environment import DEVICE
 from tinsmith_fsdp.full_state import FullModelState
 from tinsmith_fsdp.layout import AdapterLayout
-from tinsmith_fsdp.messages import AdapterState, FullyLoaded, Loaded, NotMade, RankDevice, Scored, Segment, Setup, Step
+from tinsmith_fsdp.messages import AdapterState, FullyLoaded, Loaded, NotMade, RankDevice, Setup, Step
 
 _MAX_TARGETS = 128  # per token; [T, K] arrays of a micro-batch must fit
 _ITEM = {"float32": 4, "bfloat16": 2}  # bytes per weight of the base model
@@ -269,26 +277,26 @@ class FsdpBackend(TrainingBackend):
 
     def _run_adapters(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput]:
         """Run the operations of LoRA models together."""
-        work = list(batching.segments(ops, self._losses))
-        micros = list(batching.deal(work, self._dp_size, self._rank_tokens))
+        work = list(segments(ops, self._losses))
+        micros = list(deal(work, self._dp_size, self._rank_tokens))
         if not micros:
-            return _outputs(ops, [])
+            return combined_outputs(ops, [])
         owners = [batching.owners(micro) for micro in micros]
         shares = [(share, owners, backward) for share in self._shares(micros)]
-        return _outputs(ops, _in_order(self.ranks.call_each("run", shares)))
+        return combined_outputs(ops, self.ranks.call_each("run", shares))
 
     def _run_full(self, op: ForwardBackward, *, backward: bool) -> ForwardBackwardOutput:
         """Run one operation by itself: the model has its own weights, so there is nothing to share with others."""
-        work = list(batching.segments([op], self._losses))
+        work = list(segments([op], self._losses))
         if self._setup.strict:
-            micros = list(batching.one_by_one(work, self._dp_size))
+            micros = list(one_by_one(work, self._dp_size))
         else:
-            micros = list(batching.deal(work, self._dp_size, self._rank_tokens))
+            micros = list(deal(work, self._dp_size, self._rank_tokens))
         shares = [(op.model_id, share, backward) for share in self._shares(micros)]
-        (output,) = _outputs([op], _in_order(self.ranks.call_each("run_full", shares)))
+        (output,) = combined_outputs([op], self.ranks.call_each("run_full", shares))
         return output
 
-    def _shares(self, micros: Sequence[batching.MicroBatch]) -> list[list[list[Segment]]]:
+    def _shares(self, micros: Sequence[MicroBatch]) -> list[list[list[Segment]]]:
         """Give each rank its part of every micro-batch. Ranks of one tp group get the same part."""
         tp = self._config.tensor_parallel
         return [[micro[rank // tp] for micro in micros] for rank in range(len(self.ranks))]
@@ -315,25 +323,5 @@ def _start(config: FsdpConfig, context: BackendContext, launch_with: MakeLaunche
     )
 
 
-def _in_order(scored: Iterable[Sequence[Scored]]) -> list[Scored]:
-    found = {each.index: each for share in scored for each in share}
-    return [found[index] for index in range(len(found))]
-
-
 def _unknown(model_id: str) -> Failed:
     return Failed(message=f"no model {model_id!r} in training: it was never created, or has been unloaded")
-
-
-def _outputs(ops: Sequence[ForwardBackward], scored: Sequence[Scored]) -> list[ForwardBackwardOutput]:
-    """Give each datum's logprobs the shape of its targets; sum the losses in order, in float64."""
-    results, start = [], 0
-    for op in ops:
-        own = scored[start : start + len(op.data)]
-        start += len(op.data)
-        logprobs = tuple(
-            {"logprobs": np.ascontiguousarray(each.logp_TK.reshape(np.shape(datum.loss_inputs["target_tokens"])))}
-            for datum, each in zip(op.data, own, strict=True)
-        )
-        loss = float(sum(each.loss for each in own))
-        results.append(ForwardBackwardOutput(loss_fn_outputs=logprobs, metrics={"loss:sum": loss}))
-    return results

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tinsmith import Array, LossSpec
-from tinsmith_fsdp.messages import Segment
+from tinsmith.workers import Segment
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,9 @@
-"""What the engine and the ranks send each other. No torch.
-
-Array suffixes: T = tokens of one sequence, K = targets per token.
-"""
+"""What the engine and the ranks send each other. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tinsmith import AdamParams, Array, FloatArray, LoraConfig, LossSpec
+from tinsmith import AdamParams, FloatArray, LoraConfig, LossSpec
 from tinsmith.huggingface import DecoderShape
 from tinsmith_fsdp.config import FsdpConfig
 
@@ -80,38 +77,11 @@ class FullState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """One sequence of a micro-batch, and the place of its results."""
-
-    model_id: str
-    index: int  # among the sequences of the call
-    position: int  # among those of the micro-batch, over all ranks: the order in which gradients are added
-    tokens_T: Array
-    targets_TK: Array
-    loss_fn: str
-    loss_inputs: Mapping[str, Array]  # [T, K] each
-    loss_config: Mapping[str, float]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens_T)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
     """The rank that computes a sequence of a micro-batch, and the model that the sequence trains."""
 
     model_id: str
     dp_rank: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """A segment's results."""
-
-    index: int
-    logp_TK: FloatArray
-    loss: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

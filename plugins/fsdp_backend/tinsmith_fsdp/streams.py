@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from tinsmith import Array
+from tinsmith.workers import Segment
 from tinsmith_fsdp.layout import AdapterLayout
 from tinsmith_fsdp.loss_table import LossBatch, LossTable
-from tinsmith_fsdp.messages import Segment
 
 Pairs = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 

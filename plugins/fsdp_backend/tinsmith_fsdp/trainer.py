@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tinsmith import ConfigError, FloatArray, LoraConfig
-from tinsmith.workers import Kind, Piece
+from tinsmith.workers import Kind, Piece, Scored, Segment
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.full_model import FullModel
 from tinsmith_fsdp.head import Scores
@@ -31,8 +31,6 @@ from tinsmith_fsdp.messages import (
     FullyLoaded,
     NotMade,
     Owner,
-    Scored,
-    Segment,
     Setup,
     Step,
 )

@@ -1,0 +1,112 @@
+"""The sequences of operations, dealt out to the data-parallel ranks of a backend, and their results put together again.
+
+Array suffixes: T = tokens of one sequence, K = targets per token.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tinsmith.losses import LossSpec
+from tinsmith.operations import Array, Datum, FloatArray, ForwardBackward, ForwardBackwardOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One sequence of a micro-batch, and the place of its results."""
+
+    model_id: str
+    index: int  # among the sequences of the call
+    position: int  # among those of the micro-batch, over all ranks: the order in which gradients are added
+    tokens_T: Array
+    targets_TK: Array
+    loss_fn: str
+    loss_inputs: Mapping[str, Array]  # [T, K] each
+    loss_config: Mapping[str, float]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens_T)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A segment's results."""
+
+    index: int
+    logp_TK: FloatArray
+    loss: float
+
+
+MicroBatch = list[list[Segment]]
+"""By data-parallel rank. A sequence stays whole, on one rank. A rank may have none, but takes part in every batch."""
+
+
+def segments(ops: Iterable[ForwardBackward], losses: Mapping[str, LossSpec]) -> Iterator[Segment]:
+    """Yield every sequence in order. `index` counts them; `position` is set when they are dealt out."""
+    pairs = [(op, datum) for op in ops for datum in op.data]
+    for index, (op, datum) in enumerate(pairs):
+        yield _segment(op, datum, losses[op.loss_fn], index)
+
+
+def _segment(op: ForwardBackward, datum: Datum, spec: LossSpec, index: int) -> Segment:
+    targets = datum.targets_TK
+    return Segment(
+        model_id=op.model_id,
+        index=index,
+        position=0,
+        tokens_T=np.asarray(datum.tokens_T),
+        targets_TK=targets,
+        loss_fn=op.loss_fn,
+        loss_inputs={
+            name: np.asarray(datum.loss_inputs[name], np.float32).reshape(targets.shape) for name in spec.inputs
+        },
+        loss_config={**spec.config, **op.loss_fn_config},
+    )
+
+
+def deal(work: Sequence[Segment], num_ranks: int, max_tokens: int) -> Iterator[MicroBatch]:
+    """Fill micro-batches in order. Each sequence goes to the rank with the fewest tokens, if it fits there."""
+    batch, loads, position = _empty(num_ranks), [0] * num_ranks, 0
+    for segment in work:
+        lightest = min(range(num_ranks), key=loads.__getitem__)
+        if loads[lightest] and loads[lightest] + segment.num_tokens > max_tokens:
+            yield batch
+            batch, loads, position, lightest = _empty(num_ranks), [0] * num_ranks, 0, 0
+        batch[lightest].append(replace(segment, position=position))
+        loads[lightest] += segment.num_tokens
+        position += 1
+    if position:
+        yield batch
+
+
+def one_by_one(work: Sequence[Segment], num_ranks: int) -> Iterator[MicroBatch]:
+    """Give every sequence its own micro-batch, in order, so that its gradient is computed separately."""
+    for number, segment in enumerate(work):
+        batch = _empty(num_ranks)
+        batch[number % num_ranks].append(segment)
+        yield batch
+
+
+def _empty(num_ranks: int) -> MicroBatch:
+    return [[] for _ in range(num_ranks)]
+
+
+def combined_outputs(ops: Sequence[ForwardBackward], scored: Iterable[Sequence[Scored]]) -> list[ForwardBackwardOutput]:
+    """Put together what the ranks have scored, in any order, into one output for each operation.
+
+    Each datum's logprobs get the shape of its targets. Losses are summed in order, in float64.
+    """
+    found = {each.index: each for share in scored for each in share}
+    results, start = [], 0
+    for op in ops:
+        own = [found[index] for index in range(start, start + len(op.data))]
+        start += len(op.data)
+        logprobs = tuple(
+            {"logprobs": np.ascontiguousarray(each.logp_TK.reshape(np.shape(datum.loss_inputs["target_tokens"])))}
+            for datum, each in zip(op.data, own, strict=True)
+        )
+        loss = float(sum(each.loss for each in own))
+        results.append(ForwardBackwardOutput(loss_fn_outputs=logprobs, metrics={"loss:sum": loss}))
+    return results
