@@ -154,6 +154,9 @@ from tinsmith.store import (
     UsageRecord,
     Waiting,
 )
+from tinsmith.turns import (
+    Turns,
+)
 
 if TYPE_CHECKING:
     from tinsmith.huggingface.stopping import StopRules, StopWatch
@@ -301,6 +304,7 @@ __all__ = [
     "TopLogprobs",
     "TrainingBackend",
     "TrainingOperation",
+    "Turns",
     "UnloadModel",
     "UnsupportedError",
     "Usage",

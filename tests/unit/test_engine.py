@@ -26,7 +26,7 @@ from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.store import Lease, OperationRecord, OperationState, RunState, StoreContext
+from tinsmith.store import Completion, Lease, OperationRecord, OperationState, RunState, StoreContext
 from tinsmith.testing.contract import assert_same_arrays
 from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, make_engine
 
@@ -47,6 +47,7 @@ class WatchedBackend(ToyBackend):
         self.training_held: threading.Event | None = None
         self.sampling_held: asyncio.Event | None = None
         self.cancelled = asyncio.Event()
+        self.drawn = asyncio.Semaphore(0)  # one for each sample
 
     def forward_backward(self, ops: Sequence[ops.ForwardBackward]) -> Any:
         return self._noted("forward_backward", ops, super().forward_backward)
@@ -78,7 +79,9 @@ class WatchedBackend(ToyBackend):
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
-        return await super().sample(op)
+        output = await super().sample(op)
+        self.drawn.release()
+        return output
 
 
 @dataclass
@@ -511,29 +514,53 @@ async def test_a_store_that_fails_for_a_moment_costs_nothing(
     assert setup.backend.capture_state(client.model_id()).step == 3
 
 
+class SlowDisk:
+    """Holds up the recording of results until it is `free`. Notes how many each transaction records."""
+
+    def __init__(self, store: SqlStore) -> None:
+        self._complete = store.complete
+        self.sizes: list[int] = []
+        self.free = asyncio.Event()
+
+    async def complete(self, lease: Lease, completions: Sequence[Completion]) -> None:
+        self.sizes.append(len(completions))
+        await self.free.wait()
+        await self._complete(lease, completions)
+
+
 async def test_what_runs_during_a_transaction_shares_the_next(
     setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    complete, sizes, disk = setup.store.complete, list[int](), asyncio.Event()
-
-    async def slow(lease: Lease, completions: Any) -> None:
-        sizes.append(len(completions))
-        await disk.wait()
-        await complete(lease, completions)
-
+    disk = SlowDisk(setup.store)
     async with setup.running():
         await client.result(await client.create_model())
-        monkeypatch.setattr(setup.store, "complete", slow)
+        monkeypatch.setattr(setup.store, "complete", disk.complete)
         kinds = (a_pass(client), a_step(client)) * 3
         submitted = [await client.submit(each) for each in kinds]
         for _ in kinds:
             assert await asyncio.to_thread(setup.backend.begun.acquire, timeout=WAIT_S)
-        disk.set()
+        disk.free.set()
         for request_id in submitted:
             await client.result(request_id)
-    assert sum(sizes) == len(kinds)
-    assert len(sizes) <= 3  # the first, those that ran meanwhile, and the last if it still ran
+    assert sum(disk.sizes) == len(kinds)
+    assert len(disk.sizes) <= 3  # the first, those that ran meanwhile, and the last if it still ran
     assert [event.batch_size for event in setup.events] == [1] * (1 + len(kinds))
+
+
+async def test_samples_drawn_during_a_transaction_share_the_next(
+    setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SlowDisk(setup.store)
+    monkeypatch.setattr(setup.store, "complete", disk.complete)
+    async with setup.running():
+        submitted = [await client.submit(a_sample(client, seed=seed)) for seed in range(12)]
+        for _ in submitted:
+            await asyncio.wait_for(setup.backend.drawn.acquire(), WAIT_S)
+        disk.free.set()
+        for request_id in submitted:
+            await client.result(request_id)
+    assert sum(disk.sizes) == len(submitted)
+    assert len(disk.sizes) <= 3
 
 
 async def test_a_claim_whose_answer_is_lost_is_made_again(

@@ -1,19 +1,25 @@
-"""How a writer waits for the other connections to the same SQLite database."""
+"""How writers wait for the other connections to the same SQLite database, of this process and of others."""
 
 import asyncio
 import sqlite3
+import time
 from contextlib import closing
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
+from sqlalchemy import URL
+from sqlmodel import Session
 
 from tinsmith.errors import StoreError
 from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.databases.sqlite import SqliteDialect
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import SessionRecord, StoreContext
 
 NOW = datetime.now(UTC)
+WAIT_S = 300.0  # only a broken lock waits that long
 
 
 def a_session(name: str) -> SessionRecord:
@@ -50,3 +56,26 @@ async def test_a_write_goes_on_when_the_other_has_ended(tmp_path: Path) -> None:
         other.execute("COMMIT")
         await writes
     await store.close()
+
+
+async def test_a_writer_that_has_just_written_goes_behind_the_other_one_of_its_process(tmp_path: Path) -> None:
+    dialect = SqliteDialect(URL.create("sqlite", database=str(tmp_path / "x.db")), SqlStoreConfig())
+    results, claims = dialect.writer(durable=True), dialect.writer(durable=False)
+    order: list[str] = []
+
+    def first(session: Session) -> None:
+        session.connection()
+        order.append("a result")
+        give_up_at = time.monotonic() + WAIT_S
+        while not dialect.turns.num_waiting and time.monotonic() < give_up_at:
+            time.sleep(0.001)
+
+    def note(what: str, session: Session) -> None:
+        session.connection()
+        order.append(what)
+
+    writes = [results.run(first), claims.run(partial(note, "a claim")), results.run(partial(note, "the next result"))]
+    await asyncio.gather(*writes)
+    assert order == ["a result", "a claim", "the next result"]
+    for each in (results, claims):
+        await each.close()

@@ -57,22 +57,19 @@ class Recorder:
         self._claims = claims
         self._on_finished = on_finished
         self._turn = asyncio.Lock()
-        self._unrecorded: deque[_Batch] = deque()  # of models
+        self._unrecorded: deque[_Batch] = deque()
 
-    async def record_in_turn(self, finished: Sequence[Finished], run_s: float) -> None:
-        """Record results of models, in the order of the calls.
+    async def record(self, finished: Sequence[Finished], run_s: float) -> None:
+        """Record results, in the order of the calls.
 
-        Batches that were finished during one transaction share the next: if batches are shorter than transactions,
-        nobody waits for one transaction per batch.
+        Batches that were finished during one transaction share the next: if batches are shorter than transactions, as
+        single samples are, nobody waits for one transaction per batch.
         """
         batch = _Batch(finished, run_s)
         self._unrecorded.append(batch)
         async with self._turn:
             if batch in self._unrecorded:
                 await self._record_next()
-
-    async def record(self, finished: Sequence[Finished], run_s: float) -> None:
-        await self._record([_Batch(finished, run_s)])
 
     async def _record_next(self) -> None:
         """Record the oldest batch, and with it what fits. If that fails, they all stay unrecorded."""

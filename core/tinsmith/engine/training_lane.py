@@ -120,7 +120,7 @@ class TrainingLane:
         finished = [
             Finished(claimed=each, outcome=Outcome(result=result)) for each, result in zip(chosen, results, strict=True)
         ]
-        recorded = self._tasks.create_task(self._recorder.record_in_turn(finished, time.monotonic() - started))
+        recorded = self._tasks.create_task(self._recorder.record(finished, time.monotonic() - started))
         self._recovery_points.ran(records)
         await self._recovery_points.take_due(records, recorded)
         return recorded
@@ -139,7 +139,7 @@ class TrainingLane:
             outcome = await self._outcome(claimed)
         self._recovery_points.ran([record])
         finished = Finished(claimed=claimed, outcome=outcome)
-        await self._recorder.record_in_turn([finished], time.monotonic() - started)
+        await self._recorder.record([finished], time.monotonic() - started)
         await self._recovery_points.tidy_after(record, outcome.result)
         self._busy.discard(record.subject_id)
         self.wake()

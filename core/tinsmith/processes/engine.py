@@ -31,9 +31,11 @@ from tinsmith.processes.stopping import unless_stopped
 from tinsmith.settings import Settings
 from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore
 
-SWITCH_S: Final = 1e-4
+SWITCH_S: Final = 1e-6
 """How long a thread may hold the interpreter while another waits for it. By default 5 ms: a backend that computes in
-Python would make each of some fifty steps of a transaction wait that long, while it keeps the server from writing."""
+Python would make each of some hundred steps of a transaction wait that long, while it keeps the server from writing.
+The wait starts again whenever the other thread lets go of the interpreter and takes it back, as each small product of
+NumPy does. So the time must be shorter than any computation, or the wait has no end."""
 
 _ORPHAN_GRACE_S: Final = 10.0
 

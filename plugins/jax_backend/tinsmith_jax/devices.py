@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from tinsmith import LossSpec, Progress
+from tinsmith import LossSpec, Progress, Turns
 from tinsmith_jax import runtime
 from tinsmith_jax.buckets import Buckets
 from tinsmith_jax.compilation import Program, Programs
@@ -21,7 +21,6 @@ from tinsmith_jax.runtime import Limits
 from tinsmith_jax.sampling_device import SamplingDevice, sampling_device
 from tinsmith_jax.train_step import TrainPrograms
 from tinsmith_jax.training_device import TrainingDevice
-from tinsmith_jax.turns import Turns
 from tinsmith_jax.weights import load_base
 
 

@@ -18,6 +18,7 @@ from tinsmith import (
     ModelState,
     Progress,
     Snapshot,
+    Turns,
 )
 from tinsmith.workers import MakeLauncher, WorkerGroup
 from tinsmith_jax import adapters
@@ -29,7 +30,6 @@ from tinsmith_jax.model_config import ModelConfig, read_config
 from tinsmith_jax.packing import Stream
 from tinsmith_jax.sampling_values import Drawn, PromptTile, SamplingShape, SlotInput
 from tinsmith_jax.training_device import Pass
-from tinsmith_jax.turns import Turns
 
 # Any below: arguments and results of the devices' methods.
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tinsmith import FloatArray, IntArray
+from tinsmith import FloatArray, IntArray, Turns
 from tinsmith_jax import adapters, decode
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
@@ -20,7 +20,6 @@ from tinsmith_jax.runtime import Limits
 from tinsmith_jax.sampling_programs import TARGET_COLUMNS, Kind, SamplingPrograms, decode_arguments
 from tinsmith_jax.sampling_values import Drawn, PromptTile, SamplingShape, SlotInput
 from tinsmith_jax.trunk import LAYER_MODULES
-from tinsmith_jax.turns import Turns
 from tinsmith_jax.weights import Base
 
 # Any below: compiled programs, which jax does not type.

@@ -1,6 +1,6 @@
 """The sampling half of the jax backend on its own, for models that another backend trains."""
 
-from tinsmith import BackendContext, Capabilities, StopRules
+from tinsmith import BackendContext, Capabilities, StopRules, Turns
 from tinsmith_jax import runtime
 from tinsmith_jax.compilation import Programs
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
@@ -8,7 +8,6 @@ from tinsmith_jax.mesh import device_name, make_layout
 from tinsmith_jax.model_config import read_config
 from tinsmith_jax.sampler import Sampler
 from tinsmith_jax.sampling_device import sampling_device
-from tinsmith_jax.turns import Turns
 from tinsmith_jax.weights import load_base
 
 

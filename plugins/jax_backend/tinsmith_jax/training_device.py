@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from tinsmith import AdamParams, Array, LoraConfig, ModelState
+from tinsmith import AdamParams, Array, LoraConfig, ModelState, Turns
 from tinsmith_jax import adapters, optimizer
 from tinsmith_jax.adapters import Adapter, JaxSnapshot
 from tinsmith_jax.buckets import STEPS, Bucket
@@ -24,7 +24,6 @@ from tinsmith_jax.mesh import Spec, adapter_specs, fetch, put
 from tinsmith_jax.packing import Stream
 from tinsmith_jax.train_step import STREAM_SPECS, TrainPrograms
 from tinsmith_jax.trunk import LAYER_MODULES
-from tinsmith_jax.turns import Turns
 from tinsmith_jax.weights import Base
 
 Pass = Literal["score", "gradients"]

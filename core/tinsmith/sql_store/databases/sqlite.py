@@ -3,6 +3,7 @@
 import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
@@ -23,6 +24,7 @@ from tinsmith.sql_store.databases.dialect import Dialect
 from tinsmith.sql_store.databases.shared_statements import SharedStatements, make_engine
 from tinsmith.sql_store.databases.socket_wakeups import SocketWakeUps
 from tinsmith.sql_store.databases.wakeups import WakeUps
+from tinsmith.turns import Turns
 
 _STRENGTH: Final = ("off", "normal", "full")
 _TRY_MS: Final = 4
@@ -38,7 +40,11 @@ registry.register("sqlite.tinsmith", __name__, PysqliteDialect.__name__)
 
 
 class SqliteDialect(Dialect):
-    """Relaxed commits are written to the log without a sync. The next durable commit syncs them with itself."""
+    """Relaxed commits are written to the log without a sync. The next durable commit syncs them with itself.
+
+    SQLite has one writer at a time, and gives the lock to whoever happens to ask when it is free. So the writers of a
+    process take turns: one with much to write would keep out the other.
+    """
 
     def __init__(self, url: URL, config: SqlStoreConfig) -> None:
         if not url.database or url.database == ":memory:" or url.query:
@@ -49,26 +55,29 @@ class SqliteDialect(Dialect):
             raise ConfigError(msg)
         self.path = Path(url.database).expanduser().absolute()
         self._config = config
+        self.turns = Turns()
 
     @property
     def name(self) -> str:
         return str(self.path)
 
     def reader(self) -> Database:
-        return self._database(_begin_reading, "normal")
+        return SqliteDatabase(self.path, begin=_begin_reading, pragmas=self._pragmas("normal"))
 
     def writer(self, *, durable: bool) -> Database:
         mode = self._config.synchronous
+        if durable:
+            pragmas = self._pragmas(mode, "auto_vacuum = INCREMENTAL")  # has no effect once anything is written
+        else:
+            pragmas = self._pragmas(min("normal", mode, key=_STRENGTH.index))
         begin = partial(_begin_writing, self._config.busy_timeout_s)
-        if not durable:
-            return self._database(begin, min("normal", mode, key=_STRENGTH.index))
-        return self._database(begin, mode, "auto_vacuum = INCREMENTAL")  # has no effect once anything is written
+        return SqliteDatabase(self.path, begin=begin, pragmas=pragmas, turns=self.turns)
 
     def wakeups(self) -> WakeUps:
         return SocketWakeUps(self.path.with_name(self.path.name + ".wake"))
 
-    def _database(self, begin: Callable[[Connection], None], synchronous: str, *first: str) -> Database:
-        pragmas = (
+    def _pragmas(self, synchronous: str, *first: str) -> tuple[str, ...]:
+        return (
             _busy_timeout(self._config.busy_timeout_s),
             *first,
             "secure_delete = ON",  # overwrites deleted content
@@ -78,19 +87,29 @@ class SqliteDialect(Dialect):
             "mmap_size = 268435456",
             "journal_size_limit = 67108864",
         )
-        return SqliteDatabase(self.path, begin=begin, pragmas=pragmas)
 
 
 class SqliteDatabase(Database):
-    def __init__(self, path: Path, *, begin: Callable[[Connection], None], pragmas: tuple[str, ...]) -> None:
+    """A connection. Connections of one process that write share their `turns`."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        begin: Callable[[Connection], None],
+        pragmas: tuple[str, ...],
+        turns: Turns | None = None,
+    ) -> None:
         url = URL.create("sqlite+tinsmith", database=str(path))
         super().__init__(make_engine(url, poolclass=StaticPool, connect_args={"check_same_thread": False}))
         self._path = path
+        self._turns = turns
         event.listen(self._engine, "connect", partial(_prepare, pragmas))
         event.listen(self._engine, "begin", begin)
 
     def _transact(self, work: Callable[[Session], T], commit: Callable[[Session], None]) -> T:
-        with Session(self._engine, expire_on_commit=False) as session:
+        turn = nullcontext() if self._turns is None else self._turns.turn()
+        with turn, Session(self._engine, expire_on_commit=False) as session:
             result = work(session)
             commit(session)
             return result

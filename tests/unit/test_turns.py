@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from tinsmith_jax.turns import Turns
+from tinsmith.turns import Turns
 
 WAIT_S = 300.0  # only a broken lock waits that long
 

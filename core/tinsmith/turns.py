@@ -1,4 +1,4 @@
-"""Turns on the device: training micro-batches and sampling dispatches run in the order in which they asked."""
+"""Turns: a lock between threads that goes to whoever has waited longest."""
 
 import threading
 from collections import deque
@@ -20,7 +20,7 @@ class Turns:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Hold the device inside the `with` block. Not re-entrant: a thread that asks twice deadlocks."""
+        """Hold the lock inside the `with` block. Not re-entrant: a thread that asks twice deadlocks."""
         self._acquire()
         try:
             yield
@@ -44,6 +44,6 @@ class Turns:
     def _release(self) -> None:
         with self._lock:
             if self._waiting:
-                self._waiting.popleft().set()  # the device stays taken: it is handed over directly
+                self._waiting.popleft().set()  # the lock stays taken: it is handed over directly
             else:
                 self._taken = False
