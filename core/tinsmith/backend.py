@@ -80,7 +80,9 @@ class ModelState:
     shapes are those of the base model's safetensors, `<module path>.weight` [out, in]; a tied head is omitted.
     Optimizer and gradient mappings have the same keys. All float32.
 
-    Mappings may be lazy: each tensor is accessed once and not kept, so it may be read or gathered on access.
+    Mappings may be lazy: each tensor is accessed once and not kept, so it may be read or gathered on access. If they
+    are `tinsmith.huggingface.StoredTensors`, a checkpoint takes over the files. A lazy mapping that holds memory has an
+    attribute `nbytes`.
     """
 
     lora: LoraConfig
@@ -89,6 +91,22 @@ class ModelState:
     adam_v: Mapping[str, Array] = field(default_factory=dict)
     gradients: Mapping[str, Array] = field(default_factory=dict)  # pending; empty if there are none
     step: int = 0  # number of optimizer steps
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the state takes of the host's memory: its arrays, and what lazy mappings say in `nbytes`."""
+        return sum(map(_memory_bytes, (self.weights, self.adam_m, self.adam_v, self.gradients)))
+
+    @property
+    def weights_bytes(self) -> int:
+        """What the weights take of it."""
+        return _memory_bytes(self.weights)
+
+
+def _memory_bytes(tensors: Mapping[str, Array]) -> int:
+    if isinstance(tensors, dict):
+        return sum(array.nbytes for array in tensors.values())
+    return int(getattr(tensors, "nbytes", 0))
 
 
 class Snapshot(ABC):
@@ -136,6 +154,7 @@ class BackendContext:
     losses: Mapping[str, LossSpec]  # every registered loss
     samples: bool = True  # False: the model has a separate sampler, so this backend does not sample
     progress: Progress = _no_progress
+    checkpoint_shard_bytes: int = 2 << 30  # of one file, if the backend itself writes a fully trained model's state
 
     @property
     def model_directory(self) -> Path:

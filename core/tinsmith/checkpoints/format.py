@@ -8,13 +8,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -23,11 +24,18 @@ import safetensors.numpy
 
 from tinsmith.backend import HostSnapshot, ModelState
 from tinsmith.checkpoints import atomic_directory
+from tinsmith.checkpoints.linked_files import link, whole_set
 from tinsmith.errors import ServerError, UnsupportedError, UserError
 from tinsmith.huggingface import model_files as hf_files
 from tinsmith.huggingface import peft_layout
 from tinsmith.huggingface.decoder import HEAD
-from tinsmith.huggingface.safetensors_files import ShardWriter, StoredTensors, shard_files
+from tinsmith.huggingface.safetensors_files import (
+    ShardWriter,
+    StoredTensor,
+    StoredTensors,
+    shard_files,
+)
+from tinsmith.huggingface.state_files import FILES, GRADIENTS, M_PREFIX, MODEL, OPTIMIZER, V_PREFIX, Kind
 from tinsmith.operations import Array, LoraConfig
 from tinsmith.store import CheckpointKind
 
@@ -39,8 +47,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 _OPTIMIZER = "optimizer.safetensors"
 _GRADIENTS = "gradients.safetensors"
 MANIFEST = "tinsmith.json"
-M_PREFIX, V_PREFIX = "adam_m.", "adam_v."
-_MODEL, _OPTIMIZER_SHARDS, _GRADIENT_SHARDS = "model", "optimizer", "gradients"  # of full fine-tuning: stems
+_HASHERS = 8  # threads; one hashes about as fast as one disk reads
 
 _OS_ERROR = re.compile(r"os error (\d+)")
 
@@ -236,33 +243,69 @@ def _write_full(
     fresh: Path, kind: CheckpointKind, state: ModelState, model_path: Path | None, shard_bytes: int
 ) -> None:
     """Write the Hugging Face layout, with optimizer and gradients in shards beside it."""
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def write(stem: str, parts: Mapping[str, Mapping[str, Array]]) -> None:
-        names = [prefix + name for prefix, arrays in parts.items() for name in arrays]
-        with ShardWriter(fresh, stem, names, shard_bytes=shard_bytes) as writer:
-            for prefix, arrays in parts.items():
-                for name in sorted(arrays):
-                    array = arrays[name]
-                    if array.dtype != np.float32 or shapes.setdefault(name, array.shape) != array.shape:
-                        msg = (
-                            f"{prefix}{name} is {array.dtype}{list(array.shape)}; it must be float32 and of its "
-                            f"weight's shape {list(shapes[name])}"
-                        )
-                        raise ServerError(msg)
-                    writer.add(prefix + name, array)
-
-    write(_MODEL, {"": state.weights})
+    tensors: dict[Kind, Mapping[str, Array]] = {"weights": state.weights}
     if kind == "training":
-        write(_OPTIMIZER_SHARDS, {M_PREFIX: state.adam_m, V_PREFIX: state.adam_v})
-        write(_GRADIENT_SHARDS, {"": state.gradients})
+        tensors |= {"adam_m": state.adam_m, "adam_v": state.adam_v, "gradients": state.gradients}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for stem, prefixes in FILES.items():
+        parts = {prefix: tensors[each] for each, prefix in prefixes.items() if each in tensors}
+        if not _link_tensors(fresh, stem, parts, shapes, shard_bytes):
+            _write_tensors(fresh, stem, parts, shapes, shard_bytes)
     if model_path is not None:
         hf_files.copy_model_files(model_path, fresh, dtype="float32")
 
 
+def _write_tensors(
+    fresh: Path,
+    stem: str,
+    parts: Mapping[str, Mapping[str, Array]],
+    shapes: dict[str, tuple[int, ...]],
+    shard_bytes: int,
+) -> None:
+    """Write tensors under their names with prefixes. `shapes` are those of the weights, once they are known."""
+    names = [prefix + name for prefix, arrays in parts.items() for name in arrays]
+    with ShardWriter(fresh, stem, names, shard_bytes=shard_bytes) as writer:
+        for prefix, arrays in parts.items():
+            for name in sorted(arrays):
+                array = arrays[name]
+                _check_tensor(prefix + name, str(array.dtype), array.shape, shapes.setdefault(name, array.shape))
+                writer.add(prefix + name, array)
+
+
+def _link_tensors(
+    fresh: Path,
+    stem: str,
+    parts: Mapping[str, Mapping[str, Array]],
+    shapes: dict[str, tuple[int, ...]],
+    shard_bytes: int,
+) -> bool:
+    """Take over the files that hold exactly these tensors. Return False, having done nothing, if there are none."""
+    stored: dict[str, StoredTensor] = {}
+    for prefix, tensors in parts.items():
+        if not isinstance(tensors, StoredTensors):
+            return False
+        tensors.wait()
+        stored |= {prefix + name: tensor for name, tensor in tensors.stored.items()}
+    files = whole_set(stem, stored, shard_bytes)
+    if not files:
+        return False
+    for prefix, tensors in parts.items():
+        for name, shape in cast("StoredTensors", tensors).shapes().items():
+            _check_tensor(prefix + name, "float32", shape, shapes.setdefault(name, shape))
+    for file in files:
+        link(file, fresh / file.name)
+    return True
+
+
+def _check_tensor(name: str, dtype: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if dtype != "float32" or shape != expected:
+        msg = f"{name} is {dtype}{list(shape)}; it must be float32 and of its weight's shape {list(expected)}"
+        raise ServerError(msg)
+
+
 def _write_manifest(fresh: Path, manifest: Manifest) -> None:
     if manifest.kind != "external":
-        files = {path.name: describe(path) for path in sorted(fresh.iterdir())}
+        files = _each_described(describe, sorted(fresh.iterdir()))
         encoded = msgspec.json.encode(replace(manifest, files=files))
         (fresh / MANIFEST).write_bytes(msgspec.json.format(encoded, indent=2) + b"\n")
 
@@ -283,6 +326,12 @@ def describe(path: Path) -> StoredFile:
     """Return a file's size and checksum, reading all of it."""
     with path.open("rb") as file:
         return StoredFile(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _each_described(describe_one: Callable[[Path], StoredFile], paths: Sequence[Path]) -> dict[str, StoredFile]:
+    """Describe files by name, several at a time."""
+    with ThreadPoolExecutor(_HASHERS, thread_name_prefix="hash") as threads:
+        return {path.name: found for path, found in zip(paths, threads.map(describe_one, paths), strict=True)}
 
 
 def _read_stable(root: Path, directory: str, read: Callable[[Path], T]) -> T:
@@ -325,20 +374,21 @@ def _adapter_state(found: Path, manifest: Manifest) -> ModelState:
 
 def _full_state(found: Path, manifest: Manifest) -> ModelState:
     """Verify every file, then return tensors that are read on access."""
+    actual = _each_described(_describe_whole, [found / name for name in manifest.files])
     for name, expected in manifest.files.items():
-        _compare(name, _describe_whole(found / name), expected)
-    for stem in (_MODEL, _OPTIMIZER_SHARDS, _GRADIENT_SHARDS):
+        _compare(name, actual[name], expected)
+    for stem in FILES:
         for file in shard_files(found, stem):
             if file.name not in manifest.files:
                 msg = f"{file.name} is not listed in {MANIFEST}"
                 raise ServerError(msg)
-    moments = StoredTensors.of(found, _OPTIMIZER_SHARDS)
+    moments = StoredTensors.of(found, OPTIMIZER)
     return ModelState(
         lora=manifest.lora,
-        weights=StoredTensors.of(found, _MODEL),
+        weights=StoredTensors.of(found, MODEL),
         adam_m=moments.renamed(M_PREFIX),
         adam_v=moments.renamed(V_PREFIX),
-        gradients=StoredTensors.of(found, _GRADIENT_SHARDS),
+        gradients=StoredTensors.of(found, GRADIENTS),
         step=manifest.step if manifest.kind == "training" else 0,
     )
 
@@ -368,7 +418,7 @@ def read_manifest(found: Path) -> Manifest:
     except msgspec.MsgspecError as error:
         msg = f"{MANIFEST} is damaged: {error}"
         raise ServerError(msg) from error
-    weights = _WEIGHTS if manifest.lora.rank else f"{_MODEL}.safetensors.index.json"
+    weights = _WEIGHTS if manifest.lora.rank else f"{MODEL}.safetensors.index.json"
     if weights not in manifest.files:
         msg = f"{MANIFEST} is damaged: it does not list {weights}"
         raise ServerError(msg)

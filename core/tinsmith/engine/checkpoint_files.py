@@ -10,6 +10,7 @@ from pathlib import Path
 from tinsmith.backend import ModelState
 from tinsmith.checkpoints.format import SHARD_BYTES, Checkpoint, delete_checkpoint, read_checkpoint, write_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
+from tinsmith.engine.failures import in_a_thread
 from tinsmith.engine.store_retries import with_retries
 from tinsmith.errors import NotFoundError, ServerError, UserError
 from tinsmith.failpoints import durable_boundary
@@ -95,7 +96,7 @@ class CheckpointWriter:
             model_path=self._model_path,
             shard_bytes=self._shard_bytes,
         )
-        size = await asyncio.to_thread(write, self._root, parsed.directory)
+        size = await in_a_thread(partial(write, self._root, parsed.directory))
         return CheckpointRecord(
             path=path,
             model_id=parsed.model_id,

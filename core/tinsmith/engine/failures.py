@@ -1,10 +1,14 @@
 """How a backend's failure ends its engine."""
 
+import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
-from tinsmith.errors import ServerError
+from tinsmith.errors import ServerError, TinsmithError
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -15,6 +19,17 @@ class BackendFailedError(Exception):
 
 class EngineFailedError(ServerError):
     """The engine cannot continue, because the state of its backend is unknown."""
+
+
+async def in_a_thread(write: Callable[[], T]) -> T:
+    """Write a state outside the training thread. Its backend may still be handing it over, and fail."""
+    try:
+        return await asyncio.to_thread(write)
+    except TinsmithError:
+        raise
+    except Exception as error:
+        msg = f"{type(error).__name__}: {error}"
+        raise BackendFailedError(msg) from error
 
 
 @contextmanager

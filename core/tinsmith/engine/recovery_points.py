@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tinsmith.backend import ModelState
 from tinsmith.checkpoints.format import delete_checkpoint, read_checkpoint, write_checkpoint
+from tinsmith.engine.failures import in_a_thread
 from tinsmith.failpoints import durable_boundary
 from tinsmith.settings import RecoverySettings
 from tinsmith.store import Lease, RecoveryPointRecord, RequestStore
@@ -88,7 +89,7 @@ class RecoveryPoints:
             epoch=self._lease.epoch,
         )
         async with self._models.setdefault(model_id, _Model()).writing:
-            size = await asyncio.to_thread(write, self._root, directory)
+            size = await in_a_thread(partial(write, self._root, directory))
         return RecoveryPointRecord(
             model_id=model_id, seq_id=seq_id, directory=directory, size_bytes=size, created_at=now
         )

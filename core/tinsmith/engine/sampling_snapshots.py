@@ -5,12 +5,14 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState, SamplingBackend, Snapshot
 from tinsmith.checkpoints.format import delete_checkpoint, read_snapshot, write_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
+from tinsmith.engine.failures import in_a_thread
 from tinsmith.engine.store_retries import with_retries
 from tinsmith.errors import NotFoundError, ServerError, UnsupportedError, UserError
 from tinsmith.failpoints import durable_boundary
@@ -242,7 +244,7 @@ class Snapshots:
     @durable_boundary("snapshot.persist")
     async def _write_out(self, held: _Held, snapshot: Snapshot) -> None:
         async with self._writing:
-            await asyncio.to_thread(self._write, held, snapshot)
+            await in_a_thread(partial(self._write, held, snapshot))
         held.on_disk = True
 
     def _write(self, held: _Held, snapshot: Snapshot) -> None:

@@ -6,6 +6,8 @@ The names exported here are public: plugins that read such directories may impor
 from tinsmith.huggingface.decoder import ATTENTION, HEAD, MLP, DecoderShape, decoder_shape
 from tinsmith.huggingface.model_files import read_model_config
 from tinsmith.huggingface.peft_layout import adapter_config, draw_lora_A, weight_name
+from tinsmith.huggingface.safetensors_files import StoredTensor, StoredTensors
+from tinsmith.huggingface.state_files import Kind, Targets
 from tinsmith.huggingface.weight_files import WeightFiles
 
 __all__ = [
@@ -13,6 +15,10 @@ __all__ = [
     "HEAD",
     "MLP",
     "DecoderShape",
+    "Kind",
+    "StoredTensor",
+    "StoredTensors",
+    "Targets",
     "WeightFiles",
     "adapter_config",
     "decoder_shape",

@@ -7,7 +7,7 @@ suits models that barely fit in memory. Format: https://huggingface.co/docs/safe
 import json
 import math
 import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -45,19 +45,28 @@ class StoredTensor:
 
     def load(self) -> FloatArray:
         """Read the tensor as float32. Raise ServerError if its dtype is unknown or the file is truncated."""
+        return self._read(0, math.prod(self.shape)).reshape(self.shape)
+
+    def load_rows(self, start: int, stop: int) -> FloatArray:
+        """Read some rows, like `load`. The tensor must have at least one dimension."""
+        row = math.prod(self.shape[1:])
+        return self._read(start * row, (stop - start) * row).reshape(stop - start, *self.shape[1:])
+
+    def _read(self, first: int, count: int) -> FloatArray:
         if self.dtype not in _STORED:
             msg = f"{self.file.name}: tensor {self.name!r} is {self.dtype}; known are {', '.join(sorted(_STORED))}"
             raise ServerError(msg)
         stored = np.dtype(_STORED[self.dtype])
+        whole = math.prod(self.shape) * stored.itemsize == self.num_bytes
         try:
-            raw = np.fromfile(self.file, stored, math.prod(self.shape), offset=self.start)
+            raw = np.fromfile(self.file, stored, count, offset=self.start + first * stored.itemsize)
         except OSError as error:
             msg = f"{self.file.name} cannot be read: {error.strerror or error}"
             raise ServerError(msg) from error
-        if raw.nbytes != self.num_bytes:
+        if not whole or raw.size != count:
             msg = f"{self.file.name} is damaged: tensor {self.name!r} is cut short"
             raise ServerError(msg)
-        return _from_stored(raw, self.dtype).reshape(self.shape)
+        return _from_stored(raw, self.dtype)
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -100,11 +109,17 @@ def _stored_tensor(file: Path, name: str, entry: Any, data_start: int) -> Stored
         raise ServerError(msg) from error
 
 
+def _complete() -> None:
+    pass
+
+
 class StoredTensors(Mapping[str, Array]):
     """The tensors of one or more files. Each is read as float32 on access, and not kept."""
 
-    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+    def __init__(self, stored: Mapping[str, StoredTensor], *, wait: Callable[[], None] = _complete) -> None:
+        """`wait` returns when the files are complete, or raises ServerError; it is called before each reading."""
         self.stored = dict(stored)
+        self.wait = wait
 
     @classmethod
     def of(cls, directory: Path, stem: str) -> Self:
@@ -114,7 +129,9 @@ class StoredTensors(Mapping[str, Array]):
         )
 
     def __getitem__(self, name: str) -> Array:
-        return self.stored[name].load()
+        tensor = self.stored[name]
+        self.wait()
+        return tensor.load()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)
@@ -130,9 +147,8 @@ class StoredTensors(Mapping[str, Array]):
 
     def renamed(self, prefix: str) -> "StoredTensors":
         """Return the tensors whose names start with `prefix`, with the prefix removed."""
-        return StoredTensors(
-            {name.removeprefix(prefix): each for name, each in self.stored.items() if name.startswith(prefix)}
-        )
+        found = {name.removeprefix(prefix): each for name, each in self.stored.items() if name.startswith(prefix)}
+        return StoredTensors(found, wait=self.wait)
 
 
 def tensor_files(directory: Path, stem: str) -> dict[str, Path]:
@@ -152,7 +168,12 @@ def shard_files(directory: Path, stem: str) -> list[Path]:
 
 
 def _single_and_index(directory: Path, stem: str) -> tuple[Path, Path]:
-    return directory / f"{stem}.safetensors", directory / f"{stem}.safetensors.index.json"
+    return directory / f"{stem}.safetensors", index_file(directory, stem)
+
+
+def index_file(directory: Path, stem: str) -> Path:
+    """Return the path of the index of a set of shards."""
+    return directory / f"{stem}.safetensors.index.json"
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -165,6 +186,26 @@ def _weight_map(index: Path) -> dict[str, str]:
         msg = f"{index.name} is damaged: it names files outside its directory"
         raise ServerError(msg)
     return found
+
+
+def shard_name(stem: str, number: int, of: int) -> str:
+    """Return the name of a shard, counted from 0."""
+    return f"{stem}-{number + 1:05}-of-{of:05}.safetensors"
+
+
+def write_index(directory: Path, stem: str, weight_map: Mapping[str, str], num_bytes: int) -> None:
+    """Write the index of shards: the file of each tensor."""
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(weight_map)}
+    path = index_file(directory, stem)
+    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def encode_header(entries: Mapping[str, Any], room: int = 0) -> bytes:  # Any: JSON
+    """Return the start of a file: the length of its header, and the header, padded to `room` bytes."""
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    room = room or len(header) + -len(header) % 8
+    assert len(header) <= room
+    return struct.pack("<Q", room) + header.ljust(room)
 
 
 class ShardWriter:
@@ -218,10 +259,8 @@ class ShardWriter:
 
     def _close_shard(self) -> None:
         assert self._file is not None
-        header = json.dumps({"__metadata__": {"format": "pt"}, **self._header}).encode()
-        assert len(header) <= self._room
         self._file.seek(0)
-        self._file.write(struct.pack("<Q", self._room) + header.ljust(self._room))
+        self._file.write(encode_header(self._header, self._room))
         self._file.close()
         self._shards.append(list(self._header))
         self._file, self._header, self._end = None, {}, 0
@@ -233,12 +272,10 @@ class ShardWriter:
             return
         weight_map: dict[str, str] = {}
         for number, names in enumerate(self._shards):
-            final = f"{self._stem}-{number + 1:05}-of-{len(self._shards):05}.safetensors"
+            final = shard_name(self._stem, number, len(self._shards))
             self._part(number).rename(self._directory / final)
             weight_map |= dict.fromkeys(names, final)
-        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-        path = self._directory / f"{self._stem}.safetensors.index.json"
-        path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_index(self._directory, self._stem, weight_map, self._total)
 
     def _part(self, number: int) -> Path:
         return self._directory / f"{self._stem}-part-{number:05}"

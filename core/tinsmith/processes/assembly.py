@@ -81,6 +81,7 @@ def _context(
         losses=plugins.losses.all(),
         samples=samples,
         progress=progress,
+        checkpoint_shard_bytes=model.checkpoint_shard_bytes,
     )
 
 

@@ -8,20 +8,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from shutil import rmtree
 from typing import Final
 
 import numpy as np
 import pytest
 
 from tinsmith import failpoints
-from tinsmith.errors import ConfigError
-from tinsmith.testing.workers_program import FAILURE
-from tinsmith.workers import MakeLauncher, WorkerDiedError, WorkerGroup, WorkersConfig
+from tinsmith.errors import ConfigError, ServerError
+from tinsmith.testing.workers_program import FAILURE, state_tensor
+from tinsmith.workers import MakeLauncher, StateFiles, WorkerDiedError, WorkerGroup, WorkersConfig
 
 PROGRAM: Final = "tinsmith.testing.workers_program:Program"
 NUM_WORKERS: Final = 2
 _HANG_S: Final = 300.0
 _LARGE: Final = 1 << 19  # float64: 4 MiB
+_SHAPES: Final = {"square": (6, 4), "vector": (5,), "row": (1, 3)}  # of a state
+_SHARD_BYTES: Final = 100  # more than one tensor, less than two
 
 BEFORE_THE_RANK_IS_KNOWN: Final = ("worker.join.before", "worker.join.after", "worker.make.before")
 DURING_A_CALL: Final = (
@@ -192,6 +195,50 @@ class WorkersContract:
             group.call("echo")
         group.close()
         assert make_group().call("echo", 1) == [(1,)] * NUM_WORKERS
+
+    # a state that the workers write themselves
+
+    def test_workers_write_a_state_while_it_changes(self, group: WorkerGroup, tmp_path: Path) -> None:
+        files = StateFiles(group, tmp_path / "state", shard_bytes=_SHARD_BYTES)
+        files.check()
+        capture = files.capture("m", _SHAPES, ("weights", "adam_m", "adam_v"))
+        group.call("train", "m")
+        later = files.capture("m", _SHAPES, ("weights",))
+        group.call("train", "m")
+        for kind, prefix in (("weights", ""), ("adam_m", "adam_m."), ("adam_v", "adam_v.")):
+            found = capture.tensors(kind)  # type: ignore[arg-type]  # one of the literals
+            for name, shape in _SHAPES.items():
+                np.testing.assert_array_equal(found[name], state_tensor(prefix + name, shape))
+        for name, shape in _SHAPES.items():
+            np.testing.assert_array_equal(later.tensors("weights")[name], state_tensor(name, shape) + np.float32(1))
+
+    def test_a_state_that_nobody_needs_leaves_nothing(self, group: WorkerGroup, tmp_path: Path) -> None:
+        (tmp_path / "state" / "of a killed engine").mkdir(parents=True)
+        files = StateFiles(group, tmp_path / "state", shard_bytes=_SHARD_BYTES)
+        (own,) = (tmp_path / "state").iterdir()
+        tensors = files.capture("m", _SHAPES, ("weights",)).tensors("weights")
+        dict(tensors)  # who holds tensors holds the files
+        assert [each.name for each in own.rglob("*.json")] == ["model.safetensors.index.json"]
+        del tensors
+        files.capture("m", _SHAPES, ("weights",))
+        assert not list(own.iterdir())
+
+    def test_a_disk_that_refuses_is_told_to_the_reader(self, group: WorkerGroup, tmp_path: Path) -> None:
+        files = StateFiles(group, tmp_path / "state", shard_bytes=_SHARD_BYTES)
+        rmtree(tmp_path / "state")
+        with pytest.raises(ServerError, match=r"could not be written to disk: No such file or directory"):
+            files.capture("m", _SHAPES, ("weights",))
+
+    @pytest.mark.parametrize("rank", range(NUM_WORKERS))
+    @pytest.mark.parametrize("point", ["worker.write_state.before", "worker.write_state.after"])
+    def test_a_death_while_a_state_is_written_is_told_to_the_reader(
+        self, make_group: Callable[..., WorkerGroup], point: str, rank: int, tmp_path: Path
+    ) -> None:
+        group = make_group(**{failpoints.VARIABLE: "", FAILURE: f"{rank}:{point}=kill"})
+        capture = StateFiles(group, tmp_path / "state", shard_bytes=_SHARD_BYTES).capture("m", _SHAPES, ("weights",))
+        with pytest.raises(WorkerDiedError, match=f"worker {rank} of 2"):
+            capture.wait()
+        all_end(group)
 
     # the end
 

@@ -1,15 +1,17 @@
 """What the workers of `WorkersContract` run. Imports nothing that a worker does not need anyhow."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from tinsmith import failpoints
 from tinsmith.errors import ConfigError
-from tinsmith.operations import Array
-from tinsmith.workers import Worker
+from tinsmith.huggingface import Kind, StoredTensor, Targets
+from tinsmith.operations import Array, FloatArray
+from tinsmith.workers import Slice, StateWriter, Worker, Written
 
 FAILURE: Final = "_TINSMITH_TEST_FAILURE"
 """Environment variable, "<rank>:<specification of failpoints>": what one worker arms as soon as it knows its rank."""
@@ -21,6 +23,8 @@ class Program:
         rank, _, failure = os.environ.get(FAILURE, "").partition(":")
         if rank == str(worker.rank):
             failpoints.arm(failure)
+        self._state_writer = StateWriter(1 << 20)
+        self._added = np.zeros(1, np.float32)  # to every number of the state
 
     def place(self) -> dict[str, Any]:
         worker = self._worker
@@ -64,12 +68,47 @@ class Program:
         self.hang(counting_rank)
         return self.count(3)
 
+    # a state whose rows are divided over the workers
+
+    def sees(self, file: Path) -> bool:
+        return file.exists()
+
+    def capture(self, capture_id: str, owner: str, targets: Targets, ended: Sequence[str]) -> None:
+        self._state_writer.forget(ended)
+        slices = [self._own(kind, each) for kind, tensors in targets.items() for each in tensors.values()]
+        self._state_writer.begin(capture_id, owner, slices)
+
+    def captured(self, capture_id: str) -> Written:
+        return self._state_writer.written(capture_id)
+
+    def train(self, owner: str) -> None:
+        self._state_writer.settle(owner, ("weights", "adam_m", "adam_v", "gradients"))
+        self._added += 1
+
+    def _own(self, kind: Kind, target: StoredTensor) -> Slice:
+        rows = np.array_split(state_tensor(target.name, target.shape), self._worker.num_workers)
+        own, start = rows[self._worker.rank], sum(map(len, rows[: self._worker.rank]))
+        return Slice(
+            kind=kind,
+            target=target,
+            start=start,
+            columns=None,
+            num_bytes=own.nbytes,
+            read=lambda: own + self._added,
+        )
+
     def hang(self, except_rank: int) -> None:
         """Wait for nothing, as a collective does when another worker has died."""
         if self._worker.rank != except_rank:
             import threading
 
             threading.Event().wait()
+
+
+def state_tensor(name: str, shape: tuple[int, ...]) -> FloatArray:
+    """Return a tensor of the state, as it is before it was trained. `name` is that in the files."""
+    drawn: FloatArray = np.random.default_rng(list(name.encode())).normal(size=shape).astype(np.float32)
+    return drawn
 
 
 class Misconfigured:

@@ -10,23 +10,26 @@ from tinsmith.workers.group import WorkerDiedError, WorkerGroup
 from tinsmith.workers.launching import Launch, Launcher, MakeLauncher
 from tinsmith.workers.sequences import MicroBatch, Scored, Segment, combined_outputs, deal, one_by_one, segments
 from tinsmith.workers.serving import Worker, alone, serve
-from tinsmith.workers.spool import Kind, Piece, Spool
+from tinsmith.workers.state_files import Capture, StateFiles
+from tinsmith.workers.state_writer import Slice, StateWriter, Written
 
 __all__ = [
-    "Kind",
+    "Capture",
     "Launch",
     "Launcher",
     "LauncherName",
     "MakeLauncher",
     "MicroBatch",
-    "Piece",
     "Scored",
     "Segment",
-    "Spool",
+    "Slice",
+    "StateFiles",
+    "StateWriter",
     "Worker",
     "WorkerDiedError",
     "WorkerGroup",
     "WorkersConfig",
+    "Written",
     "alone",
     "combined_outputs",
     "count_gpus",

@@ -4,6 +4,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +27,7 @@ class WorkerDiedError(RuntimeError):
 
 
 class WorkerGroup:
-    """The workers of a backend, by rank. Used by one thread. After any exception it can only be closed."""
+    """The workers of a backend, by rank. Threads take turns. After any exception it can only be closed."""
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class WorkerGroup:
         Raises ConfigError if the settings are at fault, and WorkerDiedError.
         """
         self._progress = progress
+        self._turn = threading.Lock()
         self._channels: list[Channel] = []
         self._broken: str | None = None
         self._launcher: Launcher | None = None
@@ -110,6 +112,10 @@ class WorkerGroup:
         return [answers[rank] for rank in range(len(self))]
 
     def _exchange(self, method: str, messages: Sequence[Encoded | Call | Welcome]) -> Iterator[tuple[int, Any]]:
+        with self._turn:
+            yield from self._exchanged(method, messages)
+
+    def _exchanged(self, method: str, messages: Sequence[Encoded | Call | Welcome]) -> Iterator[tuple[int, Any]]:
         if self._broken is not None:
             raise WorkerDiedError(self._broken)
         try:
@@ -199,9 +205,12 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End all workers: ask them to end, or close their connections after a failure. May be called repeatedly."""
-        if self._broken is None:
+        alone = self._turn.acquire(timeout=_STOP_S)  # another thread may wait for workers that do not answer
+        if alone and self._broken is None:
             self._ask_to_end()
         self._broken = self._broken or "the workers have been ended"
+        if alone:
+            self._turn.release()
         if self._door is not None:
             self._door.close()
         for channel in self._channels:

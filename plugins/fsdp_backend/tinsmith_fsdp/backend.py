@@ -31,6 +31,7 @@ from tinsmith.workers import (
     MakeLauncher,
     MicroBatch,
     Segment,
+    StateFiles,
     WorkerGroup,
     combined_outputs,
     count_gpus,
@@ -60,9 +61,11 @@ class FsdpBackend(TrainingBackend):
         self._losses = dict(context.losses)
         self._config = config
         self._models: dict[str, AdapterLayout | FullModelState] = {}
-        self._spool_directory = context.cache_dir
         self.ranks = _start(config, context, launch_with)
         try:
+            self._state_files = StateFiles(
+                self.ranks, context.cache_dir / "state", shard_bytes=context.checkpoint_shard_bytes
+            )
             self._dp_size = self._data_parallel(len(self.ranks))
             device: RankDevice = self.ranks.call("device")[0]
             self._setup = self._decide(device, str(context.model_directory))
@@ -164,13 +167,14 @@ class FsdpBackend(TrainingBackend):
                 f"{limit}; end the session that has one, raise the setting, or train a LoRA adapter"
             )
             raise CapacityError(msg)
+        self._state_files.check()
         base = self.loaded[0]
         weights = base.total_bytes // _ITEM[self._setup.dtype]
         size = f"{weights * _FULL_BYTES / 2**30:.2f} GiB over all {len(self.loaded)} ranks"
         what = f"a model of LoRA rank 0 (full fine-tuning): {weights} weights take {size}, {_FULL_BYTES} bytes each"
         remedy = "end a session that has a model, use more ranks, or train a LoRA adapter"
         made: list[FullyLoaded] = self._make("create_full_model", op, what=what, remedy=remedy)
-        self._models[op.model_id] = FullModelState(op.model_id, op.lora, self.ranks, made, self._spool_directory)
+        self._models[op.model_id] = FullModelState(op.model_id, op.lora, self.ranks, made, self._state_files)
 
     def _make(self, method: str, op: CreateModel, *arguments: Any, what: str, remedy: str) -> list[Any]:
         """Have every rank create its part of a model. If one fails, none keeps its part. Any: the method's results."""

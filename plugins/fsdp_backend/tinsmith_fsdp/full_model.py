@@ -6,13 +6,16 @@ weights. Transfers to and from the host carry only this rank's rows.
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tinsmith import AdamParams, FloatArray
-from tinsmith.workers import Kind, Piece, Segment
+from tinsmith.huggingface import Kind, StoredTensor, Targets
+from tinsmith.workers import Segment, Slice
 from tinsmith_fsdp.base_model import BaseModel, Part
 from tinsmith_fsdp.head import Scores
 from tinsmith_fsdp.loss_table import LossTable
@@ -22,7 +25,7 @@ from tinsmith_fsdp.optimizer import Stepped, adamw_
 from tinsmith_fsdp.streams import empty_stream, make_stream
 
 _TOGETHER = 16  # tensors per call of the optimizer, whose temporaries are as large as the tensors
-_PIECE = 1 << 22  # numbers in one message
+_PIECE = 1 << 22  # numbers that are copied at a time
 
 
 class FullModel:
@@ -34,7 +37,7 @@ class FullModel:
         self._m, self._v = ({part.name: torch.zeros_like(part.parameter.detach()) for part in base.parts} for _ in "mv")
         self._moments = False  # True after a step, or if moments were restored
         self._step = 0
-        self._incoming: dict[tuple[Kind, str], FloatArray] = {}
+        self._copying = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         gradients = [torch.empty_like(part.local) for part in base.parts]
         del gradients
 
@@ -122,18 +125,36 @@ class FullModel:
         pending = any(part.parameter.grad is not None for part in self._base.parts)
         return FullState(step=self._step, moments=self._moments, pending=pending)
 
-    def pieces(self, kinds: Sequence[Kind]) -> Iterator[Piece]:
-        """Yield this rank's part of these tensors."""
-        for kind in kinds:
+    def slices(self, targets: Targets) -> Iterator[Slice]:
+        """List this rank's parts of these tensors: what changes first comes first."""
+        for kind in sorted(targets, key=lambda kind: kind != "gradients"):
             for part in self._base.parts:
-                local = self._tensor(kind, part)
-                columns = None if part.columns is None else (part.columns.start, part.columns.stop)
-                height = max(1, _PIECE // max(1, local[:1].numel()))
-                for start in range(0, len(local), height):
-                    values: FloatArray = local[start : start + height].to("cpu", copy=True).numpy()
-                    yield Piece(
-                        kind=kind, name=part.name, start=part.rows.start + start, columns=columns, values=values
-                    )
+                if self._mesh.tp_rank == 0 or part.across_tp == "divided":
+                    yield from self._slices_of(kind, part, targets[kind][part.name])
+
+    def _slices_of(self, kind: Kind, part: Part, target: StoredTensor) -> Iterator[Slice]:
+        local = self._tensor(kind, part)
+        for start, stop in _bands(local):
+            rows = local[start:stop]
+            yield Slice(
+                kind=kind,
+                target=target,
+                start=part.rows.start + start,
+                columns=None if part.columns is None else (part.columns.start, part.columns.stop),
+                num_bytes=rows.numel() * rows.element_size(),
+                read=partial(self._copied, rows),
+            )
+
+    def _copied(self, rows: torch.Tensor) -> FloatArray:
+        """Copy to the host. On a GPU, in a stream of its own, so that passes go on meanwhile."""
+        with nullcontext() if self._copying is None else torch.cuda.stream(self._copying):
+            copied: FloatArray = rows.to("cpu", copy=True).numpy()
+        return copied
+
+    def begin_copying(self) -> None:
+        """Have copies from a GPU wait for what has been computed so far."""
+        if self._copying is not None:
+            self._copying.wait_stream(torch.cuda.current_stream(self._mesh.device))
 
     def _tensor(self, kind: Kind, part: Part) -> torch.Tensor:
         if kind == "weights":
@@ -144,35 +165,36 @@ class FullModel:
             return gradient
         return _local((self._m if kind == "adam_m" else self._v)[part.name])
 
-    def take(self, kind: Kind, name: str, values: FloatArray) -> None:
-        """Keep a tensor to be restored on the host until all of them have arrived."""
-        self._incoming[kind, name] = values
-
-    def drop_taken(self) -> None:
-        self._incoming.clear()
-
-    def restore(self, state: FullState) -> None:
-        """Replace the current state by the tensors passed to `take`."""
-        incoming, self._incoming = self._incoming, {}
+    def restore(self, state: FullState, stored: Targets) -> None:
+        """Replace the current state by this rank's part of these tensors."""
         self._drop_gradients()
         self._moments, self._step = state.moments, state.step
-        both: dict[Kind, dict[str, torch.Tensor]] = {"adam_m": self._m, "adam_v": self._v}
         for part in self._base.parts:
-            part.local.copy_(torch.from_numpy(incoming["weights", part.name]))
-            for kind, moments in both.items():
-                moment = _local(moments[part.name])
+            _read(part, stored["weights"][part.name], part.local)
+            for kind in ("adam_m", "adam_v"):
+                moment = self._tensor(kind, part)
                 if state.moments:
-                    moment.copy_(torch.from_numpy(incoming[kind, part.name]))
+                    _read(part, stored[kind][part.name], moment)
                 else:
                     moment.zero_()
             if state.pending:
-                part.parameter.grad = _laid_out(part, incoming["gradients", part.name])
+                part.parameter.grad = torch.zeros_like(part.parameter.detach())
+                _read(part, stored["gradients"][part.name], _local(part.parameter.grad))
 
 
-def _laid_out(part: Part, values: FloatArray) -> torch.Tensor:
-    tensor = torch.zeros_like(part.parameter.detach())
-    _local(tensor).copy_(torch.from_numpy(values))
-    return tensor
+def _bands(local: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Divide the rows of a shard into bands of a few megabytes."""
+    height = max(1, _PIECE // max(1, local[:1].numel()))
+    for start in range(0, len(local), height):
+        yield start, min(start + height, len(local))
+
+
+def _read(part: Part, stored: StoredTensor, local: torch.Tensor) -> None:
+    """Read this rank's rows, and columns, of a tensor."""
+    for start, stop in _bands(local):
+        rows = stored.load_rows(part.rows.start + start, part.rows.start + stop)
+        own = rows if part.columns is None else rows[:, part.columns]
+        local[start:stop].copy_(torch.from_numpy(own))
 
 
 def _gradient(part: Part) -> torch.Tensor | None:

@@ -1,12 +1,10 @@
-"""The engine's side of a fully trained model: moves its state between ranks and host, a tensor at a time. No torch."""
+"""The engine's side of a fully trained model: has its ranks write and read its state. No torch."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-import numpy as np
-
-from tinsmith import Array, HostSnapshot, LoraConfig, ModelState, UserError
-from tinsmith.workers import Kind, Spool, WorkerGroup
+from tinsmith import Array, HostSnapshot, LoraConfig, ModelState
+from tinsmith.huggingface import Kind, StoredTensors
+from tinsmith.workers import Capture, StateFiles, WorkerGroup
 from tinsmith_fsdp.messages import FullState, FullyLoaded
 
 
@@ -19,10 +17,10 @@ class FullModelState:
         lora: LoraConfig,
         ranks: WorkerGroup,
         ranks_loaded: Sequence[FullyLoaded],
-        spool_directory: Path,
+        files: StateFiles,
     ) -> None:
-        """`made` are the ranks' answers after creating the model."""
-        self._model_id, self._lora, self._ranks, self._directory = model_id, lora, ranks, spool_directory
+        """`ranks_loaded` are the ranks' answers after creating the model."""
+        self._model_id, self._lora, self._ranks, self._files = model_id, lora, ranks, files
         self.ranks_loaded = ranks_loaded
         self._shapes = {place.name: place.shape for place in ranks_loaded[0].places}
 
@@ -31,10 +29,10 @@ class FullModelState:
         kinds: tuple[Kind, ...] = ("weights",)
         kinds += ("adam_m", "adam_v") if found.moments else ()
         kinds += ("gradients",) if found.pending else ()
-        spool = self._spooled(kinds)
+        capture = self._captured(kinds)
 
         def tensors(kind: Kind) -> Mapping[str, Array]:
-            return spool.tensors(kind) if kind in kinds else {}
+            return capture.tensors(kind) if kind in kinds else {}
 
         return ModelState(
             lora=self._lora,
@@ -46,53 +44,21 @@ class FullModelState:
         )
 
     def publish(self, snapshot_id: str) -> HostSnapshot:
-        return HostSnapshot(snapshot_id, self._lora, self._spooled(("weights",)).tensors("weights"))
+        return HostSnapshot(snapshot_id, self._lora, self._captured(("weights",)).tensors("weights"))
 
-    def _spooled(self, kinds: tuple[Kind, ...]) -> Spool:
-        spool = Spool(self._directory, kinds, self._shapes)
-        for _, piece in self._ranks.stream("full_pieces", self._model_id, kinds):
-            spool.put(piece)
-        return spool
+    def _captured(self, kinds: tuple[Kind, ...]) -> Capture:
+        return self._files.capture(self._model_id, self._shapes, kinds)
 
     def restore(self, state: ModelState) -> None:
         """Raise UserError, changing nothing, if the tensors are not those of this model."""
-        kinds: dict[Kind, Mapping[str, Array]] = {"weights": state.weights}
+        tensors: dict[Kind, Mapping[str, Array]] = {"weights": state.weights}
         if state.adam_m or state.adam_v:
-            kinds |= {"adam_m": state.adam_m, "adam_v": state.adam_v}
+            tensors |= {"adam_m": state.adam_m, "adam_v": state.adam_v}
         if state.gradients:
-            kinds["gradients"] = state.gradients
-        for kind, tensors in kinds.items():
-            self._check_names(kind, tensors)
-        try:
-            for kind, tensors in kinds.items():
-                for number, name in enumerate(self._shapes):
-                    self._send(kind, number, name, tensors[name])
-        except Exception:
-            self._ranks.call("drop_taken", self._model_id)
-            raise
-        found = FullState(step=state.step, moments="adam_m" in kinds, pending="gradients" in kinds)
-        self._ranks.call("restore_full", self._model_id, found)
-
-    def _check_names(self, kind: Kind, tensors: Mapping[str, Array]) -> None:
-        names = set(tensors)
-        for problem, differing in (
-            ("are missing", self._shapes.keys() - names),
-            ("do not belong to this model", names - self._shapes.keys()),
-        ):
-            if differing:
-                msg = f"{kind}: {min(differing)!r} and {len(differing) - 1} more {problem}"
-                raise UserError(msg)
-
-    def _send(self, kind: Kind, number: int, name: str, tensor: Array) -> None:
-        """Send each rank its part."""
-        whole = np.asarray(tensor, np.float32)
-        if whole.shape != self._shapes[name]:
-            msg = f"{kind}: {name!r} has shape {whole.shape}; this model needs {self._shapes[name]}"
-            raise UserError(msg)
-        parts = []
-        for loaded in self.ranks_loaded:
-            place = loaded.places[number]
-            rows = whole[slice(*place.rows)]
-            part = rows if place.columns is None else rows[:, slice(*place.columns)]
-            parts.append((self._model_id, kind, name, np.ascontiguousarray(part)))
-        self._ranks.call_each("take_full", parts)
+            tensors["gradients"] = state.gradients
+        stored: dict[Kind, StoredTensors] = {
+            kind: self._files.stored(kind, each, self._shapes) for kind, each in tensors.items()
+        }
+        found = FullState(step=state.step, moments="adam_m" in stored, pending="gradients" in stored)
+        places = {kind: each.stored for kind, each in stored.items()}
+        self._ranks.call("restore_full", self._model_id, found, places)

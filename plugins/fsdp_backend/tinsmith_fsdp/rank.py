@@ -3,6 +3,7 @@
 import gc
 import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ class Rank:
     def device(self) -> RankDevice:
         cuda = self._device.type == "cuda"
         return RankDevice(type=self._device.type, name=torch.cuda.get_device_name(self._device) if cuda else "CPU rank")
+
+    def sees(self, file: Path) -> bool:
+        return file.exists()
 
     def load(self, setup: Setup) -> Loaded:
         torch.use_deterministic_algorithms(mode=True, warn_only=True)

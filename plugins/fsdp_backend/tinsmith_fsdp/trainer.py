@@ -9,15 +9,16 @@ depends on other sequences, on how calls were merged, or on the number of ranks.
 - fast: all sequences of a micro-batch form one stream, and gradients are summed per adapter.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 
 from tinsmith import ConfigError, FloatArray, LoraConfig
-from tinsmith.workers import Kind, Piece, Scored, Segment
+from tinsmith.huggingface import Kind, Targets
+from tinsmith.workers import Scored, Segment, StateWriter, Written
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.full_model import FullModel
 from tinsmith_fsdp.head import Scores
@@ -36,6 +37,8 @@ from tinsmith_fsdp.messages import (
 )
 from tinsmith_fsdp.optimizer import Stepped, adamw_, square_norm
 from tinsmith_fsdp.streams import Leaves, Stream, empty_stream, make_stream
+
+_KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 Made = TypeVar("Made")
 
@@ -61,6 +64,7 @@ class Trainer:
         self._strict = setup.strict
         self._adapters: dict[str, _Adapter] = {}
         self._full: dict[str, FullModel] = {}
+        self._state_writer = StateWriter(setup.config.capture_buffer_bytes)
 
     # life of a model
 
@@ -98,7 +102,9 @@ class Trainer:
     def unload_model(self, model_id: str) -> None:
         """Free this rank's part of the model, which may be missing if creating the model failed."""
         self._adapters.pop(model_id, None)
-        if self._full.pop(model_id, None) is not None:
+        if model_id in self._full:
+            self._settle(model_id)
+            del self._full[model_id]
             free_what_is_unused()
 
     def capture_adapter(self, model_id: str) -> AdapterState | None:
@@ -131,17 +137,27 @@ class Trainer:
     def full_state(self, model_id: str) -> FullState:
         return self._full[model_id].state()
 
-    def full_pieces(self, model_id: str, kinds: Sequence[Kind]) -> Iterator[Piece]:
-        return self._full[model_id].pieces(kinds)
+    def capture(self, capture_id: str, model_id: str, targets: Targets, ended: Sequence[str]) -> None:
+        """Begin to write this rank's part to the files."""
+        self._state_writer.forget(ended)
+        model = self._full[model_id]
+        model.begin_copying()
+        self._state_writer.begin(capture_id, model_id, model.slices(targets))
 
-    def take_full(self, model_id: str, kind: Kind, name: str, values: FloatArray) -> None:
-        self._full[model_id].take(kind, name, values)
+    def captured(self, capture_id: str) -> Written:
+        return self._state_writer.written(capture_id)
 
-    def drop_taken(self, model_id: str) -> None:
-        self._full[model_id].drop_taken()
+    def capture_bytes(self) -> tuple[int, int]:
+        """Return the most that has been in the buffer of captures, and what this thread has copied into it so far."""
+        return self._state_writer.peak_bytes, self._state_writer.settled_bytes
 
-    def restore_full(self, model_id: str, state: FullState) -> None:
-        self._full[model_id].restore(state)
+    def restore_full(self, model_id: str, state: FullState, stored: Targets) -> None:
+        self._settle(model_id)
+        self._full[model_id].restore(state, stored)
+
+    def _settle(self, model_id: str, kinds: Sequence[Kind] = _KINDS) -> None:
+        """Let these tensors of a fully trained model change."""
+        self._state_writer.settle(model_id, kinds)
 
     def _placed(self, flat: FloatArray) -> torch.Tensor:
         return torch.tensor(flat, device=self._mesh.device)
@@ -186,6 +202,8 @@ class Trainer:
         backward: bool,  # noqa: FBT001  (over the wire)
     ) -> list[Scored]:
         """Score this rank's segments of one operation of a fully trained model."""
+        if backward:
+            self._settle(model_id, ("gradients",))
         return [_scored(*found) for found in self._full[model_id].run(micros, backward=backward)]
 
     def _leaves(self, model_id: str, backward: bool, sums: dict[str, torch.Tensor] | None = None) -> Leaves:  # noqa: FBT001
@@ -261,6 +279,7 @@ class Trainer:
         norms = dict(zip((step.model_id for step in own), self._step_adapters(own), strict=True))
         for step in steps:
             if step.model_id in self._full:
+                self._settle(step.model_id)
                 norms[step.model_id] = self._full[step.model_id].optim_step(step.adam)
         return [norms[step.model_id] for step in steps]
 

@@ -11,8 +11,8 @@ from tinsmith.errors import TinsmithError
 from tinsmith.huggingface import peft_layout
 from tinsmith.huggingface.decoder import HEAD
 from tinsmith.huggingface.safetensors_files import StoredTensors
-
-_M, _V = checkpoints.M_PREFIX, checkpoints.V_PREFIX
+from tinsmith.huggingface.state_files import M_PREFIX as _M
+from tinsmith.huggingface.state_files import V_PREFIX as _V
 
 Progress = Callable[[str], None]
 """Called with the name of each file or tensor before it is read."""
