@@ -5,7 +5,7 @@ import shutil
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -709,6 +709,34 @@ async def test_a_full_disk_costs_a_recovery_point_and_nothing_else(
     async with setup.engine(point_every_operations=1):
         await train(client, 2)
         await setup.until(setup.points_on_disk)
+
+
+async def test_a_recovery_point_without_room_waits_and_training_does_not(
+    setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that takes nothing for a while: one state waits in memory, the second model's is not even captured."""
+    opened, begun, write = threading.Event(), threading.Event(), recovery_points.write_checkpoint
+
+    def when_opened(*args: Any, **kwargs: Any) -> int:
+        begun.set()
+        assert opened.wait(WAIT_S)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(recovery_points, "write_checkpoint", when_opened)
+    async with setup.engine(point_every_operations=2, waiting_bytes=1):
+        await client.create_model()
+        await train(client, 0)
+        assert await asyncio.to_thread(begun.wait, WAIT_S)
+        await client.create_model(1)
+        other = client.model_id(1)
+        for number in range(3):
+            await train(client, number)
+            await client.run(replace(a_pass(client, number + 1), model_id=other))
+        assert setup.backend.calls.count("capture_state") == 1
+        opened.set()
+        async with asyncio.timeout(WAIT_S):
+            while not await setup.store.list_recovery_points(other):
+                await client.run(replace(a_pass(client), model_id=other))
 
 
 async def test_scoring_alone_does_not_keep_the_log_for_ever(setup: Setup, client: EngineDriver) -> None:

@@ -27,6 +27,7 @@ from tinsmith.engine.sampling_lane import SamplingLane
 from tinsmith.engine.sampling_snapshots import Snapshots
 from tinsmith.engine.training_lane import TrainingLane
 from tinsmith.engine.training_thread import TrainingThread
+from tinsmith.engine.waiting_states import WaitingStates
 from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import LossSpec
 from tinsmith.scheduler import Limits, Scheduler
@@ -87,6 +88,7 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         store, data_dir.checkpoints, lease=lease, model_path=options.model_path, shard_bytes=options.shard_bytes
     )
     recovery_root = data_dir.recovery_points(lease.base_model)
+    waiting = WaitingStates(options.recovery.waiting_bytes)
     recovery_points = RecoveryPoints(store, lease, root=recovery_root, settings=options.recovery)
     snapshots = Snapshots(
         store,
@@ -105,9 +107,18 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         parts.scheduler,
         Limits(max_batch_tokens=backend.capabilities.max_batch_tokens),
         models,
-        ModelOperations(store, models, snapshots, gate, reader=reader, writer=writer, recovery_points=recovery_points),
+        ModelOperations(
+            store,
+            models,
+            snapshots,
+            gate,
+            reader=reader,
+            writer=writer,
+            recovery_points=recovery_points,
+            waiting=waiting,
+        ),
         recorder,
-        RecoveryPointTaker(recovery_points, models, snapshots, tasks),
+        RecoveryPointTaker(recovery_points, models, snapshots, waiting, tasks),
         tasks,
         stopping=stopping,
     )

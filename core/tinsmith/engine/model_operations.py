@@ -3,6 +3,8 @@
 `replay.py` defines what the same operations mean to a model that is rebuilt.
 """
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import assert_never
 
@@ -15,6 +17,7 @@ from tinsmith.engine.models import Models
 from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.engine.sampling_snapshots import Snapshots
 from tinsmith.engine.save_for_sampler import SaveForSampler
+from tinsmith.engine.waiting_states import WaitingStates
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.store import (
     CheckpointRecord,
@@ -44,6 +47,7 @@ class ModelOperations:
         reader: CheckpointReader,
         writer: CheckpointWriter,
         recovery_points: RecoveryPoints,
+        waiting: WaitingStates,
     ) -> None:
         self._models = models
         self._snapshots = snapshots
@@ -51,6 +55,7 @@ class ModelOperations:
         self._reader = reader
         self._writer = writer
         self._recovery_points = recovery_points
+        self._waiting = waiting
         self._save_for_sampler = SaveForSampler(store, models, snapshots, gate, checkpoints=writer)
 
     async def run(self, operation: ModelOperation, record: OperationRecord) -> Outcome:
@@ -99,21 +104,30 @@ class ModelOperations:
         return Outcome(result=ops.ModelCreated(model_id=operation.model_id), effects=(*effects, ready))
 
     async def _save_state(self, operation: ops.SaveState, record: OperationRecord) -> Outcome:
-        written = await self._writer.write(
-            operation.path,
-            "training",
-            await self._models.capture(operation.model_id),
-            record,
-            overwrite=operation.overwrite,
-            ttl_seconds=operation.ttl_seconds,
-            user_metadata=operation.user_metadata,
-        )
+        async with self._captured(operation.model_id) as state:
+            written = await self._writer.write(
+                operation.path,
+                "training",
+                state,
+                record,
+                overwrite=operation.overwrite,
+                ttl_seconds=operation.ttl_seconds,
+                user_metadata=operation.user_metadata,
+            )
         return _saved(written)
 
+    @asynccontextmanager
+    async def _captured(self, model_id: str) -> AsyncIterator[ModelState]:
+        """Capture a state when there is room for it, which is kept until the block ends."""
+        async with self._waiting.place(self._models.lora(model_id)) as place:
+            state = await self._models.capture(model_id)
+            place.holds(state)
+            yield state
+
     async def _export(self, operation: ops.ExportAdapter, record: OperationRecord) -> Outcome:
-        state = await self._models.capture(operation.model_id)
         ttl_seconds = operation.ttl_seconds
-        return _saved(await self._writer.write(operation.path, "external", state, record, ttl_seconds=ttl_seconds))
+        async with self._captured(operation.model_id) as state:
+            return _saved(await self._writer.write(operation.path, "external", state, record, ttl_seconds=ttl_seconds))
 
     async def _load_state(self, operation: ops.LoadState, record: OperationRecord) -> Outcome:
         state = await self._reader.state_at(operation.path, load_optimizer=operation.load_optimizer)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState
-from tinsmith.engine.failures import ending_the_engine
+from tinsmith.engine.failures import EngineFailedError, ending_the_engine
 from tinsmith.engine.models import Models
 from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.engine.sampling_snapshots import Snapshots
+from tinsmith.engine.waiting_states import Place, WaitingStates
 from tinsmith.errors import LeaseLostError, TinsmithError
 from tinsmith.store import OperationRecord
 
@@ -20,11 +21,17 @@ class RecoveryPointTaker:
     """Copies a model's state to the host between two batches, and writes it in the background."""
 
     def __init__(
-        self, recovery_points: RecoveryPoints, models: Models, snapshots: Snapshots, tasks: asyncio.TaskGroup
+        self,
+        recovery_points: RecoveryPoints,
+        models: Models,
+        snapshots: Snapshots,
+        waiting: WaitingStates,
+        tasks: asyncio.TaskGroup,
     ) -> None:
         self._recovery_points = recovery_points
         self._models = models
         self._snapshots = snapshots
+        self._waiting = waiting
         self._tasks = tasks
 
     def ran(self, records: Sequence[OperationRecord]) -> None:
@@ -37,25 +44,43 @@ class RecoveryPointTaker:
 
         `recorded` ends when the results of the batch are in the store.
         """
+        base_model = records[0].base_model
         for model_id in dict.fromkeys(record.subject_id for record in records):
-            if self._recovery_points.due(model_id):
-                seq_id = self._recovery_points.begin(model_id)
-                with ending_the_engine(records[0].base_model, "capture_state"):
-                    state = await self._models.capture(model_id)
-                write = self._write(model_id, seq_id, state, recorded)
-                self._tasks.create_task(write, name=f"recovery point of {model_id}")
+            if not self._recovery_points.due(model_id):
+                continue
+            place = self._waiting.place_at_once(self._models.lora(model_id))
+            if place is None:
+                continue  # until the disk has taken others; it stays due
+            seq_id = self._recovery_points.begin(model_id)
+            with ending_the_engine(base_model, "capture_state"):
+                state = await self._models.capture(model_id)
+            place.holds(state)
+            write = self._write(model_id, seq_id, state, place, recorded, base_model)
+            self._tasks.create_task(write, name=f"recovery point of {model_id}")
 
-    async def _write(self, model_id: str, seq_id: int, state: ModelState, recorded: asyncio.Task[None]) -> None:
+    async def _write(
+        self,
+        model_id: str,
+        seq_id: int,
+        state: ModelState,
+        place: Place,
+        recorded: asyncio.Task[None],
+        base_model: str,
+    ) -> None:
         try:
-            await self._snapshots.persist(model_id)
-            written = await self._recovery_points.write(model_id, seq_id, state)
+            with ending_the_engine(base_model, "capture_state"):
+                await self._snapshots.persist(model_id)
+                written = await self._recovery_points.write(model_id, seq_id, state)
+            del state
+            place.release()
             await asyncio.wait([recorded])  # a recovery point must never be ahead of the recorded results
             await self._recovery_points.register(written)
-        except LeaseLostError:
+        except (LeaseLostError, EngineFailedError):
             raise
         except TinsmithError as error:
             _log.warning("no recovery point of %s was taken; the next one may succeed: %s", model_id, error)
         finally:
+            place.release()
             self._recovery_points.end(model_id)
 
     async def tidy_after(self, record: OperationRecord, result: ops.Result) -> None:

@@ -178,6 +178,12 @@ class RecoverySettings(_Section):
     keep_points: int = Field(
         2, ge=1, description="recovery points kept for each model; an older one serves if the newest is damaged"
     )
+    waiting_bytes: int = Field(
+        4 << 30,
+        ge=1,
+        description="memory of each engine for captured training states of adapters that wait for the disk. Recovery "
+        "points and saves that do not fit wait until others are written; training goes on",
+    )
     keep_log_s: float = Field(
         0.0,
         ge=0,
