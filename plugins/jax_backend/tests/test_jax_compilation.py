@@ -266,3 +266,23 @@ def test_a_failed_compilation_is_tried_again() -> None:
     with pytest.raises(ValueError, match="no"):
         programs.get(program)
     assert programs.get(program) is len
+
+
+@pytest.mark.parametrize(("alone", "chosen"), [(True, 1), (False, 0)])
+def test_processes_of_a_mesh_choose_alike_during_the_warm_up(alone: bool, chosen: int) -> None:
+    """What is ready in one is not what is ready in another."""
+    started, go_on = threading.Event(), threading.Event()
+
+    def compile_slowly() -> object:
+        started.set()
+        assert go_on.wait(600)
+        return len
+
+    small, large = Program("small", compile_slowly), Program("large", lambda: len)  # type: ignore[arg-type]
+    programs = Programs(_ignore, alone=alone)
+    programs.start_warm_up([large, small])
+    assert started.wait(600)
+    assert programs.pick([small, large]) == chosen
+    go_on.set()
+    programs.close()
+    assert programs.pick([small, large]) == 0

@@ -284,18 +284,40 @@ def test_a_killed_worker_ends_the_call_by_name(doomed: JaxBackend) -> None:
     doomed.close()
 
 
-REFUSED: list[tuple[dict[str, int], str]] = [
-    ({"fsdp": 3}, "hidden_size of the model (32) is not a multiple of fsdp (3)"),
-    ({"tensor": 8}, "num_key_value_heads of the model (4) is not a multiple of tensor (8)"),
-    ({"data": 9}, "mesh data=9,fsdp=1,tensor=1 needs 9 devices, and there are 8 (cpu)"),
+UNEVEN: list[tuple[dict[str, int], str]] = [
+    ({"fsdp": 3}, "hidden_size (32) of the model is not a multiple of fsdp; fsdp can be 1, 2, 4, 8, 16, 32"),
+    ({"tensor": 8}, "num_key_value_heads (4) of the model is not a multiple of tensor; tensor can be 1, 2, 4"),
 ]
 
 
-@pytest.mark.parametrize(("mesh", "message"), REFUSED)
-def test_a_mesh_that_does_not_fit_is_refused(mesh: dict[str, int], message: str, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mesh", "message"), UNEVEN)
+def test_a_mesh_that_does_not_divide_the_model_is_refused_before_workers_start(
+    mesh: dict[str, int], message: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinsmith_jax.remote.WorkerGroup", None)
     with pytest.raises(ConfigError) as refused:
         on(model, tmp_path, mesh=mesh, simulated_devices=8)
-    assert message in str(refused.value)
+    assert str(refused.value).endswith(message)
+
+
+NOT_AS_MANY = [
+    pytest.param(8, 1, "mesh data=9,fsdp=1,tensor=1 needs 9 devices, and there are 8 .cpu.; .* at most 8", id="1"),
+    pytest.param(
+        5,
+        2,
+        "mesh data=9,fsdp=1,tensor=1 needs 9 devices, and there are 10 .cpu. in 2 processes; .* exactly 10",
+        id="2",
+        marks=pytest.mark.thorough,
+    ),
+]
+
+
+@pytest.mark.parametrize(("devices", "processes", "message"), NOT_AS_MANY)
+def test_a_mesh_of_another_number_of_devices_is_refused(
+    devices: int, processes: int, message: str, model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        on(model, tmp_path, mesh={"data": 9}, simulated_devices=devices, nproc_per_node=processes)
 
 
 def sampler_on(model: Path, cache: Path, mesh: dict[str, int]) -> JaxSampler:

@@ -27,8 +27,10 @@ class Program:
 class Programs:
     """All compiled programs of a backend. Thread-safe: concurrent requests for a program share one compilation."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, *, alone: bool = True) -> None:
+        """`alone`: no other process runs the same programs. Each process of a mesh warms up for itself."""
         self._progress = progress
+        self._alone = alone
         self._lock = threading.Lock()
         self._made: dict[Hashable, Future[Compiled]] = {}
         self._stop = threading.Event()
@@ -45,9 +47,10 @@ class Programs:
         """Choose one of several programs that can do the same work: the first, which is the cheapest to run.
 
         During the warm-up, choose the first one that is ready, if any. Running a larger program takes less time than
-        compiling, and the warm-up compiles the better one anyway.
+        compiling, and the warm-up compiles the better one anyway. Several processes must choose alike, and what is
+        ready in one need not be in another.
         """
-        if self._thread is None or not self._thread.is_alive():
+        if not self._alone or self._thread is None or not self._thread.is_alive():
             return 0
         with self._lock:
             made = [self._made.get(program.key) for program in programs]

@@ -61,7 +61,7 @@ class Devices:
         self.train_programs = TrainPrograms(
             config=model, limits=limits, losses=losses, base_shapes=shapes, layout=layout
         )
-        self.programs = Programs(progress)
+        self.programs = Programs(progress, alone=jax.process_count() == 1)
         turns = Turns()
         self.training = TrainingDevice(base, self.train_programs, programs=self.programs, turns=turns)
         self.sampling: SamplingDevice | None = None

@@ -8,9 +8,10 @@ On an axis of size 1 nothing happens, so a single device runs the same program a
 """
 
 import functools
+import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import jax
@@ -27,6 +28,8 @@ from tinsmith_jax.model_config import ModelConfig
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 STREAMS: Final = (DATA, FSDP)
 """The axes over which sequences are divided."""
+
+_MOST_PARTS: Final = 256  # of an axis, that an error proposes
 
 Spec = PartitionSpec
 
@@ -231,30 +234,52 @@ def _replicated(devices: Mesh) -> Any:
     return jax.jit(lambda array: array, out_shardings=NamedSharding(devices, Spec()))
 
 
+def check_shape(config: MeshConfig, model: ModelConfig) -> Axes:
+    """Return the axes of a mesh that divides the model evenly. Raise ConfigError if it does not."""
+    axes = Axes(config.data, config.fsdp, config.tensor)
+    for axis, parts, sizes in (
+        (FSDP, axes.fsdp, {"hidden_size": model.hidden_size}),
+        (
+            TENSOR,
+            axes.tensor,
+            {
+                "num_attention_heads": model.num_heads,
+                "num_key_value_heads": model.num_kv_heads,
+                "intermediate_size": model.intermediate_size,
+                "vocab_size": model.vocab_size,
+            },
+        ),
+    ):
+        uneven = [f"{name} ({size})" for name, size in sizes.items() if size % parts]
+        if uneven:
+            possible = ", ".join(map(str, _divisors(math.gcd(*sizes.values()))))
+            msg = f"mesh {_text(axes)}: {uneven[0]} of the model is not a multiple of {axis}; {axis} can be {possible}"
+            raise ConfigError(msg)
+    return axes
+
+
 def make_layout(config: MeshConfig, model: ModelConfig, *, exact: bool, devices: Sequence[Any] | None = None) -> Layout:
     """Choose among the devices, by default all that JAX finds.
 
-    Raise ConfigError if there are too few, or if the model cannot be divided in this way.
+    Raise ConfigError if there are too few, or more than the mesh has and in several processes, each of which would have
+    to take part, or if the model cannot be divided in this way.
     """
-    axes = Axes(config.data, config.fsdp, config.tensor, exact)
+    axes = replace(check_shape(config, model), exact=exact)
     found = jax.devices() if devices is None else devices
-    if len(found) < axes.num_devices:
+    processes = len({device.process_index for device in found})
+    if len(found) < axes.num_devices or (len(found) > axes.num_devices and processes > 1):
+        there, bound = (f" in {processes} processes", "exactly") if processes > 1 else ("", "at most")
         msg = (
             f"mesh {_text(axes)} needs {axes.num_devices} devices, and there are {len(found)} ({found[0].device_kind})"
+            f"{there}; data x fsdp x tensor can be {bound} {len(found)}"
         )
         raise ConfigError(msg)
-    for what, size, axis, parts in (
-        ("num_attention_heads", model.num_heads, TENSOR, axes.tensor),
-        ("num_key_value_heads", model.num_kv_heads, TENSOR, axes.tensor),
-        ("intermediate_size", model.intermediate_size, TENSOR, axes.tensor),
-        ("vocab_size", model.vocab_size, TENSOR, axes.tensor),
-        ("hidden_size", model.hidden_size, FSDP, axes.fsdp),
-    ):
-        if size % parts:
-            msg = f"mesh {_text(axes)}: {what} of the model ({size}) is not a multiple of {axis} ({parts})"
-            raise ConfigError(msg)
     chosen = np.array(found[: axes.num_devices]).reshape(axes.data, axes.fsdp, axes.tensor)
     return Layout(axes, Mesh(chosen, (DATA, FSDP, TENSOR)))
+
+
+def _divisors(number: int) -> list[int]:
+    return [parts for parts in range(1, min(number, _MOST_PARTS) + 1) if number % parts == 0]
 
 
 def device_name(layout: Layout | None) -> str:

@@ -9,6 +9,7 @@ import jax
 
 from tinsmith import OutOfMemoryError, TinsmithError
 from tinsmith.workers import Worker, count_gpus
+from tinsmith_jax import runtime
 from tinsmith_jax.adapters import Adapter
 from tinsmith_jax.devices import Devices, Facts, Setup
 from tinsmith_jax.mesh import fetch
@@ -18,6 +19,10 @@ from tinsmith_jax.training_device import TrainingDevice
 
 SIMULATED: Final = "TINSMITH_JAX_SIMULATED_DEVICES"
 """Environment variable: how many devices each worker has on the CPU."""
+
+_HEARTBEATS_S: Final = 86_400
+"""JAX ends all processes if one is silent for so long. The engine notices a dead one at once, and a machine that was
+paused for some minutes goes on."""
 
 # Any below: arguments and results of the devices' methods.
 
@@ -112,6 +117,7 @@ def _join(worker: Worker) -> None:
     if worker.num_workers == 1:
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    runtime.keep_own_programs()
     host, port = worker.meeting
     jax.distributed.initialize(
         coordinator_address=f"{host}:{port}",
@@ -119,6 +125,7 @@ def _join(worker: Worker) -> None:
         process_id=worker.rank,
         local_device_ids=_own_gpus(worker),
         coordinator_bind_address=f"{host}:{port}",
+        heartbeat_timeout_seconds=_HEARTBEATS_S,
     )
 
 

@@ -25,6 +25,7 @@ from tinsmith_jax import adapters
 from tinsmith_jax.adapters import Adapter
 from tinsmith_jax.buckets import Bucket
 from tinsmith_jax.devices import Facts, Setup
+from tinsmith_jax.mesh import check_shape
 from tinsmith_jax.mesh_worker import SIMULATED, Loaded, Refused
 from tinsmith_jax.model_config import ModelConfig, read_config
 from tinsmith_jax.packing import Stream
@@ -41,6 +42,8 @@ class RemoteDevices:
         """Start the workers and have them load the model. Raise ConfigError if files or settings are at fault."""
         _refuse_losses(setup)
         model = read_config(setup.model_directory)
+        assert setup.config.mesh is not None, "only a mesh has workers"
+        check_shape(setup.config.mesh, model)
         simulated = setup.config.simulated_devices
         self.group = WorkerGroup(
             "tinsmith_jax.mesh_worker:MeshWorker",

@@ -1,12 +1,17 @@
 """Process-wide settings of JAX, applied before the first computation."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import jax
-from jax._src.compilation_cache import decompress_executable  # no public API unpacks entries
+from jax._src import compiler  # no public setting has every process write entries
+from jax._src.compilation_cache import (  # no public API writes or unpacks entries
+    decompress_executable,
+    put_executable_and_time,
+)
 
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.kernels.choice import Kernels, choose
@@ -56,6 +61,30 @@ def prepare(cache_dir: Path) -> None:
         # XLA keeps autotuning results, which only GPUs have, in a directory beside the programs. Its path is part of
         # every program's cache key: if the directory moved, no program would be found again.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+
+
+def keep_own_programs() -> None:
+    """Have each process of a mesh keep its programs in its own directory.
+
+    JAX leaves that to the first, so that processes that share a directory do not write the same files. The others would
+    compile everything again at each start.
+    """
+    own = compiler._cache_write  # noqa: SLF001 - an error here if JAX renames it
+
+    def write(  # with the names of JAX
+        cache_key: str,
+        compile_time_secs: float,
+        module_name: str,
+        backend: Any,
+        executable: Any,
+        host_callbacks: Sequence[Any],
+    ) -> None:
+        if jax.process_index() == 0:
+            own(cache_key, compile_time_secs, module_name, backend, executable, host_callbacks)
+        else:
+            put_executable_and_time(cache_key, module_name, executable, backend, int(compile_time_secs))
+
+    compiler._cache_write = write  # noqa: SLF001 - as above
 
 
 def _remove_damaged(compiled: Path) -> None:
