@@ -109,7 +109,7 @@ def write_checkpoint(  # noqa: PLR0913 - what a checkpoint says, and how it is p
 ) -> int:
     """Write the parts of `state` that `kind` needs, and return the checkpoint's size in bytes.
 
-    For a fully fine-tuned model, tensors are read one at a time, so the mappings may be lazy. `model_path` is the base
+    The mappings may be lazy; tensors of a fully fine-tuned model are read one at a time. `model_path` is the base
     model's directory, from which configuration and tokenizer are copied.
 
     `epoch` is that of the lease under which an engine writes.
@@ -118,6 +118,8 @@ def write_checkpoint(  # noqa: PLR0913 - what a checkpoint says, and how it is p
     UserError if the directory exists (unless `overwrite`), ServerError if the state is malformed or the disk refuses.
     After any error, the previous content is unchanged.
     """
+    if state.lora.rank:
+        state = _in_memory(state)
     _check_state(state)
     manifest = Manifest(
         format_version=1 if state.lora.rank else FORMAT_VERSION,
@@ -185,6 +187,17 @@ def open_checkpoint_files(root: Path, directory: str) -> list[BinaryIO]:
 
 def _files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if path.is_file() and not path.is_symlink())
+
+
+def _in_memory(state: ModelState) -> ModelState:
+    """Read what is lazy of an adapter once, as it is looked at more than once."""
+    return replace(
+        state,
+        weights=dict(state.weights),
+        adam_m=dict(state.adam_m),
+        adam_v=dict(state.adam_v),
+        gradients=dict(state.gradients),
+    )
 
 
 def _check_state(state: ModelState) -> None:

@@ -1,6 +1,7 @@
 """Snapshots, captured states, canonical names, refusals and capabilities of the jax backend."""
 
 import json
+import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -93,6 +94,24 @@ def test_a_captured_state_is_a_copy(backend: JaxBackend) -> None:
     kept = {name: value.copy() for name, value in state.weights.items()}
     backend.optim_step([OptimStep(model_id="m", adam=ADAM)])
     assert_same_bits(state.weights, kept)
+
+
+def test_a_captured_state_has_no_padding_and_is_put_into_form_by_its_reader(backend: JaxBackend) -> None:
+    """It crosses processes as it is, and says what it takes of memory: as it is, and in canonical form."""
+    add_model(backend, "m", LoraConfig(rank=3, seed=1, train_mlp=False))
+    train(backend, make_op("m", 0, LENGTHS), ADAM)
+    state = backend.capture_state("m")
+    arrays = sum(array.nbytes for array in state.weights.values())
+    assert state.weights_bytes == 2 * arrays
+    assert state.memory_bytes == 3 * 2 * arrays
+    buffers: list[pickle.PickleBuffer] = []
+    sent = pickle.dumps(state, protocol=5, buffer_callback=buffers.append)
+    assert sum(buffer.raw().nbytes for buffer in buffers) == 3 * arrays
+    assert len(sent) < arrays
+    assert_same_state(pickle.loads(sent, buffers=buffers), state)
+    with pytest.raises(KeyError):
+        state.weights["stray"]
+    assert "stray" not in state.weights
 
 
 def test_weights_alone_mean_a_fresh_optimizer(backend: JaxBackend) -> None:

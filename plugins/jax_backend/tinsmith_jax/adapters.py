@@ -5,7 +5,7 @@ q, k, v, o, gate, up, down. r is the adapter's rank padded to its rank class, wh
 and untrained modules are zero in both A and B: they change no output, and their gradient is exactly zero.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ class JaxSnapshot(Snapshot):
         self._config = config
 
     def adapter_weights(self) -> Mapping[str, Array]:
-        return to_canonical(self.arrays, self.lora, self._config)
+        return CanonicalAdapter(jax.tree.map(np.asarray, self.arrays), self.lora, self._config)
 
 
 def rank_classes(max_rank: int) -> tuple[int, ...]:
@@ -92,19 +92,53 @@ def fresh(lora: LoraConfig, config: ModelConfig, padded_rank: int) -> Adapter:
 # Canonical names ------------------------------------------------------------------------------------------------------
 
 
-def to_canonical(adapter: Adapter, lora: LoraConfig, config: ModelConfig) -> dict[str, Array]:
-    """Copy the trained modules to the host under PEFT's names: lora_A as [rank, in], lora_B as [out, rank]."""
-    named: dict[str, Array] = {}
-    trained = trained_modules(lora)
-    for name, path in HF_MODULES.items():
-        if name in trained:
-            A, B = (np.asarray(x) for x in adapter["layers"][name])
-            for i in range(config.num_layers):
-                _put(named, f"model.layers.{i}.{path}", A[i], B[i], lora.rank)
-    if "head" in trained:
-        A, B = (np.asarray(x) for x in adapter["head"])
-        _put(named, HEAD, A, B, lora.rank)
-    return named
+class CanonicalAdapter(Mapping[str, Array]):
+    """An adapter on the host under its canonical names. A weight gets its canonical form when it is read.
+
+    That is a transposition, which takes longer than the copy from the device: whoever captures does not wait for it.
+    """
+
+    def __init__(self, adapter: Adapter, lora: LoraConfig, config: ModelConfig) -> None:
+        """`adapter` has host arrays. Keep what is trained of them, without padding."""
+        rank, trained = lora.rank, trained_modules(lora)
+        self._places: dict[str, tuple[str, int, int]] = {}  # module, 0 or 1 for A or B, layer
+        self._pairs: dict[str, tuple[Array, Array]] = {}
+        for name, path in HF_MODULES.items():
+            if name in trained:
+                A, B = adapter["layers"][name]
+                self._pairs[name] = _cut(A, B, rank)
+                for layer in range(config.num_layers):
+                    self._place(f"model.layers.{layer}.{path}", name, layer)
+        if "head" in trained:
+            A, B = adapter["head"]
+            self._pairs["head"] = _cut(A[None], B[None], rank)
+            self._place(HEAD, "head", 0)
+
+    def _place(self, path: str, module: str, layer: int) -> None:
+        self._places[weight_name(path, "A")] = module, 0, layer
+        self._places[weight_name(path, "B")] = module, 1, layer
+
+    @property
+    def nbytes(self) -> int:
+        """As it is kept, and once more in canonical form while it is written."""
+        return 2 * sum(A.nbytes + B.nbytes for A, B in self._pairs.values())
+
+    def __getitem__(self, name: str) -> Array:
+        module, side, layer = self._places[name]
+        return np.ascontiguousarray(self._pairs[module][side][layer].T)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+
+def _cut(A: Array, B: Array, rank: int) -> tuple[Array, Array]:
+    return np.ascontiguousarray(A[..., :rank]), np.ascontiguousarray(B[..., :rank, :])
 
 
 def from_canonical(named: Mapping[str, Array], lora: LoraConfig, config: ModelConfig, padded_rank: int) -> Adapter:
@@ -123,11 +157,6 @@ def from_canonical(named: Mapping[str, Array], lora: LoraConfig, config: ModelCo
         msg = f"adapter weights {min(left)!r} and {len(left) - 1} more do not belong to this model and LoRA config"
         raise UserError(msg)
     return adapter
-
-
-def _put(named: dict[str, Array], path: str, A: Array, B: Array, rank: int) -> None:
-    named[weight_name(path, "A")] = np.ascontiguousarray(A[:, :rank].T)
-    named[weight_name(path, "B")] = np.ascontiguousarray(B[:rank].T)
 
 
 def _get(named: Mapping[str, Array], path: str, pair: tuple[Array, Array], rank: int, left: set[str]) -> None:

@@ -115,7 +115,7 @@ class RemoteSnapshot(Snapshot):
 
     def adapter_weights(self) -> Mapping[str, Array]:
         arrays: Adapter = self._workers.run("adapters", "fetch", self.arrays.number)
-        return adapters.to_canonical(arrays, self.lora, self._config)
+        return adapters.CanonicalAdapter(arrays, self.lora, self._config)
 
 
 class RemoteTraining:

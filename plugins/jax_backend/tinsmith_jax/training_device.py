@@ -6,7 +6,7 @@ All arrays are immutable, and a step replaces a model's references. A snapshot i
 current weights; later training makes new arrays.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -77,8 +77,8 @@ class TrainingDevice:
         model = self._models[model_id]
         fresh, state = model.step == 0, model.state
 
-        def named(adapter: Adapter) -> dict[str, Array]:
-            return adapters.to_canonical(fetch(adapter), model.lora, self._config)
+        def named(adapter: Adapter) -> Mapping[str, Array]:
+            return adapters.CanonicalAdapter(fetch(adapter), model.lora, self._config)
 
         return ModelState(
             lora=model.lora,
