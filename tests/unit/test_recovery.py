@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -23,6 +23,7 @@ from tinsmith.engine.failures import EngineFailedError
 from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.errors import OutOfMemoryError, ServerError, StoreError
 from tinsmith.losses import BUILTIN_LOSSES
+from tinsmith.operations import Array
 from tinsmith.server.waiting_reasons import explain
 from tinsmith.settings import QuotaSettings, RecoverySettings
 from tinsmith.sql_store.config import SqlStoreConfig
@@ -709,6 +710,39 @@ async def test_a_full_disk_costs_a_recovery_point_and_nothing_else(
     async with setup.engine(point_every_operations=1):
         await train(client, 2)
         await setup.until(setup.points_on_disk)
+
+
+class Unreadable(Mapping[str, Array]):
+    """A lazy mapping whose backend fails while it is read."""
+
+    def __getitem__(self, name: str) -> Array:
+        raise RuntimeError("the workers are gone")
+
+    def __iter__(self) -> Iterator[str]:
+        yield "w"
+
+    def __len__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("save", [False, True])
+async def test_a_state_that_its_backend_fails_to_hand_over_ends_the_engine_and_no_operation(
+    setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch, save: bool
+) -> None:
+    """A save is no failure of its client's: the next engine runs it again. A recovery point ends the engine as well."""
+    broken = ModelState(lora=ops.LoraConfig(rank=4, seed=0), weights=Unreadable())
+    with monkeypatch.context() as patch:
+        patch.setattr(FragileBackend, "capture_state", lambda *_: broken)
+        async with setup.engine(point_every_operations=1000 if save else 1) as task:
+            await client.create_model()
+            last = await client.submit(
+                ops.SaveState(model_id=MODEL, path=client.path("x")) if save else a_pass(client, 1, 2)
+            )
+            await asyncio.wait([task], timeout=WAIT_S)
+            assert isinstance(task.exception(), EngineFailedError)
+            assert "the workers are gone" in str(task.exception())
+    async with setup.engine():
+        assert isinstance(await client.result(last), ops.WeightsSaved if save else ops.ForwardBackwardOutput)
 
 
 async def test_a_recovery_point_without_room_waits_and_training_does_not(
