@@ -217,16 +217,19 @@ def hook_section(name: str) -> str:
 
 def tpu_table(kind: str) -> str:
     """Return what compile-check found; docs/reference/tpu.md says how it was asked."""
-    from tinsmith_jax.compile_check import report
+    from tinsmith_jax.compile_check import tables
 
-    rows = report.read_lines((REFERENCE / "tpu.jsonl").read_text(encoding="utf-8"))
+    rows = tables.read_lines((REFERENCE / "tpu.jsonl").read_text(encoding="utf-8"))
+    alone = [row for row in rows if row.options.tenants == 1]
     match kind:
         case "tenants":
-            return report.table(row for row in rows if row.options.tenants > 1)
+            return tables.passes(row for row in rows if row.options.tenants > 1)
         case "slices":
-            return report.table(row for row in rows if row.options.tenants == 1)
+            return tables.slices(alone)
+        case "scaling":
+            return tables.scaling(row for row in alone if row.slice.chip.name == "v6e")
         case _:
-            return report.communication_table(rows)
+            return tables.sampling(alone)
 
 
 GENERATORS: dict[str, Callable[[], str]] = {
@@ -235,7 +238,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "commands": command_tables,
     "failpoints": failpoint_table,
     "fields": field_status.markdown,
-    **{f"tpu-{kind}": partial(tpu_table, kind) for kind in ("tenants", "slices", "communication")},
+    **{f"tpu-{kind}": partial(tpu_table, kind) for kind in ("tenants", "slices", "scaling", "sampling")},
     **{f"public-{package}": partial(public_names, package) for package in PUBLIC_PACKAGES},
     **{f"hook-{name}": partial(hook_section, name) for name in HOOK_NAMES},
 }

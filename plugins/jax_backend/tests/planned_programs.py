@@ -1,4 +1,4 @@
-"""Compile small training programs for eight simulated devices, and print as JSON what they do and what was planned.
+"""Compile small programs for eight simulated devices, and print as JSON what they do and what was planned.
 
 A process of its own, because the number of devices is set before JAX starts. `planned_programs.py DIRECTORY NAME...`
 """
@@ -12,8 +12,9 @@ from typing import Any
 import jax
 
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
-from tinsmith_jax.compile_check.case import KINDS, Case, base_shapes, make_case
+from tinsmith_jax.compile_check.case import Case, base_shapes, make_case
 from tinsmith_jax.compile_check.figures import analysed
+from tinsmith_jax.compile_check.hlo import read_module
 from tinsmith_jax.compile_check.options import Options
 from tinsmith_jax.config import MeshConfig
 from tinsmith_jax.model_config import read_config
@@ -34,7 +35,7 @@ def main(directory: Path, names: Sequence[str]) -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     write_tiny_model(directory, SHAPE)
     figures = {name: _figures(_case(directory, name), name.split(", ")[1]) for name in names}
-    print(json.dumps({"figures": figures, "base": _base(directory), "kinds": list(KINDS)}))
+    print(json.dumps({"figures": figures, "base": _base(directory)}))
 
 
 def _case(directory: Path, name: str) -> Case:
@@ -47,6 +48,7 @@ def _case(directory: Path, name: str) -> Case:
         rank=8,
         context=128,
         tokens=256,
+        slots=3,
         recompute="kept" not in name,
         dtype="float32",
         kernels="reference",
@@ -55,20 +57,21 @@ def _case(directory: Path, name: str) -> Case:
 
 
 def _figures(case: Case, kind: str) -> dict[str, Any]:  # Any: JSON
-    program: Any = KINDS[kind].make(case).compile()  # of jax.stages.Compiled
-    plan = case.plan(kind)
-    steps = 1 if plan is None else plan.attention_steps
-    memory = program.memory_analysis()
-    made = analysed(program.as_text(), 0, case.layout.devices.shape, steps)
+    program: Any = case.program(kind).compile()  # of jax.stages.Compiled
+    cost = case.cost(kind)
+    memory, text = program.memory_analysis(), program.as_text()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    pointers = 8 * len(read_module(text).results)
+    made = analysed(text, 0, case.layout.devices.shape, cost.trips())
     return {
         "found": sorted([each.kind, each.axis, each.count] for each in made.collectives),
-        "planned": [] if plan is None else sorted([*key, count] for key, count in plan.collectives().items()),
+        "planned": sorted([*key, count] for key, count in cost.collectives().items()),
         "bytes": {f"{each.kind} {each.axis}": each.num_bytes for each in made.collectives},
         "flops": made.flops,
-        "formula": 0 if plan is None else sum(plan.flops().values()),
+        "formula": sum(cost.flops().values()),
         "arguments": [made.argument_bytes, memory.argument_size_in_bytes],
-        "results": [made.result_bytes, memory.output_size_in_bytes],
-        "state": case.state_bytes(kind),
+        "results": [made.result_bytes, results - pointers],
+        "state": case.held_arguments(kind),
     }
 
 

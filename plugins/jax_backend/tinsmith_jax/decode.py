@@ -332,7 +332,8 @@ def _write(cache: Cache, layer: jax.Array, tiles: TokenTiles, k_NTJD: jax.Array,
         new = (jnp.swapaxes(part_NTJD[n], 0, 1)[None, None] for part_NTJD in (k_NTJD, v_NTJD))
         return Cache(*(lax.dynamic_update_slice(old, part, at) for old, part in zip(cache, new, strict=True)))
 
-    written: Cache = lax.fori_loop(0, jnp.sum(tiles.slot_N >= 0), one, cache)
+    with jax.named_scope("write"):
+        written: Cache = lax.fori_loop(0, jnp.sum(tiles.slot_N >= 0), one, cache)
     return written
 
 
@@ -384,7 +385,8 @@ def _attend(
         jnp.zeros((N, J, T * group), jnp.float32),
         jnp.zeros((N, J, T * group, D), jnp.float32),
     )
-    _, sum_NJQ, acc_NJQD = lax.fori_loop(0, num_blocks, block, start)
+    with jax.named_scope("attend"):
+        _, sum_NJQ, acc_NJQD = lax.fori_loop(0, num_blocks, block, start)
     out_NJQD = (acc_NJQD / sum_NJQ[..., None]).astype(q_NThD.dtype)
     out_NTo: jax.Array = out_NJQD.reshape(N, J, T, group, D).transpose(0, 2, 1, 3, 4).reshape(N, T, heads * D)
     return out_NTo

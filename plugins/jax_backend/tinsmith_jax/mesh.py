@@ -10,13 +10,14 @@ On an axis of size 1 nothing happens, so a single device runs the same program a
 import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tinsmith import ConfigError
@@ -135,15 +136,68 @@ class Axes:
             return tree
         return jax.tree.map(lambda x: jax.lax.psum(jnp.where(own, x, 0), STREAMS), tree)
 
-    def fold_start(self, sums: Any) -> Any:
-        """Return where this shard's fold of the gradients begins."""
-        return sums if self.exact or self.num_streams == 1 else jax.tree.map(jnp.zeros_like, sums)
+    def fold_start(self, sums: Any, weights: Any) -> Any:
+        """Return where this shard's fold of the gradients begins, given its parts of their sums."""
+        if self.exact or self.num_streams == 1:
+            return self.joined(sums, weights)
+        return jax.tree.map(jnp.zeros_like, weights)
 
     def folded(self, sums: Any, ends: Any) -> Any:
-        """Return the new sums, given where each shard's fold has ended."""
+        """Return this shard's parts of the new sums, given where each shard's fold has ended."""
         if self.exact or self.num_streams == 1:
-            return ends
-        return jax.tree.map(lambda before, own: before + jax.lax.psum(own, STREAMS), sums, ends)
+            return self.own_part(ends, sums)
+        return jax.tree.map(lambda before, end: before + self._sum_of_streams(end, before), sums, ends)
+
+    def _sum_of_streams(self, x: Any, part: Any) -> Any:
+        axis = _divided_axis(x, part)
+        if axis is None:
+            return jax.lax.psum(x, STREAMS)
+        own = jax.lax.psum_scatter(x, FSDP, scatter_dimension=axis, tiled=True)
+        return own if self.data == 1 else jax.lax.psum(own, DATA)
+
+    # an adapter's state, which `state_specs` divides over fsdp
+
+    def own_part(self, tree: Any, like: Any) -> Any:
+        """Return this shard's part of each array. `like`: arrays of the parts' shapes."""
+
+        def own(whole: Any, part: Any) -> Any:
+            axis = _divided_axis(whole, part)
+            if axis is None:
+                return whole
+            size = part.shape[axis]
+            return jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index(FSDP) * size, size, axis)
+
+        return jax.tree.map(own, tree, like)
+
+    def joined(self, tree: Any, like: Any) -> Any:
+        """Undo `own_part`. `like`: arrays of the whole shapes."""
+
+        def join(part: Any, whole: Any) -> Any:
+            axis = _divided_axis(whole, part)
+            return part if axis is None else jax.lax.all_gather(part, FSDP, axis=axis, tiled=True)
+
+        return jax.tree.map(join, tree, like)
+
+    def to_step(self, weights: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what this shard steps of an adapter, given its weights and its parts of the state: these parts.
+
+        If results are to be exact, it is everything: compilers round differently at the edges of smaller arrays.
+        """
+        if self.exact:
+            return weights, *(self.joined(part, weights) for part in parts)
+        return self.own_part(weights, parts[0]), *parts
+
+    def square_sums(self, gradients: Any, weights: Any) -> Iterable[Any]:
+        """Return the sum of squares of each array of an adapter's gradients, given what `to_step` returned of them."""
+        sums: Iterable[Any] = (jnp.sum(g * g) for g in jax.tree.leaves(gradients))
+        if self.fsdp > 1 and not self.exact:
+            pairs = zip(jax.tree.leaves(weights), jax.tree.leaves(gradients), strict=True)
+            divided = np.array([_divided_axis(whole, part) is not None for whole, part in pairs])
+            sums = _where_divided(divided, sums, lambda own: jax.lax.psum(own, FSDP))
+        if self.tensor > 1:
+            specs = jax.tree.leaves(adapter_specs(weights["layers"]), is_leaf=lambda x: isinstance(x, Spec))
+            sums = _where_divided(np.array([TENSOR in spec for spec in specs]), sums, self.total)
+        return sums
 
 
 ONE: Final = Axes()
@@ -152,6 +206,18 @@ ONE: Final = Axes()
 def is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
     """Return whether a layer's value is kept for the backward pass, for jax.checkpoint: gathered weights are not."""
     return not (primitive.name == "all_gather" and FSDP in params["axis_name"])
+
+
+def _divided_axis(whole: Any, part: Any) -> int | None:
+    """Return the axis along which a part is smaller than the whole, if there is one."""
+    sizes = zip(whole.shape, part.shape, strict=True)
+    return next((axis for axis, (all_rows, rows) in enumerate(sizes) if rows != all_rows), None)
+
+
+def _where_divided(divided: Any, own: Iterable[Any], total: Callable[[Any], Any]) -> Iterable[Any]:
+    """Replace the numbers that are divided by their totals, all in one collective."""
+    stacked = jnp.stack(list(own))
+    return jnp.where(divided, total(stacked), stacked)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -274,8 +340,19 @@ def make_layout(config: MeshConfig, model: ModelConfig, *, exact: bool, devices:
             f"{there}; data x fsdp x tensor can be {bound} {len(found)}"
         )
         raise ConfigError(msg)
-    chosen = np.array(found[: axes.num_devices]).reshape(axes.data, axes.fsdp, axes.tensor)
-    return Layout(axes, Mesh(chosen, (DATA, FSDP, TENSOR)))
+    return Layout(axes, Mesh(arranged(found[: axes.num_devices], axes), (DATA, FSDP, TENSOR)))
+
+
+def arranged(devices: Sequence[Any], axes: Axes) -> Any:
+    """Return the devices as an array [data, fsdp, tensor]; on TPUs, those of an axis are neighbours where possible.
+
+    JAX numbers TPUs by host, and those of a host are a square. In that order, messages along the next axis would pass
+    through other chips, and share their links.
+    """
+    shape = (axes.data, axes.fsdp, axes.tensor)
+    if devices[0].platform != "tpu":
+        return np.array(devices).reshape(shape)
+    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
 def _divisors(number: int) -> list[int]:
@@ -302,7 +379,7 @@ def base_specs(layers: Sequence[str]) -> Any:
     }
 
 
-def adapter_specs(modules: Sequence[str]) -> Any:
+def adapter_specs(modules: Iterable[str]) -> Any:
     """Return how an adapter is divided (adapters.py has its shapes): like the matrices that it changes."""
     column = (Spec(), Spec(None, None, TENSOR))
     row = (Spec(None, TENSOR, None), Spec())
@@ -310,6 +387,26 @@ def adapter_specs(modules: Sequence[str]) -> Any:
         "layers": {name: column if name in _COLUMNS else row for name in modules},
         "head": (Spec(), Spec(None, TENSOR)),
     }
+
+
+def state_specs(modules: Iterable[str], shapes: Any, axes: Axes) -> Any:
+    """Return how an adapter's gradients and moments are divided: like its weights, and besides over `fsdp`.
+
+    That divides the inputs of A and the outputs of B. Where their number is no multiple, an array stays as it is.
+    """
+
+    def divided(spec: Spec, shape: Any, axis: int) -> Spec:
+        names = [*spec, *[None] * (len(shape.shape) - len(spec))]
+        before = () if names[axis] is None else (names[axis],)
+        if axes.fsdp == 1 or shape.shape[axis] % (axes.fsdp * (axes.tensor if before else 1)):
+            return spec
+        names[axis] = (*before, FSDP)
+        return Spec(*names)
+
+    def pair(specs: tuple[Spec, Spec], shape: tuple[Any, Any]) -> tuple[Spec, Spec]:
+        return divided(specs[0], shape[0], -2), divided(specs[1], shape[1], -1)
+
+    return jax.tree.map(pair, adapter_specs(modules), shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def resident_specs(modules: Sequence[str]) -> Any:

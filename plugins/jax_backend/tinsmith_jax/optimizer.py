@@ -13,6 +13,7 @@ import numpy as np
 
 from tinsmith import AdamParams, LoraConfig
 from tinsmith_jax.adapters import Adapter, stack_rows, unstack_rows
+from tinsmith_jax.mesh import ONE, Axes
 
 # Any below: jax arrays and pytrees of them.
 
@@ -67,9 +68,16 @@ def _correction(beta: float, step: int) -> float:
 
 
 def adamw(
-    states: tuple[State, ...], gradients: tuple[Adapter, ...], hypers: tuple[Hyper, ...], count: Any
+    states: tuple[State, ...],
+    gradients: tuple[Adapter, ...],
+    hypers: tuple[Hyper, ...],
+    count: Any,
+    *,
+    axes: Axes = ONE,
 ) -> tuple[tuple[State, ...], Any]:
     """Step the first `count` adapters; return all of them and the gradients' norms before clipping.
+
+    On a mesh, moments and gradients are this shard's parts. It steps that part of the weights, and joins them.
 
     The loop over adapters has a length known only at run time. The compiler cannot specialise its body for the number
     of adapters, so an adapter's bits do not depend on how many are stepped with it.
@@ -82,7 +90,7 @@ def adamw(
         def pick(leaf: Any) -> Any:
             return jax.lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False)
 
-        state, norm = _step(*(jax.tree.map(pick, tree) for tree in (rows, all_gradients, all_hypers)))
+        state, norm = _step(*(jax.tree.map(pick, tree) for tree in (rows, all_gradients, all_hypers)), axes=axes)
         rows = jax.tree.map(lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, i, 0), rows, state)
         return rows, norms.at[i].set(norm)
 
@@ -91,21 +99,23 @@ def adamw(
     return unstack_rows(rows, len(states)), norms
 
 
-def _step(state: State, pending: Adapter, h: Hyper) -> tuple[State, Any]:
-    masks = _masks(state.weights, h)
+def _step(state: State, pending: Adapter, h: Hyper, *, axes: Axes) -> tuple[State, Any]:
+    weights, m, v, pending = axes.to_step(state.weights, (state.m, state.v, pending))
+    masks = _masks(weights, h)
     pending = jax.tree.map(lambda g, mask: jnp.where(mask, g, 0.0), pending, masks)
-    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(pending)))
+    norm = jnp.sqrt(sum(axes.square_sums(pending, state.weights)))
     # torch.nn.utils.clip_grad_norm_
     factor = jnp.where(h.clip > 0, jnp.minimum(1.0, h.clip / (norm + 1e-6)), 1.0)
     clipped = jax.tree.map(lambda g: g * factor, pending)
-    m = jax.tree.map(lambda m, g: h.beta1 * m + h.one_minus_beta1 * g, state.m, clipped)
-    v = jax.tree.map(lambda v, g: h.beta2 * v + h.one_minus_beta2 * (g * g), state.v, clipped)
+    m = jax.tree.map(lambda m, g: h.beta1 * m + h.one_minus_beta1 * g, m, clipped)
+    v = jax.tree.map(lambda v, g: h.beta2 * v + h.one_minus_beta2 * (g * g), v, clipped)
 
     def move(p: Any, m: Any, v: Any, mask: Any) -> Any:
         moved = p * h.decay - h.step_size * (m / (jnp.sqrt(v) / h.root_correction + h.eps))
         return jnp.where(mask, moved, p)
 
-    return State(jax.tree.map(move, state.weights, m, v, masks), m, v), norm
+    moved = jax.tree.map(move, weights, m, v, masks)
+    return State(axes.joined(moved, state.weights), axes.own_part(m, state.m), axes.own_part(v, state.v)), norm
 
 
 def _masks(weights: Adapter, h: Hyper) -> Adapter:

@@ -42,11 +42,12 @@ def draw(
     temperature_B = jnp.where(greedy_B, 1.0, params.temperature_B)
     scaled_BV = logits_BV / temperature_B[:, None]
     logp_BV = log_softmax(scaled_BV)
-    floor_B = lax.cond(
-        any_truncated,
-        lambda: truncation_floor(scaled_BV, params.top_k_B, params.top_p_B),
-        lambda: jnp.full(logits_BV.shape[:1], -jnp.inf, jnp.float32),
-    )
+    with jax.named_scope("truncate"):
+        floor_B = lax.cond(
+            any_truncated,
+            lambda: truncation_floor(scaled_BV, params.top_k_B, params.top_p_B),
+            lambda: jnp.full(logits_BV.shape[:1], -jnp.inf, jnp.float32),
+        )
     weights_BV = jnp.where(scaled_BV >= floor_B[:, None], _exp_of_shifted(scaled_BV), 0.0)
     drawn_B = search_cdf(weights_BV, uniform(params, position_B))
     token_B = jnp.where(greedy_B, jnp.argmax(logits_BV, axis=-1), drawn_B).astype(jnp.int32)
@@ -122,9 +123,10 @@ def top_logprobs(logp_BV: jax.Array, *, num_top: int, wanted: jax.Array) -> tupl
         return ids.astype(jnp.int32), values
 
     shape = (len(logp_BV), num_top)
-    best: tuple[jax.Array, jax.Array] = lax.cond(
-        wanted, search, lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
-    )
+    with jax.named_scope("alternatives"):
+        best: tuple[jax.Array, jax.Array] = lax.cond(
+            wanted, search, lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+        )
     return best
 
 

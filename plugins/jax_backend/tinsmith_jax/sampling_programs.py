@@ -75,8 +75,8 @@ class SamplingPrograms:
         def zeros(shape: Any, spec: Spec) -> jax.Array:
             return jnp.zeros(shape.shape, shape.dtype, device=None if self.layout is None else self.layout.placed(spec))
 
-        cache = decode.Cache(*(zeros(part, CACHE) for part in self._cache))
-        return cache, jax.tree.map(zeros, self._resident, resident_specs(LAYER_MODULES))
+        cache = decode.Cache(*(zeros(part, CACHE) for part in self.cache))
+        return cache, jax.tree.map(zeros, self.resident, resident_specs(LAYER_MODULES))
 
     def _decode(self) -> Any:
         shape = self.shape
@@ -106,7 +106,7 @@ class SamplingPrograms:
 
     def _write_adapter(self, rank: int) -> Any:
         function = functools.partial(decode.write_adapter, axes=self.axes)
-        arguments = (self._resident, adapters.shapes(self.config, rank), np.int32(0), np.float32(1))
+        arguments = (self.resident, adapters.shapes(self.config, rank), np.int32(0), np.float32(1))
         resident = resident_specs(LAYER_MODULES)
         into = (resident, adapter_specs(LAYER_MODULES), _HERE, _HERE)
         return self._build(function, arguments, into, resident, donated=0)
@@ -115,18 +115,19 @@ class SamplingPrograms:
         function = functools.partial(decode.copy_slot, axes=self.axes)
         source = target = num_blocks = np.int32(0)
         into = (CACHE, _HERE, _HERE, _HERE)
-        return self._build(function, (self._cache, source, target, num_blocks), into, CACHE, donated=0)
+        return self._build(function, (self.cache, source, target, num_blocks), into, CACHE, donated=0)
 
     @property
     def _held(self) -> tuple[Any, Any, Any]:
-        return self.base_shapes, self._resident, self._cache
+        return self.base_shapes, self.resident, self.cache
 
     @property
     def _held_specs(self) -> tuple[Any, Any, Any]:
         return base_specs(list(self.base_shapes["layers"])), resident_specs(LAYER_MODULES), CACHE
 
     @property
-    def _cache(self) -> decode.Cache:
+    def cache(self) -> decode.Cache:
+        """Return the shapes of keys and values."""
         shape = decode.cache_shape(
             self.config, num_slots=self.shape.num_slots, max_tokens=self.shape.max_context_tokens
         )
@@ -134,7 +135,8 @@ class SamplingPrograms:
         return decode.Cache(part, part)
 
     @property
-    def _resident(self) -> adapters.Adapter:
+    def resident(self) -> adapters.Adapter:
+        """Return the shapes of the slots' adapters."""
         one = adapters.shapes(self.config, self.shape.max_lora_rank)
         num_slots, dtype = self.shape.num_slots, self.shape.dtype
         return jax.tree.map(lambda leaf: _shape((*leaf.shape[:-2], num_slots, *leaf.shape[-2:]), dtype), one)

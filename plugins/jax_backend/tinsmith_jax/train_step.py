@@ -7,6 +7,7 @@ share one array of zeros.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from tinsmith_jax.buckets import STEPS, Bucket, Buckets
 from tinsmith_jax.compilation import Program
 from tinsmith_jax.layers import TILE, Tiles
 from tinsmith_jax.loss_table import LossBatch, LossTable
-from tinsmith_jax.mesh import ONE, STREAMS, Axes, Layout, Spec, adapter_specs
+from tinsmith_jax.mesh import ONE, STREAMS, Axes, Layout, Spec, adapter_specs, state_specs
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.trunk import LAYER_MODULES, packed_forward
@@ -75,7 +76,7 @@ class TrainPrograms:
                     sums=layer_sums, recompute=self.limits.recompute, axes=self.axes,
                 )  # fmt: skip
 
-            start = self.axes.fold_start(totals)
+            start = self.axes.fold_start(totals, stack)
             hidden, pull_back = jax.vjp(trunk, start["layers"])
             scores = head.score_with_gradients(
                 base["head"], stack["head"], start["head"], hidden, tiles, batch, self.losses, self._rows(bucket),
@@ -86,25 +87,21 @@ class TrainPrograms:
             scored = self.axes.complete(scores.logp_TK), self.axes.complete(scores.loss_TK)
             return *scored, adapters.unstack(new, bucket.num_adapters)
 
-        weights = self._adapters(bucket)
-        shapes = (self.base_shapes, weights, weights, *self._stream(bucket))
-        out = (*_SCORED, (adapter_specs(LAYER_MODULES),) * bucket.num_adapters)
+        weights, sums = self._adapters(bucket), (self._state(bucket.padded_rank),) * bucket.num_adapters
+        shapes = (self.base_shapes, weights, sums, *self._stream(bucket))
+        out = (*_SCORED, (self.state_specs(bucket.padded_rank),) * bucket.num_adapters)
         return self._program(("gradients", bucket), run, shapes, out)
 
     def step(self, num_adapters: int, padded_rank: int) -> Program:
         """Return the program (states, gradients, hypers, count) -> (states, norms) for up to `num_adapters` rows."""
-        adapter = self._adapter(padded_rank)
+        weights, part = self._adapter(padded_rank), self._state(padded_rank)
         scalar = self._small(_f32())
         hyper = optimizer.Hyper(*[scalar] * len(optimizer.Hyper._fields))._replace(rank=self._small(_i32()))
         k = num_adapters
-        state = optimizer.State(adapter, adapter, adapter)
-        shapes = ((state,) * k, (adapter,) * k, (hyper,) * k, self._small(_i32()))
-        out: Any = None
-        if self.layout is not None:
-            placed = self.layout.placed_tree(adapter_specs(LAYER_MODULES))
-            out = ((optimizer.State(placed, placed, placed),) * k, self.layout.placed(Spec()))
-        run = jax.jit(optimizer.adamw, out_shardings=out)
-        return Program(("step", k, padded_rank), lambda: run.lower(*shapes).compile())
+        shapes = ((optimizer.State(weights, part, part),) * k, (part,) * k, (hyper,) * k, self._small(_i32()))
+        specs = self.state_specs(padded_rank)
+        out = ((optimizer.State(adapter_specs(LAYER_MODULES), specs, specs),) * k, Spec())
+        return self._program(("step", k, padded_rank), partial(optimizer.adamw, axes=self.axes), shapes, out)
 
     def all(self) -> Iterator[Program]:
         """Return every possible program, in the order that lets most requests run soonest.
@@ -138,6 +135,13 @@ class TrainPrograms:
 
     def _adapter(self, padded_rank: int) -> Any:
         return self._placed(adapters.shapes(self.config, padded_rank), adapter_specs(LAYER_MODULES))
+
+    def _state(self, padded_rank: int) -> Any:
+        return self._placed(adapters.shapes(self.config, padded_rank), self.state_specs(padded_rank))
+
+    def state_specs(self, padded_rank: int) -> Any:
+        """Return how the gradients and moments of an adapter are divided."""
+        return state_specs(LAYER_MODULES, adapters.shapes(self.config, padded_rank), self.axes)
 
     def _stream(self, bucket: Bucket) -> tuple[Any, ...]:
         T, K = bucket.num_tokens * self.axes.num_streams, bucket.num_targets

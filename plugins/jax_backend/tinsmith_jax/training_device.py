@@ -53,8 +53,7 @@ class TrainingDevice:
         self._models: dict[str, _Model] = {}
         self._before: dict[str, Adapter | None] = {}
         ranks = adapters.rank_classes(train_programs.limits.max_lora_rank)
-        # shared zeros: fresh moments, absent gradients, unused rows
-        self._zeros = {rank: self._placed(adapters.host_zeros(self._config, rank)) for rank in ranks}
+        self._zeros = {rank: self._zero_state(rank) for rank in ranks}  # moments: fresh ones, and absent gradients
 
     # Life of a model --------------------------------------------------------------------------------------------------
 
@@ -63,8 +62,7 @@ class TrainingDevice:
         rank = adapters.class_of(lora.rank, self._train.limits.max_lora_rank)
         with out_of_memory_named(f"a model of rank {lora.rank}", "end a session, or take a smaller rank"):
             weights = jax.block_until_ready(self._placed(adapters.fresh(lora, self._config, rank)))
-        zeros = self._zeros[rank]
-        self._models[model_id] = _Model(lora, rank, optimizer.State(weights, zeros, zeros))
+        self._models[model_id] = _Model(lora, rank, self._zeros[rank]._replace(weights=weights))
 
     def unload(self, model_id: str) -> None:
         self._models.pop(model_id, None)
@@ -93,14 +91,17 @@ class TrainingDevice:
         """Raise UserError if names or shapes are not the model's, and OutOfMemoryError. The model is then unchanged."""
         model = self._models[model_id]
 
-        def placed(named: Any) -> Adapter:
-            return self._placed(adapters.from_canonical(named, model.lora, self._config, model.padded_rank))
+        def read(named: Any) -> Adapter:
+            return adapters.from_canonical(named, model.lora, self._config, model.padded_rank)
 
-        zeros = self._zeros[model.padded_rank]
+        def divided(named: Any) -> Adapter:
+            return self._divided(read(named), model.padded_rank)
+
+        zeros = self._zeros[model.padded_rank].m
         with out_of_memory_named("the state of a model", "end a session"):
-            m, v = (placed(named) if named else zeros for named in (state.adam_m, state.adam_v))
-            gradients = placed(state.gradients) if state.gradients else None
-            loaded = jax.block_until_ready(optimizer.State(placed(state.weights), m, v))
+            m, v = (divided(named) if named else zeros for named in (state.adam_m, state.adam_v))
+            gradients = divided(state.gradients) if state.gradients else None
+            loaded = jax.block_until_ready(optimizer.State(self._placed(read(state.weights)), m, v))
         model.state = loaded
         model.gradients, model.step = gradients, state.step
 
@@ -167,11 +168,11 @@ class TrainingDevice:
         programs = [self._train.step(k, models[0].padded_rank) for k in sizes]
         index = self._programs.pick(programs)  # the number of rows changes no bits
         run, unused = self._programs.get(programs[index]), sizes[index] - len(models)
-        gradients = [zeros if model.gradients is None else model.gradients for model in models]
+        gradients = [zeros.m if model.gradients is None else model.gradients for model in models]
         with self._turns.turn():
             states, norms = run(
-                (*(model.state for model in models), *[optimizer.State(zeros, zeros, zeros)] * unused),
-                (*gradients, *[zeros] * unused),
+                (*(model.state for model in models), *[zeros] * unused),
+                (*gradients, *[zeros.m] * unused),
                 self._small((*hypers, *hypers[:1] * unused)),
                 self._small(np.int32(len(models))),
             )
@@ -188,15 +189,26 @@ class TrainingDevice:
     def _rows(self, model_ids: Sequence[str], num_adapters: int) -> tuple[tuple[Adapter, ...], tuple[Adapter, ...]]:
         models = [self._models[model_id] for model_id in model_ids]
         zeros = self._zeros[models[0].padded_rank]
-        unused = [zeros] * (num_adapters - len(models))
-        sums = [zeros if model.gradients is None else model.gradients for model in models]
-        return (*(model.state.weights for model in models), *unused), (*sums, *unused)
+        unused = num_adapters - len(models)
+        sums = [zeros.m if model.gradients is None else model.gradients for model in models]
+        return (*(model.state.weights for model in models), *[zeros.weights] * unused), (*sums, *[zeros.m] * unused)
 
     # Onto the devices -------------------------------------------------------------------------------------------------
 
     def _placed(self, adapter: Adapter) -> Adapter:
-        """Put an adapter onto the device, or divided onto the mesh."""
+        """Put an adapter's weights onto the device, or divided onto the mesh."""
         return put(adapter, self._train.layout, adapter_specs(LAYER_MODULES))
+
+    def _divided(self, adapter: Adapter, padded_rank: int) -> Adapter:
+        """Put an adapter's gradients or moments onto the device, or divided onto the mesh."""
+        return put(adapter, self._train.layout, self._train.state_specs(padded_rank))
+
+    def _zero_state(self, padded_rank: int) -> optimizer.State:
+        """Make the state of an unused row."""
+        zeros = adapters.host_zeros(self._config, padded_rank)
+        weights = self._placed(zeros)
+        parts = weights if self._train.axes.fsdp == 1 else self._divided(zeros, padded_rank)
+        return optimizer.State(weights, parts, parts)
 
     def _arguments(self, stream: Stream) -> tuple[Any, ...]:
         arguments = (stream.tokens_T, stream.positions_T, stream.tiles, stream.batch)

@@ -1,8 +1,8 @@
 """What is to be compiled: a model on a mesh of a slice, and the programs that the backend would run there."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,17 @@ from tinsmith_jax import adapters, runtime
 from tinsmith_jax.adapters import HF_MODULES
 from tinsmith_jax.buckets import ADAPTERS, STEPS, Bucket
 from tinsmith_jax.compilation import Program
-from tinsmith_jax.compile_check.formula import Pass
+from tinsmith_jax.compile_check.formula import Cost, Pass, Step
 from tinsmith_jax.compile_check.options import Options
+from tinsmith_jax.compile_check.sampling_formula import Sampling
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.loss_table import LossTable
-from tinsmith_jax.mesh import Layout, Spec, adapter_specs, base_specs, make_layout
+from tinsmith_jax.mesh import CACHE, Layout, Spec, adapter_specs, base_specs, make_layout, resident_specs
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.runtime import Limits
+from tinsmith_jax.sampling_device import sampling_shape
+from tinsmith_jax.sampling_programs import SamplingPrograms
+from tinsmith_jax.sampling_values import SamplingShape
 from tinsmith_jax.train_step import TrainPrograms
 from tinsmith_jax.trunk import LAYER_MODULES
 from tinsmith_jax.weights import Base
@@ -29,31 +33,12 @@ from tinsmith_jax.weights import Base
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """A kind of program. `adapters`: how many copies of each adapter in the call it takes as arguments."""
-
-    make: Callable[["Case"], Program]
-    adapters: int
-    base: bool = True
-    gradients: bool = False
-
-
-KINDS: Final[Mapping[str, Kind]] = {
-    "gradients": Kind(make=lambda case: case.train.gradients(case.bucket), adapters=2, gradients=True),
-    "score": Kind(make=lambda case: case.train.score(case.bucket), adapters=1),
-    "step": Kind(
-        make=lambda case: case.train.step(case.rows_of_a_step, case.bucket.padded_rank), adapters=4, base=False
-    ),
-}
-"""By name; the programs of sampling belong here, too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     config: ModelConfig
     limits: Limits
     layout: Layout
     bucket: Bucket
+    shape: SamplingShape
     tenants: int
 
     @property
@@ -62,49 +47,106 @@ class Case:
             config=self.config,
             limits=self.limits,
             losses=LossTable({spec.name: spec for spec in BUILTIN_LOSSES}),
-            base_shapes=base_shapes(self.config, self.limits.dtype, self.layout),
+            base_shapes=self._base,
             layout=self.layout,
         )
 
     @property
-    def rows_of_a_step(self) -> int:
-        return next(rows for rows in STEPS if rows >= self.bucket.num_adapters)
+    def sample(self) -> SamplingPrograms:
+        return SamplingPrograms(config=self.config, shape=self.shape, base_shapes=self._base, layout=self.layout)
 
-    def plan(self, kind: str) -> Pass | None:
-        """Return what the program should cost, if it is a pass over streams."""
-        if not KINDS[kind].base:
-            return None
-        return Pass(
-            config=self.config,
-            axes=self.layout.axes,
-            limits=self.limits,
-            bucket=self.bucket,
-            gradients=KINDS[kind].gradients,
-        )
+    @property
+    def _base(self) -> Base:
+        return base_shapes(self.config, self.limits.dtype, self.layout)
+
+    def program(self, kind: str) -> Program:
+        match kind:
+            case "gradients":
+                return self.train.gradients(self.bucket)
+            case "score":
+                return self.train.score(self.bucket)
+            case "step":
+                return self.train.step(self._rows_of_a_step, self.bucket.padded_rank)
+            case "prefill":
+                return self.sample.named("prefill", self.shape.prefill_tiles[-1])
+            case _:
+                return self.sample.named("decode")
+
+    def cost(self, kind: str) -> Cost:
+        """Return what the program should cost."""
+        config, axes = self.config, self.layout.axes
+        match kind:
+            case "gradients" | "score":
+                return Pass(
+                    config=config, axes=axes, limits=self.limits, bucket=self.bucket, gradients=kind == "gradients"
+                )
+            case "step":
+                rank = self.bucket.padded_rank
+                return Step(config=config, axes=axes, padded_rank=rank, num_adapters=self._rows_of_a_step)
+            case "prefill":
+                return Sampling(config=config, axes=axes, shape=self.shape, tiles=self.shape.prefill_tiles[-1])
+            case _:
+                return Sampling(config=config, axes=axes, shape=self.shape)
+
+    @property
+    def _rows_of_a_step(self) -> int:
+        return next(rows for rows in STEPS if rows >= self.bucket.num_adapters)
 
     # Bytes on one chip
 
     def base_bytes(self) -> int:
-        return _bytes_on_a_chip(base_shapes(self.config, self.limits.dtype, self.layout))
+        return _bytes_on_a_chip(self._base)
 
     def tenant_bytes(self) -> int:
         """Return the bytes of a tenant: weights, two moments and, while they are pending, gradients."""
-        return 4 * self._adapter_bytes(self.bucket.padded_rank)
+        rank = self.bucket.padded_rank
+        return self._weights_bytes(rank) + 3 * self._state_bytes(rank)
 
     def zeros_bytes(self) -> int:
-        """Return the bytes of the zeros that all tenants share, an adapter for each class of ranks."""
-        return sum(map(self._adapter_bytes, adapters.rank_classes(self.limits.max_lora_rank)))
+        """Return the bytes of the zeros that all tenants share: an adapter for each class of ranks, and its state."""
+        ranks = adapters.rank_classes(self.limits.max_lora_rank)
+        of_state = sum(map(self._state_bytes, ranks)) if self.layout.axes.fsdp > 1 else 0
+        return sum(map(self._weights_bytes, ranks)) + of_state
 
-    def state_bytes(self, kind: str) -> int:
+    def sampling_bytes(self) -> int:
+        """Return the bytes of the cache and of the slots' adapters."""
+        if not self.shape.num_slots:
+            return 0
+        cache = [_placed(part, self.layout.placed(CACHE)) for part in self.sample.cache]
+        return _bytes_on_a_chip((cache, self._resident))
+
+    @property
+    def _resident(self) -> Any:
+        rows = self.layout.placed_tree(resident_specs(LAYER_MODULES))
+        return jax.tree.map(_placed, self.sample.resident, rows)
+
+    def held_arguments(self, kind: str) -> int:
         """Return those bytes of a program's arguments that are held anyway."""
-        rows = self.rows_of_a_step if kind == "step" else self.bucket.num_adapters
-        state = KINDS[kind].adapters * rows * self._adapter_bytes(self.bucket.padded_rank)
-        return state + (self.base_bytes() if KINDS[kind].base else 0)
+        rank, number = self.bucket.padded_rank, self.bucket.num_adapters
+        weights, state = self._weights_bytes(rank), self._state_bytes(rank)
+        match kind:
+            case "gradients":
+                return self.base_bytes() + number * (weights + state)
+            case "score":
+                return self.base_bytes() + number * weights
+            case "step":
+                return self._rows_of_a_step * (weights + 3 * state)
+            case "prefill":
+                unused = (self._base["head"], self._resident["head"])
+                return self.base_bytes() + self.sampling_bytes() - _bytes_on_a_chip(unused)
+            case _:
+                return self.base_bytes() + self.sampling_bytes()
 
-    def _adapter_bytes(self, rank: int) -> int:
-        placed = self.layout.placed_tree(adapter_specs(LAYER_MODULES))
-        shapes = jax.tree.map(_placed, adapters.shapes(self.config, rank), placed)
-        return _bytes_on_a_chip(shapes)
+    def _weights_bytes(self, rank: int) -> int:
+        return self._adapter_bytes(rank, adapter_specs(LAYER_MODULES))
+
+    def _state_bytes(self, rank: int) -> int:
+        return self._adapter_bytes(rank, self.train.state_specs(rank))
+
+    def _adapter_bytes(self, rank: int, specs: Any) -> int:
+        return _bytes_on_a_chip(
+            jax.tree.map(_placed, adapters.shapes(self.config, rank), self.layout.placed_tree(specs))
+        )
 
 
 def make_case(options: Options, config: ModelConfig, devices: Sequence[Any], platform: str = "tpu") -> Case:
@@ -115,6 +157,7 @@ def make_case(options: Options, config: ModelConfig, devices: Sequence[Any], pla
         max_lora_rank=options.rank,
         max_context_tokens=options.context,
         max_batch_tokens=options.tokens,
+        decode_slots=max(options.slots, 1),
         recompute=options.recompute,
         kernels=options.kernels,
     )
@@ -126,7 +169,9 @@ def make_case(options: Options, config: ModelConfig, devices: Sequence[Any], pla
         padded_rank=options.rank,
     )
     layout = make_layout(options.mesh, config, exact=limits.exact, devices=devices)
-    return Case(config=config, limits=limits, layout=layout, bucket=bucket, tenants=options.tenants)
+    shape = sampling_shape(settings, limits, config, num_shards=layout.axes.num_streams)
+    shape = replace(shape, slots_per_shard=options.slots)
+    return Case(config=config, limits=limits, layout=layout, bucket=bucket, shape=shape, tenants=options.tenants)
 
 
 def base_shapes(config: ModelConfig, dtype: str, layout: Layout) -> Base:

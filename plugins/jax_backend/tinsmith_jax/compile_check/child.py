@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith import TinsmithError
+from tinsmith_jax.compile_check.chips import Slice, read_slice
+from tinsmith_jax.compile_check.collectives import first_groups
 from tinsmith_jax.compile_check.options import Options
 
 
@@ -21,13 +23,13 @@ def main(arguments: Sequence[str]) -> int:
     options, place = Options.model_validate_json(text), Path(directory)
     import jax
 
-    from tinsmith_jax.compile_check.case import KINDS, make_case
+    from tinsmith_jax.compile_check.case import make_case
     from tinsmith_jax.compile_check.model_shapes import read_model
 
     try:
         case = make_case(options, read_model(options.model), _devices(options.topology))
-        (place / "facts.json").write_text(json.dumps(_facts(case, kind)), encoding="utf-8")
-        KINDS[kind].make(case).compile()
+        (place / "facts.json").write_text(json.dumps(_facts(case, kind, options.topology)), encoding="utf-8")
+        case.program(kind).compile()
     except (TinsmithError, jax.errors.JaxRuntimeError) as error:
         (place / "error.txt").write_text(str(error), encoding="utf-8")
         return 1
@@ -40,21 +42,29 @@ def _devices(topology: str) -> Sequence[Any]:  # Any: jax devices
     return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
 
 
-def _facts(case: Any, kind: str) -> dict[str, Any]:  # Any: JSON; a Case, whose module imports jax
-    plan = case.plan(kind)
+def _facts(case: Any, kind: str, topology: str) -> dict[str, Any]:  # Any: JSON; a Case, whose module imports jax
+    cost = case.cost(kind)
     return {
         "base_bytes": case.base_bytes(),
         "tenant_bytes": case.tenant_bytes(),
         "zeros_bytes": case.zeros_bytes(),
-        "state_bytes": case.state_bytes(kind),
+        "sampling_bytes": case.sampling_bytes(),
+        "state_bytes": case.held_arguments(kind),
         "streams": case.layout.axes.num_streams,
         "adapters": case.bucket.num_adapters,
-        "formula": {} if plan is None else plan.flops(),
-        "model_flops": 0 if plan is None else plan.model_flops(),
-        "attention_steps": 1 if plan is None else plan.attention_steps,
-        "attention_is_hidden": plan is not None and plan.attention_is_hidden,
-        "planned": [] if plan is None else [[*key, count] for key, count in plan.collectives().items()],
+        "tokens": cost.tokens,
+        "formula": cost.flops(),
+        "model_flops": cost.model_flops(),
+        "trips": dict(cost.trips()),
+        "links": _links(case.layout.devices.devices, read_slice(topology)),
+        "attention_is_hidden": cost.attention_is_hidden,
+        "planned": [[*key, count] for key, count in cost.collectives().items()],
     }
+
+
+def _links(devices: Any, slice_: Slice) -> dict[str, float]:
+    groups = first_groups(devices).items()
+    return {name: slice_.links([device.coords for device in group.ravel()]) for name, group in groups if group.size > 1}
 
 
 if __name__ == "__main__":

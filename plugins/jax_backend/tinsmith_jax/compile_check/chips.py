@@ -7,7 +7,7 @@ use, from its own error messages.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -57,15 +57,22 @@ class Slice:
     def num_chips(self) -> int:
         return math.prod(self.sizes)
 
-    @property
-    def collective_rate(self) -> float:
-        """Bytes a second that a chip receives in a collective over one axis of a mesh.
+    def links(self, places: Collection[Sequence[int]]) -> float:
+        """Return the links by which a chip receives data in a collective among the chips at these coordinates.
 
-        The axis is taken to lie along one dimension of the torus. If that is a ring, data comes in from both sides;
-        if it is a line, a chip at its end has one neighbour, and all wait for it.
+        In each dimension in which they extend, data come from both sides if they are all chips of a ring. Else a chip
+        at the end has one neighbour, and all wait for it. Chips that are not neighbours share the links between them
+        with the groups of those that lie there.
         """
-        closed = all(size >= self.chip.closed_from for size in self.sizes if size > 1)
-        return self.chip.link_rate * (2 if closed else 1)
+        along = zip(zip(*places, strict=True), self.sizes, strict=False)  # libtpu gives every chip three coordinates
+        return sum(self._links_along(sorted(set(coordinates)), size) for coordinates, size in along)
+
+    def _links_along(self, coordinates: Sequence[int], size: int) -> float:
+        if len(coordinates) == 1:
+            return 0
+        distance = coordinates[1] - coordinates[0]
+        is_ring = size >= self.chip.closed_from and len(coordinates) * distance == size
+        return (2 if is_ring else 1) / distance
 
     def __str__(self) -> str:
         return f"{self.chip.name}:{'x'.join(map(str, self.sizes))}"

@@ -5,11 +5,12 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
-from tinsmith_jax.compile_check.hlo import Array, Instruction, Module
+from tinsmith_jax.compile_check.hlo import Array, Instruction, Module, Trips, is_link_of_chain
 
 KINDS: Final = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _LISTED: Final = re.compile(r"replica_groups=\{\{([\d,]*)\}")
@@ -29,13 +30,13 @@ class Traffic:
     received: float  # bytes that a chip receives, if the chips of a group pass them on in a ring
 
 
-def traffic(module: Module, mesh: Mapping[str, int]) -> list[Traffic]:
+def traffic(module: Module, mesh: Mapping[str, int], trips: Trips | None = None) -> list[Traffic]:
     """Count the collectives. `mesh`: the sizes of the axes, in the order in which devices are numbered."""
     names = _group_names(mesh)
     counts: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0])
-    for run in module.runs():
+    for run in module.runs(trips):
         kind = run.instruction.opcode.removesuffix("-start")
-        if kind not in KINDS or run.instruction.opcode.endswith("-done"):
+        if kind not in KINDS or run.instruction.opcode.endswith("-done") or is_link_of_chain(run.instruction):
             continue
         group = _first_group(run.instruction) or tuple(range(math.prod(mesh.values())))
         sent = _sent(run.instruction)
@@ -58,6 +59,17 @@ def _sent(instruction: Instruction) -> tuple[Array, ...]:
     return arrays
 
 
+def first_groups(ids: npt.NDArray[Any]) -> dict[str, npt.NDArray[Any]]:
+    """Return the groups that the first of an array [data, fsdp, tensor] belongs to, those of single axes last."""
+    return {
+        "all chips": ids,
+        "streams": ids[:, :, 0],
+        "data": ids[:, 0, 0],
+        "fsdp": ids[0, :, 0],
+        "tensor": ids[0, 0, :],
+    }
+
+
 def _share_received(kind: str, chips: int) -> float:
     share = (chips - 1) / chips
     match kind:
@@ -74,14 +86,7 @@ def _share_received(kind: str, chips: int) -> float:
 def _group_names(mesh: Mapping[str, int]) -> dict[tuple[int, ...], str]:
     """Name the groups of the first device; over an axis of size 1 there are none."""
     ids = np.arange(np.prod([mesh[axis] for axis in _AXES])).reshape([mesh[axis] for axis in _AXES])
-    groups = {
-        "all chips": ids,
-        "streams": ids[:, :, 0],
-        "data": ids[:, 0, 0],
-        "fsdp": ids[0, :, 0],
-        "tensor": ids[0, 0, :],
-    }
-    return {tuple(int(i) for i in members.ravel()): name for name, members in groups.items()}
+    return {tuple(int(i) for i in members.ravel()): name for name, members in first_groups(ids).items()}
 
 
 def _first_group(instruction: Instruction) -> tuple[int, ...]:

@@ -10,8 +10,9 @@ from pydantic import ValidationError
 
 from tinsmith import ConfigError, TinsmithError
 from tinsmith_jax.compile_check.compiling import compile_program, largest_that_fits, require_compiler
-from tinsmith_jax.compile_check.options import PROGRAMS, Options, read_mesh
-from tinsmith_jax.compile_check.report import heading, paragraph, read_lines, table
+from tinsmith_jax.compile_check.options import PROGRAMS, TRAINING, Options, read_mesh
+from tinsmith_jax.compile_check.report import heading, paragraph
+from tinsmith_jax.compile_check.tables import TABLES, read_lines
 
 group = typer.Typer(
     help="Tools of the jax backend.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -43,6 +44,9 @@ def compile_check(
     tokens: Annotated[
         int | None, typer.Option(min=128, help="of a stream in a call; default the largest power of two that fits")
     ] = None,
+    slots: Annotated[
+        int, typer.Option(min=0, help="sequences sampled at a time by each stream; 0: training alone")
+    ] = 16,
     program: Annotated[list[str] | None, typer.Option(help=f"{', '.join(PROGRAMS)}; default all")] = None,
     kernels: Annotated[str, typer.Option(help="of the device, or reference: without Pallas")] = "device",
     recompute: Annotated[bool, typer.Option(help="compute activations again in the backward pass")] = True,
@@ -51,13 +55,13 @@ def compile_check(
     ] = True,
     json: Annotated[Path | None, typer.Option(help="append the figures to this file, a line for each program")] = None,
 ) -> None:
-    """Compile training for a TPU slice, without a TPU: what fits, what it costs, and how fast it could be."""
+    """Compile training and sampling for a TPU slice, without a TPU: what fits, what it costs, how fast it could be."""
     require_compiler()
     options = _options(
         topology=topology, model=model, mesh=read_mesh(mesh), tenants=tenants, rank=rank, context=context,
-        tokens=tokens or context, recompute=recompute, kernels=kernels,
+        tokens=tokens or context, slots=slots, recompute=recompute, kernels=kernels,
     )  # fmt: skip
-    programs = _known(program or PROGRAMS)
+    programs = _known(program or (PROGRAMS if slots else TRAINING), slots)
     if tokens is None:
         options = options.model_copy(update={"tokens": _find_tokens(options)})
     for number, name in enumerate(programs):
@@ -69,9 +73,15 @@ def compile_check(
 
 
 @group.command("compile-table")
-def compile_table(files: Annotated[list[Path], typer.Argument(help="what compile-check --json has written")]) -> None:
+def compile_table(
+    files: Annotated[list[Path], typer.Argument(help="what compile-check --json has written")],
+    kind: Annotated[str, typer.Option(help=", ".join(TABLES))] = "passes",
+) -> None:
     """Print figures of several runs as a Markdown table."""
-    typer.echo(table(read_lines("\n".join(file.read_text(encoding="utf-8") for file in files))))
+    if kind not in TABLES:
+        msg = f"--kind {kind!r}: no such table, known: {', '.join(TABLES)}"
+        raise ConfigError(msg)
+    typer.echo(TABLES[kind](read_lines("\n".join(file.read_text(encoding="utf-8") for file in files))))
 
 
 def _options(**values: object) -> Options:
@@ -84,9 +94,12 @@ def _options(**values: object) -> Options:
         raise ConfigError(msg) from error
 
 
-def _known(names: Sequence[str]) -> Sequence[str]:
+def _known(names: Sequence[str], slots: int) -> Sequence[str]:
     if unknown := [name for name in names if name not in PROGRAMS]:
         msg = f"no program named {unknown[0]!r}, known: {', '.join(PROGRAMS)}"
+        raise ConfigError(msg)
+    if asked := [name for name in names if not slots and name not in TRAINING]:
+        msg = f"--program {asked[0]}: without slots nothing is sampled, choose --slots 1 or more"
         raise ConfigError(msg)
     return names
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tinsmith_jax.compile_check.chips import Slice, read_slice
 from tinsmith_jax.compile_check.collectives import traffic
-from tinsmith_jax.compile_check.hlo import read_module
+from tinsmith_jax.compile_check.hlo import Trips, read_module
 from tinsmith_jax.compile_check.options import Options
 from tinsmith_jax.compile_check.work import hbm_bytes, product_flops
 
@@ -19,7 +19,6 @@ PLANNED: Final = "*.after_optimizations_after_buffer_assignment.txt"
 _PROGRAM: Final = "*.after_optimizations.txt"
 _REPORT: Final = "*.after_optimizations-memory-usage-report.txt"
 _TOTAL: Final = re.compile(r"^Total bytes: (\d+)", re.MULTILINE)
-_TOO_LARGE: Final = re.compile(r"\(([\d.]+)G\) exceeds available HBM")
 
 
 class Facts(BaseModel):
@@ -30,12 +29,15 @@ class Facts(BaseModel):
     base_bytes: int
     tenant_bytes: int
     zeros_bytes: int
+    sampling_bytes: int  # cache and adapters of all slots
     state_bytes: int  # arguments of the program that are among the above
     streams: int
     adapters: int
     formula: dict[str, float]
     model_flops: float
-    attention_steps: int
+    tokens: int  # of a call, over all chips; 0 if none are read
+    trips: dict[str, float]  # hlo.Trips
+    links: dict[str, float]  # of a chip that a collective over an axis can receive from
     attention_is_hidden: bool
     planned: list[tuple[str, str, int]]
 
@@ -57,7 +59,7 @@ class Compiled(BaseModel):
     result_bytes: int  # without those that take the place of an argument
     temporary_bytes: int
     flops: float
-    hbm_bytes: float | None = None  # an estimate; None if it was not made
+    hbm_bytes: float  # an estimate
     collectives: list[Sent]
 
 
@@ -100,9 +102,9 @@ class Figures(BaseModel):
 
     @property
     def held_bytes(self) -> int:
-        """Return what lies on a chip whatever runs: the base and the state of all tenants."""
+        """Return what lies on a chip whatever runs: the base, the state of all tenants, and the slots of sampling."""
         facts = self.facts
-        return facts.base_bytes + self.options.tenants * facts.tenant_bytes + facts.zeros_bytes
+        return facts.base_bytes + self.options.tenants * facts.tenant_bytes + facts.zeros_bytes + facts.sampling_bytes
 
     @property
     def needed_bytes(self) -> int | None:
@@ -124,8 +126,8 @@ class Figures(BaseModel):
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of a call, over all streams."""
-        return self.options.tokens * self.facts.streams if self.facts.formula else 0
+        """Return the tokens of a call, over all chips."""
+        return self.facts.tokens
 
     @property
     def formula_flops(self) -> float:
@@ -137,11 +139,10 @@ class Figures(BaseModel):
         assert self.compiled is not None, "what the compiler gave up takes no time"
         chip, made = self.slice.chip, self.compiled
         hidden = sum(self.facts.formula.values()) - self.formula_flops
-        received = sum(sent.received for sent in made.collectives)
         return Seconds(
             compute=(made.flops + hidden) / chip.flops,
-            hbm=(made.hbm_bytes or 0) / chip.hbm_rate,
-            links=received / self.slice.collective_rate,
+            hbm=made.hbm_bytes / chip.hbm_rate,
+            links=sum(sent.received / self.facts.links.get(sent.axis, 1) for sent in made.collectives) / chip.link_rate,
         )
 
 
@@ -157,12 +158,12 @@ def read_figures(options: Options, program: str, place: Path, *, has_code: bool)
     assert total is not None, "the compiler's report of memory begins with the total"
     mesh = options.mesh
     compiled = analysed(
-        text, int(total.group(1)), {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor}, facts.attention_steps
+        text, int(total.group(1)), {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor}, facts.trips
     )
     return Figures(options=options, program=program, facts=facts, compiled=compiled, has_code=has_code)
 
 
-def analysed(text: str, total_bytes: int, mesh: Mapping[str, int], attention_steps: int) -> Compiled:
+def analysed(text: str, total_bytes: int, mesh: Mapping[str, int], trips: Trips) -> Compiled:
     """Count what an optimized program does."""
     module = read_module(text)
     arguments = sum(array.num_bytes for array in module.arguments)
@@ -171,11 +172,11 @@ def analysed(text: str, total_bytes: int, mesh: Mapping[str, int], attention_ste
         argument_bytes=arguments,
         result_bytes=results,
         temporary_bytes=total_bytes - arguments - results,
-        flops=product_flops(module, open_loop_trips=attention_steps),
-        hbm_bytes=hbm_bytes(module, open_loop_trips=attention_steps),
+        flops=product_flops(module, trips),
+        hbm_bytes=hbm_bytes(module, trips),
         collectives=[
             Sent(kind=each.kind, axis=each.axis, count=each.count, num_bytes=each.num_bytes, received=each.received)
-            for each in traffic(module, mesh)
+            for each in traffic(module, mesh, trips)
         ],
     )
 

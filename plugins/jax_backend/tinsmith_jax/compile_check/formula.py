@@ -28,32 +28,95 @@ Collectives, in arrays, because the compiler may send several in one operation:
                              embedding; for each chunk of the head the maximum, the sum and the targets' logits, and
                              with gradients those of the hidden states and of what A returned
     all-gather over streams  the logprobs and losses, at the end
-    all-reduce over streams  the gradients of every A and B, stacked over layers, at the end
+    reduce-scatter over fsdp the gradients of every A and B, stacked over layers, at the end; then an all-reduce of the
+                             parts over data. Those that fsdp does not divide: an all-reduce over streams
+
+An optimizer step sends, for each adapter, its new weights (all-gather over fsdp) and the sums of squares of all its
+gradients (all-reduce over fsdp and over tensor).
 """
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
+
+import jax
 
 from tinsmith.huggingface import HEAD
-from tinsmith_jax.adapters import HF_MODULES
+from tinsmith_jax.adapters import HF_MODULES, shapes
 from tinsmith_jax.buckets import Bucket
+from tinsmith_jax.compile_check.hlo import Trips
 from tinsmith_jax.head import chunk_rows
 from tinsmith_jax.kernels.splash import BLOCK
 from tinsmith_jax.layers import TILE
-from tinsmith_jax.mesh import Axes
+from tinsmith_jax.mesh import FSDP, Axes, Spec, state_specs
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.runtime import Limits
 
-Plan = Mapping[tuple[str, str], int]
+Plan = Counter[tuple[str, str]]
 """Numbers of arrays by kind of collective and axis."""
 
 _DIVIDED_INPUTS: Final = frozenset({"o", "down"})
 
 
+class Cost(Protocol):
+    """What a program should cost on one chip."""
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens that one call reads or draws, over all chips."""
+
+    @property
+    def attention_is_hidden(self) -> bool:
+        """Return whether a kernel computes attention, whose arithmetic the program's text does not show."""
+
+    def trips(self) -> Trips:
+        """Return the lengths of loops that only the data decide."""
+
+    def flops(self) -> dict[str, float]:
+        """Return the FLOPs of matrix products, in terms."""
+
+    def model_flops(self) -> float:
+        """Return what remains if nothing is computed twice or for nothing."""
+
+    def collectives(self) -> Plan:
+        """Return all collectives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """An optimizer step of several adapters."""
+
+    config: ModelConfig
+    axes: Axes
+    padded_rank: int
+    num_adapters: int
+    tokens: int = 0
+    attention_is_hidden: bool = False
+
+    def trips(self) -> Trips:
+        return {"": self.num_adapters}
+
+    def flops(self) -> dict[str, float]:
+        return {}
+
+    def model_flops(self) -> float:
+        return 0
+
+    def collectives(self) -> Plan:
+        plan: Counter[tuple[str, str]] = Counter()
+        if self.axes.fsdp > 1:
+            plan["all-gather", "fsdp"] = self.num_adapters * _num_divided(self.config, self.axes, self.padded_rank)
+            plan["all-reduce", "fsdp"] = self.num_adapters
+        if self.axes.tensor > 1:
+            plan["all-reduce", "tensor"] = self.num_adapters
+        return plan
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
+    """A pass over streams of packed sequences."""
+
     config: ModelConfig
     axes: Axes
     limits: Limits
@@ -66,13 +129,19 @@ class Pass:
         return min(self.limits.max_context_tokens, self.bucket.num_tokens)
 
     @property
-    def attention_steps(self) -> int:
-        """Return the rounds of a loop over tiles that lasts as long as the longest sequence."""
+    def tokens(self) -> int:
+        return self.bucket.num_tokens * self.axes.num_streams
+
+    def trips(self) -> Trips:
+        """Return the rounds of the loop over tiles, which lasts as long as the longest sequence."""
+        return {"": self._tiles}
+
+    @property
+    def _tiles(self) -> int:
         return -(-self.longest // TILE)
 
     @property
     def attention_is_hidden(self) -> bool:
-        """Return whether a kernel computes attention, whose arithmetic the program's text does not show."""
         return self.limits.kernels.attention == "splash"
 
     def flops(self) -> dict[str, float]:
@@ -94,7 +163,7 @@ class Pass:
         return terms
 
     def model_flops(self) -> float:
-        """Return what remains if nothing is computed twice or for nothing: causal attention, each row's own adapter."""
+        """Attention is causal, and each row has its own adapter."""
         terms = self.flops()
         width, keys = self.config.q_size // self.axes.tensor, (self.longest + 1) / 2
         attention = (12 if self.gradients else 4) * self.config.num_layers * self.bucket.num_tokens * keys * width
@@ -111,8 +180,16 @@ class Pass:
             plan["all-reduce", "tensor"] += layers * (4 + backward) + 1 + self._chunks() * (5 if self.gradients else 3)
         if axes.num_streams > 1:
             plan["all-gather", streams] += 2
-            plan["all-reduce", streams] += 2 * (len(HF_MODULES) + 1) if self.gradients else 0
+            plan += self._gradient_sums() if self.gradients else Counter()
         return +plan
+
+    def _gradient_sums(self) -> Counter[tuple[str, str]]:
+        divided = _num_divided(self.config, self.axes, self.bucket.padded_rank)
+        whole = 2 * (len(HF_MODULES) + 1) - divided
+        plan = Counter({("reduce-scatter", "fsdp"): divided})
+        plan["all-reduce", "data"] += divided if self.axes.data > 1 else 0
+        plan["all-reduce", streams_name(self.axes)] += whole
+        return plan
 
     def _chunks(self) -> int:
         rows = chunk_rows(self.config.vocab_size, self.limits.platform, self.bucket.num_tokens)
@@ -122,13 +199,10 @@ class Pass:
         return {name: self._module(name) for name in HF_MODULES}
 
     def _module(self, name: str) -> tuple[int, int]:
-        d_in, d_out = self.config.linear_shapes()[HF_MODULES[name]]
-        t = self.axes.tensor
-        return (d_in // t, d_out) if name in _DIVIDED_INPUTS else (d_in, d_out // t)
+        return share_of_module(self.config, self.axes, name)
 
     def _head(self) -> dict[str, tuple[int, int]]:
-        d_in, d_out = self.config.linear_shapes()[HEAD]
-        return {HEAD: (d_in, d_out // self.axes.tensor)}
+        return {HEAD: share_of_module(self.config, self.axes, HEAD)}
 
     def _base(self, modules: Mapping[str, tuple[int, int]]) -> float:
         return 2 * self.bucket.num_tokens * self._times(modules) * sum(d_in * d_out for d_in, d_out in modules.values())
@@ -150,9 +224,22 @@ class Pass:
 
     def _keys(self) -> float:
         if not self.attention_is_hidden:
-            return self.attention_steps * TILE
+            return self._tiles * TILE
         blocks = -(-self.longest // BLOCK)  # if sequences of that length fill the stream
         return min(BLOCK, self.bucket.num_tokens) * (blocks + 1) / 2
+
+
+def share_of_module(config: ModelConfig, axes: Axes, name: str) -> tuple[int, int]:
+    """Return the inputs and outputs that one chip multiplies of a module, or of the head."""
+    d_in, d_out = config.linear_shapes()[HF_MODULES.get(name, name)]
+    return (d_in // axes.tensor, d_out) if name in _DIVIDED_INPUTS else (d_in, d_out // axes.tensor)
+
+
+def _num_divided(config: ModelConfig, axes: Axes, padded_rank: int) -> int:
+    """Return how many of an adapter's arrays of gradients and moments are divided over fsdp."""
+    specs = state_specs(HF_MODULES, shapes(config, padded_rank), axes)
+    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, Spec))
+    return sum(any(FSDP in (name or ()) for name in spec) for spec in leaves)
 
 
 def streams_name(axes: Axes) -> str:

@@ -16,7 +16,12 @@ _COMPUTATION: Final = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
 _CALLED: Final = re.compile(r"(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.-]+)")
 _BRANCHES: Final = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS: Final = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_SCOPE: Final = re.compile(r'op_name="[^"]*?([\w.-]+)/(?:while|cond)"')
 _RUNS_ITS_OPERAND: Final = frozenset({"fusion", "call", "async-start", "conditional"})
+
+
+Trips = Mapping[str, float]
+"""How often is run what only the data decide: loops and conditionals by their named scope, "" for all other loops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,12 @@ class Instruction:
             found |= {f"branch {number}": name for number, name in enumerate(names)}
         return found
 
+    @property
+    def scope(self) -> str:
+        """Return the named scope in which a loop or conditional stands."""
+        found = _SCOPE.search(self.attributes)
+        return found.group(1) if found else ""
+
 
 @dataclass(slots=True)
 class Computation:
@@ -85,24 +96,28 @@ class Module:
     donated: tuple[int, ...]
     """The results that take the place of an argument."""
 
-    def runs(self, *, open_loop_trips: float = 1) -> Iterator[Run]:
-        """Yield all instructions. Loops whose length only the data say are taken to run `open_loop_trips` times."""
-        yield from self._runs(self.entry, 1, open_loop_trips, fused=False)
+    def runs(self, trips: Trips | None = None) -> Iterator[Run]:
+        """Yield all instructions. Of a conditional whose scope is not in `trips`, all branches are."""
+        yield from self._runs(self.entry, 1, trips or {}, fused=False)
 
-    def _runs(self, computation: Computation, times: float, open_trips: float, *, fused: bool) -> Iterator[Run]:
+    def _runs(self, computation: Computation, times: float, trips: Trips, *, fused: bool) -> Iterator[Run]:
         for instruction in computation.instructions.values():
             yield Run(instruction, computation, times, fused)
             called = instruction.called()
             if instruction.opcode == "while":
-                trips = self._trips(instruction)
-                times_inside = times * (open_trips if trips is None else trips)
-                yield from self._runs(self.computations[called["body"]], times_inside, open_trips, fused=fused)
+                length = self._trips(instruction)
+                if length is None:
+                    length = trips.get(instruction.scope, trips.get("", 1))
+                yield from self._runs(self.computations[called["body"]], times * length, trips, fused=fused)
             elif instruction.opcode in _RUNS_ITS_OPERAND:
                 inside = fused or instruction.opcode == "fusion"
+                taken = (
+                    trips.get(instruction.scope, 1) if instruction.opcode == "conditional" and instruction.scope else 1
+                )
                 for name in called.values():
-                    yield from self._runs(self.computations[name], times, open_trips, fused=inside)
+                    yield from self._runs(self.computations[name], times * taken, trips, fused=inside)
 
-    def _trips(self, loop: Instruction) -> int | None:
+    def _trips(self, loop: Instruction) -> float | None:
         """Return the length of a loop that counts from 0 to a constant, or None."""
         if known := _TRIPS.search(loop.attributes):
             return int(known.group(1))
@@ -112,6 +127,14 @@ class Module:
             return None
         bound = condition.instructions[compare.operands[1]]
         return int(bound.inputs) if bound.opcode == "constant" else None
+
+
+def is_link_of_chain(instruction: Instruction) -> bool:
+    """Return whether it goes on with a collective that was started before, as TPUs do beside their arithmetic.
+
+    Every part of such a chain is written like the whole collective.
+    """
+    return "chain_id=" in instruction.attributes and '"flag_start":"-1"' not in instruction.attributes
 
 
 def read_module(text: str) -> Module:

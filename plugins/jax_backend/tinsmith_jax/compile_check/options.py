@@ -7,7 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from tinsmith import ConfigError
 from tinsmith_jax.config import MeshConfig
 
-PROGRAMS: Final = ("gradients", "score", "step")
+TRAINING: Final = ("gradients", "score", "step")
+SAMPLING: Final = ("prefill", "decode")
+PROGRAMS: Final = (*TRAINING, *SAMPLING)
 
 
 class Options(BaseModel):
@@ -20,6 +22,7 @@ class Options(BaseModel):
     rank: int = Field(ge=1, description="of every adapter")
     context: int = Field(ge=64, description="tokens of the longest sequence")
     tokens: int = Field(ge=128, description="of one stream in a call; a power of two")
+    slots: int = Field(ge=0, description="sequences sampled at a time, by each stream; 0: training alone")
     recompute: bool = True
     kernels: Literal["device", "reference"] = "device"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

@@ -1,6 +1,6 @@
-"""Figures as text for people, and as a table in Markdown."""
+"""Figures as text for people."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from tinsmith_jax.compile_check.figures import Figures, Sent
@@ -15,6 +15,11 @@ def heading(figures: Figures) -> str:
         f"base {_gib(facts.base_bytes)}",
         f"{options.tenants} tenants {_gib(options.tenants * facts.tenant_bytes)} (weights, moments, gradients)",
         f"zeros {_gib(facts.zeros_bytes)}",
+        *(
+            [f"{options.slots} slots a stream {_gib(facts.sampling_bytes)} (keys, values, adapters)"]
+            if options.slots
+            else []
+        ),
     ]
     return "\n".join(
         (
@@ -65,8 +70,6 @@ def _sent(sent: Sent) -> str:
 
 def _unplanned(figures: Figures, collectives: Sequence[Sent]) -> list[str]:
     """Name what differs from the plan (formula.py)."""
-    if not figures.facts.formula:
-        return []
     planned = {(kind, axis): count for kind, axis, count in figures.facts.planned}
     found = {(each.kind, each.axis): each.count for each in collectives}
     return [
@@ -84,88 +87,9 @@ def _time(figures: Figures) -> str:
         return f"at the roofline {_ms(time.overlapped)}: {parts}"
     return (
         f"at the roofline {_ms(time.overlapped)} ({parts}): {figures.tokens / time.overlapped:,.0f} tokens/s, model"
-        f" FLOPs {_share(figures, time.overlapped)} of the peak; {figures.tokens / time.in_turn:,.0f} tokens/s and"
-        f" {_share(figures, time.in_turn)} if nothing is computed during collectives"
+        f" FLOPs {share(figures, time.overlapped)} of the peak; {figures.tokens / time.in_turn:,.0f} tokens/s and"
+        f" {share(figures, time.in_turn)} if nothing is computed during collectives"
     )
-
-
-def read_lines(text: str) -> list[Figures]:
-    """Read what compile-check --json has written, and put it into order."""
-    rows = [Figures.model_validate_json(line) for line in text.splitlines() if line]
-    return sorted(rows, key=lambda row: (row.options.model, row.slice.chip.name, row.slice.num_chips, _order(row)))
-
-
-def _order(row: Figures) -> tuple[object, ...]:
-    mesh = row.options.mesh
-    return row.options.tenants, mesh.tensor, mesh.fsdp, row.options.tokens, row.options.kernels
-
-
-def table(rows: Iterable[Figures]) -> str:
-    """Return a Markdown table of passes with gradients."""
-    head = _header(
-        "Model", "Slice", "Mesh", "Tenants", "Tokens a stream", "GiB a chip", "Fits", "FLOPs / formula",
-        "ms of compute, HBM, links", "Tokens/s, overlapped", "in turn", "a chip", "Share of peak",
-    )  # fmt: skip
-    return "\n".join((*head, *map(_row, rows)))
-
-
-def _row(figures: Figures) -> str:
-    options, made = figures.options, figures.compiled
-    tenants = f"{options.tenants}{'' if options.kernels == 'device' else ', reference kernels'}"
-    first = [options.model, options.topology, mesh_text(figures), tenants, f"{options.tokens:,}"]
-    if made is None or figures.needed_bytes is None:
-        return _cells(*first, "more than there is", "**no**", *[""] * 6)
-    time = figures.seconds()
-    rate = figures.tokens / time.overlapped
-    times = [f"**{each * 1e3:.0f}**" if each == time.overlapped else f"{each * 1e3:.0f}" for each in time]
-    if made.hbm_bytes is None:
-        times[1] = "?"
-    speed = (
-        f"{rate:,.0f}", f"{figures.tokens / time.in_turn:,.0f}", f"{rate / figures.slice.num_chips:,.0f}",
-        _share(figures, time.overlapped),
-    )  # fmt: skip
-    return _cells(
-        *first,
-        f"{figures.needed_bytes / _GIB:.1f} of {figures.slice.chip.hbm_bytes / _GIB:.1f}",
-        "yes" if figures.fits else "**no**",
-        f"{made.flops / figures.formula_flops:.3f}",
-        ", ".join(times),
-        *(speed if figures.fits else [""] * 4),
-    )
-
-
-def communication_table(rows: Iterable[Figures]) -> str:
-    """Return a Markdown table of what is sent for a pass with gradients, and for each of its tokens."""
-    head = _header(
-        "Model", "Slice", "Mesh", "Tokens a call", "GiB received by a chip: weights", "activations", "gradients",
-        "KiB received by all chips for a token",
-    )  # fmt: skip
-    return "\n".join((*head, *(_sent_row(row) for row in rows if row.slice.num_chips > 1 and row.compiled)))
-
-
-def _sent_row(figures: Figures) -> str:
-    assert figures.compiled is not None, "the caller has looked"
-    sent = figures.compiled.collectives
-    weights = sum(each.received for each in sent if each.kind == "all-gather")
-    activations = sum(each.received for each in sent if each.kind == "all-reduce" and each.axis == "tensor")
-    gradients = sum(each.received for each in sent if each.kind == "all-reduce" and each.axis != "tensor")
-    per_token = sum(each.received for each in sent) * figures.slice.num_chips / figures.tokens / 1024
-    return _cells(
-        figures.options.model,
-        figures.options.topology,
-        mesh_text(figures),
-        f"{figures.tokens:,}",
-        *(f"{num_bytes / _GIB:.2f}" for num_bytes in (weights, activations, gradients)),
-        f"{per_token:,.0f}",
-    )
-
-
-def _header(*names: str) -> tuple[str, str]:
-    return _cells(*names), f"|{'---|' * len(names)}"
-
-
-def _cells(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def mesh_text(figures: Figures) -> str:
@@ -174,7 +98,7 @@ def mesh_text(figures: Figures) -> str:
     return ",".join(axes) or "one chip"
 
 
-def _share(figures: Figures, seconds: float) -> str:
+def share(figures: Figures, seconds: float) -> str:
     return f"{100 * figures.facts.model_flops / seconds / figures.slice.chip.flops:.0f} %"
 
 

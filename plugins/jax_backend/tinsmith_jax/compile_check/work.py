@@ -2,13 +2,17 @@
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Final
 
-from tinsmith_jax.compile_check.hlo import Array, Computation, Instruction, Module, Run
+from tinsmith_jax.compile_check.hlo import Array, Computation, Instruction, Module, Run, Trips, is_link_of_chain
 
 _LABELS: Final = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _CONTRACTED: Final = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _KERNEL_COST: Final = re.compile(r'"flops":"?(\d+)')
+_ALIASED: Final = re.compile(
+    r"\{(\d*)\}: \((\d+), \{\}"
+)  # in output_to_operand_aliasing={{result}: (operand, {}), ...}
 _SLICES: Final = frozenset({"dynamic-slice", "slice", "gather"})
 _MOVE_NOTHING: Final = frozenset(
     {
@@ -19,9 +23,9 @@ _MOVE_NOTHING: Final = frozenset(
 )  # fmt: skip
 
 
-def product_flops(module: Module, *, open_loop_trips: float = 1) -> float:
+def product_flops(module: Module, trips: Trips | None = None) -> float:
     """Count two per multiplication in matrix products, and what kernels say of themselves."""
-    return sum(run.times * _flops(run) for run in module.runs(open_loop_trips=open_loop_trips))
+    return sum(run.times * _flops(run) for run in module.runs(trips))
 
 
 def _flops(run: Run) -> float:
@@ -87,11 +91,11 @@ class _Window:
         return sum(place % gap == 0 and 0 <= place // gap < left for place in places)
 
 
-def hbm_bytes(module: Module, *, open_loop_trips: float = 1) -> float:
+def hbm_bytes(module: Module, trips: Trips | None = None) -> float:
     """Count what operations read from HBM and write to it. What stays on the chip, or inside an operation, is free."""
     return sum(
         run.times * _moved(run, module)
-        for run in module.runs(open_loop_trips=open_loop_trips)
+        for run in module.runs(trips)
         if not run.fused and run.instruction.opcode not in _MOVE_NOTHING
     )
 
@@ -109,12 +113,20 @@ def _moved(run: Run, module: Module) -> int:
     if instruction.opcode != "fusion":
         return _in_hbm(instruction.arrays) + sum(_in_hbm(each.arrays) for each in operands)
     inside = module.computations[instruction.called()["calls"]]
+    passed_on = _passed_on(inside, instruction)
     read = sum(
         min(_in_hbm(each.arrays), _read_by_fusion(module, inside, index))
         for index, each in enumerate(operands)
-        if _in_hbm(each.arrays)
+        if _in_hbm(each.arrays) and index not in passed_on.values()
     )
-    return read + _written_by_fusion(inside, instruction)
+    return read + _written_by_fusion(inside, instruction, passed_on)
+
+
+def _passed_on(inside: Computation, fusion: Instruction) -> Mapping[int, int]:
+    """Return the results of a link of a collective's chain that are its operands: the data of the collective."""
+    if not any(is_link_of_chain(each) for each in inside.instructions.values()):
+        return {}
+    return {int(result or 0): int(operand) for result, operand in _ALIASED.findall(fusion.attributes)}
 
 
 def _read_by_fusion(module: Module, inside: Computation, index: int) -> int:
@@ -143,11 +155,15 @@ def _read_of(module: Module, inside: Computation, value: Instruction) -> int:
     return min(read, whole)
 
 
-def _written_by_fusion(inside: Computation, fusion: Instruction) -> int:
+def _written_by_fusion(inside: Computation, fusion: Instruction, passed_on: Mapping[int, int]) -> int:
     root = inside.root
     parts = [inside.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    if len(parts) != len(fusion.arrays):  # one operation with several results
+        return sum(_in_hbm((array,)) for index, array in enumerate(fusion.arrays) if index not in passed_on)
     written = 0
-    for part, array in zip(parts, fusion.arrays, strict=True):
+    for index, (part, array) in enumerate(zip(parts, fusion.arrays, strict=True)):
+        if index in passed_on:
+            continue
         source = inside.instructions[part.operands[1]].arrays if part.opcode == "dynamic-update-slice" else (array,)
         written += 0 if array.on_chip else _size(source)
     return written
