@@ -13,7 +13,7 @@ _TINY: Final = TinyShape()
 
 def tiny_model(
     directory: Annotated[Path, typer.Argument(help="where to write it")],
-    family: Annotated[str, typer.Option(help="qwen3 or llama")] = "qwen3",
+    family: Annotated[str, typer.Option(help="qwen3, llama or qwen3_moe")] = "qwen3",
     vocab_size: int = _TINY.vocab_size,
     hidden_size: int = _TINY.hidden_size,
     intermediate_size: int = _TINY.intermediate_size,

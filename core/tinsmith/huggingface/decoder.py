@@ -1,4 +1,4 @@
-"""The shape of a dense decoder, from its config.json, and the linear modules that a LoRA adapter may train."""
+"""The shape of a decoder, dense or with experts, from its config.json, and the modules that an adapter may train."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -11,10 +11,24 @@ ATTENTION: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", 
 MLP: Final = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 HEAD: Final = "lm_head"
 
+EXPERTS: Final = ("mlp.experts.w1", "mlp.experts.w3", "mlp.experts.w2")
+"""gate, up and down of all experts of a layer, under Tinker's names: each adapter weight is one array with an axis of
+experts. The side that faces the hidden states is shared by the experts, so its axis has the size 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """The sizes of the experts of a layer. Every layer has them, in place of a dense MLP."""
+
+    num_experts: int
+    top_k: int  # experts that compute each token
+    intermediate_size: int  # of one expert
+    normalized: bool  # whether the weights of a token's experts add up to 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """The sizes of a dense decoder. Hashable."""
+    """The sizes of a decoder. Hashable."""
 
     class_name: str  # in transformers, for example Qwen3ForCausalLM
     vocab_size: int
@@ -26,6 +40,7 @@ class DecoderShape:
     head_dim: int
     max_position: int
     tied: bool  # the output head is the embedding
+    experts: ExpertShape | None = None  # None: a dense model
 
     @property
     def q_size(self) -> int:
@@ -36,11 +51,17 @@ class DecoderShape:
         return self.num_kv_heads * self.head_dim
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return (in, out) of each linear module of a layer, keyed by its path within the layer, and of the head."""
+        """Return (in, out) of each linear module of a layer, keyed by its path within the layer, and of the head.
+
+        Experts are not among them.
+        """
         hidden, inner = self.hidden_size, self.intermediate_size
         shapes = [(hidden, self.q_size), (hidden, self.kv_size), (hidden, self.kv_size), (self.q_size, hidden)]
         shapes += [(hidden, inner), (hidden, inner), (inner, hidden)]
         return {**dict(zip((*ATTENTION, *MLP), shapes, strict=True)), HEAD: (hidden, self.vocab_size)}
+
+
+_WITH_EXPERTS: Final = ("Qwen3MoeForCausalLM",)
 
 
 def decoder_shape(config: Mapping[str, Any], path: Path, *, supported: Collection[str]) -> DecoderShape:  # Any: JSON
@@ -65,7 +86,21 @@ def decoder_shape(config: Mapping[str, Any], path: Path, *, supported: Collectio
             head_dim=int(config.get("head_dim") or hidden // heads),
             max_position=int(config["max_position_embeddings"]),
             tied=bool(config.get("tie_word_embeddings", False)),
+            experts=_expert_shape(config, path) if class_name in _WITH_EXPERTS else None,
         )
     except KeyError as error:
         msg = f"{path}: {error.args[0]!r} is missing"
         raise ConfigError(msg) from error
+
+
+def _expert_shape(config: Mapping[str, Any], path: Path) -> ExpertShape:  # Any: JSON
+    for key, uniform in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        if config.get(key, uniform) not in (uniform, None):
+            msg = f"{path}: {key} is {config[key]!r}: models of which some layers are dense are not supported"
+            raise ConfigError(msg)
+    return ExpertShape(
+        num_experts=int(config["num_experts"]),
+        top_k=int(config["num_experts_per_tok"]),
+        intermediate_size=int(config["moe_intermediate_size"]),
+        normalized=bool(config.get("norm_topk_prob", False)),
+    )

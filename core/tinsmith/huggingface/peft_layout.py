@@ -1,7 +1,7 @@
 """The PEFT adapter layout: names and shapes of the weights, and the `adapter_config.json` beside them.
 
-Names: `base_model.model.<module path>.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank]. Expert modules have
-an additional leading dimension.
+Names: `base_model.model.<module path>.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank]. The weights of
+expert modules have an axis of experts before these two.
 """
 
 import re
@@ -11,14 +11,14 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from tinsmith.errors import ServerError
-from tinsmith.huggingface.decoder import ATTENTION, HEAD, MLP
+from tinsmith.huggingface.decoder import ATTENTION, EXPERTS, HEAD, MLP
 from tinsmith.operations import Array, FloatArray, LoraConfig
 
 TINKER_HEAD: Final = "model.unembed_tokens"
 """The name of the output head in Tinker's own service. tinker-cookbook's merge recognises it as the head of a tied
 model, which has no `lm_head.weight`."""
 
-_KINDS: Final = (*ATTENTION, *MLP, HEAD)  # their order determines each module's random stream
+_KINDS: Final = (*ATTENTION, *MLP, HEAD, *EXPERTS)  # their order determines each module's random stream
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>[A-Za-z0-9_.]+)\.lora_(?P<side>[AB])\.weight")
 
@@ -55,13 +55,14 @@ def rename_module(name: str, old: str, new: str) -> str:
     return name.replace(f"base_model.model.{old}.lora_", f"base_model.model.{new}.lora_")
 
 
-def draw_lora_A(lora: LoraConfig, kind: str, layer: int, in_features: int) -> FloatArray:
+def draw_lora_A(lora: LoraConfig, kind: str, layer: int, in_features: int, *, expert: int | None = None) -> FloatArray:
     """Draw the initial A [rank, in] of a module: uniform within 1 / sqrt(in), from the adapter's seed.
 
-    `kind` is the module's path within its layer, or `lm_head` with layer 0. Each module has its own random stream, so
-    it draws the same numbers on every backend, whichever other modules are trained.
+    `kind` is the module's path within its layer, or `lm_head` with layer 0; `expert` is set if A is one expert's own.
+    Each has its own random stream, so it draws the same numbers on every backend, whichever other modules are trained.
     """
-    stream = np.random.SeedSequence(lora.seed % 2**64, spawn_key=(_KINDS.index(kind), layer))
+    key = (_KINDS.index(kind), layer, *(() if expert is None else (expert,)))
+    stream = np.random.SeedSequence(lora.seed % 2**64, spawn_key=key)
     bound = in_features**-0.5
     drawn = np.random.default_rng(stream).uniform(-bound, bound, (in_features, lora.rank))
     return np.ascontiguousarray(drawn.T.astype(np.float32))

@@ -18,10 +18,14 @@ from tinsmith.errors import UserError
 from tinsmith.huggingface.tiny_tokenizer import chat_template, special_tokens, train_tokenizer
 from tinsmith.operations import FloatArray
 
-Family = Literal["qwen3", "llama"]
+Family = Literal["qwen3", "llama", "qwen3_moe"]
 
-_ARCHITECTURES: Final = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
-_ROPE_THETA: Final = {"qwen3": 1_000_000.0, "llama": 500_000.0}
+_ARCHITECTURES: Final = {
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+_ROPE_THETA: Final = {"qwen3": 1_000_000.0, "llama": 500_000.0, "qwen3_moe": 1_000_000.0}
 _EMBEDDING_STD: Final = 0.02  # small relative to the layers' outputs, so that hidden states mix the whole context
 
 
@@ -32,12 +36,14 @@ class TinyShape:
     family: Family = "qwen3"
     vocab_size: int = 512
     hidden_size: int = 128
-    intermediate_size: int = 384
+    intermediate_size: int = 384  # of one expert, if the family has experts
     num_layers: int = 4
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 32
     max_context_tokens: int = 2048
+    num_experts: int = 8  # of each layer, for families that have experts
+    experts_per_token: int = 2
     tied: bool = True  # the output head is the embedding
     seed: int = 0
 
@@ -53,6 +59,9 @@ class TinyShape:
         if self.num_heads % self.num_kv_heads:
             msg = f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
             raise UserError(msg)
+        if self.experts_per_token > self.num_experts:
+            msg = f"experts_per_token ({self.experts_per_token}) must be at most num_experts ({self.num_experts})"
+            raise UserError(msg)
         if self.head_dim % 2:
             msg = f"head_dim is {self.head_dim}; rotary positions need an even one"
             raise UserError(msg)
@@ -67,10 +76,10 @@ def write_tiny_model(directory: Path, shape: TinyShape, *, overwrite: bool = Fal
         msg = f"{str(directory)!r} is not empty; choose another directory, or overwrite it with --force"
         raise UserError(msg)
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(shape.family, shape.vocab_size)
+    tokenizer = train_tokenizer(_like(shape.family), shape.vocab_size)
     tokenizer.save(str(directory / "tokenizer.json"))
     vocabulary = tokenizer.get_vocab()
-    ids = {name: vocabulary[token] for name, token in special_tokens(shape.family).items()}
+    ids = {name: vocabulary[token] for name, token in special_tokens(_like(shape.family)).items()}
     weights = dict(_weights(shape))
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     _write_json(directory / "config.json", _config(shape, ids))
@@ -84,6 +93,11 @@ def _weights(shape: TinyShape) -> Iterator[tuple[str, FloatArray]]:
     rng = np.random.default_rng(shape.seed)
     hidden = shape.hidden_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+
+    def mlp(prefix: str) -> Iterator[tuple[str, FloatArray]]:
+        yield f"{prefix}.gate_proj.weight", matrix(shape.intermediate_size, hidden)
+        yield f"{prefix}.up_proj.weight", matrix(shape.intermediate_size, hidden)
+        yield f"{prefix}.down_proj.weight", matrix(hidden, shape.intermediate_size)
 
     def matrix(out: int, into: int, std: float | None = None) -> FloatArray:
         return (rng.standard_normal((out, into)) * (std or into**-0.5)).astype(np.float32)
@@ -99,13 +113,16 @@ def _weights(shape: TinyShape) -> Iterator[tuple[str, FloatArray]]:
         yield f"{prefix}.self_attn.k_proj.weight", matrix(keys, hidden)
         yield f"{prefix}.self_attn.v_proj.weight", matrix(keys, hidden)
         yield f"{prefix}.self_attn.o_proj.weight", matrix(hidden, queries)
-        if shape.family == "qwen3":
+        if shape.family != "llama":
             yield f"{prefix}.self_attn.q_norm.weight", ones(shape.head_dim)
             yield f"{prefix}.self_attn.k_norm.weight", ones(shape.head_dim)
         yield f"{prefix}.post_attention_layernorm.weight", ones(hidden)
-        yield f"{prefix}.mlp.gate_proj.weight", matrix(shape.intermediate_size, hidden)
-        yield f"{prefix}.mlp.up_proj.weight", matrix(shape.intermediate_size, hidden)
-        yield f"{prefix}.mlp.down_proj.weight", matrix(hidden, shape.intermediate_size)
+        if shape.family == "qwen3_moe":
+            yield f"{prefix}.mlp.gate.weight", matrix(shape.num_experts, hidden)
+            for expert in range(shape.num_experts):
+                yield from mlp(f"{prefix}.mlp.experts.{expert}")
+        else:
+            yield from mlp(f"{prefix}.mlp")
     yield "model.norm.weight", ones(hidden)
     if not shape.tied:
         yield "lm_head.weight", matrix(shape.vocab_size, hidden, _EMBEDDING_STD)
@@ -125,7 +142,7 @@ def _config(shape: TinyShape, ids: dict[str, int]) -> dict[str, Any]:  # Any: JS
         "max_position_embeddings": shape.max_context_tokens,
         "rope_theta": _ROPE_THETA[shape.family],
         "rope_scaling": None,
-        "rms_norm_eps": 1e-6 if shape.family == "qwen3" else 1e-5,
+        "rms_norm_eps": 1e-5 if shape.family == "llama" else 1e-6,
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -136,6 +153,18 @@ def _config(shape: TinyShape, ids: dict[str, int]) -> dict[str, Any]:  # Any: JS
         "bos_token_id": ids["bos_token"],
         "eos_token_id": ids["eos_token"],
         "pad_token_id": ids["pad_token"],
+        **(_expert_config(shape) if shape.family == "qwen3_moe" else {}),
+    }
+
+
+def _expert_config(shape: TinyShape) -> dict[str, Any]:  # Any: JSON
+    return {
+        "num_experts": shape.num_experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "moe_intermediate_size": shape.intermediate_size,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     }
 
 
@@ -154,9 +183,14 @@ def _tokenizer_config(shape: TinyShape) -> dict[str, Any]:  # Any: JSON
         "model_max_length": shape.max_context_tokens,
         "clean_up_tokenization_spaces": False,
         "add_prefix_space": False,
-        "chat_template": chat_template(shape.family),
-        **special_tokens(shape.family),
+        "chat_template": chat_template(_like(shape.family)),
+        **special_tokens(_like(shape.family)),
     }
+
+
+def _like(family: Family) -> str:
+    """Return the family whose tokenizer and chat template this one uses."""
+    return "llama" if family == "llama" else "qwen3"
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:  # Any: JSON

@@ -14,9 +14,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tinsmith import BackendContext, ConfigError, Forward, LoraConfig
+from tinsmith.huggingface import read_rope
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
-from tinsmith_jax.rope import read_rope
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith import ConfigError
-from tinsmith.huggingface import DecoderShape, decoder_shape, read_model_config
-from tinsmith_jax.rope import Rope, read_rope
+from tinsmith.huggingface import DecoderShape, Rope, decoder_shape, read_model_config, read_rope
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 

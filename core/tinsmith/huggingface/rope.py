@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tinsmith import ConfigError
+from tinsmith.errors import ConfigError
 
 KNOWN_TYPES = ("default", "linear", "llama3", "yarn")
 
