@@ -1,4 +1,4 @@
-"""The promises through the unmodified SDK on the JAX backend, two base models (Qwen3 and Llama) on one server.
+"""The promises through the unmodified SDK on the JAX backend, several base models on one server.
 
 The harness runs the engines in this process; what is compiled is shared by the tests of this file.
 """
@@ -20,7 +20,8 @@ from tinsmith.testing.sdk_data import datum, logprobs, step
 pytestmark = pytest.mark.slow
 
 WAIT_S = 600  # the first operations compile
-BASE_MODELS = ["tiny/qwen3", pytest.param("tiny/llama", marks=pytest.mark.thorough)]
+OTHERS = ("tiny/llama", "tiny/qwen3_moe")
+BASE_MODELS = ["tiny/qwen3", *(pytest.param(name, marks=pytest.mark.thorough) for name in OTHERS)]
 # rank, learning rate, weight decay, clipping
 TENANTS = [
     (1, 1e-2, 0.0, 0.0),
@@ -39,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[ModelSettings]:
     root = tmp_path_factory.mktemp("models")
     backend = PluginSection.model_validate({"plugin": "jax", "warm_up": False, **FEW_PROGRAMS})
     made = []
-    for family in ("qwen3", "llama"):
+    for family in ("qwen3", "llama", "qwen3_moe"):
         write_tiny_model(root / family, replace(SHAPE, family=family, tied=family == "qwen3"))
         made.append(ModelSettings(name=f"tiny/{family}", path=root / family, backend=backend))
     return made

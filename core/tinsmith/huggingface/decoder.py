@@ -99,7 +99,7 @@ def _expert_shape(config: Mapping[str, Any], path: Path) -> ExpertShape:  # Any:
             msg = f"{path}: {key} is {config[key]!r}: models of which some layers are dense are not supported"
             raise ConfigError(msg)
     return ExpertShape(
-        num_experts=int(config["num_experts"]),
+        num_experts=int(config.get("num_experts") or config["num_local_experts"]),  # as transformers 5 writes it
         top_k=int(config["num_experts_per_tok"]),
         intermediate_size=int(config["moe_intermediate_size"]),
         normalized=bool(config.get("norm_topk_prob", False)),

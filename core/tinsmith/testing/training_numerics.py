@@ -25,7 +25,7 @@ _ONE_OP, _A_MODEL = 1e-5, 1e-4  # allowed float32 difference: after one operatio
 
 _MODULES_OF_FLAG: Mapping[str, frozenset[str]] = {
     "attn": frozenset({"q_proj", "k_proj", "v_proj", "o_proj"}),
-    "mlp": frozenset({"gate_proj", "up_proj", "down_proj"}),
+    "mlp": frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}),  # of a dense layer, of experts
     "unembed": frozenset({"lm_head"}),
 }
 _OTHER_CONFIG: Mapping[str, Mapping[str, float]] = {
@@ -91,7 +91,7 @@ class AdapterContract(TrainingSuite):
         one, two = driver.create_trained(rank=1), driver.create(rank=2)
         single, double = driver.state(one), driver.state(two)
         weights = {
-            name: np.concatenate([array, array], axis=0 if ".lora_A." in name else 1)
+            name: np.concatenate([array, array], axis=-2 if ".lora_A." in name else -1)
             for name, array in single.weights.items()
         }
         driver.backend.restore_state(two, replace(double, weights=weights))

@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -30,6 +31,15 @@ _SIZES = {
     "attention_dropout": 0.0,
     "initializer_range": 0.15,  # far from zero, so that attention and the loss have structure
 }
+_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.12,  # a router that is nearly undecided amplifies the rounding errors below it
+}
+_QWEN3_ROPE = {"rope_type": "default", "rope_theta": 1e6}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -41,17 +51,26 @@ _LLAMA3_ROPE = {
 
 
 def write_tiny_model(directory: Path, kind: str) -> Path:
-    """Write one of qwen3, qwen3_untied, llama3 as a float32 Hugging Face directory."""
+    """Write one of qwen3, qwen3_untied, qwen3_moe, llama3 as a float32 Hugging Face directory."""
     import torch  # here, because the process that deals out the tests imports this module, too
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     torch.manual_seed(0)
     if kind == "llama3":
         config = LlamaConfig(**_SIZES, tie_word_embeddings=False, rope_parameters=_LLAMA3_ROPE)
         model = LlamaForCausalLM(config)
+    elif kind == "qwen3_moe":
+        config = Qwen3MoeConfig(**{**_SIZES, **_EXPERTS}, rope_parameters=_QWEN3_ROPE)
+        model = Qwen3MoeForCausalLM(config)
     else:
-        rope = {"rope_type": "default", "rope_theta": 1e6}
-        config = Qwen3Config(**_SIZES, tie_word_embeddings=kind == "qwen3", rope_parameters=rope)
+        config = Qwen3Config(**_SIZES, tie_word_embeddings=kind == "qwen3", rope_parameters=_QWEN3_ROPE)
         model = Qwen3ForCausalLM(config)
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -74,7 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {kind: write_tiny_model(root / kind, kind) for kind in ("qwen3", "qwen3_untied", "llama3")}
+    return {kind: write_tiny_model(root / kind, kind) for kind in ("qwen3", "qwen3_untied", "qwen3_moe", "llama3")}
 
 
 @pytest.fixture(scope="session")
@@ -98,6 +117,13 @@ def contract_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a tokenizer."""
     directory = tmp_path_factory.mktemp("contract") / "tiny"
     write_shape(directory, SHAPE)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def contract_model_with_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("contract") / "experts"
+    write_shape(directory, replace(SHAPE, family="qwen3_moe", num_experts=6))
     return directory
 
 

@@ -1,10 +1,12 @@
 """The jax backend under the suites that every backend runs."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from few_programs import FEW_PROGRAMS
 from jax_harness import make_backend
 from tokenizers import Tokenizer
 
@@ -14,18 +16,37 @@ from tinsmith_jax.backend import JaxBackend
 pytestmark = pytest.mark.slow  # it compiles some thirty programs
 
 
+@dataclass(frozen=True)
+class Case:
+    options: Mapping[str, int]
+    model: str = "contract_model"
+
+
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(None, id="few programs"),
-        pytest.param({"max_context_tokens": 128}, id="many programs", marks=pytest.mark.thorough),
+        pytest.param(Case(FEW_PROGRAMS), id="few programs"),
+        pytest.param(Case({"max_context_tokens": 128}), id="many programs", marks=pytest.mark.thorough),
+        pytest.param(Case(FEW_PROGRAMS, "contract_model_with_experts"), id="experts", marks=pytest.mark.thorough),
     ],
 )
-def jax_backend(request: pytest.FixtureRequest, contract_model: Path, jax_cache: Path) -> Iterator[JaxBackend]:
-    if request.param is None:
+def case(request: pytest.FixtureRequest) -> Case:
+    found: Case = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def jax_model(case: Case, request: pytest.FixtureRequest) -> Path:
+    found: Path = request.getfixturevalue(case.model)
+    return found
+
+
+@pytest.fixture(scope="module")
+def jax_backend(case: Case, jax_model: Path, jax_cache: Path, request: pytest.FixtureRequest) -> Iterator[JaxBackend]:
+    if case == Case(FEW_PROGRAMS):
         yield request.getfixturevalue("contract_backend")
     else:
-        backend = make_backend(contract_model, jax_cache, **request.param)
+        backend = make_backend(jax_model, jax_cache, **case.options)
         yield backend
         backend.close()
 
@@ -42,8 +63,9 @@ class TestJaxCheckpoints(CheckpointContract):
         return jax_backend
 
     @pytest.fixture
-    def model_path(self, contract_model: Path) -> Path:
-        return contract_model
+    def model_path(self, case: Case, jax_model: Path) -> Path | None:
+        """None for experts: their adapters are exported in Tinker's layout, which PEFT does not read."""
+        return jax_model if case.model == "contract_model" else None
 
 
 class TestJaxConsistency(ConsistencyContract):
@@ -58,11 +80,11 @@ class TestJaxSampling(SamplingBackendContract):
         return jax_backend
 
     @pytest.fixture
-    def eos_token(self, contract_model: Path) -> int:
-        eos = json.loads((contract_model / "config.json").read_text())["eos_token_id"]
+    def eos_token(self, jax_model: Path) -> int:
+        eos = json.loads((jax_model / "config.json").read_text())["eos_token_id"]
         return eos if isinstance(eos, int) else eos[0]
 
     @pytest.fixture
-    def detokenize(self, contract_model: Path) -> Callable[[list[int]], str]:
-        tokenizer = Tokenizer.from_file(str(contract_model / "tokenizer.json"))
+    def detokenize(self, jax_model: Path) -> Callable[[list[int]], str]:
+        tokenizer = Tokenizer.from_file(str(jax_model / "tokenizer.json"))
         return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False)

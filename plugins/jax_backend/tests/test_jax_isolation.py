@@ -36,7 +36,18 @@ def many_programs(tiny_models: Mapping[str, Path], jax_cache: Path, shipped_comp
     return make_backend(tiny_models["qwen3"], jax_cache, max_context_tokens=256, max_batch_tokens=256)
 
 
-@pytest.fixture(params=["few_programs", pytest.param("many_programs", marks=pytest.mark.thorough)], ids=["few", "many"])
+@pytest.fixture(scope="module")
+def with_experts(tiny_models: Mapping[str, Path], jax_cache: Path, shipped_compilation: None) -> JaxBackend:
+    return make_backend(tiny_models["qwen3_moe"], jax_cache, max_context_tokens=256, max_batch_tokens=256)
+
+
+@pytest.fixture(
+    params=[
+        "few_programs",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("many_programs", "with_experts")),
+    ],
+    ids=["few", "many", "experts"],
+)
 def backend(request: pytest.FixtureRequest) -> Iterator[JaxBackend]:
     shared: JaxBackend = request.getfixturevalue(request.param)
     yield shared
@@ -61,7 +72,7 @@ def solo_curve(backend: JaxBackend, number: int) -> tuple[list[float], list[list
 
 @pytest.mark.thorough  # the short form is the next test, and the suites' tests of company
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["many_programs"], indirect=True)  # some sequences are long
+@pytest.mark.parametrize("backend", ["many_programs", "with_experts"], indirect=True)  # some sequences are long
 def test_eight_tenants_together_have_their_solo_curves(backend: JaxBackend) -> None:
     solo = [solo_curve(backend, number) for number in range(len(TENANTS))]
     for number, (lora, _, _) in enumerate(TENANTS):

@@ -20,7 +20,7 @@ from tinsmith_jax.backend import JaxBackend
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-KINDS = ("qwen3", "qwen3_untied", "llama3")
+KINDS = ("qwen3", "qwen3_untied", "qwen3_moe", "llama3")
 LENGTHS = (1, 2, 3, 17, 63, 64, 65, 100, 128, 191, 250, 300)
 LORA = LoraConfig(rank=4, seed=7)
 LOSS_CASES = (

@@ -300,6 +300,14 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused_before_workers_start(
     assert str(refused.value).endswith(message)
 
 
+def test_a_mesh_for_a_model_with_experts_is_refused(
+    contract_model_with_experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinsmith_jax.remote.WorkerGroup", None)
+    with pytest.raises(ConfigError, match="models with experts run on one device; leave out the mesh"):
+        on(contract_model_with_experts, tmp_path, mesh={"data": 2}, simulated_devices=2)
+
+
 NOT_AS_MANY = [
     pytest.param(8, 1, "mesh data=9,fsdp=1,tensor=1 needs 9 devices, and there are 8 .cpu.; .* at most 8", id="1"),
     pytest.param(

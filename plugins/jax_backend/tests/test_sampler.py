@@ -1,7 +1,7 @@
 """Sampling end to end on tiny models: against the trainer's own forward pass, against torch, alone and in company."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,15 +20,29 @@ VOCAB = 160
 LORAS = {"a": LoraConfig(rank=4, seed=1), "b": LoraConfig(rank=16, seed=2), "c": LoraConfig(rank=7, seed=3)}
 
 
+@pytest.fixture(params=["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.thorough)])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def with_experts(tiny_models: dict[str, Path], jax_cache: Path) -> Iterator[JaxBackend]:
+    backend = make_backend(tiny_models["qwen3_moe"], jax_cache, decode_slots=4)
+    yield backend
+    backend.close()
+
+
 @pytest.fixture
-async def backend(tiny_backend: JaxBackend) -> AsyncIterator[JaxBackend]:
-    """The shared backend, which has four slots, with three published adapters."""
+async def backend(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[JaxBackend]:
+    """A shared backend, which has four slots, with three published adapters."""
+    shared: JaxBackend = request.getfixturevalue("tiny_backend" if kind == "qwen3" else "with_experts")
     for name, lora in LORAS.items():
-        add_model(tiny_backend, name, lora, random_B=True)
-        await tiny_backend.load_snapshot(tiny_backend.publish(name, f"snap-{name}"))
-    yield tiny_backend
+        add_model(shared, name, lora, random_B=True)
+        await shared.load_snapshot(shared.publish(name, f"snap-{name}"))
+    yield shared
     for name in LORAS:
-        await tiny_backend.drop_snapshot(f"snap-{name}")
+        await shared.drop_snapshot(f"snap-{name}")
+        shared.unload_model(name)
 
 
 # Against the trainer and torch ----------------------------------------------------------------------------------------
@@ -65,11 +79,13 @@ async def test_logprobs_are_of_the_scaled_distribution_before_truncation(
 
 
 @pytest.mark.parametrize(
-    "kind", [*(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("qwen3", "qwen3_untied")), "llama3"]
+    "kind",
+    [*(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("qwen3", "qwen3_untied", "qwen3_moe")), "llama3"],
 )
 async def test_greedy_equals_the_argmax_of_torch(tiny_models: dict[str, Path], jax_cache: Path, kind: str) -> None:
     backend = make_backend(tiny_models[kind], jax_cache, decode_slots=2)
-    reference = AutoModelForCausalLM.from_pretrained(tiny_models[kind], dtype=torch.float64)
+    plain = {"dtype": torch.float64, "experts_implementation": "eager"}
+    reference = AutoModelForCausalLM.from_pretrained(tiny_models[kind], **plain)
     for length in (1, 30, 70):
         given = prompt(length, seed=length)
         output = await sample(backend, make_sample(given, temperature=0.0, max_tokens=20, prompt_logprobs=True))
@@ -235,12 +251,12 @@ async def test_mixed_requests_give_the_same_bits_as_each_alone(backend: JaxBacke
 
 
 async def test_other_interleavings_give_the_same_bits(
-    backend: JaxBackend, tiny_models: dict[str, Path], jax_cache: Path
+    backend: JaxBackend, kind: str, tiny_models: dict[str, Path], jax_cache: Path
 ) -> None:
     """Other steps per dispatch, other prefill budget, another order of arrival."""
     requests = mixed_requests(12)
     here = await sample_all(backend, requests)
-    other = make_backend(tiny_models["qwen3"], jax_cache, decode_slots=4, decode_steps=7, prefill_tokens=64)
+    other = make_backend(tiny_models[kind], jax_cache, decode_slots=4, decode_steps=7, prefill_tokens=64)
     for name in LORAS:
         await other.load_snapshot(backend.publish(name, f"snap-{name}"))
     there = await sample_all(other, requests[::-1])

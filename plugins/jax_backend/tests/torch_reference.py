@@ -23,24 +23,55 @@ class _LoraLinear(torch.nn.Module):
         return self.linear(x) + self.scale * (x @ self.A.T) @ self.B.T
 
 
+class _LoraExperts(torch.nn.Module):
+    """The experts of a layer, one after the other. `factors` holds A and B of w1 (gate), w3 (up) and w2 (down)."""
+
+    def __init__(self, experts: torch.nn.Module, factors: Mapping[str, torch.nn.Parameter], scale: float) -> None:
+        super().__init__()
+        self.experts, self.factors, self.scale = experts, factors, scale
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(self.experts.gate_up_proj.shape[0]):
+            token, place = torch.where(chosen == expert)
+            gate, up = (x[token] @ self.experts.gate_up_proj[expert].T).chunk(2, dim=-1)
+            gate, up = gate + self._delta("w1", expert, x[token]), up + self._delta("w3", expert, x[token])
+            inner = torch.nn.functional.silu(gate) * up
+            y = inner @ self.experts.down_proj[expert].T + self._delta("w2", expert, inner)
+            out = out.index_add(0, token, y * weights[token, place, None])
+        return out
+
+    def _delta(self, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+        A, B = (self.factors[f"{name}.lora_{side}.weight"] for side in "AB")
+        return self.scale * (x @ A[min(expert, len(A) - 1)].T) @ B[min(expert, len(B) - 1)].T
+
+
 class TorchModel:
     """One model in training. `weights` are in canonical (PEFT) names."""
 
     def __init__(self, directory: Path, lora: LoraConfig, weights: Mapping[str, Array], dtype: torch.dtype) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+        plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **plain)
         self.model.requires_grad_(requires_grad=False)
         self.dtype = dtype
         self.parameters = {
             name: torch.nn.Parameter(torch.tensor(value, dtype=dtype)) for name, value in weights.items()
         }
         for name in weights:
-            if name.endswith(".lora_A.weight"):
+            if name.endswith(".mlp.experts.w1.lora_A.weight"):
+                self._adapt_experts(name.removesuffix("w1.lora_A.weight"), lora.scale)
+            elif name.endswith(".lora_A.weight") and ".mlp.experts." not in name:
                 path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
                 parent, _, leaf = path.rpartition(".")
                 module = self.model.get_submodule(parent) if parent else self.model
                 A, B = self.parameters[name], self.parameters[name.replace("lora_A", "lora_B")]
                 setattr(module, leaf, _LoraLinear(getattr(module, leaf), A, B, lora.scale))
         self.optimizer = torch.optim.AdamW(list(self.parameters.values())) if weights else None
+
+    def _adapt_experts(self, prefix: str, scale: float) -> None:
+        mlp = self.model.get_submodule(prefix.removeprefix("base_model.model.").removesuffix(".experts."))
+        factors = {name.removeprefix(prefix): each for name, each in self.parameters.items() if name.startswith(prefix)}
+        mlp.experts = _LoraExperts(mlp.experts, factors, scale)
 
     def logprobs(self, datum: Datum) -> torch.Tensor:
         logits = self.model(torch.tensor(np.asarray(datum.tokens_T))[None]).logits[0]

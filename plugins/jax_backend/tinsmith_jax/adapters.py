@@ -3,9 +3,13 @@
 An adapter is {"layers": {module: (A [L, in, r], B [L, r, out])}, "head": (A [H, r], B [r, V])} in float32. Modules are
 q, k, v, o, gate, up, down. r is the adapter's rank padded to its rank class, which depends on that rank alone. Padding
 and untrained modules are zero in both A and B: they change no output, and their gradient is exactly zero.
+
+Of a model with experts, the factors that face the experts' inner values are each expert's own: B of gate and up is
+[L, E, r, I], A of down is [L, E, I, r]. The experts share the other ones.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,14 +17,55 @@ import jax.numpy as jnp
 import numpy as np
 
 from tinsmith import Array, LoraConfig, Snapshot, UserError
-from tinsmith.huggingface import ATTENTION, HEAD, MLP, draw_lora_A, weight_name
+from tinsmith.huggingface import ATTENTION, EXPERTS, HEAD, MLP, draw_lora_A, weight_name
 from tinsmith_jax.model_config import ModelConfig
 
 Adapter = Any  # a pytree as above, of jax or NumPy arrays
 
 HF_MODULES: Mapping[str, str] = dict(zip(("q", "k", "v", "o", "gate", "up", "down"), (*ATTENTION, *MLP), strict=True))
+"""Where a dense model has each module."""
 _ATTENTION = frozenset({"q", "k", "v", "o"})
 _CLASSES = (8, 32, 128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Module:
+    """A module of every layer. `own` is the factor that each expert has for itself: "A" or "B"."""
+
+    name: str
+    path: str
+    size_in: int
+    size_out: int
+    own: str | None = None
+    num_experts: int = 0
+
+    @property
+    def own_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the axes of experts of A and of B."""
+        experts = (self.num_experts,)
+        return experts if self.own == "A" else (), experts if self.own == "B" else ()
+
+    def with_experts(self, factor: Array) -> Array:
+        """Give a factor [L, in, out] that experts share an axis of experts, of size 1."""
+        return factor[:, None] if self.own is not None and factor.ndim == 3 else factor
+
+
+def _modules(config: ModelConfig) -> tuple[_Module, ...]:
+    shapes = config.linear_shapes()
+    dense = [
+        _Module(name=name, path=path, size_in=shapes[path][0], size_out=shapes[path][1])
+        for name, path in HF_MODULES.items()
+    ]
+    if config.experts is None:
+        return tuple(dense)
+    hidden, inner, number = config.hidden_size, config.experts.intermediate_size, config.experts.num_experts
+    gate, up, down = EXPERTS
+    return (
+        *dense[: len(ATTENTION)],
+        _Module(name="gate", path=gate, size_in=hidden, size_out=inner, own="B", num_experts=number),
+        _Module(name="up", path=up, size_in=hidden, size_out=inner, own="B", num_experts=number),
+        _Module(name="down", path=down, size_in=inner, size_out=hidden, own="A", num_experts=number),
+    )
 
 
 class JaxSnapshot(Snapshot):
@@ -57,10 +102,10 @@ def trained_modules(lora: LoraConfig) -> frozenset[str]:
 def shapes(config: ModelConfig, rank: int) -> Adapter:
     """Return an adapter's shapes as a pytree of jax.ShapeDtypeStruct."""
     layers = {}
-    linear_shapes = config.linear_shapes()
-    for name, path in HF_MODULES.items():
-        d_in, d_out = linear_shapes[path]
-        layers[name] = (_f32(config.num_layers, d_in, rank), _f32(config.num_layers, rank, d_out))
+    for module in _modules(config):
+        own_A, own_B = module.own_axes
+        A = _f32(config.num_layers, *own_A, module.size_in, rank)
+        layers[module.name] = (A, _f32(config.num_layers, *own_B, rank, module.size_out))
     head = (_f32(config.hidden_size, rank), _f32(rank, config.vocab_size))
     return {"layers": layers, "head": head}
 
@@ -78,11 +123,12 @@ def fresh(lora: LoraConfig, config: ModelConfig, padded_rank: int) -> Adapter:
     """
     adapter = host_zeros(config, padded_rank)
     trained = trained_modules(lora)
-    for name, path in HF_MODULES.items():
-        if name in trained:
-            A = adapter["layers"][name][0]
-            for layer in range(config.num_layers):
-                A[layer, :, : lora.rank] = draw_lora_A(lora, path, layer, A.shape[1]).T
+    for module in _modules(config):
+        if module.name in trained:
+            A = adapter["layers"][module.name][0]
+            for place in np.ndindex(A.shape[:-2]):  # a layer, or an expert of a layer
+                layer, expert = (*place, None)[:2]
+                A[place][:, : lora.rank] = draw_lora_A(lora, module.path, layer, module.size_in, expert=expert).T
     if "head" in trained:
         A = adapter["head"][0]
         A[:, : lora.rank] = draw_lora_A(lora, HEAD, 0, A.shape[0]).T
@@ -93,9 +139,10 @@ def fresh(lora: LoraConfig, config: ModelConfig, padded_rank: int) -> Adapter:
 
 
 class CanonicalAdapter(Mapping[str, Array]):
-    """An adapter on the host under its canonical names. A weight gets its canonical form when it is read.
+    """An adapter on the host under its canonical names, PEFT's. A weight gets its canonical form when it is read.
 
     That is a transposition, which takes longer than the copy from the device: whoever captures does not wait for it.
+    Factors of experts have an axis of experts before the two of a matrix, of size 1 where the experts share them.
     """
 
     def __init__(self, adapter: Adapter, lora: LoraConfig, config: ModelConfig) -> None:
@@ -103,12 +150,12 @@ class CanonicalAdapter(Mapping[str, Array]):
         rank, trained = lora.rank, trained_modules(lora)
         self._places: dict[str, tuple[str, int, int]] = {}  # module, 0 or 1 for A or B, layer
         self._pairs: dict[str, tuple[Array, Array]] = {}
-        for name, path in HF_MODULES.items():
-            if name in trained:
-                A, B = adapter["layers"][name]
-                self._pairs[name] = _cut(A, B, rank)
+        for module in _modules(config):
+            if module.name in trained:
+                A, B = (module.with_experts(factor) for factor in adapter["layers"][module.name])
+                self._pairs[module.name] = _cut(A, B, rank)
                 for layer in range(config.num_layers):
-                    self._place(f"model.layers.{layer}.{path}", name, layer)
+                    self._place(f"model.layers.{layer}.{module.path}", module.name, layer)
         if "head" in trained:
             A, B = adapter["head"]
             self._pairs["head"] = _cut(A[None], B[None], rank)
@@ -125,7 +172,7 @@ class CanonicalAdapter(Mapping[str, Array]):
 
     def __getitem__(self, name: str) -> Array:
         module, side, layer = self._places[name]
-        return np.ascontiguousarray(self._pairs[module][side][layer].T)
+        return np.ascontiguousarray(self._pairs[module][side][layer].swapaxes(-1, -2))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -146,11 +193,11 @@ def from_canonical(named: Mapping[str, Array], lora: LoraConfig, config: ModelCo
     adapter = host_zeros(config, padded_rank)
     trained = trained_modules(lora)
     left = set(named)
-    for name, path in HF_MODULES.items():
-        if name in trained:
-            A, B = adapter["layers"][name]
+    for module in _modules(config):
+        if module.name in trained:
+            A, B = (module.with_experts(x) for x in adapter["layers"][module.name])
             for i in range(config.num_layers):
-                _get(named, f"model.layers.{i}.{path}", (A[i], B[i]), lora.rank, left)
+                _get(named, f"model.layers.{i}.{module.path}", (A[i], B[i]), lora.rank, left)
     if "head" in trained:
         _get(named, HEAD, adapter["head"], lora.rank, left)
     if left:
@@ -161,15 +208,16 @@ def from_canonical(named: Mapping[str, Array], lora: LoraConfig, config: ModelCo
 
 def _get(named: Mapping[str, Array], path: str, pair: tuple[Array, Array], rank: int, left: set[str]) -> None:
     A, B = pair
-    for name, target in ((weight_name(path, "A"), A[:, :rank]), (weight_name(path, "B"), B[:rank])):
+    targets = (A[..., :rank].swapaxes(-1, -2), B[..., :rank, :].swapaxes(-1, -2))
+    for name, target in zip((weight_name(path, "A"), weight_name(path, "B")), targets, strict=True):
         if name not in named:
             msg = f"adapter weight {name!r} is missing"
             raise UserError(msg)
         value = np.asarray(named[name], np.float32)
-        if value.T.shape != target.shape:
-            msg = f"adapter weight {name!r} has shape {value.shape}, this model and LoRA need {target.T.shape}"
+        if value.shape != target.shape:
+            msg = f"adapter weight {name!r} has shape {value.shape}, this model and LoRA need {target.shape}"
             raise UserError(msg)
-        target[...] = value.T
+        target[...] = value
         left.discard(name)
 
 
@@ -177,7 +225,7 @@ def _get(named: Mapping[str, Array], path: str, pair: tuple[Array, Array], rank:
 
 
 def stack(adapters: Sequence[Adapter]) -> Adapter:
-    """Join k adapters: [L, k, ...] for layer modules, so that a scan over layers sees [k, ...]; else [k, ...]."""
+    """Join k adapters along a new axis, the third from the end: [L, k, ...], of an expert's own [L, E, k, ...]."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=-3), *adapters)
 
 

@@ -14,12 +14,15 @@ J = heads of keys and values, Q = queries that share such a head (T times the qu
 C = keys of a block, X = decode steps or table entries, K = alternatives per token; i, r, o = in, rank, out of a LoRA.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tinsmith_jax import expert_sampling
+from tinsmith_jax.experts import ExpertWeights, route, take_apart
 from tinsmith_jax.layers import rms_norm, rope, rope_angles
 from tinsmith_jax.mesh import ONE, Axes
 from tinsmith_jax.model_config import ModelConfig
@@ -232,6 +235,12 @@ class _LoraRows(NamedTuple):
     def of_layer(self, name: str, layer: jax.Array, x_NTi: jax.Array) -> jax.Array:
         return self._delta(x_NTi, self.resident["layers"][name], layer)
 
+    def adapted_slots(self, slot_N: jax.Array) -> jax.Array:
+        """Return which slots [B] have tiles that use their adapters. A slot's tiles all do, or none."""
+        nothing = jnp.zeros(self.resident["head"][0].shape[0], bool)
+        adapted: jax.Array = nothing.at[slot_N].max(self.adapted_N & (slot_N >= 0))
+        return adapted
+
     def of_head(self, x_NTi: jax.Array) -> jax.Array:
         return self._delta(x_NTi, self.resident["head"], None)
 
@@ -272,6 +281,7 @@ def _layers(
     position_NT = tiles.start_N[:, None] + jnp.arange(T)
     cos_sin = rope_angles(position_NT, config.rope.inv_freq, config.rope.factor)
     num_blocks = (jnp.max(tiles.start_N) + T - 1) // KEY_BLOCK + 1
+    layers, experts = take_apart(base["layers"])
 
     def layer(carry: tuple[jax.Array, Cache], scanned: tuple[jax.Array, Tree]) -> tuple[Any, None]:
         x_NTH, cache = carry
@@ -290,15 +300,38 @@ def _layers(
         out_NTo = _attend(q_NThD, cache, index, lora.slot_N, position_NT, num_blocks)
         x_NTH = _add(x_NTH, _dense(out_NTo, axes.whole(weights["o"], 1)), delta("o", out_NTo), axes)
         h_NTH = rms_norm(x_NTH, weights["post_norm"], config.rms_norm_eps)
+        if experts is not None:
+            return (x_NTH + _expert_mlp(h_NTH, index, weights, experts, config, lora), cache), None
         gate_NTo, up_NTo = jnp.split(_dense(h_NTH, axes.whole(weights["gate_up"], 0)), 2, axis=-1)
         gate_NTo, up_NTo = gate_NTo + delta("gate", h_NTH), up_NTo + delta("up", h_NTH)
         inner_NTo = jax.nn.silu(gate_NTo) * up_NTo
         x_NTH = _add(x_NTH, _dense(inner_NTo, axes.whole(weights["down"], 1)), delta("down", inner_NTo), axes)
         return (x_NTH, cache), None
 
-    scanned = (jnp.arange(config.num_layers), base["layers"])
+    scanned = (jnp.arange(config.num_layers), layers)
     (x_NTH, cache), _ = lax.scan(layer, (x_NTH, cache), scanned)
     return cache, rms_norm(x_NTH, base["final_norm"], config.rms_norm_eps)
+
+
+def _expert_mlp(
+    h_NTH: jax.Array,
+    layer: jax.Array,
+    weights: Tree,
+    experts: tuple[Any, Any],
+    config: ModelConfig,
+    lora: _LoraRows,
+) -> jax.Array:
+    assert config.experts is not None
+    flat_TH, num_experts = h_NTH.reshape(-1, h_NTH.shape[-1]), config.experts.num_experts
+    routing, own = route(flat_TH, weights["router"], config), ExpertWeights(*experts, weights["first_expert"])
+    of_layer = partial(expert_sampling.resident_lora, lora.resident["layers"], layer, weights["first_expert"])
+    if lora.slot_N is None:
+        out = expert_sampling.step_mlp(flat_TH, routing, own, of_layer(lora.adapted_N), num_experts)
+    else:
+        adapted_B = lora.adapted_slots(lora.slot_N)
+        out = expert_sampling.prompt_mlp(h_NTH, routing, own, of_layer(adapted_B), lora.slot_N, num_experts)
+    mlp_NTH: jax.Array = out.reshape(h_NTH.shape)
+    return mlp_NTH
 
 
 def _dense(x_NTi: jax.Array, weight_io: jax.Array) -> jax.Array:

@@ -301,8 +301,11 @@ def _replicated(devices: Mesh) -> Any:
 
 
 def check_shape(config: MeshConfig, model: ModelConfig) -> Axes:
-    """Return the axes of a mesh that divides the model evenly. Raise ConfigError if it does not."""
+    """Return the axes of a mesh that divides the model evenly. Raise ConfigError if it does not, or has experts."""
     axes = Axes(config.data, config.fsdp, config.tensor)
+    if model.experts is not None and axes.num_devices > 1:
+        msg = f"mesh {_text(axes)}: models with experts run on one device; leave out the mesh, or choose a dense model"
+        raise ConfigError(msg)
     for axis, parts, sizes in (
         (FSDP, axes.fsdp, {"hidden_size": model.hidden_size}),
         (

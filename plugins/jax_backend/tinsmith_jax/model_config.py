@@ -1,26 +1,26 @@
 """The architecture of a base model, read from the config.json of a Hugging Face directory. No jax."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from tinsmith import ConfigError
 from tinsmith.huggingface import DecoderShape, Rope, decoder_shape, read_model_config, read_rope
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(DecoderShape):
-    """Static facts of a dense decoder; hashable, so that compiled functions may close over it."""
+    """Static facts of a decoder; hashable, so that compiled functions may close over it."""
 
     rms_norm_eps: float
     rope: Rope
 
     @property
     def qk_norm(self) -> bool:
-        return self.class_name == "Qwen3ForCausalLM"
+        return self.class_name != "LlamaForCausalLM"
 
     def divided(self, parts: int) -> "ModelConfig":
         """Return what one of `parts` shards of each layer's matrices sees: fewer heads."""
@@ -41,7 +41,7 @@ def config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:  # Any: par
     shape = decoder_shape(config, path, supported=ARCHITECTURES)
     _refuse_unsupported(config, path)
     return ModelConfig(
-        **asdict(shape),
+        **{each.name: getattr(shape, each.name) for each in fields(shape)},
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope=read_rope(config, shape.head_dim, str(path)),
     )

@@ -4,7 +4,7 @@ Legend: T = tokens (a multiple of TILE), n = T / TILE tiles, k = adapters in the
 H = hidden, d = head_dim.
 
 A stack of adapters is {"layers": {module: (A [L, k, in, r], B [L, k, r, out])}, "head": (A [k, H, r], B [k, r, V])} in
-float32, module names as in `LAYER_MODULES` (adapters.py makes it).
+float32, module names as in `LAYER_MODULES` (adapters.py makes it). An expert's own factors are [L, E, k, ...].
 """
 
 from collections.abc import Callable
@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from tinsmith_jax.attention import packed_attention
+from tinsmith_jax.expert_training import expert_mlp
+from tinsmith_jax.experts import ExpertLora, ExpertWeights, route, take_apart
 from tinsmith_jax.layers import TILE, Lora, Tiles, by_tile, lora_delta, rms_norm, rope, rope_angles
 from tinsmith_jax.mesh import FSDP, ONE, Axes, is_kept
 from tinsmith_jax.model_config import ModelConfig
@@ -49,10 +51,13 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     first_n = jnp.arange(n, dtype=jnp.int32) - positions_T.reshape(n, TILE)[:, 0] // TILE
     angles = rope_angles(positions_T, config.rope.inv_freq, config.rope.factor)
     config = config.divided(axes.tensor)
+    layers, experts = take_apart(base["layers"])
 
     def layer(x_TH: Any, per_layer: tuple[Any, Any, Any]) -> tuple[Any, None]:
         weights, adapter, layer_sums = per_layer
         x_TH = _attention_block(x_TH, weights, config, adapter, layer_sums, tiles, axes, (angles, first_n))
+        if experts is not None:
+            return _expert_block(x_TH, weights, experts, config, adapter, layer_sums, tiles), None
         return _mlp_block(x_TH, weights, config, adapter, layer_sums, tiles, axes), None
 
     body = layer
@@ -60,7 +65,7 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
         body = jax.checkpoint(layer, prevent_cse=False)
     elif axes.fsdp > 1:
         body = jax.checkpoint(layer, prevent_cse=False, policy=is_kept)
-    x_TH, _ = jax.lax.scan(body, embed(base["embed"], tokens_T, axes), (base["layers"], adapters["layers"], sums))
+    x_TH, _ = jax.lax.scan(body, embed(base["embed"], tokens_T, axes), (layers, adapters["layers"], sums))
     return rms_norm(x_TH, base["final_norm"], config.rms_norm_eps)
 
 
@@ -139,3 +144,23 @@ def _mlp_block(x_TH: Any, weights: Any, config: ModelConfig, adapter: Any, sums:
     inner = jax.nn.silu(gate + d_gate) * (up + d_up)
     (delta,) = lora_delta(inner, lora_of(("down",), adapter, sums), tiles, axes, "inputs")
     return x_TH + axes.leave_tensor(inner @ axes.whole(weights["down"], 1)) + delta
+
+
+def _expert_block(
+    x_TH: Any,
+    weights: Any,
+    experts: tuple[Any, Any],
+    config: ModelConfig,
+    adapter: Any,
+    sums: Any,
+    tiles: Tiles,
+) -> Any:
+    h_TH = rms_norm(x_TH, weights["post_norm"], config.rms_norm_eps)
+    routing = route(h_TH, weights["router"], config)
+    lora = _expert_lora(adapter)
+    totals = None if sums is None else _expert_lora(sums)
+    return x_TH + expert_mlp(h_TH, routing, ExpertWeights(*experts, weights["first_expert"]), lora, tiles, totals)
+
+
+def _expert_lora(modules: Any) -> ExpertLora:
+    return ExpertLora(modules["gate"], modules["up"], modules["down"])

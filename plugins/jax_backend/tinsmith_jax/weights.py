@@ -7,6 +7,9 @@ as gate|up. Legend: L = layers, H = hidden, I = intermediate, V = vocabulary, d 
     {"embed": [V, H], "head": [V, H] (the same buffer as embed if tied), "final_norm": [H],
      "layers": {"input_norm": [L, H], "qkv": [L, H, q + 2 kv], "q_norm", "k_norm": [L, d] (Qwen3 only),
                 "o": [L, q, H], "post_norm": [L, H], "gate_up": [L, H, 2 I], "down": [L, I, H]}}
+
+A model with E experts has, in place of the last two, "router" [L, H, E], "expert_gate_up" [L, E, H, 2 I] and
+"expert_down" [L, E, I, H].
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +33,17 @@ Read = Callable[[str, tuple[int, ...], Index], Array]
 """Reads a part of a tensor, given the shape of the whole."""
 
 # our name -> (Hugging Face modules, joined along `out`)
-_MATRICES: Mapping[str, Sequence[str]] = {
+_ATTENTION: Mapping[str, Sequence[str]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o": ("self_attn.o_proj",),
+}
+_DENSE: Mapping[str, Sequence[str]] = {
+    **_ATTENTION,
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+_ROUTED: Mapping[str, Sequence[str]] = {**_ATTENTION, "router": ("mlp.gate",)}
+_EXPERTS: Mapping[str, Sequence[str]] = {"expert_gate_up": ("gate_proj", "up_proj"), "expert_down": ("down_proj",)}
 _NORMS: Mapping[str, str] = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
 _QK_NORMS: Mapping[str, str] = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 
@@ -66,18 +74,27 @@ class _Loader:
         self._config = config
         self._layout = layout
         self._shapes = config.linear_shapes()
+        self._matrices = _DENSE
+        self._experts: Mapping[str, Sequence[str]] = {}
+        if config.experts is not None:
+            self._matrices, self._experts = _ROUTED, _EXPERTS
+            self._shapes["mlp.gate"] = (config.hidden_size, config.experts.num_experts)
 
     def load(self, progress: Progress) -> Base:
         config = self._config
         norms = {name: (path, config.hidden_size) for name, path in _NORMS.items()}
         if config.qk_norm:
             norms |= {name: (path, config.head_dim) for name, path in _QK_NORMS.items()}
-        specs = base_specs(list(_MATRICES))["layers"]
-        done, total = 0, len(_MATRICES) + 1
+        specs = base_specs(list(self._matrices))["layers"]
+        done, total = 0, len(self._matrices) + len(self._experts) + 1
         layers: dict[str, Any] = {}
-        for name, modules in _MATRICES.items():
+        for name, modules in self._matrices.items():
             progress("loading weights", done / total)
             layers[name] = self._matrix(modules, specs[name])
+            done += 1
+        for name, modules in self._experts.items():
+            progress("loading weights", done / total)
+            layers[name] = self._of_experts(modules)
             done += 1
         for name, (path, size) in norms.items():
             layers[name] = self._norms(path, size)
@@ -141,6 +158,28 @@ class _Loader:
             return found
 
         return self._put((self._config.num_layers, d_in, sum(widths)), spec, part)
+
+    def _of_experts(self, modules: Sequence[str]) -> Any:
+        """Load matrices of all experts, which one device holds whole."""
+        config = self._config
+        assert config.experts is not None
+        inner, hidden, number = config.experts.intermediate_size, config.hidden_size, config.experts.num_experts
+        stored = (hidden, inner) if modules == _EXPERTS["expert_down"] else (inner, hidden)
+        whole = (slice(0, stored[0]), slice(0, stored[1]))
+
+        def part(index: Index) -> Array:
+            del index
+            found: Array | None = None
+            for layer, expert in np.ndindex(config.num_layers, number):
+                names = (f"model.layers.{layer}.mlp.experts.{expert}.{module}.weight" for module in modules)
+                joined = np.concatenate([self._read(name, stored, whole) for name in names]).T
+                if found is None:
+                    found = np.empty((config.num_layers, number, *joined.shape), joined.dtype)
+                found[layer, expert] = joined
+            assert found is not None, "a model has at least one layer and one expert"
+            return found
+
+        return self._put((config.num_layers, number, stored[1], stored[0] * len(modules)), Spec(), part)
 
 
 def _share(columns: slice, width: int, total: int) -> slice:

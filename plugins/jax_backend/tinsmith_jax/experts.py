@@ -1,0 +1,244 @@
+"""The MLP of a layer with experts: routing, and the products of tokens sorted by expert and adapter, with their LoRA.
+
+A router gives each token to its `top_k` experts; their outputs are added, weighted. Router and base weights are frozen.
+LoRA follows Tinker's layout: the side of each factor that faces the hidden states is shared by the experts. So the
+shared factors work on tiles, as in a dense layer, and only the experts' own ones need the tokens sorted.
+
+Tokens are sorted by expert, then by adapter, and each group is padded to blocks of TILE rows. A block reads the weights
+of one expert and one adapter. The bits of a row of such a product depend neither on its place nor on the other rows,
+and a token's results are added in an order of its own, so other tenants do not change them.
+Gradients of the experts' own factors are added tile by tile in order, as all others are.
+
+Legend: T = tokens, n = T / TILE tiles, C = experts of a token, P = T * C choices, E = experts, k = adapters,
+R = rows of all blocks, b = blocks, H = hidden, I = inner size of an expert, r = padded rank.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tinsmith_jax.kernels import tile_products
+from tinsmith_jax.layers import TILE, Tiles
+from tinsmith_jax.model_config import ModelConfig
+
+# Any below: jax arrays and pytrees of them.
+
+
+class Routing(NamedTuple):
+    """Which experts compute each token, and how much each counts."""
+
+    chosen_TC: Any  # int32
+    weight_TC: Any  # of the dtype of the hidden states
+
+
+class ExpertWeights(NamedTuple):
+    """The frozen weights of all layers' experts, and which of them is the first one of the layer at hand."""
+
+    gate_up: Any  # [L E, H, 2 I]
+    down: Any  # [L E, I, H]
+    first: Any
+
+    def of(self, expert: Any) -> tuple[Any, Any]:
+        return self.gate_up[self.first + expert], self.down[self.first + expert]
+
+
+class Block(NamedTuple):
+    """TILE rows that one expert computes with one adapter."""
+
+    first: Any  # of its rows
+    tokens: Any  # T for rows that pad the block
+    expert: Any
+    adapter: Any
+
+
+class Blocks(NamedTuple):
+    """The choices, sorted and padded. Blocks past `num_blocks` are not computed."""
+
+    token_R: Any
+    row_TC: Any  # where a choice lies among the rows
+    expert_b: Any
+    adapter_b: Any
+    num_blocks: Any
+
+
+class ExpertLora(NamedTuple):
+    """The LoRA of one layer's experts: an (A, B) pair per module. Gradients have the same form."""
+
+    gate: tuple[Any, Any]  # [k, H, r], [E, k, r, I]
+    up: tuple[Any, Any]  # likewise
+    down: tuple[Any, Any]  # [E, k, I, r], [k, r, H]
+
+    def of_block(self, block: Block) -> tuple[Any, Any, Any]:
+        """Return B of gate, B of up, and A of down."""
+        own = (self.gate[1], self.up[1], self.down[0])
+        B_gate, B_up, A_down = (factor[block.expert, block.adapter] for factor in own)
+        return B_gate, B_up, A_down
+
+    def where_adapted(self, delta: Any, adapter: Any) -> Any:
+        del adapter
+        return delta
+
+
+class ResidentLora(NamedTuple):
+    """The LoRA of the adapters in the slots, for sampling. The experts' own factors are of all layers, [L E, ...].
+
+    Scales are in B already. What a slot without an adapter has may be anything, even NaN.
+    """
+
+    gate: tuple[Any, Any]
+    up: tuple[Any, Any]
+    down: tuple[Any, Any]
+    first: Any  # expert of the layer at hand
+    adapted_k: Any  # bool: the slot uses its adapter; else the base model
+
+    def of_block(self, block: Block) -> tuple[Any, Any, Any]:
+        return ExpertLora(self.gate, self.up, self.down).of_block(block._replace(expert=self.first + block.expert))
+
+    def where_adapted(self, delta: Any, adapter: Any) -> Any:
+        """Mask the deltas [..., x, y] of adapters [...] that are not in use."""
+        return jnp.where(self.adapted_k[adapter][..., None, None], delta, 0)
+
+
+class Kept(NamedTuple):
+    """What the backward pass takes over from the forward pass."""
+
+    blocks: Blocks
+    z_TS: Any  # scale * h @ A of gate and up, side by side
+    low_ntr: Any  # scale * what the experts give the shared B of down
+
+
+def take_apart(layers: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[Any, Any] | None]:
+    """Separate the experts' matrices, of which a layer reads some, from what a scan over the layers takes apart."""
+    if "expert_down" not in layers:
+        return layers, None
+    stacked = layers["expert_gate_up"], layers["expert_down"]
+    num_layers, num_experts = stacked[1].shape[:2]
+    others = {name: value for name, value in layers.items() if not name.startswith("expert_")}
+    others["first_expert"] = jnp.arange(num_layers) * num_experts
+    gate_up, down = (each.reshape(-1, *each.shape[2:]) for each in stacked)
+    return others, (gate_up, down)
+
+
+def route(h_TH: Any, router_HE: Any, config: ModelConfig) -> Routing:
+    """Choose each token's experts by softmax in float32, the most probable first. Gradients pass through weights."""
+    assert config.experts is not None
+    probability_TE = jax.nn.softmax((h_TH @ router_HE).astype(jnp.float32), axis=-1)
+    weight_TC, chosen_TC = lax.top_k(probability_TE, config.experts.top_k)
+    if config.experts.normalized:
+        weight_TC = weight_TC / sum(weight_TC[:, c : c + 1] for c in range(config.experts.top_k))
+    return Routing(chosen_TC, weight_TC.astype(h_TH.dtype))
+
+
+def forward(
+    h_TH: Any, routing: Routing, weights: ExpertWeights, lora: ExpertLora | ResidentLora, tiles: Tiles, num_experts: int
+) -> tuple[Any, Kept]:
+    """Return the weighted outputs of the experts, [T, H]."""
+    dtype, num_adapters = h_TH.dtype, lora.gate[0].shape[0]
+    blocks = _sorted(routing.chosen_TC, jnp.repeat(tiles.adapter_n, TILE), num_experts, num_adapters)
+    z_TS = _shared_down(h_TH, lora, tiles)
+
+    def compute(block: Block) -> tuple[Any, Any]:
+        inner = activated(*gate_and_up(block, h_TH, z_TS, weights, lora))
+        low = product(inner, lora.of_block(block)[2].astype(dtype))
+        return inner @ weights.of(block.expert)[1], lora.where_adapted(low, block.adapter)
+
+    num_rows, rank = blocks.token_R.shape[0], lora.down[0].shape[-1]
+    empty = (jnp.zeros((num_rows, h_TH.shape[1]), dtype), jnp.zeros((num_rows, rank), jnp.float32))
+    y_RH, low_Rr = each_block(blocks, empty, compute)
+    out_TH = weighted_sum(routing.weight_TC, y_RH, blocks)
+    low_ntr = in_tiles(weighted_sum(routing.weight_TC, low_Rr, blocks)) * tiles.scale_n[:, None, None]
+    delta = tile_products.up(low_ntr.astype(dtype), lora.down[1].astype(dtype), tiles.adapter_n)
+    delta = lora.where_adapted(delta, tiles.adapter_n).reshape(out_TH.shape)
+    return out_TH + delta.astype(dtype), Kept(blocks, z_TS, low_ntr)
+
+
+def gate_and_up(
+    block: Block, h_TH: Any, z_TS: Any, weights: ExpertWeights, lora: ExpertLora | ResidentLora
+) -> tuple[Any, Any]:
+    """Compute both, with their LoRA, for one block's rows."""
+    dtype = h_TH.dtype
+    parts = jnp.split(rows(h_TH, block.tokens) @ weights.of(block.expert)[0], 2, axis=-1)
+    low = jnp.split(rows(z_TS, block.tokens).astype(dtype), 2, axis=-1)
+    gate, up = (
+        part + lora.where_adapted(product(z, B.astype(dtype)), block.adapter).astype(dtype)
+        for part, z, B in zip(parts, low, lora.of_block(block)[:2], strict=True)
+    )
+    return gate, up
+
+
+def _shared_down(h_TH: Any, lora: ExpertLora | ResidentLora, tiles: Tiles) -> Any:
+    """Compute scale * h @ A of gate and up, side by side: [T, 2 r] in float32."""
+    A = jnp.concatenate((lora.gate[0], lora.up[0]), axis=-1).astype(h_TH.dtype)
+    z = tile_products.down(in_tiles(h_TH), A, tiles.adapter_n) * tiles.scale_n[:, None, None]
+    return z.reshape(h_TH.shape[0], -1)
+
+
+# Rows and blocks ------------------------------------------------------------------------------------------------------
+
+
+def _sorted(chosen_TC: Any, adapter_T: Any, num_experts: int, num_adapters: int) -> Blocks:
+    num_tokens, top_k = chosen_TC.shape
+    num_choices, num_groups = num_tokens * top_k, num_experts * num_adapters
+    group_P = (chosen_TC * num_adapters + adapter_T[:, None]).reshape(-1)
+    size_g = jnp.zeros(num_groups, jnp.int32).at[group_P].add(1)
+    blocks_g = (size_g + TILE - 1) // TILE
+    end_g = jnp.cumsum(blocks_g)
+    order_P = jnp.argsort(group_P, stable=True)
+    sorted_P = group_P[order_P]
+    place_P = jnp.arange(num_choices) - (jnp.cumsum(size_g) - size_g)[sorted_P]
+    row_P = (end_g - blocks_g)[sorted_P] * TILE + place_P
+    most = num_choices // TILE + min(num_groups, num_choices)
+    group_b = jnp.minimum(jnp.searchsorted(end_g, jnp.arange(most), side="right"), num_groups - 1)
+    return Blocks(
+        token_R=jnp.full(most * TILE, num_tokens, jnp.int32).at[row_P].set(order_P // top_k),
+        row_TC=jnp.zeros(num_choices, jnp.int32).at[order_P].set(row_P).reshape(num_tokens, top_k),
+        expert_b=group_b // num_adapters,
+        adapter_b=group_b % num_adapters,
+        num_blocks=end_g[-1],
+    )
+
+
+def rows(x_T: Any, index: Any) -> Any:
+    """Take rows; those past the end are 0."""
+    return jnp.take(x_T, index, axis=0, mode="fill", fill_value=0)
+
+
+def each_block(blocks: Blocks, results: tuple[Any, ...], compute: Callable[[Block], tuple[Any, ...]]) -> Any:
+    """Fill arrays [R, ...] with what `compute` returns for each block."""
+
+    def step(b: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
+        first = b * TILE
+        tokens = lax.dynamic_slice_in_dim(blocks.token_R, first, TILE)
+        new = compute(Block(first, tokens, blocks.expert_b[b], blocks.adapter_b[b]))
+        return tuple(
+            lax.dynamic_update_slice_in_dim(result, part.astype(result.dtype), first, 0)
+            for result, part in zip(results, new, strict=True)
+        )
+
+    return lax.fori_loop(0, blocks.num_blocks, step, results)
+
+
+def weighted_sum(weight_TC: Any, values_R: Any, blocks: Blocks) -> Any:
+    """Add up the rows of a token's choices, most probable first."""
+    parts = (weight_TC[:, c, None] * values_R[blocks.row_TC[:, c]] for c in range(weight_TC.shape[1]))
+    return sum(parts, start=next(parts))
+
+
+def in_tiles(x_T: Any) -> Any:
+    return x_T.reshape(-1, TILE, *x_T.shape[1:])
+
+
+def activated(gate: Any, up: Any) -> Any:
+    return jax.nn.silu(gate) * up
+
+
+def product(a: Any, b: Any) -> Any:
+    return jnp.matmul(a, b, preferred_element_type=jnp.float32)
+
+
+def product_T(a: Any, b: Any) -> Any:
+    """Compute a @ b.T in float32."""
+    return jnp.einsum("xo,io->xi", a, b, preferred_element_type=jnp.float32)
