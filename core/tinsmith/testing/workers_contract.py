@@ -213,9 +213,13 @@ class WorkersContract:
             np.testing.assert_array_equal(later.tensors("weights")[name], state_tensor(name, shape) + np.float32(1))
 
     def test_a_state_that_nobody_needs_leaves_nothing(self, group: WorkerGroup, tmp_path: Path) -> None:
-        (tmp_path / "state" / "of a killed engine").mkdir(parents=True)
+        (tmp_path / "state" / "killed").mkdir(parents=True)
+        (tmp_path / "state" / "killed.lock").touch()
+        replay = StateFiles(group, tmp_path / "state", shard_bytes=_SHARD_BYTES)
+        (beside,) = (path for path in (tmp_path / "state").iterdir() if path.is_dir())
         files = StateFiles(group, tmp_path / "state", shard_bytes=_SHARD_BYTES)
-        (own,) = (tmp_path / "state").iterdir()
+        (own,) = (path for path in (tmp_path / "state").iterdir() if path.is_dir() and path != beside)
+        replay.check()
         tensors = files.capture("m", _SHAPES, ("weights",)).tensors("weights")
         dict(tensors)  # who holds tensors holds the files
         assert [each.name for each in own.rglob("*.json")] == ["model.safetensors.index.json"]

@@ -1,5 +1,7 @@
 """The engine's side of a capture: files that the workers fill beside training, in a directory of their own."""
 
+import fcntl
+import os
 import secrets
 import shutil
 import tempfile
@@ -8,6 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +24,7 @@ from tinsmith.workers.group import WorkerGroup
 from tinsmith.workers.state_writer import Written
 
 _POLL_S: Final = 0.05
+_LOCK: Final = ".lock"
 
 
 class StateFiles:
@@ -32,10 +36,14 @@ class StateFiles:
     """
 
     def __init__(self, workers: WorkerGroup, directory: Path, *, shard_bytes: int) -> None:
-        """Remove what other engines have left in `directory`."""
-        shutil.rmtree(directory, ignore_errors=True)
+        """Remove what killed engines have left in `directory`. A replay may use it beside an engine."""
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _remove_orphans(directory)
         self._directory = directory / secrets.token_hex(4)
-        self._directory.mkdir(parents=True, mode=0o700)
+        lock = _locked(self._directory.with_suffix(_LOCK), os.O_CREAT | os.O_EXCL)
+        assert lock is not None, "nobody else knows the name"
+        weakref.finalize(self, os.close, lock)
+        self._directory.mkdir(mode=0o700)
         self._workers = workers
         self._shard_bytes = shard_bytes
         self._ended: deque[str] = deque()
@@ -131,6 +139,26 @@ class Capture:
         self._complete = all(each.complete for each in found)
         if not self._complete and self._refusal is None:
             time.sleep(_POLL_S)
+
+
+def _remove_orphans(parent: Path) -> None:
+    for path in parent.glob(f"*{_LOCK}"):
+        with suppress(FileNotFoundError):  # another process removes it
+            if (lock := _locked(path)) is not None:
+                shutil.rmtree(path.with_suffix(""), ignore_errors=True)
+                path.unlink()
+                os.close(lock)
+
+
+def _locked(path: Path, flags: int = 0) -> int | None:
+    """Return a descriptor of the file, locked until it is closed or this process ends. None: it is locked already."""
+    file = os.open(path, os.O_RDWR | flags, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        return None
+    return file
 
 
 def _end(directory: Path, on_end: Callable[[str], None]) -> None:
