@@ -7,9 +7,10 @@ import sqlite3
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -32,9 +33,19 @@ WAIT_S = 600
 class Served:
     """`tinsmith serve` of one model on one port, again and again."""
 
-    def __init__(self, launcher: Launcher, data_dir: Path, model: ModelSettings, **server: str) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        data_dir: Path,
+        model: ModelSettings,
+        *,
+        environ: Mapping[str, str] = MappingProxyType({}),
+        **server: str,
+    ) -> None:
+        """`environ`: more variables, for the server and its engines."""
         self.launcher = launcher
-        self.environ = {name: value for name, value in os.environ.items() if not name.startswith("TINSMITH_")}
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("TINSMITH_")}
+        self.environ = {**ours, **environ}
         self.data_dir = data_dir
         self.model = model
         self.held = hold_port()
@@ -108,8 +119,15 @@ def is_worker(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def serving(launcher: Launcher, data_dir: Path, model: ModelSettings = TOY, **server: str) -> Iterator[Served]:
-    served = Served(launcher, data_dir, model, **server)
+def serving(
+    launcher: Launcher,
+    data_dir: Path,
+    model: ModelSettings = TOY,
+    *,
+    environ: Mapping[str, str] = MappingProxyType({}),
+    **server: str,
+) -> Iterator[Served]:
+    served = Served(launcher, data_dir, model, environ=environ, **server)
     try:
         served.wait_until_ready()
         yield served

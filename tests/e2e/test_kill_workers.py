@@ -1,9 +1,14 @@
 """The workers of a mesh are killed with SIGKILL: the client sees delay, and the undisturbed run's bits."""
 
 import itertools
+import os
 import random
 import shutil
-from collections.abc import Iterator
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +17,22 @@ from typing import Any
 import psutil
 import pytest
 from few_programs import FEW_PROGRAMS, SHAPE
-from killed_runs import Killer, Served, check, serving, undisturbed
+from killed_runs import WAIT_S, Killer, Served, check, serving, undisturbed
 from processes import Launcher
 
+from tinsmith import failpoints
 from tinsmith.huggingface.tiny_model import write_tiny_model
 from tinsmith.settings import ModelSettings, PluginSection
+from tinsmith.testing.ports import hold_port
 from tinsmith.testing.workers_contract import wait_until_ended
+from tinsmith.workers.launching import COORDINATOR, INDEX, KEY, NUM_WORKERS
+from tinsmith.workers.launching import WAIT_S as WORKER_WAIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(3600)]
+
+SECRET = "a secret of the test"
+BOUNDARIES = ("worker.join", "worker.make", "worker.compute", "worker.send_answer")
+"""Those of workers, in the order in which they come to them. The mesh sends no parts of answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +43,18 @@ class Undisturbed:
     compiled: Path
 
     @contextmanager
-    def served(self, launcher: Launcher, data_dir: Path) -> Iterator[Served]:
-        """Serve the model; its engines find the programs that the undisturbed run compiled."""
+    def served(self, launcher: Launcher, data_dir: Path, *, by_scheduler: int | None = None) -> Iterator[Served]:
+        """Serve the model; its engines find the programs that the undisturbed run compiled.
+
+        by_scheduler: the port at which workers join that the test starts.
+        """
         shutil.copytree(self.compiled, data_dir / "cache")
-        with serving(launcher, data_dir, self.model) as served:
+        if by_scheduler is None:
+            model, environ = self.model, {}
+        else:
+            joined = {"launcher": "scheduler", "control_address": f"127.0.0.1:{by_scheduler}"}
+            model, environ = with_backend(self.model, **joined), {KEY: SECRET}
+        with serving(launcher, data_dir, model, environ=environ) as served:
             yield served
 
 
@@ -91,3 +112,78 @@ def test_each_worker_and_the_engine_are_killed(mesh: Undisturbed, launcher: Laun
         seen.update(each.pid for each in served.workers())
     assert len(seen) >= mesh.num_workers * 2
     wait_until_ended(list(seen))
+
+
+@dataclass(frozen=True)
+class Death:
+    rank: int
+    point: str
+    passes: int
+
+    def __str__(self) -> str:
+        return f"{self.point}=kill@{self.passes}"
+
+
+class Hosts(threading.Thread):
+    """Starts each worker again whenever it ends, as a scheduler does, and has them die one death after the other.
+
+    The deaths of a rank come one after the other, and the last of them is in a call, which ends the others as well. So
+    whoever is to die next is started after the death before.
+    """
+
+    def __init__(self, coordinator: str, num_workers: int, deaths: Sequence[Death]) -> None:
+        super().__init__(daemon=True)
+        self.deaths = list(deaths)
+        self._variables = {COORDINATOR: coordinator, KEY: SECRET, NUM_WORKERS[0]: str(num_workers)}
+        self._variables |= {WORKER_WAIT_S: str(WAIT_S), "OMP_NUM_THREADS": "1"}
+        self._stopped = threading.Event()
+        self._armed: list[Death | None] = [None] * num_workers
+        self._processes = [self._start(rank) for rank in range(num_workers)]
+
+    def run(self) -> None:
+        while not self._stopped.wait(0.05):
+            ended = [rank for rank, process in enumerate(self._processes) if process.poll() is not None]
+            if ended:
+                self._strike_out()  # whose death may have ended the others
+            for rank in ended:
+                self._processes[rank] = self._start(rank)
+
+    def _strike_out(self) -> None:
+        if self.deaths:
+            death = self.deaths[0]
+            if self._armed[death.rank] is death and self._processes[death.rank].poll() == -signal.SIGKILL:
+                del self.deaths[0]
+
+    def _start(self, rank: int) -> "subprocess.Popen[bytes]":
+        death = self._armed[rank] = next((each for each in self.deaths[:1] if each.rank == rank), None)
+        own = {INDEX[0]: str(rank), failpoints.VARIABLE: str(death or "")}
+        return subprocess.Popen(
+            [sys.executable, "-m", "tinsmith.workers"], env={**os.environ, **self._variables, **own}
+        )
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+def test_each_worker_dies_at_each_boundary(mesh: Undisturbed, launcher: Launcher, tmp_path: Path) -> None:
+    random_ = random.Random(24)
+    deaths = [
+        Death(rank, f"{boundary}.{side}", random_.randint(1, 12) if boundary in BOUNDARIES[2:] else 1)
+        for rank in range(mesh.num_workers)
+        for boundary in BOUNDARIES
+        for side in ("before", "after")
+    ]
+    with hold_port() as held:
+        port = held.getsockname()[1]
+        with mesh.served(launcher, tmp_path / "killed", by_scheduler=port) as served:
+            hosts = Hosts(f"127.0.0.1:{port}", mesh.num_workers, deaths)
+            hosts.start()
+            try:
+                check(served, Killer(lambda: True, []), *mesh.outcome)
+            finally:
+                hosts.stop()
+    assert not hosts.deaths
