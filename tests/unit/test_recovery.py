@@ -626,7 +626,21 @@ async def test_a_model_that_ends_its_engine_while_it_is_rebuilt_is_lost_alone(
     assert "its engine ended 3 times while it was rebuilt" in (lost.state_reason or "")
 
 
-async def test_a_model_that_breaks_the_recovery_is_lost_alone(setup: Setup, client: EngineDriver) -> None:
+async def test_a_backend_that_fails_during_a_recovery_costs_no_model(setup: Setup, client: EngineDriver) -> None:
+    """One of its workers may have been killed."""
+    async with setup.engine():
+        await client.create_model()
+        await client.run(a_step(client))
+    for _ in range(2):
+        engine = await setup.make_engine()
+        setup.backend.fail_in = "optim_step"
+        with pytest.raises(EngineFailedError, match="while it rebuilt a model: .*failed in optim_step"):
+            await engine.recover("killed", lambda _what, _share: None)
+    async with setup.engine():
+        await train(client, 1)
+
+
+async def test_a_model_that_breaks_each_recovery_is_lost_alone(setup: Setup, client: EngineDriver) -> None:
     other = EngineDriver(setup.store, "toy", tenant="bob", session_id="s2")
     await other.open_session()
     async with setup.engine():
@@ -634,12 +648,14 @@ async def test_a_model_that_breaks_the_recovery_is_lost_alone(setup: Setup, clie
         await client.run(a_step(client))
         await other.create_model()
         await other.run(a_pass(other))
-    engine = await setup.make_engine()
-    setup.backend.fail_in = "optim_step"
-    with pytest.raises(EngineFailedError, match="failed in optim_step"):
-        await engine.recover("killed", lambda _what, _share: None)
+    for _ in range(3):
+        engine = await setup.make_engine()
+        setup.backend.fail_in = "optim_step"
+        with pytest.raises(EngineFailedError, match="failed in optim_step"):
+            await engine.recover("killed", lambda _what, _share: None)
     async with setup.engine():
-        assert "failed in optim_step" in (await client.failure(await client.submit(a_step(client)))).message
+        told = (await client.failure(await client.submit(a_step(client)))).message
+        assert "its engine ended 3 times while it was rebuilt" in told
         await train(other, 1)
 
 

@@ -48,8 +48,8 @@ class Recovery:
         """Rebuild every live model. A model that cannot be rebuilt is lost by itself, with the reason.
 
         `interrupted` means that the previous engine was killed from outside. Raise EngineFailedError if the backend
-        fails: the model that it failed in is lost, the next engine rebuilds the others. Raise StoreError if the store
-        fails for too long: no model is lost, the next engine tries again.
+        fails, and StoreError if the store fails for too long: no model is lost, the next engine tries again. A model in
+        whose rebuild too many engines have ended is lost.
         """
         try:
             await self._run(progress, interrupted=interrupted)
@@ -73,7 +73,7 @@ class Recovery:
             rebuilt = await self._replayer.rebuild(history)
         except (StoreError, LeaseLostError):  # the model is not at fault
             raise
-        except (TinsmithError, BackendFailedError) as error:
+        except TinsmithError as error:  # others are the backend's, one of whose workers may have been killed
             await self._lose(live.run.model_id, error)
         else:
             await self._end(live.run, rebuilt)
@@ -88,8 +88,6 @@ class Recovery:
         reason = f"it could not be rebuilt after its engine had ended: {error}"
         _log.error("model %s is lost: %s", model_id, reason, exc_info=error)
         await with_retries(self._store.lose_run, self._lease, model_id, reason)
-        if isinstance(error, BackendFailedError):
-            raise error
         await self._models.discard(model_id, reason)
         await self._snapshots.drop_model(model_id)
         await self._recovery_points.forget(model_id)
