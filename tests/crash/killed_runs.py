@@ -54,7 +54,8 @@ class Served:
         content = {
             "server": {"data_dir": str(data_dir), "port": self.port, **server},
             "supervisor": {"restart_backoff_s": 0.05, "restart_backoff_max_s": 0.1, "max_restarts": 1000},
-            "recovery": {"point_every_operations": 7},
+            # a worker's death counts as a crash of its engine, and the deaths of a test come in a row
+            "recovery": {"point_every_operations": 7, "max_retries": 1000},
             "models": [model.model_dump(mode="json", exclude_none=True)],
         }
         self.settings.write_text(json.dumps(content))

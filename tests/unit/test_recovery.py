@@ -634,7 +634,7 @@ async def test_a_backend_that_fails_during_a_recovery_costs_no_model(setup: Setu
     for _ in range(2):
         engine = await setup.make_engine()
         setup.backend.fail_in = "optim_step"
-        with pytest.raises(EngineFailedError, match="while it rebuilt a model: .*failed in optim_step"):
+        with pytest.raises(EngineFailedError, match=r"while it rebuilt a model: .*failed in optim_step"):
             await engine.recover("killed", lambda _what, _share: None)
     async with setup.engine():
         await train(client, 1)
