@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ from tinsmith.checkpoints import atomic_directory
 from tinsmith.checkpoints.linked_files import link, whole_set
 from tinsmith.errors import ServerError, UnsupportedError, UserError
 from tinsmith.huggingface import model_files as hf_files
-from tinsmith.huggingface import peft_layout
+from tinsmith.huggingface import peft_experts, peft_layout
 from tinsmith.huggingface.decoder import HEAD
 from tinsmith.huggingface.safetensors_files import (
     ShardWriter,
@@ -243,12 +243,21 @@ def _write_files(fresh: Path, manifest: Manifest, state: ModelState) -> None:
 
 
 def write_adapter(directory: Path, state: ModelState, *, base_model: str, head: str = HEAD) -> None:
-    """Write the two files that PEFT loads. `head` is the output head's name in the weights file."""
-    _write_arrays(
-        directory / _WEIGHTS,
-        {peft_layout.rename_module(name, HEAD, head): each for name, each in state.weights.items()},
-    )
-    config = peft_layout.adapter_config(base_model, state.lora, state.weights)
+    """Write an adapter's two files in Tinker's layout, which PEFT loads unless there are experts.
+
+    `head` is the output head's name in the weights file.
+    """
+    weights = {peft_layout.rename_module(name, HEAD, head): each for name, each in state.weights.items()}
+    _write_adapter(directory, weights, peft_layout.adapter_config(base_model, state.lora, state.weights))
+
+
+def write_peft_adapter(directory: Path, state: ModelState, *, base_model: str) -> None:
+    """Write the two files that PEFT loads."""
+    _write_adapter(directory, *peft_experts.to_peft(base_model, state.lora, state.weights))
+
+
+def _write_adapter(directory: Path, weights: Mapping[str, Array], config: Mapping[str, Any]) -> None:  # Any: JSON
+    _write_arrays(directory / _WEIGHTS, weights)
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -15,6 +15,9 @@ EXPERTS: Final = ("mlp.experts.w1", "mlp.experts.w3", "mlp.experts.w2")
 """gate, up and down of all experts of a layer, under Tinker's names: each adapter weight is one array with an axis of
 experts. The side that faces the hidden states is shared by the experts, so its axis has the size 1."""
 
+EXPERT_MODULES: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+"""What Hugging Face files call them, in each expert."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShape:

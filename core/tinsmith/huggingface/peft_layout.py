@@ -18,6 +18,9 @@ TINKER_HEAD: Final = "model.unembed_tokens"
 """The name of the output head in Tinker's own service. tinker-cookbook's merge recognises it as the head of a tied
 model, which has no `lm_head.weight`."""
 
+Side = Literal["A", "B"]
+SIDES: Final[tuple[Side, Side]] = ("A", "B")
+
 _KINDS: Final = (*ATTENTION, *MLP, HEAD, *EXPERTS)  # their order determines each module's random stream
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>[A-Za-z0-9_.]+)\.lora_(?P<side>[AB])\.weight")
@@ -45,7 +48,7 @@ def adapter_config(base_model: str, lora: LoraConfig, weights: Mapping[str, Arra
     }
 
 
-def weight_name(module: str, side: Literal["A", "B"]) -> str:
+def weight_name(module: str, side: Side) -> str:
     """Return a weight's name for a module path such as `model.layers.0.self_attn.q_proj` or `lm_head`."""
     return f"base_model.model.{module}.lora_{side}.weight"
 
@@ -88,10 +91,10 @@ def check_weights(lora: LoraConfig, weights: Mapping[str, Array]) -> None:
             raise ServerError(msg)
 
 
-def parse(name: str) -> tuple[str, str]:
+def parse(name: str) -> tuple[str, Side]:
     """Split a name into module path and side, "A" or "B". Raise ServerError if the name is malformed."""
     match = _NAME.fullmatch(name)
     if match is None:
         msg = f"tensor {name!r} is not named base_model.model.<module path>.lora_A.weight or .lora_B.weight"
         raise ServerError(msg)
-    return match["module"], match["side"]
+    return match["module"], "A" if match["side"] == "A" else "B"

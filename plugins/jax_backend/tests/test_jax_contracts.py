@@ -64,7 +64,7 @@ class TestJaxCheckpoints(CheckpointContract):
 
     @pytest.fixture
     def model_path(self, case: Case, jax_model: Path) -> Path | None:
-        """None for experts: their adapters are exported in Tinker's layout, which PEFT does not read."""
+        """None for experts: a checkpoint has Tinker's layout; tests/contract/test_expert_adapters.py has PEFT's."""
         return jax_model if case.model == "contract_model" else None
 
 

@@ -9,12 +9,14 @@ import numpy as np
 from tinsmith.checkpoints.tools.contents import Contents
 from tinsmith.errors import ServerError, UnsupportedError, UserError
 from tinsmith.huggingface import peft_layout
-from tinsmith.huggingface.decoder import HEAD
-from tinsmith.huggingface.peft_layout import TINKER_HEAD, rename_module, weight_name
+from tinsmith.huggingface.adapter_shapes import AdaptedModule, adapted_modules
+from tinsmith.huggingface.decoder import EXPERT_MODULES, HEAD
+from tinsmith.huggingface.peft_layout import SIDES, TINKER_HEAD, rename_module, weight_name
 from tinsmith.operations import Array, LoraConfig
 
 _ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP: Final = ("gate_proj", "up_proj", "down_proj")
+_EXPERTS: Final = tuple(EXPERT_MODULES)
 _UNSUPPORTED: Final = {
     "use_dora": "its magnitudes have no place in a LoRA adapter, merge it instead",
     "rank_pattern": "every module has the same rank here",
@@ -47,11 +49,11 @@ def adapter_of(contents: Contents) -> tuple[LoraConfig, dict[str, Array]]:
             problems.append(str(error))
             continue
         leaf = module.rpartition(".")[2]
-        if leaf not in (*_ATTENTION, *_MLP, HEAD):
-            allowed = ", ".join((*_ATTENTION, *_MLP, HEAD))
+        if leaf not in (*_ATTENTION, *_MLP, *_EXPERTS, HEAD):
+            allowed = ", ".join((*_ATTENTION, *_MLP, *_EXPERTS, HEAD))
             problems.append(f"module {module!r} is not one that is trained here ({allowed})")
         modules.setdefault(module, set()).add(side)
-        rank = contents.weights.stored[stored_name].shape[0 if side == "A" else -1]
+        rank = contents.weights.stored[stored_name].shape[-2 if side == "A" else -1]
         if rank != config.get("r"):
             problems.append(f"tensor {name!r} has rank {rank}, adapter_config.json says r = {config.get('r')}")
     problems += [
@@ -69,7 +71,7 @@ def adapter_of(contents: Contents) -> tuple[LoraConfig, dict[str, Array]]:
         seed=_SEED,
         alpha=float(config["lora_alpha"]),
         train_attn=not leaves.isdisjoint(_ATTENTION),
-        train_mlp=not leaves.isdisjoint(_MLP),
+        train_mlp=not leaves.isdisjoint((*_MLP, *_EXPERTS)),
         train_unembed=HEAD in leaves,
     )
     return lora, {name: contents.weights[stored_name] for name, stored_name in stored.items()}
@@ -89,8 +91,7 @@ def complete(
         raise UserError(msg)
     for name, array in weights.items():
         module, side = peft_layout.parse(name)
-        out_features, in_features = expected[module]
-        wanted = (lora.rank, in_features) if side == "A" else (out_features, lora.rank)
+        wanted = expected[module].shape(side, lora.rank)
         if array.shape != wanted:
             msg = f"tensor {name!r} has the shape {list(array.shape)}; this base model needs {list(wanted)}"
             raise UserError(msg)
@@ -104,28 +105,20 @@ def complete(
         raise UnsupportedError(msg)
     completed = dict(weights)
     for index, module in enumerate(missing):
-        out_features, in_features = expected[module]
-        bound = in_features**-0.5
+        bound = expected[module].size_in ** -0.5
         rng = np.random.default_rng([lora.seed, index])
-        a = rng.uniform(-bound, bound, (lora.rank, in_features)).astype(np.float32)
-        completed[weight_name(module, "A")] = a
-        completed[weight_name(module, "B")] = np.zeros((out_features, lora.rank), np.float32)
+        shape_A, shape_B = (expected[module].shape(side, lora.rank) for side in SIDES)
+        completed[weight_name(module, "A")] = rng.uniform(-bound, bound, shape_A).astype(np.float32)
+        completed[weight_name(module, "B")] = np.zeros(shape_B, np.float32)
     return completed
 
 
-def _trained_modules(lora: LoraConfig, base_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return [out, in] of every module that the flags name."""
-    leaves = {*(_ATTENTION if lora.train_attn else ()), *(_MLP if lora.train_mlp else ())}
-    found = {
-        name.removesuffix(".weight"): shape
-        for name, shape in base_shapes.items()
-        if name.endswith(".weight") and name.removesuffix(".weight").rpartition(".")[2] in leaves
-    }
-    if lora.train_unembed:
-        head = base_shapes.get("lm_head.weight") or base_shapes.get("model.embed_tokens.weight")
-        if head is not None:
-            found[HEAD] = head
-    return found
+def _trained_modules(lora: LoraConfig, base_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, AdaptedModule]:
+    """Return every module that the flags name."""
+    leaves = {*(_ATTENTION if lora.train_attn else ()), *((*_MLP, *_EXPERTS) if lora.train_mlp else ())}
+    leaves |= {HEAD} if lora.train_unembed else set()
+    every = adapted_modules(base_shapes)
+    return {module: shape for module, shape in every.items() if module.rpartition(".")[2] in leaves}
 
 
 def _problems(config: Mapping[str, Any]) -> Iterator[str]:  # Any: JSON

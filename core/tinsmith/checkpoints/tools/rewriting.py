@@ -4,9 +4,11 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Literal
 
 import numpy as np
@@ -18,7 +20,7 @@ from tinsmith.checkpoints.tools.contents import Contents
 from tinsmith.errors import NotFoundError, ServerError, UnsupportedError, UserError
 from tinsmith.huggingface import model_files as hf_files
 from tinsmith.huggingface import peft_layout
-from tinsmith.huggingface.decoder import HEAD
+from tinsmith.huggingface.decoder import EXPERT_MODULES, HEAD
 from tinsmith.huggingface.safetensors_files import DTYPES, ShardWriter, StoredTensors
 from tinsmith.operations import Array
 
@@ -108,7 +110,7 @@ def _convert_own(contents: Contents, target: Path, *, shard_bytes: int, force: b
             fresh,
             inner.name,
             kind=found.kind,
-            state=found.state,
+            state=_written_anew(found.state),
             base_model=found.base_model,
             user_metadata=found.user_metadata,
             created_at=found.created_at,
@@ -119,6 +121,17 @@ def _convert_own(contents: Contents, target: Path, *, shard_bytes: int, force: b
         for file in inner.iterdir():
             file.rename(fresh / file.name)
         inner.rmdir()
+
+
+def _written_anew(state: ModelState) -> ModelState:
+    """Hide that the tensors lie in files, which would be taken over as they are, with their shards."""
+    return replace(
+        state,
+        weights=MappingProxyType(state.weights),
+        adam_m=MappingProxyType(state.adam_m),
+        adam_v=MappingProxyType(state.adam_v),
+        gradients=MappingProxyType(state.gradients),
+    )
 
 
 def export_peft(
@@ -146,8 +159,10 @@ def export_peft(
         for name in weights:
             progress(name)
         state = ModelState(lora=lora, weights=weights)
-        head_name = HEAD if head == "lm_head" else peft_layout.TINKER_HEAD
-        checkpoints.write_adapter(fresh, state, base_model=named, head=head_name)
+        if head == "lm_head":
+            checkpoints.write_peft_adapter(fresh, state, base_model=named)
+        else:
+            checkpoints.write_adapter(fresh, state, base_model=named, head=peft_layout.TINKER_HEAD)
 
 
 def merge(
@@ -173,7 +188,7 @@ def merge(
     if not originals:
         msg = f"{str(base)!r} has neither model.safetensors nor shards of it"
         raise NotFoundError(msg)
-    deltas = {f"{peft_layout.parse(name)[0]}.weight" for name in weights}
+    deltas = dict(_deltas(weights))
     tied = bool(hf_files.read_model_config(base).get("tie_word_embeddings"))
     sources = {name: name for name in originals}
     unties = f"{HEAD}.weight" in deltas and (tied or f"{HEAD}.weight" not in originals)
@@ -188,14 +203,24 @@ def merge(
             for name, source in sources.items():
                 progress(name)
                 original = originals[source]
-                writer.add(name, _merged(name, original, weights, lora.scale) if name in deltas else original)
+                writer.add(name, _merged(name, original, *deltas[name], lora.scale) if name in deltas else original)
         hf_files.copy_model_files(base, fresh, dtype=wanted, tied=False if unties else None)
     return sorted(deltas)
 
 
-def _merged(name: str, original: Array, weights: dict[str, Array], scale: float) -> Array:
-    module = name.removesuffix(".weight")
-    a, b = weights[peft_layout.weight_name(module, "A")], weights[peft_layout.weight_name(module, "B")]
+def _deltas(weights: Mapping[str, Array]) -> Iterator[tuple[str, tuple[Array, Array]]]:
+    """Yield the base weights that an adapter changes, with A and B of each."""
+    for module in sorted({peft_layout.parse(name)[0] for name in weights}):
+        A, B = weights[peft_layout.weight_name(module, "A")], weights[peft_layout.weight_name(module, "B")]
+        if A.ndim == 2:
+            yield f"{module}.weight", (A, B)
+            continue
+        experts, _, name = module.rpartition(".")
+        for number in range(max(len(A), len(B))):
+            yield f"{experts}.{number}.{EXPERT_MODULES[name]}.weight", (A[number % len(A)], B[number % len(B)])
+
+
+def _merged(name: str, original: Array, a: Array, b: Array, scale: float) -> Array:
     if (b.shape[0], a.shape[1]) != original.shape:
         msg = f"{name} of the base model is {list(original.shape)}, the adapter's {[b.shape[0], a.shape[1]]}"
         raise UserError(msg)

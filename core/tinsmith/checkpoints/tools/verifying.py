@@ -1,6 +1,6 @@
 """`tinsmith checkpoint verify`: lists every fault of a checkpoint, one per line. Reads one tensor at a time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +9,9 @@ from tinsmith.checkpoints import format as checkpoints
 from tinsmith.checkpoints.tools.contents import Contents
 from tinsmith.errors import TinsmithError
 from tinsmith.huggingface import peft_layout
+from tinsmith.huggingface.adapter_shapes import AdaptedModule, adapted_modules
 from tinsmith.huggingface.decoder import HEAD
-from tinsmith.huggingface.safetensors_files import StoredTensors
+from tinsmith.huggingface.safetensors_files import StoredTensor, StoredTensors
 from tinsmith.huggingface.state_files import M_PREFIX as _M
 from tinsmith.huggingface.state_files import V_PREFIX as _V
 
@@ -59,6 +60,7 @@ def _names(contents: Contents, base: StoredTensors | None) -> Iterator[str]:
             yield from _against_model(contents.weights, base)
         return
     rank = contents.manifest.lora.rank if contents.manifest is not None else contents.adapter_config.get("r")
+    modules = {} if base is None else adapted_modules(base.shapes())
     for name, tensor in contents.weights.stored.items():
         try:
             module, side = peft_layout.parse(name)
@@ -72,18 +74,19 @@ def _names(contents: Contents, base: StoredTensors | None) -> Iterator[str]:
         if other not in contents.weights:
             yield f"weights: {name} has no {other.rsplit('.', 2)[1]} beside it"
         if base is not None:
-            yield from _against_module(name, module, side, tensor.shape, base)
+            yield from _against_module(name, module, side, tensor, modules)
 
 
-def _against_module(name: str, module: str, side: str, shape: tuple[int, ...], base: StoredTensors) -> Iterator[str]:
+def _against_module(
+    name: str, module: str, side: peft_layout.Side, tensor: StoredTensor, base: Mapping[str, AdaptedModule]
+) -> Iterator[str]:
     module = HEAD if module == peft_layout.TINKER_HEAD else module
-    matrix = base.stored.get(f"{module}.weight")
-    if matrix is None and module == HEAD:
-        matrix = base.stored.get("model.embed_tokens.weight")  # tied
-    if matrix is None:
+    if module not in base:
         yield f"weights: {name}: the base model has no {module}.weight"
-    elif (expected := matrix.shape[1] if side == "A" else matrix.shape[0]) != shape[-1 if side == "A" else -2]:
-        yield f"weights: {name} has the shape {list(shape)}; {module} of the base model needs {expected}"
+        return
+    expected = base[module].shape(side, rank=tensor.shape[-2 if side == "A" else -1])
+    if tensor.shape != expected:
+        yield f"weights: {name} has the shape {list(tensor.shape)}; {module} of the base model needs {list(expected)}"
 
 
 def _against_model(weights: StoredTensors, base: StoredTensors) -> Iterator[str]:

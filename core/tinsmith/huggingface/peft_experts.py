@@ -1,0 +1,67 @@
+"""PEFT's layout of the adapters of experts, from ours, which is Tinker's.
+
+transformers joins the experts of a layer in two parameters, gate_up_proj [E, 2 I, H] and down_proj [E, H, I], and PEFT
+gives each expert an A and a B of its own. So what our experts share is repeated, and gate and up, which have an A each,
+become one adapter of twice the rank.
+
+Legend: E = experts, I = inner size of an expert, H = hidden, r = rank.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from tinsmith.huggingface import peft_layout
+from tinsmith.huggingface.decoder import EXPERTS
+from tinsmith.operations import Array, LoraConfig
+
+_GATE, _UP, _DOWN = (path.rpartition(".")[2] for path in EXPERTS)
+_SUFFIX: Final = ".mlp.experts"
+_JOINED: Final = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+def to_peft(base_model: str, lora: LoraConfig, weights: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Return the weights and the adapter_config.json that PEFT loads. Any: JSON."""
+    experts = sorted({module for name in weights if (module := _experts_of(name)) is not None})
+    renamed = {name: array for name, array in weights.items() if _experts_of(name) is None}
+    config = peft_layout.adapter_config(base_model, lora, renamed)
+    for module in experts:
+        renamed |= _joined(module, lora.rank, weights)
+    if experts:
+        config["target_parameters"] = list(_JOINED)
+        config["rank_pattern"] = {_JOINED[0]: 2 * lora.rank}
+        config["alpha_pattern"] = {_JOINED[0]: 2 * config["lora_alpha"]}
+    return renamed, config
+
+
+def _experts_of(name: str) -> str | None:
+    """Return the module with a layer's experts, of whose adapters this weight is one."""
+    module = peft_layout.parse(name)[0].rpartition(".")[0]
+    return module if module.endswith(_SUFFIX) else None
+
+
+def _joined(module: str, rank: int, weights: Mapping[str, Array]) -> dict[str, Array]:
+    A_gate, B_gate, A_up, B_up, A_down, B_down = (
+        weights[peft_layout.weight_name(f"{module}.{name}", side)]
+        for name in (_GATE, _UP, _DOWN)
+        for side in ("A", "B")
+    )
+    num_experts, inner = B_gate.shape[:2]
+    A_both = np.concatenate((A_gate, A_up), axis=1)
+    B_both = np.zeros((num_experts, 2 * inner, 2 * rank), np.float32)
+    B_both[:, :inner, :rank] = B_gate
+    B_both[:, inner:, rank:] = B_up
+    return {
+        **_of_parameter(f"{module}.base_layer", A_both, B_both, num_experts),  # PEFT wraps the first parameter first
+        **_of_parameter(module, A_down, B_down, num_experts),
+    }
+
+
+def _of_parameter(module: str, A: Array, B: Array, num_experts: int) -> dict[str, Array]:
+    """Lay out A [E or 1, r, in] as [E r, in] and B [E or 1, out, r] as [out, r E]."""
+    A, B = (np.broadcast_to(factor, (num_experts, *factor.shape[1:])) for factor in (A, B))
+    return {
+        peft_layout.weight_name(module, "A"): np.ascontiguousarray(A.reshape(-1, A.shape[-1])),
+        peft_layout.weight_name(module, "B"): np.ascontiguousarray(B.transpose(1, 2, 0).reshape(B.shape[1], -1)),
+    }
