@@ -220,12 +220,16 @@ def tpu_table(kind: str) -> str:
     from tinsmith_jax.compile_check import tables
 
     rows = tables.read_lines((REFERENCE / "tpu.jsonl").read_text(encoding="utf-8"))
-    alone = [row for row in rows if row.options.tenants == 1]
+    by_itself = [row for row in rows if row.options.tenants == 1]
+    alone = [row for row in by_itself if row.options.recompute]
+    kept = {(row.options.model, row.options.topology) for row in rows if not row.options.recompute}
     match kind:
         case "tenants":
             return tables.passes(row for row in rows if row.options.tenants > 1)
         case "slices":
             return tables.slices(alone)
+        case "recompute":
+            return tables.passes(row for row in by_itself if (row.options.model, row.options.topology) in kept)
         case "scaling":
             return tables.scaling(row for row in alone if row.slice.chip.name == "v6e")
         case _:
@@ -238,7 +242,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "commands": command_tables,
     "failpoints": failpoint_table,
     "fields": field_status.markdown,
-    **{f"tpu-{kind}": partial(tpu_table, kind) for kind in ("tenants", "slices", "scaling", "sampling")},
+    **{f"tpu-{kind}": partial(tpu_table, kind) for kind in ("tenants", "slices", "recompute", "scaling", "sampling")},
     **{f"public-{package}": partial(public_names, package) for package in PUBLIC_PACKAGES},
     **{f"hook-{name}": partial(hook_section, name) for name in HOOK_NAMES},
 }

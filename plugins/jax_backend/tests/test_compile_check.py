@@ -142,6 +142,69 @@ def test_only_slices_of_the_weights_are_read_from_hbm_and_the_rest_stays_on_the_
     assert hbm_bytes(read_module(TPU_PROGRAM)) == 4 * (3 * part + index) + summed
 
 
+LOOPS = """\
+HloModule loops, entry_computation_layout={(f32[8,8]{1,0}, pred[])->f32[8,8]{1,0}}
+
+%body (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8]{1,0} parameter(0)
+  ROOT %dot = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%condition (y: f32[8,8]) -> pred[] {
+  %y = f32[8,8]{1,0} parameter(0)
+  ROOT %more = pred[] custom-call(%y), custom_call_target="more"
+}
+
+ENTRY %main (z: f32[8,8], flag: pred[]) -> f32[8,8] {
+  %z = f32[8,8]{1,0} parameter(0)
+  %flag = pred[] parameter(1)
+  %named = f32[8,8]{1,0} while(%z), condition=%condition, body=%body, metadata={op_name="jit(f)/attend/while"}
+  %other = f32[8,8]{1,0} while(%named), condition=%condition, body=%body, metadata={op_name="jit(f)/while"}
+  ROOT %chosen = f32[8,8]{1,0} conditional(%flag, %other, %other), true_computation=%body, false_computation=%body, \
+metadata={op_name="jit(f)/truncate/cond"}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("trips", "products"), [({}, 1 + 1 + 2), ({"attend": 5, "": 3}, 5 + 3 + 2), ({"attend": 5, "truncate": 0}, 5 + 1)]
+)
+def test_what_only_data_decide_is_counted_by_its_scope(trips: dict[str, float], products: int) -> None:
+    assert product_flops(read_module(LOOPS), trips) == products * 2 * 8**3
+
+
+CHAIN = """\
+HloModule chain, entry_computation_layout={(bf16[64,128]{1,0})->bf16[128,128]{1,0}}
+
+%start (part: bf16[64,128]) -> bf16[128,128] {
+  %part = bf16[64,128]{1,0} parameter(0)
+  ROOT %gather = bf16[128,128]{1,0} all-gather(%part), channel_id=2, replica_groups={{0,1}}, dimensions={0}, \
+frontend_attributes={chain_id="0"}, \
+backend_config={"async_collective_fusion_config":{"flag_end":"-1","flag_start":"-1"}}
+}
+
+%done (whole: bf16[128,128]) -> bf16[128,128] {
+  %whole = bf16[128,128]{1,0} parameter(0)
+  ROOT %gather.1 = bf16[128,128]{1,0} all-gather(%whole), channel_id=2, replica_groups={{0,1}}, dimensions={0}, \
+frontend_attributes={chain_id="0"}, \
+backend_config={"async_collective_fusion_config":{"flag_end":"8","flag_start":"2"}}
+}
+
+ENTRY %main (x: bf16[64,128]) -> bf16[128,128] {
+  %x = bf16[64,128]{1,0} parameter(0)
+  %started = bf16[128,128]{1,0} fusion(%x), kind=kCustom, calls=%start
+  ROOT %end = bf16[128,128]{1,0} fusion(%started), kind=kCustom, output_to_operand_aliasing={{}: (0, {})}, calls=%done
+}
+"""
+
+
+def test_a_collective_in_parts_beside_arithmetic_counts_once() -> None:
+    module, part = read_module(CHAIN), 64 * 128 * 2
+    (gather,) = traffic(module, {"data": 1, "fsdp": 2, "tensor": 1})
+    assert (gather.count, gather.num_bytes) == (1, 2 * part)
+    assert hbm_bytes(module) == part + 2 * part
+
+
 # Asking ---------------------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,8 @@ def read_lines(text: str) -> list[Figures]:
 
 def _order(row: Figures) -> tuple[object, ...]:
     mesh, options = row.options.mesh, row.options
-    return options.tenants, mesh.tensor, mesh.fsdp, options.tokens, options.slots, options.kernels, row.program
+    asked = options.tokens, options.slots, options.kernels, options.recompute
+    return options.tenants, mesh.tensor, mesh.fsdp, *asked, row.program
 
 
 def passes(rows: Iterable[Figures]) -> str:
@@ -33,7 +34,8 @@ def passes(rows: Iterable[Figures]) -> str:
 
 def _pass(figures: Figures) -> str:
     options, made = figures.options, figures.compiled
-    tenants = f"{options.tenants}{'' if options.kernels == 'device' else ', reference kernels'}"
+    special = ("" if options.kernels == "device" else ", reference kernels") + ("" if options.recompute else ", kept")
+    tenants = f"{options.tenants}{special}"
     first = [options.model, options.topology, mesh_text(figures), tenants, f"{options.tokens:,}"]
     if made is None:
         return _cells(*first, "more than there is", "**no**", *[""] * 6)
