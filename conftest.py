@@ -19,7 +19,7 @@ _ON_POSTGRES = (
 )
 _GROUPS = (  # one process runs all of a group: its servers, ranks and compiled programs are made once; longest first
     ("jax", ["plugins/jax_backend/tests", *(f"tests/e2e/{name}.py" for name in _JAX_OUTSIDE_ITS_PLUGIN)]),
-    ("ranks", ["plugins/vllm_sampler/tests", "plugins/fsdp_backend/tests"]),
+    ("ranks", ["plugins/vllm_sampler/tests", "plugins/fsdp_backend/tests", "plugins/megatron_backend/tests"]),
     ("crash", ["tests/crash"]),
     ("examples", ["tests/e2e/test_examples.py"]),
 )

@@ -16,6 +16,7 @@ OUTSIDE = {
     "CONTRIBUTING.md": "explanation/contributing.md",
     "plugins/fsdp_backend/README.md": "reference/plugins/fsdp.md",
     "plugins/jax_backend/README.md": "reference/plugins/jax.md",
+    "plugins/megatron_backend/README.md": "reference/plugins/megatron.md",
     "plugins/vllm_sampler/README.md": "reference/plugins/vllm.md",
 }
 _SOURCES = {page: source for source, page in OUTSIDE.items()}

@@ -1,0 +1,55 @@
+"""Makers of models and backends for the tests of the megatron backend."""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from tinsmith import BUILTIN_LOSSES, BackendContext
+from tinsmith.testing import Nursery, TinyShape, write_tiny_model
+from tinsmith.workers import MakeLauncher
+from tinsmith_megatron.backend import MegatronBackend
+from tinsmith_megatron.config import MegatronConfig
+
+VOCAB = 300
+LOSSES = {spec.name: spec for spec in BUILTIN_LOSSES}
+FAMILIES = ("qwen3", "llama", "qwen3_moe")
+
+
+def shape(family: str, **changes: object) -> TinyShape:
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 24 if family == "qwen3_moe" else 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "num_experts": 4,
+        "tied": family == "qwen3",
+    }
+    return TinyShape(family=family, **{**sizes, **changes})  # type: ignore[arg-type]  # checked by the class
+
+
+def write_models(root: Path) -> Mapping[str, Path]:
+    for family in FAMILIES:
+        write_tiny_model(root / family, shape(family))
+    return {family: root / family for family in FAMILIES}
+
+
+@cache
+def nursery() -> Nursery:
+    """Megatron takes longer to import than most tests take."""
+    return Nursery("tinsmith_megatron.rank", "tinsmith_megatron.megatron_here")
+
+
+def fork_backend(directory: Path, cache_dir: Path, **settings: object) -> MegatronBackend:
+    """Make a backend whose ranks start at once."""
+    return make_backend(directory, cache_dir, nursery().launch, **settings)
+
+
+def make_backend(
+    directory: Path, cache_dir: Path, launch_with: MakeLauncher | None = None, **settings: object
+) -> MegatronBackend:
+    given = {"device": "cpu", "max_lora_rank": 16, "max_context_tokens": 128, **settings}
+    context = BackendContext(model_name="tiny", model_path=directory, cache_dir=cache_dir, losses=LOSSES)
+    return MegatronBackend(MegatronConfig.model_validate(given), context, launch_with)

@@ -1,0 +1,91 @@
+"""Every family in every layout against transformers in float32: logprobs, gradients, one step of AdamW.
+
+Three adapters of different ranks train in one call. Each is compared with its own, independent reference.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron_harness import VOCAB, fork_backend
+from transformers_reference import Reference
+
+from tinsmith import AdamParams, ForwardBackward, LoraConfig, ModelState, OptimStep
+from tinsmith.testing import ModelDriver, logprobs_of, ragged_data, succeeded
+
+pytestmark = pytest.mark.slow  # starting ranks takes seconds
+
+LENGTHS = (1, 7, 33, 64)
+TENANTS = (
+    LoraConfig(rank=1, seed=1),
+    LoraConfig(rank=5, seed=2, train_mlp=False),
+    LoraConfig(rank=16, seed=3, train_unembed=False),
+)
+ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=1.0)
+
+TP2 = {"nproc_per_node": 2, "tensor_parallel": 2}
+PP2 = {"nproc_per_node": 2, "pipeline_parallel": 2}
+DP2 = {"nproc_per_node": 2}
+EP2 = {"nproc_per_node": 2, "expert_parallel": 2}
+THREE_KINDS = {"nproc_per_node": 4, "tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 2}
+FAST = {"isolation": "fast"}
+
+
+def thorough(family: str, **settings: object) -> object:
+    name = "-".join(str(value) for value in (family, *(f"{k[:2]}{v}" for k, v in settings.items())))
+    return pytest.param(family, settings, marks=pytest.mark.thorough, id=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        pytest.param("qwen3_moe", {**TP2, "expert_parallel": 2, **FAST}, id="experts and matrices divided"),
+        *(thorough(family, **layout) for family in ("qwen3", "llama") for layout in ({}, TP2, PP2, DP2)),
+        *(thorough("qwen3_moe", **layout) for layout in ({}, TP2, PP2, DP2, EP2, {**TP2, "expert_parallel": 2})),
+        *(thorough("qwen3_moe", **layout, **FAST) for layout in ({}, PP2, DP2, EP2, THREE_KINDS)),
+        *(thorough("qwen3", **layout, **FAST) for layout in ({}, TP2, PP2, DP2)),
+    ],
+)
+def test_numbers_are_those_of_transformers(
+    family: str, settings: dict[str, object], megatron_models: Mapping[str, Path], tmp_path: Path
+) -> None:
+    backend = fork_backend(megatron_models[family], tmp_path, max_batch_tokens=128, **settings)
+    driver = ModelDriver(backend)
+    try:
+        compare(driver, megatron_models[family])
+    finally:
+        backend.close()
+
+
+def noise(state: ModelState, *, seed: int) -> ModelState:
+    """Replace A and B by noise whose product is about as large as the base weights, even at rank 1 (scale 32).
+
+    Much larger adapters make float32's own rounding errors, in transformers as here, pass 1e-5.
+    """
+    rng = np.random.default_rng(seed)
+    weights = {name: (0.02 * rng.normal(size=w.shape)).astype(np.float32) for name, w in state.weights.items()}
+    return ModelState(lora=state.lora, weights=weights)
+
+
+def compare(driver: ModelDriver, directory: Path) -> None:
+    models = [driver.create_with(lora) for lora in TENANTS]
+    for index, model_id in enumerate(models):
+        driver.backend.restore_state(model_id, noise(driver.state(model_id), seed=index))
+    before = [driver.state(model_id).weights for model_id in models]
+    data = [ragged_data(index, VOCAB, LENGTHS) for index in range(len(models))]
+    ops = [ForwardBackward(model_id=m, data=tuple(own)) for m, own in zip(models, data, strict=True)]
+    outputs = succeeded(driver.backend.forward_backward(ops))
+    gradients = [driver.state(model_id).gradients for model_id in models]
+    driver.backend.optim_step([OptimStep(model_id=model_id, adam=ADAM) for model_id in models])
+    for index, lora in enumerate(TENANTS):
+        reference = Reference(directory, lora, before[index])
+        expected = reference.forward_backward(data[index])
+        for left, right in zip(logprobs_of(outputs[index]), expected, strict=True):
+            np.testing.assert_allclose(left, right, rtol=0, atol=1e-5)
+        for name, right in reference.gradients().items():
+            error = np.linalg.norm(gradients[index][name] - right)
+            assert error <= 1e-5 * np.linalg.norm(right), f"gradient {name}: {error / np.linalg.norm(right):.1e}"
+        stepped = driver.state(models[index]).weights
+        for name, right in reference.step(ADAM).items():
+            np.testing.assert_allclose(stepped[name], right, rtol=0, atol=1e-5, err_msg=name)

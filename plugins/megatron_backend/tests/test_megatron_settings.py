@@ -1,0 +1,93 @@
+"""What is refused before any rank starts, and how adapters are laid out over the parts of a model. No torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron_harness import make_backend, shape
+
+from tinsmith import ConfigError, LoraConfig, UserError
+from tinsmith.testing import write_tiny_model
+from tinsmith.workers import Launch, Launcher
+from tinsmith_megatron.architecture import read_architecture
+from tinsmith_megatron.config import MegatronConfig
+from tinsmith_megatron.layout import WholeLayout
+from tinsmith_megatron.parallel import Place, check_ranks, holders, part_of, smallest_group
+
+
+def nothing_starts(_: Launch) -> Launcher:
+    raise AssertionError("ranks were started")
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("qwen3", {"tensor_parallel": 4}, r"num_key_value_heads of the model \(2\) .* \(4\); possible are 1, 2$"),
+        ("qwen3", {"pipeline_parallel": 3}, r"num_hidden_layers of the model \(2\) .* \(3\); possible are 1, 2$"),
+        ("qwen3_moe", {"expert_parallel": 3}, r"num_experts of the model \(4\) .* \(3\); possible are 1, 2, 4$"),
+        ("llama", {"expert_parallel": 2}, "LlamaForCausalLM has no experts: leave it out"),
+    ],
+)
+def test_wrong_divisions_are_refused_before_anything_starts(
+    family: str, settings: dict[str, int], message: str, megatron_models: Mapping[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_backend(megatron_models[family], tmp_path, nothing_starts, **settings)
+
+
+def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "m", shape("qwen3"))
+    config = tmp_path / "m" / "config.json"
+    config.write_text(config.read_text().replace("Qwen3ForCausalLM", "MixtralForCausalLM"))
+    with pytest.raises(ConfigError, match=r"'MixtralForCausalLM' is not supported, only LlamaForCausalLM, Qwen3For"):
+        make_backend(tmp_path / "m", tmp_path, nothing_starts)
+
+
+def test_the_number_of_ranks_must_fit() -> None:
+    config = MegatronConfig(tensor_parallel=2, pipeline_parallel=2, expert_parallel=4)
+    assert smallest_group(config) == 8
+    check_ranks(config, 16)
+    with pytest.raises(ConfigError, match=r"number of ranks \(12\) .*: 8, 16, \.\.\."):
+        check_ranks(config, 12)
+
+
+def test_parts_of_an_adapter_make_the_whole(megatron_models: Mapping[str, Path]) -> None:
+    """Two stages and two shares of the experts: every weight lies somewhere, and comes back as it was."""
+    sizes, lora = read_architecture(megatron_models["qwen3_moe"]).shape, LoraConfig(rank=3, seed=7)
+    alone = MegatronConfig()
+    divided = MegatronConfig(pipeline_parallel=2, expert_parallel=2)
+    places = [
+        Place(tp_rank=0, pp_rank=stage, ep_rank=share, dp_rank=copy)
+        for copy in range(2)
+        for stage in range(2)
+        for share in range(2)
+    ]
+    parts = dict(holders([part_of(place, divided, sizes) for place in places]))
+    assert list(parts) == [0, 1, 2, 3]
+    whole = WholeLayout(lora, sizes, [part_of(Place(tp_rank=0, pp_rank=0, ep_rank=0, dp_rank=0), alone, sizes)])
+    pieces = WholeLayout(lora, sizes, list(parts.values()))
+    expected = whole.to_canonical([whole.parts[0].fresh()])
+    drawn = pieces.to_canonical([part.fresh() for part in pieces.parts])
+    again = pieces.to_canonical(pieces.from_canonical(expected))
+    assert expected["base_model.model.model.layers.1.mlp.experts.w2.lora_A.weight"].shape == (4, 3, 24)
+    assert expected["base_model.model.model.layers.1.mlp.experts.w2.lora_B.weight"].shape == (1, 32, 3)
+    assert expected["base_model.model.model.layers.1.mlp.experts.w1.lora_A.weight"].shape == (1, 3, 32)
+    assert expected.keys() == drawn.keys() == again.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(drawn[name], value, err_msg=name)
+        np.testing.assert_array_equal(again[name], value, err_msg=name)
+
+
+def test_weights_of_another_shape_are_refused(megatron_models: Mapping[str, Path]) -> None:
+    sizes = read_architecture(megatron_models["qwen3"]).shape
+    part = part_of(Place(tp_rank=0, pp_rank=0, ep_rank=0, dp_rank=0), MegatronConfig(), sizes)
+    layout = WholeLayout(LoraConfig(rank=2, seed=0), sizes, [part])
+    weights = layout.to_canonical([layout.parts[0].fresh()])
+    name = min(weights)
+    with pytest.raises(UserError, match=r"is missing"):
+        layout.from_canonical({key: value for key, value in weights.items() if key != name})
+    with pytest.raises(UserError, match=r"has shape \(1, 2\), this model and LoRA need"):
+        layout.from_canonical({**weights, name: np.zeros((1, 2), np.float32)})
+    with pytest.raises(UserError, match=r"'other' and 0 more do not belong"):
+        layout.from_canonical({**weights, "other": np.zeros(1, np.float32)})

@@ -1,0 +1,55 @@
+"""Causal attention within each sequence of a stream, in the place of Megatron's core attention."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (its name everywhere)
+from torch import nn
+
+from tinsmith_megatron.streams import Stream
+
+
+class PackedAttention(nn.Module):
+    """Megatron passes what it calls a mask through all layers; here that is the stream, which knows its sequences."""
+
+    def __init__(self, **_: Any) -> None:  # Any: what Megatron tells its attention about itself
+        super().__init__()
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        stream: Stream,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Map query [T, 1, heads, d] and key, value [T, 1, kv heads, d] to [T, 1, heads * d]."""
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+            return _varlen(query[:, 0], key[:, 0], value[:, 0], stream).flatten(1)[:, None]
+        q, k, v = (x[:, 0].transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, T, d]
+        parts = [
+            F.scaled_dot_product_attention(
+                q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop], is_causal=True, enable_gqa=True
+            )
+            for start, stop in stream.bounds
+        ]
+        return torch.cat(parts, dim=2)[0].transpose(0, 1).flatten(1)[:, None]
+
+
+def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, stream: Stream) -> torch.Tensor:
+    """Run all sequences in one flash-attention kernel, without padding between them. [T, heads, d] each."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    out = varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        stream.starts,
+        stream.starts,
+        stream.longest,
+        stream.longest,
+        window_size=(-1, 0),  # causal
+        enable_gqa=True,
+    )
+    assert isinstance(out, torch.Tensor)
+    return out

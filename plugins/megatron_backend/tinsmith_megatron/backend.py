@@ -1,0 +1,241 @@
+"""The engine's side of the megatron backend: checks operations, deals them out to the ranks, collects the results."""
+
+import pickle
+from collections.abc import Sequence
+
+from tinsmith import (
+    Array,
+    BackendContext,
+    Capabilities,
+    CapacityError,
+    ConfigError,
+    CreateModel,
+    Failed,
+    FloatArray,
+    Forward,
+    ForwardBackward,
+    ForwardBackwardOutput,
+    HostSnapshot,
+    ModelState,
+    NotFoundError,
+    OptimStep,
+    OptimStepOutput,
+    Snapshot,
+    TrainingBackend,
+    UserError,
+)
+from tinsmith.workers import MakeLauncher, WorkerGroup, combined_outputs, count_gpus, deal, one_by_one, segments
+from tinsmith_megatron.architecture import Architecture, read_architecture
+from tinsmith_megatron.config import MegatronConfig
+from tinsmith_megatron.environment import DEVICE
+from tinsmith_megatron.layout import WholeLayout
+from tinsmith_megatron.messages import AdapterState, Loaded, RankDevice, Setup, Step
+from tinsmith_megatron.parallel import check_model, check_ranks, holders, part_of, smallest_group
+
+_MAX_TARGETS = 128  # per token; [T, K] arrays of a micro-batch must fit
+FAST_ISOLATION_ERROR = 1e-4  # a bound that test_megatron_layouts.py checks on CPU in float32; not measured on GPUs
+
+
+class MegatronBackend(TrainingBackend):
+    """Does not import torch. Called from one thread. Any exception other than UserError leaves it unusable."""
+
+    def __init__(
+        self, config: MegatronConfig, context: BackendContext, launch_with: MakeLauncher | None = None
+    ) -> None:
+        self.architecture = read_architecture(context.model_directory)
+        check_model(config, self.architecture.shape)
+        self._config = config
+        self._losses = dict(context.losses)
+        self._models: dict[str, WholeLayout] = {}
+        self.ranks = _start(config, context, launch_with)
+        try:
+            check_ranks(config, len(self.ranks))
+            device: RankDevice = self.ranks.call("device")[0]
+            self._setup = _decide(config, self.architecture, context, device)
+            self.loaded = self._load()
+            self._parts = [part_of(each.place, config, self.architecture.shape) for each in self.loaded]
+            self._holders = dict(holders(self._parts))
+            self._dp_size = 1 + max(each.place.dp_rank for each in self.loaded)
+            self._capabilities = self._describe(device)
+        except BaseException:
+            self.ranks.close()
+            raise
+
+    def _load(self) -> list[Loaded]:
+        """Have every rank load its part of the model. Raise ConfigError if the model's files are at fault."""
+        try:
+            pickle.dumps(self._setup.losses)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            msg = f"a registered loss cannot be sent to the ranks: {error}; define per_token at the top of its module"
+            raise ConfigError(msg) from error
+        return self.ranks.call("load", self._setup)
+
+    def _describe(self, device: RankDevice) -> Capabilities:
+        shape, on_cpu = self.architecture.shape, device.type == "cpu"
+        exact = on_cpu and self._setup.strict and self._setup.dtype == "float32"
+        context = self._config.max_context_tokens or min(shape.max_position, 2048 if on_cpu else 8192)
+        self._rank_tokens = max(context, self._config.max_batch_tokens or (2048 if on_cpu else 16384))
+        return Capabilities(
+            device=f"{len(self.ranks)} x {device.name}",
+            dtype=self._setup.dtype,
+            vocab_size=shape.vocab_size,
+            max_context_tokens=context,
+            max_batch_tokens=self._rank_tokens * self._dp_size,
+            max_models=self._config.max_models,
+            max_full_models=0,
+            losses=frozenset(self._losses),
+            max_lora_rank=self._config.max_lora_rank,
+            lora_targets=frozenset({"attn", "mlp", "unembed"}),
+            max_targets_per_token=_MAX_TARGETS,
+            deterministic=on_cpu,
+            isolation="bitwise" if exact else "close",
+            isolation_error=0.0 if exact or not on_cpu else FAST_ISOLATION_ERROR,
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def close(self) -> None:
+        self.ranks.close()
+
+    # life of a model
+
+    def create_model(self, op: CreateModel) -> None:
+        if len(self._models) >= self._config.max_models:
+            msg = f"all {self._config.max_models} models are in use: end a session, or raise the backend's max_models"
+            raise CapacityError(msg)
+        if not 1 <= op.lora.rank <= self._config.max_lora_rank:
+            allowed = f"1 to {self._config.max_lora_rank}, the backend's max_lora_rank"
+            msg = f"LoRA rank {op.lora.rank} is not served: allowed are {allowed}"
+            raise UserError(msg)
+        self._models[op.model_id] = WholeLayout(op.lora, self.architecture.shape, list(self._holders.values()))
+        self.ranks.call("create_model", op.model_id, op.lora)
+
+    def unload_model(self, model_id: str) -> None:
+        if self._models.pop(model_id, None) is not None:
+            self.ranks.call("unload_model", model_id)
+
+    def capture_state(self, model_id: str) -> ModelState:
+        layout = self._model(model_id)
+        answers: list[AdapterState] = self.ranks.call("capture_adapter", model_id)
+        states = [answers[rank] for rank in self._holders]
+
+        def named(flats: Sequence[FloatArray | None]) -> dict[str, Array]:
+            present = [flat for flat in flats if flat is not None]
+            return layout.to_canonical(present) if present else {}
+
+        return ModelState(
+            lora=layout.lora,
+            weights=named([state.weights for state in states]),
+            adam_m=named([state.adam_m for state in states]),
+            adam_v=named([state.adam_v for state in states]),
+            gradients=named([state.gradients for state in states]),
+            step=states[0].step,
+        )
+
+    def restore_state(self, model_id: str, state: ModelState) -> None:
+        layout = self._model(model_id)
+        kinds = [
+            layout.from_canonical(kind) if kind else [None] * len(layout.parts)
+            for kind in (state.weights, state.adam_m, state.adam_v, state.gradients)
+        ]
+        by_part = {
+            part: AdapterState(weights=weights, adam_m=m, adam_v=v, gradients=gradients, step=state.step)
+            for part, weights, m, v, gradients in zip(self._holders.values(), *kinds, strict=True)
+        }
+        self.ranks.call_each("restore_adapter", [(model_id, by_part[part]) for part in self._parts])
+
+    def publish(self, model_id: str, snapshot_id: str) -> Snapshot:
+        layout = self._model(model_id)
+        answers = self.ranks.call("adapter_weights", model_id)
+        weights = layout.to_canonical([answers[rank] for rank in self._holders])
+        return HostSnapshot(snapshot_id, layout.lora, weights)
+
+    def _model(self, model_id: str) -> WholeLayout:
+        if model_id not in self._models:
+            raise NotFoundError(_unknown(model_id).message)
+        return self._models[model_id]
+
+    # training
+
+    def forward(self, ops: Sequence[Forward]) -> list[ForwardBackwardOutput | Failed]:
+        return self._run(ops, backward=False)
+
+    def forward_backward(self, ops: Sequence[ForwardBackward]) -> list[ForwardBackwardOutput | Failed]:
+        return self._run(ops, backward=True)
+
+    def optim_step(self, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
+        steps = [Step(model_id=op.model_id, adam=op.adam) for op in ops if op.model_id in self._models]
+        norms = iter(self.ranks.call("optim_step", steps)[0] if steps else ())
+        return [
+            OptimStepOutput(metrics={"grad_norm": next(norms)})
+            if op.model_id in self._models
+            else _unknown(op.model_id)
+            for op in ops
+        ]
+
+    def _run(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput | Failed]:
+        refused = {index: failure for index, op in enumerate(ops) if (failure := self._refusal(op)) is not None}
+        good = [op for index, op in enumerate(ops) if index not in refused]
+        outputs = iter(self._run_good(good, backward=backward))
+        return [refused[index] if index in refused else next(outputs) for index in range(len(ops))]
+
+    def _run_good(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput]:
+        work = list(segments(ops, self._losses))
+        if not work:
+            return combined_outputs(ops, [])
+        if self._setup.strict:
+            # Where experts are divided, ranks compute each other's rows: then one sequence runs at a time.
+            micros = list(one_by_one(work, 1 if self._config.expert_parallel > 1 else self._dp_size))
+        else:
+            micros = list(deal(work, self._dp_size, self._rank_tokens))
+        models = [[segment.model_id for share in micro for segment in share] for micro in micros]
+        shares = [
+            ([micro[rank] if rank < len(micro) else [] for micro in micros], models, backward)
+            for rank in (each.place.dp_rank for each in self.loaded)
+        ]
+        return combined_outputs(ops, self.ranks.call_each("run", shares))
+
+    def _refusal(self, op: ForwardBackward) -> Failed | None:
+        """Refuse an unknown model or loss. Core has already checked everything else against the capabilities."""
+        if op.model_id not in self._models:
+            return _unknown(op.model_id)
+        if op.loss_fn not in self._losses:
+            return Failed(message=f"no loss named {op.loss_fn!r}, known: {', '.join(sorted(self._losses))}")
+        return None
+
+
+def _decide(config: MegatronConfig, architecture: Architecture, context: BackendContext, device: RankDevice) -> Setup:
+    """Resolve the settings that are left open."""
+    on_cpu = device.type == "cpu"
+    return Setup(
+        config=config,
+        architecture=architecture,
+        model_path=str(context.model_directory),
+        losses=dict(context.losses),
+        dtype=config.dtype or ("float32" if on_cpu else "bfloat16"),
+        strict=on_cpu if config.isolation is None else config.isolation == "strict",
+    )
+
+
+def _start(config: MegatronConfig, context: BackendContext, launch_with: MakeLauncher | None) -> WorkerGroup:
+    gpus = 0 if config.device == "cpu" else count_gpus()
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # Megatron orders its kernels by it
+    if config.device is not None:
+        environment[DEVICE] = config.device
+    if config.device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return WorkerGroup(
+        "tinsmith_megatron.rank:Rank",
+        config,
+        context.progress,
+        environment=environment,
+        gpus=None if config.device is None else config.device == "cuda",
+        default_per_node=gpus or smallest_group(config),
+        launch_with=launch_with,
+    )
+
+
+def _unknown(model_id: str) -> Failed:
+    return Failed(message=f"no model {model_id!r} in training: it was never created, or has been unloaded")

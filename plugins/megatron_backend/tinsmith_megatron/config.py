@@ -1,0 +1,34 @@
+"""Settings of the megatron backend: the `backend:` section of a model. No torch."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from tinsmith.workers import WorkersConfig
+
+
+class MegatronConfig(WorkersConfig):
+    """`None` means that the device decides."""
+
+    device: Literal["cpu", "cuda"] | None = Field(None, description="default: cuda if there is a GPU, else cpu")
+    tensor_parallel: int = Field(
+        1, ge=1, description="ranks that share each layer's matrices, and between these layers its sequence"
+    )
+    pipeline_parallel: int = Field(1, ge=1, description="stages, each of an equal number of layers")
+    expert_parallel: int = Field(1, ge=1, description="ranks over which the experts of each layer are divided")
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="of base weights and activations; default float32 on CPU, else bfloat16"
+    )
+    isolation: Literal["strict", "fast"] | None = Field(
+        None,
+        description="strict computes each sequence by itself, so that no bit depends on the others; fast packs the "
+        "sequences of all models together; default strict on CPU, else fast",
+    )
+    max_lora_rank: int = Field(32, ge=1, le=512)
+    max_models: int = Field(64, ge=1, description="models in training at the same time")
+    max_context_tokens: int | None = Field(
+        None, ge=64, description="of one sequence; default the model's, at most 2048 on CPU, else 8192"
+    )
+    max_batch_tokens: int | None = Field(
+        None, ge=64, description="of one micro-batch of one rank; default 2048 on CPU, else 16384"
+    )

@@ -1,0 +1,99 @@
+"""Megatron's column-parallel and row-parallel layers, frozen, with the adapters of all rows that pass through them.
+
+Adapters are whole on every rank of a stage, which uses its part of them. Whatever the ranks add to an adapter's
+gradient is a part of it: the sum over all ranks of the stage is the whole, and nothing is counted twice.
+
+Legend: T = rows of the stream, or of this rank's part of it where sequences are divided.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (its name everywhere)
+from megatron.core.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import nn
+
+from tinsmith_megatron.low_rank import low_rank
+from tinsmith_megatron.streams import Stream
+
+# Any: the arguments with which Megatron builds its layers, most of which concern variants that are not used here.
+
+
+class AdaptedLinear(nn.Module):
+    """Common to both. `modules` are the canonical names of what the layer fuses."""
+
+    def __init__(self, d_in: int, d_out: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.tp_size, self.tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        self.weight = nn.Parameter(torch.empty(d_out, d_in, dtype=dtype), requires_grad=False)
+        self.modules_: Sequence[str] = ()
+        self.stream: Stream | None = None  # of the current micro-batch
+
+    def _own(self, size: int) -> slice:
+        each = size // self.tp_size
+        return slice(self.tp_rank * each, (self.tp_rank + 1) * each)
+
+    def _deltas(self, x_TI: torch.Tensor) -> list[torch.Tensor]:
+        """Return what the adapters add, for each of the fused modules, or nothing if no adapter trains them."""
+        assert self.stream is not None
+        stacks = self.stream.stacks
+        pairs = [stacks.pairs[module] for module in self.modules_ if module in stacks.pairs]
+        return [low_rank(x_TI, *self._parts(A, B), self.stream.scale_T1, self.stream.ends_G) for A, B in pairs]
+
+    def _parts(self, A: torch.Tensor, B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the parts of A and B that this rank uses."""
+        raise NotImplementedError
+
+
+class ColumnLinear(AdaptedLinear):
+    """Its output is divided over the ranks; it gathers the sequence. Fuses q, k and v, or gate and up."""
+
+    def __init__(self, d_in: int, d_out: int, *, config: Any, tp_comm_buffer_name: str, **_: Any) -> None:
+        super().__init__(d_in, d_out // get_tensor_model_parallel_world_size(), config.params_dtype)
+        self._groups = None if tp_comm_buffer_name != "qkv" else config.num_query_groups // self.tp_size
+
+    def forward(self, x_T1I: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if self.tp_size > 1:
+            x_T1I = gather_from_sequence_parallel_region(x_T1I)
+        x_TI = x_T1I[:, 0]
+        y_TO = F.linear(x_TI, self.weight)
+        if deltas := self._deltas(x_TI):
+            y_TO = y_TO + self._fused(deltas)
+        return y_TO[:, None], None
+
+    def _parts(self, A: torch.Tensor, B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return A, B[:, self._own(B.shape[1])]
+
+    def _fused(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Lay out outputs as in the fused matrix: q, k and v alternate by key-value head."""
+        return fuse(parts, self._groups)
+
+
+class RowLinear(AdaptedLinear):
+    """Its input is divided over the ranks; it sums their outputs and divides the sequence."""
+
+    def __init__(self, d_in: int, d_out: int, *, config: Any, **_: Any) -> None:
+        super().__init__(d_in // get_tensor_model_parallel_world_size(), d_out, config.params_dtype)
+
+    def forward(self, x_T1I: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x_TI = x_T1I[:, 0]
+        y_TO = F.linear(x_TI, self.weight)
+        for delta in self._deltas(x_TI):
+            y_TO = y_TO + delta  # each rank's part of A x times B: these add up as the layer's own products do
+        y_T1O = y_TO[:, None]
+        return (reduce_scatter_to_sequence_parallel_region(y_T1O) if self.tp_size > 1 else y_T1O), None
+
+    def _parts(self, A: torch.Tensor, B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return A[:, :, self._own(A.shape[2])], B
+
+
+def fuse(parts: Sequence[torch.Tensor], groups: int | None) -> torch.Tensor:
+    """Concatenate along the last axis, within each of so many groups of it."""
+    if groups is None:
+        return torch.cat(list(parts), dim=-1)
+    return torch.cat([part.unflatten(-1, (groups, -1)) for part in parts], dim=-1).flatten(-2)

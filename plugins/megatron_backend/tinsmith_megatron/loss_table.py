@@ -1,0 +1,89 @@
+"""Every registered loss as one function over the rows of a stream, each of which has its own loss.
+
+Legend: T = rows of the stream, K = maximum number of targets per token in it, C = rows of a chunk.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tinsmith import Array, LossSpec
+from tinsmith.workers import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class LossBatch:
+    """The inputs of the losses. Loss and gradient are zero where `mask_TK` is false."""
+
+    targets_TK: torch.Tensor  # int64
+    mask_TK: torch.Tensor  # bool
+    kind_T1: torch.Tensor  # int64, index into the table
+    inputs: Mapping[str, torch.Tensor]  # float32 [T, K]
+    config: Mapping[tuple[str, str], torch.Tensor]  # by loss and key, float32 [T, 1]
+    kinds: tuple[str, ...]  # the losses that occur
+
+    def rows(self, start: int, stop: int) -> "LossBatch":
+        return LossBatch(
+            self.targets_TK[start:stop],
+            self.mask_TK[start:stop],
+            self.kind_T1[start:stop],
+            {name: value[start:stop] for name, value in self.inputs.items()},
+            {key: value[start:stop] for key, value in self.config.items()},
+            self.kinds,
+        )
+
+
+class LossTable:
+    """The losses by name, in a fixed order."""
+
+    def __init__(self, losses: Mapping[str, LossSpec]) -> None:
+        self._specs = {name: losses[name] for name in sorted(losses)}
+        self._numbers = {name: number for number, name in enumerate(self._specs)}
+
+    def batch(self, segments: Sequence[Segment], padding: int, device: torch.device) -> LossBatch:
+        """Concatenate the loss inputs of segments, and so many rows without a loss."""
+        width = max((segment.targets_TK.shape[1] for segment in segments), default=1)
+        kinds = tuple(sorted({segment.loss_fn for segment in segments}))
+        names = sorted({name for kind in kinds for name in self._specs[kind].inputs})
+        keys = [(kind, key) for kind in kinds for key in sorted(self._specs[kind].config)]
+
+        def rows(of: Callable[[Segment], Array], width: int, dtype: torch.dtype) -> torch.Tensor:
+            parts = [np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in map(of, segments)]
+            return torch.from_numpy(np.concatenate([*parts, np.zeros((padding, width))])).to(device, dtype)
+
+        def column(of: Callable[[Segment], float], dtype: torch.dtype) -> torch.Tensor:
+            return rows(lambda segment: np.full((segment.num_tokens, 1), of(segment)), 1, dtype)
+
+        def input_of(segment: Segment, name: str) -> Array:
+            found = segment.loss_inputs.get(name)
+            return np.zeros(segment.targets_TK.shape) if found is None else found
+
+        def setting_of(segment: Segment, kind: str, key: str) -> float:
+            return segment.loss_config[key] if segment.loss_fn == kind else 0.0
+
+        return LossBatch(
+            targets_TK=rows(lambda s: s.targets_TK, width, torch.int64),
+            mask_TK=rows(lambda s: np.ones(s.targets_TK.shape), width, torch.bool),
+            kind_T1=column(lambda s: self._numbers[s.loss_fn], torch.int64),
+            inputs={name: rows(lambda s, name=name: input_of(s, name), width, torch.float32) for name in names},  # type: ignore[misc]  # mypy cannot infer lambdas with defaults
+            config={
+                (kind, key): column(lambda s, kind=kind, key=key: setting_of(s, kind, key), torch.float32)  # type: ignore[misc]  # as above
+                for kind, key in keys
+            },
+            kinds=kinds,
+        )
+
+    def per_token(self, logp_CK: torch.Tensor, batch: LossBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss and its derivative by the logprob, both [C, K], using each row's own loss."""
+        loss, gradient = torch.zeros_like(logp_CK), torch.zeros_like(logp_CK)
+        for kind in batch.kinds:
+            spec = self._specs[kind]
+            inputs = {name: batch.inputs[name] for name in spec.inputs}
+            config = {key: batch.config[kind, key] for key in spec.config}
+            this_loss, this_gradient = spec.per_token(torch, logp_CK, inputs, config)
+            chosen = batch.mask_TK & (batch.kind_T1 == self._numbers[kind])
+            loss = torch.where(chosen, this_loss, loss)
+            gradient = torch.where(chosen, this_gradient, gradient)
+        return loss, gradient

@@ -1,0 +1,44 @@
+"""The products of adapters: every row of a stream by the matrices of its own adapter, in two grouped products.
+
+Legend: T = rows, G = groups of consecutive rows, I = in, O = out, R = rank.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (its name everywhere)
+
+_STEP = 8  # elements: grouped products need rows of a multiple of 16 bytes
+
+
+def low_rank(
+    x_TI: torch.Tensor, A_GRI: torch.Tensor, B_GOR: torch.Tensor, scale_T1: torch.Tensor, ends_G: torch.Tensor
+) -> torch.Tensor:
+    """Return scale * B (A x) [T, O], in the dtype of x."""
+    h_TR = grouped(x_TI, A_GRI, ends_G) * scale_T1.to(x_TI.dtype)
+    return grouped(h_TR, B_GOR, ends_G)
+
+
+def grouped(x_TI: torch.Tensor, W_GOI: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+    """Multiply each group of rows, which end at `ends_G`, by its own matrix. Return [T, O]."""
+    W_GOI = W_GOI.to(x_TI.dtype)
+    if len(W_GOI) == 1:
+        return F.linear(x_TI, W_GOI[0])
+    d_out, d_in = W_GOI.shape[1:]
+    more_in, more_out = -d_in % _STEP, -d_out % _STEP
+    if more_in or more_out:
+        x_TI, W_GOI = F.pad(x_TI, (0, more_in)), F.pad(W_GOI, (0, more_in, 0, more_out))
+    y_TO: torch.Tensor = _ContiguousGradient.apply(F.grouped_mm(x_TI, W_GOI.transpose(1, 2), offs=ends_G))  # type: ignore[no-untyped-call]
+    return y_TO[:, :d_out] if more_out else y_TO
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Grouped products take no gradient that is a view of something larger, or expanded."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return grads[0].contiguous()

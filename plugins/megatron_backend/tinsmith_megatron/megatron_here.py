@@ -1,0 +1,16 @@
+"""Everything that needs Megatron. Importing it first puts the shim in place if this process sees no GPU."""
+
+import torch
+
+from tinsmith_megatron import cpu_shim
+
+if not torch.cuda.is_available():
+    cpu_shim.install()
+
+from tinsmith_megatron import groups
+from tinsmith_megatron.loss_table import LossTable
+from tinsmith_megatron.stage import Stage
+from tinsmith_megatron.trainer import Trainer
+from tinsmith_megatron.weights import WeightReader
+
+__all__ = ["LossTable", "Stage", "Trainer", "WeightReader", "groups"]

@@ -1,0 +1,100 @@
+"""How the ranks divide the model, and which divisions a model and a number of ranks allow. No torch."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tinsmith import ConfigError
+from tinsmith.huggingface import DecoderShape
+from tinsmith_megatron.config import MegatronConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a rank holds and computes, by its coordinates in Megatron's groups."""
+
+    tp_rank: int
+    pp_rank: int
+    ep_rank: int
+    dp_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A pipeline stage and a share of its experts: ranks of the same part hold the same adapter weights."""
+
+    layers: range
+    experts: range  # empty if the model has none
+    has_head: bool
+    stage: int
+    is_first_of_stage: bool  # it alone reports what all shares of a stage hold
+
+
+def smallest_group(config: MegatronConfig) -> int:
+    """Return the fewest ranks that the settings need."""
+    return config.pipeline_parallel * math.lcm(config.tensor_parallel, config.expert_parallel)
+
+
+def check_model(config: MegatronConfig, shape: DecoderShape) -> None:
+    """Raise ConfigError, with the values that would do, if the model cannot be divided as configured."""
+    for setting, facts in _divided(shape).items():
+        value = getattr(config, setting)
+        for fact, size in facts:
+            if size % value:
+                msg = f"{fact} of the model ({size}) must be a multiple of {setting} ({value}); {_would_do(facts)}"
+                raise ConfigError(msg)
+    if config.expert_parallel > 1 and shape.experts is None:
+        msg = f"expert_parallel is {config.expert_parallel}, and {shape.class_name} has no experts: leave it out"
+        raise ConfigError(msg)
+
+
+def _divided(shape: DecoderShape) -> dict[str, list[tuple[str, int]]]:
+    heads = [("num_attention_heads", shape.num_heads), ("num_key_value_heads", shape.num_kv_heads)]
+    tensor = [*heads, ("vocab_size", shape.vocab_size)]
+    if shape.experts is None:
+        tensor.append(("intermediate_size", shape.intermediate_size))
+    expert = [] if shape.experts is None else [("num_experts", shape.experts.num_experts)]
+    return {
+        "tensor_parallel": tensor,
+        "pipeline_parallel": [("num_hidden_layers", shape.num_layers)],
+        "expert_parallel": expert,
+    }
+
+
+def _would_do(facts: Sequence[tuple[str, int]]) -> str:
+    common = math.gcd(*(size for _, size in facts))
+    return f"possible are {', '.join(str(n) for n in range(1, common + 1) if common % n == 0)}"
+
+
+def check_ranks(config: MegatronConfig, num_ranks: int) -> None:
+    """Raise ConfigError if so many ranks cannot be grouped as configured."""
+    group = smallest_group(config)
+    if num_ranks % group:
+        settings = (
+            f"pipeline_parallel ({config.pipeline_parallel}) * the least common multiple of tensor_parallel "
+            f"({config.tensor_parallel}) and expert_parallel ({config.expert_parallel})"
+        )
+        msg = f"the number of ranks ({num_ranks}) must be a multiple of {settings}: {group}, {2 * group}, ..."
+        raise ConfigError(msg)
+
+
+def part_of(place: Place, config: MegatronConfig, shape: DecoderShape) -> Part:
+    """Return the part that a rank holds."""
+    per_stage = shape.num_layers // config.pipeline_parallel
+    share = 0 if shape.experts is None else shape.experts.num_experts // config.expert_parallel
+    return Part(
+        layers=range(place.pp_rank * per_stage, (place.pp_rank + 1) * per_stage),
+        experts=range(place.ep_rank * share, (place.ep_rank + 1) * share),
+        has_head=place.pp_rank == config.pipeline_parallel - 1,
+        stage=place.pp_rank,
+        is_first_of_stage=place.ep_rank == 0,
+    )
+
+
+def holders(parts: Sequence[Part]) -> Iterator[tuple[int, Part]]:
+    """Yield each part once, with the first rank that holds it. `parts` are those of the ranks."""
+    seen: set[Part] = set()
+    for rank, part in enumerate(parts):
+        if part not in seen:
+            seen.add(part)
+            yield rank, part

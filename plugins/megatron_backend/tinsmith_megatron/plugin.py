@@ -1,0 +1,34 @@
+"""The hooks of tinsmith-megatron. Imported in every process: no torch here."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tinsmith import BackendContext, BackendSpec, Device, TrainingBackend, hookimpl
+from tinsmith_megatron.config import MegatronConfig
+
+
+def create(config: MegatronConfig, context: BackendContext) -> TrainingBackend:
+    """Start the ranks and load the model. Takes as long as reading the model's files."""
+    from tinsmith_megatron.backend import MegatronBackend
+
+    return MegatronBackend(config, context)
+
+
+def diagnose(config: MegatronConfig, model_path: Path | None) -> Sequence[Device]:
+    """Return this node's GPUs, or its CPU. Raise ConfigError if the model or its layout is not supported."""
+    from tinsmith_megatron.diagnosis import find_devices
+
+    return find_devices(config, model_path)
+
+
+@hookimpl
+def tinsmith_register_backends() -> BackendSpec[MegatronConfig]:
+    return BackendSpec(
+        name="megatron",
+        config=MegatronConfig,
+        create=create,
+        description="trains dense models and mixtures of experts with Megatron-core, over tensor, sequence, pipeline, "
+        "expert and data parallel ranks of many nodes",
+        samples=False,
+        diagnose=diagnose,
+    )

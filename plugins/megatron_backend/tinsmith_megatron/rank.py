@@ -1,0 +1,70 @@
+"""What runs in the process of one rank: loads its part of the model, and calls the trainer."""
+
+import gc
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from tinsmith.workers import Worker
+from tinsmith_megatron.environment import DEVICE
+from tinsmith_megatron.messages import Loaded, RankDevice, Setup
+from tinsmith_megatron.parallel import holders, part_of
+
+if TYPE_CHECKING:
+    from tinsmith_megatron.megatron_here import Trainer
+
+
+class Rank:
+    """The program of the workers. Besides the methods below, it has the trainer's."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._device = _find_device(os.environ.get(DEVICE), worker.local_rank)
+        self._trainer: Trainer | None = None
+
+    def device(self) -> RankDevice:
+        cuda = self._device.type == "cuda"
+        return RankDevice(type=self._device.type, name=torch.cuda.get_device_name(self._device) if cuda else "CPU rank")
+
+    def load(self, setup: Setup) -> Loaded:
+        torch.use_deterministic_algorithms(mode=True, warn_only=True)
+        warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
+        from tinsmith_megatron.megatron_here import LossTable, Stage, Trainer, WeightReader, groups
+
+        groups.join(self._worker, self._device, setup.config)
+        place, losses = groups.own_place(), LossTable(setup.losses)
+        part = part_of(place, setup.config, setup.architecture.shape)
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, part)
+        stage = Stage(setup, losses).to(self._device)
+        reader = WeightReader(setup, place)
+        reader.fill(stage, self._report)
+        is_holder = self._worker.rank in dict(holders(everyones))
+        self._trainer = Trainer(stage, setup, losses, place, part, is_holder=is_holder)
+        gc.collect()
+        gc.freeze()  # what imports and loading made stays: later collections need not look at it
+        size = sum(parameter.numel() * parameter.element_size() for parameter in stage.parameters())
+        return Loaded(place=place, parameter_bytes=size, read_bytes=reader.read_bytes)
+
+    def _report(self, fraction: float) -> None:
+        if self._worker.rank == 0:
+            self._worker.report("loading weights", fraction)
+
+    def __getattr__(self, name: str) -> Any:  # Any: the trainer's methods
+        return getattr(self._trainer, name)
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.barrier()  # a rank that leaves early would look dead to the others
+
+
+def _find_device(wanted: str | None, local_rank: int) -> torch.device:
+    """Choose this rank's device. Call it before any collective."""
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())  # Ray shows each rank its own GPU alone
+    torch.cuda.set_device(device)
+    return device
