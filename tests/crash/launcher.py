@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,8 @@ class Launcher:
         self.watch(child.pidfd, lambda: self.died(child))
         self.watch(connection, lambda: self.abandoned(child))
         self.tell("born", child)
-        connection.send(str(pid).encode())
+        with suppress(OSError):  # who asked has just been killed, so the child is abandoned
+            connection.send(str(pid).encode())
 
     def died(self, child: _Child) -> None:
         _, status = os.waitpid(child.pid, 0)
