@@ -111,7 +111,10 @@ class _Loader:
         return base
 
     def _put(self, shape: tuple[int, ...], spec: Spec, part: Callable[[Index], Array]) -> Any:
-        """Make an array of the parts that the devices hold. Devices with the same part share one reading of it."""
+        """Make an array of the parts that the devices hold. Devices with the same part share one reading of it.
+
+        It waits until they hold them: else the host would go on reading, and keep the parts of several arrays.
+        """
         if self._layout is None:
             return jax.device_put(part(tuple(slice(0, size) for size in shape)))
         found: dict[tuple[tuple[int, int], ...], Array] = {}
@@ -123,7 +126,7 @@ class _Loader:
                 found[key] = part(bounds)
             return found[key]
 
-        return jax.make_array_from_callback(shape, self._layout.placed(spec), once)
+        return jax.make_array_from_callback(shape, self._layout.placed(spec), once).block_until_ready()
 
     def _vocabulary(self, name: str) -> Any:
         shape = (self._config.vocab_size, self._config.hidden_size)
