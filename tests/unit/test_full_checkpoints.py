@@ -1,6 +1,8 @@
 """Checkpoints of full fine-tuning: Hugging Face shards, read and written one tensor at a time."""
 
+import errno
 import json
+import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -93,6 +95,60 @@ def test_what_is_written_comes_back_tensor_by_tensor(tmp_path: Path, monkeypatch
         for name, array in safetensors.numpy.load_file(directory / shard).items():
             np.testing.assert_array_equal(array, state().weights[name])
     assert json.loads((directory / "tinsmith.json").read_text())["format_version"] == checkpoints.FORMAT_VERSION
+
+
+def save_again(root: Path, shard_bytes: int) -> Path:
+    """Save what was loaded, as a model does that was just created from a checkpoint."""
+    write_checkpoint(
+        root,
+        "m/weights/again",
+        kind="training",
+        state=read_checkpoint(root, "m/weights/x").state,
+        base_model="tiny",
+        user_metadata={},
+        created_at=datetime(2026, 1, 31, tzinfo=UTC),
+        overwrite=True,
+        shard_bytes=shard_bytes,
+    )
+    return root / "m/weights/again"
+
+
+def test_what_was_loaded_is_saved_under_a_second_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = write(tmp_path, state())
+    again = save_again(tmp_path, SHARD)
+    shards = [file.name for file in first.glob("*.safetensors")]
+    assert len(shards) == 8
+    assert all((first / name).samefile(again / name) for name in shards)
+    checkpoints.delete_checkpoint(tmp_path, "m/weights/x")
+    read = read_checkpoint(tmp_path, "m/weights/again").state
+    for what in ("weights", "adam_m", "adam_v", "gradients"):
+        assert_same_arrays(getattr(read, what), getattr(state(), what), what)
+
+
+def test_what_cannot_be_linked_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    first = write(tmp_path, state())
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    again = save_again(tmp_path, SHARD)
+    for file in first.glob("*.safetensors*"):
+        assert (again / file.name).read_bytes() == file.read_bytes()
+        assert not file.samefile(again / file.name)
+
+
+def test_files_that_hold_more_or_are_too_large_are_not_taken_over(tmp_path: Path) -> None:
+    first = write(tmp_path, state())
+    again = save_again(tmp_path, 100)
+    assert len(list(again.glob("model-*"))) == 3, "the limit of a file's size holds"
+    loaded = read_checkpoint(tmp_path, "m/weights/x").state
+    half = ModelState(lora=LORA, weights=dict(list(loaded.weights.items())[:1]), adam_m=loaded.adam_m)
+    with pytest.raises(ServerError, match="adam_m must have the names of the weights"):
+        write(tmp_path, half)
+    name = min(SHAPES)
+    fewer = StoredTensors({name: StoredTensors.of(first, "model").stored[name]})
+    write(tmp_path, ModelState(lora=LORA, weights=fewer), "sampler")
+    assert set(read_snapshot(tmp_path, "m/weights/x", "s").adapter_weights()) == {name}
 
 
 def test_damage_is_named(tmp_path: Path) -> None:

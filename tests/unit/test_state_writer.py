@@ -157,6 +157,29 @@ def test_only_what_is_about_to_change_is_settled(tmp_path: Path, disk: Disk) -> 
     complete(writer, "c")
 
 
+def test_settling_waits_for_the_slice_that_is_being_copied(tmp_path: Path) -> None:
+    begun, go, order = threading.Event(), threading.Event(), list[str]()
+    model, writer = Model(), StateWriter(STATE)
+    first, *_ = model.slices(lay_out(tmp_path, SHAPES, ("weights",), 1 << 20))
+
+    def slowly() -> FloatArray:
+        begun.set()
+        assert go.wait(WAIT_S)
+        order.append("copied")
+        return first.read()
+
+    slow = Slice(kind="weights", target=first.target, start=0, columns=None, num_bytes=first.num_bytes, read=slowly)
+    writer.begin("c", "m", [slow])
+    assert begun.wait(WAIT_S)
+    lane = threading.Thread(target=lambda: (writer.settle("m", KINDS), order.append("settled")))
+    lane.start()
+    lane.join(0.1)  # would be enough for a lane that does not wait
+    go.set()
+    lane.join(WAIT_S)
+    assert order == ["copied", "settled"]
+    complete(writer, "c")
+
+
 def test_a_disk_that_refuses_stops_no_training_and_no_other_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
