@@ -24,6 +24,11 @@ from tinsmith.testing.sdk_data import ragged
 WAIT_S = 600
 ADAM = tinker.AdamParams(learning_rate=1e-3)
 OPTIONS: dict[str, dict[str, object]] = {"jax": {"warm_up": False, **FEW_PROGRAMS}, "fsdp": {}, "toy": {}}
+MESHES = {  # of the jax backend, in as many processes
+    "mesh of 2": {"mesh": {"tensor": 2}, "nproc_per_node": 2},
+    "mesh of 4": {"mesh": {"fsdp": 2, "tensor": 2}, "nproc_per_node": 4},
+}
+OPTIONS |= {name: {**OPTIONS["jax"], "plugin": "jax", "simulated_devices": 1, **mesh} for name, mesh in MESHES.items()}
 INSTALLED = sorted(OPTIONS.keys() & Plugins.load().backends.unambiguous().keys())
 REAL = [name for name in INSTALLED if name != "toy"]  # they train the same model
 STEPS = [4, pytest.param(20, marks=pytest.mark.thorough)]  # of each leg
@@ -118,3 +123,22 @@ def test_another_backend_goes_on_where_the_first_one_was(
     moved, stayed = legs(tmp_path, [home, away, home], model_path, 4, num_steps)
     np.testing.assert_allclose(moved, stayed, rtol=0, atol=1e-4)
     assert stayed[0] - stayed[-1] > LEARNT[num_steps], "it must have learnt something"
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(len(REAL) < 2, reason=f"needs two trainers of Hugging Face models, installed are {REAL}")
+@pytest.mark.parametrize(("home", "away"), [("fsdp", "mesh of 2"), ("mesh of 4", "fsdp"), ("mesh of 2", "mesh of 4")])
+def test_a_mesh_goes_on_where_another_backend_was(tmp_path: Path, model_path: Path, home: str, away: str) -> None:
+    """The first loss there is one pass away from what was saved; the next ones follow steps of Adam."""
+    moved, stayed = legs(tmp_path, [home, away, home], model_path, 4, 4)
+    assert moved[:4] == stayed[:4]
+    np.testing.assert_allclose(moved[4], stayed[4], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(moved, stayed, rtol=0, atol=1e-4)
+    assert stayed[0] - stayed[-1] > LEARNT[4], "it must have learnt something"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_same_mesh_resumes_bit_for_bit(tmp_path: Path, model_path: Path, mesh: str) -> None:
+    moved, stayed = legs(tmp_path, [mesh, mesh], model_path, 4, 4)
+    assert moved == stayed
