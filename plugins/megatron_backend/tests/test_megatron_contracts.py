@@ -34,7 +34,7 @@ class TestMegatronTrainingOfExperts(TrainingBackendContract):
 
 
 class TestMegatronCheckpointsOfExperts(CheckpointContract):
-    """Without PEFT, which knows no adapters of experts under these names."""
+    """Without PEFT, which needs a conversion: tests/contract/test_expert_adapters.py."""
 
     @pytest.fixture
     def backend(self, two_expert_ranks: MegatronBackend) -> MegatronBackend:

@@ -13,6 +13,7 @@ from transformers_reference import Reference
 
 from tinsmith import AdamParams, ForwardBackward, LoraConfig, ModelState, OptimStep
 from tinsmith.testing import ModelDriver, logprobs_of, ragged_data, succeeded
+from tinsmith_megatron.backend import FAST_ISOLATION_ERROR
 
 pytestmark = pytest.mark.slow  # starting ranks takes seconds
 
@@ -54,6 +55,35 @@ def test_numbers_are_those_of_transformers(
     driver = ModelDriver(backend)
     try:
         compare(driver, megatron_models[family])
+    finally:
+        backend.close()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_without_strict_isolation_company_changes_little(
+    family: str, megatron_models: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """Logprobs and gradients of one call, of each tenant alone and of all together."""
+    backend = fork_backend(megatron_models[family], tmp_path, **TP2, **FAST)
+    driver = ModelDriver(backend)
+    try:
+        alone, together = ([driver.create_with(lora) for lora in TENANTS] for _ in range(2))
+        for index, models in enumerate(zip(alone, together, strict=True)):
+            for model_id in models:
+                backend.restore_state(model_id, noise(driver.state(model_id), seed=index))
+        data = [tuple(ragged_data(index, VOCAB, LENGTHS)) for index in range(len(TENANTS))]
+        apart, company = (
+            [ForwardBackward(model_id=model_id, data=own) for model_id, own in zip(models, data, strict=True)]
+            for models in (alone, together)
+        )
+        expected = [succeeded(backend.forward_backward([op]))[0] for op in apart]
+        for index, output in enumerate(succeeded(backend.forward_backward(company))):
+            for left, right in zip(logprobs_of(output), logprobs_of(expected[index]), strict=True):
+                np.testing.assert_allclose(left, right, rtol=0, atol=FAST_ISOLATION_ERROR)
+            solo = driver.state(alone[index]).gradients
+            for name, gradient in driver.state(together[index]).gradients.items():
+                np.testing.assert_allclose(gradient, solo[name], rtol=0, atol=FAST_ISOLATION_ERROR, err_msg=name)
     finally:
         backend.close()
 

@@ -33,7 +33,10 @@ from tinsmith_megatron.messages import AdapterState, Loaded, RankDevice, Setup, 
 from tinsmith_megatron.parallel import check_model, check_ranks, holders, part_of, smallest_group
 
 _MAX_TARGETS = 128  # per token; [T, K] arrays of a micro-batch must fit
-FAST_ISOLATION_ERROR = 1e-4  # a bound that test_megatron_layouts.py checks on CPU in float32; not measured on GPUs
+FAST_ISOLATION_ERROR = 1e-4
+"""A bound on what company changes in one call, which test_megatron_layouts.py checks on CPU in float32.
+
+Rounding differences grow with the optimizer steps after it. Not measured on GPUs."""
 
 
 class MegatronBackend(TrainingBackend):
