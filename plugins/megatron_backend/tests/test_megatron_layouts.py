@@ -31,6 +31,7 @@ DP2 = {"nproc_per_node": 2}
 EP2 = {"nproc_per_node": 2, "expert_parallel": 2}
 THREE_KINDS = {"nproc_per_node": 4, "tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 2}
 FAST = {"isolation": "fast"}
+RECOMPUTED = {"activation_checkpointing": True}
 
 
 def thorough(family: str, **settings: object) -> object:
@@ -41,11 +42,14 @@ def thorough(family: str, **settings: object) -> object:
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        pytest.param("qwen3_moe", {**TP2, "expert_parallel": 2, **FAST}, id="experts and matrices divided"),
+        pytest.param("qwen3_moe", {**TP2, "expert_parallel": 2, **FAST, **RECOMPUTED}, id="divided and recomputed"),
         *(thorough(family, **layout) for family in ("qwen3", "llama") for layout in ({}, TP2, PP2, DP2)),
         *(thorough("qwen3_moe", **layout) for layout in ({}, TP2, PP2, DP2, EP2, {**TP2, "expert_parallel": 2})),
         *(thorough("qwen3_moe", **layout, **FAST) for layout in ({}, PP2, DP2, EP2, THREE_KINDS)),
+        thorough("qwen3_moe", **TP2, expert_parallel=2, **FAST),
         *(thorough("qwen3", **layout, **FAST) for layout in ({}, TP2, PP2, DP2)),
+        *(thorough("qwen3", **layout, **RECOMPUTED) for layout in (TP2, PP2)),
+        *(thorough("qwen3_moe", **layout, **FAST, **RECOMPUTED) for layout in (EP2, THREE_KINDS)),
     ],
 )
 def test_numbers_are_those_of_transformers(

@@ -10,20 +10,21 @@ from tinsmith_megatron.streams import Stream
 
 
 class PackedAttention(nn.Module):
-    """Megatron passes what it calls a mask through all layers; here that is the stream, which knows its sequences."""
-
     def __init__(self, **_: Any) -> None:  # Any: what Megatron tells its attention about itself
         super().__init__()
+        self.stream: Stream | None = None  # of the current micro-batch
 
     def forward(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        stream: Stream,
-        **_: Any,
+        *_: Any,
+        **__: Any,
     ) -> torch.Tensor:
         """Map query [T, 1, heads, d] and key, value [T, 1, kv heads, d] to [T, 1, heads * d]."""
+        stream = self.stream
+        assert stream is not None
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
             return _varlen(query[:, 0], key[:, 0], value[:, 0], stream).flatten(1)[:, None]
         q, k, v = (x[:, 0].transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, T, d]

@@ -219,6 +219,7 @@ def _decide(config: MegatronConfig, architecture: Architecture, context: Backend
         losses=dict(context.losses),
         dtype=config.dtype or ("float32" if on_cpu else "bfloat16"),
         strict=on_cpu if config.isolation is None else config.isolation == "strict",
+        checkpointing=not on_cpu if config.activation_checkpointing is None else config.activation_checkpointing,
     )
 
 

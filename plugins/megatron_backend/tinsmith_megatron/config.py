@@ -32,3 +32,8 @@ class MegatronConfig(WorkersConfig):
     max_batch_tokens: int | None = Field(
         None, ge=64, description="of one micro-batch of one rank; default 2048 on CPU, else 16384"
     )
+    activation_checkpointing: bool | None = Field(
+        None,
+        description="keep the input of each layer alone, and recompute its activations in the backward pass; default "
+        "off on CPU, else on",
+    )

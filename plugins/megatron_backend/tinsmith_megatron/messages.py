@@ -27,6 +27,7 @@ class Setup:
     losses: Mapping[str, LossSpec]
     dtype: str
     strict: bool  # compute each sequence by itself
+    checkpointing: bool  # recompute activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

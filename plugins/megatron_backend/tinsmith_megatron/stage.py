@@ -74,9 +74,9 @@ class Stage(nn.Module):
             self.head = self._make_head(setup)
         self.inv_freq = torch.tensor(architecture.rope.inv_freq)
         self.requires_grad_(requires_grad=False)
-        self.adapted = [m for m in self.modules() if isinstance(m, AdaptedLinear | AdaptedExperts)]
         for layer in self.decoder.layers:
             _name_modules(layer)
+            layer.register_forward_pre_hook(_hand_out_stream, with_kwargs=True)
 
     def _make_head(self, setup: Setup) -> nn.Parameter:
         shape = setup.architecture.shape
@@ -93,12 +93,11 @@ class Stage(nn.Module):
 
     def forward(self, stream: Stream, *, backward: bool) -> tuple[torch.Tensor, Scores | None]:
         """Return the hidden states for the next stage, or from the last one the summed loss and the scores."""
-        for module in self.adapted:
-            module.stream = stream
         hidden = self._embedded(stream, backward=backward) if self.is_first else None
         hidden = self.decoder(
             hidden_states=hidden,
-            attention_mask=stream,
+            attention_mask=None,
+            attention_bias=stream,  # handed to every layer, and again when it is recomputed
             rotary_pos_emb=_angles(stream.positions_T, self.inv_freq.to(stream.tokens_T.device)),
         )
         if not self.is_last:
@@ -158,6 +157,9 @@ def transformer_config(setup: Setup) -> Any:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        recompute_granularity="full" if setup.checkpointing else None,
+        recompute_method="uniform" if setup.checkpointing else None,
+        recompute_num_layers=1 if setup.checkpointing else None,
         calculate_per_token_loss=True,  # losses are plain sums: the schedule must not divide them
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
@@ -205,6 +207,13 @@ def _block_spec(architecture: Architecture, config: Any) -> Any:
 def _residual(training: bool, fused: bool) -> Any:  # noqa: ARG001, FBT001  (as Megatron calls it)
     """Return what adds a sublayer's output to the residual, in the place of bias, dropout and addition."""
     return lambda output_and_bias, residual, _: residual + output_and_bias[0]
+
+
+def _hand_out_stream(layer: Any, _: Any, arguments: Any) -> None:
+    """Tell the layer's modules the stream of this call: several micro-batches are under way in a pipeline."""
+    for module in layer.modules():
+        if isinstance(module, AdaptedLinear | AdaptedExperts | PackedAttention):
+            module.stream = arguments["attention_bias"]
 
 
 def _name_modules(layer: Any) -> None:
