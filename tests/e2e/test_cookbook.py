@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,11 @@ from tinsmith.testing.harness import RunningServer, running_server
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "use-the-cookbook.md"
 PYTHON = os.environ.get("TINSMITH_COOKBOOK_PYTHON", sys.executable)
-BACKEND = PluginSection.model_validate({"plugin": "jax", "max_lora_rank": 8, "warm_up": False})
+BACKEND = {"plugin": "jax", "max_lora_rank": 8, "warm_up": False}
+MESHES = {
+    "2 processes": {"mesh": {"fsdp": 2, "tensor": 2}, "nproc_per_node": 2, "simulated_devices": 2},
+    "4 processes": {"mesh": {"fsdp": 2, "tensor": 2}, "nproc_per_node": 4, "simulated_devices": 1},
+}
 LIMIT_S = 600
 
 
@@ -38,14 +43,20 @@ def installed(module: str = "tinker_cookbook.rl.train") -> bool:
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+@contextmanager
+def serving(directory: Path, **backend: object) -> Iterator[RunningServer]:
     if not installed():
         pytest.skip(f"tinker-cookbook is not installed for {PYTHON}; {PAGE.name} says how")
-    model = tmp_path_factory.mktemp("cookbook") / "model"
+    model = directory / "model"
     write_tiny_model(model, TinyShape(num_layers=2))
-    settings = ModelSettings(name=str(model), path=model, backend=BACKEND)
-    with running_server(tmp_path_factory.mktemp("data"), models=[settings]) as running:
+    section = PluginSection.model_validate({**BACKEND, **backend})
+    with running_server(directory / "data", models=[ModelSettings(name=str(model), path=model, backend=section)]) as on:
+        yield on
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with serving(tmp_path_factory.mktemp("cookbook")) as running:
         yield running
 
 
@@ -63,6 +74,17 @@ def run(name: str, server: RunningServer, directory: Path) -> list[dict[str, Any
 
 
 def test_supervised_training_evaluates_saves_and_resumes(server: RunningServer, tmp_path: Path) -> None:
+    check_supervised_training(server, tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_supervised_training_on_a_mesh(mesh: dict[str, object], tmp_path: Path) -> None:
+    with serving(tmp_path, **mesh) as server:
+        check_supervised_training(server, tmp_path)
+
+
+def check_supervised_training(server: RunningServer, tmp_path: Path) -> None:
     metrics = run("sft", server, tmp_path)
     losses = [each["train_mean_nll"] for each in metrics if "train_mean_nll" in each]
     assert len(losses) == 6
