@@ -4,10 +4,12 @@ The names exported here are public: plugins that read such directories may impor
 """
 
 from tinsmith.huggingface.decoder import ATTENTION, EXPERTS, HEAD, MLP, DecoderShape, ExpertShape, decoder_shape
+from tinsmith.huggingface.known_shapes import KNOWN_SHAPES, known_config
 from tinsmith.huggingface.model_files import read_model_config
 from tinsmith.huggingface.peft_layout import adapter_config, draw_lora_A, weight_name
 from tinsmith.huggingface.rope import Rope, read_rope
 from tinsmith.huggingface.safetensors_files import StoredTensor, StoredTensors
+from tinsmith.huggingface.sizes import WeightCounts, adapter_weights, weight_counts
 from tinsmith.huggingface.state_files import Kind, Targets
 from tinsmith.huggingface.weight_files import WeightFiles
 
@@ -15,6 +17,7 @@ __all__ = [
     "ATTENTION",
     "EXPERTS",
     "HEAD",
+    "KNOWN_SHAPES",
     "MLP",
     "DecoderShape",
     "ExpertShape",
@@ -23,11 +26,15 @@ __all__ = [
     "StoredTensor",
     "StoredTensors",
     "Targets",
+    "WeightCounts",
     "WeightFiles",
     "adapter_config",
+    "adapter_weights",
     "decoder_shape",
     "draw_lora_A",
+    "known_config",
     "read_model_config",
     "read_rope",
+    "weight_counts",
     "weight_name",
 ]

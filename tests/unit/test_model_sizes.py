@@ -1,0 +1,51 @@
+"""What a model takes, told from its configuration alone, against the files of a real one."""
+
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from tinsmith.huggingface import KNOWN_SHAPES, adapter_weights, decoder_shape, known_config, weight_counts
+from tinsmith.huggingface.adapter_shapes import adapted_modules
+from tinsmith.huggingface.model_files import read_model_config
+from tinsmith.huggingface.safetensors_files import read_header, shard_files
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+
+CLASSES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+SMALL = {"vocab_size": 300, "hidden_size": 24, "intermediate_size": 40, "num_layers": 3, "head_dim": 8}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_counts_are_those_of_the_files(family: str, tied: bool, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    write_tiny_model(directory, TinyShape(family=family, tied=tied, **SMALL))  # type: ignore[arg-type]
+    (file,) = shard_files(directory, "model") or [directory / "model.safetensors"]
+    shapes = {name: tensor.shape for name, tensor in read_header(file).items()}
+    shape = decoder_shape(read_model_config(directory), directory, supported=CLASSES)
+    assert weight_counts(shape).total == sum(map(prod, shapes.values()))
+    adapted = {n: s for n, s in adapted_modules(shapes).items() if not n.endswith(("embed_tokens", "mlp.gate"))}
+    everything = sum(prod(module.shape(side, 4)) for module in adapted.values() for side in ("A", "B"))
+    assert adapter_weights(shape, 4) == everything
+
+
+def test_known_models_have_the_sizes_that_their_names_say() -> None:
+    for name in KNOWN_SHAPES:
+        config = known_config(name)
+        assert config is not None
+        shape = decoder_shape(config, Path(name), supported=CLASSES)
+        billions = float(name.rpartition("-A")[0].rpartition("-")[2][:-1] if "-A" in name else name.split("-")[-1][:-1])
+        assert weight_counts(shape).total / 1e9 == pytest.approx(billions, rel=0.25), name
+        assert read_experts(name) == (shape.experts is not None)
+
+
+def read_experts(name: str) -> bool:
+    return "A3B" in name
+
+
+def test_a_name_may_have_an_owner_and_an_ending() -> None:
+    for name in ("Qwen/Qwen3-8B", "qwen3-8b", "Qwen/Qwen3-8B-Base@main"):
+        assert known_config(name) == known_config("Qwen3-8B")
+    assert known_config("meta-llama/Meta-Llama-3-8B-Instruct") == known_config("Llama-3-8B")
+    assert known_config("Qwen3-9B") is None
+    assert known_config("/models/mine") is None
