@@ -5,15 +5,17 @@ backend to the next.
 """
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tinker
 from few_programs import FEW_PROGRAMS, SHAPE
-from fsdp_harness import forking
+from fsdp_harness import forking as forking_fsdp
+from megatron_harness import forking as forking_megatron
 
 from tinsmith.huggingface.tiny_model import write_tiny_model
 from tinsmith.plugins.loading import Plugins
@@ -24,10 +26,16 @@ from tinsmith.testing.sdk_data import ragged
 WAIT_S = 600
 ADAM = tinker.AdamParams(learning_rate=1e-3)
 OPTIONS: dict[str, dict[str, object]] = {"jax": {"warm_up": False, **FEW_PROGRAMS}, "fsdp": {}, "toy": {}}
+OPTIONS["megatron"] = {"device": "cpu", "tensor_parallel": 2, "max_context_tokens": 128, "max_lora_rank": 8}
 MESHES = {  # of the jax backend, in as many processes
     "mesh of 2": {"mesh": {"tensor": 2}, "nproc_per_node": 2},
     "mesh of 4": {"mesh": {"fsdp": 2, "tensor": 2}, "nproc_per_node": 4},
 }
+EXPERTS = {  # of the megatron backend, in two processes
+    "experts divided": {"tensor_parallel": 1, "expert_parallel": 2},
+    "matrices and experts divided": {"expert_parallel": 2},
+}
+OPTIONS |= {name: {**OPTIONS["megatron"], "plugin": "megatron", **layout} for name, layout in EXPERTS.items()}
 OPTIONS |= {name: {**OPTIONS["jax"], "plugin": "jax", "simulated_devices": 1, **mesh} for name, mesh in MESHES.items()}
 INSTALLED = sorted(OPTIONS.keys() & Plugins.load().backends.unambiguous().keys())
 REAL = [name for name in INSTALLED if name != "toy"]  # they train the same model
@@ -42,6 +50,7 @@ PAIRS = [  # the way there and the way back are in either one
     pytest.param(*pair, marks=[pytest.mark.thorough] if number else [])
     for number, pair in enumerate(itertools.permutations(REAL, 2))
 ]
+FORKING: dict[str, Callable[[], AbstractContextManager[None]]] = {"fsdp": forking_fsdp, "megatron": forking_megatron}
 
 pytestmark = pytest.mark.slow
 
@@ -53,12 +62,19 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def model_of_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("cross") / "a" / "experts"
+    write_tiny_model(directory, replace(SHAPE, family="qwen3_moe", intermediate_size=24, num_experts=4))
+    return directory
+
+
 @contextmanager
 def served(data_dir: Path, backend: str, model_path: Path) -> Iterator[tinker.ServiceClient]:
     section = PluginSection.model_validate({"plugin": backend, **OPTIONS[backend]})
     path = None if backend == "toy" else model_path
     model = ModelSettings(name=str(model_path), path=path, backend=section)
-    with forking() if backend == "fsdp" else nullcontext(), running_server(data_dir, models=[model]) as server:
+    with FORKING.get(section.plugin, nullcontext)(), running_server(data_dir, models=[model]) as server:
         client = tinker.ServiceClient(base_url=server.url, api_key="tml-cross")
         yield client
         client.close("success").result(timeout=300)
@@ -142,3 +158,13 @@ def test_a_mesh_goes_on_where_another_backend_was(tmp_path: Path, model_path: Pa
 def test_the_same_mesh_resumes_bit_for_bit(tmp_path: Path, model_path: Path, mesh: str) -> None:
     moved, stayed = legs(tmp_path, [mesh, mesh], model_path, 4, 4)
     assert moved == stayed
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif("megatron" not in REAL or "jax" not in REAL, reason=f"needs jax and megatron, installed are {REAL}")
+@pytest.mark.parametrize("away", EXPERTS)
+def test_experts_go_on_where_another_backend_was(tmp_path: Path, model_of_experts: Path, away: str) -> None:
+    """Twenty steps on JAX, on Megatron, on JAX again; each hands over the adapters of attention, experts and head."""
+    moved, stayed = legs(tmp_path, ["jax", away, "jax"], model_of_experts, 4, 20)
+    np.testing.assert_allclose(moved, stayed, rtol=0, atol=1e-4)
+    assert stayed[0] - stayed[-1] > LEARNT[20], "it must have learnt something"

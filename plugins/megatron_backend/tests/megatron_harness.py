@@ -1,8 +1,11 @@
 """Makers of models and backends for the tests of the megatron backend."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 from tinsmith import BUILTIN_LOSSES, BackendContext
 from tinsmith.testing import Nursery, TinyShape, write_tiny_model
@@ -45,6 +48,14 @@ def nursery() -> Nursery:
 def fork_backend(directory: Path, cache_dir: Path, **settings: object) -> MegatronBackend:
     """Make a backend whose ranks start at once."""
     return make_backend(directory, cache_dir, nursery().launch, **settings)
+
+
+@contextmanager
+def forking() -> Iterator[None]:
+    """Start the ranks of all backends that are made until the block ends by forking."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tinsmith.workers.group.launcher", lambda _: nursery().launch)
+        yield
 
 
 def make_backend(
