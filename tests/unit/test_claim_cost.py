@@ -97,7 +97,7 @@ def claim(session: Session) -> None:
     assert set(queues) == {(ordered, tenant) for ordered in (True, False) for tenant in ("hog", "mouse")}
     limits = claiming.limits_of_shares(queues, ROOM, ROOM)
     claimed = claiming.claim(Transaction(session, NOW), LEASE, limits, claiming.by_shares(ROOM, ROOM))
-    assert len(claimed) == 2 * ROOM.operations  # the mouse has 5 of each sort, the hog uses what is left
+    assert len(claimed.records) == 2 * ROOM.operations  # the mouse has 5 of each sort, the hog uses what is left
 
 
 def look_for_suspects(session: Session) -> None:

@@ -26,7 +26,7 @@ from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.store import Completion, Lease, OperationRecord, OperationState, RunState, StoreContext
+from tinsmith.store import Claim, Completion, Lease, OperationState, RunState, StoreContext
 from tinsmith.testing.contract import assert_same_arrays
 from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, make_engine
 
@@ -192,6 +192,28 @@ async def test_a_model_is_created_and_trained(setup: Setup, client: EngineDriver
     assert (run.next_seq_id, run.applied_seq_id) == (9, 8)
     assert [event.kind for event in setup.events[:4]] == ["create_model", "forward", "forward_backward", "optim_step"]
     assert {(event.tenant, event.model_id, event.failed) for event in setup.events} == {("ann", "s1:train:0", None)}
+
+
+async def test_one_look_for_each_request(setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finished operation makes room, but nothing was left for want of it; and no sample can have been cancelled."""
+    looks: list[str] = []
+
+    def counted(name: str) -> None:
+        method = getattr(setup.store, name)
+
+        async def look(*args: Any, **options: Any) -> Any:
+            looks.append(name)
+            return await method(*args, **options)
+
+        monkeypatch.setattr(setup.store, name, look)
+
+    async with setup.running():
+        await client.result(await client.create_model())
+        counted("claim_shares")
+        counted("cancelled")
+        await train(client, steps=5)
+    assert looks.count("cancelled") == 0
+    assert looks.count("claim_shares") <= 2 * 5 + 1  # a pass and a step each; the first look may be the creation's
 
 
 async def test_what_was_queued_runs_in_order_and_merged(setup: Setup, client: EngineDriver) -> None:
@@ -570,14 +592,14 @@ async def test_a_claim_whose_answer_is_lost_is_made_again(
     monkeypatch.setattr(store_retries, "_DELAYS_S", (0.0, 0.0))
     claim, lost = setup.store.claim_shares, 0
 
-    async def unheard(lease: Lease, **limits: Any) -> list[OperationRecord]:
+    async def unheard(lease: Lease, **limits: Any) -> Claim:
         nonlocal lost
-        records = await claim(lease, **limits)
-        if records and lost % 2 == 0:
+        claimed = await claim(lease, **limits)
+        if claimed.records and lost % 2 == 0:
             lost += 1
             raise StoreError("the connection broke")
-        lost += bool(records)
-        return records
+        lost += bool(claimed.records)
+        return claimed
 
     monkeypatch.setattr(setup.store, "claim_shares", unheard)
     async with setup.running() as engine:

@@ -40,10 +40,12 @@ class Claims:
         self._gap_timeout_s = gap_timeout_s
         self._look = asyncio.Event()
         self._held = Holdings()
+        self._changed = True  # the store may have something new
+        self._left_some = False  # of the last claim
         self._answer_lost = False  # of the last claim
 
     def wake(self) -> None:
-        """There may be something to claim, or room for it."""
+        """There may be something to do."""
         self._look.set()
 
     async def woken(self) -> None:
@@ -55,13 +57,17 @@ class Claims:
         """Until cancelled, wake when there may be work."""
         while True:
             await self._store.wait_for_work(self._lease.base_model, _IDLE_S)
+            self._changed = True
             self.wake()
 
     async def claim(self) -> list[Claimed]:
-        """Claim what there is room for, of every tenant that has work."""
+        """Claim what there is room for, of every tenant that has work. Ask the store only if it may have some."""
+        if not (self._changed or self._left_some):
+            return []
+        self._changed = False
         records = await self._claim(self._claim_shares)
-        if len(records) >= _MANY:
-            self.wake()  # there may be more
+        if self._left_some and len(records) >= _MANY:
+            self.wake()
         return await self._decoder.decode_all(records)
 
     async def claim_suspect(self) -> Claimed | None:
@@ -71,7 +77,10 @@ class Claims:
         return None
 
     async def _claim_shares(self) -> list[OperationRecord]:
-        return await self._store.claim_shares(self._lease, training=self._held.training, samples=self._held.samples)
+        held = self._held
+        claim = await self._store.claim_shares(self._lease, training=held.training, samples=held.samples)
+        self._left_some = claim.left_some
+        return claim.records
 
     async def _claim_one_alone(self) -> list[OperationRecord]:
         return await self._store.claim(self._lease, max_operations=1, alone=True)
@@ -91,13 +100,16 @@ class Claims:
         return records
 
     async def cancelled(self) -> list[str]:
-        """Return the request_ids that clients have cancelled since the last call."""
+        """Return the request_ids that clients have cancelled since the last call. Only samples can be."""
+        if not (self._changed and self._held.has_samples):
+            return []
         return await with_retries(self._store.cancelled, self._lease)
 
     def release(self, *request_ids: str) -> None:
         """These are recorded or cancelled, so there is room for others."""
         self._held.remove(request_ids)
-        self.wake()
+        if self._left_some:
+            self.wake()
 
     async def requeue(self, reason: str | None, *, interrupted: bool = False) -> list[str]:
         """Put back what is not held; return the request_ids that failed instead. The store documents `reason`."""

@@ -28,6 +28,10 @@ class Holdings:
         return {*self._training.held, *self._samples.held}
 
     @property
+    def has_samples(self) -> bool:
+        return bool(self._samples.held)
+
+    @property
     def training(self) -> ClaimRoom:
         return self._training.room()
 

@@ -9,9 +9,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
+from tinsmith.store.records import OperationRecord
+
 T = TypeVar("T")
 
 _LOOK_AT: Final = 64  # operations of a tenant that uses what others leave
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What an engine has taken from the log."""
+
+    records: list[OperationRecord]
+    left_some: bool
+    """Whether something that could run may have been left, for want of room. If not, only new work is worth a look."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

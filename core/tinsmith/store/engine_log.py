@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import datetime
 
-from tinsmith.store.claim_room import ClaimRoom
+from tinsmith.store.claim_room import Claim, ClaimRoom
 from tinsmith.store.records import Completion, Lease, OperationRecord
 
 
@@ -24,14 +24,15 @@ class EngineLog(ABC):
         marked to run by itself. Tenants take turns, each with its oldest operation first.
         """
 
-    async def claim_shares(self, lease: Lease, *, training: ClaimRoom, samples: ClaimRoom) -> list[OperationRecord]:
+    async def claim_shares(self, lease: Lease, *, training: ClaimRoom, samples: ClaimRoom) -> Claim:
         """Claim as `claim` does, but as much as the rooms allow: some of every tenant that has work.
 
         What this costs must depend neither on how much is waiting nor on what is missing. The default is for stores
         written before tenants had shares. It claims by number alone.
         """
         claimed = await self.claim(lease, max_operations=training.unused, ordered=True)
-        return claimed + await self.claim(lease, max_operations=samples.unused, ordered=False)
+        claimed += await self.claim(lease, max_operations=samples.unused, ordered=False)
+        return Claim(records=claimed, left_some=True)
 
     @abstractmethod
     async def complete(self, lease: Lease, completions: Sequence[Completion]) -> None:

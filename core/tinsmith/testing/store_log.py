@@ -208,8 +208,9 @@ class LogContract(StoreSuite):
         ids = [await store.submit(a_sample(seq_id, num_bytes=size)) for seq_id, size in enumerate((40, 40, 40, 500))]
         room = ClaimRoom(operations=9, num_bytes=100)
         assert await claim_shares(store, room, room) == ids[:2]
-        records = await store.claim_shares(await lease_of(store), training=room, samples=room)
-        assert [(record.request_id, record.num_bytes) for record in records] == [(ids[2], 40)]
+        claimed = await store.claim_shares(await lease_of(store), training=room, samples=room)
+        assert [(record.request_id, record.num_bytes) for record in claimed.records] == [(ids[2], 40)]
+        assert claimed.left_some
         assert await claim_shares(store, room, room) == ids[3:]  # larger than everything, so it is held alone
 
     async def test_a_gap_that_closes_keeps_the_order_of_its_model(self, store: RequestStore) -> None:

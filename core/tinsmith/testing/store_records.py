@@ -117,8 +117,8 @@ async def claim(store: RequestStore, max_operations: int = 100, **more: Any) -> 
 
 
 async def claim_shares(store: RequestStore, training: ClaimRoom, samples: ClaimRoom) -> list[str]:
-    records = await store.claim_shares(await lease_of(store), training=training, samples=samples)
-    return [record.request_id for record in records]
+    claimed = await store.claim_shares(await lease_of(store), training=training, samples=samples)
+    return [record.request_id for record in claimed.records]
 
 
 async def lease_of(store: RequestStore, engine_id: str = "engine-1", duration_s: float = 3600.0) -> Lease:

@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
-from typing import Concatenate, ParamSpec
+from typing import Concatenate, ParamSpec, TypeVar
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.grouping import Models
@@ -13,9 +14,10 @@ from tinsmith.sql_store.parts.connections import Connections
 from tinsmith.sql_store.parts.failing import fail_in_parts
 from tinsmith.sql_store.transactions import cancelling, claiming, completing, gaps, log
 from tinsmith.sql_store.transactions.writer import Transaction
-from tinsmith.store import ClaimRoom, Completion, EngineLog, Lease, OperationRecord
+from tinsmith.store import Claim, ClaimRoom, Completion, EngineLog, Lease, OperationRecord
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class SqlEngineLog(Connections, EngineLog):
@@ -28,17 +30,19 @@ class SqlEngineLog(Connections, EngineLog):
         if alone:
             return await self._claim_suspects(lease, max_operations)
         queues = await self._reader.read(claiming.queues, lease.base_model, ordered=ordered)
-        return await self._claim(lease, dict.fromkeys(queues, max_operations), claiming.in_turns(max_operations))
+        limits = dict.fromkeys(queues, max_operations)
+        return (await self._claim(lease, limits, claiming.in_turns(max_operations))).records
 
-    async def claim_shares(self, lease: Lease, *, training: ClaimRoom, samples: ClaimRoom) -> list[OperationRecord]:
+    async def claim_shares(self, lease: Lease, *, training: ClaimRoom, samples: ClaimRoom) -> Claim:
         self._subscribed(log.work_topic(lease.base_model))
         queues = await self._reader.read(claiming.queues, lease.base_model)
         limits = claiming.limits_of_shares(queues, training, samples)
-        return await self._claim(lease, limits, claiming.by_shares(training, samples))
+        claim = await self._claim(lease, limits, claiming.by_shares(training, samples))
+        return replace(claim, left_some=claim.left_some or len(limits) < len(queues))
 
-    async def _claim(self, lease: Lease, limits: claiming.Limits, choose: claiming.Choose) -> list[OperationRecord]:
+    async def _claim(self, lease: Lease, limits: claiming.Limits, choose: claiming.Choose) -> Claim:
         if not limits:
-            return []
+            return Claim(records=[], left_some=False)
         models = partial(claiming.models_to_claim, base_model=lease.base_model, limits=limits)
         return await self._write_claim(models, claiming.claim, lease, limits, choose)
 
@@ -52,10 +56,10 @@ class SqlEngineLog(Connections, EngineLog):
     async def _write_claim(
         self,
         models: Models,
-        claim: Callable[Concatenate[Transaction, P], list[OperationRecord]],
+        claim: Callable[Concatenate[Transaction, P], T],
         *args: P.args,
         **options: P.kwargs,
-    ) -> list[OperationRecord]:
+    ) -> T:
         return await self._relaxed.write_locking(models, claim, *args, **options)
 
     @durable_boundary("store.complete")

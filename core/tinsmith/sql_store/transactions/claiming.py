@@ -16,7 +16,7 @@ from sqlmodel import Session
 from tinsmith.sql_store.tables import ALONE, OPERATIONS, PAYLOADS, QUEUED, RUNS
 from tinsmith.sql_store.transactions import leases, log
 from tinsmith.sql_store.transactions.writer import Transaction
-from tinsmith.store import Claimable, ClaimRoom, Lease, OperationRecord, OperationState
+from tinsmith.store import Claim, Claimable, ClaimRoom, Lease, OperationRecord, OperationState
 
 _PART: Final = 500  # values of one IN list
 _QUEUES_AT_ONCE: Final = 50  # queues read by one statement
@@ -170,9 +170,13 @@ def models_to_claim(session: Session, base_model: str, limits: Limits) -> set[st
     return {head.subject_id for head in _heads(session, base_model, limits) if head.ordered}
 
 
-def claim(tx: Transaction, lease: Lease, limits: Limits, choose: Choose) -> list[OperationRecord]:
+def claim(tx: Transaction, lease: Lease, limits: Limits, choose: Choose) -> Claim:
     leases.fence(tx, lease)
-    return _start(tx, lease, choose(_heads(tx.session, lease.base_model, limits)))
+    heads = _heads(tx.session, lease.base_model, limits)
+    started = _start(tx, lease, choose(heads))
+    seen = Counter(head.queue for head in heads)
+    left_some = len(started) < len(heads) or any(seen[queue] == limit for queue, limit in limits.items())
+    return Claim(records=started, left_some=left_some)
 
 
 def suspects_to_claim(session: Session, base_model: str, max_operations: int) -> set[str]:
@@ -252,6 +256,8 @@ def _lock(session: Session, heads: Sequence[Head]) -> list[Head]:
 
 
 def _locked(session: Session, query: sqlalchemy.Executable, name: str, keys: Sequence[Any]) -> set[Any]:  # Any: keys
+    if not log.locks_rows(session):
+        return set(keys)
     locked: set[Any] = set()
     for start in range(0, len(keys), _PART):
         locked.update(session.connection().execute(query, {name: keys[start : start + _PART]}).scalars())

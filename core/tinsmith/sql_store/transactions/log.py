@@ -158,9 +158,13 @@ def locked_run(session: Session, model_id: str) -> RunRow | None:
 
 def one_at_a_time(session: Session, what: str) -> None:
     """Exclude other processes that do the same, for the rest of the transaction."""
-    connection = session.connection()
-    if connection.dialect.name == "postgresql":  # SQLite has one writer anyway
-        connection.execute(_ADVISORY_LOCK, {"what": f"tinsmith {what}"})
+    if locks_rows(session):
+        session.connection().execute(_ADVISORY_LOCK, {"what": f"tinsmith {what}"})
+
+
+def locks_rows(session: Session) -> bool:
+    """Return whether other processes may write at the same time. SQLite has one writer."""
+    return session.connection().dialect.name == "postgresql"
 
 
 def _missing(session: Session, request_id: str) -> NotFoundError | ResultExpiredError:

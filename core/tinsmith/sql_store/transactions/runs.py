@@ -1,13 +1,21 @@
 """Models, which the REST API calls training runs."""
 
+from dataclasses import fields
+
+import sqlalchemy
+from sqlalchemy import bindparam
 from sqlmodel import Session, col, func, select
 
 from tinsmith.errors import NotFoundError
-from tinsmith.sql_store.tables import RunRow, to_record, to_row
+from tinsmith.sql_store.tables import RUNS, RunRow, to_record, to_row
 from tinsmith.sql_store.transactions import log, submitting
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import NewOperation, RunRecord
 from tinsmith.store.unknown import no_such
+
+_GET = sqlalchemy.select(*(RUNS.c[each.name] for each in fields(RunRecord))).where(
+    RUNS.c.model_id == bindparam("model")
+)
 
 
 def create(tx: Transaction, run: RunRecord, operation: NewOperation) -> str:
@@ -20,10 +28,10 @@ def create(tx: Transaction, run: RunRecord, operation: NewOperation) -> str:
 
 
 def get(session: Session, model_id: str) -> RunRecord:
-    row = session.get(RunRow, model_id)
+    row = session.connection().execute(_GET, {"model": model_id}).first()
     if row is None:
         raise NotFoundError(no_such("model", model_id))
-    return to_record(row, RunRecord)
+    return RunRecord(**row._mapping)  # noqa: SLF001 - the public name of a row's mapping
 
 
 def list_all(

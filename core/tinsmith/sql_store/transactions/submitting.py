@@ -9,7 +9,7 @@ from sqlmodel import Session
 
 from tinsmith.errors import ConflictError, NotFoundError, ResultExpiredError, UserError
 from tinsmith.operations import Failed
-from tinsmith.sql_store.tables import ENGINES, OPERATIONS, PAYLOADS, RunRow, SessionRow
+from tinsmith.sql_store.tables import ENGINES, OPERATIONS, PAYLOADS, SESSIONS, RunRow
 from tinsmith.sql_store.transactions import arriving, log
 from tinsmith.sql_store.transactions.request_ids import new_request_id
 from tinsmith.sql_store.transactions.writer import Transaction
@@ -39,6 +39,10 @@ _ENGINE = (
     .where(ENGINES.c.base_model == bindparam("base_model"))
     .with_for_update(read=True, key_share=True)
 )
+_END = sqlalchemy.select(SESSIONS.c.ended, SESSIONS.c.end_detail).where(
+    SESSIONS.c.session_id == bindparam("session_id")
+)
+_END_LOCKED = _END.with_for_update(read=True)
 _INSERT_PAYLOAD = PAYLOADS.insert()
 
 
@@ -73,7 +77,7 @@ def neighbours(session: Session, operation: NewOperation) -> Neighbours:
 
 def refuse_ended_session(session: Session, session_id: str, *, lock: bool = False) -> None:
     """With `lock`, the session cannot end before the transaction does."""
-    row = session.get(SessionRow, session_id, with_for_update={"read": True} if lock else None)
+    row = session.connection().execute(_END_LOCKED if lock else _END, {"session_id": session_id}).first()
     if row is not None and row.ended is not None:
         detail = f": {row.end_detail}" if row.end_detail else ""
         msg = f"session {session_id!r} has ended ({row.ended}{detail}); create a new one"
