@@ -52,8 +52,10 @@ fix: $(VENV)/.dev-installed ## Fix and format what ruff can, and regenerate the 
 	$(BIN)/ruff format
 	$(BIN)/python docs/generate.py
 
-bench: $(VENV)/.demo-installed ## Measure a served tiny model: steps, samples and round trips per second
-	$(BIN)/python benchmarks/serving.py
+# BENCH="--short" takes a third of the time; docs/reference/comparison.md says how to add a peer.
+bench: $(VENV)/.dev-installed ## Measure served models of two sizes, and other servers beside them; writes docs/reference/comparison.md
+	$(BIN)/python benchmarks/compare.py $(BENCH)
+	$(BIN)/python docs/generate.py
 
 bench-recovery: $(VENV)/.demo-installed ## Measure what the journal costs, and how long recoveries take against their bound
 	$(BIN)/python benchmarks/journal.py
@@ -74,7 +76,7 @@ test-gpu: $(VENV)/.dev-installed ## Run the tests that need an accelerator
 	$(BIN)/python -m pytest -m gpu
 
 clean: ## Remove the environment, caches and what the demo left
-	rm -rf $(VENV) .demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .demo .bench site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

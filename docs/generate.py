@@ -5,7 +5,9 @@ compares its output with the pages.
 """
 
 import ast
+import importlib.util
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +30,7 @@ from tinsmith.protocol import field_status
 from tinsmith.settings import PluginSection, Settings
 
 REFERENCE = Path(__file__).parent / "reference"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PUBLIC_PACKAGES = ("tinsmith", "tinsmith.testing", "tinsmith.huggingface")
 
 
@@ -236,10 +239,25 @@ def tpu_table(kind: str) -> str:
             return tables.sampling(alone)
 
 
+def comparison() -> str:
+    """Return what benchmarks/compare.py measured; docs/reference/comparison.md says how."""
+    figures = REFERENCE / "comparison.json"
+    if not figures.is_file():
+        return "No run on an idle machine has been published yet."
+    spec = importlib.util.spec_from_file_location("comparison_page", BENCHMARKS / "comparison" / "page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    rendered: str = page.render(json.loads(figures.read_text(encoding="utf-8")))
+    return rendered
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "settings": settings_tables,
     "plugin-options": plugin_tables,
     "commands": command_tables,
+    "comparison": comparison,
     "failpoints": failpoint_table,
     "fields": field_status.markdown,
     **{f"tpu-{kind}": partial(tpu_table, kind) for kind in ("tenants", "slices", "recompute", "scaling", "sampling")},

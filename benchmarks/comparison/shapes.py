@@ -1,0 +1,24 @@
+"""The models that are measured: random weights, so that anyone can make them."""
+
+from typing import Final
+
+from tinsmith.huggingface.tiny_model import TinyShape
+
+SHAPES: Final = {
+    # 4.2 million parameters
+    "tiny": TinyShape(vocab_size=4096, hidden_size=256, intermediate_size=768, num_heads=8, num_kv_heads=4),
+    # 29 million
+    "small": TinyShape(
+        vocab_size=8192, hidden_size=512, intermediate_size=1536, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=64
+    ),
+    # 120 million
+    "medium": TinyShape(
+        vocab_size=8192,
+        hidden_size=896,
+        intermediate_size=2688,
+        num_layers=12,
+        num_heads=14,
+        num_kv_heads=7,
+        head_dim=64,
+    ),
+}
