@@ -51,8 +51,11 @@ def measure(name: str, servers: Sequence[Server], effort: Effort, *, allow_load:
         answers = _round(name, able, servers)
         errors = {each.name: str(answer["error"]) for each, answer in answers if "error" in answer}
         result.errors.update(errors)
-        if errors or not answers:
+        able = [each for each in able if each.name not in errors]
+        if not able:
             break
+        if errors:
+            continue  # the others are measured without them
         others = max(float(answer["others_cores"]) for _, answer in answers)
         if others > DISTURBED_CORES and not allow_load and scenario.unit != "count":
             result.thrown_away += 1

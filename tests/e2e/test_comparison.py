@@ -74,6 +74,8 @@ class AServer(SimpleNamespace):
             return {"warm_up_s": [], "sdk": "1"}
         self.asked.append(self.name)
         value, others_s = self.answers.pop(0)
+        if value < 0:
+            return {"error": "a reason"}
         return {
             "value": value,
             "seconds": 1.0,
@@ -109,6 +111,13 @@ def test_a_busy_machine_gives_no_figure_unless_load_is_allowed() -> None:
     assert measure("sft", both, EFFORT, allow_load=False).values == {}
     both, _ = servers(list(busy), list(busy))
     assert measure("sft", both, EFFORT, allow_load=True).values == {"us": [1.0, 1.0], "peer": [1.0, 1.0]}
+
+
+def test_a_server_that_fails_does_not_keep_others_from_being_measured() -> None:
+    both, _ = servers([(1.0, 0.0)] * 4, [(1.0, 0.0), (-1.0, 0.0)])
+    result = measure("sft", both, EFFORT, allow_load=False)
+    assert result.values == {"us": [1.0, 1.0], "peer": [1.0]}
+    assert result.errors == {"peer": "a reason"}
 
 
 def found(result: Result, *, allow_load: bool = False) -> dict[str, Any]:
