@@ -27,7 +27,7 @@ from tinsmith.failpoints import BOUNDARIES
 from tinsmith.plugins.hook_caller import HOOK_NAMES
 from tinsmith.plugins.loading import Plugins
 from tinsmith.protocol import field_status
-from tinsmith.settings import PluginSection, Settings
+from tinsmith.settings import DeviceSettings, PluginSection, Settings
 
 REFERENCE = Path(__file__).parent / "reference"
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -65,6 +65,8 @@ def setting_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{name}", field
         elif nested is PluginSection:
             yield f"{prefix}{name}.plugin", _of_section(field)
+            if prefix.startswith("models"):
+                yield from setting_keys(DeviceSettings, f"{prefix}{name}.")
         else:
             yield from setting_keys(nested, f"{prefix}{name}{'[]' if _is_list(field.annotation) else ''}.")
 

@@ -145,6 +145,35 @@ def _no_progress(stage: str, fraction: float | None) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What core assigns to a trainer or sampler, on this machine."""
+
+    devices: tuple[str, ...] = ()  # ids for CUDA_VISIBLE_DEVICES; empty: none assigned
+    memory_bytes: int | None = None  # of each device, all that the backend may take; None: not known
+    device_bytes: int | None = None  # of each device, all that it has; None: not known
+
+    @property
+    def share(self) -> float | None:
+        """The part of each device's memory that the backend may take, or None if that is not known."""
+        if self.memory_bytes is None or not self.device_bytes:
+            return None
+        return min(1.0, self.memory_bytes / self.device_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a trainer or sampler would take of each of its devices. See `BackendSpec.demand`."""
+
+    num_devices: int | None = None  # of this machine; None: any number; 0: none, as its devices are elsewhere
+    least_bytes: int = 0  # with less it cannot serve one model, or one sequence
+    fixed: Mapping[str, int] = field(default_factory=dict)  # bytes by what they are for, however many models there are
+    per_model: Mapping[str, int] = field(default_factory=dict)  # what each model, or resident snapshot, adds to them
+    max_models: int | None = None  # models, or snapshots, that fit and that the settings allow; None: not known
+    batch_tokens: int = 0  # of one micro-batch on one device, or for a sampler of all keys and values; 0: not known
+    layout: str = ""  # for people: "8 ranks", "4 replicas of 2 devices"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackendContext:
     """What core passes to a backend's `create` in addition to the backend's config."""
 
@@ -153,6 +182,7 @@ class BackendContext:
     cache_dir: Path  # private to this backend and model, kept across restarts (mode 0700)
     losses: Mapping[str, LossSpec]  # every registered loss
     samples: bool = True  # False: the model has a separate sampler, so this backend does not sample
+    placement: Placement = Placement()  # empty if nothing is known, or the backend's spec has no `demand`
     progress: Progress = _no_progress
     checkpoint_shard_bytes: int = 2 << 30  # of one file, if the backend itself writes a fully trained model's state
 
@@ -280,6 +310,14 @@ class BackendSpec(Generic[C]):
 
     Load the framework, but no weights. Raise ConfigError if the model in the directory is not supported.
     """
+    demand: Callable[[C, Mapping[str, Any] | None, Placement], Demand] | None = None  # Any: JSON
+    """Say what the backend would take with that placement, given the model's parsed config.json.
+
+    Without a configuration (the model is not on this machine yet), only `num_devices` is read. An empty placement asks
+    for `num_devices`, one without `memory_bytes` for `least_bytes`. Import no framework, touch no device. Raise
+    ConfigError if the settings do not fit the model or the devices. A backend that offers this gets its part of the
+    machine in `BackendContext.placement`, and its section takes the keys `devices` and `memory`.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +328,8 @@ class SamplerSpec(Generic[C]):
     config: type[C]
     create: Callable[[C, BackendContext], SamplingBackend]
     description: str = ""
+    demand: Callable[[C, Mapping[str, Any] | None, Placement], Demand] | None = None  # Any: JSON
+    """As for a BackendSpec."""
 
 
 AnyBackendSpec = BackendSpec[Any]  # Any: specs of different configs live in one registry

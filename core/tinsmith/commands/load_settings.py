@@ -13,11 +13,12 @@ from typing import Any, Final
 
 from pydantic import BaseModel, SecretStr, ValidationError
 
+from tinsmith.backend import BackendSpec, SamplerSpec
 from tinsmith.errors import ConfigError, PluginError, UserError
 from tinsmith.huggingface.hub_cache import HubReference, is_offline, offline_message
 from tinsmith.plugins.loading import Plugins
 from tinsmith.plugins.registry import suggestion
-from tinsmith.settings import ApiKey, ModelSettings, PluginSection, Settings
+from tinsmith.settings import ApiKey, DeviceSettings, ModelSettings, PluginSection, Settings
 from tinsmith.settings.schema import RENAMED
 from tinsmith.settings.sources import (
     CONFIG_VARIABLE,
@@ -214,11 +215,14 @@ def _check_plugin_sections(tree: dict[str, Any], plugins: Plugins, problems: _Pr
             continue  # absent, or already reported
         options = {key: value for key, value in section.items() if key != "plugin"}
         try:
-            config = find(section["plugin"]).config
+            spec = find(section["plugin"])
         except PluginError as error:
             problems.add((*path, "plugin"), str(error))
         else:
-            _validate(config, options, path, problems)
+            placed = isinstance(spec, BackendSpec | SamplerSpec) and spec.demand is not None
+            ours = {key: options.pop(key) for key in DeviceSettings.model_fields if placed and key in options}
+            _validate(spec.config, options, path, problems)
+            _validate(DeviceSettings, ours, path, problems)
 
 
 # Checks that involve several sections --------------------------------------------------------------------------------

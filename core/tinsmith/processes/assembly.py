@@ -4,12 +4,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from tinsmith.backend import BackendContext, Capabilities, Isolation, Progress, SamplingBackend, TrainingBackend
+from tinsmith.backend import (
+    BackendContext,
+    Capabilities,
+    Isolation,
+    Placement,
+    Progress,
+    SamplingBackend,
+    TrainingBackend,
+)
 from tinsmith.huggingface.hub_cache import HubReference
 from tinsmith.huggingface.hub_download import download_model
+from tinsmith.placement.machine import this_machine
+from tinsmith.placement.sections import AnySpec, device_settings, own_options
 from tinsmith.plugins.loading import Plugins
 from tinsmith.scheduler import Scheduler
-from tinsmith.settings import DataDir, ModelSettings, Settings
+from tinsmith.settings import DataDir, ModelSettings, PluginSection, Settings
 from tinsmith.store import RequestStore, StoreContext
 
 _WEAKNESS: Final[dict[Isolation, int]] = {"bitwise": 0, "close": 1, "none": 2}
@@ -37,8 +47,8 @@ def make_backends(
         samples = isinstance(backend, SamplingBackend) and backend.capabilities.sampling
         return backend, backend if samples and isinstance(backend, SamplingBackend) else None
     spec = plugins.samplers.get(model.sampler.plugin)
-    config = spec.config.model_validate(model.sampler.options())
-    context = _context(model, plugins, data_dir, spec.name, progress, samples=True)
+    config = spec.config.model_validate(own_options(model.sampler, spec))
+    context = _context(model, plugins, data_dir, spec, model.sampler, progress, samples=True)
     try:
         return backend, spec.create(config, context)
     except BaseException:
@@ -52,8 +62,8 @@ def make_trainer(
     """Return the backend that trains; `samples` says whether it will be asked to sample as well."""
     section = model.backend
     spec = plugins.default_backend() if section is None else plugins.backends.get(section.plugin)
-    config = spec.config.model_validate({} if section is None else section.options())
-    return spec.create(config, _context(model, plugins, data_dir, spec.name, progress, samples=samples))
+    config = spec.config.model_validate(own_options(section, spec))
+    return spec.create(config, _context(model, plugins, data_dir, spec, section, progress, samples=samples))
 
 
 def model_directory(model: ModelSettings, plugins: Plugins, progress: Progress) -> Path | None:
@@ -70,9 +80,16 @@ def model_directory(model: ModelSettings, plugins: Plugins, progress: Progress) 
 
 
 def _context(
-    model: ModelSettings, plugins: Plugins, data_dir: DataDir, plugin: str, progress: Progress, *, samples: bool
+    model: ModelSettings,
+    plugins: Plugins,
+    data_dir: DataDir,
+    spec: AnySpec,
+    section: PluginSection | None,
+    progress: Progress,
+    *,
+    samples: bool,
 ) -> BackendContext:
-    cache_dir = data_dir.cache(plugin, model.name)
+    cache_dir = data_dir.cache(spec.name, model.name)
     cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     return BackendContext(
         model_name=model.name,
@@ -80,9 +97,18 @@ def _context(
         cache_dir=cache_dir,
         losses=plugins.losses.all(),
         samples=samples,
+        placement=_placement(section, spec),
         progress=progress,
         checkpoint_shard_bytes=model.checkpoint_shard_bytes,
     )
+
+
+def _placement(section: PluginSection | None, spec: AnySpec) -> Placement:
+    """Return what the plan has written into the section."""
+    given = device_settings(section, spec)
+    devices = given.devices if isinstance(given.devices, tuple) else ()
+    known = this_machine().device_bytes if devices and given.memory is not None else None
+    return Placement(devices=devices, memory_bytes=given.memory, device_bytes=known)
 
 
 def capabilities_of(backend: TrainingBackend, sampler: SamplingBackend | None) -> Capabilities:

@@ -19,6 +19,8 @@ import uvloop
 
 from tinsmith.engine.failures import EngineFailedError
 from tinsmith.errors import LeaseLostError, ServerError
+from tinsmith.placement.machine import this_machine
+from tinsmith.placement.plan import make_plan, with_placement
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_scheduler, make_store
 from tinsmith.processes.deaths import EXIT_STORE, EXIT_SUPERSEDED, Cause
@@ -48,6 +50,8 @@ def run_engine(settings: Settings, model_name: str, plugins: Plugins) -> None:
     Exit with 1 or EXIT_STORE if another start may help. Raise ConfigError or PluginError if it cannot.
     """
     sys.setswitchinterval(SWITCH_S)
+    if SUPERVISED not in os.environ:  # otherwise the server has placed it
+        settings = with_placement(settings, make_plan(settings, plugins, this_machine(), [model_name]))
     level = settings.server.log_level.upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("alembic").setLevel(logging.WARNING)  # it reports at every start that there is nothing to do

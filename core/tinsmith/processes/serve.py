@@ -19,16 +19,20 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 from rich.console import Console
+from rich.markup import escape
 
 from tinsmith.errors import ConfigError, ServerError
 from tinsmith.hook_values import ServerStarted, ServerStopping
+from tinsmith.placement.machine import this_machine
+from tinsmith.placement.plan import make_plan, with_placement
+from tinsmith.placement.report import lines_of
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_store
 from tinsmith.processes.data_dir_lock import DataDirLock
 from tinsmith.processes.display import EngineDisplay, is_busy, show_banner
 from tinsmith.processes.housekeeping import Housekeeping
 from tinsmith.processes.repeated_warnings import RepeatedWarnings
-from tinsmith.processes.supervisor import Supervisor
+from tinsmith.processes.supervisor import Supervisor, models_to_run
 from tinsmith.server.app import begin_shutdown, create_app
 from tinsmith.server.bounded_http import BoundedHttp
 from tinsmith.server.live_keys import LiveKeys
@@ -52,11 +56,23 @@ def serve(settings: Settings, plugins: Plugins, keys: LiveKeys | None = None) ->
     """
     configure_logging(settings.server.log_level)
     allow_many_connections()
+    settings = _placed(settings, plugins)
     with DataDirLock(settings.data_dir, shared=settings.server.share_data_dir) as lock:
         listener = listen(settings.server)
         url = _url(settings.server, listener)
         with listener:
             uvloop.run(_serve(settings, plugins, keys, listener, url, lock))
+
+
+def _placed(settings: Settings, plugins: Plugins) -> Settings:
+    """Assign devices and memory to the engines of this server, and print the plan."""
+    own = [model.name for model in models_to_run(settings)]
+    plan = make_plan(settings, plugins, this_machine(), own)
+    if plan:
+        Console(stderr=True, emoji=False).print(
+            "[bold]placement[/]", *map(escape, lines_of(plan)), sep="\n", soft_wrap=True
+        )
+    return with_placement(settings, plan)
 
 
 def configure_logging(level: str) -> None:

@@ -27,7 +27,7 @@ class Supervisor:
     def __init__(self, settings: Settings, store: RequestStore) -> None:
         self._settings = settings
         self._store = store
-        self._children = [EngineChild(settings, model) for model in _models_to_run(settings)]
+        self._children = [EngineChild(settings, model) for model in models_to_run(settings)]
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
 
@@ -120,6 +120,7 @@ class Supervisor:
             _log.exception("cannot report that the engine of %r is %s", name, state)
 
 
-def _models_to_run(settings: Settings) -> list[ModelSettings]:
+def models_to_run(settings: Settings) -> list[ModelSettings]:
+    """Return the base models whose engines this server starts."""
     names = settings.supervisor.engines
     return [model for model in settings.models if names is None or model.name in names]

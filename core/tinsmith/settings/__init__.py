@@ -4,6 +4,7 @@ from tinsmith.settings.data_dir import DataDir
 from tinsmith.settings.schema import (
     ApiKey,
     ConsistencySettings,
+    DeviceSettings,
     ModelSettings,
     PluginSection,
     QuotaSettings,
@@ -18,6 +19,7 @@ __all__ = [
     "ApiKey",
     "ConsistencySettings",
     "DataDir",
+    "DeviceSettings",
     "ModelSettings",
     "PluginSection",
     "QuotaSettings",

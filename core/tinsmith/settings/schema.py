@@ -7,7 +7,7 @@ The descriptions become the reference page and the help of flags. The section of
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, field_validator
 from pydantic.fields import FieldInfo
 
 from tinsmith.errors import UserError
@@ -47,6 +47,36 @@ class PluginSection(BaseModel):
 
     def options(self) -> dict[str, Any]:  # Any: checked by the plugin's config class
         return dict(self.model_extra or {})
+
+
+class DeviceSettings(_Section):
+    """Keys of the `backend:` and `sampler:` sections of all plugins that can be told where to run."""
+
+    devices: int | tuple[str, ...] | None = Field(
+        None,
+        description="ids for CUDA_VISIBLE_DEVICES of the GPUs to use, or how many; default: those that are free, else "
+        "all, shared",
+    )
+    memory: ByteSize | None = Field(
+        None,
+        description="memory of each device (on a CPU: of each process) that may be taken, such as `30GiB`; default: "
+        "what others leave",
+    )
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _ids_are_text(cls, value: object) -> object:
+        if isinstance(value, list | tuple):
+            return tuple(str(each) for each in value)
+        return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+    @field_validator("devices")
+    @classmethod
+    def _at_least_one(cls, value: int | tuple[str, ...] | None) -> int | tuple[str, ...] | None:
+        if value is not None and (value < 1 if isinstance(value, int) else len(set(value)) < max(1, len(value))):
+            msg = f"devices is {value!r}; name at least one, each once"
+            raise ValueError(msg)
+        return value
 
 
 class ApiKey(_Section):

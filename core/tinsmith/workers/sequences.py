@@ -66,12 +66,18 @@ def _segment(op: ForwardBackward, datum: Datum, spec: LossSpec, index: int) -> S
     )
 
 
-def deal(work: Sequence[Segment], num_ranks: int, max_tokens: int) -> Iterator[MicroBatch]:
-    """Fill micro-batches in order. Each sequence goes to the rank with the fewest tokens, if it fits there."""
+def deal(
+    work: Sequence[Segment], num_ranks: int, max_tokens: int, *, max_sequences: int | None = None
+) -> Iterator[MicroBatch]:
+    """Fill micro-batches in order. Each sequence goes to the rank with the fewest tokens, if it fits there.
+
+    max_sequences: of a rank, in a micro-batch.
+    """
     batch, loads, position = _empty(num_ranks), [0] * num_ranks, 0
     for segment in work:
         lightest = min(range(num_ranks), key=loads.__getitem__)
-        if loads[lightest] and loads[lightest] + segment.num_tokens > max_tokens:
+        full = max_sequences is not None and len(batch[lightest]) >= max_sequences
+        if loads[lightest] and (full or loads[lightest] + segment.num_tokens > max_tokens):
             yield batch
             batch, loads, position, lightest = _empty(num_ranks), [0] * num_ranks, 0, 0
         batch[lightest].append(replace(segment, position=position))

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith import BUILTIN_LOSSES, BackendContext
+from tinsmith import BUILTIN_LOSSES, BackendContext, Placement
 from tinsmith.testing import Nursery, TinyShape, write_tiny_model
 from tinsmith.workers import MakeLauncher
 from tinsmith_fsdp.backend import FsdpBackend
 from tinsmith_fsdp.config import FsdpConfig
 
 VOCAB = 300
+NOWHERE = Placement()
 LOSSES = {spec.name: spec for spec in BUILTIN_LOSSES}
 
 
@@ -44,9 +45,11 @@ def nursery() -> Nursery:
     return Nursery("tinsmith_fsdp.rank", *(f"transformers.models.{model}" for model in models))
 
 
-def fork_backend(directory: Path, cache_dir: Path, **settings: object) -> FsdpBackend:
+def fork_backend(
+    directory: Path, cache_dir: Path, *, placement: Placement = NOWHERE, **settings: object
+) -> FsdpBackend:
     """Make a backend whose ranks start at once."""
-    return make_backend(directory, cache_dir, nursery().launch, **settings)
+    return make_backend(directory, cache_dir, nursery().launch, placement=placement, **settings)
 
 
 @contextmanager
@@ -58,9 +61,16 @@ def forking() -> Iterator[None]:
 
 
 def make_backend(
-    directory: Path, cache_dir: Path, launch_with: MakeLauncher | None = None, **settings: object
+    directory: Path,
+    cache_dir: Path,
+    launch_with: MakeLauncher | None = None,
+    *,
+    placement: Placement = NOWHERE,
+    **settings: object,
 ) -> FsdpBackend:
     given = {"device": "cpu", "max_lora_rank": 16, "max_context_tokens": 128, "max_full_models": 6, **settings}
     config = FsdpConfig.model_validate(given)
-    context = BackendContext(model_name="tiny", model_path=directory, cache_dir=cache_dir, losses=LOSSES)
+    context = BackendContext(
+        model_name="tiny", model_path=directory, cache_dir=cache_dir, losses=LOSSES, placement=placement
+    )
     return FsdpBackend(config, context, launch_with)

@@ -19,7 +19,11 @@ def read_architecture(directory: Path) -> DecoderShape:
     `max_position` is capped at the sliding window, if there is one. Up to that length, a sliding window equals the full
     attention that this backend computes.
     """
-    config, path = read_model_config(directory), directory / "config.json"
+    return architecture_of(read_model_config(directory), directory / "config.json")
+
+
+def architecture_of(config: Mapping[str, Any], path: Path) -> DecoderShape:  # Any: parsed JSON
+    """Do the same with what has been read. `path` names the file in errors."""
     shape = decoder_shape(config, path, supported=ARCHITECTURES)
     if config.get("quantization_config"):
         msg = f"{path}: quantization_config is not supported by the fsdp backend; give it unquantised weights"

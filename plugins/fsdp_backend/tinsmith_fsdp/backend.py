@@ -22,6 +22,7 @@ from tinsmith import (
     OptimStep,
     OptimStepOutput,
     OutOfMemoryError,
+    Placement,
     ServerError,
     Snapshot,
     TrainingBackend,
@@ -40,16 +41,17 @@ from tinsmith.workers import (
     segments,
 )
 from tinsmith_fsdp import batching
+from tinsmith_fsdp.admission import Budget, budget_of, require_enough
 from tinsmith_fsdp.architecture import read_architecture
 from tinsmith_fsdp.config import FsdpConfig
+from tinsmith_fsdp.costs import FULL_BYTES, ITEM, STRICT_SEQUENCES
+from tinsmith_fsdp.demand import resolved_ranks
 from tinsmith_fsdp.environment import DEVICE
 from tinsmith_fsdp.full_state import FullModelState
 from tinsmith_fsdp.layout import AdapterLayout
 from tinsmith_fsdp.messages import AdapterState, FullyLoaded, Loaded, NotMade, RankDevice, Setup, Step
 
 _MAX_TARGETS = 128  # per token; [T, K] arrays of a micro-batch must fit
-_ITEM = {"float32": 4, "bfloat16": 2}  # bytes per weight of the base model
-_FULL_BYTES = 16  # per fully trained weight, including its gradient and moments
 FAST_ISOLATION_ERROR = 1e-4  # a bound that test_fsdp_modes.py checks on CPU in float32; not measured on GPUs
 
 
@@ -68,7 +70,8 @@ class FsdpBackend(TrainingBackend):
             )
             self._dp_size = self._data_parallel(len(self.ranks))
             device: RankDevice = self.ranks.call("device")[0]
-            self._setup = self._decide(device, str(context.model_directory))
+            self._budget = self._admitted(device, context.placement)
+            self._setup = self._decide(device, context)
             self.loaded = self._load()
             self._capabilities = self._describe(device)
         except BaseException:
@@ -86,22 +89,32 @@ class FsdpBackend(TrainingBackend):
                 raise ConfigError(msg)
         return world // tp
 
-    def _decide(self, device: RankDevice, model_path: str) -> Setup:
+    def _admitted(self, device: RankDevice, placement: Placement) -> Budget:
+        """Divide a rank's memory. Raise ConfigError if it is not enough for one model."""
+        ranks = resolved_ranks(self._config, len(self.ranks), on_cpu=device.type == "cpu")
+        memory = placement.memory_bytes
+        if memory is None and device.memory_bytes is not None:
+            memory = device.memory_bytes * 92 // 100  # the driver, and gaps, take the rest
+        budget = budget_of(self._config, self.architecture, ranks, memory)
+        require_enough(budget)
+        return budget
+
+    def _decide(self, device: RankDevice, context: BackendContext) -> Setup:
         """Resolve the settings that are left open."""
-        config, on_cpu = self._config, device.type == "cpu"
-
-        def default(*, chosen: bool | None) -> bool:
-            return not on_cpu if chosen is None else chosen
-
+        ranks, compiles = self._budget.ranks, self._config.compile
+        share = None
+        if context.placement.memory_bytes is not None and device.memory_bytes is not None:
+            share = min(1.0, (context.placement.memory_bytes - self._budget.costs.runtime) / device.memory_bytes)
         return Setup(
-            config=config,
+            config=self._config,
             architecture=self.architecture,
-            model_path=model_path,
+            model_path=str(context.model_directory),
             losses=self._losses,
-            dtype=config.dtype or ("float32" if on_cpu else "bfloat16"),
-            strict=on_cpu if config.isolation is None else config.isolation == "strict",
-            checkpointing=default(chosen=config.activation_checkpointing),
-            compile=default(chosen=config.compile),
+            dtype=ranks.dtype,
+            strict=ranks.strict,
+            checkpointing=ranks.checkpointing,
+            compile=not ranks.on_cpu if compiles is None else compiles,
+            memory_share=share,
         )
 
     def _load(self) -> list[Loaded]:
@@ -115,15 +128,16 @@ class FsdpBackend(TrainingBackend):
 
     def _describe(self, device: RankDevice) -> Capabilities:
         on_cpu, exact = device.type == "cpu", self._setup.strict and self._setup.dtype == "float32"
-        context = self._config.max_context_tokens or min(self.architecture.max_position, 2048 if on_cpu else 8192)
-        self._rank_tokens = max(context, self._config.max_batch_tokens or (2048 if on_cpu else 16384))
+        counted = self._setup.strict and self._budget.memory is not None
+        self._rank_tokens = self._budget.micro_tokens
+        self._rank_sequences = STRICT_SEQUENCES if counted else None
         return Capabilities(
             device=f"{len(self.ranks)} x {device.name}",
             dtype=self._setup.dtype,
             vocab_size=self.architecture.vocab_size,
-            max_context_tokens=context,
+            max_context_tokens=self._budget.context_tokens,
             max_batch_tokens=self._rank_tokens * self._dp_size,
-            max_models=self._config.max_models,
+            max_models=self._budget.max_models,
             max_full_models=self._config.max_full_models,
             losses=frozenset(self._losses),
             max_lora_rank=self._config.max_lora_rank,
@@ -148,6 +162,9 @@ class FsdpBackend(TrainingBackend):
         if len(self._models) >= self._config.max_models:
             msg = f"all {self._config.max_models} models are in use: end a session, or raise the backend's max_models"
             raise CapacityError(msg)
+        if op.lora.rank <= self._config.max_lora_rank:  # else it is refused for its rank
+            held = [self._budget.bytes_of(model.lora) for model in self._models.values()]
+            self._budget.check(op.lora, sum(held))
         if op.lora.rank == 0:
             self._create_full(op)
             return
@@ -169,9 +186,9 @@ class FsdpBackend(TrainingBackend):
             raise CapacityError(msg)
         self._state_files.check()
         base = self.loaded[0]
-        weights = base.total_bytes // _ITEM[self._setup.dtype]
-        size = f"{weights * _FULL_BYTES / 2**30:.2f} GiB over all {len(self.loaded)} ranks"
-        what = f"a model of LoRA rank 0 (full fine-tuning): {weights} weights take {size}, {_FULL_BYTES} bytes each"
+        weights = base.total_bytes // ITEM[self._setup.dtype]
+        size = f"{weights * FULL_BYTES / 2**30:.2f} GiB over all {len(self.loaded)} ranks"
+        what = f"a model of LoRA rank 0 (full fine-tuning): {weights} weights take {size}, {FULL_BYTES} bytes each"
         remedy = "end a session that has a model, use more ranks, or train a LoRA adapter"
         made: list[FullyLoaded] = self._make("create_full_model", op, what=what, remedy=remedy)
         self._models[op.model_id] = FullModelState(op.model_id, op.lora, self.ranks, made, self._state_files)
@@ -282,7 +299,7 @@ class FsdpBackend(TrainingBackend):
     def _run_adapters(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput]:
         """Run the operations of LoRA models together."""
         work = list(segments(ops, self._losses))
-        micros = list(deal(work, self._dp_size, self._rank_tokens))
+        micros = list(deal(work, self._dp_size, self._rank_tokens, max_sequences=self._rank_sequences))
         if not micros:
             return combined_outputs(ops, [])
         owners = [batching.owners(micro) for micro in micros]
@@ -315,12 +332,14 @@ class FsdpBackend(TrainingBackend):
 
 
 def _start(config: FsdpConfig, context: BackendContext, launch_with: MakeLauncher | None) -> WorkerGroup:
-    gpus = 0 if config.device == "cpu" else count_gpus()
+    devices = context.placement.devices
+    gpus = 0 if config.device == "cpu" else len(devices) or count_gpus()
+    chosen = {} if config.device is None else {DEVICE: config.device}
     return WorkerGroup(
         "tinsmith_fsdp.rank:Rank",
         config,
         context.progress,
-        environment={} if config.device is None else {DEVICE: config.device},
+        environment={**chosen, "CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else chosen,
         gpus=None if config.device is None else config.device == "cuda",
         default_per_node=max(1, gpus),
         launch_with=launch_with,

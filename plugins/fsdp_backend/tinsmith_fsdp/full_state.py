@@ -20,7 +20,7 @@ class FullModelState:
         files: StateFiles,
     ) -> None:
         """`ranks_loaded` are the ranks' answers after creating the model."""
-        self._model_id, self._lora, self._ranks, self._files = model_id, lora, ranks, files
+        self._model_id, self.lora, self._ranks, self._files = model_id, lora, ranks, files
         self.ranks_loaded = ranks_loaded
         self._shapes = {place.name: place.shape for place in ranks_loaded[0].places}
 
@@ -35,7 +35,7 @@ class FullModelState:
             return capture.tensors(kind) if kind in kinds else {}
 
         return ModelState(
-            lora=self._lora,
+            lora=self.lora,
             weights=tensors("weights"),
             adam_m=tensors("adam_m"),
             adam_v=tensors("adam_v"),
@@ -44,7 +44,7 @@ class FullModelState:
         )
 
     def publish(self, snapshot_id: str) -> HostSnapshot:
-        return HostSnapshot(snapshot_id, self._lora, self._captured(("weights",)).tensors("weights"))
+        return HostSnapshot(snapshot_id, self.lora, self._captured(("weights",)).tensors("weights"))
 
     def _captured(self, kinds: tuple[Kind, ...]) -> Capture:
         return self._files.capture(self._model_id, self._shapes, kinds)

@@ -1,9 +1,10 @@
 """The hooks of tinsmith-fsdp. Imported in every process: no torch here."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from tinsmith import BackendContext, BackendSpec, Device, TrainingBackend, hookimpl
+from tinsmith import BackendContext, BackendSpec, Demand, Device, Placement, TrainingBackend, hookimpl
 from tinsmith_fsdp.config import FsdpConfig
 
 
@@ -22,6 +23,13 @@ def diagnose(config: FsdpConfig, model_path: Path | None) -> Sequence[Device]:
     return find_devices(model_path)
 
 
+def demand(config: FsdpConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:  # Any: JSON
+    """Return what a rank takes of its device."""
+    from tinsmith_fsdp.demand import demand as counted
+
+    return counted(config, model, placement)
+
+
 @hookimpl
 def tinsmith_register_backends() -> BackendSpec[FsdpConfig]:
     return BackendSpec(
@@ -31,4 +39,5 @@ def tinsmith_register_backends() -> BackendSpec[FsdpConfig]:
         description="trains transformers models with PyTorch FSDP2, one process per GPU (or CPU rank), on many nodes",
         samples=False,
         diagnose=diagnose,
+        demand=demand,
     )

@@ -1,14 +1,17 @@
 """The hooks of tinsmith-jax. Imported in every process: no jax here."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from tinsmith import BackendContext, BackendSpec, Device, SamplerSpec, SamplingBackend, TrainingBackend, hookimpl
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
+from tinsmith_jax.placing import sampler_demand, tell_jax, trainer_demand
 
 
 def create(config: JaxConfig, context: BackendContext) -> TrainingBackend:
     """Load the model. Takes as long as reading its files."""
+    tell_jax(context.placement, os.environ)
     from tinsmith_jax.backend import JaxBackend
 
     return JaxBackend(config, context)
@@ -24,6 +27,7 @@ def diagnose(config: JaxConfig, model_path: Path | None) -> Sequence[Device]:
 
 def create_sampler(config: JaxSamplerConfig, context: BackendContext) -> SamplingBackend:
     """Load the model for sampling alone."""
+    tell_jax(context.placement, os.environ)
     from tinsmith_jax.sampling_only import JaxSampler
 
     return JaxSampler(config, context)
@@ -37,6 +41,7 @@ def tinsmith_register_backends() -> BackendSpec[JaxConfig]:
         create=create,
         description="trains and samples dense Qwen3 and Llama 3 models with JAX on CPU, GPU or TPU",
         diagnose=diagnose,
+        demand=trainer_demand,
     )
 
 
@@ -47,4 +52,5 @@ def tinsmith_register_samplers() -> SamplerSpec[JaxSamplerConfig]:
         config=JaxSamplerConfig,
         create=create_sampler,
         description="samples dense Qwen3 and Llama 3 models with JAX, beside another backend's trainer",
+        demand=sampler_demand,
     )

@@ -224,8 +224,11 @@ def _decide(config: MegatronConfig, architecture: Architecture, context: Backend
 
 
 def _start(config: MegatronConfig, context: BackendContext, launch_with: MakeLauncher | None) -> WorkerGroup:
-    gpus = 0 if config.device == "cpu" else count_gpus()
+    devices = context.placement.devices
+    gpus = 0 if config.device == "cpu" else len(devices) or count_gpus()
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # Megatron orders its kernels by it
+    if devices:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     if config.device is not None:
         environment[DEVICE] = config.device
     if config.device == "cpu":

@@ -1,9 +1,10 @@
 """The hooks of tinsmith-megatron. Imported in every process: no torch here."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from tinsmith import BackendContext, BackendSpec, Device, TrainingBackend, hookimpl
+from tinsmith import BackendContext, BackendSpec, Demand, Device, Placement, TrainingBackend, hookimpl
 from tinsmith_megatron.config import MegatronConfig
 
 
@@ -21,6 +22,13 @@ def diagnose(config: MegatronConfig, model_path: Path | None) -> Sequence[Device
     return find_devices(config, model_path)
 
 
+def demand(config: MegatronConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:  # Any: JSON
+    """Return how many devices the ranks take. Their memory is not counted."""
+    del model, placement
+    elsewhere = config.device == "cpu" or config.launcher in ("scheduler", "ray")
+    return Demand(num_devices=0 if elsewhere else config.nproc_per_node)
+
+
 @hookimpl
 def tinsmith_register_backends() -> BackendSpec[MegatronConfig]:
     return BackendSpec(
@@ -31,4 +39,5 @@ def tinsmith_register_backends() -> BackendSpec[MegatronConfig]:
         "expert and data parallel ranks of many nodes",
         samples=False,
         diagnose=diagnose,
+        demand=demand,
     )

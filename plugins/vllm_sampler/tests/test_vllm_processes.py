@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.metadata
+import json
 import subprocess
 import sys
 import textwrap
@@ -13,11 +14,13 @@ from packaging.requirements import Requirement
 from pydantic import ValidationError
 from vllm_harness import SHAPES, blank_adapter, make_sampler, op, prompt, settings
 
-from tinsmith import ConfigError, Failed, SampleOutput, ServerError
+from tinsmith import ConfigError, Failed, Placement, SampleOutput, ServerError
+from tinsmith.huggingface import known_config
 from tinsmith.testing import write_tiny_model
 from tinsmith_vllm import compat
 from tinsmith_vllm.adapters import AdapterFiles
 from tinsmith_vllm.config import VllmConfig
+from tinsmith_vllm.demand import demand
 from tinsmith_vllm.launching import launches
 from tinsmith_vllm.replica import ReplicaGoneError
 
@@ -217,7 +220,6 @@ def test_other_versions_are_refused(version: str) -> None:
     [
         ({"engine_args": {"max_loras": 3}}, "max_loras: tinsmith sets these itself"),
         ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras is 2; it must be at least max_loras, 4"),
-        ({"replicas": 2, "devices": ("0",)}, "1 devices are named; 2 replicas of tensor_parallel_size 1 need 2"),
         ({"max_lora_rank": 24}, "max_lora_rank"),
         ({"tensor_parallel": 2}, "Extra inputs are not permitted"),
     ],
@@ -238,13 +240,49 @@ def test_the_share_of_memory_that_was_chosen_stays(
 
 
 def test_replicas_get_devices_of_their_own(tmp_path: Path) -> None:
-    def devices(**changed: object) -> list[str | None]:
+    def devices(*given: str, **changed: object) -> list[str | None]:
         config = VllmConfig.model_validate(settings(**changed))
-        return [each.environment.get("CUDA_VISIBLE_DEVICES") for each in launches(config, Path("/model"), tmp_path)]
+        found = launches(config, Path("/model"), tmp_path, Placement(devices=given))
+        return [each.environment.get("CUDA_VISIBLE_DEVICES") for each in found]
 
     assert devices() == [None]
     assert devices(replicas=2, tensor_parallel_size=2) == ["0,1", "2,3"]
-    assert devices(replicas=2, devices=("5", "7")) == ["5", "7"]
+    assert devices("5", "7") == ["5", "7"]
+    assert devices("5") == ["5"]
+    assert devices("4", "5", "6", "7", tensor_parallel_size=2) == ["4,5", "6,7"]
+    with pytest.raises(ConfigError, match="1 devices are given; 2 replicas of tensor_parallel_size 1 need 2"):
+        devices("0", replicas=2)
+
+
+def model_of(directory: Path, name: str) -> Path:
+    (directory / "config.json").write_text(json.dumps(known_config(name)))
+    return directory
+
+
+def test_weights_are_divided_over_devices_if_one_has_no_room_beside_them(tmp_path: Path) -> None:
+    def sizes(name: str, number: int) -> list[object]:
+        given = Placement(devices=tuple(map(str, range(number))), memory_bytes=73 << 30, device_bytes=80 << 30)
+        config = VllmConfig()
+        found = launches(config, model_of(tmp_path, name), tmp_path, given)
+        return [each.start.engine_args["tensor_parallel_size"] for each in found]
+
+    assert sizes("Qwen3-8B", 4) == [1, 1, 1, 1]
+    assert sizes("Qwen3-32B", 4) == [2, 2]
+    assert sizes("Llama-3-70B", 4) == [4]
+
+
+def test_vllm_takes_what_it_was_assigned_and_not_more(tmp_path: Path) -> None:
+    """It used to take 0.9 of the first GPU, where the trainer was, and started only if the trainer left so much."""
+    config = VllmConfig()
+    half = Placement(devices=("0",), memory_bytes=35 << 30, device_bytes=80 << 30)
+    (launch,) = launches(config, model_of(tmp_path, "Llama-3.1-8B"), tmp_path, half)
+    arguments = launch.start.engine_args
+    assert arguments["gpu_memory_utilization"] == 0.437
+    assert arguments["max_model_len"] == demand(config, known_config("Llama-3.1-8B"), half).batch_tokens < 131_072
+    on_cpu = Placement(memory_bytes=40 << 30)
+    (launch,) = launches(config, model_of(tmp_path, "Llama-3.1-8B"), tmp_path, on_cpu)
+    weights = 4 * 8_030_261_248
+    assert 1 << 30 < launch.start.engine_args["kv_cache_memory_bytes"] < (40 << 30) - weights
 
 
 def test_files_of_a_process_that_was_killed_are_removed_by_the_next(tmp_path: Path) -> None:

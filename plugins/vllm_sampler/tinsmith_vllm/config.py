@@ -20,21 +20,26 @@ _OURS = frozenset(
 
 
 class VllmConfig(BackendConfig):
-    """The defaults suit one GPU. `None` means that the device or vLLM decides."""
+    """`None` means that the devices, their memory or vLLM decide."""
 
     python: Path | None = Field(
         None, description="Python interpreter of the environment with vLLM; default the engine's own"
     )
-    replicas: int = Field(1, ge=1, le=64, description="vLLM processes that serve each snapshot, each with all weights")
-    tensor_parallel_size: int = Field(1, ge=1, description="accelerators per replica")
-    devices: tuple[str, ...] = Field(
-        (), description="ids for CUDA_VISIBLE_DEVICES, tensor_parallel_size for each replica; default the first ones"
+    replicas: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="vLLM processes that serve each snapshot, each with all weights; default as many as its devices "
+        "suffice for",
+    )
+    tensor_parallel_size: int | None = Field(
+        None, ge=1, description="accelerators per replica; default as few as leave room beside the weights"
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         None, description="of weights and activations; default float32 on CPU, else bfloat16"
     )
     max_model_len: int | None = Field(
-        None, ge=16, description="tokens of one sequence, prompt plus sampled; default the model's"
+        None, ge=16, description="tokens of one sequence, prompt plus sampled; default the model's, or what fits"
     )
     max_num_seqs: int = Field(256, ge=1, description="sequences sampled at a time by one replica; more wait in line")
     max_loras: int = Field(8, ge=1, description="adapters on the device at the same time; requests for others wait")
@@ -46,7 +51,8 @@ class VllmConfig(BackendConfig):
         None,
         gt=0,
         le=1,
-        description="share of the device's memory, weights included; leave room for a trainer; default 0.9, on CPU 0.5",
+        description="share of the device's memory, weights included; default what the placement assigns, else 0.9, on "
+        "CPU 0.5",
     )
     kv_cache_bytes: int | None = Field(
         None, ge=1 << 20, description="memory for keys and values; default the remainder of gpu_memory_utilization"
@@ -78,12 +84,5 @@ class VllmConfig(BackendConfig):
     def _sizes_fit(self) -> "VllmConfig":
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             msg = f"max_cpu_loras is {self.max_cpu_loras}; it must be at least max_loras, {self.max_loras}"
-            raise ValueError(msg)
-        wanted = self.replicas * self.tensor_parallel_size
-        if self.devices and len(self.devices) != wanted:
-            msg = (
-                f"{len(self.devices)} devices are named; {self.replicas} replicas of tensor_parallel_size "
-                f"{self.tensor_parallel_size} need {wanted}"
-            )
             raise ValueError(msg)
         return self

@@ -1,27 +1,47 @@
 """From settings to processes: vLLM's arguments, and each replica's environment."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
+from tinsmith import Placement
+from tinsmith.huggingface import read_model_config
 from tinsmith_vllm.config import VllmConfig
+from tinsmith_vllm.demand import Layout, context_that_fits, key_values_on_cpu, known_shape, layout_of
 from tinsmith_vllm.messages import Start
 from tinsmith_vllm.replica import Launch, interpreter, package_path
 
+_NOWHERE: Final = Placement()
+_ALONE: Final = 0.9  # of a device's memory, if nothing says how much
 
-def launches(config: VllmConfig, model_path: Path, cache_dir: Path) -> Iterator[Launch]:
-    """Describe the process of each replica."""
+
+def launches(
+    config: VllmConfig, model_path: Path, cache_dir: Path, placement: Placement = _NOWHERE
+) -> Iterator[Launch]:
+    """Describe the process of each replica. Raise ConfigError if the placement does not suffice for the settings."""
+    model = read_model_config(model_path) if (model_path / "config.json").exists() else None
+    layout = layout_of(config, known_shape(model), placement)
+    sizes = {
+        "max_model_len": config.max_model_len or context_that_fits(config, model, placement),
+        "kv_cache_memory_bytes": config.kv_cache_bytes or key_values_on_cpu(config, model, placement),
+    }
     start = Start(
-        engine_args=_engine_args(config, model_path),
+        engine_args={
+            **_engine_args(config, model_path, layout, placement),
+            **{name: size for name, size in sizes.items() if size is not None},
+            **config.engine_args,
+        },
         float32_on_cpu=config.dtype is None,
         eager_on_cpu=config.enforce_eager is None,
-        half_the_memory_on_cpu=config.gpu_memory_utilization is None,
+        half_the_memory_on_cpu=config.gpu_memory_utilization is None and placement.share is None,
     )
     package = package_path(cache_dir)
-    for number in range(config.replicas):
+    for number in range(layout.replicas):
         yield Launch(
             python=interpreter(config.python),
             start=start,
-            environment=_environment(config, number),
+            environment=_environment(layout, placement, number),
             log=cache_dir / f"vllm-{number}.log",
             package_path=package,
             start_timeout_s=config.start_timeout_s,
@@ -29,13 +49,13 @@ def launches(config: VllmConfig, model_path: Path, cache_dir: Path) -> Iterator[
         )
 
 
-def _engine_args(config: VllmConfig, model_path: Path) -> dict[str, object]:
-    arguments: dict[str, object] = {
+def _engine_args(config: VllmConfig, model_path: Path, layout: Layout, placement: Placement) -> dict[str, object]:
+    return {
         "model": str(model_path),
         "dtype": config.dtype or "auto",
-        "tensor_parallel_size": config.tensor_parallel_size,
+        "tensor_parallel_size": layout.tensor_parallel,
         "max_num_seqs": config.max_num_seqs,
-        "gpu_memory_utilization": config.gpu_memory_utilization or 0.9,
+        "gpu_memory_utilization": config.gpu_memory_utilization or _share(placement),
         "kv_cache_dtype": config.kv_cache_dtype,
         "enable_prefix_caching": config.prefix_caching,
         "enforce_eager": bool(config.enforce_eager),
@@ -46,17 +66,17 @@ def _engine_args(config: VllmConfig, model_path: Path) -> dict[str, object]:
         "max_cpu_loras": config.max_cpu_loras or 2 * config.max_loras,
         "max_lora_rank": config.max_lora_rank,
     }
-    if config.max_model_len is not None:
-        arguments["max_model_len"] = config.max_model_len
-    if config.kv_cache_bytes is not None:
-        arguments["kv_cache_memory_bytes"] = config.kv_cache_bytes
-    return {**arguments, **config.engine_args}
 
 
-def _environment(config: VllmConfig, number: int) -> dict[str, str]:
-    """Give each replica its own devices if there are several replicas."""
-    size = config.tensor_parallel_size
-    devices = config.devices or tuple(map(str, range(size * config.replicas)))
-    if config.replicas == 1 and not config.devices:
+def _share(placement: Placement) -> float:
+    """Return the part of a device's memory that vLLM may take, rounded down."""
+    return _ALONE if placement.share is None else math.floor(placement.share * 1000) / 1000
+
+
+def _environment(layout: Layout, placement: Placement, number: int) -> dict[str, str]:
+    """Give each replica its own devices, if there are any to choose from."""
+    size = layout.tensor_parallel
+    devices = placement.devices or tuple(map(str, range(layout.num_devices)))
+    if layout.replicas == 1 and not placement.devices:
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices[number * size : (number + 1) * size])}

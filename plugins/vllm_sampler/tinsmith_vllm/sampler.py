@@ -64,7 +64,7 @@ class VllmSampler(SamplingBackend):
         self._alone = asyncio.Lock()
         self._replicas = [
             Replica(launch, f"vllm replica {number}")
-            for number, launch in enumerate(launches(config, self._model_path, context.cache_dir))
+            for number, launch in enumerate(launches(config, self._model_path, context.cache_dir, context.placement))
         ]
         try:
             described = [
@@ -101,7 +101,7 @@ class VllmSampler(SamplingBackend):
             target_prompt_logprobs=True,
             max_topk_logprobs=min(self._config.max_topk_logprobs, ready.vocab_size),
             stop_strings=self._rules.tokenizer is not None,
-            max_sequences=self._config.max_num_seqs * self._config.replicas,
+            max_sequences=self._config.max_num_seqs * len(self._replicas),
         )
 
     @property

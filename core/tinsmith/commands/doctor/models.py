@@ -14,6 +14,7 @@ from tinsmith.huggingface.hub_cache import HubReference, hub_endpoint, is_offlin
 from tinsmith.huggingface.hub_download import download_size
 from tinsmith.huggingface.model_files import missing_files, read_model_config
 from tinsmith.huggingface.safetensors_files import read_header, shard_files
+from tinsmith.placement.sections import own_options
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings
 
@@ -73,7 +74,7 @@ def _elsewhere(subject: str, model: ModelSettings, spec: AnyBackendSpec) -> Find
 def _devices(
     subject: str, spec: AnyBackendSpec, model: ModelSettings, path: Path | None
 ) -> tuple[Finding, Sequence[Device] | None]:
-    options = {} if model.backend is None else model.backend.options()
+    options = own_options(model.backend, spec)
     try:
         devices = probe_backend(spec.name, options, path)
     except ServerError as error:

@@ -1,0 +1,45 @@
+"""The GPUs of this machine and their memory, without a framework."""
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tinsmith.workers import count_gpus
+
+_QUERY: Final = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+_LIMIT_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    devices: tuple[str, ...] = ()  # ids for CUDA_VISIBLE_DEVICES
+    device_bytes: int | None = None  # of each; of unequal ones, the smallest. None: not known
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """What backends may take of a device: the driver, and what their allocators lose, take the rest."""
+        return None if self.device_bytes is None else self.device_bytes * 92 // 100
+
+
+def this_machine(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> Machine:
+    """Find the GPUs that CUDA will see."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    number = count_gpus(environment, devices)
+    ids = map(str, range(number)) if visible is None else map(str.strip, visible.split(",")[:number])
+    found = tuple(ids)
+    return Machine(devices=found, device_bytes=_memory(found))
+
+
+def _memory(devices: tuple[str, ...]) -> int | None:
+    """Ask the driver. The parts of a divided GPU (MIG) have less than it says, so nothing is known of them."""
+    if not devices or any(each.startswith("MIG") for each in devices):
+        return None
+    try:
+        answer = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    sizes = [int(line) << 20 for line in answer.stdout.split() if line.isdecimal()]
+    return min(sizes, default=None)

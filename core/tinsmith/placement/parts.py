@@ -1,0 +1,76 @@
+"""The trainers and samplers of a configuration, each with what it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tinsmith.backend import AnyBackendSpec, AnySamplerSpec, BackendConfig, Demand, Placement
+from tinsmith.errors import ConfigError
+from tinsmith.huggingface import known_config, read_model_config
+from tinsmith.placement.sections import device_settings, own_options
+from tinsmith.plugins.loading import Plugins
+from tinsmith.settings import DeviceSettings, ModelSettings, PluginSection, Settings
+
+Role = Literal["backend", "sampler"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A trainer or a sampler that can be told where to run."""
+
+    index: int  # of its model in the configuration
+    model: str
+    role: Role
+    spec: AnyBackendSpec | AnySamplerSpec
+    config: BackendConfig
+    wanted: DeviceSettings
+    shape: Mapping[str, Any] | None  # the model's parsed config.json (Any: JSON); None: not known yet
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.spec.name} of {self.model!r}"
+
+    def demand(self, placement: Placement) -> Demand:
+        """Ask the plugin. Raise ConfigError with the part's name."""
+        assert self.spec.demand is not None
+        try:
+            return self.spec.demand(self.config, self.shape, placement)
+        except ConfigError as error:
+            msg = f"{self.name}: {error}"
+            raise ConfigError(msg) from error
+
+
+def parts_of(settings: Settings, plugins: Plugins, models: Collection[str]) -> list[Part]:
+    """Return every trainer and sampler of these models whose plugin says what it needs, in order."""
+    chosen = [(index, model) for index, model in enumerate(settings.models) if model.name in models]
+    return [part for index, model in chosen for part in _parts_of_model(index, model, plugins)]
+
+
+def _parts_of_model(index: int, model: ModelSettings, plugins: Plugins) -> Iterator[Part]:
+    shape = model_config(model)
+    trainer = plugins.default_backend() if model.backend is None else plugins.backends.get(model.backend.plugin)
+    roles: list[tuple[Role, AnyBackendSpec | AnySamplerSpec, PluginSection | None]] = [
+        ("backend", trainer, model.backend)
+    ]
+    if model.sampler is not None:
+        roles.append(("sampler", plugins.samplers.get(model.sampler.plugin), model.sampler))
+    for role, spec, section in roles:
+        if spec.demand is not None:
+            yield Part(
+                index=index,
+                model=model.name,
+                role=role,
+                spec=spec,
+                config=spec.config.model_validate(own_options(section, spec)),
+                wanted=device_settings(section, spec),
+                shape=shape,
+            )
+
+
+def model_config(model: ModelSettings) -> Mapping[str, Any] | None:  # Any: JSON
+    """Read the model's config.json, or return that of a well-known model of its name."""
+    if model.path is not None:
+        return read_model_config(model.path)
+    return known_config(model.name)

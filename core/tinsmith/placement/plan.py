@@ -1,0 +1,42 @@
+"""The plan of a whole configuration, and the settings of each section that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from tinsmith.placement.machine import Machine
+from tinsmith.placement.parts import parts_of
+from tinsmith.placement.placing import Placed, place
+from tinsmith.plugins.loading import Plugins
+from tinsmith.settings import DeviceSettings, ModelSettings, PluginSection, Settings
+
+
+def make_plan(settings: Settings, plugins: Plugins, machine: Machine, models: Collection[str]) -> list[Placed]:
+    """Place the trainers and samplers of these models. Empty if there is no GPU and no memory is set.
+
+    Raise ConfigError if something does not fit.
+    """
+    parts = parts_of(settings, plugins, models)
+    asked = any(part.wanted != DeviceSettings() for part in parts)
+    return place(parts, machine) if machine.devices or asked else []
+
+
+def with_placement(settings: Settings, plan: Sequence[Placed]) -> Settings:
+    """Write what the plan assigns into the sections, so that an engine finds it there."""
+    models = list(settings.models)
+    for placed in plan:
+        index = placed.part.index
+        models[index] = _told(models[index], placed)
+    return settings.model_copy(update={"models": tuple(models)})
+
+
+def _told(model: ModelSettings, placed: Placed) -> ModelSettings:
+    section = model.backend if placed.part.role == "backend" else model.sampler
+    before = {"plugin": placed.part.spec.name} if section is None else section.model_dump()
+    given: dict[str, Any] = {}  # Any: as in a configuration file
+    if placed.placement.devices:
+        given["devices"] = list(placed.placement.devices)
+    if placed.placement.memory_bytes is not None:
+        given["memory"] = placed.placement.memory_bytes
+    return model.model_copy(update={placed.part.role: PluginSection.model_validate({**before, **given})})

@@ -1,0 +1,114 @@
+"""What fits: tokens of a micro-batch, models in training, and whether one more model does. No torch."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from tinsmith import ConfigError, LoraConfig, OutOfMemoryError
+from tinsmith.huggingface import DecoderShape, adapter_weights, weight_counts
+from tinsmith_fsdp.config import FsdpConfig
+from tinsmith_fsdp.costs import ADAPTER_BYTES, FULL_BYTES, PASS_BYTES, STEP_BYTES, Costs, Ranks, costs_of
+
+_GIB: Final = 2**30
+_SHORT: Final = 1024  # tokens that a sequence may have, however little memory there is
+_STEP: Final = 128  # to which a token budget is rounded down
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What a rank does with its memory. `memory` None: it is not known, and nothing is refused for its sake."""
+
+    config: FsdpConfig
+    shape: DecoderShape
+    ranks: Ranks
+    costs: Costs
+    memory: int | None
+    context_tokens: int
+    micro_tokens: int
+
+    @property
+    def adapter(self) -> int:
+        """What a model of the largest rank takes."""
+        return self.bytes_of(LoraConfig(rank=self.config.max_lora_rank, seed=0))
+
+    def bytes_of(self, lora: LoraConfig) -> int:
+        """Return what a model takes of this rank from its creation to its end; an adapter on everything, at most."""
+        if lora.rank == 0:
+            weights = weight_counts(self.shape).total
+            return weights * FULL_BYTES // (self.ranks.dp * self.ranks.tp)
+        return adapter_weights(self.shape, lora.rank) * (ADAPTER_BYTES + PASS_BYTES)
+
+    @property
+    def own_gradients(self) -> int:
+        """What the gradients of single sequences take, until they are added up."""
+        return self.costs.own_gradients * adapter_weights(self.shape, self.config.max_lora_rank)
+
+    @property
+    def fixed(self) -> int:
+        return self.costs.fixed + self.costs.micro_batch(self.micro_tokens) + self.own_gradients
+
+    @property
+    def max_models(self) -> int:
+        """As many models of the largest rank as fit, and as the settings allow."""
+        if self.memory is None:
+            return self.config.max_models
+        stepping = adapter_weights(self.shape, self.config.max_lora_rank) * (ADAPTER_BYTES + STEP_BYTES)
+        fitting = min((self.memory - self.fixed) // self.adapter, (self.memory - self.costs.fixed) // stepping)
+        return min(self.config.max_models, max(0, fitting))
+
+    def check(self, lora: LoraConfig, held: int) -> None:
+        """Raise OutOfMemoryError if such a model does not fit beside models that take so many bytes."""
+        need = self.bytes_of(lora)
+        if self.memory is None or self.fixed + held + need <= self.memory:
+            return
+        msg = (
+            f"no memory left for a model of LoRA rank {lora.rank}: on each rank it takes {need / _GIB:.3f} GiB "
+            f"(weights, gradients, moments, what a pass adds up); of {self.memory / _GIB:.3f} GiB the base model and a "
+            f"micro-batch of {self.micro_tokens} tokens take {self.fixed / _GIB:.3f}, other models {held / _GIB:.3f}; "
+            "end a session that has a model, or ask for a smaller rank"
+        )
+        raise OutOfMemoryError(msg)
+
+
+def budget_of(config: FsdpConfig, shape: DecoderShape, ranks: Ranks, memory: int | None) -> Budget:
+    """Choose the token budget: what the settings say, else as usual, or a third of what is left beside the weights."""
+    costs = costs_of(config, shape, ranks)
+    usual, longest = (2048, 2048) if ranks.on_cpu else (16_384, 8192)
+    wanted = max(config.max_batch_tokens or usual, config.max_context_tokens or 0)
+    least = least_tokens(config, shape)
+    tokens = wanted
+    if memory is not None and config.max_batch_tokens is None:
+        spare = (memory - costs.fixed - costs.head) // 3 // costs.per_token
+        tokens = min(wanted, max(least, spare // _STEP * _STEP))
+    context = config.max_context_tokens or min(shape.max_position, longest, max(tokens, least))
+    return Budget(
+        config=config,
+        shape=shape,
+        ranks=ranks,
+        costs=costs,
+        memory=memory,
+        context_tokens=context,
+        micro_tokens=max(context, tokens),
+    )
+
+
+def least_tokens(config: FsdpConfig, shape: DecoderShape) -> int:
+    """Return the size of the smallest micro-batch that the settings allow: one of the longest sequence."""
+    return max(config.max_context_tokens or min(shape.max_position, _SHORT), config.max_batch_tokens or 0)
+
+
+def least_bytes(config: FsdpConfig, shape: DecoderShape, ranks: Ranks) -> int:
+    """Return the memory with which a rank can train one model."""
+    budget = budget_of(config, shape, ranks, 0)
+    return budget.fixed + budget.adapter
+
+
+def require_enough(budget: Budget) -> None:
+    """Raise ConfigError if not even one model fits."""
+    least = least_bytes(budget.config, budget.shape, budget.ranks)
+    if budget.memory is not None and budget.memory < least:
+        msg = (
+            f"each rank has {budget.memory / _GIB:.3f} GiB, and needs {least / _GIB:.3f} to train one model of LoRA "
+            f"rank {budget.config.max_lora_rank}; use more ranks, or lower max_context_tokens, max_batch_tokens or "
+            "max_lora_rank"
+        )
+        raise ConfigError(msg)

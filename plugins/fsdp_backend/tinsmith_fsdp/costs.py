@@ -1,0 +1,88 @@
+"""What training takes of a rank's memory, in all its phases, counted from the model's configuration. No torch.
+
+Weights, gradients, moments and gathered layers are counted exactly. What a micro-batch takes is a linear fit over the
+sizes of a layer, to the peak of the program's own tensors on CPU; test_fsdp_costs.py measures it again. Memory that the
+GPU's driver, NCCL and the allocator's gaps take is an allowance, not measured.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from tinsmith.huggingface import DecoderShape, weight_counts
+from tinsmith_fsdp.config import FsdpConfig
+
+ADAPTER_BYTES: Final = 16  # per weight: itself, its gradient and two moments, in float32
+PASS_BYTES: Final = 4  # per weight: what a pass adds up, beside its micro-batch
+STEP_BYTES: Final = 8  # per weight: with what ranks exchange sums, and an optimizer step computes; no micro-batch then
+FULL_BYTES: Final = 16  # per fully trained weight, including its gradient and moments
+_RUNTIME: Final = 1 << 30  # of a GPU
+_GPU_LOGITS: Final = 1 << 27  # of one chunk, as in head.py
+_CPU_LOGITS: Final = 1 << 22
+_PER_LOGIT: Final = 14  # logits and their gradient in float32, a copy in the dtype, and an adapter's part
+STRICT_SEQUENCES: Final = 8
+"""Sequences that run together on a rank if each has a gradient of its own, and memory is counted."""
+
+ITEM: Final = {"float32": 4, "bfloat16": 2}  # bytes per weight of the base model
+
+_LAYER: Final = {"bfloat16": (38, 14, 13, 9), "float32": (16, 24, 17, 13)}
+"""Bytes per token while a layer is computed and differentiated, for each of its hidden, inner, q and kv size."""
+
+_KEPT: Final = 0.8  # of that remains of each layer until then, if layers are not computed again
+_PER_RANK: Final = 24  # bytes per token and rank of an adapter
+_PER_TOKEN: Final = 500  # ids, positions, rotations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """How many ranks there are, and how they compute."""
+
+    dp: int
+    tp: int
+    on_cpu: bool
+    dtype: str
+    strict: bool
+    checkpointing: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Bytes on one rank."""
+
+    base: int  # its shards of the frozen model
+    gathered: int  # layers of all ranks, while they compute
+    runtime: int
+    per_token: int  # of a micro-batch
+    head: int  # one chunk of logits
+    own_gradients: int  # of a micro-batch's sequences, for each weight of an adapter; 0 if sequences share one
+
+    @property
+    def fixed(self) -> int:
+        return self.base + self.gathered + self.runtime
+
+    def micro_batch(self, tokens: int) -> int:
+        return tokens * self.per_token + self.head
+
+
+def costs_of(config: FsdpConfig, shape: DecoderShape, ranks: Ranks) -> Costs:
+    """Count for one rank. Of unequal shards, the largest."""
+    item, weights = ITEM[ranks.dtype], weight_counts(shape)
+    held = 1 if ranks.dp == 1 else 3  # layers: the one that computes, the next one, and what is being received
+    gathered = weights.num_layers if not config.reshard_after_forward else min(held, weights.num_layers)
+    layer = weights.layer * item // ranks.tp
+    return Costs(
+        base=-(-(weights.outside_layers * item + weights.num_layers * layer) // ranks.dp),
+        gathered=weights.outside_layers * item + gathered * layer,
+        runtime=0 if ranks.on_cpu else _RUNTIME,
+        per_token=_per_token(shape, ranks, config.max_lora_rank),
+        head=_PER_LOGIT * max(64 * shape.vocab_size, _CPU_LOGITS if ranks.on_cpu else _GPU_LOGITS),
+        own_gradients=(4 if ranks.dp == 1 else 8) * STRICT_SEQUENCES if ranks.strict else 0,
+    )
+
+
+def _per_token(shape: DecoderShape, ranks: Ranks, lora_rank: int) -> int:
+    sizes = (shape.hidden_size, shape.intermediate_size, shape.q_size, shape.kv_size)
+    layer = sum(factor * size for factor, size in zip(_LAYER[ranks.dtype], sizes, strict=True))
+    layer += _PER_RANK * lora_rank + _PER_TOKEN
+    if ranks.checkpointing:
+        return layer + shape.num_layers * shape.hidden_size * ITEM[ranks.dtype]
+    return layer + int(_KEPT * (shape.num_layers - 1) * layer)

@@ -1,0 +1,67 @@
+"""What the backend would take of its devices, for `tinsmith plan` and the placement of a server. No torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tinsmith import ConfigError, Demand, Placement
+from tinsmith_fsdp.admission import Budget, budget_of, least_bytes
+from tinsmith_fsdp.architecture import architecture_of
+from tinsmith_fsdp.config import FsdpConfig
+from tinsmith_fsdp.costs import Ranks
+
+_ELSEWHERE = ("scheduler", "ray")  # launchers that choose the devices themselves
+
+
+def demand(config: FsdpConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:  # Any: JSON
+    """See `tinsmith.BackendSpec`."""
+    elsewhere = config.device == "cpu" or config.launcher in _ELSEWHERE
+    num_devices = 0 if elsewhere else config.nproc_per_node
+    if model is None:
+        return Demand(num_devices=num_devices)
+    shape = architecture_of(model, Path("config.json"))
+    ranks = _ranks(config, placement)
+    budget = budget_of(config, shape, ranks, placement.memory_bytes)
+    return Demand(
+        num_devices=num_devices,
+        least_bytes=least_bytes(config, shape, ranks),
+        fixed=_fixed(budget),
+        per_model={"weights, gradients, moments": budget.adapter},
+        max_models=budget.max_models,
+        batch_tokens=budget.micro_tokens,
+        layout=f"{ranks.dp * ranks.tp} ranks" + (f", tensor parallel {ranks.tp}" if ranks.tp > 1 else ""),
+    )
+
+
+def _ranks(config: FsdpConfig, placement: Placement) -> Ranks:
+    """Resolve what is open as the backend will."""
+    on_cpu = config.device == "cpu" or (
+        config.device is None and not placement.devices and config.launcher not in _ELSEWHERE
+    )
+    world = config.nnodes * (config.nproc_per_node or len(placement.devices) or 1)
+    if world % config.tensor_parallel:
+        msg = f"the number of ranks ({world}) must be a multiple of tensor_parallel ({config.tensor_parallel})"
+        raise ConfigError(msg)
+    return resolved_ranks(config, world, on_cpu=on_cpu)
+
+
+def resolved_ranks(config: FsdpConfig, world: int, *, on_cpu: bool) -> Ranks:
+    """Resolve the settings that the device decides."""
+    return Ranks(
+        dp=world // config.tensor_parallel,
+        tp=config.tensor_parallel,
+        on_cpu=on_cpu,
+        dtype=config.dtype or ("float32" if on_cpu else "bfloat16"),
+        strict=on_cpu if config.isolation is None else config.isolation == "strict",
+        checkpointing=not on_cpu if config.activation_checkpointing is None else config.activation_checkpointing,
+    )
+
+
+def _fixed(budget: Budget) -> dict[str, int]:
+    costs = budget.costs
+    return {
+        "base weights": costs.base,
+        "gathered layers": costs.gathered,
+        f"a micro-batch of {budget.micro_tokens} tokens": costs.micro_batch(budget.micro_tokens) + budget.own_gradients,
+        "CUDA and NCCL": costs.runtime,
+    }

@@ -1,0 +1,137 @@
+"""How vLLM divides its devices, and what it takes of each. Arithmetic over the model's configuration: no vLLM.
+
+What vLLM needs beside weights, adapters, and keys and values (CUDA graphs, its workspace, logits) is an allowance, not
+measured: vLLM itself measures it at its start, and takes it off what is left for keys and values.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tinsmith import ConfigError, Demand, Placement
+from tinsmith.huggingface import DecoderShape, adapter_weights, decoder_shape, weight_counts
+from tinsmith_vllm.config import VllmConfig
+
+_KNOWN: Final = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+_ALLOWANCE: Final = 3 << 30  # of a GPU
+_ROOM: Final = 0.45  # of a device that weights may take, if there are more devices to divide them over
+_LONG: Final = 8192  # tokens that a sequence may have, whatever the memory
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    replicas: int
+    tensor_parallel: int
+
+    @property
+    def num_devices(self) -> int:
+        return self.replicas * self.tensor_parallel
+
+
+def layout_of(config: VllmConfig, shape: DecoderShape | None, placement: Placement) -> Layout:
+    """Return the settings, or what suits the devices: as few for each replica as leave room beside the weights.
+
+    Raise ConfigError if there are too few devices.
+    """
+    number = len(placement.devices)
+    size = config.tensor_parallel_size or (1 if config.replicas else _smallest(config, shape, placement))
+    layout = Layout(config.replicas or max(1, number // size), size)
+    if placement.devices and layout.num_devices > number:
+        msg = (
+            f"{number} devices are given; {layout.replicas} replicas of tensor_parallel_size {size} need "
+            f"{layout.num_devices}"
+        )
+        raise ConfigError(msg)
+    return layout
+
+
+def _smallest(config: VllmConfig, shape: DecoderShape | None, placement: Placement) -> int:
+    if shape is None or placement.device_bytes is None:
+        return 1
+    weights, size = weight_counts(shape).total * _item(config, placement), 1
+    while 2 * size <= len(placement.devices) and weights / size > _ROOM * placement.device_bytes:
+        size *= 2
+    return size
+
+
+def demand(config: VllmConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:  # Any: JSON
+    """See `tinsmith.SamplerSpec`."""
+    shape = known_shape(model)
+    layout = layout_of(config, shape, placement)
+    num_devices = layout.num_devices if config.replicas or config.tensor_parallel_size else None
+    told = f"{layout.replicas} replicas of {layout.tensor_parallel} devices" if placement.devices else ""
+    if shape is None:
+        return Demand(num_devices=num_devices, layout=told)
+    fixed = _fixed(config, shape, layout, placement)
+    each, longest = key_value_bytes(config, shape, layout, placement), _least_tokens(config, shape)
+    tokens = 0
+    if placement.memory_bytes is not None:
+        tokens = max(0, placement.memory_bytes - sum(fixed.values())) // each
+    least = sum(fixed.values()) + longest * each
+    if config.gpu_memory_utilization and placement.device_bytes:
+        least = max(least, int(config.gpu_memory_utilization * placement.device_bytes))
+    return Demand(
+        num_devices=num_devices,
+        least_bytes=least,
+        fixed={**fixed, "keys and values": (tokens or longest) * each},
+        max_models=config.max_loras,
+        batch_tokens=tokens or longest,
+        layout=told,
+    )
+
+
+def known_shape(model: Mapping[str, Any] | None) -> DecoderShape | None:  # Any: JSON
+    """Return the sizes of the model. None: its weights cannot be counted here; vLLM may serve it all the same."""
+    if model is None or next(iter(model.get("architectures") or [""])) not in _KNOWN:
+        return None
+    return decoder_shape(model, Path("config.json"), supported=_KNOWN)
+
+
+def context_that_fits(config: VllmConfig, model: Mapping[str, Any] | None, placement: Placement) -> int | None:
+    """Return the longest sequence for which there is memory, or None to leave it to the settings, or to the model."""
+    shape = known_shape(model)
+    if shape is None or placement.memory_bytes is None or config.max_model_len is not None:
+        return None
+    tokens = demand(config, model, placement).batch_tokens
+    return tokens if tokens < shape.max_position else None
+
+
+def key_values_on_cpu(config: VllmConfig, model: Mapping[str, Any] | None, placement: Placement) -> int | None:
+    """Return the memory for keys and values of a process without a GPU whose memory is limited."""
+    if placement.memory_bytes is None or placement.devices or config.kv_cache_bytes is not None:
+        return None
+    found = demand(config, model, placement).fixed
+    return found.get("keys and values")
+
+
+def _fixed(config: VllmConfig, shape: DecoderShape, layout: Layout, placement: Placement) -> dict[str, int]:
+    item = _item(config, placement)
+    return {
+        "base weights": weight_counts(shape).total * item // layout.tensor_parallel,
+        f"{config.max_loras} adapters of rank {config.max_lora_rank}": config.max_loras
+        * adapter_weights(shape, config.max_lora_rank)
+        * item,
+        "vLLM itself": _ALLOWANCE if placement.devices else 0,
+    }
+
+
+def _least_tokens(config: VllmConfig, shape: DecoderShape) -> int:
+    return config.max_model_len or min(shape.max_position, _LONG)
+
+
+def key_value_bytes(config: VllmConfig, shape: DecoderShape, layout: Layout, placement: Placement) -> int:
+    """Return the size of one token's keys and values on one device, each of which has one head at least."""
+    heads = max(1, shape.num_kv_heads // layout.tensor_parallel)
+    item = 1 if config.kv_cache_dtype.startswith("fp8") else _item(config, placement)
+    return 2 * shape.num_layers * heads * shape.head_dim * item
+
+
+def _item(config: VllmConfig, placement: Placement) -> int:
+    return 4 if config.dtype == "float32" or (config.dtype is None and not placement.devices) else 2

@@ -1,0 +1,207 @@
+"""Who gets which devices and how much of them: on machines that are described here, with backends of a few lines."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+import tinsmith
+from tinsmith.commands.load_settings import load_settings
+from tinsmith.errors import ConfigError
+from tinsmith.placement.machine import Machine, this_machine
+from tinsmith.placement.plan import make_plan, with_placement
+from tinsmith.placement.report import lines_of
+from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.assembly import make_trainer
+from tinsmith.settings import ModelSettings, PluginSection, Settings
+
+GIB = 1 << 30
+CARD = 100 * GIB  # of which 92 are to be had
+
+
+class Wants(tinsmith.BackendConfig):
+    count: int | None = None  # of devices
+    least: int = 0  # GiB of all its devices together, which share it
+
+
+class Stranger(tinsmith.BackendConfig):
+    devices: str = "own"  # means something of its own
+    memory: str = "own"
+
+
+def demand(config: Wants, model: object, placement: tinsmith.Placement) -> tinsmith.Demand:
+    each = config.least * GIB // max(1, len(placement.devices))
+    return tinsmith.Demand(num_devices=config.count, least_bytes=each, fixed={"weights": each})
+
+
+def refuse(config: object, context: tinsmith.BackendContext) -> tinsmith.TrainingBackend:
+    raise Made(config, context)
+
+
+class Made(Exception):  # noqa: N818
+    def __init__(self, config: object, context: tinsmith.BackendContext) -> None:
+        self.config, self.context = config, context
+
+
+class Offers:
+    @tinsmith.hookimpl
+    def tinsmith_register_backends(self) -> list[tinsmith.AnyBackendSpec]:
+        return [
+            tinsmith.BackendSpec(name="learns", config=Wants, create=refuse, demand=demand, needs_model_path=False),
+            tinsmith.BackendSpec(name="stranger", config=Stranger, create=refuse, needs_model_path=False),
+        ]
+
+    @tinsmith.hookimpl
+    def tinsmith_register_samplers(self) -> tinsmith.AnySamplerSpec:
+        return tinsmith.SamplerSpec(name="draws", config=Wants, create=refuse, demand=demand)  # type: ignore[arg-type]
+
+
+PLUGINS = Plugins.load(extra=[Offers()])
+
+
+def a_model(backend: object = None, sampler: object = None, name: str = "m") -> ModelSettings:
+    sections = {"backend": {"plugin": "learns", **(backend or {})}}  # type: ignore[dict-item]
+    if sampler is not None:
+        sections["sampler"] = {"plugin": "draws", **sampler}  # type: ignore[dict-item]
+    return ModelSettings.model_validate({"name": name, **sections})
+
+
+def cards(number: int, size: int | None = CARD) -> Machine:
+    return Machine(devices=tuple(map(str, range(number))), device_bytes=size)
+
+
+def placed(machine: Machine, *models: ModelSettings) -> list[tuple[str, int | None]]:
+    """Return the devices of each part, and GiB of each."""
+    settings = Settings(models=models)
+    plan = make_plan(settings, PLUGINS, machine, [model.name for model in models])
+    return [
+        (",".join(p.placement.devices), p.placement.memory_bytes and p.placement.memory_bytes // GIB)
+        for p in plan  # of all that there is
+    ]
+
+
+def test_what_starts_with_no_setting_on_one_card_and_on_eight() -> None:
+    pair = a_model({"least": 20}, {"least": 10})
+    assert placed(cards(1), pair) == [("0", 20 + 31), ("0", 10 + 31)]  # the rest of 92 is halved
+    assert placed(cards(2), pair) == [("0", 92), ("1", 92)]
+    assert placed(cards(8), pair) == [("0,1,2,3", 92), ("4,5,6,7", 92)]
+    assert placed(cards(3), pair) == [("0,1", 92), ("2", 92)]
+    assert placed(cards(8), a_model({"least": 20})) == [("0,1,2,3,4,5,6,7", 92)]
+
+
+def test_settings_choose_to_split_or_to_share() -> None:
+    assert placed(cards(8), a_model({}, {"count": 2})) == [("0,1,2,3,4,5", 92), ("6,7", 92)]
+    assert placed(cards(8), a_model({"devices": 8}, {"devices": 8})) == [("0,1,2,3,4,5,6,7", 46)] * 2
+    assert placed(cards(4), a_model({"devices": ["3"]}, {"devices": ["0", "1"]})) == [("3", 92), ("0,1", 92)]
+    assert placed(cards(4), a_model({"devices": [0, 1]}, {})) == [("0,1", 92), ("2,3", 92)]
+    assert placed(cards(2), a_model({"devices": ["1"], "memory": "70GiB"}, {"devices": ["1"]})) == [
+        ("1", 70),
+        ("1", 22),
+    ]
+
+
+def test_two_models_get_devices_of_their_own_if_there_are_enough() -> None:
+    models = a_model({}, {}, name="a"), a_model({}, {}, name="b")
+    assert placed(cards(4), *models) == [("0", 92), ("1", 92), ("2", 92), ("3", 92)]
+    assert placed(cards(1), *models) == [("0", 23)] * 4
+
+
+@pytest.mark.parametrize(
+    ("number", "backend", "sampler", "told"),
+    [
+        (
+            1,
+            {"least": 60},
+            {"least": 50},
+            "device 0 has 92.0 GiB to give, and what is to run on it needs at least 110.0 GiB: backend learns of 'm' "
+            "60.0 GiB and sampler draws of 'm' 50.0 GiB; 2 such devices would do",
+        ),
+        (1, {"least": 300}, None, "needs at least 300.0 GiB: backend learns of 'm' 300.0 GiB; 4 such devices would do"),
+        (2, {"least": 300, "count": 1}, None, "no number of such devices would do with these settings"),
+        (2, {"devices": ["0"], "least": 99}, {}, "let fewer share a device, or leave out `devices`"),
+        (
+            8,
+            {"memory": "1GiB", "least": 16},
+            None,
+            "of 'm': memory is 1.0 GiB; it needs at least 2.0 GiB of each device",
+        ),
+        (2, {"devices": 3}, None, "backend learns of 'm' asks for 3 devices; this machine has 0, 1"),
+        (2, {"devices": ["2"]}, None, "backend learns of 'm' asks for devices 2; this machine has 0, 1"),
+        (2, {"count": 4}, None, "asks for 4 devices; this machine has 0, 1"),
+        (2, {"devices": 2, "count": 1}, None, "devices gives it 2, its other settings ask for 1"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_would_fit(
+    number: int, backend: object, sampler: object, told: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        placed(cards(number), a_model(backend, sampler))
+    assert told in str(refused.value)
+
+
+def test_memory_that_nobody_knows_is_divided_by_hand() -> None:
+    assert placed(cards(2, None), a_model({}, {})) == [("0", None), ("1", None)]
+    with pytest.raises(ConfigError, match="share device 0, whose memory is not known: set `memory` for each"):
+        placed(cards(1, None), a_model({}, {}))
+    assert placed(cards(1, None), a_model({"memory": 5 * GIB}, {"memory": "6GiB"})) == [("0", 5), ("0", 6)]
+
+
+def test_without_a_gpu_only_what_is_set_is_assigned() -> None:
+    assert placed(Machine(), a_model({"least": 3}, {})) == []
+    assert placed(Machine(), a_model({"least": 3, "memory": "4GiB"}, {})) == [("", 4), ("", None)]
+    with pytest.raises(ConfigError, match="this machine has none"):
+        placed(Machine(), a_model({"devices": 1}))
+    with pytest.raises(ConfigError, match=r"memory is 4.0 GiB; it needs at least 5.0 GiB"):
+        placed(Machine(), a_model({"least": 5, "memory": "4GiB"}))
+
+
+def test_the_engine_finds_its_part_in_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(models=(a_model({"least": 7}, {}),))
+    plan = make_plan(settings, PLUGINS, cards(2), ["m"])
+    assert next(lines_of(plan)) == "backend learns of 'm': devices 0, 92.0 GiB of each"
+    (model,) = with_placement(settings, plan).models
+    again = Settings.model_validate_json(Settings(models=(model,)).model_dump_json()).models[0]
+    assert again == model
+    monkeypatch.setattr("tinsmith.processes.assembly.this_machine", lambda: cards(2))
+    with pytest.raises(Made) as made:
+        make_trainer(again, PLUGINS, settings.data_dir.at(tmp_path), lambda *_: None, samples=False)
+    given = made.value.context.placement
+    assert given == tinsmith.Placement(devices=("0",), memory_bytes=92 * GIB, device_bytes=CARD)
+    assert given.share == 0.92
+    assert made.value.config == Wants(least=7)
+
+
+def test_a_backend_that_knows_nothing_of_it_keeps_its_own_settings(tmp_path: Path) -> None:
+    options = {"plugin": "stranger", "devices": "mine", "memory": "too"}
+    model = ModelSettings(name="m", backend=PluginSection.model_validate(options))
+    settings = Settings(models=(model,))
+    assert make_plan(settings, PLUGINS, cards(1), ["m"]) == []
+    with pytest.raises(Made) as made:
+        make_trainer(model, PLUGINS, settings.data_dir.at(tmp_path), lambda *_: None, samples=False)
+    assert made.value.config == Stranger(devices="mine", memory="too")
+    assert made.value.context.placement == tinsmith.Placement()
+
+
+def test_a_mistake_in_a_section_is_told_with_its_place(tmp_path: Path) -> None:
+    file = tmp_path / "tinsmith.yaml"
+    file.write_text("models:\n- name: m\n  backend: {plugin: learns, devices: [], memory: much, least: 1}\n")
+    with pytest.raises(ConfigError) as refused:
+        load_settings(PLUGINS, file=file, environ={}, flags=())
+    for key in ("devices", "memory"):
+        assert f"{file}:3: models.0.backend.{key}" in str(refused.value)
+    assert "2 problems" in str(refused.value)
+
+
+def test_the_machine_is_what_cuda_will_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\nprintf '81559\\n81559\\n'\n")
+    driver.chmod(driver.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert this_machine({}, tmp_path) == Machine(devices=("0", "1"), device_bytes=81559 << 20)
+    assert this_machine({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path).devices == ("1",)
+    assert this_machine({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == Machine()
+    assert this_machine({"CUDA_VISIBLE_DEVICES": "MIG-1"}, tmp_path).device_bytes is None
+    driver.write_text("#!/bin/sh\nexit 9\n")
+    assert this_machine({}, tmp_path).device_bytes is None
