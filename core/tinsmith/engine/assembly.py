@@ -26,6 +26,7 @@ from tinsmith.engine.sample_line import SampleLine
 from tinsmith.engine.sampling_lane import SamplingLane
 from tinsmith.engine.sampling_snapshots import Snapshots
 from tinsmith.engine.training_lane import TrainingLane
+from tinsmith.engine.training_line import TrainingLine
 from tinsmith.engine.training_thread import TrainingThread
 from tinsmith.engine.waiting_states import WaitingStates
 from tinsmith.hook_values import OperationFinished
@@ -103,9 +104,9 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
     decoder = OperationDecoder(training=backend.capabilities, sampling=sampler.capabilities, losses=parts.losses)
     claims = Claims(store, lease, decoder=decoder, settings=options.recovery, gap_timeout_s=options.gap_timeout_s)
     recorder = Recorder(store, lease, claims, on_finished=parts.on_finished)
+    limits = Limits(max_batch_tokens=backend.capabilities.max_batch_tokens)
     training = TrainingLane(
-        parts.scheduler,
-        Limits(max_batch_tokens=backend.capabilities.max_batch_tokens),
+        TrainingLine(parts.scheduler, limits, models.why_not),
         models,
         ModelOperations(
             store,

@@ -20,7 +20,7 @@ from tinsmith.store.value_sizes import size_bound
 
 _log = logging.getLogger(__name__)
 
-_MAX_TOGETHER: Final = 256  # operations
+MAX_TOGETHER: Final = 256  # operations
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ def _oldest(batches: Iterable[_Batch]) -> list[_Batch]:
     """Return the first batch, and those after it that fit into one transaction."""
     together: list[_Batch] = []
     for batch in batches:
-        if together and sum(len(each.finished) for each in [*together, batch]) > _MAX_TOGETHER:
+        if together and sum(len(each.finished) for each in [*together, batch]) > MAX_TOGETHER:
             break
         together.append(batch)
     return together

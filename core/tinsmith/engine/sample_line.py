@@ -5,14 +5,22 @@ chooses among the oldest of each tenant.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 from tinsmith import operations as ops
 from tinsmith.backend import Capabilities
 from tinsmith.engine.claimed import Claimed
-from tinsmith.scheduler import Limits, Scheduler
+from tinsmith.scheduler import Limits, Pending, Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A sample that waits, and what the scheduler sees of it."""
+
+    claimed: Claimed
+    pending: Pending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,19 +44,21 @@ class SampleLine:
     add to what a tenant gets there: one sample at a time, while nothing else of it is drawn.
     """
 
-    def __init__(self, scheduler: Scheduler, sampling: Capabilities) -> None:
+    def __init__(self, scheduler: Scheduler, sampling: Capabilities, *, clock: Callable[[], float] = time.time) -> None:
         self._scheduler = scheduler
+        self._clock = clock
         self._places = sampling.max_sequences
         self._limits = Limits(max_batch_tokens=sampling.max_sequences * sampling.max_context_tokens)
         self._memory: dict[bool, Mapping[str, float]] = {False: {}, True: {}}  # the scheduler's, by `reserved`
-        self._waiting: dict[str, dict[str, Claimed]] = {}  # by tenant and request_id, oldest first
+        self._waiting: dict[str, dict[str, _Waiting]] = {}  # by tenant and request_id, oldest first
         self._drawn: dict[str, _Place] = {}  # by request_id
         self._tenants: set[str] = set()  # that have ever sampled
 
     def add(self, claimed: Claimed) -> None:
         record = claimed.record
         self._tenants.add(record.tenant)
-        self._waiting.setdefault(record.tenant, {})[record.request_id] = claimed
+        pending = replace(claimed.as_pending(), model_id=record.request_id)  # samples have no order
+        self._waiting.setdefault(record.tenant, {})[record.request_id] = _Waiting(claimed, pending)
 
     def remove(self, request_id: str) -> bool:
         """Remove a waiting sample. Return False if it is not waiting."""
@@ -67,33 +77,34 @@ class SampleLine:
         heads = [next(iter(samples.values())) for samples in self._waiting.values()]
         taken = self._take_of(heads, reserved=False)
         if taken is None:
-            drawn = {place.tenant for place in self._drawn.values()}
-            others = [each for each in heads if each.record.tenant not in drawn]
-            taken = self._take_of([each for each in others if self._fits(each, reserved=True)], reserved=True)
+            drawn, free = {place.tenant for place in self._drawn.values()}, self._free(reserved=True)
+            others = [each for each in heads if each.pending.tenant not in drawn and self._sequences(each) <= free]
+            taken = self._take_of(others, reserved=True)
         return taken
 
     def end(self, request_id: str) -> None:
         """Free the places of a sample."""
         self._drawn.pop(request_id, None)
 
-    def _take_of(self, heads: Sequence[Claimed], *, reserved: bool) -> Claimed | None:
+    def _take_of(self, heads: Sequence[_Waiting], *, reserved: bool) -> Claimed | None:
         """Take the one that the scheduler chooses, if it fits."""
-        by_id = {each.record.request_id: each for each in heads}
-        pending = [replace(each.as_pending(), model_id=each.record.request_id) for each in heads]  # they have no order
-        batch = self._scheduler.plan(pending, limits=self._limits, now_s=time.time(), memory=self._memory[reserved])
-        if not batch.request_ids or not self._fits(by_id[batch.request_ids[0]], reserved=reserved):
+        free = self._free(reserved=reserved)
+        if all(self._sequences(each) > free for each in heads):
+            return None  # whichever it would choose
+        by_id = {each.pending.request_id: each for each in heads}
+        pending = [each.pending for each in heads]
+        batch = self._scheduler.plan(pending, limits=self._limits, now_s=self._clock(), memory=self._memory[reserved])
+        if not batch.request_ids or self._sequences(chosen := by_id[batch.request_ids[0]]) > free:
             return None
-        claimed = by_id[batch.request_ids[0]]
         self._memory[reserved] = batch.memory
-        self.remove(claimed.record.request_id)
-        place = _Place(tenant=claimed.record.tenant, sequences=self._sequences(claimed), reserved=reserved)
-        self._drawn[claimed.record.request_id] = place
-        return claimed
+        self.remove(chosen.pending.request_id)
+        place = _Place(tenant=chosen.pending.tenant, sequences=self._sequences(chosen), reserved=reserved)
+        self._drawn[chosen.pending.request_id] = place
+        return chosen.claimed
 
-    def _fits(self, claimed: Claimed, *, reserved: bool) -> bool:
+    def _free(self, *, reserved: bool) -> int:
         size = self._num_reserved if reserved else self._num_common
-        used = sum(place.sequences for place in self._drawn.values() if place.reserved is reserved)
-        return self._sequences(claimed) <= size - used
+        return size - sum(place.sequences for place in self._drawn.values() if place.reserved is reserved)
 
     @property
     def _num_reserved(self) -> int:
@@ -104,8 +115,8 @@ class SampleLine:
         ahead = self._places // 4 if len(self._tenants) <= 1 else 0
         return self._places + ahead - self._num_reserved
 
-    def _sequences(self, claimed: Claimed) -> int:
+    def _sequences(self, waiting: _Waiting) -> int:
         """Return how many places a sample takes: at most all that are not reserved."""
-        if claimed.refused is not None:
+        if waiting.claimed.refused is not None:
             return 0
-        return min(cast("ops.Sample", claimed.operation).num_samples, self._num_common)
+        return min(cast("ops.Sample", waiting.claimed.operation).num_samples, self._num_common)

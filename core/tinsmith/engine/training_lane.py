@@ -1,4 +1,4 @@
-"""The training lane: choose a batch, run it, record the results in order.
+"""The training lane: take a batch, run it, record the results in order.
 
 Operations that read or write files run by themselves, and hold up only their own model.
 """
@@ -6,7 +6,6 @@ Operations that read or write files run by themselves, and hold up only their ow
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import cast
 
 from tinsmith.engine.claimed import Claimed, Finished, Outcome
@@ -15,15 +14,14 @@ from tinsmith.engine.model_operations import ModelOperation, ModelOperations
 from tinsmith.engine.models import BatchOperation, Models
 from tinsmith.engine.recorder import Recorder
 from tinsmith.engine.recovery_point_taker import RecoveryPointTaker
+from tinsmith.engine.training_line import TrainingLine
 from tinsmith.failpoints import durable_boundary
-from tinsmith.scheduler import Limits, Scheduler
 
 
 class TrainingLane:
     def __init__(
         self,
-        scheduler: Scheduler,
-        limits: Limits,
+        line: TrainingLine,
         models: Models,
         operations: ModelOperations,
         recorder: Recorder,
@@ -32,26 +30,22 @@ class TrainingLane:
         *,
         stopping: asyncio.Event,
     ) -> None:
-        self._scheduler = scheduler
-        self._limits = limits
+        self._line = line
         self._models = models
         self._operations = operations
         self._recorder = recorder
         self._recovery_points = recovery_points
         self._tasks = tasks
         self._stopping = stopping
-        self._memory: Mapping[str, float] = {}  # the scheduler's
-        self._waiting: dict[str, Claimed] = {}  # by request_id
-        self._busy: set[str] = set()  # models with an operation that runs by itself
         self._changed = asyncio.Event()  # there may be something to choose
 
     @property
     def waiting(self) -> Mapping[str, Claimed]:
         """Operations whose turn has not come, by request_id."""
-        return self._waiting
+        return self._line.waiting
 
     def add(self, claimed: Claimed) -> None:
-        self._waiting[claimed.record.request_id] = claimed
+        self._line.add(claimed)
 
     def wake(self) -> None:
         """Have the lane look at what is waiting, or notice that it should stop."""
@@ -62,7 +56,7 @@ class TrainingLane:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            while (chosen := self._choose()) and not self._stopping.is_set():
+            while (chosen := self._line.take()) and not self._stopping.is_set():
                 if chosen[0].runs_in_batch:
                     await self._run_batch(chosen)
                 else:
@@ -72,44 +66,12 @@ class TrainingLane:
 
     async def run_alone(self, claimed: Claimed) -> None:
         """Run one operation and record its result, while nothing else runs."""
-        claimed = self._refused_without_model(claimed)
+        claimed = self._line.checked(claimed)
         if claimed.runs_in_batch:
             recorded = await self._run_batch([claimed])
             await asyncio.wait([recorded])
         else:
             await self._run_single(claimed)
-
-    def _choose(self) -> list[Claimed]:
-        """Take what runs next: a batch, or one operation that is refused or runs by itself."""
-        runnable: list[Claimed] = []
-        for queue in self._queues():
-            head = self._refused_without_model(queue[0])
-            if head.refused is not None:
-                self._take(head)
-                return [head]
-            first_refused = next((n for n, each in enumerate(queue) if each.refused is not None), len(queue))
-            runnable.extend(queue[:first_refused])
-        batch = self._scheduler.plan(
-            [each.as_pending() for each in runnable], limits=self._limits, now_s=time.time(), memory=self._memory
-        )
-        self._memory = batch.memory
-        return [self._take(self._waiting[request_id]) for request_id in batch.request_ids]
-
-    def _queues(self) -> list[list[Claimed]]:
-        """Return what is waiting for each model that is not busy, in order."""
-        queues: dict[str, list[Claimed]] = {}
-        for each in self._waiting.values():
-            if each.record.subject_id not in self._busy:
-                queues.setdefault(each.record.subject_id, []).append(each)
-        return [sorted(queue, key=lambda each: each.record.seq_id) for queue in queues.values()]
-
-    def _refused_without_model(self, claimed: Claimed) -> Claimed:
-        missing = self._models.why_not(claimed.record.subject_id, claimed.operation)
-        return claimed if missing is None else replace(claimed, refused=claimed.refused or missing)
-
-    def _take(self, claimed: Claimed) -> Claimed:
-        del self._waiting[claimed.record.request_id]
-        return claimed
 
     async def _run_batch(self, chosen: Sequence[Claimed]) -> asyncio.Task[None]:
         """Run a batch. Return the task that records its results, which need not end before the next batch."""
@@ -126,13 +88,12 @@ class TrainingLane:
         return recorded
 
     def _start_single(self, claimed: Claimed) -> None:
-        record = claimed.record
-        self._busy.add(record.subject_id)
-        self._tasks.create_task(self._run_single(claimed), name=f"{record.kind} of {record.subject_id}")
+        name = f"{claimed.record.kind} of {claimed.record.subject_id}"
+        self._tasks.create_task(self._run_single(claimed), name=name)
 
     @durable_boundary("engine.run_single")
     async def _run_single(self, claimed: Claimed) -> None:
-        """The model stays busy until the result is recorded: a retry must find what the store knows of its files."""
+        """The model stays held until the result is recorded: a retry must find what the store knows of its files."""
         started = time.monotonic()
         record = claimed.record
         with ending_the_engine(record.base_model, record.kind):
@@ -141,7 +102,7 @@ class TrainingLane:
         finished = Finished(claimed=claimed, outcome=outcome)
         await self._recorder.record([finished], time.monotonic() - started)
         await self._recovery_points.tidy_after(record, outcome.result)
-        self._busy.discard(record.subject_id)
+        self._line.end(record.subject_id)
         self.wake()
 
     async def _outcome(self, claimed: Claimed) -> Outcome:
