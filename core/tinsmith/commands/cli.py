@@ -16,6 +16,7 @@ from tinsmith.commands.doctor.command import add_doctor_command
 from tinsmith.commands.plugins import add_plugin_commands
 from tinsmith.commands.runs import add_run_commands
 from tinsmith.commands.serving import add_serving_commands
+from tinsmith.commands.simulate import add_simulate_command
 from tinsmith.commands.worker import add_worker_command
 from tinsmith.errors import TinsmithError
 from tinsmith.plugins.loading import Plugins
@@ -50,6 +51,7 @@ def build_group(plugins: Plugins) -> typer.Typer:
     add_plugin_commands(group)
     add_demo_command(group)
     add_checkpoint_commands(group)
+    add_simulate_command(group)
     group.command("version")(version)
     plugins.add_commands(group)
     return group
