@@ -11,15 +11,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import numpy as np
 import pytest
 
-from tinsmith import LoraConfig, ModelState
+from tinsmith import Array, LoraConfig, ModelState
 from tinsmith.checkpoints.format import write_adapter
 from tinsmith.checkpoints.tools import rewriting
 from tinsmith.checkpoints.tools.contents import open_contents
+from tinsmith.huggingface.adapter_shapes import adapted_modules
 from tinsmith.huggingface.safetensors_files import StoredTensors
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.settings import ModelSettings, PluginSection
@@ -32,6 +33,7 @@ MESHES = {
     "2 processes": {"mesh": {"fsdp": 2, "tensor": 2}, "nproc_per_node": 2, "simulated_devices": 2},
     "4 processes": {"mesh": {"fsdp": 2, "tensor": 2}, "nproc_per_node": 4, "simulated_devices": 1},
 }
+SIDES: Final[tuple[Literal["A", "B"], ...]] = ("A", "B")
 LIMIT_S = 600
 
 
@@ -119,29 +121,67 @@ build_hf_model(base_model=base, adapter_path=adapter, output_path=output, merge_
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_cookbook_merges_what_is_exported_for_it(tied: bool, tmp_path: Path) -> None:
     """Into the embedding, if that is the head: the cookbook does not part them, as `tinsmith checkpoint merge` does."""
+    write_tiny_model(tmp_path / "base", TinyShape(num_layers=1, tied=tied))
+    head = StoredTensors.of(tmp_path / "base", "model")["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    lora = LoraConfig(rank=4, seed=0, train_attn=False, train_mlp=False)
+    weights = random_weights(tmp_path / "base", lora, re.compile(r"lm_head"))
+    a, b = (weights[f"base_model.model.lm_head.lora_{side}.weight"] for side in "AB")
+    merged = merged_by_the_cookbook(tmp_path, ModelState(lora=lora, weights=weights))
+    np.testing.assert_allclose(
+        merged["model.embed_tokens.weight" if tied else "lm_head.weight"], head + lora.scale * b @ a, rtol=0, atol=1e-5
+    )
+
+
+def test_the_cookbook_merges_experts_as_tinsmith_does(tmp_path: Path) -> None:
+    """Adapters of attention, experts and head, from Tinker's layout: every weight of the base model."""
+    write_tiny_model(tmp_path / "base", TinyShape(family="qwen3_moe", num_layers=2, num_experts=4, tied=False))
+    lora = LoraConfig(rank=4, seed=0)
+    weights = random_weights(tmp_path / "base", lora, re.compile(r".*\.(self_attn\.\w_proj|experts\.w[123])|lm_head"))
+    theirs = merged_by_the_cookbook(tmp_path, ModelState(lora=lora, weights=weights))
+    changed = rewriting.merge(
+        open_contents(tmp_path / "adapter"),
+        tmp_path / "base",
+        tmp_path / "ours",
+        dtype=None,
+        shard_bytes=1 << 30,
+        force=False,
+        progress=lambda _: None,
+    )
+    assert len(changed) == 2 * (4 + 3 * 4) + 1
+    ours = StoredTensors.of(tmp_path / "ours", "model")
+    assert set(theirs) == set(ours)
+    for name, array in ours.items():
+        np.testing.assert_allclose(theirs[name], array, rtol=0, atol=1e-5, err_msg=name)
+
+
+def random_weights(base: Path, lora: LoraConfig, chosen: re.Pattern[str]) -> dict[str, Array]:
+    rng = np.random.default_rng(0)
+    modules = adapted_modules(StoredTensors.of(base, "model").shapes())
+    return {
+        f"base_model.model.{name}.lora_{side}.weight": (0.1 * rng.normal(size=module.shape(side, lora.rank))).astype(
+            "f"
+        )
+        for name, module in modules.items()
+        if chosen.fullmatch(name)
+        for side in SIDES
+    }
+
+
+def merged_by_the_cookbook(directory: Path, state: ModelState) -> StoredTensors:
+    """Export an adapter to the base model in this directory, and have the cookbook merge the two."""
     if not installed("tinker_cookbook.weights"):
         pytest.skip(f"tinker-cookbook is not installed for {PYTHON}; {PAGE.name} says how")
-    write_tiny_model(tmp_path / "base", TinyShape(num_layers=1, tied=tied))
-    base = StoredTensors.of(tmp_path / "base", "model")
-    head = base["model.embed_tokens.weight" if tied else "lm_head.weight"]
-    rng = np.random.default_rng(0)
-    a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((4, head.shape[1]), (head.shape[0], 4)))
-    lora = LoraConfig(rank=4, seed=0, train_attn=False, train_mlp=False)
-    weights = {"base_model.model.lm_head.lora_A.weight": a, "base_model.model.lm_head.lora_B.weight": b}
-    (tmp_path / "adapter").mkdir()
-    write_adapter(tmp_path / "adapter", ModelState(lora=lora, weights=weights), base_model="base")
+    (directory / "adapter").mkdir()
+    write_adapter(directory / "adapter", state, base_model="base")
     rewriting.export_peft(
-        open_contents(tmp_path / "adapter"),
-        tmp_path / "exported",
+        open_contents(directory / "adapter"),
+        directory / "exported",
         base_model=None,
         force=False,
         progress=lambda _: None,
         head="unembed_tokens",
     )
-    command = [PYTHON, "-c", MERGE, *(str(tmp_path / name) for name in ("base", "exported", "merged"))]
+    command = [PYTHON, "-c", MERGE, *(str(directory / name) for name in ("base", "exported", "merged"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    merged = StoredTensors.of(tmp_path / "merged", "model")
-    np.testing.assert_allclose(
-        merged["model.embed_tokens.weight" if tied else "lm_head.weight"], head + lora.scale * b @ a, rtol=0, atol=1e-5
-    )
+    return StoredTensors.of(directory / "merged", "model")
