@@ -1,0 +1,136 @@
+"""What company costs on Megatron: one forward_backward of 1, 4 and 16 tenants with the same number of tokens.
+
+    python benchmarks/megatron_tenants.py [--family qwen3_moe] [--tokens 4096] [--ranks 1] [--settings '{...}']
+
+Tenants have ranks between 4 and 16 and share the tokens. What counts is the CPU time of the ranks, which other load on
+the machine hardly changes; the numbers of tenants take turns, and the median of all rounds is shown. `one by one`: the
+same operations in calls of their own. Exits with 1 if 4 or 16 tenants together take over 25 % longer than one alone.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from tinsmith.backend import BackendContext
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith.losses import BUILTIN_LOSSES
+from tinsmith.operations import AdamParams, CreateModel, Datum, ForwardBackward, LoraConfig, OptimStep
+from tinsmith_megatron.backend import MegatronBackend
+from tinsmith_megatron.config import MegatronConfig
+
+TENANTS = (1, 4, 16)
+RANKS = (16, 8, 4, 12)  # of adapters; the widest is the first
+SEQUENCE = 128
+BOUND = 1.25
+
+
+def main() -> int:
+    options = parse_options()
+    with tempfile.TemporaryDirectory() as directory:
+        write_tiny_model(Path(directory) / "model", shape(options))
+        backend = make_backend(Path(directory), options)
+        try:
+            return report(measure(backend, options), options)
+        finally:
+            backend.close()
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure what company costs on Megatron.")
+    parser.add_argument("--family", choices=["qwen3", "llama", "qwen3_moe"], default="qwen3_moe")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=4096, help="of all tenants together, in sequences of 128")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=1, help="processes")
+    parser.add_argument("--settings", type=json.loads, default={}, help="more settings of the backend, as JSON")
+    return parser.parse_args()
+
+
+def shape(options: argparse.Namespace) -> TinyShape:
+    inner = options.hidden // 2 if options.family == "qwen3_moe" else 3 * options.hidden
+    return TinyShape(
+        family=options.family, vocab_size=2048, hidden_size=options.hidden, intermediate_size=inner,
+        num_layers=options.layers, num_heads=8, num_kv_heads=4, head_dim=options.hidden // 8, num_experts=16,
+        experts_per_token=4, tied=False,
+    )  # fmt: skip
+
+
+def make_backend(directory: Path, options: argparse.Namespace) -> MegatronBackend:
+    given: dict[str, Any] = {"device": "cpu", "isolation": "fast", "nproc_per_node": options.ranks}
+    given |= {"max_batch_tokens": options.tokens, "max_context_tokens": SEQUENCE, **options.settings}
+    context = BackendContext(
+        model_name="tiny",
+        model_path=directory / "model",
+        cache_dir=directory,
+        losses={spec.name: spec for spec in BUILTIN_LOSSES},
+    )
+    return MegatronBackend(MegatronConfig.model_validate(given), context)
+
+
+def work(backend: MegatronBackend, tenants: int, tokens: int) -> list[ForwardBackward]:
+    """Create the models; return what each trains on."""
+    rng = np.random.default_rng(tenants)
+    each = tokens // SEQUENCE // tenants
+    ops = []
+    for number in range(tenants):
+        model_id = f"{tenants}-{number}"
+        lora = LoraConfig(rank=RANKS[number % len(RANKS)], seed=number)
+        backend.create_model(CreateModel(model_id=model_id, lora=lora))
+        texts = rng.integers(3, backend.capabilities.vocab_size, (each, SEQUENCE + 1))
+        ops.append(ForwardBackward(model_id=model_id, data=tuple(map(datum, texts))))
+    return ops
+
+
+def datum(text: Any) -> Datum:  # Any: an array of integers
+    inputs = {"target_tokens": text[1:].astype(np.int64), "weights": np.ones(SEQUENCE, np.float32)}
+    return Datum(tokens_T=text[:-1].astype(np.int32), loss_inputs=inputs)
+
+
+def measure(backend: MegatronBackend, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Return CPU seconds of all ranks, by what was done, of each round."""
+    processes = [psutil.Process(pid) for pid in backend.ranks.pids]
+    adam = AdamParams(learning_rate=1e-4)
+    every = {tenants: work(backend, tenants, options.tokens) for tenants in TENANTS}
+    calls: Mapping[str, Sequence[Any]] = {f"{tenants} together": [ops] for tenants, ops in every.items()}
+    apart = {f"{tenants} one by one": [[op] for op in every[tenants]] for tenants in TENANTS[1:]}
+    found: dict[str, list[float]] = {}
+
+    def timed(name: str, batches: Sequence[Sequence[Any]], run: Any) -> None:
+        before = cpu_seconds(processes)
+        for batch in batches:
+            run(batch)
+        found.setdefault(name, []).append(cpu_seconds(processes) - before)
+
+    for _ in range(options.rounds + 1):
+        for name, batches in {**calls, **apart}.items():
+            timed(name, batches, backend.forward_backward)
+            steps = [OptimStep(model_id=op.model_id, adam=adam) for batch in batches for op in batch]
+            timed(f"optim_step after {name}", [steps], backend.optim_step)
+    return {name: seconds[1:] for name, seconds in found.items()}  # the first round is slower
+
+
+def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    return sum(sum(each.cpu_times()[:2]) for each in processes)
+
+
+def report(found: Mapping[str, Sequence[float]], options: argparse.Namespace) -> int:
+    alone = float(np.median(found["1 together"]))
+    print(f"{options.family}, {options.tokens} tokens of each call, {options.ranks} ranks, {options.rounds} rounds")
+    for name, seconds in found.items():
+        median = float(np.median(seconds))
+        print(f"{name:28}  {median:7.3f} s of CPU  {median / alone:5.2f} of one tenant's forward_backward")
+    worst = max(float(np.median(found[f"{tenants} together"])) for tenants in TENANTS) / alone
+    print(f"company makes a call take {worst:.2f} of one tenant's; allowed is {BOUND}")
+    return 0 if worst <= BOUND else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
