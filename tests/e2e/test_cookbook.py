@@ -9,12 +9,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
 import pytest
+from megatron_harness import forking
 
 from tinsmith import Array, LoraConfig, ModelState
 from tinsmith.checkpoints.format import write_adapter
@@ -23,12 +24,21 @@ from tinsmith.checkpoints.tools.contents import open_contents
 from tinsmith.huggingface.adapter_shapes import adapted_modules
 from tinsmith.huggingface.safetensors_files import StoredTensors
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
-from tinsmith.settings import ModelSettings, PluginSection
+from tinsmith.plugins.loading import Plugins
+from tinsmith.settings import ModelSettings
 from tinsmith.testing.harness import RunningServer, running_server
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "use-the-cookbook.md"
 PYTHON = os.environ.get("TINSMITH_COOKBOOK_PYTHON", sys.executable)
-BACKEND = {"plugin": "jax", "max_lora_rank": 8, "warm_up": False}
+JAX = {"plugin": "jax", "max_lora_rank": 8, "warm_up": False}
+MEGATRON = {"plugin": "megatron", "device": "cpu", "tensor_parallel": 2, "isolation": "fast", "max_lora_rank": 8}
+DENSE, EXPERTS = TinyShape(num_layers=2), TinyShape(num_layers=2, family="qwen3_moe")
+CASES: dict[str, tuple[TinyShape, dict[str, dict[str, Any]]]] = {
+    "jax": (DENSE, {"backend": JAX}),
+    "experts on jax": (EXPERTS, {"backend": JAX}),
+    "megatron": (DENSE, {"backend": MEGATRON, "sampler": JAX}),
+    "experts on megatron": (EXPERTS, {"backend": {**MEGATRON, "expert_parallel": 2}, "sampler": JAX}),
+}
 MESHES = {
     "2 processes": {"mesh": {"fsdp": 2, "tensor": 2}, "nproc_per_node": 2, "simulated_devices": 2},
     "4 processes": {"mesh": {"fsdp": 2, "tensor": 2}, "nproc_per_node": 4, "simulated_devices": 1},
@@ -46,19 +56,25 @@ pytestmark = pytest.mark.slow
 
 
 @contextmanager
-def serving(directory: Path, **backend: object) -> Iterator[RunningServer]:
+def serving(directory: Path, shape: TinyShape, sections: dict[str, dict[str, Any]]) -> Iterator[RunningServer]:
     if not installed():
         pytest.skip(f"tinker-cookbook is not installed for {PYTHON}; {PAGE.name} says how")
+    if missing := {section["plugin"] for section in sections.values()} - Plugins.load().backends.unambiguous().keys():
+        pytest.skip(f"tinsmith-{' and tinsmith-'.join(missing)} is not installed")
     model = directory / "model"
-    write_tiny_model(model, TinyShape(num_layers=2))
-    section = PluginSection.model_validate({**BACKEND, **backend})
-    with running_server(directory / "data", models=[ModelSettings(name=str(model), path=model, backend=section)]) as on:
-        yield on
+    write_tiny_model(model, shape)
+    settings = ModelSettings.model_validate({"name": str(model), "path": model, **sections})
+    ranks = forking() if settings.backend.plugin == "megatron" else nullcontext()
+    with ranks, running_server(directory / "data", models=[settings]) as running:
+        yield running
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with serving(tmp_path_factory.mktemp("cookbook")) as running:
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case, marks=[pytest.mark.thorough] if number else []) for number, case in enumerate(CASES)],
+)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with serving(tmp_path_factory.mktemp("cookbook"), *CASES[request.param]) as running:
         yield running
 
 
@@ -82,7 +98,7 @@ def test_supervised_training_evaluates_saves_and_resumes(server: RunningServer, 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_supervised_training_on_a_mesh(mesh: dict[str, object], tmp_path: Path) -> None:
-    with serving(tmp_path, **mesh) as server:
+    with serving(tmp_path, DENSE, {"backend": {**JAX, **mesh}}) as server:
         check_supervised_training(server, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The workers of a mesh are killed with SIGKILL: the client sees delay, and the undisturbed run's bits."""
+"""Workers are killed with SIGKILL, of a mesh and of Megatron: the client sees delay, and the undisturbed run's bits."""
 
 import itertools
 import os
@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(3600)]
 
 SECRET = "a secret of the test"
 BOUNDARIES = ("worker.join", "worker.make", "worker.compute", "worker.send_answer")
-"""Those of workers, in the order in which they come to them. The mesh sends no parts of answers."""
+"""Those of workers, in the order in which they come to them. Nobody here sends parts of answers."""
+EXPERTS = replace(SHAPE, family="qwen3_moe", intermediate_size=24, num_experts=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,21 +59,39 @@ class Undisturbed:
             yield served
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    directory, num_workers = tmp_path_factory.mktemp("mesh"), request.param
-    write_tiny_model(directory / "tiny", SHAPE)
-    model = with_backend(
-        ModelSettings(name="tiny", path=directory / "tiny", backend=PluginSection(plugin="jax")),
-        **FEW_PROGRAMS,
-        warm_up=False,
-        mesh={"fsdp": 2, "tensor": num_workers // 2},
-        nproc_per_node=num_workers,
-        simulated_devices=1,
-    )
+def mesh(num_workers: int) -> dict[str, Any]:
+    layout = {"mesh": {"fsdp": 2, "tensor": num_workers // 2}, "simulated_devices": 1}
+    return {"backend": {"plugin": "jax", "warm_up": False, "nproc_per_node": num_workers, **FEW_PROGRAMS, **layout}}
+
+
+MODELS = {
+    "mesh of 2": mesh(2),
+    "mesh of 4": mesh(4),
+    "experts on megatron": {
+        "backend": {
+            "plugin": "megatron",
+            "device": "cpu",
+            "nproc_per_node": 2,
+            "tensor_parallel": 2,
+            "expert_parallel": 2,
+            "max_context_tokens": 128,
+        },
+        "sampler": {"plugin": "jax", "warm_up": False, **FEW_PROGRAMS},
+    },
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    directory, sections = tmp_path_factory.mktemp("group"), MODELS[request.param]
+    write_tiny_model(directory / "tiny", EXPERTS if "experts" in request.param else SHAPE)
+    model = ModelSettings.model_validate({"name": "tiny", "path": directory / "tiny", **sections})
     outcome = undisturbed(directory / "undisturbed", model)
     return Undisturbed(
-        num_workers=num_workers, model=model, outcome=outcome, compiled=directory / "undisturbed" / "cache"
+        num_workers=sections["backend"]["nproc_per_node"],
+        model=model,
+        outcome=outcome,
+        compiled=directory / "undisturbed" / "cache",
     )
 
 
@@ -81,36 +100,38 @@ def with_backend(model: ModelSettings, **options: object) -> ModelSettings:
     return model.model_copy(update={"backend": backend})
 
 
-def test_each_worker_keeps_its_programs(mesh: Undisturbed) -> None:
+@pytest.mark.parametrize("group", ["mesh of 2", "mesh of 4"], indirect=True)
+def test_each_worker_keeps_its_programs(group: Undisturbed) -> None:
     """Those of the undisturbed run, for the next start. JAX leaves that to the first process."""
     first, *others = [
-        sorted(entry.name.partition("-")[0] for entry in (mesh.compiled / f"jax/tiny/worker-{rank}/compiled").iterdir())
-        for rank in range(mesh.num_workers)
+        sorted(entry.name.partition("-")[0] for entry in (kept / "compiled").iterdir())
+        for kept in sorted((group.compiled / "jax" / "tiny").glob("worker-*"))
     ]
+    assert len(others) == group.num_workers - 1
     assert "jit_decode" in first
     assert all(names == first for names in others)
 
 
-def test_each_worker_and_the_engine_are_killed(mesh: Undisturbed, launcher: Launcher, tmp_path: Path) -> None:
+def test_each_worker_and_the_engine_are_killed(group: Undisturbed, launcher: Launcher, tmp_path: Path) -> None:
     random_, turns, seen = random.Random(23), itertools.count(), set[int]()
-    with mesh.served(launcher, tmp_path / "killed") as served:
+    with group.served(launcher, tmp_path / "killed") as served:
 
         def kill_the_next() -> bool:
             workers = served.workers()
-            if len(workers) < mesh.num_workers:
+            if len(workers) < group.num_workers:
                 return False  # between two engines
             seen.update(each.pid for each in workers)
             turn = next(turns)
-            if turn == mesh.num_workers:
+            if turn == group.num_workers:
                 return served.kill_engine()
             with suppress(psutil.NoSuchProcess):
                 workers[turn].kill()
             return True
 
-        moments = [(2 + 3 * turn, random_.uniform(0.0, 0.3)) for turn in range(mesh.num_workers + 1)]
-        check(served, Killer(kill_the_next, moments), *mesh.outcome)
+        moments = [(2 + 3 * turn, random_.uniform(0.0, 0.3)) for turn in range(group.num_workers + 1)]
+        check(served, Killer(kill_the_next, moments), *group.outcome)
         seen.update(each.pid for each in served.workers())
-    assert len(seen) >= mesh.num_workers * 2
+    assert len(seen) >= group.num_workers * 2
     wait_until_ended(list(seen))
 
 
@@ -169,21 +190,21 @@ class Hosts(threading.Thread):
             process.wait()
 
 
-def test_each_worker_dies_at_each_boundary(mesh: Undisturbed, launcher: Launcher, tmp_path: Path) -> None:
+def test_each_worker_dies_at_each_boundary(group: Undisturbed, launcher: Launcher, tmp_path: Path) -> None:
     random_ = random.Random(24)
     deaths = [
         Death(rank, f"{boundary}.{side}", random_.randint(1, 12) if boundary in BOUNDARIES[2:] else 1)
-        for rank in range(mesh.num_workers)
+        for rank in range(group.num_workers)
         for boundary in BOUNDARIES
         for side in ("before", "after")
     ]
     with hold_port() as held:
         port = held.getsockname()[1]
-        with mesh.served(launcher, tmp_path / "killed", by_scheduler=port) as served:
-            hosts = Hosts(f"127.0.0.1:{port}", mesh.num_workers, deaths)
+        with group.served(launcher, tmp_path / "killed", by_scheduler=port) as served:
+            hosts = Hosts(f"127.0.0.1:{port}", group.num_workers, deaths)
             hosts.start()
             try:
-                check(served, Killer(lambda: True, []), *mesh.outcome)
+                check(served, Killer(lambda: True, []), *group.outcome)
             finally:
                 hosts.stop()
     assert not hosts.deaths

@@ -123,3 +123,17 @@ class TestVllmConsistency(ConsistencyContract):
         assert found.verdict == "inconsistent", found
         assert (await pair.save(model_id)).verdict == "consistent"
         await pair.drop_all()
+
+
+@pytest.mark.thorough
+class TestVllmConsistencyWithMegatron(ConsistencyContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def backend(cls, tiny_models: dict[str, Path], jax_cache: Path) -> Iterator[TrainingBackend]:  # type: ignore[override]
+        trainer = make_trainer("megatron", tiny_models["qwen3"], jax_cache)
+        yield trainer
+        trainer.close()
+
+    @pytest.fixture
+    def sampler(self, qwen3: VllmSampler) -> VllmSampler:
+        return qwen3

@@ -14,7 +14,7 @@ from tinsmith_vllm.sampler import VllmSampler
 
 pytestmark = pytest.mark.slow  # it starts vLLM
 
-THOROUGH = ("jax-qwen3", "jax-llama", "fsdp-llama")
+THOROUGH = ("jax-qwen3", "jax-llama", "fsdp-llama", "megatron-qwen3", "megatron-llama")
 AGREE = 1e-3  # what is promised between two engines in float32; measured: 3e-6
 LORAS = {
     "all": LoraConfig(rank=4, seed=1),

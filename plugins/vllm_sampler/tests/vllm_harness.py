@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fsdp_harness import forking
+from fsdp_harness import forking as forking_fsdp
+from megatron_harness import forking as forking_megatron
 
 from tinsmith import (
     BUILTIN_LOSSES,
@@ -85,7 +86,17 @@ TRAINERS: dict[str, dict[str, object]] = {
     "jax": {"max_context_tokens": CONTEXT, "max_batch_tokens": CONTEXT, "max_lora_rank": 8, "warm_up": False},
     "fsdp": {"max_context_tokens": CONTEXT, "max_batch_tokens": 512, "max_lora_rank": 8, "nproc_per_node": 1},
 }
-"""Settings of every trainer whose adapters vLLM is to sample."""
+"""Settings of every trainer that is served with vLLM beside it."""
+ALSO_TRAINED_BY: dict[str, dict[str, object]] = {  # served with vLLM in megatron's own tests
+    "megatron": {
+        "device": "cpu",
+        "tensor_parallel": 2,
+        "max_context_tokens": CONTEXT,
+        "max_batch_tokens": 512,
+        "max_lora_rank": 8,
+    },
+}
+FORKING = {"fsdp": forking_fsdp, "megatron": forking_megatron}
 
 
 def make_trainer(name: str, model_path: Path, cache_dir: Path) -> TrainingBackend:
@@ -95,8 +106,8 @@ def make_trainer(name: str, model_path: Path, cache_dir: Path) -> TrainingBacken
     context = BackendContext(
         model_name="tiny", model_path=model_path, cache_dir=cache_dir, losses=LOSSES, samples=False
     )
-    with forking() if name == "fsdp" else nullcontext():
-        return spec.create(spec.config.model_validate(TRAINERS[name]), context)
+    with FORKING.get(name, nullcontext)():
+        return spec.create(spec.config.model_validate({**TRAINERS, **ALSO_TRAINED_BY}[name]), context)
 
 
 def random_adapter(snapshot_id: str, like: Snapshot, *, seed: int, scale: float = 0.1) -> HostSnapshot:
