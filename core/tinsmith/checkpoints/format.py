@@ -24,18 +24,19 @@ import safetensors.numpy
 
 from tinsmith.backend import HostSnapshot, ModelState
 from tinsmith.checkpoints import atomic_directory
-from tinsmith.checkpoints.linked_files import link, whole_set
+from tinsmith.checkpoints.linked_files import link, whole_file, whole_set
 from tinsmith.errors import ServerError, UnsupportedError, UserError
 from tinsmith.huggingface import model_files as hf_files
 from tinsmith.huggingface import peft_experts, peft_layout
 from tinsmith.huggingface.decoder import HEAD
 from tinsmith.huggingface.safetensors_files import (
+    DTYPES,
     ShardWriter,
     StoredTensor,
     StoredTensors,
     shard_files,
 )
-from tinsmith.huggingface.state_files import FILES, GRADIENTS, M_PREFIX, MODEL, OPTIMIZER, V_PREFIX, Kind
+from tinsmith.huggingface.state_files import ADAPTER_FILES, FILES, GRADIENTS, M_PREFIX, MODEL, OPTIMIZER, V_PREFIX, Kind
 from tinsmith.operations import Array, LoraConfig
 from tinsmith.store import CheckpointKind
 
@@ -49,6 +50,7 @@ _GRADIENTS = "gradients.safetensors"
 MANIFEST = "tinsmith.json"
 _HASHERS = 8  # threads; one hashes about as fast as one disk reads
 
+_DTYPES = {name: dtype for dtype, (name, _) in DTYPES.items()}
 _OS_ERROR = re.compile(r"os error (\d+)")
 
 T = TypeVar("T")
@@ -190,13 +192,17 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _in_memory(state: ModelState) -> ModelState:
-    """Read what is lazy of an adapter once, as it is looked at more than once."""
+    """Read what is lazy of an adapter once, as it is looked at more than once. What lies in files stays there."""
+
+    def read(tensors: Mapping[str, Array]) -> Mapping[str, Array]:
+        return tensors if isinstance(tensors, StoredTensors) else dict(tensors)
+
     return replace(
         state,
-        weights=dict(state.weights),
-        adam_m=dict(state.adam_m),
-        adam_v=dict(state.adam_v),
-        gradients=dict(state.gradients),
+        weights=read(state.weights),
+        adam_m=read(state.adam_m),
+        adam_v=read(state.adam_v),
+        gradients=read(state.gradients),
     )
 
 
@@ -205,22 +211,27 @@ def _check_state(state: ModelState) -> None:
     if state.lora.rank == 0:
         _check_names(state)
         return
-    peft_layout.check_weights(state.lora, state.weights)
-    shapes = {name: array.shape for name, array in state.weights.items()}
-    for what in ("weights", "adam_m", "adam_v", "gradients"):
-        arrays: Mapping[str, Array] = getattr(state, what)
-        for name, array in arrays.items():
-            if array.dtype != np.float32:
-                msg = f"{what} of {name!r} is {array.dtype}; adapters are kept in float32"
-                raise ServerError(msg)
-        if arrays and {name: array.shape for name, array in arrays.items()} != shapes:
-            differing = sorted(
-                name
-                for name in {*shapes, *arrays}
-                if name not in arrays or name not in shapes or arrays[name].shape != shapes[name]
-            )
+    shapes = _shapes("weights", state.weights)
+    peft_layout.check_shapes(state.lora, shapes)
+    for what in ("adam_m", "adam_v", "gradients"):
+        found = _shapes(what, getattr(state, what))
+        if found and found != shapes:
+            differing = sorted(name for name in {*shapes, *found} if found.get(name) != shapes.get(name))
             msg = f"{what} must have the names and shapes of the weights; these differ: {', '.join(differing[:5])}"
             raise ServerError(msg)
+
+
+def _shapes(what: str, tensors: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of an adapter's tensors, without reading files. Raise ServerError if a dtype is another one."""
+    if isinstance(tensors, StoredTensors):
+        found = {name: (tensor.shape, _DTYPES[tensor.dtype]) for name, tensor in tensors.stored.items()}
+    else:
+        found = {name: (array.shape, str(array.dtype)) for name, array in tensors.items()}
+    for name, (_, dtype) in found.items():
+        if dtype != "float32":
+            msg = f"{what} of {name!r} is {dtype}; adapters are kept in float32"
+            raise ServerError(msg)
+    return {name: shape for name, (shape, _) in found.items()}
 
 
 def _check_names(state: ModelState) -> None:
@@ -234,12 +245,24 @@ def _check_names(state: ModelState) -> None:
 
 
 def _write_files(fresh: Path, manifest: Manifest, state: ModelState) -> None:
-    write_adapter(fresh, state, base_model=manifest.base_model)
-    if manifest.kind == "training":
-        moments = {M_PREFIX + name: array for name, array in state.adam_m.items()}
-        moments |= {V_PREFIX + name: array for name, array in state.adam_v.items()}
-        _write_arrays(fresh / _OPTIMIZER, moments)
-        _write_arrays(fresh / _GRADIENTS, state.gradients)
+    """Write Tinker's layout, with optimizer and gradients beside it."""
+    _write_config(fresh, peft_layout.adapter_config(manifest.base_model, state.lora, state.weights))
+    tensors = _tensors(manifest.kind, state)
+    for stem, prefixes in ADAPTER_FILES.items():
+        parts = {prefix: tensors[each] for each, prefix in prefixes.items() if each in tensors}
+        file = fresh / f"{stem}.safetensors"
+        if not _link_file(file, parts):
+            _write_arrays(file, {prefix + name: each[name] for prefix, each in parts.items() for name in each})
+
+
+def _link_file(target: Path, parts: Mapping[str, Mapping[str, Array]]) -> bool:
+    """Take over the file that holds exactly these tensors. Return False, having done nothing, if there is none."""
+    stored = _stored(parts)
+    file = whole_file(stored) if stored else None
+    if file is None:
+        return False
+    link(file, target)
+    return True
 
 
 def write_adapter(directory: Path, state: ModelState, *, base_model: str, head: str = HEAD) -> None:
@@ -258,16 +281,27 @@ def write_peft_adapter(directory: Path, state: ModelState, *, base_model: str) -
 
 def _write_adapter(directory: Path, weights: Mapping[str, Array], config: Mapping[str, Any]) -> None:  # Any: JSON
     _write_arrays(directory / _WEIGHTS, weights)
+    _write_config(directory, config)
+
+
+def _write_config(directory: Path, config: Mapping[str, Any]) -> None:  # Any: JSON
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _tensors(kind: CheckpointKind, state: ModelState) -> dict[Kind, Mapping[str, Array]]:
+    """Return what a checkpoint of this kind holds."""
+    if kind != "training":
+        return {"weights": state.weights}
+    return {
+        "weights": state.weights, "adam_m": state.adam_m, "adam_v": state.adam_v, "gradients": state.gradients,
+    }  # fmt: skip
 
 
 def _write_full(
     fresh: Path, kind: CheckpointKind, state: ModelState, model_path: Path | None, shard_bytes: int
 ) -> None:
     """Write the Hugging Face layout, with optimizer and gradients in shards beside it."""
-    tensors: dict[Kind, Mapping[str, Array]] = {"weights": state.weights}
-    if kind == "training":
-        tensors |= {"adam_m": state.adam_m, "adam_v": state.adam_v, "gradients": state.gradients}
+    tensors = _tensors(kind, state)
     shapes: dict[str, tuple[int, ...]] = {}
     for stem, prefixes in FILES.items():
         parts = {prefix: tensors[each] for each, prefix in prefixes.items() if each in tensors}
@@ -302,13 +336,8 @@ def _link_tensors(
     shard_bytes: int,
 ) -> bool:
     """Take over the files that hold exactly these tensors. Return False, having done nothing, if there are none."""
-    stored: dict[str, StoredTensor] = {}
-    for prefix, tensors in parts.items():
-        if not isinstance(tensors, StoredTensors):
-            return False
-        tensors.wait()
-        stored |= {prefix + name: tensor for name, tensor in tensors.stored.items()}
-    files = whole_set(stem, stored, shard_bytes)
+    stored = _stored(parts)
+    files = [] if stored is None else whole_set(stem, stored, shard_bytes)
     if not files:
         return False
     for prefix, tensors in parts.items():
@@ -317,6 +346,17 @@ def _link_tensors(
     for file in files:
         link(file, fresh / file.name)
     return True
+
+
+def _stored(parts: Mapping[str, Mapping[str, Array]]) -> dict[str, StoredTensor] | None:
+    """Return where the tensors lie, once their files are complete; None if some are not in files."""
+    stored: dict[str, StoredTensor] = {}
+    for prefix, tensors in parts.items():
+        if not isinstance(tensors, StoredTensors):
+            return None
+        tensors.wait()
+        stored |= {prefix + name: tensor for name, tensor in tensors.stored.items()}
+    return stored
 
 
 def _check_tensor(name: str, dtype: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from tinsmith.huggingface.safetensors_files import StoredTensor, index_file, tensor_files
+from tinsmith.huggingface.safetensors_files import StoredTensor, index_file, read_header, tensor_files
 
 _CANNOT_LINK: Final = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})
 
@@ -14,8 +14,7 @@ _CANNOT_LINK: Final = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.E
 def whole_set(stem: str, stored: Mapping[str, StoredTensor], shard_bytes: int) -> list[Path]:
     """Return the shards, and their index, that hold these tensors and nothing else; empty if there are none."""
     directories = {tensor.file.parent for tensor in stored.values()}
-    as_named = all(tensor.name == name and tensor.dtype == "F32" for name, tensor in stored.items())
-    if len(directories) != 1 or not as_named:
+    if len(directories) != 1 or not _as_named(stored):
         return []
     (directory,) = directories
     index = index_file(directory, stem)
@@ -27,6 +26,19 @@ def whole_set(stem: str, stored: Mapping[str, StoredTensor], shard_bytes: int) -
     if any(len(each) > 1 and sum(each) > shard_bytes for each in sizes.values()):
         return []
     return [index, *sizes]
+
+
+def whole_file(stored: Mapping[str, StoredTensor]) -> Path | None:
+    """Return the file that holds these tensors and nothing else, if there is one."""
+    files = {tensor.file for tensor in stored.values()}
+    if len(files) != 1 or not _as_named(stored):
+        return None
+    (file,) = files
+    return file if read_header(file).keys() == stored.keys() else None
+
+
+def _as_named(stored: Mapping[str, StoredTensor]) -> bool:
+    return all(tensor.name == name and tensor.dtype == "F32" for name, tensor in stored.items())
 
 
 def link(source: Path, target: Path) -> None:

@@ -78,12 +78,17 @@ def target_modules(weights: Mapping[str, Array]) -> list[str]:
 
 def check_weights(lora: LoraConfig, weights: Mapping[str, Array]) -> None:
     """Raise ServerError, naming the tensor, if names or shapes do not match an adapter of this rank."""
-    sides = {parse(name) for name in weights}
-    for name, array in weights.items():
+    check_shapes(lora, {name: array.shape for name, array in weights.items()})
+
+
+def check_shapes(lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Do as `check_weights`, given the shapes alone."""
+    sides = {parse(name) for name in shapes}
+    for name, shape in shapes.items():
         module, side = parse(name)
         rank_axis = -2 if side == "A" else -1
-        if array.ndim not in (2, 3) or array.shape[rank_axis] != lora.rank:
-            msg = f"tensor {name!r} has the shape {list(array.shape)}; rank {lora.rank} needs it at axis {rank_axis}"
+        if len(shape) not in (2, 3) or shape[rank_axis] != lora.rank:
+            msg = f"tensor {name!r} has the shape {list(shape)}; rank {lora.rank} needs it at axis {rank_axis}"
             raise ServerError(msg)
         other = "B" if side == "A" else "A"
         if (module, other) not in sides:

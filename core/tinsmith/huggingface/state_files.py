@@ -1,4 +1,4 @@
-"""The files of a fully trained model's state, laid out before anything is written to them.
+"""The files of a model's training state, laid out before anything is written to them.
 
 Several processes can then write their own parts of the same files.
 """
@@ -13,7 +13,7 @@ from tinsmith.huggingface.safetensors_files import StoredTensor, encode_header, 
 Kind = Literal["weights", "adam_m", "adam_v", "gradients"]
 """The tensors of a model's training state, as ModelState names them."""
 
-MODEL, OPTIMIZER, GRADIENTS = "model", "optimizer", "gradients"
+MODEL, ADAPTER, OPTIMIZER, GRADIENTS = "model", "adapter_model", "optimizer", "gradients"
 M_PREFIX, V_PREFIX = "adam_m.", "adam_v."
 FILES: Final[Mapping[str, Mapping[Kind, str]]] = {
     MODEL: {"weights": ""},
@@ -21,6 +21,12 @@ FILES: Final[Mapping[str, Mapping[Kind, str]]] = {
     GRADIENTS: {"gradients": ""},
 }
 """By the stem of the file names: which tensors the files hold, and how their names begin there."""
+ADAPTER_FILES: Final[Mapping[str, Mapping[Kind, str]]] = {
+    ADAPTER: {"weights": ""},
+    OPTIMIZER: FILES[OPTIMIZER],
+    GRADIENTS: FILES[GRADIENTS],
+}
+"""Likewise for an adapter, which has one file of each, as PEFT wants it."""
 
 _ITEM: Final = 4  # bytes of a float32
 
@@ -42,6 +48,18 @@ def lay_out(directory: Path, shapes: Mapping[str, tuple[int, ...]], kinds: Itera
                 weight_map[tensor.name] = file.name
         if shards:
             write_index(directory, stem, weight_map, sum(_num_bytes(shapes[name]) for _, name in tensors))
+    return targets
+
+
+def lay_out_adapter(directory: Path, shapes: Mapping[str, tuple[int, ...]], kinds: Iterable[Kind]) -> Targets:
+    """Do likewise for an adapter, without an index."""
+    wanted, targets = set(kinds), dict[Kind, dict[str, StoredTensor]]()
+    for stem, prefixes in ADAPTER_FILES.items():
+        tensors = [(kind, name) for kind in prefixes if kind in wanted for name in shapes]
+        if tensors:
+            created = _created(directory / f"{stem}.safetensors", tensors, shapes, prefixes)
+            for (kind, name), tensor in zip(tensors, created, strict=True):
+                targets.setdefault(kind, {})[name] = tensor
     return targets
 
 

@@ -18,11 +18,12 @@ import numpy as np
 
 from tinsmith.errors import ServerError, UnsupportedError, UserError
 from tinsmith.huggingface.safetensors_files import ShardWriter, StoredTensors
-from tinsmith.huggingface.state_files import Kind, Targets, lay_out
+from tinsmith.huggingface.state_files import Kind, Targets, lay_out, lay_out_adapter
 from tinsmith.operations import Array
 from tinsmith.workers.group import WorkerGroup
 from tinsmith.workers.state_writer import Written
 
+SHARD_BYTES: Final = 2 << 30
 _POLL_S: Final = 0.05
 _LOCK: Final = ".lock"
 
@@ -35,7 +36,7 @@ class StateFiles:
     `captured(capture_id)` returns what the writer says of one.
     """
 
-    def __init__(self, workers: WorkerGroup, directory: Path, *, shard_bytes: int) -> None:
+    def __init__(self, workers: WorkerGroup, directory: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
         """Remove what killed engines have left in `directory`. A replay may use it beside an engine."""
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         _remove_orphans(directory)
@@ -48,10 +49,14 @@ class StateFiles:
         self._shard_bytes = shard_bytes
         self._ended: deque[str] = deque()
 
+    def seen(self) -> list[bool]:
+        """Return whether each worker sees the directory, by rank."""
+        with tempfile.NamedTemporaryFile(dir=self._directory) as file:
+            return self._workers.call("sees", Path(file.name))
+
     def check(self) -> None:
         """Raise UnsupportedError if a worker does not see the directory."""
-        with tempfile.NamedTemporaryFile(dir=self._directory) as file:
-            seen = self._workers.call("sees", Path(file.name))
+        seen = self.seen()
         if not all(seen):
             member = self._workers.members[seen.index(False)]
             msg = (
@@ -63,9 +68,16 @@ class StateFiles:
 
     def capture(self, owner: str, shapes: Mapping[str, tuple[int, ...]], kinds: Iterable[Kind]) -> "Capture":
         """Have the workers write these tensors of a model. Raise ServerError if the disk refuses room for the files."""
+        return self._captured(owner, lambda directory: lay_out(directory, shapes, kinds, self._shard_bytes))
+
+    def capture_adapter(self, owner: str, shapes: Mapping[str, tuple[int, ...]], kinds: Iterable[Kind]) -> "Capture":
+        """Do likewise with those of an adapter, under their canonical names."""
+        return self._captured(owner, lambda directory: lay_out_adapter(directory, shapes, kinds))
+
+    def _captured(self, owner: str, lay_out_in: Callable[[Path], Targets]) -> "Capture":
         directory = self._new_directory()
         try:
-            targets = lay_out(directory, shapes, kinds, self._shard_bytes)
+            targets = lay_out_in(directory)
         except OSError as error:
             raise _refused(error.strerror or str(error)) from error
         ended = [self._ended.popleft() for _ in range(len(self._ended))]

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +27,11 @@ from tinsmith import (
     SampleOutput,
     SamplingBackend,
 )
+from tinsmith.checkpoints.format import read_checkpoint, write_checkpoint
+from tinsmith.huggingface import StoredTensors
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.workers import WorkerDiedError
+from tinsmith.workers.channel import Channel, Encoded, encode
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
 from tinsmith_jax.remote import RemoteDevices
@@ -38,7 +42,7 @@ pytestmark = pytest.mark.slow  # workers load JAX, and compile
 SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "head_dim": 16}
 SAMPLER = {"max_context_tokens": 128, "max_lora_rank": 8, "decode_slots": 2}
 SMALL = {"max_batch_tokens": 128, **SAMPLER}
-LORA = LoraConfig(rank=4, alpha=8, seed=1)
+LORA = LoraConfig(rank=4, alpha=8.0, seed=1)
 ADAM = AdamParams(learning_rate=1e-2, grad_clip_norm=1.0)
 LENGTHS = (5, 70, 128, 64)
 CLOSE = 1e-5
@@ -176,6 +180,62 @@ def test_a_state_goes_on_where_it_was(meshed: JaxBackend, one_device: JaxBackend
     assert_same(train(meshed, start=pending), train(meshed, start=pending))
     assert_close(train(meshed, start=pending), train(one_device, start=pending))
     assert_close(train(one_device, start=half), train(meshed, start=half))
+
+
+def test_workers_write_and_read_a_state_themselves(
+    meshed: JaxBackend, one_device: JaxBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine passes no array on, a checkpoint takes the files, and one device reads the same bits."""
+    assert isinstance(meshed.devices, RemoteDevices)
+    passed = arrays_in_messages(monkeypatch)
+    add_model(meshed, "m", LORA, random_B=True)
+    meshed.forward_backward([make_op("m", 7, (40, 99))])
+    meshed.optim_step([OptimStep(model_id="m", adam=ADAM)])
+    meshed.forward_backward([make_op("m", 8, (70,))])
+    passed.clear()
+    state = meshed.capture_state("m")
+    published = meshed.publish("m", "snapshot").adapter_weights()
+    assert not passed
+    meshed.forward_backward([make_op("m", 9, (5,))])
+    meshed.optim_step([OptimStep(model_id="m", adam=ADAM)])  # the state is another one now
+    passed.clear()
+    assert isinstance(state.weights, StoredTensors)
+    write_checkpoint(
+        tmp_path, "x", kind="training", state=state, base_model="tiny", user_metadata={},
+        created_at=datetime.now(UTC), overwrite=False,
+    )  # fmt: skip
+    file = next(iter(state.weights.stored.values())).file
+    assert (tmp_path / "x" / "adapter_model.safetensors").samefile(file)
+    meshed.restore_state("m", state)
+    assert not passed
+    by_file, by_engine = meshed.capture_state("m"), meshed.devices.training.captured_whole("m")
+    meshed.unload_model("m")
+    assert_same_state(by_file, state)
+    assert_same_state(by_engine, state)
+    assert_same_bits(published, state.weights)
+    add_model(one_device, "m", LORA)
+    one_device.restore_state("m", read_checkpoint(tmp_path, "x").state)
+    assert_same_state(one_device.capture_state("m"), state)
+    one_device.unload_model("m")
+
+
+def arrays_in_messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note the bytes of all arrays that the engine sends to workers or receives from them."""
+    found: list[int] = []
+    send, receive = Channel.send_encoded, Channel.receive
+
+    def counted_send(channel: Channel, message: Encoded) -> None:
+        found.extend(buffer.nbytes for buffer in message.buffers)
+        send(channel, message)
+
+    def counted_receive(channel: Channel) -> object:
+        message = receive(channel)
+        found.extend(buffer.nbytes for buffer in encode(message).buffers)
+        return message
+
+    monkeypatch.setattr(Channel, "send_encoded", counted_send)
+    monkeypatch.setattr(Channel, "receive", counted_receive)
+    return found
 
 
 def pending_of(backend: JaxBackend, state: ModelState) -> ModelState:

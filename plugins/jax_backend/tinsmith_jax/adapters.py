@@ -10,7 +10,7 @@ Of a model with experts, the factors that face the experts' inner values are eac
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -138,6 +138,43 @@ def fresh(lora: LoraConfig, config: ModelConfig, padded_rank: int) -> Adapter:
 # Canonical names ------------------------------------------------------------------------------------------------------
 
 
+class Place(NamedTuple):
+    """Where a canonical weight lies in an adapter."""
+
+    module: str  # or "head"
+    side: int  # 0: A, 1: B
+    layer: int  # 0 for the head
+
+    def leaf_of(self, adapter: Adapter) -> Any:
+        """Return the array that holds it: [L, ...], or the head's, which is of no layer."""
+        return (adapter["head"] if self.module == "head" else adapter["layers"][self.module])[self.side]
+
+
+def places(lora: LoraConfig, config: ModelConfig) -> dict[str, Place]:
+    """Return the places of what is trained, by canonical name."""
+    trained, found = trained_modules(lora), dict[str, Place]()
+    for module in _modules(config):
+        if module.name in trained:
+            for layer in range(config.num_layers):
+                found |= _pair_of(f"model.layers.{layer}.{module.path}", module.name, layer)
+    return found | _pair_of(HEAD, "head", 0) if "head" in trained else found
+
+
+def _pair_of(path: str, module: str, layer: int) -> dict[str, Place]:
+    return {weight_name(path, "A"): Place(module, 0, layer), weight_name(path, "B"): Place(module, 1, layer)}
+
+
+def canonical_shapes(lora: LoraConfig, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what is trained, by canonical name."""
+    own, found = shapes(config, lora.rank), dict[str, tuple[int, ...]]()
+    with_experts = frozenset(module.name for module in _modules(config) if module.own is not None)
+    for name, place in places(lora, config).items():
+        *experts, rows, columns = place.leaf_of(own).shape[0 if place.module == "head" else 1 :]
+        shared = (1,) if place.module in with_experts and not experts else ()
+        found[name] = (*shared, *experts, columns, rows)
+    return found
+
+
 class CanonicalAdapter(Mapping[str, Array]):
     """An adapter on the host under its canonical names, PEFT's. A weight gets its canonical form when it is read.
 
@@ -148,22 +185,15 @@ class CanonicalAdapter(Mapping[str, Array]):
     def __init__(self, adapter: Adapter, lora: LoraConfig, config: ModelConfig) -> None:
         """`adapter` has host arrays. Keep what is trained of them, without padding."""
         rank, trained = lora.rank, trained_modules(lora)
-        self._places: dict[str, tuple[str, int, int]] = {}  # module, 0 or 1 for A or B, layer
+        self._places = places(lora, config)
         self._pairs: dict[str, tuple[Array, Array]] = {}
         for module in _modules(config):
             if module.name in trained:
                 A, B = (module.with_experts(factor) for factor in adapter["layers"][module.name])
                 self._pairs[module.name] = _cut(A, B, rank)
-                for layer in range(config.num_layers):
-                    self._place(f"model.layers.{layer}.{module.path}", module.name, layer)
         if "head" in trained:
             A, B = adapter["head"]
             self._pairs["head"] = _cut(A[None], B[None], rank)
-            self._place(HEAD, "head", 0)
-
-    def _place(self, path: str, module: str, layer: int) -> None:
-        self._places[weight_name(path, "A")] = module, 0, layer
-        self._places[weight_name(path, "B")] = module, 1, layer
 
     @property
     def nbytes(self) -> int:

@@ -41,6 +41,12 @@ class JaxConfig(WorkersConfig):
     simulated_devices: int | None = Field(
         None, ge=1, description="run a mesh on the CPU, with that many devices for each worker, to try it out"
     )
+    capture_buffer_bytes: int = Field(
+        1 << 30,
+        ge=1 << 26,
+        description="host memory of each worker for states on their way to the disk; an optimizer step waits until "
+        "what it replaces, and has not been written yet, fits",
+    )
     decode_slots: int = Field(
         16, ge=1, le=1024, description="sequences sampled at a time, by each of data x fsdp shards; more wait in line"
     )
@@ -61,7 +67,7 @@ class JaxConfig(WorkersConfig):
 
     @model_validator(mode="after")
     def _workers_have_a_mesh(self) -> Self:
-        of_workers = {*WorkersConfig.model_fields, "simulated_devices"}
+        of_workers = {*WorkersConfig.model_fields, "simulated_devices", "capture_buffer_bytes"}
         given = sorted(of_workers & self.model_fields_set)
         if self.mesh is None and given:
             msg = f"{', '.join(given)}: only a mesh has workers; set mesh as well, or leave this out"

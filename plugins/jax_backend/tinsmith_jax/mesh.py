@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tinsmith import ConfigError
+from tinsmith import Array, ConfigError
 from tinsmith_jax.config import MeshConfig
 from tinsmith_jax.kernels.choice import REFERENCE, Kernels
 from tinsmith_jax.model_config import ModelConfig
@@ -33,6 +33,8 @@ STREAMS: Final = (DATA, FSDP)
 _MOST_PARTS: Final = 256  # of an axis, that an error proposes
 
 Spec = PartitionSpec
+Index = tuple[slice, ...]
+"""A part of an array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +284,28 @@ def put(tree: Any, layout: Layout | None, specs: Any) -> Any:
         return jax.make_array_from_callback(np.shape(array), place, lambda index: np.asarray(array)[index])
 
     return jax.tree.map(divided, tree, layout.placed_tree(specs))
+
+
+def put_parts(shape: tuple[int, ...], layout: Layout, spec: Spec, part: Callable[[Index], Array]) -> Any:
+    """Make an array of the parts that the devices hold. Devices with the same part share one reading of it.
+
+    It waits until they hold them: else the host would go on reading, and keep the parts of several arrays.
+    """
+    found: dict[tuple[tuple[int, int], ...], Array] = {}
+
+    def once(index: Index | None) -> Array:
+        assert index is not None
+        cuts = bounds(index, shape)
+        if (key := tuple((cut.start, cut.stop) for cut in cuts)) not in found:
+            found[key] = part(cuts)
+        return found[key]
+
+    return jax.make_array_from_callback(shape, layout.placed(spec), once).block_until_ready()
+
+
+def bounds(index: Index, shape: tuple[int, ...]) -> Index:
+    """Give each slice its ends."""
+    return tuple(slice(*cut.indices(size)[:2]) for cut, size in zip(index, shape, strict=True))
 
 
 def fetch(tree: Any) -> Any:

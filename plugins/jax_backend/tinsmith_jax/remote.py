@@ -18,15 +18,17 @@ from tinsmith import (
     ModelState,
     Progress,
     Snapshot,
+    TinsmithError,
     Turns,
 )
-from tinsmith.workers import MakeLauncher, WorkerGroup
+from tinsmith.huggingface import Kind, StoredTensors
+from tinsmith.workers import MakeLauncher, StateFiles, WorkerGroup
 from tinsmith_jax import adapters
 from tinsmith_jax.adapters import Adapter
 from tinsmith_jax.buckets import Bucket
 from tinsmith_jax.devices import Facts, Setup
 from tinsmith_jax.mesh import check_shape
-from tinsmith_jax.mesh_worker import SIMULATED, Loaded, Refused
+from tinsmith_jax.mesh_worker import SIMULATED, Refused, Started, owner_of
 from tinsmith_jax.model_config import ModelConfig, read_config
 from tinsmith_jax.packing import Stream
 from tinsmith_jax.sampling_values import Drawn, PromptTile, SamplingShape, SlotInput
@@ -54,14 +56,16 @@ class RemoteDevices:
             launch_with=launch_with,
         )
         try:
-            loaded: Loaded = self.group.call("load", setup)[0]
+            started: Started = self.group.call("load", setup)[0]
+            files = StateFiles(self.group, setup.cache_dir / "state")
+            shared = all(files.seen())
         except BaseException:
             self.group.close()
             raise
         self._workers = Workers(self.group)
-        self.facts: Facts = loaded.facts
-        self.training = RemoteTraining(self._workers, model)
-        self.sampling = None if loaded.sampling is None else RemoteSampling(self._workers, loaded.sampling)
+        self.facts: Facts = started.facts
+        self.training = RemoteTraining(self._workers, model, files if shared else None)
+        self.sampling = None if started.sampling is None else RemoteSampling(self._workers, started.sampling)
 
     def start_warm_up(self) -> None:
         self._workers.run("devices", "start_warm_up")
@@ -89,6 +93,15 @@ class Workers:
             raise answer.error
         return answer
 
+    def load_state(self, model_id: str, state: ModelState) -> None:
+        """Have each worker read its part of a model's state. If one cannot, the model stays as it is on all."""
+        with self._turns.turn():
+            errors: list[TinsmithError | None] = self._group.call("load_state", model_id, state)
+            for error in errors:
+                if error is not None:
+                    raise error
+            self._group.call("take_state", model_id)
+
     def hold(self, method: str, argument: Any) -> "Held":
         """Have the workers keep an adapter, until nobody here refers to it."""
         held = Held(next(self._numbers))
@@ -107,23 +120,25 @@ class Held:
 class RemoteSnapshot(Snapshot):
     """A snapshot that stays on the workers' devices."""
 
-    def __init__(self, snapshot_id: str, lora: LoraConfig, held: Held, workers: Workers, config: ModelConfig) -> None:
+    def __init__(self, snapshot_id: str, lora: LoraConfig, held: Held, training: "RemoteTraining") -> None:
         super().__init__(snapshot_id, lora)
         self.arrays = held
-        self._workers = workers
-        self._config = config
+        self._training = training
 
     def adapter_weights(self) -> Mapping[str, Array]:
-        arrays: Adapter = self._workers.run("adapters", "fetch", self.arrays.number)
-        return adapters.CanonicalAdapter(arrays, self.lora, self._config)
+        return self._training.published_weights(self.arrays, self.lora)
 
 
 class RemoteTraining:
-    """As TrainingDevice, whose methods it passes on."""
+    """As TrainingDevice, whose methods it passes on.
 
-    def __init__(self, workers: Workers, config: ModelConfig) -> None:
+    If all workers see a directory of the engine, they write and read states there. Else these pass through the engine.
+    """
+
+    def __init__(self, workers: Workers, config: ModelConfig, files: StateFiles | None) -> None:
         self._workers = workers
         self._config = config
+        self._files = files
         self._loras: dict[str, LoraConfig] = {}
 
     def create(self, model_id: str, lora: LoraConfig) -> None:
@@ -136,14 +151,40 @@ class RemoteTraining:
 
     def publish(self, model_id: str, snapshot_id: str) -> RemoteSnapshot:
         held = self._workers.hold("publish", model_id)
-        return RemoteSnapshot(snapshot_id, self._loras[model_id], held, self._workers, self._config)
+        return RemoteSnapshot(snapshot_id, self._loras[model_id], held, self)
+
+    def published_weights(self, held: Held, lora: LoraConfig) -> Mapping[str, Array]:
+        if self._files is None:
+            arrays: Adapter = self._workers.run("adapters", "fetch", held.number)
+            return adapters.CanonicalAdapter(arrays, lora, self._config)
+        shapes = adapters.canonical_shapes(lora, self._config)
+        return self._files.capture_adapter(owner_of(held.number), shapes, ("weights",)).tensors("weights")
 
     def capture(self, model_id: str) -> ModelState:
+        if self._files is None:
+            return self.captured_whole(model_id)
+        kinds: Sequence[Kind]
+        step, kinds = self._run("kinds", model_id)
+        lora = self._loras[model_id]
+        capture = self._files.capture_adapter(model_id, adapters.canonical_shapes(lora, self._config), kinds)
+        return ModelState(lora=lora, step=step, **{kind: capture.tensors(kind) for kind in kinds})
+
+    def captured_whole(self, model_id: str) -> ModelState:
+        """Bring the state to this process."""
         state: ModelState = self._run("capture", model_id)
         return state
 
     def restore(self, model_id: str, state: ModelState) -> None:
-        self._run("restore", model_id, state)
+        if self._files is None:
+            self._run("restore", model_id, state)
+            return
+        shapes = adapters.canonical_shapes(self._loras[model_id], self._config)
+        tensors: dict[Kind, Mapping[str, Array]] = {
+            "weights": state.weights, "adam_m": state.adam_m, "adam_v": state.adam_v, "gradients": state.gradients,
+        }  # fmt: skip
+        files = {kind: self._files.stored(kind, each, shapes) for kind, each in tensors.items() if each}
+        places = {kind: StoredTensors(each.stored) for kind, each in files.items()}  # workers need not wait
+        self._workers.load_state(model_id, ModelState(lora=state.lora, step=state.step, **places))
 
     def prepare(self, kind: Pass, own: Bucket) -> Bucket:
         bucket: Bucket = self._run("prepare", kind, own)

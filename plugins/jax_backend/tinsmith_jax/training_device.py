@@ -6,16 +6,17 @@ All arrays are immutable, and a step replaces a model's references. A snapshot i
 current weights; later training makes new arrays.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import jax
 import numpy as np
 
 from tinsmith import AdamParams, Array, LoraConfig, ModelState, Turns
-from tinsmith_jax import adapters, optimizer
+from tinsmith.huggingface import Kind, StoredTensors
+from tinsmith_jax import adapters, optimizer, state_slices
 from tinsmith_jax.adapters import Adapter, JaxSnapshot
 from tinsmith_jax.buckets import STEPS, Bucket
 from tinsmith_jax.compilation import Program, Programs
@@ -28,6 +29,32 @@ from tinsmith_jax.weights import Base
 
 Pass = Literal["score", "gradients"]
 """Logprobs and losses alone, or their gradients as well."""
+
+
+_ALL: Final[frozenset[Kind]] = frozenset({"weights", "adam_m", "adam_v", "gradients"})
+_GRADIENTS: Final[frozenset[Kind]] = frozenset({"gradients"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A model's state on the devices: immutable arrays, by kind. Moments are absent before the first step."""
+
+    lora: LoraConfig
+    step: int
+    adapters: Mapping[Kind, Adapter]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A state on the devices that no model has yet."""
+
+    state: optimizer.State
+    gradients: Adapter | None
+    step: int
+
+
+def _nothing(model_id: str, kinds: Collection[Kind]) -> None:
+    pass
 
 
 @dataclass(slots=True)
@@ -49,8 +76,10 @@ class TrainingDevice:
         self._turns = turns
         self._programs = programs
         self._train = train_programs
-        self._config = train_programs.config
+        self.config = train_programs.config
         self._models: dict[str, _Model] = {}
+        self.before_replacing: Callable[[str, Collection[Kind]], None] = _nothing
+        """Called with a model and kinds of arrays, before others take the place of these."""
         self._before: dict[str, Adapter | None] = {}
         ranks = adapters.rank_classes(train_programs.limits.max_lora_rank)
         self._zeros = {rank: self._zero_state(rank) for rank in ranks}  # moments: fresh ones, and absent gradients
@@ -61,7 +90,7 @@ class TrainingDevice:
         """Raise OutOfMemoryError if there is no room, and UserError if the rank is not served."""
         rank = adapters.class_of(lora.rank, self._train.limits.max_lora_rank)
         with out_of_memory_named(f"a model of rank {lora.rank}", "end a session, or take a smaller rank"):
-            weights = jax.block_until_ready(self._placed(adapters.fresh(lora, self._config, rank)))
+            weights = jax.block_until_ready(self._placed(adapters.fresh(lora, self.config, rank)))
         self._models[model_id] = _Model(lora, rank, self._zeros[rank]._replace(weights=weights))
 
     def unload(self, model_id: str) -> None:
@@ -69,41 +98,59 @@ class TrainingDevice:
 
     def publish(self, model_id: str, snapshot_id: str) -> JaxSnapshot:
         model = self._models[model_id]
-        return JaxSnapshot(snapshot_id, model.lora, model.state.weights, self._config)
+        return JaxSnapshot(snapshot_id, model.lora, model.state.weights, self.config)
+
+    def held(self, model_id: str) -> Held:
+        model = self._models[model_id]
+        found: dict[Kind, Adapter] = {"weights": model.state.weights}
+        if model.step:
+            found |= {"adam_m": model.state.m, "adam_v": model.state.v}
+        if model.gradients is not None:
+            found["gradients"] = model.gradients
+        return Held(lora=model.lora, step=model.step, adapters=found)
+
+    def kinds(self, model_id: str) -> tuple[int, Sequence[Kind]]:
+        """Return the number of steps, and the kinds of arrays that there are."""
+        held = self.held(model_id)
+        return held.step, list(held.adapters)
 
     def capture(self, model_id: str) -> ModelState:
-        model = self._models[model_id]
-        fresh, state = model.step == 0, model.state
-
-        def named(adapter: Adapter) -> Mapping[str, Array]:
-            return adapters.CanonicalAdapter(fetch(adapter), model.lora, self._config)
-
-        return ModelState(
-            lora=model.lora,
-            weights=named(state.weights),
-            adam_m={} if fresh else named(state.m),
-            adam_v={} if fresh else named(state.v),
-            gradients={} if model.gradients is None else named(model.gradients),
-            step=model.step,
-        )
+        held = self.held(model_id)
+        named = {
+            kind: adapters.CanonicalAdapter(fetch(each), held.lora, self.config) for kind, each in held.adapters.items()
+        }
+        return ModelState(lora=held.lora, step=held.step, **named)
 
     def restore(self, model_id: str, state: ModelState) -> None:
         """Raise UserError if names or shapes are not the model's, and OutOfMemoryError. The model is then unchanged."""
+        self.take(model_id, self.load(model_id, state))
+
+    def load(self, model_id: str, state: ModelState) -> Loaded:
+        """Put a state onto the devices. Raises as `restore`. On a mesh, each device's part of files is read by itself.
+
+        Names and shapes of what lies in files have been checked.
+        """
         model = self._models[model_id]
+        specs, zeros = self._train.state_specs(model.padded_rank), self._zeros[model.padded_rank].m
 
-        def read(named: Any) -> Adapter:
-            return adapters.from_canonical(named, model.lora, self._config, model.padded_rank)
+        def put_with(specs: Any, named: Mapping[str, Array]) -> Adapter:
+            if self._train.layout is not None and isinstance(named, StoredTensors):
+                where = (model.padded_rank, self._train.layout, specs)
+                return state_slices.read(named.stored, model.lora, self.config, *where)
+            whole = adapters.from_canonical(named, model.lora, self.config, model.padded_rank)
+            return put(whole, self._train.layout, specs)
 
-        def divided(named: Any) -> Adapter:
-            return self._divided(read(named), model.padded_rank)
-
-        zeros = self._zeros[model.padded_rank].m
         with out_of_memory_named("the state of a model", "end a session"):
-            m, v = (divided(named) if named else zeros for named in (state.adam_m, state.adam_v))
-            gradients = divided(state.gradients) if state.gradients else None
-            loaded = jax.block_until_ready(optimizer.State(self._placed(read(state.weights)), m, v))
-        model.state = loaded
-        model.gradients, model.step = gradients, state.step
+            m, v = (put_with(specs, named) if named else zeros for named in (state.adam_m, state.adam_v))
+            gradients = put_with(specs, state.gradients) if state.gradients else None
+            weights = put_with(adapter_specs(LAYER_MODULES), state.weights)
+            return Loaded(jax.block_until_ready(optimizer.State(weights, m, v)), gradients, state.step)
+
+    def take(self, model_id: str, loaded: Loaded) -> None:
+        """Give a model the state."""
+        self.before_replacing(model_id, _ALL)
+        model = self._models[model_id]
+        model.state, model.gradients, model.step = loaded.state, loaded.gradients, loaded.step
 
     # Training ---------------------------------------------------------------------------------------------------------
 
@@ -133,6 +180,8 @@ class TrainingDevice:
         with self._pass_named(bucket), self._turns.turn():
             logp, loss, new_sums = run(self._base, weights, sums, *self._arguments(stream))
             results = np.asarray(logp), np.asarray(loss)
+        for model_id in models:
+            self.before_replacing(model_id, _GRADIENTS)
         for model_id, new in zip(models, new_sums, strict=False):
             self._models[model_id].gradients = new
         return results
@@ -154,6 +203,8 @@ class TrainingDevice:
         ]
         with out_of_memory_named(f"the optimizer steps of {len(models)} models", "end a session"):
             states, norms = self._stepped(models, hypers)
+        for model_id, _ in steps:
+            self.before_replacing(model_id, _ALL)
         for model, state in zip(models, states, strict=False):
             model.state, model.gradients = state, None
             model.step += 1
@@ -205,7 +256,7 @@ class TrainingDevice:
 
     def _zero_state(self, padded_rank: int) -> optimizer.State:
         """Make the state of an unused row."""
-        zeros = adapters.host_zeros(self._config, padded_rank)
+        zeros = adapters.host_zeros(self.config, padded_rank)
         weights = self._placed(zeros)
         parts = weights if self._train.axes.fsdp == 1 else self._divided(zeros, padded_rank)
         return optimizer.State(weights, parts, parts)

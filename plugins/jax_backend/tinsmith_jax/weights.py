@@ -22,13 +22,12 @@ import numpy as np
 
 from tinsmith import Array, Progress
 from tinsmith.huggingface import WeightFiles
-from tinsmith_jax.mesh import VOCABULARY, Layout, Spec, base_specs
+from tinsmith_jax.mesh import VOCABULARY, Index, Layout, Spec, base_specs, put_parts
 from tinsmith_jax.model_config import ModelConfig
 
 # Any: a pytree of jax arrays; jax has no static type for one of a given structure.
 Base = Any
 
-Index = tuple[slice, ...]
 Read = Callable[[str, tuple[int, ...], Index], Array]
 """Reads a part of a tensor, given the shape of the whole."""
 
@@ -111,22 +110,9 @@ class _Loader:
         return base
 
     def _put(self, shape: tuple[int, ...], spec: Spec, part: Callable[[Index], Array]) -> Any:
-        """Make an array of the parts that the devices hold. Devices with the same part share one reading of it.
-
-        It waits until they hold them: else the host would go on reading, and keep the parts of several arrays.
-        """
         if self._layout is None:
             return jax.device_put(part(tuple(slice(0, size) for size in shape)))
-        found: dict[tuple[tuple[int, int], ...], Array] = {}
-
-        def once(index: Index | None) -> Array:
-            assert index is not None
-            bounds = tuple(slice(*cut.indices(size)[:2]) for cut, size in zip(index, shape, strict=True))
-            if (key := tuple((cut.start, cut.stop) for cut in bounds)) not in found:
-                found[key] = part(bounds)
-            return found[key]
-
-        return jax.make_array_from_callback(shape, self._layout.placed(spec), once).block_until_ready()
+        return put_parts(shape, self._layout, spec, part)
 
     def _vocabulary(self, name: str) -> Any:
         shape = (self._config.vocab_size, self._config.hidden_size)
