@@ -23,11 +23,18 @@ from pydantic.fields import FieldInfo
 
 from tinsmith import hookspecs
 from tinsmith.commands.cli import build_group
+from tinsmith.commands.load_settings import load_settings
+from tinsmith.errors import ConfigError
 from tinsmith.failpoints import BOUNDARIES
+from tinsmith.placement.machine import Machine
+from tinsmith.placement.placing import Placed
+from tinsmith.placement.plan import make_plan
+from tinsmith.placement.report import described
 from tinsmith.plugins.hook_caller import HOOK_NAMES
 from tinsmith.plugins.loading import Plugins
 from tinsmith.protocol import field_status
 from tinsmith.settings import DeviceSettings, PluginSection, Settings
+from tinsmith.settings.sources import Flag
 
 REFERENCE = Path(__file__).parent / "reference"
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -97,6 +104,58 @@ def command_tables() -> str:
     """Return every built-in command with its arguments and options."""
     group = typer.main.get_command(build_group(Plugins.load()))
     return "\n\n".join(_command_section(name, command) for name, command in _commands(group))
+
+
+_MACHINES = (("one card", "one-card", 1), ("eight cards, split", "eight-cards", 8))
+_MACHINES += (("eight cards, colocated", "eight-cards-colocated", 8), ("two nodes of eight cards", "two-nodes", 8))
+_MODELS = ("Qwen3-8B", "Qwen3-32B", "Llama-3-70B")
+_TENANTS = 16
+
+
+def what_fits() -> str:
+    """Return what there is room for on the usual machines."""
+    rows = [
+        "| Machine | Model | Trainer | Tokens in a micro-batch | Tenants | Sampler | Keys and values |",
+        "|" + "---|" * 7,
+    ]
+    for machine, name, cards in _MACHINES:
+        rows += [f"| {machine} | {model} | {' | '.join(_fitting(name, model, cards))} |" for model in _MODELS]
+    return "\n".join(rows)
+
+
+def _fitting(name: str, model: str, cards: int) -> tuple[str, ...]:
+    try:
+        trainer, sampler = _planned(name, model, cards)
+    except ConfigError as error:
+        reason = str(error).rpartition("; ")[2]
+        return (f"does not fit: {reason}", "", "", "", "")
+    models = trainer.demand.max_models
+    assert models is not None
+    return (
+        trainer.demand.layout,
+        f"{trainer.demand.batch_tokens:,}",
+        f"{min(models, _TENANTS)} of {_TENANTS}",
+        sampler.demand.layout,
+        f"{sampler.demand.batch_tokens * sampler.demand.replicas:,}",
+    )
+
+
+def plan_in_full() -> str:
+    name, model, cards = "one-card", "Qwen3-8B", 1
+    lines = described(_planned(name, model, cards), _machine(cards), tenants=_TENANTS)
+    return "```console\n" + "\n".join(lines) + "\n```"
+
+
+def _planned(name: str, model: str, cards: int) -> list[Placed]:
+    file = REFERENCE.parents[1] / "deploy" / "gpus" / f"{name}.yaml"
+    flags = [Flag("models.0.name", model)]
+    plugins = Plugins.load()
+    settings = load_settings(plugins, file=file, environ={}, flags=flags, needs_models=False)
+    return make_plan(settings, plugins, _machine(cards), [model])
+
+
+def _machine(cards: int) -> Machine:
+    return Machine(devices=tuple(map(str, range(cards))), device_bytes=80 << 30, others_alike=True)
 
 
 def failpoint_table() -> str:
@@ -261,6 +320,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "commands": command_tables,
     "comparison": comparison,
     "failpoints": failpoint_table,
+    "plans": what_fits,
+    "plan-in-full": plan_in_full,
     "fields": field_status.markdown,
     **{f"tpu-{kind}": partial(tpu_table, kind) for kind in ("tenants", "slices", "recompute", "scaling", "sampling")},
     **{f"public-{package}": partial(public_names, package) for package in PUBLIC_PACKAGES},

@@ -170,7 +170,8 @@ class Demand:
     per_model: Mapping[str, int] = field(default_factory=dict)  # what each model, or resident snapshot, adds to them
     max_models: int | None = None  # models, or snapshots, that fit and that the settings allow; None: not known
     batch_tokens: int = 0  # of one micro-batch on one device, or for a sampler of all keys and values; 0: not known
-    layout: str = ""  # for people: "8 ranks", "4 replicas of 2 devices"
+    replicas: int = 1  # each of which has so many tokens, and the same snapshots
+    layout: str = ""  # for people: "8 ranks", "4 replicas of 2 GPUs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

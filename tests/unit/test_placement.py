@@ -1,13 +1,18 @@
 """Who gets which devices and how much of them: on machines that are described here, with backends of a few lines."""
 
+import json
 import stat
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import tinsmith
+from tinsmith.commands import cli
 from tinsmith.commands.load_settings import load_settings
 from tinsmith.errors import ConfigError
+from tinsmith.huggingface import known_config
 from tinsmith.placement.machine import Machine, this_machine
 from tinsmith.placement.plan import make_plan, with_placement
 from tinsmith.placement.report import lines_of
@@ -57,6 +62,7 @@ class Offers:
 
 
 PLUGINS = Plugins.load(extra=[Offers()])
+ROOT = Path(__file__).parents[2]
 
 
 def a_model(backend: object = None, sampler: object = None, name: str = "m") -> ModelSettings:
@@ -205,3 +211,64 @@ def test_the_machine_is_what_cuda_will_see(tmp_path: Path, monkeypatch: pytest.M
     assert this_machine({"CUDA_VISIBLE_DEVICES": "MIG-1"}, tmp_path).device_bytes is None
     driver.write_text("#!/bin/sh\nexit 9\n")
     assert this_machine({}, tmp_path).device_bytes is None
+
+
+# tinsmith plan
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *typed: str) -> tuple[int, str]:
+    """Run the command with the backends above. Return its exit code and all that it prints."""
+    monkeypatch.setattr(cli.Plugins, "load", lambda: PLUGINS)
+    monkeypatch.setattr(sys, "argv", ["tinsmith", "plan", *typed])
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    with pytest.raises(SystemExit) as exited:
+        cli.app()
+    out, err = capsys.readouterr()
+    return int(exited.value.code or 0), out + err
+
+
+COMMON = ("--backend", "learns", "--sampler", "draws", "--memory", "100GiB")
+
+
+def test_a_well_known_model_needs_no_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = plan(monkeypatch, capsys, "Qwen3-8B", *COMMON, "--cards", "2", "--models.0.backend.least", "30")
+    assert code == 0, out
+    assert "2 devices of 100.0 GiB" in out
+    assert "backend learns of 'Qwen3-8B': devices 0, 92.0 GiB of each" in out
+    assert [line.split() for line in out.splitlines() if line.startswith("  ")][:2] == [
+        ["weights", "30.0", "GiB"],
+        ["left", "62.0", "GiB"],
+    ]
+
+
+def test_a_directory_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(known_config("Qwen3-4B")))
+    code, out = plan(monkeypatch, capsys, str(tmp_path), *COMMON, "--cards", "1")
+    assert code == 0, out
+    assert f"sampler draws of '{tmp_path}': devices 0, 46.0 GiB of each" in out
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        (("nobody/knows-it", *COMMON, "--cards", "1"), "nothing is known of 'nobody/knows-it', which is not on this"),
+        (("Qwen3-8B", *COMMON[:4], "--cards", "1", "--memory", "much"), "--memory: 'much' is not a size"),
+        (("--cards", "1", "--memory", "9GiB"), "no model to plan for"),
+        (("Qwen3-8B", *COMMON, "--cards", "1", "--models.0.backend.least", "150"), "4 such devices would do"),
+    ],
+)
+def test_what_cannot_be_planned_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: tuple[str, ...], told: str
+) -> None:
+    code, out = plan(monkeypatch, capsys, *typed)
+    assert code == 2
+    assert told in " ".join(out.split())
+
+
+def test_the_page_shows_the_configurations_that_are_planned() -> None:
+    page = (ROOT / "docs" / "how-to" / "use-several-gpus.md").read_text()
+    shown = [yaml.safe_load(block.partition("```")[0]) for block in page.split("```yaml\n")[1:]]
+    for file in sorted((ROOT / "deploy" / "gpus").glob("*.yaml")):
+        assert yaml.safe_load(file.read_text()) in shown, file.name

@@ -13,6 +13,7 @@ from rich.markup import escape
 from tinsmith.commands.checkpoint import add_checkpoint_commands
 from tinsmith.commands.demo import add_demo_command
 from tinsmith.commands.doctor.command import add_doctor_command
+from tinsmith.commands.plan import add_plan_command
 from tinsmith.commands.plugins import add_plugin_commands
 from tinsmith.commands.runs import add_run_commands
 from tinsmith.commands.serving import add_serving_commands
@@ -45,6 +46,7 @@ def build_group(plugins: Plugins) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     add_serving_commands(group)
+    add_plan_command(group)
     add_worker_command(group)
     add_doctor_command(group)
     add_run_commands(group)

@@ -17,6 +17,7 @@ _LIMIT_S: Final = 60.0
 class Machine:
     devices: tuple[str, ...] = ()  # ids for CUDA_VISIBLE_DEVICES
     device_bytes: int | None = None  # of each; of unequal ones, the smallest. None: not known
+    others_alike: bool = False  # what runs on other machines has such devices there, for itself alone
 
     @property
     def usable_bytes(self) -> int | None:

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tinsmith.backend import AnyBackendSpec, AnySamplerSpec, BackendConfig, Demand, Placement
+from tinsmith.backend import BackendConfig, Demand, Placement
 from tinsmith.errors import ConfigError
 from tinsmith.huggingface import known_config, read_model_config
-from tinsmith.placement.sections import device_settings, own_options
+from tinsmith.placement.sections import AnySpec, device_settings, own_options
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import DeviceSettings, ModelSettings, PluginSection, Settings
 
@@ -23,7 +23,7 @@ class Part:
     index: int  # of its model in the configuration
     model: str
     role: Role
-    spec: AnyBackendSpec | AnySamplerSpec
+    spec: AnySpec
     config: BackendConfig
     wanted: DeviceSettings
     shape: Mapping[str, Any] | None  # the model's parsed config.json (Any: JSON); None: not known yet
@@ -50,13 +50,7 @@ def parts_of(settings: Settings, plugins: Plugins, models: Collection[str]) -> l
 
 def _parts_of_model(index: int, model: ModelSettings, plugins: Plugins) -> Iterator[Part]:
     shape = model_config(model)
-    trainer = plugins.default_backend() if model.backend is None else plugins.backends.get(model.backend.plugin)
-    roles: list[tuple[Role, AnyBackendSpec | AnySamplerSpec, PluginSection | None]] = [
-        ("backend", trainer, model.backend)
-    ]
-    if model.sampler is not None:
-        roles.append(("sampler", plugins.samplers.get(model.sampler.plugin), model.sampler))
-    for role, spec, section in roles:
+    for role, spec, section in roles_of(model, plugins):
         if spec.demand is not None:
             yield Part(
                 index=index,
@@ -67,6 +61,14 @@ def _parts_of_model(index: int, model: ModelSettings, plugins: Plugins) -> Itera
                 wanted=device_settings(section, spec),
                 shape=shape,
             )
+
+
+def roles_of(model: ModelSettings, plugins: Plugins) -> Iterator[tuple[Role, AnySpec, PluginSection | None]]:
+    """Yield the model's trainer, and its sampler if that is another plugin, with their sections."""
+    trainer = plugins.default_backend() if model.backend is None else plugins.backends.get(model.backend.plugin)
+    yield "backend", trainer, model.backend
+    if model.sampler is not None:
+        yield "sampler", plugins.samplers.get(model.sampler.plugin), model.sampler
 
 
 def model_config(model: ModelSettings) -> Mapping[str, Any] | None:  # Any: JSON

@@ -125,8 +125,9 @@ def _memory(parts: Sequence[Part], chosen: Sequence[tuple[str, ...]], machine: M
         _refuse_too_little(part, size)
     sharing = {device: [i for i, own in enumerate(chosen) if device in own] for device in set().union(*chosen)}
     spare = {device: _spare(device, users, parts, least, machine) for device, users in sharing.items()}
+    alone = machine.usable_bytes if machine.others_alike else None
     return [
-        part.wanted.memory or _share(least[index], [spare[device] for device in chosen[index]])
+        part.wanted.memory or _share(least[index], [spare[device] for device in chosen[index]] or [alone])
         for index, part in enumerate(parts)
     ]
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from tinsmith.placement.machine import Machine
-from tinsmith.placement.parts import parts_of
+from tinsmith.placement.parts import parts_of, roles_of
 from tinsmith.placement.placing import Placed, place
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import DeviceSettings, ModelSettings, PluginSection, Settings
@@ -20,6 +20,20 @@ def make_plan(settings: Settings, plugins: Plugins, machine: Machine, models: Co
     parts = parts_of(settings, plugins, models)
     asked = any(part.wanted != DeviceSettings() for part in parts)
     return place(parts, machine) if machine.devices or asked else []
+
+
+def with_rank(settings: Settings, plugins: Plugins, rank: int) -> Settings:
+    """Set `max_lora_rank` in every section whose plugin has such a setting."""
+    models = []
+    for model in settings.models:
+        sections: dict[str, PluginSection] = {}
+        for role, spec, section in roles_of(model, plugins):
+            if "max_lora_rank" in spec.config.model_fields:
+                options = {} if section is None else section.model_dump()
+                ranked = {"plugin": spec.name, **options, "max_lora_rank": rank}
+                sections[role] = PluginSection.model_validate(ranked)
+        models.append(model.model_copy(update=sections))
+    return settings.model_copy(update={"models": tuple(models)})
 
 
 def with_placement(settings: Settings, plan: Sequence[Placed]) -> Settings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from tinsmith.placement.machine import Machine
 from tinsmith.placement.placing import Placed, gib
 
 
@@ -33,8 +34,35 @@ def _enough(placed: Placed) -> Iterator[str]:
         yield f"{demand.max_models} {'snapshots on the device' if samples else 'models in training'}"
 
 
-def memory_rows(placed: Placed, num_models: int) -> list[tuple[str, int]]:
-    """Return what each device's memory is for, in bytes, with so many models."""
-    demand = placed.demand
-    own = [(f"{name} of {num_models} models", size * num_models) for name, size in demand.per_model.items()]
-    return [*demand.fixed.items(), *own]
+def described(plan: Sequence[Placed], machine: Machine, *, tenants: int) -> Iterator[str]:
+    """Yield the whole plan, with the memory of each part by what it is for."""
+    if machine.device_bytes is not None:
+        devices = "1 device" if len(machine.devices) == 1 else f"{len(machine.devices)} devices"
+        yield f"{devices} of {gib(machine.device_bytes)}, models in training: {tenants}"
+    for placed in plan:
+        yield ""
+        yield f"{placed.part.name}: {_where(placed)}"
+        rows = memory_rows(placed, tenants)
+        width = max((len(name) for name, _ in rows), default=0)
+        yield from (f"  {name:<{width}} {gib(size):>10}" for name, size in rows)
+        yield from (f"  {line}" for line in _enough(placed))
+        if placed.part.role == "backend" and (shortage := _shortage(placed, tenants)):
+            yield f"  {shortage}"
+
+
+def memory_rows(placed: Placed, tenants: int) -> list[tuple[str, int]]:
+    """Return what each device's memory is for, in bytes, with as many models as there are tenants and room."""
+    demand, samples = placed.demand, placed.part.role == "sampler"
+    number = tenants if demand.max_models is None or samples else min(tenants, demand.max_models)
+    own = [(f"{name} of {number} models", size * number) for name, size in demand.per_model.items()]
+    rows = [*((name, size) for name, size in demand.fixed.items() if size), *own]
+    memory = placed.placement.memory_bytes
+    left = [] if memory is None or not rows else [("left", memory - sum(size for _, size in rows))]
+    return [*rows, *left]
+
+
+def _shortage(placed: Placed, tenants: int) -> str:
+    fitting = placed.demand.max_models
+    if fitting is None or fitting >= tenants:
+        return ""
+    return f"{fitting} of {tenants} models fit; the others wait for a place"

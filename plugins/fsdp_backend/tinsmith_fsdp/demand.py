@@ -29,8 +29,13 @@ def demand(config: FsdpConfig, model: Mapping[str, Any] | None, placement: Place
         per_model={"weights, gradients, moments": budget.adapter},
         max_models=budget.max_models,
         batch_tokens=budget.micro_tokens,
-        layout=f"{ranks.dp * ranks.tp} ranks" + (f", tensor parallel {ranks.tp}" if ranks.tp > 1 else ""),
+        layout=_layout(ranks),
     )
+
+
+def _layout(ranks: Ranks) -> str:
+    world = ranks.dp * ranks.tp
+    return ("1 rank" if world == 1 else f"{world} ranks") + (f", tensor parallel {ranks.tp}" if ranks.tp > 1 else "")
 
 
 def _ranks(config: FsdpConfig, placement: Placement) -> Ranks:

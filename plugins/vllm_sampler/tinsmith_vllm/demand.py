@@ -66,7 +66,8 @@ def demand(config: VllmConfig, model: Mapping[str, Any] | None, placement: Place
     shape = known_shape(model)
     layout = layout_of(config, shape, placement)
     num_devices = layout.num_devices if config.replicas or config.tensor_parallel_size else None
-    told = f"{layout.replicas} replicas of {layout.tensor_parallel} devices" if placement.devices else ""
+    told = f"{_counted(layout.replicas, 'replica')} of {_counted(layout.tensor_parallel, 'GPU')}"
+    told = told if placement.devices else ""
     if shape is None:
         return Demand(num_devices=num_devices, layout=told)
     fixed = _fixed(config, shape, layout, placement)
@@ -83,8 +84,13 @@ def demand(config: VllmConfig, model: Mapping[str, Any] | None, placement: Place
         fixed={**fixed, "keys and values": (tokens or longest) * each},
         max_models=config.max_loras,
         batch_tokens=tokens or longest,
+        replicas=layout.replicas,
         layout=told,
     )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def known_shape(model: Mapping[str, Any] | None) -> DecoderShape | None:  # Any: JSON

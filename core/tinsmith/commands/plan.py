@@ -1,0 +1,104 @@
+"""`tinsmith plan`: where trainers and samplers would run, and what they have room for. Starts nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from tinsmith.commands.options import (
+    WITH_MODEL,
+    Backend,
+    BaseModel,
+    ConfigFile,
+    ModelAndSettings,
+    plugins_of,
+    settings_of,
+)
+from tinsmith.errors import ConfigError
+from tinsmith.huggingface import KNOWN_SHAPES
+from tinsmith.placement.machine import Machine, this_machine
+from tinsmith.placement.parts import model_config
+from tinsmith.placement.plan import make_plan, with_rank
+from tinsmith.placement.report import described
+from tinsmith.plugins.loading import Plugins
+from tinsmith.settings import Settings
+
+
+def add_plan_command(group: typer.Typer) -> None:
+    group.command("plan", context_settings=WITH_MODEL)(plan)
+
+
+def plan(
+    context: typer.Context,
+    model: ModelAndSettings = None,
+    config: ConfigFile = None,
+    base_model: BaseModel = None,
+    backend: Backend = None,
+    sampler: Annotated[str | None, typer.Option(help="installed sampler of the first model")] = None,
+    cards: Annotated[int | None, typer.Option(min=0, help="GPUs of the machine; default: those of this one")] = None,
+    memory: Annotated[str | None, typer.Option(help="memory of each GPU, such as `80GiB`; default: this one's")] = None,
+    tenants: Annotated[int, typer.Option(min=1, help="models in training at a time")] = 1,
+    rank: Annotated[
+        int | None, typer.Option(min=1, help="their LoRA rank; default: the largest that is served")
+    ] = None,
+) -> None:
+    """Print where trainers and samplers would run, what each needs its memory for, and what fits. Starts nothing.
+
+    MODEL may also be the name of a well-known model that is not on this machine.
+    """
+    plugins = plugins_of(context)
+    settings = settings_of(
+        context,
+        config,
+        ("--sampler", "models.0.sampler.plugin", sampler),
+        arguments=model,
+        base_model=base_model,
+        backend=backend,
+        needs_models=False,
+    )
+    settings = _located(settings, plugins)
+    if rank is not None:
+        settings = with_rank(settings, plugins, rank)
+    machine = _machine(cards, memory)
+    found = make_plan(settings, plugins, machine, [each.name for each in settings.models])
+    for line in described(found, machine, tenants=tenants):
+        typer.echo(line)
+
+
+def _machine(cards: int | None, memory: str | None) -> Machine:
+    here = this_machine() if cards is None or memory is None else Machine()
+    devices = here.devices if cards is None else tuple(map(str, range(cards)))
+    size: int | None = here.device_bytes if memory is None else _bytes(memory)
+    if devices and size is None:
+        msg = "the memory of this machine's GPUs is not known: give --memory, such as --memory 80GiB"
+        raise ConfigError(msg)
+    return Machine(devices=devices, device_bytes=size, others_alike=True)
+
+
+def _bytes(text: str) -> int:
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError as error:
+        msg = f"--memory: {text!r} is not a size; give one such as 80GiB"
+        raise ConfigError(msg) from error
+
+
+def _located(settings: Settings, plugins: Plugins) -> Settings:
+    """Find the models' directories. Raise ConfigError if nothing is known of a model's sizes."""
+    if not settings.models:
+        msg = "no model to plan for; give `tinsmith plan MODEL`, or --config FILE"
+        raise ConfigError(msg)
+    models = []
+    for model in settings.models:
+        found: Path | None = model.path or plugins.resolve_base_model(model.source)
+        models.append(model.model_copy(update={"path": found}))
+        if model_config(models[-1]) is None:
+            msg = (
+                f"nothing is known of {model.name!r}, which is not on this machine; give a Hugging Face directory, or "
+                f"one of {', '.join(KNOWN_SHAPES)}"
+            )
+            raise ConfigError(msg)
+    return settings.model_copy(update={"models": tuple(models)})
