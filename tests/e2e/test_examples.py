@@ -42,12 +42,12 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("TINSMITH_")}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """A served tiny model: its URL and its name. Requests wait until it has loaded."""
     directory = tmp_path_factory.mktemp("examples")
     model = directory / "model"
-    write_tiny_model(model, TinyShape(num_layers=2))
+    write_tiny_model(model, TinyShape(family=request.param, num_layers=2))
     command = [sys.executable, "-m", "tinsmith", "serve", "--base-model", str(model), "--port", "0"]
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen(
