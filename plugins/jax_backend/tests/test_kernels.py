@@ -14,13 +14,19 @@ from jax_harness import LOSSES
 
 from tinsmith_jax import head
 from tinsmith_jax.attention import packed_attention
-from tinsmith_jax.kernels import splash
+from tinsmith_jax.kernels import splash, tile_products
 from tinsmith_jax.kernels.choice import REFERENCE, Attention, Kernels, choose
+from tinsmith_jax.kernels.grouped_products import GroupedProducts
 from tinsmith_jax.layers import TILE, Lora, Tiles, lora_delta
 from tinsmith_jax.loss_table import LossBatch, LossTable
 from tinsmith_jax.mesh import Axes
 
 WIDE = Axes(kernels=Kernels(products="side_by_side"))
+GROUPED = Axes(kernels=Kernels(products="grouped", interpret=True))
+FORMS = pytest.mark.parametrize(
+    "axes",
+    [pytest.param(WIDE, id="side by side"), pytest.param(GROUPED, id="grouped", marks=pytest.mark.thorough)],
+)
 PALLAS: tuple[Attention, ...] = ("splash", "flash")
 SEQUENCES = (3, 1, 2)  # tiles of each; what remains of a stream is unused
 
@@ -186,24 +192,46 @@ def adapted(axes: Axes, dtype: str, x: Any, lora: Lora, tiles: Tiles, d_deltas: 
     return jax.tree.map(lambda y: np.asarray(y, np.float32), results)
 
 
-def test_adapters_side_by_side_equal_the_reference() -> None:
+def products_and_sums(products: Any, x: Any, A: Any, which: Any) -> Any:
+    z = products.down(x, A, which)
+    sums = products.add(jnp.zeros_like(A), products.outer_A(x, z, which, len(A)), which)
+    return z, products.down_backward(z, A, which), sums
+
+
+def test_grouped_products_equal_the_reference() -> None:
+    """Once for each kernel, and with sizes that must be padded. Triton takes the kernels, too."""
+    x, lora, tiles, _ = adapter_arrays()
+    arrays = (x.reshape(-1, TILE, INPUTS), lora.A[0], tiles.adapter_n)
+    ours, theirs, on_gpu = (
+        jax.jit(functools.partial(products_and_sums, products))
+        for products in (GroupedProducts(interpret=True), tile_products, GroupedProducts())
+    )
+    assert max(distances(ours(*arrays), theirs(*arrays))) < 1e-6
+    lowered = on_gpu.trace(*arrays).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("__gpu$xla.gpu.triton") == 3
+
+
+@FORMS
+def test_products_of_adapters_equal_the_reference(axes: Axes) -> None:
     arrays = adapter_arrays()
     theirs = adapted(Axes(), "float32", *arrays)
-    assert max(distances(adapted(WIDE, "float32", *arrays), theirs)) < 1e-6
+    assert max(distances(adapted(axes, "float32", *arrays), theirs)) < 1e-6
 
 
+@FORMS
 @pytest.mark.thorough
-def test_adapters_side_by_side_in_bfloat16_are_as_exact_as_the_reference() -> None:
+def test_products_of_adapters_in_bfloat16_are_as_exact_as_the_reference(axes: Axes) -> None:
     arrays = adapter_arrays()
     exact = adapted(Axes(), "float32", *arrays)
-    ours, theirs = (distances(adapted(axes, "bfloat16", *arrays), exact) for axes in (WIDE, Axes()))
+    ours, theirs = (distances(adapted(form, "bfloat16", *arrays), exact) for form in (axes, Axes()))
     assert_as_exact(ours, theirs)
 
 
+@FORMS
 @pytest.mark.parametrize("what", ["A", "B", "x", "d"])
-def test_a_broken_adapter_breaks_no_other(what: str) -> None:
+def test_a_broken_adapter_breaks_no_other(axes: Axes, what: str) -> None:
     x, lora, tiles, d_deltas = adapter_arrays()
-    whole = adapted(WIDE, "float32", x, lora, tiles, d_deltas)
+    whole = adapted(axes, "float32", x, lora, tiles, d_deltas)
     own = np.repeat(tiles.adapter_n == 1, TILE)
     if what in "AB":
         getattr(lora, what)[0][1, 0] = np.inf
@@ -211,7 +239,7 @@ def test_a_broken_adapter_breaks_no_other(what: str) -> None:
         (x if what == "x" else d_deltas[0])[np.argmax(own)] = np.nan
     if what == "x":  # as in a program: what follows from NaN is NaN
         d_deltas[0][np.argmax(own)] = np.nan
-    deltas, d_x, (sums_A, sums_B) = adapted(WIDE, "float32", x, lora, tiles, d_deltas)
+    deltas, d_x, (sums_A, sums_B) = adapted(axes, "float32", x, lora, tiles, d_deltas)
     for result, before in zip((*deltas, d_x), (*whole[0], whole[1]), strict=True):
         np.testing.assert_array_equal(result[~own], before[~own])
     for result, before in zip((*sums_A, *sums_B), (*whole[2][0], *whole[2][1]), strict=True):
@@ -242,8 +270,9 @@ def head_scores(axes: Axes) -> Any:
     return run(draw(vocab, hidden), adapters, sums, draw(rows, hidden))
 
 
-def test_the_head_with_adapters_side_by_side_equals_the_reference() -> None:
-    assert max(distances(head_scores(WIDE), head_scores(Axes()))) < 1e-6
+@FORMS
+def test_the_head_with_adapters_equals_the_reference(axes: Axes) -> None:
+    assert max(distances(head_scores(axes), head_scores(Axes()))) < 1e-6
 
 
 # The choice -----------------------------------------------------------------------------------------------------------
@@ -254,5 +283,5 @@ def test_platforms_choose_their_kernels() -> None:
     assert choose("tpu", longest=512) == Kernels(
         attention="splash", products="side_by_side", equal_blocks=False, longest=512
     )
-    assert choose("gpu").attention == "flash"
+    assert choose("gpu") == Kernels(attention="flash", products="grouped", equal_blocks=False)
     assert choose("tpu", reference=True) == choose("other") == Kernels(attention="all_tiles", equal_blocks=False)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from tinsmith_jax.kernels import tile_products, wide_products
 from tinsmith_jax.kernels.choice import Kernels
+from tinsmith_jax.kernels.grouped_products import GroupedProducts
 from tinsmith_jax.mesh import ONE, Axes
 
 # Any below: jax arrays and pytrees of them.
@@ -72,8 +73,10 @@ def rope(x: Any, cos: Any, sin: Any) -> Any:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def products_of(kernels: Kernels) -> ModuleType:
-    """Return the module with the chosen form of the products of adapters; tile_products.py documents them."""
+def products_of(kernels: Kernels) -> ModuleType | GroupedProducts:
+    """Return the chosen form of the products of adapters; tile_products.py documents them."""
+    if kernels.products == "grouped":
+        return GroupedProducts(kernels.interpret)
     return tile_products if kernels.products == "by_tile" else wide_products
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 Attention = Literal["tile_by_tile", "all_tiles", "splash", "flash"]
-Products = Literal["by_tile", "side_by_side"]
+Products = Literal["by_tile", "side_by_side", "grouped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,14 @@ def choose(platform: str, *, longest: int | None = None, reference: bool = False
     """
     if platform == "cpu":
         return REFERENCE
-    if reference or platform not in _ATTENTION:
+    if reference or platform not in _OWN:
         return Kernels(attention="all_tiles", equal_blocks=False)
-    return Kernels(attention=_ATTENTION[platform], products="side_by_side", equal_blocks=False, longest=longest)
+    attention, products = _OWN[platform]
+    return Kernels(attention=attention, products=products, equal_blocks=False, longest=longest)
 
 
-_ATTENTION: Final[dict[str, Attention]] = {"tpu": "splash", "gpu": "flash", "cuda": "flash"}
+_OWN: Final[dict[str, tuple[Attention, Products]]] = {
+    "tpu": ("splash", "side_by_side"),
+    "gpu": ("flash", "grouped"),
+    "cuda": ("flash", "grouped"),
+}
