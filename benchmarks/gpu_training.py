@@ -25,6 +25,7 @@ from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.operations import AdamParams, Array, Datum, ForwardBackward, LoraConfig
 from tinsmith.workers import alone, deal, segments
 from tinsmith_fsdp import batching
+from tinsmith_fsdp.adapter_pack import AdapterPack
 from tinsmith_fsdp.architecture import read_architecture
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.config import FsdpConfig
@@ -32,7 +33,6 @@ from tinsmith_fsdp.layout import AdapterLayout
 from tinsmith_fsdp.lora import MultiLoraLinear
 from tinsmith_fsdp.mesh import Mesh, make_mesh
 from tinsmith_fsdp.messages import Setup, Step
-from tinsmith_fsdp.streams import Group, Leaves
 from tinsmith_fsdp.trainer import Trainer
 
 LOSSES = {spec.name: spec for spec in BUILTIN_LOSSES}
@@ -119,19 +119,18 @@ def linear(device: torch.device, dtype: torch.dtype, options: argparse.Namespace
     lora = LoraConfig(rank=options.rank, seed=0, train_attn=False, train_unembed=False)
     layout = AdapterLayout(lora, shape)
     each = options.tokens // options.tenants
-    groups = []
-    for index in range(options.tenants):
-        weights, gradients = (torch.zeros(layout.size, device=device) for _ in range(2))
-        groups.append(Group(index * each, (index + 1) * each, Leaves(layout, weights, gradients)))
+    adapters = [(layout, torch.zeros(layout.size, device=device)) for _ in range(options.tenants)]
+    pack = AdapterPack(adapters, dtype, backward=True)
+    ends = torch.arange(1, options.tenants + 1, dtype=torch.int32, device=device) * each
     x = torch.randn(1, each * options.tenants, hidden, device=device, dtype=dtype, requires_grad=True)
 
     def work() -> None:
         y = layer(x)
         y.backward(torch.ones_like(y))
 
-    layer.groups = groups
+    layer.factors = pack.factors(ends)[layer.module]
     adapted = seconds(work, device, options.repeats)
-    layer.groups = ()
+    layer.factors = None
     plain = seconds(work, device, options.repeats)
     return {"base_s": plain, "with_adapters_s": adapted, "adapters_add": adapted / plain - 1}
 

@@ -1,7 +1,8 @@
 """One rank's computation in this process: against transformers, and its modes against each other."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from fsdp_harness import LOSSES, VOCAB
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tinsmith import AdamParams, Array, ForwardBackward, LoraConfig
 from tinsmith.huggingface import Kind
@@ -17,19 +20,22 @@ from tinsmith.huggingface.state_files import lay_out
 from tinsmith.testing import assert_close_arrays, ragged_data
 from tinsmith.workers import alone, deal, one_by_one, segments
 from tinsmith_fsdp import batching
+from tinsmith_fsdp.adapter_pack import AdapterPack
 from tinsmith_fsdp.architecture import ARCHITECTURES, read_architecture
 from tinsmith_fsdp.backend import FAST_ISOLATION_ERROR
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.config import FsdpConfig
+from tinsmith_fsdp.layout import AdapterLayout
 from tinsmith_fsdp.lora import MultiLoraLinear
 from tinsmith_fsdp.mesh import Mesh, make_mesh
 from tinsmith_fsdp.messages import AdapterState, Setup, Step
-from tinsmith_fsdp.streams import Group, Leaves
+from tinsmith_fsdp.streams import Leaves
 from tinsmith_fsdp.trainer import Trainer
 
 pytestmark = pytest.mark.slow  # imports torch and transformers
 
 LENGTHS = (1, 7, 33, 64)
+MAX_GRAPHS = 12
 TENANTS = (
     LoraConfig(rank=1, seed=1),
     LoraConfig(rank=5, seed=2, train_mlp=False),
@@ -46,16 +52,24 @@ def mesh() -> Iterator[Mesh]:
     dist.destroy_process_group()
 
 
-def make_trainer(directory: Path, mesh: Mesh, *, strict: bool = True, checkpointing: bool = False) -> Trainer:
+def make_trainer(
+    directory: Path,
+    mesh: Mesh,
+    *,
+    strict: bool = True,
+    checkpointing: bool = False,
+    compiled: bool = False,
+    dtype: str = "float32",
+) -> Trainer:
     setup = Setup(
         config=FsdpConfig(),
         architecture=read_architecture(directory),
         model_path=str(directory),
         losses=LOSSES,
-        dtype="float32",
+        dtype=dtype,
         strict=strict,
         checkpointing=checkpointing,
-        compile=False,
+        compile=compiled,
     )
     base = BaseModel(setup, mesh)
     base.load(lambda _: None)
@@ -190,27 +204,80 @@ def test_checkpointing_changes_no_bit(mesh: Mesh, fsdp_models: Mapping[str, Path
     np.testing.assert_array_equal(states[0].weights, states[1].weights)
 
 
-def test_grouped_products_equal_the_loop(fsdp_models: Mapping[str, Path]) -> None:
-    """What GPUs use in bfloat16: three ranks and a group without an adapter here, forward and backward."""
-    from tinsmith_fsdp.layout import AdapterLayout
+@pytest.fixture
+def graphs(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
+    """Count what torch.compile compiles, and hand it to a backend that needs no C++ compiler."""
+    counter = CompileCounterWithBackend(backend)
+    torch.compiler.reset()
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=counter))
+    yield counter
+    torch.compiler.reset()
 
+
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [
+        ("bfloat16", "eager"),  # the cheap one: never one tenant alone, which is compiled apart
+        pytest.param("bfloat16", "aot_eager", marks=pytest.mark.thorough),  # traces the backward pass, too
+        pytest.param("float32", "aot_eager", marks=pytest.mark.thorough),
+    ],
+)
+@pytest.mark.filterwarnings("default")  # the compiler itself does what PyTorch warns of
+def test_layers_are_compiled_once_for_all_packings(
+    dtype: str, backend: str, graphs: CompileCounterWithBackend, mesh: Mesh, fsdp_models: Mapping[str, Path]
+) -> None:
+    """Lengths, tenants and ranks are arguments of the compiled code, and all layers share it."""
+    trainer = make_trainer(fsdp_models["qwen3"], mesh, strict=False, compiled=True, dtype=dtype)
+    plain = make_trainer(fsdp_models["qwen3"], mesh, strict=False, dtype=dtype)
+    for each in (trainer, plain):
+        add_tenants(each)
+    rng, fewest = np.random.default_rng(0), 2 if backend == "eager" else 1
+
+    def train(each: Trainer, lengths: Sequence[int], tenants: Sequence[int]) -> list[Array]:
+        ops = [
+            ForwardBackward(model_id=f"m{index}", data=tuple(ragged_data(index, VOCAB, lengths))) for index in tenants
+        ]
+        (micro,) = deal(list(segments(ops, LOSSES)), 1, 4096)
+        scored = each.run([micro[0]], [batching.owners(micro)], backward=True)
+        return [one.logp_TK for one in sorted(scored, key=lambda one: one.index)]
+
+    packings = [(rng.integers(2, 64, 1 + number % 4).tolist(), range(fewest + number % 2)) for number in range(20)]
+    for lengths, tenants in packings[:2]:
+        train(trainer, lengths, tenants)
+    compiled = graphs.frame_count
+    assert 0 < compiled <= MAX_GRAPHS  # for one tenant and for several, in parts: the CPU's attention stays out
+    for lengths, tenants in packings:
+        train(trainer, lengths, tenants)
+    assert graphs.frame_count == compiled
+    for lengths, tenants in packings if backend == "aot_eager" else ():
+        for left, right in zip(*(train(each, lengths, tenants) for each in (trainer, plain)), strict=True):
+            np.testing.assert_allclose(left, right, rtol=0, atol=1e-5 if dtype == "float32" else 0.1)
+
+
+def test_a_pack_equals_its_adapters(fsdp_models: Mapping[str, Path]) -> None:
+    """Four ranks, one of them without this layer: forward, and backward twice."""
     architecture = read_architecture(fsdp_models["qwen3"])
+    tenants = (*TENANTS, replace(TENANTS[0], train_attn=False))
+    layouts = [AdapterLayout(lora, architecture) for lora in tenants]
+    weights = [torch.randn(layout.size, generator=torch.Generator().manual_seed(n)) for n, layout in enumerate(layouts)]
     layer = MultiLoraLinear(torch.nn.Linear(32, 64, bias=False), "model.layers.0.self_attn.q_proj")
-    outcomes = []
-    for grouped in (False, True):
-        leaves, start, groups = [], 0, []
-        tenants = (*TENANTS, replace(TENANTS[0], train_attn=False))
-        for index, (lora, count) in enumerate(zip(tenants, (5, 1, 20, 6), strict=True)):
-            layout = AdapterLayout(lora, architecture)
-            rng = torch.Generator().manual_seed(index)
-            leaves.append(Leaves(layout, torch.randn(layout.size, generator=rng), torch.zeros(layout.size)))
-            groups.append(Group(start, start + count, leaves[-1]))
-            start += count
-        layer.groups = groups
-        x = torch.randn(start, 32, generator=torch.Generator().manual_seed(9), requires_grad=True)
-        pairs = [layer._pair(group, 32, 64) for group in groups]
-        y = layer._grouped(x, pairs) if grouped else layer._looped(x, pairs, 64)
-        (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(8))).sum().backward()
-        outcomes.append([y.detach(), x.grad, *(each.gradients for each in leaves)])
-    for left, right in zip(*outcomes, strict=True):
+    x, weight = (torch.randn(32, width, generator=torch.Generator().manual_seed(width)) for width in (32, 64))
+    ends = (5, 6, 26, 32)
+
+    apart, alone = [], [torch.zeros(layout.size) for layout in layouts]
+    for layout, flat, gradient, start, stop in zip(layouts, weights, alone, (0, *ends), ends, strict=False):
+        layer.factors = Leaves(layout, flat, gradient).factors().get(layer.module)
+        y = layer(x[None, start:stop])
+        (2 * y[0] * weight[start:stop]).sum().backward()
+        apart.append(y[0].detach())
+
+    pack, together = AdapterPack(list(zip(layouts, weights, strict=True)), torch.float32, backward=True), []
+    sums = [torch.zeros(layout.size) for layout in layouts]
+    layer.factors = pack.factors(torch.tensor(ends, dtype=torch.int32))[layer.module]
+    for _ in range(2):
+        together = layer(x[None])[0]
+        (together * weight).sum().backward()
+        pack.move_gradients(sums)
+    torch.testing.assert_close(together.detach(), torch.cat(apart), rtol=1e-5, atol=1e-4)
+    for left, right in zip(sums, alone, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-4)

@@ -26,12 +26,19 @@ def packed_attention(
     del module, attention_mask
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query, key, value, stream, scaling), None
+    return _one_by_one(query, key, value, stream, scaling), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled code would hold for these bounds alone
+def _one_by_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, stream: Stream, scaling: float | None
+) -> torch.Tensor:
     parts = []
     for start, stop in stream.bounds:
         q, k, v = (x[:, :, start:stop] for x in (query, key, value))
-        parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True))
-    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-    return out.transpose(1, 2).contiguous(), None
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        parts.append(out.transpose(1, 2))
+    return torch.cat(parts, dim=1)  # a tensor of its own: compiled code would depend on what a view is a view of
 
 
 def _varlen(

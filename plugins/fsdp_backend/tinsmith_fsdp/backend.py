@@ -113,7 +113,7 @@ class FsdpBackend(TrainingBackend):
             dtype=ranks.dtype,
             strict=ranks.strict,
             checkpointing=ranks.checkpointing,
-            compile=not ranks.on_cpu if compiles is None else compiles,
+            compile=not (ranks.on_cpu or ranks.strict) if compiles is None else compiles,
             memory_share=share,
         )
 

@@ -43,7 +43,9 @@ class FsdpConfig(WorkersConfig):
     reshard_after_forward: bool = Field(
         default=True, description="free gathered layers between forward and backward; off is faster and takes memory"
     )
-    compile: bool | None = Field(None, description="compile each layer with torch.compile; default off on CPU, else on")
+    compile: bool | None = Field(
+        None, description="compile the layers with torch.compile; default off on CPU and with strict isolation, else on"
+    )
 
     @model_validator(mode="after")
     def _tensor_parallel_divides_the_ranks(self) -> Self:

@@ -70,6 +70,7 @@ class FullModel:
                 totals, (scores,) = self._base.run([stream], self._losses, backward=backward)
             if backward:
                 self._backward(totals)
+            scores = scores.on_host()
             scored += [(segment, scores, start) for segment, (start, _) in zip(segments, stream.bounds, strict=False)]
         return scored
 

@@ -28,6 +28,11 @@ class Scores:
     logp_TK: torch.Tensor
     loss_TK: torch.Tensor
 
+    def on_host(self) -> "Scores":
+        """Copy both at once, which waits for the device."""
+        logp_TK, loss_TK = torch.stack((self.logp_TK, self.loss_TK)).cpu()
+        return Scores(logp_TK, loss_TK)
+
 
 class _Head(torch.autograd.Function):
     """Returns the summed loss. The forward pass already computes its gradients; backward only hands them on.

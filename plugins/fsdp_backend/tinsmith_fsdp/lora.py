@@ -1,9 +1,9 @@
 """A frozen linear layer with the adapters of all tenants whose tokens pass through it.
 
-Legend: T = tokens of the stream, G = groups (adapters), r = rank of one adapter, R = the largest of them, padded.
+Legend: T = tokens of the stream, G = groups (adapters), r = rank of one adapter, R = the rank to which all are padded.
 """
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,10 +11,17 @@ import torch.nn.functional as F  # noqa: N812  (its name everywhere)
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tinsmith_fsdp.streams import Group
+from tinsmith_fsdp.grouped import grouped
 from tinsmith_fsdp.tensor_parallel import copy_to_ranks, reduce_from_ranks
 
-_RANK_STEP = 8  # grouped products need rows aligned to 16 bytes
+
+class Factors(NamedTuple):
+    """The adapters of one layer for a stream. No field is a Python number: compiled code would depend on its value."""
+
+    A: torch.Tensor  # [r, in], or [G, R, in] in the dtype of the stream
+    B: torch.Tensor  # [out, r], or [G, out, R] in the dtype of the stream, times alpha / r
+    scale: torch.Tensor | None  # alpha / r, if one adapter has the whole stream
+    ends: torch.Tensor | None  # int32 [G]: where each group's tokens end, if there are groups
 
 
 class MultiLoraLinear(nn.Module):
@@ -32,7 +39,7 @@ class MultiLoraLinear(nn.Module):
         self.cut = cut
         self.group: dist.ProcessGroup | None = None  # of the tp axis, if it has more than one rank
         self.tp_rank = 0
-        self.groups: Sequence[Group] = ()  # of the current stream
+        self.factors: Factors | None = None  # of the current stream
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [1, T, in] to [1, T, out]."""
@@ -46,70 +53,26 @@ class MultiLoraLinear(nn.Module):
         return self._with_adapters(x, y if bias is None else y + bias)
 
     def _with_adapters(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        pairs = [self._pair(group, x.shape[-1], y.shape[-1]) for group in self.groups]
-        if not any(pair is not None for pair in pairs):
+        if self.factors is None:
             return y
-        if len(pairs) > 1 and x.is_cuda and x.dtype == torch.bfloat16:
-            return y + self._grouped(x[0], pairs).unsqueeze(0)
-        return y + self._looped(x[0], pairs, y.shape[-1]).unsqueeze(0)
+        A, B = self._own(self.factors, x.shape[-1], y.shape[-1])
+        ends, scale = self.factors.ends, self.factors.scale
+        if ends is not None:
+            return y + grouped(self._narrow(grouped(x[0], A, ends)), B, ends).unsqueeze(0)
+        assert scale is not None
+        return y + ((self._narrow(x.float() @ A.T) @ B.T) * scale).to(x.dtype)
 
-    def _pair(self, group: Group, d_in: int, d_out: int) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-        if group.leaves is None or self.module not in group.leaves.pairs:
-            return None
-        A, B = group.leaves.pairs[self.module]
+    def _own(self, factors: Factors, d_in: int, d_out: int) -> tuple[torch.Tensor, torch.Tensor]:
+        A, B = factors.A, factors.B
         if self.group is not None and self.cut == 0:
-            B = B[self.tp_rank * d_out : (self.tp_rank + 1) * d_out]
+            B = B[..., self.tp_rank * d_out : (self.tp_rank + 1) * d_out, :]
         elif self.group is not None:
-            A = A[:, self.tp_rank * d_in : (self.tp_rank + 1) * d_in]
+            A = A[..., self.tp_rank * d_in : (self.tp_rank + 1) * d_in]
             B = B if self.tp_rank == 0 else B.detach()
-        return A, B, group.leaves.scale
+        return A, B
 
     def _narrow(self, h: torch.Tensor) -> torch.Tensor:
         return reduce_from_ranks(h, self.group) if self.cut == 1 else h
-
-    def _looped(
-        self, x_TI: torch.Tensor, pairs: Sequence[tuple[torch.Tensor, torch.Tensor, float] | None], d_out: int
-    ) -> torch.Tensor:
-        """Compute group by group, in float32."""
-        parts = []
-        for group, pair in zip(self.groups, pairs, strict=True):
-            rows = x_TI[group.start : group.stop]
-            if pair is None:
-                parts.append(rows.new_zeros(len(rows), d_out))
-            else:
-                A, B, scale = pair
-                parts.append(((self._narrow(rows.float() @ A.T) @ B.T) * scale).to(x_TI.dtype))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _grouped(
-        self, x_TI: torch.Tensor, pairs: Sequence[tuple[torch.Tensor, torch.Tensor, float] | None]
-    ) -> torch.Tensor:
-        """Compute all groups in two grouped products, in the dtype of x. Ranks are padded to the largest."""
-        first = next(pair for pair in pairs if pair is not None)
-        d_in, d_out = first[0].shape[1], first[1].shape[0]
-        widest = max(pair[0].shape[0] for pair in pairs if pair is not None)
-        rank = -(-widest // _RANK_STEP) * _RANK_STEP
-        A_GRI = torch.stack([_padded_A(pair, rank, d_in, x_TI) for pair in pairs])
-        B_GOR = torch.stack([_padded_B(pair, rank, d_out, x_TI) for pair in pairs])
-        ends = torch.tensor([group.stop for group in self.groups], dtype=torch.int32, device=x_TI.device)
-        h_TR = self._narrow(F.grouped_mm(x_TI, A_GRI.transpose(1, 2), offs=ends))
-        return F.grouped_mm(h_TR, B_GOR.transpose(1, 2), offs=ends)
-
-
-def _padded_A(
-    pair: tuple[torch.Tensor, torch.Tensor, float] | None, rank: int, d_in: int, like: torch.Tensor
-) -> torch.Tensor:
-    if pair is None:
-        return like.new_zeros(rank, d_in)
-    return F.pad(pair[0], (0, 0, 0, rank - pair[0].shape[0])).to(like.dtype)
-
-
-def _padded_B(
-    pair: tuple[torch.Tensor, torch.Tensor, float] | None, rank: int, d_out: int, like: torch.Tensor
-) -> torch.Tensor:
-    if pair is None:
-        return like.new_zeros(d_out, rank)
-    return F.pad(pair[1] * pair[2], (0, rank - pair[1].shape[1])).to(like.dtype)
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,12 @@ from tinsmith import Array, LossSpec
 from tinsmith.workers import Segment
 
 
+def to_device(array: Array, device: torch.device) -> torch.Tensor:
+    """Copy to the device. A GPU goes on with its work meanwhile."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 @dataclass(frozen=True, slots=True)
 class LossBatch:
     """The inputs of the losses. Loss and gradient are zero for padding (`mask_TK` is false)."""
@@ -51,7 +57,7 @@ class LossTable:
 
         def padded(values: list[Array], dtype: torch.dtype) -> torch.Tensor:
             rows = [np.pad(value, ((0, 0), (0, width - value.shape[1]))) for value in values]
-            return torch.from_numpy(np.concatenate(rows)).to(device, dtype)
+            return to_device(np.concatenate(rows), device).to(dtype)
 
         def input_of(segment: Segment, name: str) -> Array:
             found = segment.loss_inputs.get(name)
@@ -62,7 +68,7 @@ class LossTable:
             return np.full(segment.num_tokens, value, np.float32)
 
         def column(values: list[Array]) -> torch.Tensor:
-            return torch.from_numpy(np.concatenate(values)[:, None]).to(device)
+            return to_device(np.concatenate(values)[:, None], device)
 
         return LossBatch(
             targets_TK=padded([segment.targets_TK for segment in segments], torch.int64),

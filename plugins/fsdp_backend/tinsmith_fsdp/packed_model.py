@@ -35,7 +35,7 @@ class PackedLayer(nn.Module):
 
     def _run(self, hidden: torch.Tensor, stream: Stream) -> torch.Tensor:
         for linear in self.linears:  # set here, so that recomputation in the backward pass sees it too
-            linear.groups = stream.groups
+            linear.factors = stream.factors.get(linear.module)
         out = self.inner(hidden, attention_mask=None, position_embeddings=stream.rope, stream=stream)
         assert isinstance(out, torch.Tensor)
         return out

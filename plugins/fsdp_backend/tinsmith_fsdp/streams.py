@@ -3,31 +3,44 @@
 Legend: T = tokens of the stream, K = targets per token.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import torch
 
-from tinsmith import Array
 from tinsmith.workers import Segment
+from tinsmith_fsdp.adapter_pack import AdapterPack
 from tinsmith_fsdp.layout import AdapterLayout
-from tinsmith_fsdp.loss_table import LossBatch, LossTable
-
-Pairs = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+from tinsmith_fsdp.lora import Factors
+from tinsmith_fsdp.loss_table import LossBatch, LossTable, to_device
 
 
 class Leaves:
     """An adapter's weights as autograd leaves whose gradients are added into one flat vector."""
 
-    def __init__(self, layout: AdapterLayout, weights: torch.Tensor, gradients: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        layout: AdapterLayout,
+        weights: torch.Tensor,
+        gradients: torch.Tensor | None,
+        *,
+        modules: Collection[str] | None = None,
+    ) -> None:
+        """`modules`: those that are wanted; default all that the adapter has."""
         self.scale = layout.lora.scale
         self.gradients = gradients
         self.pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        for module, pair in layout.pairs.items():
+        for module in layout.pairs if modules is None else layout.pairs.keys() & modules:
+            pair = layout.pairs[module]
             A, B = (_leaf(weights, gradients, slot.offset, slot.stop, slot.shape) for slot in (pair.A, pair.B))
             self.pairs[module] = (A, B)
+
+    def factors(self) -> dict[str, Factors]:
+        """Return what each layer needs of an adapter that has the whole stream."""
+        scale = next((torch.tensor(self.scale, device=A.device) for A, _ in self.pairs.values()), None)
+        return {module: Factors(A, B, scale, None) for module, (A, B) in self.pairs.items()}
 
 
 def _leaf(
@@ -57,25 +70,41 @@ class Stream:
     positions_T: torch.Tensor
     bounds: tuple[tuple[int, int], ...]  # of the sequences
     ends: torch.Tensor  # int32 [sequences + 1], from 0
-    longest: int
+    longest: int  # tokens of the longest sequence, or somewhat more
     groups: tuple[Group, ...]
+    factors: Mapping[str, Factors]  # by module; no entry: no adapter trains it
     batch: LossBatch
     rope: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def make_stream(
-    segments: Sequence[Segment], leaves: Sequence[Leaves | None], losses: LossTable, device: torch.device
+    segments: Sequence[Segment],
+    leaves: Sequence[Leaves | None],
+    losses: LossTable,
+    device: torch.device,
+    *,
+    pack: AdapterPack | None = None,
 ) -> Stream:
-    """Concatenate segments. Those with the same leaves must be adjacent; leaves None: the model has no adapter."""
+    """Concatenate segments. Those with the same leaves must be adjacent; leaves None: the model has no adapter.
+
+    `pack`: the adapters of the groups, in order. Without one, all segments have the same leaves.
+    """
     lengths = [segment.num_tokens for segment in segments]
     ends = np.cumsum([0, *lengths])
+    groups = _groups(ends.tolist(), leaves)
+    if pack is not None:
+        factors = pack.factors(to_device(np.array([group.stop for group in groups], np.int32), device))
+    else:
+        (group,) = groups
+        factors = {} if group.leaves is None else group.leaves.factors()
     return Stream(
-        tokens_T=_long(np.concatenate([segment.tokens_T for segment in segments]), device),
-        positions_T=_long(np.concatenate([np.arange(length) for length in lengths]), device),
+        tokens_T=to_device(np.concatenate([segment.tokens_T for segment in segments], dtype=np.int64), device),
+        positions_T=to_device(np.concatenate([np.arange(length) for length in lengths], dtype=np.int64), device),
         bounds=tuple(pairwise(ends.tolist())),
-        ends=torch.from_numpy(ends.astype(np.int32)).to(device),
-        longest=max(lengths),
-        groups=_groups(ends.tolist(), leaves),
+        ends=to_device(ends.astype(np.int32), device),
+        longest=_at_least(max(lengths)),
+        groups=groups,
+        factors=factors,
         batch=losses.batch(segments, device),
     )
 
@@ -86,7 +115,7 @@ def empty_stream(losses: LossTable, device: torch.device) -> Stream:
     ends = torch.tensor([0, 1], dtype=torch.int32, device=device)
     group = Group(0, 1, None)
     batch = losses.empty(device)
-    return Stream(zero, zero, ((0, 1),), ends, 1, (group,), batch)
+    return Stream(zero, zero, ((0, 1),), ends, 1, (group,), {}, batch)
 
 
 def _groups(ends: Sequence[int], leaves: Sequence[Leaves | None]) -> tuple[Group, ...]:
@@ -99,5 +128,6 @@ def _groups(ends: Sequence[int], leaves: Sequence[Leaves | None]) -> tuple[Group
     return tuple(groups)
 
 
-def _long(array: Array, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array.astype(np.int64)).to(device)
+def _at_least(length: int) -> int:
+    """Round up to a power of two, so that compiled code sees few values."""
+    return 1 << (length - 1).bit_length()

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from tinsmith import ConfigError, FloatArray, LoraConfig
-from tinsmith.huggingface import Kind, Targets
+from tinsmith.huggingface import HEAD, Kind, Targets
 from tinsmith.workers import Scored, Segment, StateWriter, Written
+from tinsmith_fsdp.adapter_pack import AdapterPack
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.full_model import FullModel
 from tinsmith_fsdp.head import Scores
@@ -173,27 +174,50 @@ class Trainer:
         """Score this rank's segments by micro-batch. `owners` lists the owners of all sequences of each micro-batch."""
         scored: list[Scored] = []
         sums: dict[str, torch.Tensor] = {}
+        packs: dict[tuple[str, ...], AdapterPack] = {}
         for segments, owned in zip(micros, owners, strict=True):
             if self._strict:
-                single = {segment.position: self._leaves(segment.model_id, backward) for segment in segments}
-                streams = [self._stream([s], [single[s.position]]) for s in segments]
-                results = self._pass(streams, backward=backward)
-                scored += [_scored(segment, score, 0) for segment, score in zip(segments, results, strict=False)]
-                if backward:
-                    self._fold(owned, {position: _gradients(leaves) for position, leaves in single.items()})
+                scored += self._run_apart(segments, owned, backward=backward)
             else:
-                ordered = sorted(segments, key=lambda segment: segment.model_id)
-                models = {segment.model_id: None for segment in ordered}
-                shared = {model: self._leaves(model, backward, sums) for model in models}
-                streams = [self._stream(ordered, [shared[s.model_id] for s in ordered])] if ordered else []
-                results = self._pass(streams, backward=backward)
-                start = 0
-                for segment in ordered:
-                    scored.append(_scored(segment, results[0], start))
-                    start += segment.num_tokens
+                scored += self._run_together(segments, packs, sums, backward=backward)
         if backward and not self._strict:
             self._add_sums(sorted({owner.model_id for owned in owners for owner in owned}), sums)
         return scored
+
+    def _run_apart(self, segments: Sequence[Segment], owned: Sequence[Owner], *, backward: bool) -> list[Scored]:
+        """Compute each sequence by itself."""
+        single = {segment.position: self._leaves(segment.model_id, backward=backward) for segment in segments}
+        streams = [self._stream([segment], [single[segment.position]]) for segment in segments]
+        results = self._pass(streams, backward=backward)
+        if backward:
+            self._fold(owned, {position: _gradients(leaves) for position, leaves in single.items()})
+        return [_scored(segment, score, 0) for segment, score in zip(segments, results, strict=False)]
+
+    def _run_together(
+        self,
+        segments: Sequence[Segment],
+        packs: dict[tuple[str, ...], AdapterPack],
+        sums: dict[str, torch.Tensor],
+        *,
+        backward: bool,
+    ) -> list[Scored]:
+        """Compute all sequences in one stream, grouped by model. Add the gradients to `sums`."""
+        if not segments:
+            self._pass([], backward=backward)
+            return []
+        ordered = sorted(segments, key=lambda segment: segment.model_id)
+        models = tuple(dict.fromkeys(segment.model_id for segment in ordered))
+        if backward:
+            for model in models:
+                sums.setdefault(model, torch.zeros_like(self._adapters[model].weights))
+        if models not in packs:
+            packs[models] = self._pack(models, backward=backward)
+        heads = {model: self._head_leaves(model, sums.get(model)) for model in models}
+        stream = self._stream(ordered, [heads[each.model_id] for each in ordered], packs[models])
+        (scores,) = self._pass([stream], backward=backward)
+        if backward:
+            packs[models].move_gradients([sums[model] for model in models])
+        return [_scored(each, scores, start) for each, (start, _) in zip(ordered, stream.bounds, strict=True)]
 
     def run_full(
         self,
@@ -206,19 +230,21 @@ class Trainer:
             self._settle(model_id, ("gradients",))
         return [_scored(*found) for found in self._full[model_id].run(micros, backward=backward)]
 
-    def _leaves(self, model_id: str, backward: bool, sums: dict[str, torch.Tensor] | None = None) -> Leaves:  # noqa: FBT001
-        """Make leaves whose gradients go to a new vector, or to the model's in `sums`."""
+    def _leaves(self, model_id: str, *, backward: bool) -> Leaves:
+        """Make leaves whose gradients go to a new vector."""
         adapter = self._adapters[model_id]
-        gradients: torch.Tensor | None = None
-        if backward:
-            gradients = None if sums is None else sums.get(model_id)
-            gradients = torch.zeros_like(adapter.weights) if gradients is None else gradients
-            if sums is not None:
-                sums[model_id] = gradients
-        return Leaves(adapter.layout, adapter.weights, gradients)
+        return Leaves(adapter.layout, adapter.weights, torch.zeros_like(adapter.weights) if backward else None)
 
-    def _stream(self, segments: Sequence[Segment], leaves: Sequence[Leaves]) -> Stream:
-        return make_stream(segments, leaves, self._losses, self._mesh.device)
+    def _head_leaves(self, model_id: str, gradients: torch.Tensor | None) -> Leaves:
+        adapter = self._adapters[model_id]
+        return Leaves(adapter.layout, adapter.weights, gradients, modules=(HEAD,))
+
+    def _pack(self, models: Sequence[str], *, backward: bool) -> AdapterPack:
+        adapters = [(self._adapters[model].layout, self._adapters[model].weights) for model in models]
+        return AdapterPack(adapters, getattr(torch, self._setup.dtype), backward=backward)
+
+    def _stream(self, segments: Sequence[Segment], leaves: Sequence[Leaves], pack: AdapterPack | None = None) -> Stream:
+        return make_stream(segments, leaves, self._losses, self._mesh.device, pack=pack)
 
     def _pass(self, streams: Sequence[Stream], *, backward: bool) -> list[Scores]:
         streams = streams or [empty_stream(self._losses, self._mesh.device)]
@@ -226,7 +252,7 @@ class Trainer:
             totals, scores = self._base.run(streams, self._losses, backward=backward)
         if backward:
             torch.autograd.backward(totals)
-        return scores
+        return [each.on_host() for each in scores]
 
     def _fold(self, owned: Sequence[Owner], own: dict[int, torch.Tensor]) -> None:
         """Add each sequence's gradient to its model's in order, whichever rank computed it."""
@@ -305,9 +331,8 @@ def _gradients(leaves: Leaves) -> torch.Tensor:
 
 def _scored(segment: Segment, scores: Scores, start: int) -> Scored:
     rows, width = slice(start, start + segment.num_tokens), segment.targets_TK.shape[1]
-    loss_TK = scores.loss_TK[rows, :width]
-    logp_TK = _to_host(scores.logp_TK[rows, :width])
-    return Scored(index=segment.index, logp_TK=logp_TK, loss=float(loss_TK.sum(dtype=torch.float64)))
+    logp_TK, loss_TK = scores.logp_TK[rows, :width], scores.loss_TK[rows, :width]
+    return Scored(index=segment.index, logp_TK=logp_TK.numpy(), loss=float(loss_TK.sum(dtype=torch.float64)))
 
 
 def _to_host(tensor: torch.Tensor) -> FloatArray:
