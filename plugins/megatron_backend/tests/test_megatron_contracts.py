@@ -1,9 +1,10 @@
 """The megatron backend, on two gloo ranks, under the suites that every backend runs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from megatron_harness import fork_backend
 
 from tinsmith.testing import CheckpointContract, TrainingBackendContract
 from tinsmith_megatron.backend import MegatronBackend
@@ -25,6 +26,29 @@ class TestMegatronCheckpoints(CheckpointContract):
     @pytest.fixture
     def model_path(self, megatron_models: Mapping[str, Path]) -> Path:
         return megatron_models["qwen3"]
+
+
+@pytest.fixture(scope="module")
+def two_stages(
+    megatron_models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[MegatronBackend]:
+    """Tiny Qwen3-MoE, its layers divided over two gloo ranks."""
+    settings = {"nproc_per_node": 2, "pipeline_parallel": 2}
+    backend = fork_backend(megatron_models["qwen3_moe"], tmp_path_factory.mktemp("cache"), **settings)
+    yield backend
+    backend.close()
+
+
+class TestMegatronTrainingInStages(TrainingBackendContract):
+    @pytest.fixture
+    def backend(self, two_stages: MegatronBackend) -> MegatronBackend:
+        return two_stages
+
+
+class TestMegatronCheckpointsInStages(CheckpointContract):
+    @pytest.fixture
+    def backend(self, two_stages: MegatronBackend) -> MegatronBackend:
+        return two_stages
 
 
 class TestMegatronTrainingOfExperts(TrainingBackendContract):

@@ -45,7 +45,8 @@ class Stacks:
                     self.pairs[module] = self._zeros(A_shape), self._zeros(B_shape)
         for index, adapter in enumerate(adapters):
             places = list(self._places(index))
-            torch._foreach_copy_([own for own, _ in places], [_view(adapter.weights, slot) for _, slot in places])
+            if places:  # a stage without the head has nothing of an adapter of the head alone
+                torch._foreach_copy_([own for own, _ in places], [_view(adapter.weights, slot) for _, slot in places])
         for pair_of_leaves in self.pairs.values():
             for leaf in pair_of_leaves:
                 leaf.requires_grad_(backward)
