@@ -78,7 +78,13 @@ MODELS = {
             "expert_parallel": 2,
             "max_context_tokens": 128,
         },
-        "sampler": {"plugin": "jax", "warm_up": False, **FEW_PROGRAMS},
+        "sampler": {
+            "plugin": "jax",
+            "warm_up": False,
+            "max_context_tokens": 128,
+            "max_lora_rank": 8,
+            "decode_slots": 4,
+        },
     },
 }
 
