@@ -7,6 +7,7 @@ Legend: G = groups, R = the common rank.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 import torch
 
@@ -14,7 +15,7 @@ from tinsmith.huggingface import HEAD
 from tinsmith_fsdp.layout import AdapterLayout, Pair, Slot
 from tinsmith_fsdp.lora import Factors
 
-_RANK_STEP = 8  # grouped products need rows aligned to 16 bytes
+RANK_STEP: Final = 8  # grouped products need rows aligned to 16 bytes
 
 Layers = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """A [G, R, in] and B [G, out, R] of each linear layer."""
@@ -62,7 +63,7 @@ def _gradient(weight: torch.Tensor) -> torch.Tensor:
 
 def _zeros(layouts: Sequence[AdapterLayout], dtype: torch.dtype, device: torch.device) -> Layers:
     """Make room for every layer that any of the adapters trains."""
-    rank = -(-max(layout.lora.rank for layout in layouts) // _RANK_STEP) * _RANK_STEP
+    rank = -(-max(layout.lora.rank for layout in layouts) // RANK_STEP) * RANK_STEP
     pairs = {pair.module: pair for layout in layouts for pair in _pairs(layout)}
 
     def zeros(*shape: int) -> torch.Tensor:

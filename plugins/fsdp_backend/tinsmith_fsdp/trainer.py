@@ -6,11 +6,13 @@ contributions are added before it returns.
 
 - strict: each sequence is a separate stream, and its gradient is added separately, in the order of the log. No bit
 depends on other sequences, on how calls were merged, or on the number of ranks.
-- fast: all sequences of a micro-batch form one stream, and gradients are summed per adapter.
+- fast: all sequences of a micro-batch whose adapters have similar ranks form one stream, and gradients are summed per
+adapter.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from typing import Final, TypeVar, get_args
 
 import torch
@@ -19,7 +21,7 @@ import torch.distributed as dist
 from tinsmith import ConfigError, FloatArray, LoraConfig
 from tinsmith.huggingface import HEAD, Kind, Targets
 from tinsmith.workers import Scored, Segment, StateWriter, Written
-from tinsmith_fsdp.adapter_pack import AdapterPack
+from tinsmith_fsdp.adapter_pack import RANK_STEP, AdapterPack
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.full_model import FullModel
 from tinsmith_fsdp.head import Scores
@@ -42,6 +44,7 @@ from tinsmith_fsdp.streams import Leaves, Stream, empty_stream, make_stream
 _KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 Made = TypeVar("Made")
+_Packs = dict[tuple[str, ...], AdapterPack]  # by their models
 
 
 @dataclass(slots=True)
@@ -174,7 +177,7 @@ class Trainer:
         """Score this rank's segments by micro-batch. `owners` lists the owners of all sequences of each micro-batch."""
         scored: list[Scored] = []
         sums: dict[str, torch.Tensor] = {}
-        packs: dict[tuple[str, ...], AdapterPack] = {}
+        packs: _Packs = {}
         for segments, owned in zip(micros, owners, strict=True):
             if self._strict:
                 scored += self._run_apart(segments, owned, backward=backward)
@@ -194,30 +197,36 @@ class Trainer:
         return [_scored(segment, score, 0) for segment, score in zip(segments, results, strict=False)]
 
     def _run_together(
-        self,
-        segments: Sequence[Segment],
-        packs: dict[tuple[str, ...], AdapterPack],
-        sums: dict[str, torch.Tensor],
-        *,
-        backward: bool,
+        self, segments: Sequence[Segment], packs: _Packs, sums: dict[str, torch.Tensor], *, backward: bool
     ) -> list[Scored]:
-        """Compute all sequences in one stream, grouped by model. Add the gradients to `sums`."""
-        if not segments:
-            self._pass([], backward=backward)
-            return []
-        ordered = sorted(segments, key=lambda segment: segment.model_id)
-        models = tuple(dict.fromkeys(segment.model_id for segment in ordered))
+        """Compute the sequences in a stream for each class of ranks, grouped by model. Add the gradients to `sums`."""
+        ordered = sorted(segments, key=lambda segment: (self._rank_class(segment.model_id), segment.model_id))
+        shares = [list(share) for _, share in groupby(ordered, lambda segment: self._rank_class(segment.model_id))]
+        models = [tuple(dict.fromkeys(segment.model_id for segment in share)) for share in shares]
         if backward:
-            for model in models:
+            for model in chain(*models):
                 sums.setdefault(model, torch.zeros_like(self._adapters[model].weights))
-        if models not in packs:
-            packs[models] = self._pack(models, backward=backward)
-        heads = {model: self._head_leaves(model, sums.get(model)) for model in models}
-        stream = self._stream(ordered, [heads[each.model_id] for each in ordered], packs[models])
-        (scores,) = self._pass([stream], backward=backward)
+        for together in models:
+            if together not in packs:
+                packs[together] = self._pack(together, backward=backward)
+        heads = {model: self._head_leaves(model, sums.get(model)) for model in chain(*models)}
+        streams = [
+            self._stream(share, [heads[each.model_id] for each in share], packs[together])
+            for share, together in zip(shares, models, strict=True)
+        ]
+        results = self._pass(streams, backward=backward)
         if backward:
-            packs[models].move_gradients([sums[model] for model in models])
-        return [_scored(each, scores, start) for each, (start, _) in zip(ordered, stream.bounds, strict=True)]
+            for together in models:
+                packs[together].move_gradients([sums[model] for model in together])
+        return [
+            _scored(segment, scores, start)
+            for share, stream, scores in zip(shares, streams, results, strict=False)
+            for segment, (start, _) in zip(share, stream.bounds, strict=True)
+        ]
+
+    def _rank_class(self, model_id: str) -> int:
+        """Return a power of two that holds the model's rank: a pack pads all its adapters to the largest."""
+        return 1 << (max(RANK_STEP, self._adapters[model_id].layout.lora.rank) - 1).bit_length()
 
     def run_full(
         self,
