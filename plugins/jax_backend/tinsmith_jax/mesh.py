@@ -253,7 +253,7 @@ _COLUMNS: Final = frozenset({"q", "k", "v", "gate", "up"})
 
 
 CACHE: Final = Spec(None, STREAMS, TENSOR)
-"""Keys and values: slots over the streams, heads over `tensor` (decode.Cache has the shapes)."""
+"""Keys and values: pages over the streams, heads over `tensor` (decode.Cache has the shapes)."""
 ROWS: Final = Spec(STREAMS)
 """Arrays whose first axis is that of the streams' rows."""
 
@@ -437,12 +437,12 @@ def state_specs(modules: Iterable[str], shapes: Any, axes: Axes) -> Any:
 
 
 def resident_specs(modules: Sequence[str]) -> Any:
-    """Return how the adapters in the slots are divided: like one adapter, and slots over the streams."""
+    """Return how the sampler's adapters are divided: like one adapter, and their rows over the streams."""
 
-    def with_slots(spec: Spec, num_axes: int) -> Spec:
+    def with_rows(spec: Spec, num_axes: int) -> Spec:
         axes = [*spec, *[None] * (num_axes - len(spec))]
         return Spec(*axes[:-2], STREAMS, *axes[-2:])
 
     one = adapter_specs(modules)
-    layers = {name: tuple(with_slots(spec, 3) for spec in pair) for name, pair in one["layers"].items()}
-    return {"layers": layers, "head": tuple(with_slots(spec, 2) for spec in one["head"])}
+    layers = {name: tuple(with_rows(spec, 3) for spec in pair) for name, pair in one["layers"].items()}
+    return {"layers": layers, "head": tuple(with_rows(spec, 2) for spec in one["head"])}

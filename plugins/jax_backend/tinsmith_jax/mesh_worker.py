@@ -167,9 +167,9 @@ class HeldAdapters:
         assert self._sampling is not None, "only sampling takes adapters from the engine"
         self._held[number] = self._sampling.put_adapter(adapter)
 
-    def write(self, number: int, slot: int, scale: float) -> None:
-        assert self._sampling is not None, "slots are of sampling"
-        self._sampling.write_adapter(slot, self._held[number], scale)
+    def write(self, number: int, row: int, scale: float) -> None:
+        assert self._sampling is not None, "rows of adapters are of sampling"
+        self._sampling.write_adapter(row, self._held[number], scale)
 
     def fetch(self, number: int) -> Adapter:
         return fetch(self._held[number])

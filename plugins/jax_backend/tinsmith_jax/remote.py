@@ -31,7 +31,7 @@ from tinsmith_jax.mesh import check_shape
 from tinsmith_jax.mesh_worker import SIMULATED, Refused, Started, owner_of
 from tinsmith_jax.model_config import ModelConfig, read_config
 from tinsmith_jax.packing import Stream
-from tinsmith_jax.sampling_values import Drawn, PromptTile, SamplingShape, SlotInput
+from tinsmith_jax.sampling_values import Drawn, PageCopy, PromptTile, SamplingShape, SlotInput
 from tinsmith_jax.training_device import Pass
 
 # Any below: arguments and results of the devices' methods.
@@ -225,8 +225,8 @@ class RemoteSampling:
     def put_adapter(self, adapter: Adapter) -> Held:
         return self._workers.hold("put", adapter)
 
-    def write_adapter(self, slot: int, adapter: Held, scale: float) -> None:
-        self._workers.run("adapters", "write", adapter.number, slot, scale)
+    def write_adapter(self, row: int, adapter: Held, scale: float) -> None:
+        self._workers.run("adapters", "write", adapter.number, row, scale)
 
     def prefill(self, tiles: Sequence[PromptTile]) -> None:
         self._run("prefill", tiles)
@@ -237,8 +237,8 @@ class RemoteSampling:
         scored: tuple[FloatArray, IntArray, FloatArray] = self._run("score", tile, targets_TK, want_top=want_top)
         return scored
 
-    def copy_slot(self, source: int, target: int, num_tokens: int) -> None:
-        self._run("copy_slot", source, target, num_tokens)
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        self._run("copy_pages", copies)
 
     def decode(self, slots: SlotInput, num_steps: int) -> Drawn:
         drawn: Drawn = self._run("decode", slots, num_steps)

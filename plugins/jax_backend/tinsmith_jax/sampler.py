@@ -30,10 +30,12 @@ from tinsmith_jax import adapters
 from tinsmith_jax.decode import STOP_TABLE
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.pages import Pages, Rows
 from tinsmith_jax.remote import RemoteSampling, RemoteSnapshot
+from tinsmith_jax.sampling_adapters import BASE_MODEL
 from tinsmith_jax.sampling_device import SamplingDevice
-from tinsmith_jax.sampling_values import Drawn, PromptTile, SlotInput
-from tinsmith_jax.slots import Draw, Line, LoadedSnapshot, Request, Slot
+from tinsmith_jax.sampling_values import Drawn, PageCopy, PromptTile, SlotInput
+from tinsmith_jax.slots import Line, LoadedSnapshot, Prompt, Request, Slot
 
 logger = logging.getLogger(__name__)
 
@@ -98,11 +100,14 @@ class Sampler(SamplingBackend):
         # Shared by the loop and the thread, guarded by `_wake`:
         self._wake = threading.Condition()
         self._arrived: deque[_Waiting] = deque()
+        self._dropped: deque[int] = deque()  # serials of snapshots
         self._closing = False
         self._broken: Exception | None = None  # why nothing can be sampled any more
         # Used only by the thread:
         shape = device.shape
         self._slots = [Slot(index=index, shard=shape.shard_of(index)) for index in range(shape.num_slots)]
+        self._prompts: dict[tuple[Request, int], Prompt] = {}  # by shard, in the order in which they are read
+        self._pages, self._rows = self._nothing_held()
         self._line = Line()
         self._waiting: dict[Request, _Waiting] = {}
         self._thread: threading.Thread | None = None  # started with the first request
@@ -127,8 +132,11 @@ class Sampler(SamplingBackend):
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
         users = self._snapshots.pop(snapshot_id, None)
-        if users is not None and users.count:
+        if users is None:
+            return
+        if users.count:
             await users.idle.wait()
+        self._dropped.append(users.snapshot.serial)
 
     async def sample(self, op: Sample) -> SampleOutput | Failed:
         users = None if op.snapshot_id is None else self._snapshots.get(op.snapshot_id)
@@ -239,6 +247,7 @@ class Sampler(SamplingBackend):
 
     def _round(self) -> None:
         self._drop_cancelled()
+        self._forget_dropped()
         self._fill_slots()
         self._read_prompts()
         self._decode()
@@ -250,92 +259,137 @@ class Sampler(SamplingBackend):
             for request in cancelled:
                 self._forget(request)
 
+    def _forget_dropped(self) -> None:
+        while self._dropped:
+            serial = self._dropped.popleft()
+            for pages in self._pages:
+                pages.forget(serial)
+
     def _fill_slots(self) -> None:
         """Assign free slots to waiting sequences."""
         free = [slot for slot in self._slots if slot.draw is None]
         while free and (draw := self._line.take(self._slots)) is not None:
-            snapshot = draw.request.snapshot
-            serial = 0 if snapshot is None else snapshot.serial
-            slot = self._choose(free, draw.request, serial)
+            slot = self._choose(free, draw.request)
             free.remove(slot)
-            slot.occupy(draw)
-            if snapshot is not None and slot.adapter_serial != serial:
-                slot.adapter_serial = 0  # until the adapter is written: a failure must not leave a wrong serial
-                self._device.write_adapter(slot.index, snapshot.arrays, snapshot.scale)
-                slot.adapter_serial = serial
+            slot.draw = draw
+            slot.prompt = self._prompt(draw.request, slot.shard)
+            slot.prompt.num_users += 1
 
-    def _choose(self, free: list[Slot], request: Request, serial: int) -> Slot:
-        """Prefer the shard on which the request's prompt is read already; slots that hold their adapter; empty shards.
-
-        If all is equal, take the first.
-        """
-        shards = {slot.shard for slot in self._slots if slot.draw is not None and slot.draw.request is request}
+    def _choose(self, free: list[Slot], request: Request) -> Slot:
+        """Prefer the shard on which the request's prompt is read already, then empty shards, then the first."""
         num_free = Counter(slot.shard for slot in free)
-        return max(free, key=lambda slot: (slot.shard in shards, slot.adapter_serial == serial, num_free[slot.shard]))
+        return max(free, key=lambda slot: ((request, slot.shard) in self._prompts, num_free[slot.shard]))
+
+    def _prompt(self, request: Request, shard: int) -> Prompt:
+        known = self._prompts.get((request, shard))
+        if known is None:
+            known = Prompt(request, shard, self._adapter_row(request, shard))
+            self._prompts[request, shard] = known
+        return known
+
+    def _adapter_row(self, request: Request, shard: int) -> int:
+        """Have the request's adapter in a row of the shard."""
+        snapshot, rows = request.snapshot, self._rows[shard]
+        if snapshot is None:
+            return BASE_MODEL
+        row = rows.find(snapshot.serial)
+        if row is None:
+            row = rows.take()
+            self._device.write_adapter(self._row_on_all(shard, row), snapshot.arrays, snapshot.scale)
+            rows.name(row, snapshot.serial)
+        return row
+
+    def _row_on_all(self, shard: int, row: int) -> int:
+        return shard * self._device.shape.adapters_per_shard + row
+
+    def _leave(self, slot: Slot) -> None:
+        """Empty a slot. The last one that uses a prompt gives it up."""
+        prompt, pages = slot.prompt, self._pages[slot.shard]
+        slot.draw, slot.prompt = None, None
+        for page in slot.own or ():
+            pages.release(page)
+        slot.own = None
+        if prompt is None:
+            return
+        prompt.num_users -= 1
+        if not prompt.num_users:
+            del self._prompts[prompt.request, prompt.shard]
+            prompt.release(pages)
+            if prompt.request.snapshot is not None:
+                self._rows[slot.shard].release(prompt.request.serial)
 
     # Prompts
 
     def _read_prompts(self) -> None:
-        """Read prompts, slot by slot, up to the budget of a round, so that decoding continues meanwhile."""
+        """Read prompts, one after the other, up to the budget of a round, so that decoding continues meanwhile."""
         left = self._prefill_tiles
         while left > 0:
-            self._copy_prompts()
-            work = self._next_tiles(left)
+            work = self._next_tiles(min(left, self._device.shape.prefill_tiles[-1]))
             longest = max(map(len, work))
             if not longest:
-                return
-            sizes = self._device.shape.prefill_tiles
-            count = max((size for size in sizes if size <= longest), default=longest)
-            self._prefill([one for shard in work for one in shard[:count]])
-            left -= count
+                break
+            self._prefill([one for shard in work for one in shard])
+            left -= longest
+        self._begin_sequences()
 
-    def _copy_prompts(self) -> None:
-        """Copy a prompt that one sequence of a request has read to the request's other sequences on the shard."""
-        for slot in self._slots:
-            if slot.draw is None or slot.ready:
-                continue
-            source = next((other for other in self._siblings(slot) if other.ready), None)
-            if source is not None:
-                num_tokens = slot.draw.request.num_prefill
-                self._device.copy_slot(source.index, slot.index, num_tokens)
-                slot.num_cached = num_tokens
-
-    def _next_tiles(self, most: int) -> list[list[tuple[Slot, PromptTile]]]:
-        """Return each shard's next tiles: those of each request's leading reader, the tiles of one prompt in order."""
-        work: list[list[tuple[Slot, PromptTile]]] = [[] for _ in range(self._device.shape.num_shards)]
-        for slot in self._slots:
-            if slot.draw is None or slot.ready or slot is not self._reader(slot):
-                continue
-            request, own = slot.draw.request, work[slot.shard]
-            for start in range(slot.num_cached, request.num_prefill, TILE)[: most - len(own)]:
-                tokens = request.op.prompt_P[start : min(start + TILE, request.num_prefill)]
-                adapted = request.snapshot is not None
-                own.append((slot, PromptTile(slot=slot.index, start=start, tokens=tokens, adapted=adapted)))
+    def _next_tiles(self, most: int) -> list[list[tuple[Prompt, PromptTile]]]:
+        """Return each shard's next tiles, those of one prompt in order."""
+        work: list[list[tuple[Prompt, PromptTile]]] = [[] for _ in self._pages]
+        for prompt in self._prompts.values():
+            own = work[prompt.shard]
+            while len(own) < most and (tile := self._next_tile(prompt)) is not None:
+                own.append((prompt, tile))
         return work
 
-    def _reader(self, slot: Slot) -> Slot:
-        """Return which slot of a request reads its prompt on the shard: the one furthest ahead. The others copy it."""
-        return max(self._siblings(slot), key=lambda sibling: sibling.num_cached)
+    def _next_tile(self, prompt: Prompt) -> PromptTile | None:
+        """Take what is in the cache already, up to a tile that must be read: return it. It counts as read from here on.
 
-    def _prefill(self, work: list[tuple[Slot, PromptTile]]) -> None:
+        So another prompt with this prefix has it as well. In one dispatch all tiles are written before they are read.
+        """
+        pages = self._pages[prompt.shard]
+        while not prompt.ready:
+            start, tokens, key = prompt.num_read, prompt.next_tokens, prompt.next_key
+            page = None if key is None or prompt.request.scores_tile(start, start + len(tokens)) else pages.find(key)
+            if page is not None:
+                prompt.add(page)
+                continue
+            page = pages.take()
+            if key is not None:
+                pages.name(page, key)
+            before = tuple(prompt.pages)
+            prompt.add(page)
+            return PromptTile(
+                shard=prompt.shard, start=start, tokens=tokens, pages=(*before, page), adapter=prompt.adapter
+            )
+        return None
+
+    def _prefill(self, work: list[tuple[Prompt, PromptTile]]) -> None:
         self._device.prefill([tile for _, tile in work])
-        for slot, tile in work:
-            assert slot.draw is not None, "only occupied slots read"
-            request, end = slot.draw.request, tile.start + len(tile.tokens)
-            scores = request.scores
-            if end > request.scored_tokens and scores.wants(tile.start, end):
-                targets_TK = scores.targets[tile.start : end]
-                found = self._device.score(tile, targets_TK, want_top=scores.wants_top)
+        for prompt, tile in work:
+            request, end = prompt.request, tile.start + len(tile.tokens)
+            if request.scores_tile(tile.start, end):
+                scores = request.scores
+                found = self._device.score(tile, scores.targets[tile.start : end], want_top=scores.wants_top)
                 scores.fill(tile.start, *found)
             request.scored_tokens = max(request.scored_tokens, end)
-            slot.num_cached = end
 
-    def _siblings(self, slot: Slot) -> list[Slot]:
-        """Return the slots of the same request on the same shard: slots of one shard share a prompt by copying."""
-        assert slot.draw is not None, "a free slot has no siblings"
-        request = slot.draw.request
-        of_shard = self._slots[slot.shard * (size := self._device.shape.slots_per_shard) :][:size]
-        return [other for other in of_shard if other.draw is not None and other.draw.request is request]
+    def _begin_sequences(self) -> None:
+        """Give each sequence whose prompt is read a copy of the prompt's last page, which it goes on to fill."""
+        copies = []
+        for slot in self._slots:
+            prompt, pages = slot.prompt, self._pages[slot.shard]
+            if prompt is None or slot.own is not None or not prompt.ready:
+                continue
+            slot.own = []
+            if prompt.rest is None:
+                continue
+            if prompt.request.op.num_samples == 1:
+                slot.own = [pages.share(prompt.rest)]
+                continue
+            slot.own = [pages.take()]
+            copies.append(PageCopy(shard=slot.shard, source=prompt.rest, target=slot.own[0]))
+        if copies:
+            self._device.copy_pages(copies)
 
     # Decoding
 
@@ -343,34 +397,43 @@ class Sampler(SamplingBackend):
         running = [slot for slot in self._slots if slot.ready]
         if not running:
             return
-        drawn = self._device.decode(self._slot_input(), self._device.shape.max_steps)
+        num_steps = self._device.shape.max_steps
         for slot in running:
-            self._harvest(slot, drawn)
+            slot.reserve(num_steps, self._pages[slot.shard])
+        rows = self._in_rows(running)
+        drawn = self._device.decode(self._slot_input(rows), num_steps)
+        for row, slot in rows.items():
+            self._harvest(slot, drawn, row)
         for request in {slot.draw.request for slot in running if slot.draw is not None}:
             self._release_ended(request)
 
-    def _slot_input(self) -> SlotInput:
-        given = SlotInput.idle(len(self._slots))
-        for slot in self._slots:
-            if slot.draw is None:
-                continue
-            # An idle slot of the batch still writes at its position: let that be the next position to be filled.
-            given.positions[slot.index] = slot.num_cached
-            if slot.ready:
-                _describe(given, slot, slot.draw)
+    def _in_rows(self, running: list[Slot]) -> dict[int, Slot]:
+        """Give each slot a row, the first ones of its shard."""
+        shape = self._device.shape
+        next_row = [shard * shape.slots_per_shard for shard in range(shape.num_shards)]
+        rows = {}
+        for slot in running:
+            rows[next_row[slot.shard]] = slot
+            next_row[slot.shard] += 1
+        return rows
+
+    def _slot_input(self, rows: dict[int, Slot]) -> SlotInput:
+        given = SlotInput.idle(self._device.shape)
+        for row, slot in rows.items():
+            _describe(given, row, slot)
         return given
 
-    def _harvest(self, slot: Slot, drawn: Drawn) -> None:
+    def _harvest(self, slot: Slot, drawn: Drawn, row: int) -> None:
         draw = slot.draw
         assert draw is not None, "a running slot is occupied"
         top_k = draw.request.op.topk_sample_logprobs
-        for step, token in enumerate(drawn.tokens_XB[:, slot.index]):
+        for step, token in enumerate(drawn.tokens_XB[:, row]):
             if token < 0 or draw.stop_reason is not None:
                 return
-            draw.push(int(token), float(drawn.logprobs_XB[step, slot.index]))
+            draw.push(int(token), float(drawn.logprobs_XB[step, row]))
             if top_k and drawn.top_ids_XBK is not None and drawn.top_logprobs_XBK is not None:
-                draw.top_ids.append(drawn.top_ids_XBK[step, slot.index, :top_k])
-                draw.top_logprobs.append(drawn.top_logprobs_XBK[step, slot.index, :top_k])
+                draw.top_ids.append(drawn.top_ids_XBK[step, row, :top_k])
+                draw.top_logprobs.append(drawn.top_logprobs_XBK[step, row, :top_k])
 
     def _release_ended(self, request: Request) -> None:
         """Free the slots of sequences that have ended. Complete a request once all its sequences have ended."""
@@ -383,7 +446,7 @@ class Sampler(SamplingBackend):
             return
         for slot in self._slots:
             if slot.draw is not None and slot.draw.request is request and slot.draw.stop_reason is not None:
-                slot.draw = None
+                self._leave(slot)
         if request.finished:
             self._waiting.pop(request).answer(request.result())
 
@@ -395,7 +458,7 @@ class Sampler(SamplingBackend):
         self._line.remove_cancelled()
         for slot in self._slots:
             if slot.draw is not None and slot.draw.request is request:
-                slot.draw = None
+                self._leave(slot)
         self._waiting.pop(request, None)
 
     def _fail_running(self, message: str) -> None:
@@ -403,9 +466,15 @@ class Sampler(SamplingBackend):
         for request in {slot.draw.request for slot in self._slots if slot.draw is not None}:
             self._waiting[request].answer(Failed(message=message, category="server"))
             self._forget(request)
-        for slot in self._slots:
-            slot.adapter_serial = 0
+        self._prompts.clear()
+        self._pages, self._rows = self._nothing_held()
         self._device.reset()
+
+    def _nothing_held(self) -> tuple[list[Pages], list[Rows]]:
+        """Return each shard's pages and rows of adapters when it has read nothing."""
+        shape = self._device.shape
+        shards = range(shape.num_shards)
+        return [Pages(shape.pages_per_shard) for _ in shards], [Rows(shape.slots_per_shard) for _ in shards]
 
     def _end_with(self, error: Exception) -> None:
         """Raise the error to all who wait, and to all who come."""
@@ -425,16 +494,20 @@ class Sampler(SamplingBackend):
             waiting.answer(Failed(message=message, category="server"))
 
 
-def _describe(given: SlotInput, slot: Slot, draw: Draw) -> None:
-    """Fill in a decoding slot: its position and its sampling parameters."""
-    request, i = draw.request, slot.index
-    params, prompt_P = request.op.params, request.op.prompt_P
-    given.tokens[i] = draw.tokens[-1] if draw.tokens else prompt_P[-1]
-    given.positions[i] = len(prompt_P) - 1 + len(draw.tokens)
+def _describe(given: SlotInput, i: int, slot: Slot) -> None:
+    """Fill in row i: where the sequence is, and its sampling parameters."""
+    draw, prompt = slot.draw, slot.prompt
+    assert draw is not None, "a running slot is occupied"
+    assert prompt is not None, "a running slot is occupied"
+    request, table = draw.request, slot.table
+    params = request.op.params
+    given.tokens[i] = draw.tokens[-1] if draw.tokens else request.op.prompt_P[-1]
+    given.positions[i] = draw.position
     given.left[i] = params.max_tokens - len(draw.tokens)
     stop = sorted(request.stop_tokens)[:STOP_TABLE]
     given.stop_tokens[i, : len(stop)] = stop
-    given.adapted[i] = request.snapshot is not None
+    given.tables[i, : len(table)] = table
+    given.adapters[i] = prompt.adapter
     given.seed_words[i] = (params.seed >> 32, params.seed & 0xFFFFFFFF)
     given.sample_index[i] = draw.index
     given.temperature[i] = params.temperature

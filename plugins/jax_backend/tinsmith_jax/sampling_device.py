@@ -1,4 +1,4 @@
-"""The sampler's device state: the key-value cache, and one adapter row per slot.
+"""The sampler's device state: the pages of the key-value cache, and the rows of adapters.
 
 Takes and returns NumPy arrays. One thread calls it, and every dispatch takes a turn on the device.
 """
@@ -17,8 +17,8 @@ from tinsmith_jax.layers import TILE
 from tinsmith_jax.mesh import Layout, adapter_specs, put
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.runtime import Limits
-from tinsmith_jax.sampling_programs import TARGET_COLUMNS, Kind, SamplingPrograms, decode_arguments
-from tinsmith_jax.sampling_values import Drawn, PromptTile, SamplingShape, SlotInput
+from tinsmith_jax.sampling_programs import TARGET_COLUMNS, Kind, SamplingPrograms, decode_arguments, no_tiles
+from tinsmith_jax.sampling_values import Drawn, PageCopy, PromptTile, SamplingShape, SlotInput
 from tinsmith_jax.trunk import LAYER_MODULES
 from tinsmith_jax.weights import Base
 
@@ -35,19 +35,19 @@ class SamplingDevice:
         self.reset()
 
     def reset(self) -> None:
-        """Start again with empty slots, because a failure may have lost the donated arrays."""
+        """Start again with nothing read, because a failure may have lost the donated arrays."""
         self._cache, self._resident = self._sampling.empty()
-        self._hidden: dict[tuple[int, int], jax.Array] = {}  # of the tiles read last, by slot and start
+        self._hidden: dict[tuple[int, int], jax.Array] = {}  # of the tiles read last, by shard and page
 
     def put_adapter(self, adapter: adapters.Adapter) -> adapters.Adapter:
         """Put an adapter from the host onto the device, or divided onto the mesh."""
         return put(adapter, self._sampling.layout, adapter_specs(LAYER_MODULES))
 
-    def write_adapter(self, slot: int, adapter: adapters.Adapter, scale: float) -> None:
-        """Write an adapter of any rank class to the slot's row."""
+    def write_adapter(self, row: int, adapter: adapters.Adapter, scale: float) -> None:
+        """Write an adapter of any rank class to a row, counted over all shards."""
         write = self._program("write_adapter", adapter["head"][0].shape[-1])
         with self._turns.turn():
-            self._resident = jax.block_until_ready(write(self._resident, adapter, np.int32(slot), np.float32(scale)))
+            self._resident = jax.block_until_ready(write(self._resident, adapter, np.int32(row), np.float32(scale)))
 
     def prefill(self, tiles: Sequence[PromptTile]) -> None:
         """Read tiles into the cache, at most shape.prefill_tiles[-1] of each shard. They can be scored afterwards.
@@ -57,22 +57,22 @@ class SamplingDevice:
         shape = self.shape
         of_shards: list[list[PromptTile]] = [[] for _ in range(shape.num_shards)]
         for tile in tiles:
-            of_shards[shape.shard_of(tile.slot)].append(tile)
+            of_shards[tile.shard].append(tile)
         num_places = next(size for size in shape.prefill_tiles if size >= max(map(len, of_shards)))
         program = self._program("prefill", num_places)
-        packed = _pack(of_shards, num_places, shape.slots_per_shard)
+        packed = _pack(of_shards, num_places, shape)
         with self._turns.turn():
             self._cache, hidden = jax.block_until_ready(program(self._base, self._resident, self._cache, packed))
         self._hidden = {
-            (tile.slot, tile.start): hidden[place] for shard in of_shards for place, tile in enumerate(shard)
+            (tile.shard, tile.pages[-1]): hidden[place] for shard in of_shards for place, tile in enumerate(shard)
         }
 
     def score(
         self, tile: PromptTile, targets_TK: IntArray, *, want_top: bool
     ) -> tuple[FloatArray, IntArray, FloatArray]:
         """Score one of the tiles read last against targets (-1 = skip): logprobs [T, K], best tokens and logprobs."""
-        hidden_TH = self._hidden[tile.slot, tile.start]
-        slot, adapted = np.int32(tile.slot), np.bool_(tile.adapted)
+        hidden_TH = self._hidden[tile.shard, tile.pages[-1]]
+        place = np.array([tile.shard, tile.adapter], np.int32)
         parts, top = [], None
         for first in range(0, targets_TK.shape[1], TARGET_COLUMNS[-1]):
             part = targets_TK[:, first : first + TARGET_COLUMNS[-1]]
@@ -82,23 +82,28 @@ class SamplingDevice:
             program = self._program("score", width)
             with self._turns.turn():
                 scored = jax.block_until_ready(
-                    program(self._base, self._resident, hidden_TH, slot, adapted, padded, np.bool_(want_top))
+                    program(self._base, self._resident, hidden_TH, place, padded, np.bool_(want_top))
                 )
             parts.append(np.asarray(scored[0])[: len(part), : part.shape[1]])
             top = scored[1:] if top is None else top
         assert top is not None, "there is at least one column: the next token"
         return np.concatenate(parts, axis=1), np.asarray(top[0]), np.asarray(top[1])
 
-    def copy_slot(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy the keys and values of the first tokens from `source` to `target`, both on the same shard."""
-        blocks = -(-num_tokens // decode.KEY_BLOCK)
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Copy pages, at most as many as slots of each shard."""
+        size = self.shape.slots_per_shard
+        source, target = np.zeros((2, self.shape.num_slots), np.int32)
+        used = [0] * self.shape.num_shards
+        for copy in copies:
+            place = copy.shard * size + used[copy.shard]
+            source[place], target[place] = copy.source, copy.target
+            used[copy.shard] += 1
         program = self._program("copy")
         with self._turns.turn():
-            copied = program(self._cache, np.int32(source), np.int32(target), np.int32(blocks))
-            self._cache = jax.block_until_ready(copied)
+            self._cache = jax.block_until_ready(program(self._cache, source, target))
 
     def decode(self, slots: SlotInput, num_steps: int) -> Drawn:
-        """Draw up to `num_steps` tokens for each slot that has some left."""
+        """Draw up to `num_steps` tokens for each row that has some left."""
         arguments = decode_arguments(slots, min(num_steps, self.shape.max_steps))
         program = self._program("decode")
         with self._turns.turn():
@@ -145,6 +150,7 @@ def sampling_shape(config: JaxConfig, limits: Limits, model: ModelConfig, *, num
     return SamplingShape(
         num_shards=num_shards,
         slots_per_shard=config.decode_slots,
+        one_by_one=on_cpu,
         max_context_tokens=limits.max_context_tokens,
         max_lora_rank=config.max_lora_rank,
         max_steps=config.decode_steps or (4 if on_cpu else 8),
@@ -154,19 +160,13 @@ def sampling_shape(config: JaxConfig, limits: Limits, model: ModelConfig, *, num
     )
 
 
-def _pack(of_shards: Sequence[Sequence[PromptTile]], num_places: int, slots_per_shard: int) -> decode.TokenTiles:
-    """Lay out the shards' tiles one after the other, each followed by its padding. Slots are numbered by shard."""
-    count = len(of_shards) * num_places
-    packed = decode.TokenTiles(
-        np.zeros((count, TILE), np.int32),
-        np.full(count, -1, np.int32),
-        np.zeros(count, np.int32),
-        np.zeros(count, bool),
-    )
+def _pack(of_shards: Sequence[Sequence[PromptTile]], num_places: int, shape: SamplingShape) -> decode.TokenTiles:
+    """Lay out the shards' tiles one after the other, each followed by its padding."""
+    packed = no_tiles(shape, num_places)
     for shard, tiles in enumerate(of_shards):
         for n, tile in enumerate(tiles, shard * num_places):
             packed.tokens_NT[n, : len(tile.tokens)] = tile.tokens
-            packed.slot_N[n] = tile.slot - shard * slots_per_shard
             packed.start_N[n] = tile.start
-            packed.adapted_N[n] = tile.adapted
+            packed.table_NG[n, : len(tile.pages)] = tile.pages
+            packed.adapter_N[n] = tile.adapter
     return packed

@@ -5,7 +5,7 @@ Small arrays come from the host and go back whole: on a mesh, every process has 
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -14,9 +14,11 @@ import numpy as np
 
 from tinsmith_jax import adapters, decode
 from tinsmith_jax.compilation import Program
+from tinsmith_jax.kernels.choice import Kernels
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.mesh import CACHE, ONE, ROWS, Axes, Layout, Spec, adapter_specs, base_specs, resident_specs
 from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.sampling_adapters import BASE_MODEL
 from tinsmith_jax.sampling_head import RowParams
 from tinsmith_jax.sampling_values import SamplingShape, SlotInput
 from tinsmith_jax.trunk import LAYER_MODULES
@@ -40,7 +42,8 @@ class SamplingPrograms:
 
     @property
     def axes(self) -> Axes:
-        return ONE if self.layout is None else self.layout.axes
+        axes = ONE if self.layout is None else self.layout.axes
+        return replace(axes, kernels=Kernels(equal_blocks=self.shape.one_by_one))
 
     def all(self) -> list[Program]:
         """Every program that can be needed, likely ones first."""
@@ -83,25 +86,24 @@ class SamplingPrograms:
         function = functools.partial(
             decode.decode, self.config, max_steps=shape.max_steps, num_top=shape.max_top, axes=self.axes
         )
-        arguments = decode_arguments(SlotInput.idle(shape.num_slots), shape.max_steps)
+        arguments = decode_arguments(SlotInput.idle(shape), shape.max_steps)
         into = (*self._held_specs, ROWS, ROWS, _HERE)
         return self._build(function, (*self._held, *arguments), into, (CACHE, _HERE), donated=2)
 
     def _prefill(self, num_tiles: int) -> Any:
-        """On a mesh, `num_tiles` is that of a shard, and so is a slot's number."""
-        rows = np.zeros(self.shape.num_shards * num_tiles, np.int32)
-        tiles = decode.TokenTiles(np.zeros((len(rows), TILE), np.int32), rows, rows, np.zeros(len(rows), bool))
+        """On a mesh, `num_tiles` is that of a shard, and so are the numbers of pages and rows."""
+        tiles = no_tiles(self.shape, num_tiles)
         function = functools.partial(decode.prefill, self.config, axes=self.axes)
         return self._build(function, (*self._held, tiles), (*self._held_specs, ROWS), (CACHE, ROWS), donated=2)
 
     def _score(self, columns: int) -> Any:
         hidden_TH = _shape((self.shape.num_shards * TILE, self.config.hidden_size), self.shape.dtype)
-        slot, adapted, want_top = np.int32(0), np.False_, np.False_
+        place, want_top = np.zeros(2, np.int32), np.False_
         function = functools.partial(decode.score_prompt, num_top=self.shape.max_top, axes=self.axes)
-        arguments = (hidden_TH, slot, adapted, np.zeros((TILE, columns), np.int32), want_top)
+        arguments = (hidden_TH, place, np.zeros((TILE, columns), np.int32), want_top)
         base, resident, _ = self._held
         base_spec, resident_spec, _ = self._held_specs
-        into = (base_spec, resident_spec, ROWS, _HERE, _HERE, _HERE, _HERE)
+        into = (base_spec, resident_spec, ROWS, _HERE, _HERE, _HERE)
         return self._build(function, (base, resident, *arguments), into, _HERE)
 
     def _write_adapter(self, rank: int) -> Any:
@@ -112,10 +114,8 @@ class SamplingPrograms:
         return self._build(function, arguments, into, resident, donated=0)
 
     def _copy(self) -> Any:
-        function = functools.partial(decode.copy_slot, axes=self.axes)
-        source = target = num_blocks = np.int32(0)
-        into = (CACHE, _HERE, _HERE, _HERE)
-        return self._build(function, (self.cache, source, target, num_blocks), into, CACHE, donated=0)
+        pages = np.zeros(self.shape.num_slots, np.int32)
+        return self._build(decode.copy_pages, (self.cache, pages, pages), (CACHE, ROWS, ROWS), CACHE, donated=0)
 
     @property
     def _held(self) -> tuple[Any, Any, Any]:
@@ -128,18 +128,15 @@ class SamplingPrograms:
     @property
     def cache(self) -> decode.Cache:
         """Return the shapes of keys and values."""
-        shape = decode.cache_shape(
-            self.config, num_slots=self.shape.num_slots, max_tokens=self.shape.max_context_tokens
-        )
-        part = _shape(shape, self.shape.dtype)
-        return decode.Cache(part, part)
+        shapes = decode.cache_shapes(self.config, self.shape.num_shards * self.shape.pages_per_shard)
+        return decode.Cache(*(_shape(shape, self.shape.dtype) for shape in shapes))
 
     @property
     def resident(self) -> adapters.Adapter:
-        """Return the shapes of the slots' adapters."""
+        """Return the shapes of the rows of adapters."""
         one = adapters.shapes(self.config, self.shape.max_lora_rank)
-        num_slots, dtype = self.shape.num_slots, self.shape.dtype
-        return jax.tree.map(lambda leaf: _shape((*leaf.shape[:-2], num_slots, *leaf.shape[-2:]), dtype), one)
+        rows, dtype = self.shape.num_shards * self.shape.adapters_per_shard, self.shape.dtype
+        return jax.tree.map(lambda leaf: _shape((*leaf.shape[:-2], rows, *leaf.shape[-2:]), dtype), one)
 
     def _build(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], into: Any, out: Any, donated: int | None = None
@@ -158,9 +155,20 @@ def decode_arguments(slots: SlotInput, num_steps: int) -> tuple[decode.SlotState
     running = slots.left > 0
     truncated = ((slots.top_k > 0) | (slots.top_p < 1)) & running
     return (
-        decode.SlotState(slots.tokens, slots.positions, slots.left, slots.stop_tokens, slots.adapted),
+        decode.SlotState(slots.tokens, slots.positions, slots.left, slots.stop_tokens, slots.tables, slots.adapters),
         RowParams(slots.seed_words, slots.sample_index, slots.temperature, slots.top_k, slots.top_p),
         decode.Switches(np.int32(num_steps), np.bool_(truncated.any()), np.bool_(slots.any_top)),
+    )
+
+
+def no_tiles(shape: SamplingShape, num_tiles: int) -> decode.TokenTiles:
+    """Return arrays for `num_tiles` tiles of each shard, all padding."""
+    count = shape.num_shards * num_tiles
+    return decode.TokenTiles(
+        np.zeros((count, TILE), np.int32),
+        np.full(count, -1, np.int32),
+        np.zeros((count, shape.pages_per_sequence), np.int32),
+        np.full(count, BASE_MODEL, np.int32),
     )
 
 

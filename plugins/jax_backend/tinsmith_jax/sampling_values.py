@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith import FloatArray, IntArray, TokenArray
-from tinsmith_jax.decode import STOP_TABLE
+from tinsmith_jax.decode import STOP_TABLE, pages_of
+from tinsmith_jax.sampling_adapters import BASE_MODEL
 
-BoolArray = npt.NDArray[np.bool_]
 WordArray = npt.NDArray[np.uint32]
 
 
@@ -16,8 +16,9 @@ WordArray = npt.NDArray[np.uint32]
 class SamplingShape:
     """The sizes for which the programs are compiled."""
 
-    num_shards: int  # of the slots: each reads, draws and copies for its own
+    num_shards: int  # of slots, pages and adapters: each reads, draws and copies for its own
     slots_per_shard: int
+    one_by_one: bool  # compute what is done per sequence for one after the other, as suits a CPU
     max_context_tokens: int
     max_lora_rank: int
     max_steps: int  # decoding steps per dispatch
@@ -30,29 +31,52 @@ class SamplingShape:
         """The slots of a shard follow each other."""
         return self.num_shards * self.slots_per_shard
 
+    @property
+    def pages_per_sequence(self) -> int:
+        return pages_of(self.max_context_tokens)
+
+    @property
+    def pages_per_shard(self) -> int:
+        """Enough for every slot, besides one page of its prompt to copy from. Page 0 is nobody's."""
+        return 1 + self.slots_per_shard * (self.pages_per_sequence + 1)
+
+    @property
+    def adapters_per_shard(self) -> int:
+        """One for each slot, and at the end a row that stays empty."""
+        return self.slots_per_shard + 1
+
     def shard_of(self, slot: int) -> int:
         return slot // self.slots_per_shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTile:
-    """At most TILE consecutive prompt tokens for a slot; `start` is a multiple of TILE."""
+    """At most TILE consecutive tokens of a prompt; `start` is a multiple of TILE."""
 
-    slot: int
+    shard: int
     start: int
     tokens: TokenArray
-    adapted: bool  # use the adapter in the slot's row; else the base model
+    pages: tuple[int, ...]  # of the prompt on the shard; this tile fills the last one
+    adapter: int = BASE_MODEL  # the adapter's row on the shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCopy:
+    shard: int
+    source: int
+    target: int
 
 
 @dataclass(slots=True, kw_only=True)
 class SlotInput:
-    """The slots' inputs to a decode dispatch. Idle slots have `left` 0."""
+    """The rows of a decode dispatch. Of each shard's rows, those in use come first; idle ones have `left` 0."""
 
     tokens: TokenArray
     positions: TokenArray
     left: TokenArray
     stop_tokens: TokenArray  # [B, STOP_TABLE], -1 = none
-    adapted: BoolArray
+    tables: TokenArray  # [B, pages_per_sequence]: pages on the row's shard
+    adapters: TokenArray  # rows on the shard, or BASE_MODEL
     seed_words: WordArray  # [B, 2]
     sample_index: WordArray
     temperature: FloatArray
@@ -61,7 +85,9 @@ class SlotInput:
     any_top: bool
 
     @classmethod
-    def idle(cls, num_slots: int) -> "SlotInput":
+    def idle(cls, shape: SamplingShape) -> "SlotInput":
+        num_slots = shape.num_slots
+
         def zeros() -> TokenArray:
             return np.zeros(num_slots, np.int32)
 
@@ -70,7 +96,8 @@ class SlotInput:
             positions=zeros(),
             left=zeros(),
             stop_tokens=np.full((num_slots, STOP_TABLE), -1, np.int32),
-            adapted=np.zeros(num_slots, bool),
+            tables=np.zeros((num_slots, shape.pages_per_sequence), np.int32),
+            adapters=np.full(num_slots, BASE_MODEL, np.int32),
             seed_words=np.zeros((num_slots, 2), np.uint32),
             sample_index=np.zeros(num_slots, np.uint32),
             temperature=np.ones(num_slots, np.float32),

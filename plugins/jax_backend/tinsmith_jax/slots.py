@@ -18,9 +18,12 @@ from tinsmith import (
     StopReason,
     StopRules,
     StopWatch,
+    TokenArray,
     TopLogprobs,
 )
 from tinsmith_jax.adapters import Adapter
+from tinsmith_jax.decode import PAGE
+from tinsmith_jax.pages import Pages, PrefixKey
 
 UNUSED_LOGPROB = -99999.0
 """The API's logprob for empty cells of top-k matrices; their token is 0."""
@@ -31,7 +34,7 @@ class LoadedSnapshot:
     """A snapshot's device arrays. Requests hold references, so a dropped snapshot is freed after its last request."""
 
     snapshot_id: str
-    serial: int  # unique in this process: identifies a slot's adapter without keeping it alive
+    serial: int  # unique in this process: identifies an adapter without keeping it alive
     arrays: Adapter
     scale: float
 
@@ -48,6 +51,11 @@ class Draw:
         self.top_logprobs: list[FloatArray] = []
         self.stop_reason: StopReason | None = None
         self._watch = watch
+
+    @property
+    def position(self) -> int:
+        """Return where the latest token lies, which is not in the cache yet."""
+        return len(self.request.op.prompt_P) - 1 + len(self.tokens)
 
     def push(self, token: int, logprob: float) -> None:
         self.tokens.append(token)
@@ -132,12 +140,21 @@ class Request:
         self.stop_tokens = rules.stop_tokens(op.params)
         self.draws = [Draw(self, index, rules.watch(op.params)) for index in range(op.num_samples)]
         self.scores = PromptScores(op)
-        self.scored_tokens = 0  # of the prompt, which is scored once even if several slots read it
+        self.scored_tokens = 0  # of the prompt, which is scored once even if several shards read it
+
+    @property
+    def serial(self) -> int:
+        """Return the serial of the adapter, 0 for the base model."""
+        return 0 if self.snapshot is None else self.snapshot.serial
 
     @property
     def num_prefill(self) -> int:
         """The number of prompt tokens to cache before decoding. The last prompt token is decoding's first input."""
         return len(self.op.prompt_P) - 1
+
+    def scores_tile(self, first: int, last: int) -> bool:
+        """Return whether these positions of the prompt are still to be scored."""
+        return last > self.scored_tokens and self.scores.wants(first, last)
 
     @property
     def finished(self) -> bool:
@@ -152,23 +169,86 @@ class Request:
         )
 
 
+class Prompt:
+    """A request's prompt on one shard, which the request's samples there share.
+
+    It exists as long as one of them has a slot. `pages` are its full ones, in order; then comes `rest`, if the prompt
+    does not fill its last page. The samples copy it, as they go on in it.
+    """
+
+    def __init__(self, request: Request, shard: int, adapter: int) -> None:
+        self.request = request
+        self.shard = shard
+        self.adapter = adapter  # the adapter's row on the shard
+        self.pages: list[int] = []
+        self.rest: int | None = None
+        self.num_users = 0
+        self._key = PrefixKey.first(request.serial)
+
+    @property
+    def num_read(self) -> int:
+        return self.request.num_prefill if self.rest is not None else len(self.pages) * PAGE
+
+    @property
+    def ready(self) -> bool:
+        return self.num_read == self.request.num_prefill
+
+    @property
+    def next_key(self) -> PrefixKey | None:
+        """Return the key of the next page, None if the prompt does not fill it."""
+        tokens = self.next_tokens
+        return self._key.then(tokens) if len(tokens) == PAGE else None
+
+    @property
+    def next_tokens(self) -> TokenArray:
+        end = min(self.num_read + PAGE, self.request.num_prefill)
+        return self.request.op.prompt_P[self.num_read : end]
+
+    def add(self, page: int) -> None:
+        """Add the next page."""
+        key = self.next_key
+        if key is None:
+            self.rest = page
+        else:
+            self.pages.append(page)
+            self._key = key
+
+    def release(self, pages: Pages) -> None:
+        for page in self.pages if self.rest is None else [*self.pages, self.rest]:
+            pages.release(page)
+
+
 @dataclass(slots=True, kw_only=True)
 class Slot:
-    """A row of the decode batch. `adapter_serial` outlives the occupant, as the next one may need the same adapter."""
+    """The place of a sequence among those that are sampled at a time."""
 
     index: int
     shard: int = 0  # of the device's mesh
     draw: Draw | None = None
-    num_cached: int = 0  # prompt tokens in the cache
-    adapter_serial: int = 0  # 0 = the base model: zeros
+    prompt: Prompt | None = None
+    own: list[int] | None = None  # pages after the prompt's full ones; None until it has begun
 
     @property
     def ready(self) -> bool:
         """Return whether the slot can decode."""
-        return self.draw is not None and self.num_cached == self.draw.request.num_prefill
+        return self.draw is not None and self.own is not None
 
-    def occupy(self, draw: Draw) -> None:
-        self.draw, self.num_cached = draw, 0
+    @property
+    def table(self) -> list[int]:
+        assert self.prompt is not None, "the slot is occupied"
+        assert self.own is not None, "the sequence has begun"
+        return [*self.prompt.pages, *self.own]
+
+    def reserve(self, num_tokens: int, pages: Pages) -> None:
+        """Have pages for the sequence's next tokens, as far as it can need them."""
+        assert self.draw is not None, "the slot is occupied"
+        assert self.prompt is not None, "the slot is occupied"
+        assert self.own is not None, "the sequence has begun"
+        op = self.draw.request.op
+        longest = len(op.prompt_P) + op.params.max_tokens - 1  # the last token is not kept
+        end = min(self.draw.position + num_tokens, longest)
+        while (len(self.prompt.pages) + len(self.own)) * PAGE < end:
+            self.own.append(pages.take())
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """What reading prompts and drawing tokens should cost on one chip: FLOPs of matrix products, and collectives.
 
 All slots are taken to be full: their sequences are as long as the context. Legend as in formula.py, and R = rows of one
-pass over the layers on one shard (its slots, or the tokens of its prompt tiles), W = keys of a sequence, in blocks.
+pass over the layers on one shard (its slots, or the tokens of its prompt tiles), W = keys of a sequence, in pages.
 
 FLOPs of a pass:
 
@@ -28,7 +28,7 @@ from tinsmith.huggingface import HEAD
 from tinsmith_jax.adapters import HF_MODULES
 from tinsmith_jax.compile_check.formula import Plan, share_of_module, streams_name
 from tinsmith_jax.compile_check.hlo import Trips
-from tinsmith_jax.decode import KEY_BLOCK
+from tinsmith_jax.decode import PAGE, pages_of
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.mesh import Axes
 from tinsmith_jax.model_config import ModelConfig
@@ -60,11 +60,11 @@ class Sampling:
     def trips(self) -> Trips:
         """Return the lengths of loops. Tokens are drawn without top-k, top-p and alternatives."""
         writes = self.shape.slots_per_shard if self.tiles is None else self.tiles
-        return {"": self._passes, "write": writes, "attend": self._blocks, "truncate": 0, "alternatives": 0}
+        return {"": self._passes, "write": writes, "attend": self._pages, "truncate": 0, "alternatives": 0}
 
     @property
-    def _blocks(self) -> int:
-        return -(-self.shape.max_context_tokens // KEY_BLOCK)
+    def _pages(self) -> int:
+        return pages_of(self.shape.max_context_tokens)
 
     def flops(self) -> dict[str, float]:
         layers, drawn = self.config.num_layers, self.tiles is None
@@ -73,7 +73,7 @@ class Sampling:
         width = self.config.q_size // self.axes.tensor
         per_row = {
             "base": 2 * layers * sum(d_in * d_out for d_in, d_out in modules),
-            "attention": 4 * layers * self._blocks * KEY_BLOCK * width,
+            "attention": 4 * layers * self._pages * PAGE * width,
             "head": 2 * head[0] * head[1] * int(drawn),
             "adapters": 2 * self.shape.max_lora_rank * (layers * sum(map(sum, modules)) + sum(head) * int(drawn)),
         }

@@ -1,0 +1,122 @@
+"""Which page of the cache holds what, on the host: pages in use, prefixes of prompts that stay, and free pages.
+
+A page that holds 64 tokens of a prompt is known by its key: the adapter, and a hash of all tokens up to its end. It
+stays when nobody uses it any more, until its place is needed; the page that went unused longest goes first. Only
+prompts are shared: reading them again would give the same bits. What was drawn was computed in another shape.
+"""
+
+from collections import OrderedDict
+from hashlib import blake2b
+from typing import NamedTuple
+
+from tinsmith import TokenArray
+
+
+class PrefixKey(NamedTuple):
+    serial: int  # of the adapter; 0 = the base model
+    digest: bytes
+
+    @classmethod
+    def first(cls, serial: int) -> "PrefixKey":
+        return cls(serial, b"")
+
+    def then(self, tokens: TokenArray) -> "PrefixKey":
+        """Return the key of the prefix that has these tokens besides."""
+        return PrefixKey(self.serial, blake2b(self.digest + tokens.tobytes(), digest_size=16).digest())
+
+
+class Pages:
+    """The pages of one shard. Page 0 is not given out."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._free = list(range(num_pages - 1, 0, -1))
+        self._users: dict[int, int] = {}
+        self._keys: dict[int, PrefixKey] = {}
+        self._known: dict[PrefixKey, int] = {}
+        self._unused: OrderedDict[int, None] = OrderedDict()  # that are known, the longest unused one first
+
+    @property
+    def num_used(self) -> int:
+        return len(self._users)
+
+    @property
+    def num_known(self) -> int:
+        return len(self._known)
+
+    def take(self) -> int:
+        """Return a page for new content. There is one: the sampler never uses more than a shard has."""
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._unused.popitem(last=False)
+            del self._known[self._keys.pop(page)]
+        self._users[page] = 1
+        return page
+
+    def find(self, key: PrefixKey) -> int | None:
+        """Return the page with this prefix, for one more user, or None."""
+        page = self._known.get(key)
+        if page is not None:
+            self._unused.pop(page, None)
+            self._users[page] = self._users.get(page, 0) + 1
+        return page
+
+    def share(self, page: int) -> int:
+        """Count one more user of a page in use."""
+        self._users[page] += 1
+        return page
+
+    def name(self, page: int, key: PrefixKey) -> None:
+        """Let others find a page that is in use. Of two with the same content, they find the first."""
+        if key not in self._known:
+            self._known[key], self._keys[page] = page, key
+
+    def release(self, page: int) -> None:
+        self._users[page] -= 1
+        if self._users[page]:
+            return
+        del self._users[page]
+        if page in self._keys:
+            self._unused[page] = None
+        else:
+            self._free.append(page)
+
+    def forget(self, serial: int) -> None:
+        """Free what was read with an adapter that is gone; pages in use are freed with their last user."""
+        for key in [key for key in self._known if key.serial == serial]:
+            page = self._known.pop(key)
+            del self._keys[page]
+            if page in self._unused:
+                del self._unused[page]
+                self._free.append(page)
+
+
+class Rows:
+    """Which adapter each row of a shard holds, by serial. Unused rows keep theirs until the place is needed."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._rows: OrderedDict[int, int] = OrderedDict()  # by serial, the one that was wanted last at the end
+        self._users: dict[int, int] = {}
+
+    def find(self, serial: int) -> int | None:
+        """Return the row with this adapter, for one more user, or None."""
+        if serial not in self._rows:
+            return None
+        self._rows.move_to_end(serial)
+        self._users[serial] = self._users.get(serial, 0) + 1
+        return self._rows[serial]
+
+    def take(self) -> int:
+        """Return a row that may be overwritten. There is one as long as fewer adapters are in use than rows."""
+        if self._free:
+            return self._free.pop()
+        serial = next(serial for serial in self._rows if not self._users.get(serial))
+        return self._rows.pop(serial)
+
+    def name(self, row: int, serial: int) -> None:
+        """Say which adapter has been written to a row. It has one user."""
+        self._rows[serial], self._users[serial] = row, 1
+
+    def release(self, serial: int) -> None:
+        self._users[serial] -= 1
