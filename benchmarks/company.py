@@ -1,6 +1,7 @@
-"""What company costs on Megatron: one forward_backward of 1, 4 and 16 tenants with the same number of tokens.
+"""What company costs on Megatron or FSDP: a forward_backward of 1, 4 and 16 tenants with the same number of tokens.
 
-    python benchmarks/megatron_tenants.py [--family qwen3_moe] [--tokens 4096] [--ranks 1] [--settings '{...}']
+    python benchmarks/company.py megatron [--family qwen3_moe] [--tokens 4096] [--ranks 1] [--settings '{...}']
+    python benchmarks/company.py fsdp --family qwen3
 
 Tenants have ranks between 4 and 16 and share the tokens. What counts is the CPU time of the ranks, which other load on
 the machine hardly changes; the numbers of tenants take turns, and the median of all rounds is shown. `one by one`: the
@@ -22,8 +23,12 @@ from tinsmith.backend import BackendContext
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.operations import AdamParams, CreateModel, Datum, ForwardBackward, LoraConfig, OptimStep
+from tinsmith_fsdp.backend import FsdpBackend
+from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_megatron.backend import MegatronBackend
 from tinsmith_megatron.config import MegatronConfig
+
+Backend = FsdpBackend | MegatronBackend
 
 TENANTS = (1, 4, 16)
 RANKS = (16, 8, 4, 12)  # of adapters; the widest is the first
@@ -43,7 +48,8 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure what company costs on Megatron.")
+    parser = argparse.ArgumentParser(description="Measure what company costs.")
+    parser.add_argument("backend", choices=["megatron", "fsdp"])
     parser.add_argument("--family", choices=["qwen3", "llama", "qwen3_moe"], default="qwen3_moe")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
@@ -63,7 +69,7 @@ def shape(options: argparse.Namespace) -> TinyShape:
     )  # fmt: skip
 
 
-def make_backend(directory: Path, options: argparse.Namespace) -> MegatronBackend:
+def make_backend(directory: Path, options: argparse.Namespace) -> Backend:
     given: dict[str, Any] = {"device": "cpu", "isolation": "fast", "nproc_per_node": options.ranks}
     given |= {"max_batch_tokens": options.tokens, "max_context_tokens": SEQUENCE, **options.settings}
     context = BackendContext(
@@ -72,10 +78,12 @@ def make_backend(directory: Path, options: argparse.Namespace) -> MegatronBacken
         cache_dir=directory,
         losses={spec.name: spec for spec in BUILTIN_LOSSES},
     )
+    if options.backend == "fsdp":
+        return FsdpBackend(FsdpConfig.model_validate(given), context)
     return MegatronBackend(MegatronConfig.model_validate(given), context)
 
 
-def work(backend: MegatronBackend, tenants: int, tokens: int) -> list[ForwardBackward]:
+def work(backend: Backend, tenants: int, tokens: int) -> list[ForwardBackward]:
     """Create the models; return what each trains on."""
     rng = np.random.default_rng(tenants)
     each = tokens // SEQUENCE // tenants
@@ -94,7 +102,7 @@ def datum(text: Any) -> Datum:  # Any: an array of integers
     return Datum(tokens_T=text[:-1].astype(np.int32), loss_inputs=inputs)
 
 
-def measure(backend: MegatronBackend, options: argparse.Namespace) -> dict[str, list[float]]:
+def measure(backend: Backend, options: argparse.Namespace) -> dict[str, list[float]]:
     """Return CPU seconds of all ranks, by what was done, of each round."""
     processes = [psutil.Process(pid) for pid in backend.ranks.pids]
     adam = AdamParams(learning_rate=1e-4)
@@ -123,7 +131,8 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
 
 def report(found: Mapping[str, Sequence[float]], options: argparse.Namespace) -> int:
     alone = float(np.median(found["1 together"]))
-    print(f"{options.family}, {options.tokens} tokens of each call, {options.ranks} ranks, {options.rounds} rounds")
+    what = f"{options.backend}, {options.family}, {options.ranks} ranks"
+    print(f"{what}: {options.tokens} tokens of each call, {options.rounds} rounds")
     for name, seconds in found.items():
         median = float(np.median(seconds))
         print(f"{name:28}  {median:7.3f} s of CPU  {median / alone:5.2f} of one tenant's forward_backward")
