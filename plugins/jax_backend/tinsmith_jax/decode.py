@@ -21,6 +21,7 @@ i, r, o = in, rank, out of a LoRA.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -252,6 +253,14 @@ def _layers(
     cos_sin = rope_angles(tiles.start_N[:, None] + jnp.arange(T), config.rope.inv_freq, config.rope.factor)
     layers, experts = take_apart(base["layers"])
 
+    def by_tile(compute: Callable[[jax.Array], jax.Array], x_N: jax.Array) -> jax.Array:
+        """Reduce each tile of a prompt by itself: XLA:CPU compiles a reduction of many otherwise than of few."""
+        result: jax.Array = compute(x_N) if T == 1 else _each(compute, count, (x_N,), axes)
+        return result
+
+    def norm(x_NTH: jax.Array, weight_H: jax.Array) -> jax.Array:
+        return by_tile(partial(rms_norm, weight=weight_H, eps=config.rms_norm_eps), x_NTH)
+
     def layer(carry: tuple[jax.Array, Cache], scanned: tuple[jax.Array, Tree]) -> tuple[Any, None]:
         x_NTH, cache = carry
         index, weights = scanned
@@ -259,16 +268,16 @@ def _layers(
         def delta(name: str, x_NTi: jax.Array) -> jax.Array:
             return lora.delta(x_NTi, lora.resident["layers"][name], index)
 
-        h_NTH = rms_norm(x_NTH, weights["input_norm"], config.rms_norm_eps)
+        h_NTH = norm(x_NTH, weights["input_norm"])
         qkv_NTo = _dense(h_NTH, axes.whole(weights["qkv"], 0))
         deltas = (delta("q", h_NTH), delta("k", h_NTH), delta("v", h_NTH))
         q_NThD, k_NTJD, v_NTJD = split_qkv(qkv_NTo, deltas, config)
-        q_NThD, k_NTJD = qk_norm(q_NThD, k_NTJD, weights, config)
+        q_NThD, k_NTJD = qk_norm(q_NThD, k_NTJD, weights, config, apply=by_tile)
         q_NThD, k_NTJD = rope(q_NThD, *cos_sin), rope(k_NTJD, *cos_sin)
         cache = _write(cache, index, tiles, count, k_NTJD, v_NTJD)
         out_NTo = _attend(q_NThD, cache, index, tiles, count, axes)
         x_NTH = _add(x_NTH, _dense(out_NTo, axes.whole(weights["o"], 1)), delta("o", out_NTo), axes)
-        h_NTH = rms_norm(x_NTH, weights["post_norm"], config.rms_norm_eps)
+        h_NTH = norm(x_NTH, weights["post_norm"])
         if experts is not None:
             return (x_NTH + _expert_mlp(h_NTH, index, weights, experts, config, lora), cache), None
         gate_NTo, up_NTo = jnp.split(_dense(h_NTH, axes.whole(weights["gate_up"], 0)), 2, axis=-1)
@@ -279,7 +288,7 @@ def _layers(
 
     scanned = (jnp.arange(config.num_layers), layers)
     (x_NTH, cache), _ = lax.scan(layer, (x_NTH, cache), scanned)
-    return cache, rms_norm(x_NTH, base["final_norm"], config.rms_norm_eps)
+    return cache, norm(x_NTH, base["final_norm"])
 
 
 def _expert_mlp(

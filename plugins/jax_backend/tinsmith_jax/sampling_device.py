@@ -142,9 +142,8 @@ def sampling_device(
 def sampling_shape(config: JaxConfig, limits: Limits, model: ModelConfig, *, num_shards: int) -> SamplingShape:
     """Resolve the settings that are left open.
 
-    A CPU reads prompts in one size only, so that a prompt's bits do not depend on how many others are read with it:
-    XLA:CPU compiles reductions over many tiles differently than over few. Never 1, which would turn batched products
-    into plain ones.
+    On a CPU, a prompt's bits do not depend on how many tiles are read at a time: products of 64 rows and of more are
+    alike, and all else is done tile by tile. Not so with experts, whose rows are sorted: there, one size serves all.
     """
     on_cpu = limits.platform == "cpu"
     return SamplingShape(
@@ -155,7 +154,7 @@ def sampling_shape(config: JaxConfig, limits: Limits, model: ModelConfig, *, num
         max_lora_rank=config.max_lora_rank,
         max_steps=config.decode_steps or (4 if on_cpu else 8),
         max_top=min(config.max_topk_logprobs, model.vocab_size),
-        prefill_tiles=(2,) if on_cpu else (2, 4, 8),
+        prefill_tiles=((1, 2) if model.experts is None else (2,)) if on_cpu else (2, 4, 8),
         dtype=limits.dtype,
     )
 
