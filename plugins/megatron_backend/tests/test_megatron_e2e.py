@@ -53,6 +53,7 @@ CASES = {
     "dense": Case({"tensor_parallel": 2}),
     "dense and vllm": Case({"tensor_parallel": 2}, sampler="vllm"),
 }
+"""Packed with experts, as on GPUs; strict otherwise, as on CPUs."""
 
 
 @dataclass(frozen=True, slots=True)
