@@ -314,6 +314,20 @@ def comparison() -> str:
     return rendered
 
 
+def megatron_table(model: str, rank: int) -> str:
+    """Return the fastest layouts of 8 to 256 GPUs; docs/reference/megatron-plan.md says for what work."""
+    from tinsmith_megatron.plan import command, tables, work
+
+    gpus = [8 << power for power in range(6)]
+    return tables.table(command.read_shape(model), gpus, work.Work(rank=rank), work.Machine())
+
+
+_PLANNED = {
+    f"megatron-{model.split('-')[1].lower()}-{kind}": partial(megatron_table, model, rank)
+    for model in ("Qwen3-30B-A3B", "Qwen3-235B-A22B")
+    for kind, rank in (("lora", 32), ("full", 0))
+}
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "settings": settings_tables,
     "plugin-options": plugin_tables,
@@ -324,6 +338,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "plan-in-full": plan_in_full,
     "fields": field_status.markdown,
     **{f"tpu-{kind}": partial(tpu_table, kind) for kind in ("tenants", "slices", "recompute", "scaling", "sampling")},
+    **_PLANNED,
     **{f"public-{package}": partial(public_names, package) for package in PUBLIC_PACKAGES},
     **{f"hook-{name}": partial(hook_section, name) for name in HOOK_NAMES},
 }

@@ -14,6 +14,10 @@ _KINDS: Final[dict[str, tuple[str, dict[str, Any]]]] = {  # Any: parsed JSON
     "qwen3": ("Qwen3ForCausalLM", _QWEN3),
     "llama": ("LlamaForCausalLM", _LLAMA),
     "moe": ("Qwen3MoeForCausalLM", {**_QWEN3, **_EXPERTS, "num_key_value_heads": 4}),
+    "large moe": (
+        "Qwen3MoeForCausalLM",
+        {**_QWEN3, **_EXPERTS, "num_key_value_heads": 4, "moe_intermediate_size": 1536},
+    ),
 }
 
 _SIZES: Final = {  # kind, hidden, intermediate, layers, heads, tied
@@ -24,6 +28,7 @@ _SIZES: Final = {  # kind, hidden, intermediate, layers, heads, tied
     "Qwen3-14B": ("qwen3", 5120, 17_408, 40, 40, False),
     "Qwen3-32B": ("qwen3", 5120, 25_600, 64, 64, False),
     "Qwen3-30B-A3B": ("moe", 2048, 6144, 48, 32, False),
+    "Qwen3-235B-A22B": ("large moe", 4096, 12_288, 94, 64, False),
     "Llama-3.2-1B": ("llama", 2048, 8192, 16, 32, True),
     "Llama-3.2-3B": ("llama", 3072, 8192, 28, 24, True),
     "Llama-3-8B": ("llama", 4096, 14_336, 32, 32, False),

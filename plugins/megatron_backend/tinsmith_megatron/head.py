@@ -150,7 +150,8 @@ def _logsumexp(logits_CV: torch.Tensor) -> torch.Tensor:
         return torch.logsumexp(logits_CV, dim=-1, keepdim=True)
     top_C1 = logits_CV.amax(dim=-1, keepdim=True)
     dist.all_reduce(top_C1, dist.ReduceOp.MAX, group=get_tensor_model_parallel_group())
-    return top_C1 + _summed((logits_CV - top_C1).exp().sum(dim=-1, keepdim=True)).log()
+    shifted_CV = logits_CV - top_C1
+    return top_C1 + _summed(shifted_CV.exp_().sum(dim=-1, keepdim=True)).log()
 
 
 def _summed(part: torch.Tensor) -> torch.Tensor:

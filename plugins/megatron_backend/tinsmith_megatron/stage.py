@@ -77,6 +77,7 @@ class Stage(nn.Module):
         for layer in self.decoder.layers:
             _name_modules(layer)
             layer.register_forward_pre_hook(_hand_out_stream, with_kwargs=True)
+            layer.register_forward_hook(_forget_stream)
 
     def _make_head(self, setup: Setup) -> nn.Parameter:
         shape = setup.architecture.shape
@@ -211,9 +212,20 @@ def _residual(training: bool, fused: bool) -> Any:  # noqa: ARG001, FBT001  (as 
 
 def _hand_out_stream(layer: Any, _: Any, arguments: Any) -> None:
     """Tell the layer's modules the stream of this call: several micro-batches are under way in a pipeline."""
+    _set_stream(layer, arguments["attention_bias"])
+
+
+def _forget_stream(layer: Any, _: Any, output: Any) -> None:  # noqa: ARG001  (as torch calls it)
+    """It holds the adapters of the pass and their gradients. Megatron's dispatcher would keep the router's graph."""
+    _set_stream(layer, None)
+    if isinstance(layer.mlp, MoELayer):
+        layer.mlp.token_dispatcher.probs = layer.mlp.token_dispatcher.routing_map = None
+
+
+def _set_stream(layer: Any, stream: Stream | None) -> None:
     for module in layer.modules():
         if isinstance(module, AdaptedLinear | AdaptedExperts | PackedAttention):
-            module.stream = arguments["attention_bias"]
+            module.stream = stream
 
 
 def _name_modules(layer: Any) -> None:

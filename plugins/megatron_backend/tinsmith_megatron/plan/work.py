@@ -1,0 +1,72 @@
+"""What `tinsmith-megatron plan` compares: a layout of the ranks, the work of a step, and the machines."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from tinsmith.huggingface import DecoderShape
+from tinsmith_megatron.config import MegatronConfig
+from tinsmith_megatron.parallel import Part, Place, part_of
+
+GB: Final = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    tp: int
+    pp: int
+    ep: int
+    dp: int  # copies of the model's pipeline
+    recompute: bool
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def expert_copies(self) -> int:
+        """Return how many ranks hold the same experts."""
+        return self.tp * self.dp // self.ep
+
+    def config(self) -> MegatronConfig:
+        return MegatronConfig(tensor_parallel=self.tp, pipeline_parallel=self.pp, expert_parallel=self.ep)
+
+    def part(self, shape: DecoderShape, stage: int) -> Part:
+        """Return the first share of a stage."""
+        return part_of(Place(tp_rank=0, pp_rank=stage, ep_rank=0, dp_rank=0), self.config(), shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What is trained, and how much of it at a time."""
+
+    tenants: int = 8
+    rank: int = 32  # of each adapter; 0: all weights of one model are trained
+    tokens: int = 16384  # of a micro-batch of one rank
+    context: int = 8192  # of the longest sequence
+    step_tokens: int = 1 << 20  # of a step, over all ranks
+    item: int = 2  # bytes of a weight and of an activation
+    on_cpu: bool = False  # attention keeps one copy more, and the head has smaller chunks
+
+    @property
+    def full(self) -> bool:
+        return self.rank == 0
+
+    def micro_batches(self, layout: Layout) -> int:
+        return -(-self.step_tokens // (layout.dp * self.tokens))
+
+    def micro_tokens(self, layout: Layout) -> float:
+        """Return the tokens of one micro-batch, if a step's are dealt out evenly."""
+        return self.step_tokens / (layout.dp * self.micro_batches(layout))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the GPUs can do: by default what an H100's data sheet says, and two assumptions."""
+
+    memory_gb: float = 80  # 10^9 bytes of one GPU
+    reserve_gb: float = 6  # assumed: for CUDA, NCCL and fragments, of which the formula does not know
+    gpus_per_node: int = 8
+    tflops: float = 989  # peak of a GPU in bfloat16
+    efficiency: float = 0.4  # assumed: the share of it that is achieved
+    node_gb_s: float = 450  # that a GPU receives from its own machine: NVLink 4, one direction
+    network_gb_s: float = 50  # and from others: a network card of 400 Gbit/s for each GPU
