@@ -1,8 +1,8 @@
 """What training takes of a rank's memory, in all its phases, counted from the model's configuration. No torch.
 
 Weights, gradients, moments and gathered layers are counted exactly. What a micro-batch takes is a linear fit over the
-sizes of a layer, to the peak of the program's own tensors on CPU; test_fsdp_costs.py measures it again. Memory that the
-GPU's driver, NCCL and the allocator's gaps take is an allowance, not measured.
+sizes of a layer, to the peak of the program's own tensors on CPU before adapters were packed; no test repeats it.
+Memory that the GPU's driver, NCCL and the allocator's gaps take is an allowance, not measured.
 """
 
 from dataclasses import dataclass
