@@ -6,9 +6,9 @@ import pytest
 from tinsmith_jax.pages import Pages, PrefixKey, Rows
 
 
-def key(*tokens: int, serial: int = 0) -> PrefixKey:
+def key(*tokens: int, serial: int = 0, session: str = "s") -> PrefixKey:
     """The key of a prefix of one token per page."""
-    made = PrefixKey.first(serial)
+    made = PrefixKey.first(serial, session)
     for token in tokens:
         made = made.then(np.array([token], np.int32))
     return made
@@ -16,7 +16,7 @@ def key(*tokens: int, serial: int = 0) -> PrefixKey:
 
 def test_a_key_says_the_adapter_and_every_token_up_to_it() -> None:
     assert key(1, 2) == key(1, 2)
-    assert len({key(1, 2), key(2, 1), key(2), key(1, 2, serial=1), key(1, 2, 2)}) == 5
+    assert len({key(1, 2), key(2, 1), key(2), key(1, 2, serial=1), key(1, 2, session="t"), key(1, 2, 2)}) == 6
 
 
 def test_pages_are_shared_until_the_last_user_leaves() -> None:

@@ -71,11 +71,19 @@ async def test_a_prompt_is_read_once(backend: JaxBackend, read: list[PromptTile]
 
 
 async def test_requests_at_the_same_time_read_a_common_prefix_once(backend: JaxBackend, read: list[PromptTile]) -> None:
-    ops = [make_sample(begins(prompt(128), 5 + n, seed=n), "a", session=str(n)) for n in range(4)]
+    ops = [make_sample(begins(prompt(128), 5 + n, seed=n), "a") for n in range(4)]
     together = await sample_all(backend, ops)
     assert sorted(tile.start for tile in read) == [0, 64, *[128] * 4]
     for op, output in zip(ops, together, strict=True):
         assert_same_sequences(await alone(backend, op), output)
+
+
+@pytest.mark.parametrize("snapshot", ["a", None])
+async def test_sessions_share_nothing(snapshot: str | None, backend: JaxBackend, read: list[PromptTile]) -> None:
+    """Else the time of an answer would tell what others have asked."""
+    one, two = [await sample(backend, make_sample(prompt(129), snapshot, session=each)) for each in ("s", "t")]
+    assert len(read) == 4
+    assert_same_sequences(one, two)
 
 
 async def test_adapters_and_the_base_model_share_nothing(backend: JaxBackend, read: list[PromptTile]) -> None:

@@ -1,8 +1,9 @@
 """Which page of the cache holds what, on the host: pages in use, prefixes of prompts that stay, and free pages.
 
-A page that holds 64 tokens of a prompt is known by its key: the adapter, and a hash of all tokens up to its end. It
-stays when nobody uses it any more, until its place is needed; the page that went unused longest goes first. Only
-prompts are shared: reading them again would give the same bits. What was drawn was computed in another shape.
+A page that holds 64 tokens of a prompt is known by its key: the adapter, the sampling session, and a hash of all tokens
+up to its end. So nobody can learn from the time that an answer takes what others have asked. The page stays when nobody
+uses it any more, until its place is needed; the one that went unused longest goes first. Only prompts are shared:
+reading them again would give the same bits. What was drawn was computed in another shape.
 """
 
 from collections import OrderedDict
@@ -14,11 +15,11 @@ from tinsmith import TokenArray
 
 class PrefixKey(NamedTuple):
     serial: int  # of the adapter; 0 = the base model
-    digest: bytes
+    digest: bytes  # of the session and the tokens
 
     @classmethod
-    def first(cls, serial: int) -> "PrefixKey":
-        return cls(serial, b"")
+    def first(cls, serial: int, sampling_session_id: str) -> "PrefixKey":
+        return cls(serial, sampling_session_id.encode())
 
     def then(self, tokens: TokenArray) -> "PrefixKey":
         """Return the key of the prefix that has these tokens besides."""

@@ -183,7 +183,7 @@ class Prompt:
         self.pages: list[int] = []
         self.rest: int | None = None
         self.num_users = 0
-        self._key = PrefixKey.first(request.serial)
+        self._key = PrefixKey.first(request.serial, request.op.sampling_session_id)
 
     @property
     def num_read(self) -> int:
