@@ -15,7 +15,8 @@ from comparison.proc import tree_cpu_s
 
 _BENCHMARKS: Final = Path(__file__).parents[1]
 _SETTLED_CORES: Final = 0.15
-_SETTLE_POLL_S: Final = 3.0
+_SETTLE_POLL_S: Final = 1.5
+_QUIET_POLLS: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +79,11 @@ class Server:
 
     def settle(self, timeout_s: float) -> float:
         """Wait until the server does almost nothing, because it has compiled everything. Return the seconds."""
-        started = time.monotonic()
-        while time.monotonic() - started < timeout_s:
+        started, quiet = time.monotonic(), 0
+        while quiet < _QUIET_POLLS and time.monotonic() - started < timeout_s:
             before = self.cpu_s()
             time.sleep(_SETTLE_POLL_S)
-            if self.cpu_s() - before < _SETTLED_CORES * _SETTLE_POLL_S:
-                break
+            quiet = quiet + 1 if self.cpu_s() - before < _SETTLED_CORES * _SETTLE_POLL_S else 0
         return time.monotonic() - started
 
 

@@ -1,0 +1,75 @@
+"""How many commits an operation costs, counted on a running server. The number depends on nothing but the code.
+
+A submit is durable before it is acknowledged, and a result before anybody sees it. A claim is committed before
+anything runs, so that no two engines run it; losing it costs nothing, so it need not be on the disk.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from sqlmodel import Session
+
+from tinsmith import operations as ops
+from tinsmith.sql_store.grouping import Call
+from tinsmith.sql_store.transactions.writer import Writer
+from tinsmith.testing.engine_driver import EngineDriver
+from tinsmith.testing.harness import RunningServer
+
+OF_OPERATIONS = {"submit", "claim", "complete"}
+DURABILITY = {1: "relaxed", 2: "durable"}  # what SQLite calls normal and full
+FEWEST = [["durable submit"], ["relaxed claim"], ["durable complete"]]
+
+
+@pytest.fixture
+def commits(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Of each commit, what it did for operations, in order; not those for leases, reports and heartbeats."""
+    seen: list[list[str]] = []
+    run_group = Writer._run_group
+
+    def noting(writer: Writer, calls: list[Call], session: Session) -> Any:
+        level = DURABILITY[session.connection().exec_driver_sql("PRAGMA synchronous").scalar_one()]
+        if names := [call.function.__name__ for call in calls if call.function.__name__ in OF_OPERATIONS]:
+            seen.append([f"{level} {name}" for name in names])
+        return run_group(writer, calls, session)
+
+    monkeypatch.setattr(Writer, "_run_group", noting)
+    return seen
+
+
+@pytest.fixture
+def driver(toy_server: RunningServer, request: pytest.FixtureRequest) -> EngineDriver:
+    made = EngineDriver(toy_server.store, "toy", session_id=request.node.name)
+    toy_server.call(made.open_session())
+    toy_server.call(made.result(toy_server.call(made.create_model())))
+    return made
+
+
+def optim_step(model_id: str) -> ops.Operation:
+    return ops.OptimStep(model_id=model_id, adam=ops.AdamParams())
+
+
+def pass_with_gradients(model_id: str) -> ops.Operation:
+    inputs = {"target_tokens": np.arange(4, 12), "weights": np.ones(8, np.float32)}
+    datum = ops.Datum(tokens_T=np.arange(3, 11, dtype=np.int32), loss_inputs=inputs)
+    return ops.ForwardBackward(model_id=model_id, data=(datum,))
+
+
+def sample(model_id: str) -> ops.Operation:
+    prompt_P = np.arange(3, 11, dtype=np.int32)
+    params = ops.SamplingParams(max_tokens=2, seed=1)
+    return ops.Sample(sampling_session_id=model_id, snapshot_id=None, prompt_P=prompt_P, params=params)
+
+
+@pytest.mark.parametrize("make", [optim_step, pass_with_gradients, sample])
+def test_an_operation_costs_three_commits(
+    toy_server: RunningServer,
+    driver: EngineDriver,
+    commits: list[list[str]],
+    make: Callable[[str], ops.Operation],
+) -> None:
+    for _ in range(3):
+        result = toy_server.call(driver.run(make(driver.model_id())))
+        assert not isinstance(result, ops.Failed)
+    assert commits == FEWEST * 3
