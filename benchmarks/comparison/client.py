@@ -9,7 +9,9 @@ because every server gets the newest SDK that it can serve.
 import argparse
 import json
 import os
+import queue
 import sys
+import threading
 import time
 import warnings
 from importlib.metadata import version
@@ -71,9 +73,17 @@ def main() -> None:
     answers = _take_stdout()
     bench = Workbench(url=options.url, base_model=options.base_model, vocab_size=options.vocab_size, rank=options.rank)
     client = Client(bench, options.pid)
+    commands: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_read, args=(commands,), daemon=True).start()
+    while True:
+        print(json.dumps(client.answer(*commands.get().split())), file=answers, flush=True)
+
+
+def _read(commands: queue.Queue[str]) -> None:
+    """Pass on what is asked. At the end of the input, end at once, even in a call that the SDK repeats for ever."""
     for line in sys.stdin:
-        print(json.dumps(client.answer(*line.split())), file=answers, flush=True)
-    os._exit(0)  # threads of the SDK would go on
+        commands.put(line)
+    os._exit(0)
 
 
 def _take_stdout() -> TextIO:

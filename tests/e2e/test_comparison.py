@@ -1,6 +1,7 @@
 """The program that compares servers, at a small scale: what it asks, what it throws away, and what it says."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from comparison.proc import Usage
 from comparison.rounds import Effort, Result, measure
 from comparison.scenarios import SCENARIOS
 from comparison.workbench import Workbench
+from where_time_goes import STAGES, Trace, find
 
 from tinsmith.testing.harness import RunningServer
 
@@ -146,6 +148,34 @@ def test_the_page_tells_what_was_thrown_away_and_what_failed() -> None:
     assert "- a figure (tiny): 2, others used up to 0.5 cores; 1 kept" in text
     assert "- a figure (tiny), peer: a reason" in text
     assert "its figures prove nothing" in page.render(found(result, allow_load=True))
+
+
+@pytest.mark.thorough  # it imports the SDK in a process of its own
+def test_a_client_ends_with_its_input_even_in_a_call() -> None:
+    """Nothing answers at this address, and the SDK goes on trying."""
+    command = [sys.executable, "-m", "comparison.client", "--url", "http://127.0.0.1:9", "--base-model", "x"]
+    command += ["--vocab-size", "64", "--rank", "4"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environ, stderr=subprocess.DEVNULL) as client:
+        client.communicate(b"prepare forward\n", timeout=300)
+    assert client.returncode == 0
+
+
+def test_the_stages_of_an_operation_are_where_they_are_looked_for() -> None:
+    for place, _, _ in STAGES:
+        if not place.startswith("tinsmith_jax"):
+            owner, name = find(place)
+            assert callable(getattr(owner, name)), place
+
+
+def test_a_stage_is_timed_and_left_as_it_was() -> None:
+    trace, place = Trace(), "tinsmith.server.routes.futures:_answer"
+    owner, name = find(place)
+    original = getattr(owner, name)
+    with trace.installed(with_jax=False), pytest.raises(AttributeError):
+        getattr(owner, name)(None)
+    assert [span.stage for span in trace.spans] == ["answer"]
+    assert getattr(owner, name) is original
 
 
 @pytest.mark.thorough

@@ -9,6 +9,7 @@ import pytest
 from few_programs import FEW_PROGRAMS
 from jax_harness import add_model, local, make_op
 from sampling_harness import make_sample, prompt, sample_all
+from where_time_goes import STAGES, find
 
 from tinsmith import AdamParams, Datum, ForwardBackward, LoraConfig, OptimStep
 from tinsmith_jax.backend import JaxBackend
@@ -112,3 +113,9 @@ def test_a_bounded_share_of_the_computed_tokens_is_padding() -> None:
         real += sum(lengths)
         computed += sum(micro.bucket(buckets).num_tokens for micro in plan(pieces(lengths), buckets, 32))
     assert 1 - real / computed < MOST_PADDING
+
+
+def test_the_devices_stages_are_where_they_are_looked_for() -> None:
+    for place, _, _ in STAGES:
+        owner, name = find(place)
+        assert callable(getattr(owner, name)), place
