@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -33,7 +33,9 @@ from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.workers import WorkerDiedError
 from tinsmith.workers.channel import Channel, Encoded, encode
 from tinsmith_jax.backend import JaxBackend
-from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
+from tinsmith_jax.config import JaxConfig, JaxSamplerConfig, MeshConfig
+from tinsmith_jax.mesh import check_shape
+from tinsmith_jax.model_config import read_config
 from tinsmith_jax.remote import RemoteDevices
 from tinsmith_jax.sampling_only import JaxSampler
 
@@ -82,7 +84,10 @@ MESHES = [
 ]
 
 
-@pytest.fixture(scope="module", params=["qwen3", pytest.param("llama", marks=pytest.mark.thorough)])
+FAMILIES = ["qwen3", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("llama", "qwen3_moe"))]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("mesh") / "model"
     shape = TinyShape(family=request.param, num_heads=8, num_kv_heads=4, tied=request.param == "qwen3", **SIZES)
@@ -360,12 +365,11 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused_before_workers_start(
     assert str(refused.value).endswith(message)
 
 
-def test_a_mesh_for_a_model_with_experts_is_refused(
-    contract_model_with_experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tinsmith_jax.remote.WorkerGroup", None)
-    with pytest.raises(ConfigError, match="models with experts run on one device; leave out the mesh"):
-        on(contract_model_with_experts, tmp_path, mesh={"data": 2}, simulated_devices=2)
+def test_a_mesh_that_does_not_divide_the_experts_is_refused(contract_model_with_experts: Path) -> None:
+    found = read_config(contract_model_with_experts)
+    six = replace(found, num_heads=4, num_kv_heads=4)
+    with pytest.raises(ConfigError, match=r"num_experts \(6\) .* not a multiple of tensor; tensor can be 1, 2$"):
+        check_shape(MeshConfig(tensor=4), six)
 
 
 NOT_AS_MANY = [

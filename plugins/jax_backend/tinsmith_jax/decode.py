@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tinsmith_jax import expert_sampling
-from tinsmith_jax.experts import ExpertWeights, route, take_apart
+from tinsmith_jax.experts import Stacked, of_layer, route, take_apart
 from tinsmith_jax.layers import TILE, rms_norm, rope, rope_angles
 from tinsmith_jax.mesh import ONE, Axes
 from tinsmith_jax.model_config import ModelConfig
@@ -251,7 +251,7 @@ def _layers(
     config = config.divided(axes.tensor)
     T = tiles.tokens_NT.shape[1]
     cos_sin = rope_angles(tiles.start_N[:, None] + jnp.arange(T), config.rope.inv_freq, config.rope.factor)
-    layers, experts = take_apart(base["layers"])
+    layers, experts = take_apart(base["layers"], axes)
 
     def by_tile(compute: Callable[[jax.Array], jax.Array], x_N: jax.Array) -> jax.Array:
         """Reduce each tile of a prompt by itself: XLA:CPU compiles a reduction of many otherwise than of few."""
@@ -279,7 +279,7 @@ def _layers(
         x_NTH = _add(x_NTH, _dense(out_NTo, axes.whole(weights["o"], 1)), delta("o", out_NTo), axes)
         h_NTH = norm(x_NTH, weights["post_norm"])
         if experts is not None:
-            return (x_NTH + _expert_mlp(h_NTH, index, weights, experts, config, lora), cache), None
+            return (x_NTH + _expert_mlp(h_NTH, index, weights, experts, config, lora, axes), cache), None
         gate_NTo, up_NTo = jnp.split(_dense(h_NTH, axes.whole(weights["gate_up"], 0)), 2, axis=-1)
         gate_NTo, up_NTo = gate_NTo + delta("gate", h_NTH), up_NTo + delta("up", h_NTH)
         inner_NTo = jax.nn.silu(gate_NTo) * up_NTo
@@ -295,20 +295,21 @@ def _expert_mlp(
     h_NTH: jax.Array,
     layer: jax.Array,
     weights: Tree,
-    experts: tuple[Any, Any],
+    experts: Stacked,
     config: ModelConfig,
     lora: AdapterRows,
+    axes: Axes,
 ) -> jax.Array:
     assert config.experts is not None
-    flat_TH, num_experts = h_NTH.reshape(-1, h_NTH.shape[-1]), config.experts.num_experts
-    routing, own = route(flat_TH, weights["router"], config), ExpertWeights(*experts, weights["first_expert"])
+    flat_TH, number = h_NTH.reshape(-1, h_NTH.shape[-1]), config.experts.num_experts // axes.tensor
+    routing, own = route(flat_TH, weights["router"], config, axes), of_layer(weights, experts, axes)
     num_rows = lora.resident["head"][0].shape[0]
     adapted_R = jnp.arange(num_rows) < num_rows - 1
-    of_layer = expert_sampling.resident_lora(lora.resident["layers"], layer, weights["first_expert"], adapted_R)
+    resident = expert_sampling.resident_lora(lora.resident["layers"], layer, weights["first_expert"], adapted_R)
     if h_NTH.shape[1] == 1:
-        out = expert_sampling.step_mlp(flat_TH, routing, own, of_layer, lora, num_experts)
+        out = expert_sampling.step_mlp(flat_TH, routing, own, resident, lora, number, axes)
     else:
-        out = expert_sampling.prompt_mlp(h_NTH, routing, own, of_layer, lora.row_N, num_experts)
+        out = expert_sampling.prompt_mlp(h_NTH, routing, own, resident, lora.row_N, number, axes)
     mlp_NTH: jax.Array = out.reshape(h_NTH.shape)
     return mlp_NTH
 

@@ -12,6 +12,7 @@ from jax import lax
 from tinsmith_jax import experts
 from tinsmith_jax.experts import ExpertWeights, ResidentLora, Routing, activated
 from tinsmith_jax.layers import Tiles
+from tinsmith_jax.mesh import Axes
 from tinsmith_jax.sampling_adapters import BASE_MODEL, AdapterRows
 
 # Any below: jax arrays and pytrees of them.
@@ -26,17 +27,24 @@ def resident_lora(layers: Mapping[str, Any], layer: Any, first_expert: Any, adap
 
 
 def prompt_mlp(
-    h_NTH: Any, routing: Routing, weights: ExpertWeights, lora: ResidentLora, row_N: Any, num_experts: int
+    h_NTH: Any, routing: Routing, weights: ExpertWeights, lora: ResidentLora, row_N: Any, num_experts: int, axes: Axes
 ) -> Any:
     """Return the experts' outputs for tiles of prompts. Tiles of the base model use the last row, which is unused."""
     last = lora.adapted_k.shape[0] - 1
     tiles = Tiles(jnp.where(row_N == BASE_MODEL, last, row_N), jnp.ones(row_N.shape, jnp.float32))
-    out_TH, _ = experts.forward(h_NTH.reshape(-1, h_NTH.shape[-1]), routing, weights, lora, tiles, num_experts)
+    h_TH = h_NTH.reshape(-1, h_NTH.shape[-1])
+    out_TH, _ = experts.forward(h_TH, routing, weights, lora, tiles, num_experts, axes)
     return out_TH.reshape(h_NTH.shape)
 
 
 def step_mlp(
-    h_BH: Any, routing: Routing, weights: ExpertWeights, lora: ResidentLora, rows: AdapterRows, num_experts: int
+    h_BH: Any,
+    routing: Routing,
+    weights: ExpertWeights,
+    lora: ResidentLora,
+    rows: AdapterRows,
+    num_experts: int,
+    axes: Axes,
 ) -> Any:
     """Return the experts' outputs for one token of each row of decoding, [B, H].
 
@@ -64,7 +72,7 @@ def step_mlp(
         return out, low
 
     empty = jnp.zeros_like(h_BH), jnp.zeros((h_BH.shape[0], lora.down[0].shape[-1]), dtype)
-    out_BH, low_Br = lax.fori_loop(0, jnp.sum(used_E), one, empty)
+    out_BH, low_Br = (axes.total(part) for part in lax.fori_loop(0, jnp.sum(used_E), one, empty))
     return out_BH + _delta(low_Br, lora.down[1], rows)
 
 

@@ -3,6 +3,8 @@
 Legend as in experts.py.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +15,7 @@ from tinsmith_jax import experts
 from tinsmith_jax.experts import Block, Blocks, ExpertLora, ExpertWeights, Routing, in_tiles, product_T, rows
 from tinsmith_jax.kernels import tile_products
 from tinsmith_jax.layers import TILE, Tiles
+from tinsmith_jax.mesh import ONE, Axes
 
 # Any below: jax arrays and pytrees of them.
 
@@ -24,36 +27,39 @@ def expert_mlp(
     lora: ExpertLora,
     tiles: Tiles,
     sums: ExpertLora | None = None,
+    axes: Axes = ONE,
 ) -> Any:
     """Return the weighted outputs of the experts, [T, H].
 
     With `sums`, reverse differentiation by them yields the sums plus this call's gradients, as in layers.lora_delta.
+
+    On a mesh, the gradients by `h_TH` and by the routing's weights are this shard's parts; the result is whole.
     """
     if sums is None:
-        return experts.forward(h_TH, routing, weights, lora, tiles, _num_experts(lora))[0]
-    return _summing(h_TH, routing, weights, lora, sums, tiles)
+        return experts.forward(h_TH, routing, weights, lora, tiles, _num_experts(lora), axes)[0]
+    return _summing(h_TH, routing, weights, lora, sums, tiles, axes)
 
 
 def _num_experts(lora: ExpertLora) -> int:
     return int(lora.down[0].shape[0])
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _summing(
-    h_TH: Any, routing: Routing, weights: ExpertWeights, lora: ExpertLora, sums: ExpertLora, tiles: Tiles
+    h_TH: Any, routing: Routing, weights: ExpertWeights, lora: ExpertLora, sums: ExpertLora, tiles: Tiles, axes: Axes
 ) -> Any:
     del sums
-    return experts.forward(h_TH, routing, weights, lora, tiles, _num_experts(lora))[0]
+    return experts.forward(h_TH, routing, weights, lora, tiles, _num_experts(lora), axes)[0]
 
 
 def _summing_forward(
-    h_TH: Any, routing: Routing, weights: ExpertWeights, lora: ExpertLora, sums: ExpertLora, tiles: Tiles
+    h_TH: Any, routing: Routing, weights: ExpertWeights, lora: ExpertLora, sums: ExpertLora, tiles: Tiles, axes: Axes
 ) -> tuple[Any, Any]:
-    out, kept = experts.forward(h_TH, routing, weights, lora, tiles, _num_experts(lora))
+    out, kept = experts.forward(h_TH, routing, weights, lora, tiles, _num_experts(lora), axes)
     return out, (h_TH, routing, weights, lora, sums, tiles, kept)
 
 
-def _summing_backward(saved: Any, d_TH: Any) -> Any:
+def _summing_backward(axes: Axes, saved: Any, d_TH: Any) -> Any:
     """Compute the experts' inner values again, block by block, instead of having kept them."""
     h_TH, routing, weights, lora, sums, tiles, (blocks, z_TS, low_ntr) = saved
     dtype, which_n, scale = h_TH.dtype, tiles.adapter_n, tiles.scale_n[:, None, None]
@@ -84,25 +90,28 @@ def _summing_backward(saved: Any, d_TH: Any) -> Any:
     A = jnp.concatenate((lora.gate[0], lora.up[0]), axis=-1).astype(dtype)
     through_A = tile_products.down_backward(d_z_ntS.astype(dtype), A, which_n)
     d_h = experts.weighted_sum(ones, d_x_RH, blocks) + through_A.reshape(h_TH.shape)
-    d_A = jnp.split(tile_products.outer_A(in_tiles(h_TH), d_z_ntS.astype(dtype), which_n, num_adapters), 2, axis=-1)
-    d_B_down = tile_products.outer_B(low_ntr.astype(dtype), d_ntH, which_n, num_adapters)
+    every_n = axes.every_stream(which_n)
+    every_h, every_d_z = axes.every_stream((in_tiles(h_TH), axes.total(d_z_ntS).astype(dtype)))
+    d_A = jnp.split(tile_products.outer_A(every_h, every_d_z, every_n, num_adapters), 2, axis=-1)
+    every_low, every_d = axes.every_stream((low_ntr.astype(dtype), d_ntH))
+    d_B_down = tile_products.outer_B(every_low, every_d, every_n, num_adapters)
     z_gate, z_up = jnp.split(in_tiles(z_TS.astype(dtype)), 2, axis=-1)
-    of_tile = _RowsOfTiles(routing.chosen_TC, blocks, _num_experts(lora))
+    of_tile = _RowsOfTiles(routing.chosen_TC, blocks, _num_experts(lora), every_n, axes)
     new = ExpertLora(
         gate=(
-            tile_products.add(sums.gate[0], d_A[0], which_n),
-            of_tile.add("tr,tei->eri", sums.gate[1], z_gate, d_gate_R, which_n),
+            tile_products.add(sums.gate[0], d_A[0], every_n),
+            of_tile.add("tr,tei->eri", sums.gate[1], z_gate, d_gate_R),
         ),
         up=(
-            tile_products.add(sums.up[0], d_A[1], which_n),
-            of_tile.add("tr,tei->eri", sums.up[1], z_up, d_up_R, which_n),
+            tile_products.add(sums.up[0], d_A[1], every_n),
+            of_tile.add("tr,tei->eri", sums.up[1], z_up, d_up_R),
         ),
         down=(
-            of_tile.add("tr,tei->eir", sums.down[0], in_tiles(d_low_Tr.astype(dtype)), inner_R, which_n),
-            tile_products.add(sums.down[1], d_B_down, which_n),
+            of_tile.add("tr,tei->eir", sums.down[0], in_tiles(d_low_Tr.astype(dtype)), inner_R),
+            tile_products.add(sums.down[1], d_B_down, every_n),
         ),
     )
-    d_routing = Routing(None, d_weight_R[blocks.row_TC, 0].astype(routing.weight_TC.dtype))
+    d_routing = Routing(None, rows(d_weight_R, blocks.row_TC)[..., 0].astype(routing.weight_TC.dtype))
     return d_h.astype(dtype), d_routing, None, None, new, None
 
 
@@ -115,20 +124,39 @@ class _RowsOfTiles(NamedTuple):
     chosen_TC: Any
     blocks: Blocks
     num_experts: int
+    every_n: Any  # the adapters of all tiles whose products are added here
+    axes: Axes
 
-    def add(self, form: str, sums: Any, a_ntr: Any, b_RI: Any, which_n: Any) -> Any:
+    def add(self, form: str, sums: Any, a_ntr: Any, b_RI: Any) -> Any:
         """Add each tile's products with the rows of its choices to its adapter's gradients [E, k, ...], in tile order.
 
         The product is that of the whole tile: tokens that an expert does not compute are 0. So the sum over a tile's
         tokens does not depend on what else the call holds.
         """
-        row_ntC, chosen_ntC = in_tiles(self.blocks.row_TC), in_tiles(self.chosen_TC)
+        every_a, b_of_tile = self.axes.every_stream(a_ntr), self._of_tile(b_RI)
 
         def step(n: Any, sums: Any) -> Any:
-            nowhere = jnp.full((TILE, self.num_experts), b_RI.shape[0], jnp.int32)
-            row_tE = nowhere.at[jnp.arange(TILE)[:, None], chosen_ntC[n]].set(row_ntC[n])
-            d = jnp.einsum(form, a_ntr[n], rows(b_RI, row_tE), preferred_element_type=jnp.float32)
-            before = lax.dynamic_index_in_dim(sums, which_n[n], 1, keepdims=False)
-            return lax.dynamic_update_index_in_dim(sums, before + d, which_n[n], 1)
+            d = jnp.einsum(form, every_a[n], b_of_tile(n), preferred_element_type=jnp.float32)
+            before = lax.dynamic_index_in_dim(sums, self.every_n[n], 1, keepdims=False)
+            return lax.dynamic_update_index_in_dim(sums, before + d, self.every_n[n], 1)
 
-        return lax.fori_loop(0, len(which_n), step, sums)
+        return lax.fori_loop(0, len(self.every_n), step, sums)
+
+    def _of_tile(self, b_RI: Any) -> Callable[[Any], Any]:
+        """Return what finds the rows [t, E, I] of a tile. If streams are joined, the rows of all choices are."""
+        row_ntC, chosen_ntC = in_tiles(self.blocks.row_TC), self.axes.every_stream(in_tiles(self.chosen_TC))
+        token_t = jnp.arange(TILE)[:, None]
+
+        def own(n: Any) -> Any:
+            nowhere = jnp.full((TILE, self.num_experts), b_RI.shape[0], jnp.int32)
+            return rows(b_RI, nowhere.at[token_t, chosen_ntC[n]].set(row_ntC[n]))
+
+        if not self.axes.joins_streams:
+            return own
+        every_ntCI = self.axes.every_stream(rows(b_RI, row_ntC))
+
+        def joined(n: Any) -> Any:
+            nothing = jnp.zeros((TILE, self.num_experts, b_RI.shape[1]), b_RI.dtype)
+            return nothing.at[token_t, chosen_ntC[n]].set(every_ntCI[n])
+
+        return joined

@@ -9,6 +9,9 @@ of one expert and one adapter. The bits of a row of such a product depend neithe
 and a token's results are added in an order of its own, so other tenants do not change them.
 Gradients of the experts' own factors are added tile by tile in order, as all others are.
 
+On a mesh, a shard of `tensor` has some of the experts, and all tokens. It sorts the choices of its own experts alone,
+and the shards' sums are added.
+
 Legend: T = tokens, n = T / TILE tiles, C = experts of a token, P = T * C choices, E = experts, k = adapters,
 R = rows of all blocks, b = blocks, H = hidden, I = inner size of an expert, r = padded rank.
 """
@@ -22,6 +25,7 @@ from jax import lax
 
 from tinsmith_jax.kernels import tile_products
 from tinsmith_jax.layers import TILE, Tiles
+from tinsmith_jax.mesh import ONE, Axes
 from tinsmith_jax.model_config import ModelConfig
 
 # Any below: jax arrays and pytrees of them.
@@ -110,32 +114,58 @@ class Kept(NamedTuple):
     low_ntr: Any  # scale * what the experts give the shared B of down
 
 
-def take_apart(layers: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[Any, Any] | None]:
-    """Separate the experts' matrices, of which a layer reads some, from what a scan over the layers takes apart."""
+Stacked = tuple[Any, Any] | tuple[()]
+"""The experts' matrices of all layers; empty if each layer gathers its own."""
+
+
+def take_apart(layers: Mapping[str, Any], axes: Axes = ONE) -> tuple[Mapping[str, Any], Stacked | None]:
+    """Separate the experts' matrices, of which a layer reads some, from what a scan over the layers takes apart.
+
+    They stay there if they are divided over `fsdp`: then a layer gathers all of its own. None: there are no experts.
+    """
     if "expert_down" not in layers:
         return layers, None
     stacked = layers["expert_gate_up"], layers["expert_down"]
     num_layers, num_experts = stacked[1].shape[:2]
-    others = {name: value for name, value in layers.items() if not name.startswith("expert_")}
+    others = {name: value for name, value in layers.items() if axes.fsdp > 1 or not name.startswith("expert_")}
     others["first_expert"] = jnp.arange(num_layers) * num_experts
+    if axes.fsdp > 1:
+        return others, ()
     gate_up, down = (each.reshape(-1, *each.shape[2:]) for each in stacked)
     return others, (gate_up, down)
 
 
-def route(h_TH: Any, router_HE: Any, config: ModelConfig) -> Routing:
-    """Choose each token's experts by softmax in float32, the most probable first. Gradients pass through weights."""
+def of_layer(layer: Mapping[str, Any], stacked: Stacked, axes: Axes) -> ExpertWeights:
+    """Return the experts' weights of one layer, given what `take_apart` returned."""
+    if stacked:
+        return ExpertWeights(*stacked, layer["first_expert"])
+    return ExpertWeights(axes.whole(layer["expert_gate_up"], 1), axes.whole(layer["expert_down"], 2), 0)
+
+
+def route(h_TH: Any, router_HE: Any, config: ModelConfig, axes: Axes = ONE) -> Routing:
+    """Choose each token's experts by softmax in float32, the most probable first. Gradients pass through weights.
+
+    If experts are divided over `tensor`, the choices are those of `Axes.own_experts`.
+    """
     assert config.experts is not None
     probability_TE = jax.nn.softmax((h_TH @ router_HE).astype(jnp.float32), axis=-1)
     weight_TC, chosen_TC = lax.top_k(probability_TE, config.experts.top_k)
     if config.experts.normalized:
         weight_TC = weight_TC / sum(weight_TC[:, c : c + 1] for c in range(config.experts.top_k))
-    return Routing(chosen_TC, weight_TC.astype(h_TH.dtype))
+    own_TC = axes.own_experts(chosen_TC, config.experts.num_experts // axes.tensor)
+    return Routing(own_TC, weight_TC.astype(h_TH.dtype))
 
 
 def forward(
-    h_TH: Any, routing: Routing, weights: ExpertWeights, lora: ExpertLora | ResidentLora, tiles: Tiles, num_experts: int
+    h_TH: Any,
+    routing: Routing,
+    weights: ExpertWeights,
+    lora: ExpertLora | ResidentLora,
+    tiles: Tiles,
+    num_experts: int,
+    axes: Axes = ONE,
 ) -> tuple[Any, Kept]:
-    """Return the weighted outputs of the experts, [T, H]."""
+    """Return the weighted outputs of all experts, [T, H]. On a mesh, `num_experts` is the number that a shard has."""
     dtype, num_adapters = h_TH.dtype, lora.gate[0].shape[0]
     blocks = _sorted(routing.chosen_TC, jnp.repeat(tiles.adapter_n, TILE), num_experts, num_adapters)
     z_TS = _shared_down(h_TH, lora, tiles)
@@ -148,8 +178,9 @@ def forward(
     num_rows, rank = blocks.token_R.shape[0], lora.down[0].shape[-1]
     empty = (jnp.zeros((num_rows, h_TH.shape[1]), dtype), jnp.zeros((num_rows, rank), jnp.float32))
     y_RH, low_Rr = each_block(blocks, empty, compute)
-    out_TH = weighted_sum(routing.weight_TC, y_RH, blocks)
-    low_ntr = in_tiles(weighted_sum(routing.weight_TC, low_Rr, blocks)) * tiles.scale_n[:, None, None]
+    out_TH = axes.total(weighted_sum(routing.weight_TC, y_RH, blocks))
+    low_Tr = axes.total(weighted_sum(routing.weight_TC, low_Rr, blocks))
+    low_ntr = in_tiles(low_Tr) * tiles.scale_n[:, None, None]
     delta = tile_products.up(low_ntr.astype(dtype), lora.down[1].astype(dtype), tiles.adapter_n)
     delta = lora.where_adapted(delta, tiles.adapter_n).reshape(out_TH.shape)
     return out_TH + delta.astype(dtype), Kept(blocks, z_TS, low_ntr)
@@ -180,6 +211,7 @@ def _shared_down(h_TH: Any, lora: ExpertLora | ResidentLora, tiles: Tiles) -> An
 
 
 def _sorted(chosen_TC: Any, adapter_T: Any, num_experts: int, num_adapters: int) -> Blocks:
+    """Sort the choices. Those of experts past the last one have no block; their row is past the last one."""
     num_tokens, top_k = chosen_TC.shape
     num_choices, num_groups = num_tokens * top_k, num_experts * num_adapters
     group_P = (chosen_TC * num_adapters + adapter_T[:, None]).reshape(-1)
@@ -189,8 +221,8 @@ def _sorted(chosen_TC: Any, adapter_T: Any, num_experts: int, num_adapters: int)
     order_P = jnp.argsort(group_P, stable=True)
     sorted_P = group_P[order_P]
     place_P = jnp.arange(num_choices) - (jnp.cumsum(size_g) - size_g)[sorted_P]
-    row_P = (end_g - blocks_g)[sorted_P] * TILE + place_P
     most = num_choices // TILE + min(num_groups, num_choices)
+    row_P = jnp.where(sorted_P < num_groups, (end_g - blocks_g)[sorted_P] * TILE + place_P, most * TILE)
     group_b = jnp.minimum(jnp.searchsorted(end_g, jnp.arange(most), side="right"), num_groups - 1)
     return Blocks(
         token_R=jnp.full(most * TILE, num_tokens, jnp.int32).at[row_P].set(order_P // top_k),
@@ -202,7 +234,7 @@ def _sorted(chosen_TC: Any, adapter_T: Any, num_experts: int, num_adapters: int)
 
 
 def rows(x_T: Any, index: Any) -> Any:
-    """Take rows; those past the end are 0."""
+    """Take rows, by indices of any shape; those past the end are 0."""
     return jnp.take(x_T, index, axis=0, mode="fill", fill_value=0)
 
 
@@ -223,7 +255,7 @@ def each_block(blocks: Blocks, results: tuple[Any, ...], compute: Callable[[Bloc
 
 def weighted_sum(weight_TC: Any, values_R: Any, blocks: Blocks) -> Any:
     """Add up the rows of a token's choices, most probable first."""
-    parts = (weight_TC[:, c, None] * values_R[blocks.row_TC[:, c]] for c in range(weight_TC.shape[1]))
+    parts = (weight_TC[:, c, None] * rows(values_R, blocks.row_TC[:, c]) for c in range(weight_TC.shape[1]))
     return sum(parts, start=next(parts))
 
 

@@ -94,6 +94,13 @@ class Axes:
         """Join the logits (last axis) of all shards of the vocabulary."""
         return logits if self.tensor == 1 else jax.lax.all_gather(logits, TENSOR, axis=logits.ndim - 1, tiled=True)
 
+    def own_experts(self, experts: Any, number: int) -> Any:
+        """Count from this shard's first expert. `number`, of a shard's experts, stands for those of other shards."""
+        if self.tensor == 1:
+            return experts
+        own = experts - jax.lax.axis_index(TENSOR) * number
+        return jnp.where((own >= 0) & (own < number), own, number)
+
     # fsdp
 
     def whole(self, weight: Any, axis: int) -> Any:
@@ -197,7 +204,9 @@ class Axes:
             divided = np.array([_divided_axis(whole, part) is not None for whole, part in pairs])
             sums = _where_divided(divided, sums, lambda own: jax.lax.psum(own, FSDP))
         if self.tensor > 1:
-            specs = jax.tree.leaves(adapter_specs(weights["layers"]), is_leaf=lambda x: isinstance(x, Spec))
+            layers = weights["layers"]
+            found = adapter_specs(layers, experts=_with_experts(layers))
+            specs = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, Spec))
             sums = _where_divided(np.array([TENSOR in spec for spec in specs]), sums, self.total)
         return sums
 
@@ -246,8 +255,11 @@ _BASE: Final[Mapping[str, Spec]] = {
     "gate_up": Spec(None, FSDP, TENSOR),
     "o": Spec(None, TENSOR, FSDP),
     "down": Spec(None, TENSOR, FSDP),
+    "expert_gate_up": Spec(None, TENSOR, FSDP),
+    "expert_down": Spec(None, TENSOR, None, FSDP),
 }
 VOCABULARY: Final = Spec(TENSOR, FSDP)
+_EXPERTS: Final = Spec(None, TENSOR, None, None)
 _COLUMNS: Final = frozenset({"q", "k", "v", "gate", "up"})
 """The modules whose outputs are divided over `tensor`; those of the others are inputs."""
 
@@ -325,11 +337,11 @@ def _replicated(devices: Mesh) -> Any:
 
 
 def check_shape(config: MeshConfig, model: ModelConfig) -> Axes:
-    """Return the axes of a mesh that divides the model evenly. Raise ConfigError if it does not, or has experts."""
+    """Return the axes of a mesh that divides the model evenly. Raise ConfigError if it does not."""
     axes = Axes(config.data, config.fsdp, config.tensor)
-    if model.experts is not None and axes.num_devices > 1:
-        msg = f"mesh {_text(axes)}: models with experts run on one device; leave out the mesh, or choose a dense model"
-        raise ConfigError(msg)
+    inner = {"intermediate_size": model.intermediate_size}
+    if model.experts is not None:
+        inner = {"num_experts": model.experts.num_experts}
     for axis, parts, sizes in (
         (FSDP, axes.fsdp, {"hidden_size": model.hidden_size}),
         (
@@ -338,7 +350,7 @@ def check_shape(config: MeshConfig, model: ModelConfig) -> Axes:
             {
                 "num_attention_heads": model.num_heads,
                 "num_key_value_heads": model.num_kv_heads,
-                "intermediate_size": model.intermediate_size,
+                **inner,
                 "vocab_size": model.vocab_size,
             },
         ),
@@ -406,14 +418,22 @@ def base_specs(layers: Sequence[str]) -> Any:
     }
 
 
-def adapter_specs(modules: Iterable[str]) -> Any:
-    """Return how an adapter is divided (adapters.py has its shapes): like the matrices that it changes."""
+def adapter_specs(modules: Iterable[str], *, experts: bool = False) -> Any:
+    """Return how an adapter is divided (adapters.py has its shapes): like the matrices that it changes.
+
+    With `experts`, what each expert has for itself lies where the expert does.
+    """
     column = (Spec(), Spec(None, None, TENSOR))
     row = (Spec(None, TENSOR, None), Spec())
-    return {
-        "layers": {name: column if name in _COLUMNS else row for name in modules},
-        "head": (Spec(), Spec(None, TENSOR)),
-    }
+    layers = {name: column if name in _COLUMNS else row for name in modules}
+    if experts:
+        layers |= {"gate": (Spec(), _EXPERTS), "up": (Spec(), _EXPERTS), "down": (_EXPERTS, Spec())}
+    return {"layers": layers, "head": (Spec(), Spec(None, TENSOR))}
+
+
+def _with_experts(layers: Any) -> bool:
+    """Return whether these are the modules of an adapter for a model with experts."""
+    return len(layers["down"][0].shape) == len(_EXPERTS)
 
 
 def state_specs(modules: Iterable[str], shapes: Any, axes: Axes) -> Any:
@@ -433,16 +453,17 @@ def state_specs(modules: Iterable[str], shapes: Any, axes: Axes) -> Any:
     def pair(specs: tuple[Spec, Spec], shape: tuple[Any, Any]) -> tuple[Spec, Spec]:
         return divided(specs[0], shape[0], -2), divided(specs[1], shape[1], -1)
 
-    return jax.tree.map(pair, adapter_specs(modules), shapes, is_leaf=lambda x: isinstance(x, tuple))
+    specs = adapter_specs(modules, experts=_with_experts(shapes["layers"]))
+    return jax.tree.map(pair, specs, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def resident_specs(modules: Sequence[str]) -> Any:
+def resident_specs(modules: Sequence[str], *, experts: bool = False) -> Any:
     """Return how the sampler's adapters are divided: like one adapter, and their rows over the streams."""
 
     def with_rows(spec: Spec, num_axes: int) -> Spec:
         axes = [*spec, *[None] * (num_axes - len(spec))]
         return Spec(*axes[:-2], STREAMS, *axes[-2:])
 
-    one = adapter_specs(modules)
-    layers = {name: tuple(with_rows(spec, 3) for spec in pair) for name, pair in one["layers"].items()}
+    one = adapter_specs(modules, experts=experts)
+    layers = {name: tuple(with_rows(spec, max(3, len(spec))) for spec in pair) for name, pair in one["layers"].items()}
     return {"layers": layers, "head": tuple(with_rows(spec, 2) for spec in one["head"])}

@@ -14,12 +14,11 @@ from tinsmith_jax import adapters, decode
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.layers import TILE
-from tinsmith_jax.mesh import Layout, adapter_specs, put
+from tinsmith_jax.mesh import Layout, put
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.sampling_programs import TARGET_COLUMNS, Kind, SamplingPrograms, decode_arguments, no_tiles
 from tinsmith_jax.sampling_values import Drawn, PageCopy, PromptTile, SamplingShape, SlotInput
-from tinsmith_jax.trunk import LAYER_MODULES
 from tinsmith_jax.weights import Base
 
 # Any below: compiled programs, which jax does not type.
@@ -41,7 +40,7 @@ class SamplingDevice:
 
     def put_adapter(self, adapter: adapters.Adapter) -> adapters.Adapter:
         """Put an adapter from the host onto the device, or divided onto the mesh."""
-        return put(adapter, self._sampling.layout, adapter_specs(LAYER_MODULES))
+        return put(adapter, self._sampling.layout, self._sampling.adapter_specs)
 
     def write_adapter(self, row: int, adapter: adapters.Adapter, scale: float) -> None:
         """Write an adapter of any rank class to a row, counted over all shards."""

@@ -79,7 +79,7 @@ class SamplingPrograms:
             return jnp.zeros(shape.shape, shape.dtype, device=None if self.layout is None else self.layout.placed(spec))
 
         cache = decode.Cache(*(zeros(part, CACHE) for part in self.cache))
-        return cache, jax.tree.map(zeros, self.resident, resident_specs(LAYER_MODULES))
+        return cache, jax.tree.map(zeros, self.resident, self._resident_specs)
 
     def _decode(self) -> Any:
         shape = self.shape
@@ -109,8 +109,8 @@ class SamplingPrograms:
     def _write_adapter(self, rank: int) -> Any:
         function = functools.partial(decode.write_adapter, axes=self.axes)
         arguments = (self.resident, adapters.shapes(self.config, rank), np.int32(0), np.float32(1))
-        resident = resident_specs(LAYER_MODULES)
-        into = (resident, adapter_specs(LAYER_MODULES), _HERE, _HERE)
+        resident = self._resident_specs
+        into = (resident, self.adapter_specs, _HERE, _HERE)
         return self._build(function, arguments, into, resident, donated=0)
 
     def _copy(self) -> Any:
@@ -123,7 +123,16 @@ class SamplingPrograms:
 
     @property
     def _held_specs(self) -> tuple[Any, Any, Any]:
-        return base_specs(list(self.base_shapes["layers"])), resident_specs(LAYER_MODULES), CACHE
+        return base_specs(list(self.base_shapes["layers"])), self._resident_specs, CACHE
+
+    @property
+    def _resident_specs(self) -> Any:
+        return resident_specs(LAYER_MODULES, experts=self.config.experts is not None)
+
+    @property
+    def adapter_specs(self) -> Any:
+        """Return how an adapter is divided that is to be put into a slot."""
+        return adapter_specs(LAYER_MODULES, experts=self.config.experts is not None)
 
     @property
     def cache(self) -> decode.Cache:

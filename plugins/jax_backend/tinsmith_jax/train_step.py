@@ -100,7 +100,7 @@ class TrainPrograms:
         k = num_adapters
         shapes = ((optimizer.State(weights, part, part),) * k, (part,) * k, (hyper,) * k, self._small(_i32()))
         specs = self.state_specs(padded_rank)
-        out = ((optimizer.State(adapter_specs(LAYER_MODULES), specs, specs),) * k, Spec())
+        out = ((optimizer.State(self.adapter_specs, specs, specs),) * k, Spec())
         return self._program(("step", k, padded_rank), partial(optimizer.adamw, axes=self.axes), shapes, out)
 
     def all(self) -> Iterator[Program]:
@@ -134,10 +134,15 @@ class TrainPrograms:
         return (self._adapter(bucket.padded_rank),) * bucket.num_adapters
 
     def _adapter(self, padded_rank: int) -> Any:
-        return self._placed(adapters.shapes(self.config, padded_rank), adapter_specs(LAYER_MODULES))
+        return self._placed(adapters.shapes(self.config, padded_rank), self.adapter_specs)
 
     def _state(self, padded_rank: int) -> Any:
         return self._placed(adapters.shapes(self.config, padded_rank), self.state_specs(padded_rank))
+
+    @property
+    def adapter_specs(self) -> Any:
+        """Return how the weights of an adapter are divided."""
+        return adapter_specs(LAYER_MODULES, experts=self.config.experts is not None)
 
     def state_specs(self, padded_rank: int) -> Any:
         """Return how the gradients and moments of an adapter are divided."""

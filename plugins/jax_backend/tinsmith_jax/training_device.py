@@ -21,10 +21,9 @@ from tinsmith_jax.adapters import Adapter, JaxSnapshot
 from tinsmith_jax.buckets import STEPS, Bucket
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.memory import out_of_memory_named
-from tinsmith_jax.mesh import Spec, adapter_specs, fetch, put
+from tinsmith_jax.mesh import Spec, fetch, put
 from tinsmith_jax.packing import Stream
 from tinsmith_jax.train_step import STREAM_SPECS, TrainPrograms
-from tinsmith_jax.trunk import LAYER_MODULES
 from tinsmith_jax.weights import Base
 
 Pass = Literal["score", "gradients"]
@@ -143,7 +142,7 @@ class TrainingDevice:
         with out_of_memory_named("the state of a model", "end a session"):
             m, v = (put_with(specs, named) if named else zeros for named in (state.adam_m, state.adam_v))
             gradients = put_with(specs, state.gradients) if state.gradients else None
-            weights = put_with(adapter_specs(LAYER_MODULES), state.weights)
+            weights = put_with(self._train.adapter_specs, state.weights)
             return Loaded(jax.block_until_ready(optimizer.State(weights, m, v)), gradients, state.step)
 
     def take(self, model_id: str, loaded: Loaded) -> None:
@@ -248,7 +247,7 @@ class TrainingDevice:
 
     def _placed(self, adapter: Adapter) -> Adapter:
         """Put an adapter's weights onto the device, or divided onto the mesh."""
-        return put(adapter, self._train.layout, adapter_specs(LAYER_MODULES))
+        return put(adapter, self._train.layout, self._train.adapter_specs)
 
     def _divided(self, adapter: Adapter, padded_rank: int) -> Adapter:
         """Put an adapter's gradients or moments onto the device, or divided onto the mesh."""

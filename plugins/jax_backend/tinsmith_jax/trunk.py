@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from tinsmith_jax.attention import packed_attention
 from tinsmith_jax.expert_training import expert_mlp
-from tinsmith_jax.experts import ExpertLora, ExpertWeights, route, take_apart
+from tinsmith_jax.experts import ExpertLora, Stacked, of_layer, route, take_apart
 from tinsmith_jax.layers import TILE, Lora, Tiles, by_tile, lora_delta, rms_norm, rope, rope_angles
 from tinsmith_jax.mesh import FSDP, ONE, Axes, is_kept
 from tinsmith_jax.model_config import ModelConfig
@@ -51,13 +51,13 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     first_n = jnp.arange(n, dtype=jnp.int32) - positions_T.reshape(n, TILE)[:, 0] // TILE
     angles = rope_angles(positions_T, config.rope.inv_freq, config.rope.factor)
     config = config.divided(axes.tensor)
-    layers, experts = take_apart(base["layers"])
+    layers, experts = take_apart(base["layers"], axes)
 
     def layer(x_TH: Any, per_layer: tuple[Any, Any, Any]) -> tuple[Any, None]:
         weights, adapter, layer_sums = per_layer
         x_TH = _attention_block(x_TH, weights, config, adapter, layer_sums, tiles, axes, (angles, first_n))
         if experts is not None:
-            return _expert_block(x_TH, weights, experts, config, adapter, layer_sums, tiles), None
+            return _expert_block(x_TH, weights, experts, config, adapter, layer_sums, tiles, axes), None
         return _mlp_block(x_TH, weights, config, adapter, layer_sums, tiles, axes), None
 
     body = layer
@@ -149,17 +149,18 @@ def _mlp_block(x_TH: Any, weights: Any, config: ModelConfig, adapter: Any, sums:
 def _expert_block(
     x_TH: Any,
     weights: Any,
-    experts: tuple[Any, Any],
+    experts: Stacked,
     config: ModelConfig,
     adapter: Any,
     sums: Any,
     tiles: Tiles,
+    axes: Axes,
 ) -> Any:
-    h_TH = rms_norm(x_TH, weights["post_norm"], config.rms_norm_eps)
-    routing = route(h_TH, weights["router"], config)
+    h_TH = axes.enter_tensor(rms_norm(x_TH, weights["post_norm"], config.rms_norm_eps))
+    routing = route(h_TH, weights["router"], config, axes)
     lora = _expert_lora(adapter)
     totals = None if sums is None else _expert_lora(sums)
-    return x_TH + expert_mlp(h_TH, routing, ExpertWeights(*experts, weights["first_expert"]), lora, tiles, totals)
+    return x_TH + expert_mlp(h_TH, routing, of_layer(weights, experts, axes), lora, tiles, totals, axes)
 
 
 def _expert_lora(modules: Any) -> ExpertLora:

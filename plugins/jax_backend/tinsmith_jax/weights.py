@@ -84,7 +84,7 @@ class _Loader:
         norms = {name: (path, config.hidden_size) for name, path in _NORMS.items()}
         if config.qk_norm:
             norms |= {name: (path, config.head_dim) for name, path in _QK_NORMS.items()}
-        specs = base_specs(list(self._matrices))["layers"]
+        specs = base_specs([*self._matrices, *self._experts])["layers"]
         done, total = 0, len(self._matrices) + len(self._experts) + 1
         layers: dict[str, Any] = {}
         for name, modules in self._matrices.items():
@@ -93,7 +93,7 @@ class _Loader:
             done += 1
         for name, modules in self._experts.items():
             progress("loading weights", done / total)
-            layers[name] = self._of_experts(modules)
+            layers[name] = self._of_experts(modules, specs[name])
             done += 1
         for name, (path, size) in norms.items():
             layers[name] = self._norms(path, size)
@@ -148,27 +148,28 @@ class _Loader:
 
         return self._put((self._config.num_layers, d_in, sum(widths)), spec, part)
 
-    def _of_experts(self, modules: Sequence[str]) -> Any:
-        """Load matrices of all experts, which one device holds whole."""
+    def _of_experts(self, modules: Sequence[str], spec: Spec) -> Any:
+        """Load matrices of all experts. Joined ones are not divided along their outputs."""
         config = self._config
         assert config.experts is not None
         inner, hidden, number = config.experts.intermediate_size, config.hidden_size, config.experts.num_experts
         stored = (hidden, inner) if modules == _EXPERTS["expert_down"] else (inner, hidden)
-        whole = (slice(0, stored[0]), slice(0, stored[1]))
 
         def part(index: Index) -> Array:
-            del index
+            layers, experts, inputs, outputs = index
+            own = (_share(outputs, stored[0], stored[0] * len(modules)), inputs)
+            sizes = (layers.stop - layers.start, experts.stop - experts.start)
             found: Array | None = None
-            for layer, expert in np.ndindex(config.num_layers, number):
-                names = (f"model.layers.{layer}.mlp.experts.{expert}.{module}.weight" for module in modules)
-                joined = np.concatenate([self._read(name, stored, whole) for name in names]).T
+            for layer, expert in np.ndindex(sizes):
+                path = f"model.layers.{layers.start + layer}.mlp.experts.{experts.start + expert}"
+                joined = np.concatenate([self._read(f"{path}.{module}.weight", stored, own) for module in modules]).T
                 if found is None:
-                    found = np.empty((config.num_layers, number, *joined.shape), joined.dtype)
+                    found = np.empty((*sizes, *joined.shape), joined.dtype)
                 found[layer, expert] = joined
             assert found is not None, "a model has at least one layer and one expert"
             return found
 
-        return self._put((config.num_layers, number, stored[1], stored[0] * len(modules)), Spec(), part)
+        return self._put((config.num_layers, number, stored[1], stored[0] * len(modules)), spec, part)
 
 
 def _share(columns: slice, width: int, total: int) -> slice:
