@@ -12,6 +12,7 @@ import pytest
 
 from tinsmith import ConfigError
 from tinsmith_jax.compile_check import compiling
+from tinsmith_jax.compile_check.case import make_case
 from tinsmith_jax.compile_check.chips import read_slice
 from tinsmith_jax.compile_check.collectives import traffic
 from tinsmith_jax.compile_check.figures import Facts, Figures, analysed
@@ -22,6 +23,7 @@ from tinsmith_jax.compile_check.report import paragraph
 from tinsmith_jax.compile_check.tables import passes, sampling, scaling, slices
 from tinsmith_jax.compile_check.work import hbm_bytes, product_flops
 from tinsmith_jax.mesh import Axes, arranged
+from tinsmith_jax.model_config import read_config
 
 Json = dict[str, Any]
 
@@ -223,6 +225,11 @@ def _figures(**changed: object) -> Figures:
     )  # fmt: skip
     compiled = analysed(TPU_PROGRAM, 1 << 30, MESH, {}).model_copy(update={"flops": 4e12})
     return Figures(options=options, program="gradients", facts=facts, compiled=compiled)
+
+
+def test_a_model_with_experts_is_refused(contract_model_with_experts: Path) -> None:
+    with pytest.raises(ConfigError, match="this one has experts; choose a dense model"):
+        make_case(_figures().options, read_config(contract_model_with_experts), [])
 
 
 def test_what_all_tenants_hold_counts_besides_the_program() -> None:

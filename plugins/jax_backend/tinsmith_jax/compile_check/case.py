@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tinsmith import BUILTIN_LOSSES
+from tinsmith import BUILTIN_LOSSES, ConfigError
 from tinsmith.huggingface import HEAD
 from tinsmith_jax import adapters, runtime
 from tinsmith_jax.adapters import HF_MODULES
@@ -150,7 +150,10 @@ class Case:
 
 
 def make_case(options: Options, config: ModelConfig, devices: Sequence[Any], platform: str = "tpu") -> Case:
-    """Raise ConfigError if the devices are too few, or if the model cannot be divided in this way."""
+    """Raise ConfigError if the devices are too few, or if the model cannot be divided in this way, or has experts."""
+    if config.experts is not None:
+        msg = "compile-check knows what dense models should cost, and this one has experts; choose a dense model"
+        raise ConfigError(msg)
     settings = JaxConfig(
         dtype=options.dtype,
         mesh=options.mesh,
