@@ -30,7 +30,7 @@ def test_models_are_counted_with_all_that_training_adds() -> None:
     assert config is not None
     shape = architecture_of(config, Path("config.json"))
     found = asked("Qwen3-8B")
-    assert found.per_model["weights, gradients, moments"] == 20 * adapter_weights(shape, 32)
+    assert found.per_model["weights, gradients, moments"] == 24 * adapter_weights(shape, 32)  # 4 are for copies
     assert found.fixed["base weights"] == 2 * weight_counts(shape).total
     models = found.max_models
     assert models is not None

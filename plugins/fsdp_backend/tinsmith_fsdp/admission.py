@@ -35,11 +35,11 @@ class Budget:
         if lora.rank == 0:
             weights = weight_counts(self.shape).total
             return weights * FULL_BYTES // (self.ranks.dp * self.ranks.tp)
-        return adapter_weights(self.shape, lora.rank) * (ADAPTER_BYTES + PASS_BYTES)
+        return adapter_weights(self.shape, lora.rank) * (ADAPTER_BYTES + PASS_BYTES + self.costs.copies)
 
     @property
     def own_gradients(self) -> int:
-        """What the gradients of single sequences take, until they are added up."""
+        """What gradients take before they are added up."""
         return self.costs.own_gradients * adapter_weights(self.shape, self.config.max_lora_rank)
 
     @property

@@ -12,7 +12,7 @@ from tinsmith.huggingface import DecoderShape, weight_counts
 from tinsmith_fsdp.config import FsdpConfig
 
 ADAPTER_BYTES: Final = 16  # per weight: itself, its gradient and two moments, in float32
-PASS_BYTES: Final = 4  # per weight: what a pass adds up, beside its micro-batch
+PASS_BYTES: Final = 4  # per weight: what a pass adds up, beside its micro-batch and the copies in it
 STEP_BYTES: Final = 8  # per weight: with what ranks exchange sums, and an optimizer step computes; no micro-batch then
 FULL_BYTES: Final = 16  # per fully trained weight, including its gradient and moments
 _RUNTIME: Final = 1 << 30  # of a GPU
@@ -53,7 +53,8 @@ class Costs:
     runtime: int
     per_token: int  # of a micro-batch
     head: int  # one chunk of logits
-    own_gradients: int  # of a micro-batch's sequences, for each weight of an adapter; 0 if sequences share one
+    copies: int  # for each weight of every adapter in a micro-batch: weight and gradient in its dtype
+    own_gradients: int  # for each weight of the largest adapter: of single sequences, or on their way to the sums
 
     @property
     def fixed(self) -> int:
@@ -75,7 +76,8 @@ def costs_of(config: FsdpConfig, shape: DecoderShape, ranks: Ranks) -> Costs:
         runtime=0 if ranks.on_cpu else _RUNTIME,
         per_token=_per_token(shape, ranks, config.max_lora_rank),
         head=_PER_LOGIT * max(64 * shape.vocab_size, _CPU_LOGITS if ranks.on_cpu else _GPU_LOGITS),
-        own_gradients=(4 if ranks.dp == 1 else 8) * STRICT_SEQUENCES if ranks.strict else 0,
+        copies=0 if ranks.strict else 2 * item,
+        own_gradients=(4 if ranks.dp == 1 else 8) * STRICT_SEQUENCES if ranks.strict else 4,
     )
 
 

@@ -206,6 +206,8 @@ class Trainer:
         if backward:
             for model in chain(*models):
                 sums.setdefault(model, torch.zeros_like(self._adapters[model].weights))
+        for other in packs.keys() - set(models):
+            del packs[other]  # before there are new ones
         for together in models:
             if together not in packs:
                 packs[together] = self._pack(together, backward=backward)
