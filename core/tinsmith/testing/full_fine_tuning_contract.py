@@ -25,6 +25,7 @@ from tinsmith.testing.training_state import StateContract
 _ONE_OP, _A_MODEL = 1e-5, 1e-4  # allowed float32 difference: after one operation, after a pass through a model
 _SHARD_BYTES = 3000  # small enough that even a toy model needs several files
 _COMPANY_STEPS = 5
+_NOISE = 0.05
 
 
 class FullDriver(ModelDriver):
@@ -33,6 +34,21 @@ class FullDriver(ModelDriver):
     def create(self, *, rank: int = 0, seed: int = 0, flags: Mapping[str, bool] | None = None) -> str:
         del rank, flags
         return self.create_with(LoraConfig(rank=0, seed=seed))
+
+    def create_trained(self, *, rank: int = 0, seed: int = 0) -> str:
+        """Create a model whose weights are the base's plus noise.
+
+        With noise alone the norms would all but switch off the layers: gradients of attention would be too small for
+        finite differences in float32.
+        """
+        del rank
+        model_id = self.create(seed=seed)
+        base, rng = self.state(model_id), np.random.default_rng([seed, 99])
+        weights = {
+            name: (w + _NOISE * rng.normal(size=w.shape)).astype(np.float32) for name, w in sorted(base.weights.items())
+        }
+        self.backend.restore_state(model_id, ModelState(lora=base.lora, weights=weights))
+        return model_id
 
 
 class FullFineTuningContract(NumericsContract, OptimizerContract, StateContract):

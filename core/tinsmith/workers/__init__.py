@@ -5,6 +5,7 @@ names exported here are public: plugins may import this module besides `tinsmith
 """
 
 from tinsmith.workers.config import LauncherName, WorkersConfig
+from tinsmith.workers.full_models import FullModelState, FullState
 from tinsmith.workers.gpus import count_gpus
 from tinsmith.workers.group import WorkerDiedError, WorkerGroup
 from tinsmith.workers.launching import Launch, Launcher, MakeLauncher
@@ -15,6 +16,8 @@ from tinsmith.workers.state_writer import Slice, StateWriter, Written
 
 __all__ = [
     "Capture",
+    "FullModelState",
+    "FullState",
     "Launch",
     "Launcher",
     "LauncherName",

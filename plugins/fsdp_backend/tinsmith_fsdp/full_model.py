@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from tinsmith import AdamParams, FloatArray
 from tinsmith.huggingface import Kind, StoredTensor, Targets
-from tinsmith.workers import Segment, Slice
+from tinsmith.workers import FullState, Segment, Slice
 from tinsmith_fsdp.base_model import BaseModel, Part
 from tinsmith_fsdp.head import Scores
 from tinsmith_fsdp.loss_table import LossTable
 from tinsmith_fsdp.mesh import Mesh
-from tinsmith_fsdp.messages import FullState, Place
+from tinsmith_fsdp.messages import Place
 from tinsmith_fsdp.optimizer import Stepped, adamw_
 from tinsmith_fsdp.streams import empty_stream, make_stream
 

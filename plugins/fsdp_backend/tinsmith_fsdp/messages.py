@@ -70,15 +70,6 @@ class NotMade:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FullState:
-    """The training state of a fully trained model besides its tensors."""
-
-    step: int
-    moments: bool
-    pending: bool  # whether a gradient is pending
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
     """The rank that computes a sequence of a micro-batch, and the model that the sequence trains."""
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tinsmith import ConfigError, FloatArray, LoraConfig
 from tinsmith.huggingface import HEAD, Kind, Targets
-from tinsmith.workers import Scored, Segment, StateWriter, Written
+from tinsmith.workers import FullState, Scored, Segment, StateWriter, Written
 from tinsmith_fsdp.adapter_pack import RANK_STEP, AdapterPack
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.full_model import FullModel
@@ -31,7 +31,6 @@ from tinsmith_fsdp.memory import free_what_is_unused, is_out_of_memory
 from tinsmith_fsdp.mesh import Mesh
 from tinsmith_fsdp.messages import (
     AdapterState,
-    FullState,
     FullyLoaded,
     NotMade,
     Owner,

@@ -23,7 +23,7 @@ def two_ranks(
     megatron_models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MegatronBackend]:
     """Tiny Qwen3, its matrices divided over two gloo ranks. Whoever uses them unloads all models."""
-    settings = {"nproc_per_node": 2, "tensor_parallel": 2}
+    settings = {"nproc_per_node": 2, "tensor_parallel": 2, "max_full_models": 8}
     backend = fork_backend(megatron_models["qwen3"], tmp_path_factory.mktemp("cache"), **settings)
     yield backend
     backend.close()
@@ -34,7 +34,7 @@ def two_expert_ranks(
     megatron_models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MegatronBackend]:
     """Tiny Qwen3-MoE, its experts divided over two gloo ranks."""
-    settings = {"nproc_per_node": 2, "expert_parallel": 2}
+    settings = {"nproc_per_node": 2, "expert_parallel": 2, "max_full_models": 8}
     backend = fork_backend(megatron_models["qwen3_moe"], tmp_path_factory.mktemp("cache"), **settings)
     yield backend
     backend.close()

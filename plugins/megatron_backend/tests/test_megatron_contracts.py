@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from megatron_harness import fork_backend
 
-from tinsmith.testing import CheckpointContract, TrainingBackendContract
+from tinsmith.testing import CheckpointContract, FullFineTuningContract, TrainingBackendContract
 from tinsmith_megatron.backend import MegatronBackend
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
@@ -63,3 +63,23 @@ class TestMegatronCheckpointsOfExperts(CheckpointContract):
     @pytest.fixture
     def backend(self, two_expert_ranks: MegatronBackend) -> MegatronBackend:
         return two_expert_ranks
+
+
+class TestMegatronFullFineTuning(FullFineTuningContract):
+    @pytest.fixture
+    def backend(self, two_ranks: MegatronBackend) -> MegatronBackend:
+        return two_ranks
+
+    @pytest.fixture
+    def model_path(self, megatron_models: Mapping[str, Path]) -> Path:
+        return megatron_models["qwen3"]
+
+
+class TestMegatronFullFineTuningOfExperts(FullFineTuningContract):
+    @pytest.fixture
+    def backend(self, two_expert_ranks: MegatronBackend) -> MegatronBackend:
+        return two_expert_ranks
+
+    @pytest.fixture
+    def model_path(self, megatron_models: Mapping[str, Path]) -> Path:
+        return megatron_models["qwen3_moe"]

@@ -32,7 +32,7 @@ def asked(*arguments: str) -> str:
     return result.output
 
 
-@pytest.mark.parametrize(("rank", "nodes"), [(32, 1), (32, 8)])
+@pytest.mark.parametrize(("rank", "nodes"), [(32, 1), (32, 8), (0, 8)])
 def test_the_configuration_is_ready(rank: int, nodes: int) -> None:
     """What is printed is read by the backend, divides the model, and has the layout of the first row."""
     printed = asked("--model", "Qwen3-30B-A3B", "--gpus", str(8 * nodes), "--rank", str(rank))

@@ -29,14 +29,14 @@ class Stacks:
     """The weights of several adapters as leaves of one pass: for each module A [G, R, in] and B [G, out, R].
 
     Experts have one more axis after G, of size E, or 1 for the side that they share. Smaller ranks, and modules that
-    an adapter does not train, are padded with zeros, which add nothing.
+    an adapter does not train, are padded with zeros, which add nothing. Without adapters, all rows count as one's.
     """
 
     def __init__(self, adapters: Sequence[Adapter], *, backward: bool) -> None:
         self._adapters = adapters
-        widest = max(adapter.layout.lora.rank for adapter in adapters)
+        widest = max((adapter.layout.lora.rank for adapter in adapters), default=0)
         rank = -(-widest // _RANK_STEP) * _RANK_STEP
-        self.scales = tuple(adapter.layout.lora.scale for adapter in adapters)
+        self.scales = tuple(adapter.layout.lora.scale for adapter in adapters) or (0.0,)
         self.pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for adapter in adapters:
             for module, pair in adapter.layout.pairs.items():

@@ -24,7 +24,19 @@ from tinsmith import (
     TrainingBackend,
     UserError,
 )
-from tinsmith.workers import MakeLauncher, WorkerGroup, combined_outputs, count_gpus, deal, one_by_one, segments
+from tinsmith.workers import (
+    FullModelState,
+    MakeLauncher,
+    MicroBatch,
+    Segment,
+    StateFiles,
+    WorkerGroup,
+    combined_outputs,
+    count_gpus,
+    deal,
+    one_by_one,
+    segments,
+)
 from tinsmith_megatron.architecture import Architecture, read_architecture
 from tinsmith_megatron.config import MegatronConfig
 from tinsmith_megatron.environment import DEVICE
@@ -49,9 +61,12 @@ class MegatronBackend(TrainingBackend):
         check_model(config, self.architecture.shape)
         self._config = config
         self._losses = dict(context.losses)
-        self._models: dict[str, WholeLayout] = {}
+        self._models: dict[str, WholeLayout | FullModelState] = {}
         self.ranks = _start(config, context, launch_with)
         try:
+            self._state_files = StateFiles(
+                self.ranks, context.cache_dir / "state", shard_bytes=context.checkpoint_shard_bytes
+            )
             check_ranks(config, len(self.ranks))
             device: RankDevice = self.ranks.call("device")[0]
             self._setup = _decide(config, self.architecture, context, device)
@@ -85,7 +100,8 @@ class MegatronBackend(TrainingBackend):
             max_context_tokens=context,
             max_batch_tokens=self._rank_tokens * self._dp_size,
             max_models=self._config.max_models,
-            max_full_models=0,
+            max_full_models=self._config.max_full_models,
+            full_fine_tuning=self._config.max_full_models > 0,
             losses=frozenset(self._losses),
             max_lora_rank=self._config.max_lora_rank,
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
@@ -108,12 +124,31 @@ class MegatronBackend(TrainingBackend):
         if len(self._models) >= self._config.max_models:
             msg = f"all {self._config.max_models} models are in use: end a session, or raise the backend's max_models"
             raise CapacityError(msg)
+        if op.lora.rank == 0:
+            self._create_full(op)
+            return
         if not 1 <= op.lora.rank <= self._config.max_lora_rank:
-            allowed = f"1 to {self._config.max_lora_rank}, the backend's max_lora_rank"
+            limit = self._config.max_lora_rank
+            allowed = (
+                f"1 to {limit}, the backend's max_lora_rank" if limit else "none: the backend's max_lora_rank is 0"
+            )
             msg = f"LoRA rank {op.lora.rank} is not served: allowed are {allowed}"
             raise UserError(msg)
         self._models[op.model_id] = WholeLayout(op.lora, self.architecture.shape, list(self._holders.values()))
         self.ranks.call("create_model", op.model_id, op.lora)
+
+    def _create_full(self, op: CreateModel) -> None:
+        limit = self._config.max_full_models
+        if sum(isinstance(model, FullModelState) for model in self._models.values()) >= limit:
+            msg = (
+                "no room for one more model of LoRA rank 0 (full fine-tuning): the backend's max_full_models is "
+                f"{limit}; end the session that has one, raise the setting, or train a LoRA adapter"
+            )
+            raise CapacityError(msg)
+        self._state_files.check()
+        made: list[dict[str, tuple[int, ...]]] = self.ranks.call("create_full_model", op.model_id)
+        shapes = {name: shape for own in made for name, shape in own.items()}
+        self._models[op.model_id] = FullModelState(op.model_id, op.lora, self.ranks, shapes, self._state_files)
 
     def unload_model(self, model_id: str) -> None:
         if self._models.pop(model_id, None) is not None:
@@ -121,6 +156,8 @@ class MegatronBackend(TrainingBackend):
 
     def capture_state(self, model_id: str) -> ModelState:
         layout = self._model(model_id)
+        if isinstance(layout, FullModelState):
+            return layout.capture()
         answers: list[AdapterState] = self.ranks.call("capture_adapter", model_id)
         states = [answers[rank] for rank in self._holders]
 
@@ -139,6 +176,9 @@ class MegatronBackend(TrainingBackend):
 
     def restore_state(self, model_id: str, state: ModelState) -> None:
         layout = self._model(model_id)
+        if isinstance(layout, FullModelState):
+            layout.restore(state)
+            return
         kinds = [
             layout.from_canonical(kind) if kind else [None] * len(layout.parts)
             for kind in (state.weights, state.adam_m, state.adam_v, state.gradients)
@@ -151,11 +191,13 @@ class MegatronBackend(TrainingBackend):
 
     def publish(self, model_id: str, snapshot_id: str) -> Snapshot:
         layout = self._model(model_id)
+        if isinstance(layout, FullModelState):
+            return layout.publish(snapshot_id)
         answers = self.ranks.call("adapter_weights", model_id)
         weights = layout.to_canonical([answers[rank] for rank in self._holders])
         return HostSnapshot(snapshot_id, layout.lora, weights)
 
-    def _model(self, model_id: str) -> WholeLayout:
+    def _model(self, model_id: str) -> WholeLayout | FullModelState:
         if model_id not in self._models:
             raise NotFoundError(_unknown(model_id).message)
         return self._models[model_id]
@@ -181,24 +223,44 @@ class MegatronBackend(TrainingBackend):
     def _run(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput | Failed]:
         refused = {index: failure for index, op in enumerate(ops) if (failure := self._refusal(op)) is not None}
         good = [op for index, op in enumerate(ops) if index not in refused]
-        outputs = iter(self._run_good(good, backward=backward))
+        whole = [isinstance(self._models[op.model_id], FullModelState) for op in good]
+        adapted = iter(
+            self._run_adapters([op for op, full in zip(good, whole, strict=True) if not full], backward=backward)
+        )
+        outputs = iter(
+            [
+                self._run_full(op, backward=backward) if full else next(adapted)
+                for op, full in zip(good, whole, strict=True)
+            ]
+        )
         return [refused[index] if index in refused else next(outputs) for index in range(len(ops))]
 
-    def _run_good(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput]:
-        work = list(segments(ops, self._losses))
-        if not work:
+    def _run_adapters(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput]:
+        """Run the operations of LoRA models together."""
+        micros = self._micro_batches(ops)
+        if not micros:
             return combined_outputs(ops, [])
-        if self._setup.strict:
-            # Where experts are divided, ranks compute each other's rows: then one sequence runs at a time.
-            micros = list(one_by_one(work, 1 if self._config.expert_parallel > 1 else self._dp_size))
-        else:
-            micros = list(deal(work, self._dp_size, self._rank_tokens))
         models = [[segment.model_id for share in micro for segment in share] for micro in micros]
-        shares = [
-            ([micro[rank] if rank < len(micro) else [] for micro in micros], models, backward)
-            for rank in (each.place.dp_rank for each in self.loaded)
-        ]
+        shares = [(share, models, backward) for share in self._shares(micros)]
         return combined_outputs(ops, self.ranks.call_each("run", shares))
+
+    def _run_full(self, op: ForwardBackward, *, backward: bool) -> ForwardBackwardOutput:
+        """Run one operation by itself: the model has its own weights, so there is nothing to share with others."""
+        shares = [(op.model_id, share, backward) for share in self._shares(self._micro_batches([op]))]
+        (output,) = combined_outputs([op], self.ranks.call_each("run_full", shares))
+        return output
+
+    def _micro_batches(self, ops: Sequence[ForwardBackward]) -> list[MicroBatch]:
+        work = list(segments(ops, self._losses))
+        if not self._setup.strict:
+            return list(deal(work, self._dp_size, self._rank_tokens))
+        # Where experts are divided, ranks compute each other's rows: then one sequence runs at a time.
+        return list(one_by_one(work, 1 if self._config.expert_parallel > 1 else self._dp_size))
+
+    def _shares(self, micros: Sequence[MicroBatch]) -> list[list[list[Segment]]]:
+        """Give each rank its part of every micro-batch."""
+        ranks = (each.place.dp_rank for each in self.loaded)
+        return [[micro[rank] if rank < len(micro) else [] for micro in micros] for rank in ranks]
 
     def _refusal(self, op: ForwardBackward) -> Failed | None:
         """Refuse an unknown model or loss. Core has already checked everything else against the capabilities."""

@@ -24,8 +24,19 @@ class MegatronConfig(WorkersConfig):
         description="strict computes each sequence by itself, so that no bit depends on the others; fast packs the "
         "sequences of all models together; default strict on CPU, else fast",
     )
-    max_lora_rank: int = Field(32, ge=1, le=512)
+    max_lora_rank: int = Field(
+        32, ge=0, le=512, description="greatest rank of a model; 0: adapters are not served, and need no base model"
+    )
     max_models: int = Field(64, ge=1, description="models in training at the same time")
+    max_full_models: int = Field(
+        1, ge=0, description="of them with LoRA rank 0: each trains all weights of its own copy of the base model"
+    )
+    capture_buffer_bytes: int = Field(
+        1 << 30,
+        ge=1 << 26,
+        description="host memory of each rank for the state of fully trained models on its way to the disk; an "
+        "optimizer step waits until what it would overwrite, and has not been written yet, fits",
+    )
     max_context_tokens: int | None = Field(
         None, ge=64, description="of one sequence; default the model's, at most 2048 on CPU, else 8192"
     )

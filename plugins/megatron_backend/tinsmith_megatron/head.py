@@ -44,15 +44,18 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, stream: Stream, losses: LossTable) -> Any:
         d_hidden_TH = torch.zeros_like(hidden_TH)
-        scores = _score(hidden_TH, weight_VH, stream, losses, d_hidden_TH)
-        ctx.save_for_backward(d_hidden_TH)
+        d_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if weight_VH.requires_grad else None
+        scores = _score(hidden_TH, weight_VH, stream, losses, d_hidden_TH, d_weight_VH)
+        ctx.save_for_backward(d_hidden_TH, d_weight_VH)
+        ctx.dtype = weight_VH.dtype
         ctx.mark_non_differentiable(scores.logp_TK, scores.loss_TK)
         return scores.loss_TK.sum(), scores.logp_TK, scores.loss_TK
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        (d_hidden_TH,) = ctx.saved_tensors
-        return d_hidden_TH * grads[0], None, None, None
+        d_hidden_TH, d_weight_VH = ctx.saved_tensors
+        d_weight = None if d_weight_VH is None else (d_weight_VH * grads[0]).to(ctx.dtype)
+        return d_hidden_TH * grads[0], d_weight, None, None
 
 
 def score(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, stream: Stream, losses: LossTable) -> Scores:
@@ -77,13 +80,14 @@ def _score(
     stream: Stream,
     losses: LossTable,
     d_hidden_TH: torch.Tensor | None,
+    d_weight_VH: torch.Tensor | None = None,
 ) -> Scores:
     budget = _GPU_LOGITS if hidden_TH.is_cuda else _CPU_LOGITS
     size = max(_MIN_ROWS, budget // weight_VH.shape[0])
     parts = []
     for start in range(0, stream.num_rows, size):
         rows = slice(start, min(start + size, stream.num_rows))
-        parts.append(_chunk(hidden_TH, weight_VH, stream, losses, rows, d_hidden_TH))
+        parts.append(_chunk(hidden_TH, weight_VH, stream, losses, rows, d_hidden_TH, d_weight_VH))
     return Scores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
@@ -94,6 +98,7 @@ def _chunk(
     losses: LossTable,
     rows: slice,
     d_hidden_TH: torch.Tensor | None,
+    d_weight_VH: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch = stream.batch.rows(rows.start, rows.stop)
     hidden_CH = hidden_TH[rows].detach().requires_grad_(d_hidden_TH is not None)
@@ -115,6 +120,8 @@ def _chunk(
         d_logits_CV = logits_CV.sub_(lse_C1).exp_().mul_(-d_logp_CK.sum(dim=-1, keepdim=True))
         d_logits_CV.scatter_add_(1, local_CK, d_logp_CK * inside_CK)
         d_hidden_CH = d_logits_CV.to(weight_VH.dtype) @ weight_VH
+        if d_weight_VH is not None:
+            d_weight_VH += d_logits_CV.to(weight_VH.dtype).T @ hidden_CH.detach()
     # 4. The adapters' part, by autograd.
     if delta_CV is not None:
         torch.autograd.backward(delta_CV, d_logits_CV)

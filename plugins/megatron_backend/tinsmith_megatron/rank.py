@@ -3,6 +3,7 @@
 import gc
 import os
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,9 @@ class Rank:
         cuda = self._device.type == "cuda"
         return RankDevice(type=self._device.type, name=torch.cuda.get_device_name(self._device) if cuda else "CPU rank")
 
+    def sees(self, file: Path) -> bool:
+        return file.exists()
+
     def load(self, setup: Setup) -> Loaded:
         torch.use_deterministic_algorithms(mode=True, warn_only=True)
         warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
@@ -39,14 +43,15 @@ class Rank:
         part = part_of(place, setup.config, setup.architecture.shape)
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, part)
-        stage = Stage(setup, losses).to(self._device)
-        reader = WeightReader(setup, place)
-        reader.fill(stage, self._report)
+        stage, reader = None, WeightReader(setup, place)
+        if setup.config.max_lora_rank:
+            stage = Stage(setup, losses).to(self._device)
+            reader.fill(stage, self._report)
         is_holder = self._worker.rank in dict(holders(everyones))
-        self._trainer = Trainer(stage, setup, losses, place, part, is_holder=is_holder)
+        self._trainer = Trainer(stage, setup, losses, place, part, self._device, is_holder=is_holder)
         gc.collect()
         gc.freeze()  # what imports and loading made stays: later collections need not look at it
-        size = sum(parameter.numel() * parameter.element_size() for parameter in stage.parameters())
+        size = sum(parameter.numel() * parameter.element_size() for parameter in (stage.parameters() if stage else ()))
         return Loaded(place=place, parameter_bytes=size, read_bytes=reader.read_bytes)
 
     def _report(self, fraction: float) -> None:

@@ -43,11 +43,11 @@ class Norm(nn.RMSNorm):
 
 
 class Stage(nn.Module):
-    """The layers of one stage; the first also embeds, the last also scores. Frozen, with empty weights when made."""
+    """The layers of one stage; the first also embeds, the last also scores. Its weights are empty when made."""
 
     model_type = ModelType.encoder_or_decoder  # Megatron's schedules ask
 
-    def __init__(self, setup: Setup, losses: LossTable) -> None:
+    def __init__(self, setup: Setup, losses: LossTable, *, trainable: bool = False) -> None:
         super().__init__()
         architecture = setup.architecture
         self.config = transformer_config(setup)
@@ -73,7 +73,7 @@ class Stage(nn.Module):
         if self.is_last:
             self.head = self._make_head(setup)
         self.inv_freq = torch.tensor(architecture.rope.inv_freq)
-        self.requires_grad_(requires_grad=False)
+        self.requires_grad_(requires_grad=trainable)
         for layer in self.decoder.layers:
             _name_modules(layer)
             layer.register_forward_pre_hook(_hand_out_stream, with_kwargs=True)

@@ -8,38 +8,54 @@ added their contributions before it returns.
 - fast: all sequences of a micro-batch form one stream, and the adapters of all models are side by side.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+import gc
+from collections.abc import Mapping, Sequence
+from typing import Final, get_args
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from tinsmith import FloatArray, LoraConfig
-from tinsmith.workers import Scored, Segment
+from tinsmith.huggingface import Kind, Targets
+from tinsmith.workers import FullState, Scored, Segment, StateWriter, Written
 from tinsmith_megatron.adapters import Adapter, Stacks
+from tinsmith_megatron.full_model import FullModel
 from tinsmith_megatron.groups import sum_over_expert_copies_, sum_over_stage_
-from tinsmith_megatron.head import Scores
 from tinsmith_megatron.layout import AdapterLayout
 from tinsmith_megatron.loss_table import LossTable
 from tinsmith_megatron.messages import AdapterState, Setup, Step
 from tinsmith_megatron.optimizer import adamw_, square_norm
 from tinsmith_megatron.parallel import Part, Place
+from tinsmith_megatron.passes import run_pipeline, scored, to_host
 from tinsmith_megatron.stage import Stage
-from tinsmith_megatron.streams import Stream, make_stream
+from tinsmith_megatron.streams import make_stream
+
+_KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 
 class Trainer:
-    """`is_holder`: whether this rank is the first of those that hold its part, and so speaks for it."""
+    """`stage`: None if no adapters are served.
+
+    `is_holder`: whether this rank is the first of those that hold its part, and so speaks for it.
+    """
 
     def __init__(
-        self, stage: Stage, setup: Setup, losses: LossTable, place: Place, part: Part, *, is_holder: bool
+        self,
+        stage: Stage | None,
+        setup: Setup,
+        losses: LossTable,
+        place: Place,
+        part: Part,
+        device: torch.device,
+        *,
+        is_holder: bool,
     ) -> None:
         self._stage, self._setup, self._losses = stage, setup, losses
         self._place, self._part, self._is_holder = place, part, is_holder
-        self._device = next(stage.parameters()).device
+        self._device = device
         self._adapters: dict[str, Adapter] = {}
+        self._full: dict[str, FullModel] = {}
+        self._state_writer = StateWriter(setup.config.capture_buffer_bytes)
 
     # life of a model
 
@@ -47,8 +63,18 @@ class Trainer:
         layout = AdapterLayout(lora, self._setup.architecture.shape, self._part)
         self._adapters[model_id] = Adapter(layout, self._placed(layout.fresh()))
 
+    def create_full_model(self, model_id: str) -> dict[str, tuple[int, ...]]:
+        """Read the weights into a stage of their own. Return the shapes of what this rank writes."""
+        model = FullModel(model_id, self._setup, self._losses, self._place, self._part, self._device)
+        self._full[model_id] = model
+        return model.shapes()
+
     def unload_model(self, model_id: str) -> None:
         self._adapters.pop(model_id, None)
+        if model_id in self._full:
+            self._settle(model_id)
+            del self._full[model_id]
+            gc.collect()  # modules are full of cycles
 
     def capture_adapter(self, model_id: str) -> AdapterState | None:
         """Copy the state of this part to the host, if this rank speaks for it."""
@@ -56,15 +82,15 @@ class Trainer:
             return None
         adapter = self._adapters[model_id]
         return AdapterState(
-            weights=_to_host(adapter.weights),
-            adam_m=None if adapter.m is None else _to_host(adapter.m),
-            adam_v=None if adapter.v is None else _to_host(adapter.v),
-            gradients=None if adapter.gradients is None else _to_host(adapter.gradients),
+            weights=to_host(adapter.weights),
+            adam_m=None if adapter.m is None else to_host(adapter.m),
+            adam_v=None if adapter.v is None else to_host(adapter.v),
+            gradients=None if adapter.gradients is None else to_host(adapter.gradients),
             step=adapter.step,
         )
 
     def adapter_weights(self, model_id: str) -> FloatArray | None:
-        return _to_host(self._adapters[model_id].weights) if self._is_holder else None
+        return to_host(self._adapters[model_id].weights) if self._is_holder else None
 
     def restore_adapter(self, model_id: str, state: AdapterState) -> None:
         adapter = self._adapters[model_id]
@@ -73,6 +99,29 @@ class Trainer:
         adapter.v = None if state.adam_v is None else self._placed(state.adam_v)
         adapter.gradients = None if state.gradients is None else self._placed(state.gradients)
         adapter.step = state.step
+
+    # state of a fully trained model: this rank's part
+
+    def full_state(self, model_id: str) -> FullState:
+        return self._full[model_id].state()
+
+    def capture(self, capture_id: str, model_id: str, targets: Targets, ended: Sequence[str]) -> None:
+        """Begin to write this rank's part to the files."""
+        self._state_writer.forget(ended)
+        model = self._full[model_id]
+        model.begin_copying()
+        self._state_writer.begin(capture_id, model_id, model.slices(targets))
+
+    def captured(self, capture_id: str) -> Written:
+        return self._state_writer.written(capture_id)
+
+    def restore_full(self, model_id: str, state: FullState, stored: Targets) -> None:
+        self._settle(model_id)
+        self._full[model_id].restore(state, stored)
+
+    def _settle(self, model_id: str, kinds: Sequence[Kind] = _KINDS) -> None:
+        """Let these tensors of a fully trained model change."""
+        self._state_writer.settle(model_id, kinds)
 
     def _placed(self, flat: FloatArray) -> torch.Tensor:
         return torch.tensor(flat, device=self._device)
@@ -99,37 +148,30 @@ class Trainer:
             )
             for segments, (owners, stacks) in zip(micros, every, strict=True)
         ]
-        scores = self._pass(streams, backward=backward)
+        assert self._stage is not None
+        scores = run_pipeline(self._stage, streams, backward=backward)
         if backward:
             for owners, stacks in every if self._setup.strict else every[:1]:
                 for model_id, index in owners.items():
                     self._add_gradient(model_id, stacks.gradient(index))
         if self._place.tp_rank:
             return []  # the others have computed the same
-        return [each for stream, found in zip(streams, scores, strict=False) for each in _scored(stream, found)]
+        return [each for stream, found in zip(streams, scores, strict=False) for each in scored(stream, found)]
+
+    def run_full(
+        self,
+        model_id: str,
+        micros: Sequence[Sequence[Segment]],
+        backward: bool,  # noqa: FBT001  (over the wire)
+    ) -> list[Scored]:
+        """Score this rank's segments of one operation of a fully trained model."""
+        if backward:
+            self._settle(model_id, ("gradients",))
+        return self._full[model_id].run(micros, backward=backward)
 
     def _stacks(self, models: Sequence[str], *, backward: bool) -> tuple[Mapping[str, int], Stacks]:
         owners = {model_id: index for index, model_id in enumerate(models)}
         return owners, Stacks([self._adapters[model_id] for model_id in models], backward=backward)
-
-    def _pass(self, streams: Sequence[Stream], *, backward: bool) -> list[Scores]:
-        """Run Megatron's pipeline schedule. The ranks of the last stage get scores, the others nothing."""
-
-        def step(remaining: Iterator[Stream], stage: Stage) -> tuple[torch.Tensor, Any]:
-            output, scores = stage(next(remaining), backward=backward)
-            return output, partial(_kept, scores)
-
-        with torch.set_grad_enabled(backward):
-            scores: list[Scores] = get_forward_backward_func()(
-                forward_step_func=step,
-                data_iterator=iter(streams),
-                model=self._stage,
-                num_microbatches=len(streams),
-                seq_length=streams[0].num_rows,  # of no account: lengths vary, and are sent along
-                micro_batch_size=1,
-                forward_only=not backward,
-            )
-        return scores
 
     def _add_gradient(self, model_id: str, gradient: torch.Tensor) -> None:
         """Complete a gradient with what the other ranks have computed, and add it to the pending one."""
@@ -142,10 +184,23 @@ class Trainer:
 
     def optim_step(self, steps: Sequence[Step]) -> list[float]:
         """Step the models and return the norms of their gradients before clipping."""
+        own = [step for step in steps if step.model_id not in self._full]
+        norms = dict(zip((step.model_id for step in own), self._step_adapters(own), strict=True))
+        for step in steps:
+            if step.model_id in self._full:
+                self._settle(step.model_id)
+                norms[step.model_id] = self._full[step.model_id].optim_step(step.adam)
+        return [norms[step.model_id] for step in steps]
+
+    def _step_adapters(self, steps: Sequence[Step]) -> list[float]:
         gradients = [self._taken(self._adapters[step.model_id]) for step in steps]
         norms = self._norms(steps, gradients)
         for step, gradient, norm in zip(steps, gradients, norms, strict=True):
-            adamw_(self._adapters[step.model_id], gradient, step.adam, norm)
+            adapter = self._adapters[step.model_id]
+            if adapter.m is None or adapter.v is None:
+                adapter.m, adapter.v = torch.zeros_like(adapter.weights), torch.zeros_like(adapter.weights)
+            adapter.step += 1
+            adamw_(adapter.weights, adapter.m, adapter.v, gradient, step.adam, norm, adapter.step)
         return norms
 
     @staticmethod
@@ -164,20 +219,3 @@ class Trainer:
         if dist.get_world_size() > 1:
             dist.all_reduce(squares)
         return [float(square) ** 0.5 for square in squares]
-
-
-def _kept(scores: Scores, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Scores]:
-    """Tell the schedule the loss, a number of tokens that it does not need, and what it shall keep."""
-    return loss.clone(), torch.ones((), dtype=torch.int, device=loss.device), scores
-
-
-def _scored(stream: Stream, scores: Scores) -> Iterator[Scored]:
-    for segment, (start, stop) in zip(stream.segments, stream.bounds, strict=False):  # the last may be padding
-        rows, width = slice(start, stop), segment.targets_TK.shape[1]
-        loss = float(scores.loss_TK[rows, :width].sum(dtype=torch.float64))
-        yield Scored(index=segment.index, logp_TK=_to_host(scores.logp_TK[rows, :width]), loss=loss)
-
-
-def _to_host(tensor: torch.Tensor) -> FloatArray:
-    host: FloatArray = tensor.detach().to("cpu", copy=True).numpy()
-    return host

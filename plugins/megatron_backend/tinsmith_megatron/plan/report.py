@@ -20,7 +20,7 @@ def report(found: Sequence[Planned], name: str, work: Work, machine: Machine, *,
         _traffic(best),
         _time(best),
         "",
-        _NO_FULL if work.full else configuration(best.layout, name, work, machine),
+        configuration(best.layout, name, work, machine),
     ]
     return "\n".join(lines)
 
@@ -42,7 +42,6 @@ def _asked(name: str, work: Work, gpus: int) -> str:
     )
 
 
-_NO_FULL = "full fine-tuning is not served by the megatron backend yet"
 _HEADINGS = ("TP", "PP", "EP", "DP", "recompute", "GB", "s a step", "tokens/s")
 
 
@@ -111,7 +110,8 @@ def configuration(layout: Layout, name: str, work: Work, machine: Machine) -> st
         "activation_checkpointing": str(layout.recompute).lower(),
         "max_batch_tokens": work.tokens,
         "max_context_tokens": work.context,
-        "max_models": work.tenants,
+        "max_models": 1 if work.full else work.tenants,
+        "max_full_models": 1 if work.full else 0,
         "max_lora_rank": work.rank,
     }
     if nodes > 1:

@@ -1,0 +1,220 @@
+"""What a rank holds of a fully trained model: rows of each parameter, and their places in canonical tensors.
+
+The ranks that compute the same parameter divide its rows for everything but the passes: float32 weights, moments and
+the pending gradient (ZeRO, Rajbhandari et al. 2020). A parameter of Megatron's may fuse several canonical tensors.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+
+from tinsmith.huggingface import DecoderShape
+from tinsmith_megatron.parallel import Part, Place
+from tinsmith_megatron.stage import Stage
+
+# Any: Megatron's layers.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Rows of a parameter that are rows of one canonical tensor."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    start: int  # the first row in the tensor
+    local: int  # and in the parameter
+    count: int
+    columns: slice | None = None  # None: all
+
+    def within(self, rows: range) -> "Piece | None":
+        """Return what lies in these rows of the parameter."""
+        first, last = max(self.local, rows.start), min(self.local + self.count, rows.stop)
+        if first >= last:
+            return None
+        start = self.start + first - self.local
+        return Piece(
+            name=self.name, shape=self.shape, start=start, local=first, count=last - first, columns=self.columns
+        )
+
+
+@dataclass(slots=True)
+class Shard:
+    """A parameter and this rank's rows of it. Its matrix has the rows of all experts one below the other."""
+
+    parameter: nn.Parameter
+    pieces: tuple[Piece, ...]  # of the whole parameter
+    group: dist.ProcessGroup
+    is_copy: bool  # of a tensor that another stage holds, too
+    rows: range = field(init=False)
+    height: int = field(init=False)  # rows of each rank of the group; the last ranks may have fewer
+    weights: torch.Tensor = field(init=False)
+    m: torch.Tensor = field(init=False)
+    v: torch.Tensor = field(init=False)
+    gradient: torch.Tensor | None = field(init=False, default=None)  # pending
+    passing: torch.Tensor | None = field(init=False, default=None)  # of the whole parameter, in the current pass
+
+    def __post_init__(self) -> None:
+        matrix = self.matrix
+        self.height = -(-len(matrix) // self.group.size())
+        start = min(dist.get_rank(self.group) * self.height, len(matrix))
+        self.rows = range(start, min(start + self.height, len(matrix)))
+        own = matrix[self.rows.start : self.rows.stop]
+        self.weights = own if own.dtype == torch.float32 else own.float()
+        self.m, self.v = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
+        self.parameter.register_post_accumulate_grad_hook(self._take)
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The parameter as rows and columns."""
+        weight = self.parameter.detach()
+        return weight[:, None] if weight.dim() == 1 else weight.reshape(-1, weight.shape[-1])
+
+    @property
+    def own_pieces(self) -> Iterator[Piece]:
+        """Yield what lies in this rank's rows."""
+        for piece in self.pieces:
+            if (own := piece.within(self.rows)) is not None:
+                yield own
+
+    def _take(self, parameter: torch.Tensor) -> None:
+        """Add a micro-batch's gradient in float32."""
+        assert self.passing is not None
+        assert parameter.grad is not None
+        self.passing.add_(parameter.grad.view_as(self.passing))
+        parameter.grad = None
+
+    def begin(self) -> None:
+        """Make room for the gradient of a pass."""
+        self.passing = torch.zeros_like(self.matrix, dtype=torch.float32)
+
+    def end(self) -> None:
+        """Add this rank's rows of the sum over the group to the pending gradient."""
+        assert self.passing is not None
+        whole, self.passing = self.passing, None
+        if self.group.size() > 1:
+            found = whole.new_empty(self.height, whole.shape[1])
+            dist.reduce_scatter_tensor(found, self._padded(whole), group=self.group)
+            whole = found[: len(self.rows)]
+        self.gradient = whole if self.gradient is None else self.gradient.add_(whole)
+
+    def spread(self) -> None:
+        """Give the group the weights of this rank's rows, in the dtype in which they are computed with."""
+        matrix = self.matrix
+        own = self.weights.to(matrix.dtype)
+        if self.group.size() > 1:
+            gathered = matrix.new_empty(self.height * self.group.size(), matrix.shape[1])
+            dist.all_gather_into_tensor(gathered, self._padded(own, self.height), group=self.group)
+            matrix.copy_(gathered[: len(matrix)])
+        else:
+            matrix.copy_(own)
+
+    def _padded(self, rows: torch.Tensor, height: int | None = None) -> torch.Tensor:
+        missing = (height or self.height * self.group.size()) - len(rows)
+        return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows.contiguous()
+
+
+def shards_of(stage: Stage, shape: DecoderShape, place: Place, part: Part, tp_size: int) -> list[Shard]:
+    """Return a shard of every parameter."""
+    namer = _Namer(shape, place, part, tp_size)
+    divided = parallel_state.get_data_parallel_group()
+    repeated = parallel_state.get_tensor_and_data_parallel_group()
+    experts = parallel_state.get_expert_data_parallel_group()
+    shards = []
+    for parameter, pieces, kind in namer.of(stage):
+        group = {"divided": divided, "repeated": repeated, "experts": experts}[kind]
+        is_copy = shape.tied and stage.is_last and not stage.is_first and parameter is stage.head
+        shards.append(Shard(parameter, tuple(pieces), group, is_copy))
+    assert {id(shard.parameter) for shard in shards} == {id(parameter) for parameter in stage.parameters()}
+    return shards
+
+
+Named = tuple[nn.Parameter, Sequence[Piece], str]
+
+
+class _Namer:
+    """The pieces of Megatron's parameters: the inverse of what `WeightReader` puts together."""
+
+    def __init__(self, shape: DecoderShape, place: Place, part: Part, tp_size: int) -> None:
+        self._shape, self._place, self._part, self._tp_size = shape, place, part, tp_size
+
+    def of(self, stage: Stage) -> Iterator[Named]:
+        shape = self._shape
+        table = (shape.vocab_size, shape.hidden_size)
+        if stage.is_first:
+            yield stage.embedding.weight, [self._rows("model.embed_tokens.weight", table)], "divided"
+        for layer in stage.decoder.layers:
+            yield from self._of_layer(layer)
+        if stage.is_last:
+            yield self._whole(stage.decoder.final_layernorm.weight, "model.norm.weight")
+            if not (shape.tied and stage.is_first):
+                name = "model.embed_tokens.weight" if shape.tied else "lm_head.weight"
+                yield stage.head, [self._rows(name, table)], "divided"
+
+    def _of_layer(self, layer: object) -> Iterator[Named]:
+        prefix = f"model.layers.{layer.layer_number - 1}"  # type: ignore[attr-defined]  # Megatron's
+        attention, mlp = layer.self_attention, layer.mlp  # type: ignore[attr-defined]  # Megatron's
+        hidden = self._shape.hidden_size
+        yield attention.linear_qkv.weight, list(self._qkv(f"{prefix}.self_attn")), "divided"
+        o = self._columns(f"{prefix}.self_attn.o_proj.weight", (hidden, self._shape.q_size))
+        yield attention.linear_proj.weight, [o], "divided"
+        yield self._whole(layer.input_layernorm.weight, f"{prefix}.input_layernorm.weight")  # type: ignore[attr-defined]
+        yield self._whole(layer.pre_mlp_layernorm.weight, f"{prefix}.post_attention_layernorm.weight")  # type: ignore[attr-defined]
+        for name, norm in {"q_norm": attention.q_layernorm, "k_norm": attention.k_layernorm}.items():
+            if isinstance(norm, nn.RMSNorm):
+                yield self._whole(norm.weight, f"{prefix}.self_attn.{name}.weight")
+        yield from (self._mlp if self._shape.experts is None else self._experts)(mlp, f"{prefix}.mlp")
+
+    def _qkv(self, prefix: str) -> Iterator[Piece]:
+        """Queries, keys and values alternate by key-value head."""
+        shape = self._shape
+        groups = shape.num_kv_heads // self._tp_size
+        heights = {"q": shape.q_size // shape.num_kv_heads, "k": shape.head_dim, "v": shape.head_dim}
+        local = 0
+        for group in range(self._place.tp_rank * groups, (self._place.tp_rank + 1) * groups):
+            for letter, height in heights.items():
+                whole = (height * shape.num_kv_heads, shape.hidden_size)
+                name = f"{prefix}.{letter}_proj.weight"
+                yield Piece(name=name, shape=whole, start=group * height, local=local, count=height)
+                local += height
+
+    def _mlp(self, mlp: object, prefix: str) -> Iterator[Named]:
+        hidden, inner = self._shape.hidden_size, self._shape.intermediate_size
+        gate = self._rows(f"{prefix}.gate_proj.weight", (inner, hidden))
+        up = self._rows(f"{prefix}.up_proj.weight", (inner, hidden), local=inner // self._tp_size)
+        yield mlp.linear_fc1.weight, [gate, up], "divided"  # type: ignore[attr-defined]  # Megatron's
+        down = self._columns(f"{prefix}.down_proj.weight", (hidden, inner))
+        yield mlp.linear_fc2.weight, [down], "divided"  # type: ignore[attr-defined]  # Megatron's
+
+    def _experts(self, moe: object, prefix: str) -> Iterator[Named]:
+        assert self._shape.experts is not None
+        hidden, inner = self._shape.hidden_size, self._shape.experts.intermediate_size
+        yield self._whole(moe.router.weight, f"{prefix}.gate.weight")  # type: ignore[attr-defined]  # Megatron's
+        gate_up, down = [], []
+        for index, expert in enumerate(self._part.experts):
+            own = f"{prefix}.experts.{expert}"
+            for number, name in enumerate(("gate", "up")):
+                local = (2 * index + number) * inner
+                gate_up.append(_all_rows(f"{own}.{name}_proj.weight", (inner, hidden), local))
+            down.append(_all_rows(f"{own}.down_proj.weight", (hidden, inner), index * hidden))
+        yield moe.experts.gate_up, gate_up, "experts"  # type: ignore[attr-defined]  # ours, in Megatron's layer
+        yield moe.experts.down, down, "experts"  # type: ignore[attr-defined]  # as above
+
+    def _whole(self, parameter: nn.Parameter, name: str) -> Named:
+        return parameter, [_all_rows(name, tuple(parameter.shape), 0)], "repeated"
+
+    def _rows(self, name: str, shape: tuple[int, int], local: int = 0) -> Piece:
+        each = shape[0] // self._tp_size
+        return Piece(name=name, shape=shape, start=self._place.tp_rank * each, local=local, count=each)
+
+    def _columns(self, name: str, shape: tuple[int, int]) -> Piece:
+        each = shape[1] // self._tp_size
+        columns = slice(self._place.tp_rank * each, (self._place.tp_rank + 1) * each) if self._tp_size > 1 else None
+        return Piece(name=name, shape=shape, start=0, local=0, count=shape[0], columns=columns)
+
+
+def _all_rows(name: str, shape: tuple[int, ...], local: int) -> Piece:
+    return Piece(name=name, shape=shape, start=0, local=local, count=shape[0])
