@@ -10,10 +10,11 @@ tenant's numbers do not depend on the other tenants in the call.
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from tinsmith_jax.kernels import tile_products, wide_products
 from tinsmith_jax.kernels.choice import Kernels
@@ -22,6 +23,8 @@ from tinsmith_jax.mesh import ONE, Axes
 
 # Any below: jax arrays and pytrees of them.
 TILE = 64
+
+_KEPT: Final = "kept"
 
 Divided = Literal["outputs", "inputs"]
 """What of a module is divided over the mesh's axis `tensor`."""
@@ -40,6 +43,14 @@ class Lora(NamedTuple):
     A: tuple[Any, ...]  # each [k, in, r]
     B: tuple[Any, ...]  # each [k, r, out_i]
     sums: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None  # of the same shapes, float32
+
+
+def kept(values: Any) -> Any:
+    """Mark what takes long to compute. `only_kept` is the policy of jax.checkpoint that keeps nothing else."""
+    return checkpoint_name(values, _KEPT)
+
+
+only_kept = jax.checkpoint_policies.save_only_these_names(_KEPT)
 
 
 def rms_norm(x: Any, weight: Any, eps: float) -> Any:
@@ -103,6 +114,7 @@ def _delta(
     z = z * tiles.scale_n[:, None, None]  # float32
     if divided == "inputs":
         z = axes.total(z)
+    z = kept(z)
     parts = jnp.split(z.astype(dtype), len(A), axis=-1)
     deltas = [
         products.up(part, b.astype(dtype), tiles.adapter_n).astype(dtype) for part, b in zip(parts, B, strict=True)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tinsmith_jax.layers import TILE
+from tinsmith_jax.layers import TILE, kept
 
 # Any below: jax arrays.
 
@@ -46,7 +46,7 @@ def _forward(q: Any, k: Any, v: Any, first_n: Any) -> tuple[Any, Any]:
         return out / total[..., None], high + jnp.log(total)
 
     tiles = jnp.arange(q.shape[0], dtype=jnp.int32)
-    out, lse = jax.lax.map(one_tile, (q, tiles, first_n))
+    out, lse = kept(jax.lax.map(one_tile, (q, tiles, first_n)))
     return out, (q, k, v, first_n, out, lse)
 
 

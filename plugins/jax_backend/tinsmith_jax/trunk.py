@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from tinsmith_jax.attention import packed_attention
 from tinsmith_jax.expert_training import expert_mlp
 from tinsmith_jax.experts import ExpertLora, Stacked, of_layer, route, take_apart
-from tinsmith_jax.layers import TILE, Lora, Tiles, by_tile, lora_delta, rms_norm, rope, rope_angles
+from tinsmith_jax.layers import TILE, Lora, Tiles, by_tile, kept, lora_delta, only_kept, rms_norm, rope, rope_angles
 from tinsmith_jax.mesh import FSDP, ONE, Axes, is_kept
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.weights import Base
@@ -45,7 +45,8 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     A sequence starts on a tile boundary with position 0 and occupies consecutive tiles. Tokens that pad its last tile,
     and unused tiles (position 0), do not attend to other tokens and no other token attends to them. `sums` is the
     "layers" part of a stack of gradients to which reverse differentiation adds. `recompute` trades memory for a second
-    forward pass.
+    forward pass. Without it, what takes little time to compute again is not kept either: on a CPU, writing it to memory
+    and reading it takes longer.
     """
     n = tokens_T.shape[0] // TILE
     first_n = jnp.arange(n, dtype=jnp.int32) - positions_T.reshape(n, TILE)[:, 0] // TILE
@@ -55,7 +56,7 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
 
     def layer(x_TH: Any, per_layer: tuple[Any, Any, Any]) -> tuple[Any, None]:
         weights, adapter, layer_sums = per_layer
-        x_TH = _attention_block(x_TH, weights, config, adapter, layer_sums, tiles, axes, (angles, first_n))
+        x_TH = kept(_attention_block(x_TH, weights, config, adapter, layer_sums, tiles, axes, (angles, first_n)))
         if experts is not None:
             return _expert_block(x_TH, weights, experts, config, adapter, layer_sums, tiles, axes), None
         return _mlp_block(x_TH, weights, config, adapter, layer_sums, tiles, axes), None
@@ -63,6 +64,8 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     body = layer
     if recompute:
         body = jax.checkpoint(layer, prevent_cse=False)
+    elif experts is None and axes.kernels.attention == "tile_by_tile":
+        body = jax.checkpoint(layer, prevent_cse=False, policy=only_kept)
     elif axes.fsdp > 1:
         body = jax.checkpoint(layer, prevent_cse=False, policy=is_kept)
     x_TH, _ = jax.lax.scan(body, embed(base["embed"], tokens_T, axes), (layers, adapters["layers"], sums))
@@ -130,6 +133,7 @@ def _attention_block(
     h_TH = axes.enter_tensor(rms_norm(x_TH, weights["input_norm"], config.rms_norm_eps))
     deltas = lora_delta(h_TH, lora_of(("q", "k", "v"), adapter, sums), tiles, axes, "outputs")
     q, k, v = split_qkv(h_TH @ axes.whole(weights["qkv"], 0), deltas, config)
+    q, k, v = kept((q, k, v))
     q, k = qk_norm(q, k, weights, config, apply=partial(by_tile, kernels=axes.kernels))
     q, k = rope(q, cos, sin), rope(k, cos, sin)
     attended = packed_attention(q, k, v, first_n, axes.kernels)
@@ -141,7 +145,8 @@ def _mlp_block(x_TH: Any, weights: Any, config: ModelConfig, adapter: Any, sums:
     h_TH = axes.enter_tensor(rms_norm(x_TH, weights["post_norm"], config.rms_norm_eps))
     gate, up = jnp.split(h_TH @ axes.whole(weights["gate_up"], 0), 2, axis=-1)
     d_gate, d_up = lora_delta(h_TH, lora_of(("gate", "up"), adapter, sums), tiles, axes, "outputs")
-    inner = jax.nn.silu(gate + d_gate) * (up + d_up)
+    gate, up = kept((gate + d_gate, up + d_up))
+    inner = jax.nn.silu(gate) * up
     (delta,) = lora_delta(inner, lora_of(("down",), adapter, sums), tiles, axes, "inputs")
     return x_TH + axes.leave_tensor(inner @ axes.whole(weights["down"], 1)) + delta
 
