@@ -50,6 +50,7 @@ def _case(directory: Path, name: str) -> Case:
         tokens=256,
         slots=3,
         recompute="kept" not in name,
+        gather_once="once" in name,
         dtype="float32",
         kernels="reference",
     )
@@ -72,7 +73,18 @@ def _figures(case: Case, kind: str) -> dict[str, Any]:  # Any: JSON
         "arguments": [made.argument_bytes, memory.argument_size_in_bytes],
         "results": [made.result_bytes, results - pointers],
         "state": case.held_arguments(kind),
+        "cache_writes": _cache_writes(text, case),
     }
+
+
+def _cache_writes(text: str, case: Case) -> list[list[int]]:
+    """Return the shapes of what is written to the cache."""
+    places = [part.sharding.shard_shape(part.shape) for part in case.cache]
+    return [
+        list(run.operand(1).arrays[0].dims)
+        for run in read_module(text).runs()
+        if run.instruction.opcode == "dynamic-update-slice" and run.instruction.arrays[0].dims in places
+    ]
 
 
 def _base(directory: Path) -> list[list[str]]:

@@ -29,7 +29,7 @@ Json = dict[str, Any]
 
 
 GRADIENTS, STEP = "all axes, gradients", "all axes, step"
-DECODE, PREFILL = "all axes, decode", "all axes, prefill"
+DECODE, ONCE, PREFILL = "all axes, decode", "all axes, decode, once", "all axes, prefill"
 MORE = (
     "all axes, score",
     "all axes, gradients, kept",
@@ -42,16 +42,16 @@ MORE = (
     "tensor, prefill",
     "one device, decode",
 )
-""""kept": activations, instead of computing them again."""
+""""kept": activations, instead of computing them again. "once": weights are gathered at the start of a dispatch."""
 
-EVERY = [GRADIENTS, STEP, DECODE, PREFILL, *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE)]
+EVERY = [GRADIENTS, STEP, DECODE, ONCE, PREFILL, *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE)]
 
 
 @pytest.fixture(scope="module")
 def planned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Json:
     """Run planned_programs.py for all programs that the chosen tests ask for."""
     asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    names = [GRADIENTS, STEP, DECODE, PREFILL, *(name for name in MORE if name in asked)]
+    names = [GRADIENTS, STEP, DECODE, ONCE, PREFILL, *(name for name in MORE if name in asked)]
     directory = tmp_path_factory.mktemp("planned") / "tiny"
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("planned_programs.py"), directory, *names],
@@ -95,6 +95,21 @@ def test_decoding_gathers_the_layers_once_for_each_token(planned: Json) -> None:
     layers, hidden, inner, vocabulary, shards, steps, slots = 3, 128, 256, 512, 2, 8, 3
     matrices = hidden * (4 + 2 * 2) * 32 + 4 * 32 * hidden + 3 * hidden * inner
     assert gathered == 4 * ((steps * layers * matrices + vocabulary * hidden) // shards + steps * shards * slots)
+
+
+def test_decoding_gathers_all_weights_at_its_start_if_told_to(planned: Json) -> None:
+    gathered = planned["figures"][ONCE]["bytes"]["all-gather fsdp"]
+    layers, hidden, inner, vocabulary, shards = 3, 128, 256, 512, 2
+    matrices = hidden * (4 + 2 * 2) * 32 + 4 * 32 * hidden + 3 * hidden * inner
+    assert gathered == 4 * (layers * matrices + 2 * vocabulary * hidden) // shards
+
+
+@pytest.mark.parametrize("name", [DECODE, PREFILL])
+def test_whole_pages_are_written_to_the_cache(planned: Json, name: str) -> None:
+    """Else the compiler for TPUs gives the cache another layout for writing, and copies all of it in each layer."""
+    kv_heads, head_dim, page = 2 // 2, 32, 64
+    key, value = [1, 1, kv_heads, head_dim, page], [1, 1, kv_heads, page, head_dim]
+    assert sorted(planned["figures"][name]["cache_writes"]) == sorted([key, value])
 
 
 def _adapter_bytes(*, tensor: int) -> int:

@@ -53,6 +53,11 @@ class JaxConfig(WorkersConfig):
     decode_steps: int | None = Field(
         None, ge=1, le=64, description="tokens per sampling dispatch, after which others join; default 4 on CPU, else 8"
     )
+    gather_once: bool | None = Field(
+        None,
+        description="sampling gathers the weights, which `fsdp` divides, once for each dispatch, not by layer for "
+        "each token; every device needs room for them; default if that is at most a quarter of its memory",
+    )
     prefill_tokens: int = Field(
         512, ge=64, description="prompt tokens that each shard reads between two sampling dispatches"
     )
@@ -91,6 +96,11 @@ class JaxSamplerConfig(BackendConfig):
     )
     decode_steps: int | None = Field(
         None, ge=1, le=64, description="tokens per sampling dispatch, after which others join; default 4 on CPU, else 8"
+    )
+    gather_once: bool | None = Field(
+        None,
+        description="sampling gathers the weights, which `fsdp` divides, once for each dispatch, not by layer for "
+        "each token; every device needs room for them; default if that is at most a quarter of its memory",
     )
     prefill_tokens: int = Field(
         512, ge=64, description="prompt tokens that each shard reads between two sampling dispatches"

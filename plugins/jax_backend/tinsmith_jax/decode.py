@@ -31,7 +31,7 @@ from jax import lax
 from tinsmith_jax import expert_sampling
 from tinsmith_jax.experts import Stacked, of_layer, route, take_apart
 from tinsmith_jax.layers import TILE, rms_norm, rope, rope_angles
-from tinsmith_jax.mesh import ONE, Axes
+from tinsmith_jax.mesh import ONE, Axes, gathered
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.sampling_adapters import BASE_MODEL, AdapterRows
 from tinsmith_jax.sampling_head import RowParams, draw, prompt_scores, top_logprobs
@@ -149,16 +149,18 @@ def decode(  # noqa: PLR0913 - a compiled program's arguments
     *,
     max_steps: int,
     num_top: int,
+    gathers_once: bool = False,
     axes: Axes = ONE,
 ) -> tuple[Cache, Steps]:
     """Decode up to `switches.num_steps` (at most `max_steps`) tokens in every row that has tokens left.
 
-    The steps are those of all shards' rows.
+    The steps are those of all shards' rows. With `gathers_once`, the weights are gathered before the first of them.
     """
     num_rows = state.token_B.shape[0]
     num_used = jnp.sum(state.left_B > 0)
     lora = AdapterRows.of_rows(resident, jnp.where(state.left_B > 0, state.adapter_B, BASE_MODEL), axes)
-    head_VH = axes.whole(base["head"], 1)
+    base, of_base = gathered(base, axes) if gathers_once else (base, axes)
+    head_VH = of_base.whole(base["head"], 1)
 
     def any_left(state: SlotState) -> jax.Array:
         anywhere: jax.Array = axes.anywhere(jnp.any(state.left_B > 0))
@@ -179,7 +181,7 @@ def decode(  # noqa: PLR0913 - a compiled program's arguments
         # A row that has ended is computed on. Its result is dropped, and it writes where nothing is read before its
         # sequence's page is written by another.
         tiles = TokenTiles(now.token_B[:, None], now.position_B, now.table_BG, now.adapter_B)
-        cache, hidden_BTH = _layers(config, base, lora, cache, tiles, num_used, axes)
+        cache, hidden_BTH = _layers(config, base, lora, cache, tiles, num_used, of_base)
         logits_BV = _logits(head_VH, lora, hidden_BTH, axes)[:, 0]
         given = (logits_BV, params, now.position_B + 1)
         token_B, logprob_B, top_ids_BK, top_logprobs_BK = _each(draw_rows, num_used, given, axes)
@@ -274,7 +276,7 @@ def _layers(
         q_NThD, k_NTJD, v_NTJD = split_qkv(qkv_NTo, deltas, config)
         q_NThD, k_NTJD = qk_norm(q_NThD, k_NTJD, weights, config, apply=by_tile)
         q_NThD, k_NTJD = rope(q_NThD, *cos_sin), rope(k_NTJD, *cos_sin)
-        cache = _write(cache, index, tiles, count, k_NTJD, v_NTJD)
+        cache = _write(cache, index, tiles, count, k_NTJD, v_NTJD, axes)
         out_NTo = _attend(q_NThD, cache, index, tiles, count, axes)
         x_NTH = _add(x_NTH, _dense(out_NTo, axes.whole(weights["o"], 1)), delta("o", out_NTo), axes)
         h_NTH = norm(x_NTH, weights["post_norm"])
@@ -338,17 +340,36 @@ def _logits(head_VH: jax.Array, lora: AdapterRows, hidden_NTH: jax.Array, axes: 
 
 
 def _write(
-    cache: Cache, layer: jax.Array, tiles: TokenTiles, count: jax.Array, k_NTJD: jax.Array, v_NTJD: jax.Array
+    cache: Cache,
+    layer: jax.Array,
+    tiles: TokenTiles,
+    count: jax.Array,
+    k_NTJD: jax.Array,
+    v_NTJD: jax.Array,
+    axes: Axes,
 ) -> Cache:
-    """Write each tile's keys and values to its page, tile by tile, in place; padding nowhere."""
+    """Write each tile's keys and values to its page, tile by tile, in place; padding nowhere.
+
+    Accelerators write whole pages: for a write of one position, XLA would give the cache another layout than for
+    reading, and copy all of it there and back in each layer.
+    """
     k_NJDT, v_NJTD = k_NTJD.transpose(0, 2, 3, 1), v_NTJD.transpose(0, 2, 1, 3)
+    in_place = axes.kernels.equal_blocks or k_NTJD.shape[1] == PAGE
+
+    def put(part_LP: jax.Array, new: jax.Array, at: tuple[Any, ...], axis: int) -> jax.Array:
+        if not in_place:
+            place_C = lax.broadcasted_iota(jnp.int32, part_LP.shape[2:], axis)
+            new = jnp.where(place_C == at[2 + axis], new, _page_at(part_LP, at))
+            at = (*at[:2], 0, 0, 0)
+        written: jax.Array = lax.dynamic_update_slice(part_LP, new[None, None], at)
+        return written
 
     def one(n: jax.Array, cache: Cache) -> Cache:
         start = tiles.start_N[n]
         page, first = tiles.table_NG[n, start // PAGE], start % PAGE
         return Cache(
-            lax.dynamic_update_slice(cache.k_LPJDC, k_NJDT[n][None, None], (layer, page, 0, 0, first)),
-            lax.dynamic_update_slice(cache.v_LPJCD, v_NJTD[n][None, None], (layer, page, 0, first, 0)),
+            put(cache.k_LPJDC, k_NJDT[n], (layer, page, 0, 0, first), 2),
+            put(cache.v_LPJCD, v_NJTD[n], (layer, page, 0, first, 0), 1),
         )
 
     with jax.named_scope("write"):
@@ -439,10 +460,14 @@ def _attend_batch(
 
 def _read_pages(part_LP: jax.Array, layer: jax.Array, page_N: jax.Array) -> jax.Array:
     def of(page: jax.Array) -> jax.Array:
-        read: jax.Array = lax.dynamic_slice(part_LP, (layer, page, 0, 0, 0), (1, 1, *part_LP.shape[2:]))[0, 0]
-        return read
+        return _page_at(part_LP, (layer, page))
 
     return of(page_N[0])[None] if page_N.shape[0] == 1 else jax.vmap(of)(page_N)
+
+
+def _page_at(part_LP: jax.Array, at: tuple[Any, ...]) -> jax.Array:
+    read: jax.Array = lax.dynamic_slice(part_LP, (*at[:2], 0, 0, 0), (1, 1, *part_LP.shape[2:]))[0, 0]
+    return read
 
 
 def _copy_page(part_LP: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:

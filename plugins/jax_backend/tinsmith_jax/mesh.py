@@ -418,6 +418,18 @@ def base_specs(layers: Sequence[str]) -> Any:
     }
 
 
+def gathered(base: Any, axes: Axes) -> tuple[Any, Axes]:
+    """Gather a shard's base weights over `fsdp`. Return them, and the axes for what works on them."""
+    if axes.fsdp == 1:
+        return base, axes
+
+    def whole(spec: Spec, weight: Any) -> Any:
+        return axes.whole(weight, list(spec).index(FSDP)) if FSDP in spec else weight
+
+    specs = base_specs(list(base["layers"]))
+    return jax.tree.map(whole, specs, base, is_leaf=lambda x: isinstance(x, Spec)), replace(axes, fsdp=1)
+
+
 def adapter_specs(modules: Iterable[str], *, experts: bool = False) -> Any:
     """Return how an adapter is divided (adapters.py has its shapes): like the matrices that it changes.
 

@@ -3,8 +3,10 @@
 Takes and returns NumPy arrays. One thread calls it, and every dispatch takes a turn on the device.
 """
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -14,7 +16,7 @@ from tinsmith_jax import adapters, decode
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.layers import TILE
-from tinsmith_jax.mesh import Layout, put
+from tinsmith_jax.mesh import Axes, Layout, put
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.sampling_programs import TARGET_COLUMNS, Kind, SamplingPrograms, decode_arguments, no_tiles
@@ -22,6 +24,7 @@ from tinsmith_jax.sampling_values import Drawn, PageCopy, PromptTile, SamplingSh
 from tinsmith_jax.weights import Base
 
 # Any below: compiled programs, which jax does not type.
+_SHARE_OF_GATHERED: Final = 4  # the part of a device's memory that gathered weights may take unasked
 
 
 class SamplingDevice:
@@ -134,8 +137,19 @@ def sampling_device(
 ) -> SamplingDevice:
     """Prepare the sampler's slots."""
     shape = sampling_shape(config, limits, model, num_shards=1 if layout is None else layout.axes.num_streams)
+    if layout is not None:
+        memory = jax.local_devices()[0].memory_stats() or {}
+        shape = replace(shape, gathers_once=gathers_once(config, base, layout.axes, memory.get("bytes_limit")))
     sampling_programs = SamplingPrograms(config=model, shape=shape, base_shapes=base, layout=layout)
     return SamplingDevice(base, sampling_programs, programs=programs, turns=turns)
+
+
+def gathers_once(config: JaxConfig, base_shapes: Any, axes: Axes, device_bytes: int | None) -> bool:
+    """Return whether a decoding dispatch gathers all weights at its start."""
+    if axes.fsdp == 1 or config.gather_once is not None:
+        return axes.fsdp > 1 and bool(config.gather_once)
+    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(base_shapes)) // axes.tensor
+    return device_bytes is not None and whole <= device_bytes // _SHARE_OF_GATHERED
 
 
 def sampling_shape(config: JaxConfig, limits: Limits, model: ModelConfig, *, num_shards: int) -> SamplingShape:

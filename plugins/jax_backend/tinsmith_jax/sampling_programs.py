@@ -84,7 +84,12 @@ class SamplingPrograms:
     def _decode(self) -> Any:
         shape = self.shape
         function = functools.partial(
-            decode.decode, self.config, max_steps=shape.max_steps, num_top=shape.max_top, axes=self.axes
+            decode.decode,
+            self.config,
+            max_steps=shape.max_steps,
+            num_top=shape.max_top,
+            gathers_once=shape.gathers_once,
+            axes=self.axes,
         )
         arguments = decode_arguments(SlotInput.idle(shape), shape.max_steps)
         into = (*self._held_specs, ROWS, ROWS, _HERE)

@@ -25,6 +25,7 @@ class SamplingShape:
     max_top: int  # alternatives per token
     prefill_tiles: tuple[int, ...]  # of each shard, in ascending order
     dtype: str
+    gathers_once: bool = False  # all weights for a decoding dispatch, instead of a layer's for each layer and step
 
     @property
     def num_slots(self) -> int:

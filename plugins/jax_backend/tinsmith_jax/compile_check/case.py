@@ -14,6 +14,7 @@ from tinsmith_jax import adapters, runtime
 from tinsmith_jax.adapters import HF_MODULES
 from tinsmith_jax.buckets import ADAPTERS, STEPS, Bucket
 from tinsmith_jax.compilation import Program
+from tinsmith_jax.compile_check.chips import read_slice
 from tinsmith_jax.compile_check.formula import Cost, Pass, Step
 from tinsmith_jax.compile_check.options import Options
 from tinsmith_jax.compile_check.sampling_formula import Sampling
@@ -22,7 +23,7 @@ from tinsmith_jax.loss_table import LossTable
 from tinsmith_jax.mesh import CACHE, Layout, Spec, adapter_specs, base_specs, make_layout, resident_specs
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.runtime import Limits
-from tinsmith_jax.sampling_device import sampling_shape
+from tinsmith_jax.sampling_device import gathers_once, sampling_shape
 from tinsmith_jax.sampling_programs import SamplingPrograms
 from tinsmith_jax.sampling_values import SamplingShape
 from tinsmith_jax.train_step import TrainPrograms
@@ -112,8 +113,12 @@ class Case:
         """Return the bytes of the cache and of the slots' adapters."""
         if not self.shape.num_slots:
             return 0
-        cache = [_placed(part, self.layout.placed(CACHE)) for part in self.sample.cache]
-        return _bytes_on_a_chip((cache, self._resident))
+        return _bytes_on_a_chip((self.cache, self._resident))
+
+    @property
+    def cache(self) -> list[Any]:
+        """The shapes of keys and values, with their places."""
+        return [_placed(part, self.layout.placed(CACHE)) for part in self.sample.cache]
 
     @property
     def _resident(self) -> Any:
@@ -163,6 +168,7 @@ def make_case(options: Options, config: ModelConfig, devices: Sequence[Any], pla
         decode_slots=max(options.slots, 1),
         recompute=options.recompute,
         kernels=options.kernels,
+        gather_once=options.gather_once,
     )
     limits = runtime.decide(settings, config, platform)
     bucket = Bucket(
@@ -173,7 +179,9 @@ def make_case(options: Options, config: ModelConfig, devices: Sequence[Any], pla
     )
     layout = make_layout(options.mesh, config, exact=limits.exact, devices=devices)
     shape = sampling_shape(settings, limits, config, num_shards=layout.axes.num_streams)
-    shape = replace(shape, slots_per_shard=options.slots)
+    base = base_shapes(config, limits.dtype, layout)
+    once = gathers_once(settings, base, layout.axes, read_slice(options.topology).chip.hbm_bytes)
+    shape = replace(shape, slots_per_shard=options.slots, gathers_once=once)
     return Case(config=config, limits=limits, layout=layout, bucket=bucket, shape=shape, tenants=options.tenants)
 
 

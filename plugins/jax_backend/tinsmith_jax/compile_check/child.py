@@ -56,6 +56,7 @@ def _facts(case: Any, kind: str, topology: str) -> dict[str, Any]:  # Any: JSON;
         "formula": cost.flops(),
         "model_flops": cost.model_flops(),
         "trips": dict(cost.trips()),
+        "gathers_once": case.shape.gathers_once,
         "links": _links(case.layout.devices.devices, read_slice(topology)),
         "attention_is_hidden": cost.attention_is_hidden,
         "planned": [[*key, count] for key, count in cost.collectives().items()],

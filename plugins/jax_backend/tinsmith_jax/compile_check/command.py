@@ -50,6 +50,9 @@ def compile_check(
     program: Annotated[list[str] | None, typer.Option(help=f"{', '.join(PROGRAMS)}; default all")] = None,
     kernels: Annotated[str, typer.Option(help="of the device, or reference: without Pallas")] = "device",
     recompute: Annotated[bool, typer.Option(help="compute activations again in the backward pass")] = True,
+    gather_once: Annotated[
+        bool | None, typer.Option(help="decoding gathers all weights at its start; default as in the settings")
+    ] = None,
     code: Annotated[
         bool, typer.Option(help="generate code; else stop when memory is planned, in a third of the time")
     ] = True,
@@ -60,6 +63,7 @@ def compile_check(
     options = _options(
         topology=topology, model=model, mesh=read_mesh(mesh), tenants=tenants, rank=rank, context=context,
         tokens=tokens or context, slots=slots, recompute=recompute, kernels=kernels,
+        gather_once=gather_once,
     )  # fmt: skip
     programs = _known(program or (PROGRAMS if slots else TRAINING), slots)
     if tokens is None:

@@ -39,6 +39,7 @@ class Facts(BaseModel):
     trips: dict[str, float]  # hlo.Trips
     links: dict[str, float]  # of a chip that a collective over an axis can receive from
     attention_is_hidden: bool
+    gathers_once: bool = False  # decoding: all weights at the start of a dispatch
     planned: list[tuple[str, str, int]]
 
 

@@ -24,6 +24,7 @@ class Options(BaseModel):
     tokens: int = Field(ge=128, description="of one stream in a call; a power of two")
     slots: int = Field(ge=0, description="sequences sampled at a time, by each stream; 0: training alone")
     recompute: bool = True
+    gather_once: bool | None = Field(None, description="of decoding, as in the settings")
     kernels: Literal["device", "reference"] = "device"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
 

@@ -18,7 +18,9 @@ Collectives of a pass, in arrays:
     all-gather over tensor   the logits, if tokens are drawn
 
 Decoding besides: an all-gather of the head over fsdp, and of what was drawn (four arrays) over the streams, each once
-in a call; and an all-reduce over the streams before each step and after the last, whether any slot goes on.
+in a call; and an all-reduce over the streams before each step and after the last, whether any slot goes on. If the
+weights are gathered once for the call, that replaces everything else over fsdp: the stacked matrices of all layers, the
+embedding and the head.
 """
 
 from collections import Counter
@@ -85,7 +87,9 @@ class Sampling:
     def collectives(self) -> Plan:
         layers, axes, drawn = self.config.num_layers, self.axes, self.tiles is None
         plan: Plan = Counter()
-        if axes.fsdp > 1:
+        if axes.fsdp > 1 and drawn and self.shape.gathers_once:
+            plan["all-gather", "fsdp"] = 6
+        elif axes.fsdp > 1:
             plan["all-gather", "fsdp"] = self._passes * (4 * layers + 1) + drawn
             plan["all-to-all", "fsdp"] = self._passes
         if axes.tensor > 1:

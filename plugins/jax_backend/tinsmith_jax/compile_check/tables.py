@@ -20,7 +20,7 @@ def read_lines(text: str) -> list[Figures]:
 def _order(row: Figures) -> tuple[object, ...]:
     mesh, options = row.options.mesh, row.options
     asked = options.tokens, options.slots, options.kernels, options.recompute
-    return options.tenants, mesh.tensor, mesh.fsdp, *asked, row.program
+    return options.tenants, mesh.tensor, mesh.fsdp, *asked, row.facts.gathers_once, row.program
 
 
 def passes(rows: Iterable[Figures]) -> str:
@@ -135,7 +135,8 @@ def _sampling_row(pair: Mapping[str, Figures]) -> str:
     options, facts = decode.options, decode.facts
     slots = options.slots * facts.streams
     held = (f"{num_bytes / _GIB:.1f}" for num_bytes in (facts.base_bytes, facts.sampling_bytes))
-    first = (options.model, options.topology, mesh_text(decode), f"{slots:,}", *held)
+    mesh = mesh_text(decode) + (", gathered once" if facts.gathers_once else "")
+    first = (options.model, options.topology, mesh, f"{slots:,}", *held)
     if decode.compiled is None or prefill.compiled is None:
         return _cells(*first, "more than there is", "**no**", *[""] * 4)
     fits = decode.fits and prefill.fits
