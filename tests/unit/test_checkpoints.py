@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -109,6 +110,34 @@ def test_state_without_moments_or_gradients_has_no_files_for_them(tmp_path: Path
     ]
     state = read_checkpoint(tmp_path, NAME).state
     assert_same(state, ModelState(lora=LORA, weights=make_arrays(0)))
+
+
+def test_reading_verifies_in_bounded_memory(tmp_path: Path) -> None:
+    shapes = {name: tuple(4 if size == 4 else 1 << 19 for size in each.shape) for name, each in make_arrays(0).items()}
+    big = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}  # 8 MiB each
+    write(tmp_path, ModelState(lora=LORA, weights=big, adam_m=big, adam_v=big, step=1))
+    tracemalloc.start()
+    state = read_checkpoint(tmp_path, NAME).state
+    found = {name: array.shape for name, array in state.adam_v.items()}
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found == shapes
+    assert peak < 30 << 20, "of 96 MiB, about one tensor at a time"
+
+
+def test_what_was_verified_is_read_and_nothing_else(tmp_path: Path) -> None:
+    """A checkpoint that is replaced after it was opened is not mixed with the new one; nor is a deleted one."""
+    write(tmp_path, make_state())
+    opened = read_checkpoint(tmp_path, NAME).state
+    write(tmp_path, make_state(9), overwrite=True)
+    for tensors, file in ((opened.weights, "adapter_model"), (opened.adam_v, "optimizer")):
+        with pytest.raises(ServerError, match=f"{file}.safetensors has been replaced since it was verified; try again"):
+            dict(tensors)
+    reopened = read_checkpoint(tmp_path, NAME).state
+    assert_same(reopened, make_state(9))
+    delete_checkpoint(tmp_path, NAME)
+    with pytest.raises(ServerError, match=r"gradients\.safetensors cannot be read: No such file"):
+        dict(reopened.gradients)
 
 
 def test_sampler_checkpoint_holds_weights_only(tmp_path: Path) -> None:

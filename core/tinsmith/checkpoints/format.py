@@ -31,9 +31,12 @@ from tinsmith.huggingface import peft_experts, peft_layout
 from tinsmith.huggingface.decoder import HEAD
 from tinsmith.huggingface.safetensors_files import (
     DTYPES,
+    FileVersion,
     ShardWriter,
     StoredTensor,
     StoredTensors,
+    file_version,
+    read_header,
     shard_files,
 )
 from tinsmith.huggingface.state_files import ADAPTER_FILES, FILES, GRADIENTS, M_PREFIX, MODEL, OPTIMIZER, V_PREFIX, Kind
@@ -152,7 +155,9 @@ def write_checkpoint(  # noqa: PLR0913 - what a checkpoint says, and how it is p
 
 
 def read_checkpoint(root: Path, directory: str) -> Checkpoint:
-    """Read and verify a training or sampler checkpoint.
+    """Verify a training or sampler checkpoint, whose tensors are read from its files on access, and not kept.
+
+    If a file is replaced after that, reading from it raises ServerError.
 
     Raise NotFoundError if there is none, UnsupportedError if it is an export or was written by a newer tinsmith, and
     ServerError if a file is missing or damaged.
@@ -385,12 +390,17 @@ def _write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
 
 
 def describe(path: Path) -> StoredFile:
-    """Return a file's size and checksum, reading all of it."""
+    """Return a file's size and checksum, reading all of it, a small part at a time."""
+    return _described(path)[0]
+
+
+def _described(path: Path) -> tuple[StoredFile, FileVersion]:
     with path.open("rb") as file:
-        return StoredFile(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+        version = file_version(file)
+        return StoredFile(size=version.size, sha256=hashlib.file_digest(file, "sha256").hexdigest()), version
 
 
-def _each_described(describe_one: Callable[[Path], StoredFile], paths: Sequence[Path]) -> dict[str, StoredFile]:
+def _each_described(describe_one: Callable[[Path], T], paths: Sequence[Path]) -> dict[str, T]:
     """Describe files by name, several at a time."""
     with ThreadPoolExecutor(_HASHERS, thread_name_prefix="hash") as threads:
         return {path.name: found for path, found in zip(paths, threads.map(describe_one, paths), strict=True)}
@@ -423,34 +433,48 @@ def _read_all(found: Path) -> Checkpoint:
 
 
 def _adapter_state(found: Path, manifest: Manifest) -> ModelState:
-    moments = _read_arrays(found, manifest, _OPTIMIZER)
+    """Verify the files of tensors, then return tensors that are read on access."""
+    versions = _verified(found, manifest, [name for name in manifest.files if name.endswith(".safetensors")])
+
+    def tensors(file: str) -> StoredTensors:
+        return StoredTensors(read_header(found / file) if file in versions else {}).pinned(versions)
+
+    moments = tensors(_OPTIMIZER)
     return ModelState(
         lora=manifest.lora,
-        weights=_read_arrays(found, manifest, _WEIGHTS),
-        adam_m={name.removeprefix(M_PREFIX): moments[name] for name in moments if name.startswith(M_PREFIX)},
-        adam_v={name.removeprefix(V_PREFIX): moments[name] for name in moments if name.startswith(V_PREFIX)},
-        gradients=_read_arrays(found, manifest, _GRADIENTS),
+        weights=tensors(_WEIGHTS),
+        adam_m=moments.renamed(M_PREFIX),
+        adam_v=moments.renamed(V_PREFIX),
+        gradients=tensors(_GRADIENTS),
         step=manifest.step if manifest.kind == "training" else 0,
     )
 
 
+def _verified(found: Path, manifest: Manifest, names: Sequence[str]) -> dict[str, FileVersion]:
+    """Compare files with the manifest. Return their versions. Raise ServerError if one is not what was written."""
+    actual = _each_described(_describe_whole, [found / name for name in names])
+    for name, (stored, _) in actual.items():
+        _compare(name, stored, manifest.files[name])
+    return {name: version for name, (_, version) in actual.items()}
+
+
 def _full_state(found: Path, manifest: Manifest) -> ModelState:
     """Verify every file, then return tensors that are read on access."""
-    actual = _each_described(_describe_whole, [found / name for name in manifest.files])
-    for name, expected in manifest.files.items():
-        _compare(name, actual[name], expected)
+    versions = _verified(found, manifest, list(manifest.files))
     for stem in FILES:
         for file in shard_files(found, stem):
             if file.name not in manifest.files:
                 msg = f"{file.name} is not listed in {MANIFEST}"
                 raise ServerError(msg)
-    moments = StoredTensors.of(found, OPTIMIZER)
+    weights, moments, gradients = (
+        StoredTensors.of(found, stem).pinned(versions) for stem in (MODEL, OPTIMIZER, GRADIENTS)
+    )
     return ModelState(
         lora=manifest.lora,
-        weights=StoredTensors.of(found, MODEL),
+        weights=weights,
         adam_m=moments.renamed(M_PREFIX),
         adam_v=moments.renamed(V_PREFIX),
-        gradients=StoredTensors.of(found, GRADIENTS),
+        gradients=gradients,
         step=manifest.step if manifest.kind == "training" else 0,
     )
 
@@ -512,13 +536,13 @@ def _compare(name: str, actual: StoredFile, expected: StoredFile) -> None:
         raise ServerError(msg)
 
 
-def _describe_whole(path: Path) -> StoredFile:
-    """Like `describe`, but report a damaged file as a ServerError."""
+def _describe_whole(path: Path) -> tuple[StoredFile, FileVersion]:
+    """Like `describe`, with the file's version, but report a damaged file as a ServerError."""
     if path.is_symlink():
         msg = f"{path.name} is a symbolic link; a checkpoint holds plain files only"
         raise ServerError(msg)
     try:
-        return describe(path)
+        return _described(path)
     except FileNotFoundError as error:
         msg = f"{path.name} is missing"
         raise ServerError(msg) from error

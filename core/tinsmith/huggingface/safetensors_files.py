@@ -6,12 +6,13 @@ suits models that barely fit in memory. Format: https://huggingface.co/docs/safe
 
 import json
 import math
+import os
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Final, Self
+from typing import Any, BinaryIO, Final, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,18 @@ _HEADER_PER_TENSOR: Final = 200  # bytes in addition to the name: dtype, shape, 
 _CHUNK: Final = 1 << 24  # elements converted at a time
 
 
+class FileVersion(NamedTuple):
+    """Tells a file from one that takes its place. Inodes would, too, but some file systems number them per machine."""
+
+    size: int
+    modified_ns: int
+
+
+def file_version(opened: BinaryIO) -> FileVersion:
+    found = os.fstat(opened.fileno())
+    return FileVersion(found.st_size, found.st_mtime_ns)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
     """The location of a tensor. `dtype` is the format's name, such as BF16."""
@@ -42,9 +55,13 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int  # byte offset in the file
     num_bytes: int
+    version: "FileVersion | None" = None  # of the file that was verified: another one is not read
 
     def load(self) -> FloatArray:
-        """Read the tensor as float32. Raise ServerError if its dtype is unknown or the file is truncated."""
+        """Read the tensor as float32.
+
+        Raise ServerError if its dtype is unknown, or if the file is truncated or has been replaced.
+        """
         return self._read(0, math.prod(self.shape)).reshape(self.shape)
 
     def load_rows(self, start: int, stop: int) -> FloatArray:
@@ -59,10 +76,15 @@ class StoredTensor:
         stored = np.dtype(_STORED[self.dtype])
         whole = math.prod(self.shape) * stored.itemsize == self.num_bytes
         try:
-            raw = np.fromfile(self.file, stored, count, offset=self.start + first * stored.itemsize)
+            with self.file.open("rb") as opened:
+                replaced = self.version is not None and file_version(opened) != self.version
+                raw = np.fromfile(opened, stored, count, offset=self.start + first * stored.itemsize)
         except OSError as error:
             msg = f"{self.file.name} cannot be read: {error.strerror or error}"
             raise ServerError(msg) from error
+        if replaced:
+            msg = f"{self.file.name} has been replaced since it was verified; try again"
+            raise ServerError(msg)
         if not whole or raw.size != count:
             msg = f"{self.file.name} is damaged: tensor {self.name!r} is cut short"
             raise ServerError(msg)
@@ -141,6 +163,14 @@ class StoredTensors(Mapping[str, Array]):
 
     def __contains__(self, name: object) -> bool:
         return name in self.stored
+
+    def files(self) -> set[Path]:
+        return {tensor.file for tensor in self.stored.values()}
+
+    def pinned(self, versions: Mapping[str, FileVersion]) -> "StoredTensors":
+        """Return the tensors, to be read from these versions of their files alone, which are given by name."""
+        found = {name: replace(each, version=versions[each.file.name]) for name, each in self.stored.items()}
+        return StoredTensors(found, wait=self.wait)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self.stored.items()}

@@ -85,7 +85,7 @@ class StateFiles:
         return Capture(self._workers, directory, targets, self._ended.append)
 
     def stored(self, what: Kind, tensors: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]) -> StoredTensors:
-        """Return tensors that lie in files: as they are, or written to a new one.
+        """Return tensors that lie in files which all workers see: as they are, or written to a new one, one at a time.
 
         Raise UserError if names or shapes are not the given ones, ServerError if the disk refuses.
         """
@@ -94,7 +94,8 @@ class StateFiles:
             tensors.wait()
             for name, shape in tensors.shapes().items():
                 _check_shape(what, name, shape, shapes)
-            return tensors
+            if all(all(self._workers.call("sees", file)) for file in tensors.files()):
+                return tensors
         directory = self._new_directory()
         try:
             with ShardWriter(directory, "tensors", list(tensors), shard_bytes=self._shard_bytes) as writer:

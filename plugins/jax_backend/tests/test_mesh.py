@@ -30,7 +30,7 @@ from tinsmith import (
 from tinsmith.checkpoints.format import read_checkpoint, write_checkpoint
 from tinsmith.huggingface import StoredTensors
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
-from tinsmith.workers import WorkerDiedError
+from tinsmith.workers import StateFiles, WorkerDiedError
 from tinsmith.workers.channel import Channel, Encoded, encode
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig, MeshConfig
@@ -58,6 +58,7 @@ class Mesh:
     tensor: int = 1
     data: int = 1
     workers: int = 1
+    gather_once: bool = False
 
     @property
     def settings(self) -> dict[str, object]:
@@ -65,18 +66,20 @@ class Mesh:
             "mesh": {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor},
             "simulated_devices": self.data * self.fsdp * self.tensor // self.workers,
             "nproc_per_node": self.workers,
+            "gather_once": self.gather_once,
         }
 
     def __str__(self) -> str:
-        return f"data {self.data} fsdp {self.fsdp} tensor {self.tensor} in {self.workers}"
+        return f"data {self.data} fsdp {self.fsdp} tensor {self.tensor} in {self.workers}{' once' * self.gather_once}"
 
 
-QUICK = Mesh(fsdp=2, tensor=2)
+QUICK = Mesh(fsdp=2, tensor=2, gather_once=True)
 THOROUGH = [
-    Mesh(), Mesh(fsdp=2), Mesh(tensor=2), Mesh(fsdp=4, tensor=2), Mesh(fsdp=2, tensor=4), Mesh(data=2, fsdp=2),
-    Mesh(data=2, fsdp=2, tensor=2), Mesh(fsdp=2, workers=2), Mesh(tensor=2, workers=2),
-    Mesh(fsdp=2, tensor=2, workers=4), Mesh(fsdp=4, tensor=2, workers=2), Mesh(data=2, tensor=2, workers=2),
-    Mesh(tensor=4, workers=4),
+    Mesh(), Mesh(fsdp=2), Mesh(fsdp=2, gather_once=True), Mesh(fsdp=2, tensor=2), Mesh(tensor=2),
+    Mesh(fsdp=4, tensor=2), Mesh(fsdp=2, tensor=4), Mesh(data=2, fsdp=2), Mesh(data=2, fsdp=2, tensor=2),
+    Mesh(fsdp=2, workers=2), Mesh(tensor=2, workers=2), Mesh(fsdp=2, tensor=2, workers=4),
+    Mesh(fsdp=4, tensor=2, workers=2, gather_once=True),
+    Mesh(data=2, tensor=2, workers=2), Mesh(tensor=4, workers=4),
 ]  # fmt: skip
 MESHES = [
     pytest.param(QUICK, id=str(QUICK)),
@@ -211,8 +214,11 @@ def test_workers_write_and_read_a_state_themselves(
     )  # fmt: skip
     file = next(iter(state.weights.stored.values())).file
     assert (tmp_path / "x" / "adapter_model.safetensors").samefile(file)
-    meshed.restore_state("m", state)
+    made = made_files(meshed, monkeypatch)
+    meshed.restore_state("m", read_checkpoint(tmp_path, "x").state)
     assert not passed
+    assert not made, "nothing is copied"
+    made.clear()
     by_file, by_engine = meshed.capture_state("m"), meshed.devices.training.captured_whole("m")
     meshed.unload_model("m")
     assert_same_state(by_file, state)
@@ -241,6 +247,20 @@ def arrays_in_messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(Channel, "send_encoded", counted_send)
     monkeypatch.setattr(Channel, "receive", counted_receive)
     return found
+
+
+def made_files(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Note the directories that the engine makes for states."""
+    assert isinstance(backend.devices, RemoteDevices)
+    made: list[Path] = []
+    new_directory = StateFiles._new_directory
+
+    def noted(files: StateFiles) -> Path:
+        made.append(new_directory(files))
+        return made[-1]
+
+    monkeypatch.setattr(StateFiles, "_new_directory", noted)
+    return made
 
 
 def pending_of(backend: JaxBackend, state: ModelState) -> ModelState:

@@ -175,13 +175,14 @@ class RemoteTraining:
         return state
 
     def restore(self, model_id: str, state: ModelState) -> None:
-        if self._files is None:
-            self._run("restore", model_id, state)
-            return
-        shapes = adapters.canonical_shapes(self._loras[model_id], self._config)
         tensors: dict[Kind, Mapping[str, Array]] = {
             "weights": state.weights, "adam_m": state.adam_m, "adam_v": state.adam_v, "gradients": state.gradients,
         }  # fmt: skip
+        if self._files is None:
+            arrays = {kind: dict(each) for kind, each in tensors.items()}  # workers may not see the files
+            self._run("restore", model_id, ModelState(lora=state.lora, step=state.step, **arrays))
+            return
+        shapes = adapters.canonical_shapes(self._loras[model_id], self._config)
         files = {kind: self._files.stored(kind, each, shapes) for kind, each in tensors.items() if each}
         places = {kind: StoredTensors(each.stored) for kind, each in files.items()}  # workers need not wait
         self._workers.load_state(model_id, ModelState(lora=state.lora, step=state.step, **places))

@@ -15,6 +15,7 @@ from tinsmith.checkpoints import format as checkpoints
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.checkpoints.tools.adapters import adapter_of, complete
 from tinsmith.checkpoints.tools.contents import Contents
+from tinsmith.checkpoints.tools.rewriting import written_anew
 from tinsmith.errors import NotFoundError, UnsupportedError, UserError
 from tinsmith.huggingface.safetensors_files import StoredTensors
 from tinsmith.operations import LoraConfig
@@ -58,8 +59,8 @@ def state_of(request: Import) -> ModelState:
         found = checkpoints.read_checkpoint(contents.directory.parent, contents.directory.name)
         if found.state.lora.rank:
             complete(found.state.lora, found.state.weights, base.shapes(), fill=False)
-        else:
-            _check_model(contents.weights.shapes(), base.shapes())
+            return written_anew(found.state)  # else the files of whoever imports would be the server's as well
+        _check_model(contents.weights.shapes(), base.shapes())
         return found.state
     if contents.layout == "model":
         _check_model(contents.weights.shapes(), base.shapes())

@@ -110,7 +110,7 @@ def _convert_own(contents: Contents, target: Path, *, shard_bytes: int, force: b
             fresh,
             inner.name,
             kind=found.kind,
-            state=_written_anew(found.state),
+            state=written_anew(found.state),
             base_model=found.base_model,
             user_metadata=found.user_metadata,
             created_at=found.created_at,
@@ -123,8 +123,8 @@ def _convert_own(contents: Contents, target: Path, *, shard_bytes: int, force: b
         inner.rmdir()
 
 
-def _written_anew(state: ModelState) -> ModelState:
-    """Hide that the tensors lie in files, which would be taken over as they are, with their shards."""
+def written_anew(state: ModelState) -> ModelState:
+    """Hide that the tensors lie in files, which would be taken over as they are."""
     return replace(
         state,
         weights=MappingProxyType(state.weights),
