@@ -3,7 +3,10 @@
 The allocation that fails is XLA's own: more bytes than any machine has.
 """
 
+import os
+import platform
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +16,7 @@ from jax_harness import add_model, local, make_op
 
 from tinsmith import AdamParams, Failed, LoraConfig, ModelState, OptimStep, OptimStepOutput, OutOfMemoryError
 from tinsmith_jax.backend import JaxBackend
+from tinsmith_jax.memory import give_back_free_memory
 from tinsmith_jax.packing import Stream
 
 HUGE = 77  # a pass over a sequence of this length asks for too much
@@ -89,3 +93,18 @@ def test_a_model_that_does_not_fit_is_not_there(backend: JaxBackend, monkeypatch
         add_model(backend, "c", LoraConfig(rank=4, seed=1))
     monkeypatch.undo()
     add_model(backend, "c", LoraConfig(rank=4, seed=1))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked to")
+def test_memory_that_was_freed_in_small_pieces_goes_back() -> None:
+    pieces = [bytes(2_000) for _ in range(50_000)]
+    kept = pieces[-1]  # glibc gives back by itself what lies above the last piece in use
+    full = resident_bytes()
+    del pieces
+    give_back_free_memory()
+    assert full - resident_bytes() > 80_000_000
+    assert len(kept) == 2_000

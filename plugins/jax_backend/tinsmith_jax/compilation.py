@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinsmith import Progress
+from tinsmith_jax.memory import give_back_free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class Programs:
                 del self._made[program.key]  # the next call tries again
             made.set_exception(error)
             raise
+        give_back_free_memory()
         with self._lock:
             self.compile_count += 1
             self.compile_seconds += time.monotonic() - start

@@ -1,5 +1,6 @@
-"""Distinguish running out of device memory from all other errors that XLA raises."""
+"""Host memory that the compiler is done with, and device memory that has run out."""
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -9,6 +10,18 @@ import jax
 from tinsmith import OutOfMemoryError
 
 _EXHAUSTED: Final = "RESOURCE_EXHAUSTED"
+_libc: Final = ctypes.CDLL(None)
+
+
+def give_back_free_memory() -> None:
+    """Return to the system what the C library keeps after it was freed; only glibc offers that.
+
+    A compilation allocates in small pieces, in many threads, and frees most of it. glibc keeps these pieces apart, per
+    thread, and the next compilation finds few of them: without this, fifteen programs leave 350 MiB behind.
+    """
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @contextmanager
