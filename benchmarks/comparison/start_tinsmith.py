@@ -1,6 +1,6 @@
 """Run this tree's tinsmith with the settings that it ships with.
 
-Settings after `--` are passed on: `start_tinsmith ... -- --models[0].backend.decode_slots 32`.
+Settings after `--` are passed on: `start_tinsmith ... -- --models.0.backend.decode_slots 32`.
 """
 
 import os

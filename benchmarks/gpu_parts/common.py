@@ -1,0 +1,115 @@
+"""What the parts share: their options, the model's shape, and the limits of the card."""
+
+import argparse
+import importlib.util
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tinsmith.huggingface import HEAD, DecoderShape, decoder_shape
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+
+TINY = TinyShape(vocab_size=512, num_layers=2)
+QWEN3_8B = {
+    "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
+    "max_position_embeddings": 40_960,
+}  # fmt: skip
+
+Report = dict[str, object]
+
+
+class NotInstalledError(Exception):
+    """A part needs a package that this environment lacks. The message names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is measured. With `toy`, tiny shapes on the CPU: this shows that the program runs, not how fast."""
+
+    toy: bool
+    rank: int
+    repeats: int
+
+    @classmethod
+    def add_to(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--toy", action="store_true", help="tiny shapes on the CPU: checks that this program runs")
+        parser.add_argument("--rank", type=int, default=32, help="of all adapters")
+        parser.add_argument("--repeats", type=int, default=5, help="of each measurement; the median counts")
+
+    @classmethod
+    def of(cls, parsed: argparse.Namespace) -> "Options":
+        return cls(toy=parsed.toy, rank=parsed.rank, repeats=parsed.repeats)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu") if self.toy else torch.device("cuda", 0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.toy else torch.bfloat16
+
+    @property
+    def tokens(self) -> int:
+        """Return how many a forward_backward has."""
+        return 512 if self.toy else 16_384
+
+    def write_model(self, directory: Path) -> DecoderShape:
+        """Write config.json and a tokenizer. The weights beside them are not of that shape: make others."""
+        write_tiny_model(directory, TINY)
+        path = directory / "config.json"
+        config = json.loads(path.read_text())
+        if not self.toy:
+            config.update(QWEN3_8B)
+            path.write_text(json.dumps(config))
+        return decoder_shape(config, path, supported=["Qwen3ForCausalLM"])
+
+
+def needs(*packages: str) -> None:
+    """Raise NotInstalledError for the first of them that is missing."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise NotInstalledError(package)
+
+
+def linear_parameters(shape: DecoderShape) -> int:
+    """Return the number of weights that a token is multiplied with: all layers and the head, not the embedding."""
+    layer = shape.linear_shapes()
+    into, out = layer.pop(HEAD)
+    return shape.num_layers * sum(a * b for a, b in layer.values()) + into * out
+
+
+def seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Run twice to warm up, then return the median."""
+    times = []
+    for number in range(repeats + 2):
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if number >= 2:
+            times.append(time.perf_counter() - started)
+    return float(np.median(times))
+
+
+def matmul_limit(options: Options) -> float:
+    """Return the FLOP per second of a large product of random matrices."""
+    size = 512 if options.toy else 8192
+    a, b = (torch.randn(size, size, device=options.device, dtype=options.dtype) for _ in range(2))
+    return 2 * size**3 / seconds(lambda: a @ b, options.device, 10)
+
+
+def bandwidth_limit(options: Options) -> float:
+    """Return the bytes per second of a copy: those read, and those written."""
+    source = torch.empty(1 << (20 if options.toy else 30), dtype=torch.uint8, device=options.device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / seconds(lambda: target.copy_(source), options.device, 10)
+
+
+def peak_gib(device: torch.device) -> float | None:
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None

@@ -1,0 +1,161 @@
+"""The fsdp backend on one GPU: a multi-LoRA linear layer, and whole steps of one and of sixteen tenants.
+
+The weights are random, and made on the device. One process, one rank. Sequences have 100 to 2000 tokens, packed.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+from gpu_parts.common import Options, Report, linear_parameters, matmul_limit, peak_gib, seconds
+from tinsmith.huggingface import DecoderShape
+from tinsmith.losses import BUILTIN_LOSSES
+from tinsmith.operations import AdamParams, Array, Datum, ForwardBackward, LoraConfig
+from tinsmith.workers import Segment, alone, deal, segments
+from tinsmith_fsdp import batching
+from tinsmith_fsdp.adapter_pack import AdapterPack
+from tinsmith_fsdp.architecture import read_architecture
+from tinsmith_fsdp.base_model import BaseModel
+from tinsmith_fsdp.config import FsdpConfig
+from tinsmith_fsdp.layout import AdapterLayout
+from tinsmith_fsdp.lora import MultiLoraLinear
+from tinsmith_fsdp.mesh import Mesh, make_mesh
+from tinsmith_fsdp.messages import Setup, Step
+from tinsmith_fsdp.trainer import Trainer
+
+LOSSES = {spec.name: spec for spec in BUILTIN_LOSSES}
+TENANTS = (1, 16)
+PACKINGS = 10  # after the warm-up; none may compile anything
+
+
+def run(options: Options) -> Report:
+    report: Report = {"linear": linear(options)}
+    limit = matmul_limit(options)
+    with tempfile.TemporaryDirectory() as directory, alone() as worker:
+        mesh = make_mesh(worker, options.device, 1)
+        shape = options.write_model(Path(directory))
+        trainer = made_trainer(Path(directory), mesh, options)
+        measured = Measured(trainer, mesh, options, shape.vocab_size, 4 * linear_parameters(shape) / limit)
+        for tenants in TENANTS:
+            models = measured.models(tenants)
+            report[f"tenants: {tenants}"] = measured.step(models)
+        report["varying packings"] = measured.packings(models)
+        dist.destroy_process_group()
+    return report
+
+
+def linear(options: Options) -> Report:
+    """Measure what adapters add to a linear layer, forward and backward."""
+    tenants, hidden = TENANTS[-1], 128 if options.toy else 4096
+    shape = DecoderShape(
+        class_name="Qwen3ForCausalLM", vocab_size=512, hidden_size=hidden, intermediate_size=3 * hidden, num_layers=1,
+        num_heads=hidden // 32, num_kv_heads=hidden // 32, head_dim=32, max_position=2048, tied=False,
+    )  # fmt: skip
+    layer = MultiLoraLinear(torch.nn.Linear(hidden, 3 * hidden, bias=False), "model.layers.0.mlp.up_proj")
+    layer = layer.to(options.device, options.dtype).requires_grad_(requires_grad=False)
+    lora = LoraConfig(rank=options.rank, seed=0, train_attn=False, train_unembed=False)
+    layout = AdapterLayout(lora, shape)
+    each = options.tokens // tenants
+    adapters = [(layout, torch.zeros(layout.size, device=options.device)) for _ in range(tenants)]
+    pack = AdapterPack(adapters, options.dtype, backward=True)
+    ends = torch.arange(1, tenants + 1, dtype=torch.int32, device=options.device) * each
+    x = torch.randn(1, each * tenants, hidden, device=options.device, dtype=options.dtype, requires_grad=True)
+
+    def work() -> None:
+        y = layer(x)
+        y.backward(torch.ones_like(y))
+
+    layer.factors = pack.factors(ends)[layer.module]
+    adapted = seconds(work, options.device, options.repeats)
+    layer.factors = None
+    plain = seconds(work, options.device, options.repeats)
+    return {"base_s": plain, "with_adapters_s": adapted, "adapters_add": adapted / plain - 1}
+
+
+def made_trainer(directory: Path, mesh: Mesh, options: Options) -> Trainer:
+    setup = Setup(
+        config=FsdpConfig(reshard_after_forward=False),
+        architecture=read_architecture(directory),
+        model_path=str(directory),
+        losses=LOSSES,
+        dtype=str(options.dtype).removeprefix("torch."),
+        strict=False,
+        checkpointing=not options.toy,
+        compile=not options.toy,
+    )
+    base = BaseModel(setup, mesh)
+    for part in base.parts:
+        part.local.normal_(0, 0.02) if len(part.shape) > 1 else part.local.fill_(1.0)
+    return Trainer(base, mesh, setup)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    trainer: Trainer
+    mesh: Mesh
+    options: Options
+    vocab_size: int
+    least_s_per_token: float  # forward and the input's gradient; a frozen base has none of its own
+
+    def models(self, tenants: int) -> list[str]:
+        models = [f"{tenants}-{index}" for index in range(tenants)]
+        for index, model_id in enumerate(models):
+            self.trainer.create_model(model_id, LoraConfig(rank=self.options.rank, seed=index))
+        return models
+
+    def step(self, models: Sequence[str]) -> Report:
+        """Measure forward_backward and optim_step of all models together."""
+        device, repeats = self.mesh.device, self.options.repeats
+        work = self._work(models, seed=0)
+        tokens = sum(segment.num_tokens for segment in work)
+        passes = seconds(lambda: self._run(work), device, repeats)
+        adam = [Step(model_id=model_id, adam=AdamParams()) for model_id in models]
+        steps = seconds(lambda: self.trainer.optim_step(adam), device, repeats)
+        return {
+            "tokens": tokens,
+            "forward_backward_s": passes,
+            "optim_step_s": steps,
+            "tokens_per_s": tokens / (passes + steps),
+            "share_of_matmul_limit": tokens * self.least_s_per_token / passes,
+            "peak_gib": peak_gib(device),
+        }
+
+    def packings(self, models: Sequence[str]) -> Report:
+        """Run batches of ever new lengths. Return how many graphs they compiled, which should be 0."""
+        self._run(self._work(models, seed=1))
+        before = counters["stats"]["unique_graphs"]
+        for seed in range(2, PACKINGS + 2):
+            self._run(self._work(models, seed=seed))
+        return {"packings": PACKINGS, "compiled": counters["stats"]["unique_graphs"] - before}
+
+    def _work(self, models: Sequence[str], *, seed: int) -> list[Segment]:
+        return list(segments(operations(models, self.vocab_size, self.options.tokens, seed), LOSSES))
+
+    def _run(self, work: list[Segment]) -> None:
+        micros = list(deal(work, 1, sum(segment.num_tokens for segment in work)))
+        self.trainer.run([micro[0] for micro in micros], [batching.owners(micro) for micro in micros], True)
+
+
+def operations(models: Sequence[str], vocab_size: int, tokens: int, seed: int) -> list[ForwardBackward]:
+    """Give each tenant its part of the tokens, in sequences of 100 to 2000."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for model_id in models:
+        left, data = tokens // len(models), []
+        while left > 0:
+            length = min(left, int(rng.integers(100, 2001)))
+            sequence = rng.integers(0, vocab_size, length + 1)
+            inputs: dict[str, Array] = {
+                "target_tokens": sequence[1:].astype(np.int64),
+                "weights": np.ones(length, np.float32),
+            }
+            data.append(Datum(tokens_T=sequence[:-1].astype(np.int32), loss_inputs=inputs))
+            left -= length
+        made.append(ForwardBackward(model_id=model_id, data=tuple(data)))
+    return made
