@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith import BUILTIN_LOSSES, BackendContext
+from tinsmith import BUILTIN_LOSSES, BackendContext, Placement
 from tinsmith.testing import Nursery, TinyShape, write_tiny_model
 from tinsmith.workers import MakeLauncher
 from tinsmith_megatron.backend import MegatronBackend
@@ -16,6 +16,7 @@ from tinsmith_megatron.config import MegatronConfig
 VOCAB = 300
 LOSSES = {spec.name: spec for spec in BUILTIN_LOSSES}
 FAMILIES = ("qwen3", "llama", "qwen3_moe")
+NOWHERE = Placement()
 
 
 def shape(family: str, **changes: object) -> TinyShape:
@@ -45,9 +46,11 @@ def nursery() -> Nursery:
     return Nursery("tinsmith_megatron.rank", "tinsmith_megatron.megatron_here")
 
 
-def fork_backend(directory: Path, cache_dir: Path, **settings: object) -> MegatronBackend:
+def fork_backend(
+    directory: Path, cache_dir: Path, *, placement: Placement = NOWHERE, **settings: object
+) -> MegatronBackend:
     """Make a backend whose ranks start at once."""
-    return make_backend(directory, cache_dir, nursery().launch, **settings)
+    return make_backend(directory, cache_dir, nursery().launch, placement=placement, **settings)
 
 
 @contextmanager
@@ -59,8 +62,15 @@ def forking() -> Iterator[None]:
 
 
 def make_backend(
-    directory: Path, cache_dir: Path, launch_with: MakeLauncher | None = None, **settings: object
+    directory: Path,
+    cache_dir: Path,
+    launch_with: MakeLauncher | None = None,
+    *,
+    placement: Placement = NOWHERE,
+    **settings: object,
 ) -> MegatronBackend:
     given = {"device": "cpu", "max_lora_rank": 16, "max_context_tokens": 128, **settings}
-    context = BackendContext(model_name="tiny", model_path=directory, cache_dir=cache_dir, losses=LOSSES)
+    context = BackendContext(
+        model_name="tiny", model_path=directory, cache_dir=cache_dir, losses=LOSSES, placement=placement
+    )
     return MegatronBackend(MegatronConfig.model_validate(given), context, launch_with)

@@ -36,6 +36,12 @@ def test_wrong_divisions_are_refused_before_anything_starts(
         make_backend(megatron_models[family], tmp_path, nothing_starts, **settings)
 
 
+@pytest.mark.parametrize("name", ["context_parallel", "virtual_pipeline_parallel"])
+def test_what_megatron_has_and_this_plugin_has_not_is_refused_with_a_reason(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is not supported: .*; `tinsmith-megatron plan` lists the layouts"):
+        MegatronConfig.model_validate({name: 2})
+
+
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "m", shape("qwen3"))
     config = tmp_path / "m" / "config.json"

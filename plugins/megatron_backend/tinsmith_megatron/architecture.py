@@ -24,7 +24,11 @@ class Architecture:
 
 def read_architecture(directory: Path) -> Architecture:
     """Read `directory`/config.json. Raise ConfigError if it is missing, broken or of an unsupported kind."""
-    config, path = read_model_config(directory), directory / "config.json"
+    return architecture_of(read_model_config(directory), directory / "config.json")
+
+
+def architecture_of(config: Mapping[str, Any], path: Path) -> Architecture:  # Any: parsed JSON
+    """Understand a config.json. `path` is for messages."""
     shape = decoder_shape(config, path, supported=ARCHITECTURES)
     _refuse_unsupported(config, path)
     rope = read_rope(config, shape.head_dim, str(path))

@@ -1,10 +1,17 @@
 """Settings of the megatron backend: the `backend:` section of a model. No torch."""
 
-from typing import Literal
+from typing import Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tinsmith.workers import WorkersConfig
+
+_UNSUPPORTED: Final = {
+    "context_parallel": "attention reads whole sequences here, and Megatron-core divides them with TransformerEngine "
+    "alone; tensor_parallel divides sequences outside attention",
+    "virtual_pipeline_parallel": "Megatron-core's interleaved schedule wants a multiple of pipeline_parallel "
+    "micro-batches in every call, and calls here have any number",
+}
 
 
 class MegatronConfig(WorkersConfig):
@@ -48,3 +55,12 @@ class MegatronConfig(WorkersConfig):
         description="keep the input of each layer alone, and recompute its activations in the backward pass; default "
         "off on CPU, else on",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, given: Any) -> Any:  # Any: what the user wrote
+        """Say why, rather than that there is no such setting."""
+        for name in _UNSUPPORTED.keys() & (given if isinstance(given, dict) else {}):
+            msg = f"{name} is not supported: {_UNSUPPORTED[name]}; `tinsmith-megatron plan` lists the layouts that fit"
+            raise ValueError(msg)
+        return given

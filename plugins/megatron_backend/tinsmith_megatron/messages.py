@@ -15,6 +15,7 @@ class RankDevice:
 
     type: str
     name: str
+    memory_bytes: int | None = None  # None: a CPU, which shares the machine's memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class Setup:
     dtype: str
     strict: bool  # compute each sequence by itself
     checkpointing: bool  # recompute activations
+    memory_share: float | None = None  # of the device's memory, all that the allocator may take; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,10 +23,10 @@ def diagnose(config: MegatronConfig, model_path: Path | None) -> Sequence[Device
 
 
 def demand(config: MegatronConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:  # Any: JSON
-    """Return how many devices the ranks take. Their memory is not counted."""
-    del model, placement
-    elsewhere = config.device == "cpu" or config.launcher in ("scheduler", "ray")
-    return Demand(num_devices=0 if elsewhere else config.nproc_per_node)
+    """Count what the ranks take. Raise ConfigError if the model cannot be divided as configured."""
+    from tinsmith_megatron import demand as counting
+
+    return counting.demand(config, model, placement)
 
 
 @hookimpl

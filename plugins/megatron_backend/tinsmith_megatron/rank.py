@@ -27,8 +27,10 @@ class Rank:
         self._trainer: Trainer | None = None
 
     def device(self) -> RankDevice:
-        cuda = self._device.type == "cuda"
-        return RankDevice(type=self._device.type, name=torch.cuda.get_device_name(self._device) if cuda else "CPU rank")
+        if self._device.type == "cpu":
+            return RankDevice(type="cpu", name="CPU rank")
+        found = torch.cuda.get_device_properties(self._device)
+        return RankDevice(type="cuda", name=found.name, memory_bytes=found.total_memory)
 
     def sees(self, file: Path) -> bool:
         return file.exists()
@@ -36,6 +38,8 @@ class Rank:
     def load(self, setup: Setup) -> Loaded:
         torch.use_deterministic_algorithms(mode=True, warn_only=True)
         warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
+        if setup.memory_share is not None and self._device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(setup.memory_share, self._device)
         from tinsmith_megatron.megatron_here import LossTable, Stage, Trainer, WeightReader, groups
 
         groups.join(self._worker, self._device, setup.config)

@@ -1,0 +1,176 @@
+"""What fits: tokens of a micro-batch, models in training, and whether one more model does. Counted as `plan` does.
+
+No torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from tinsmith import ConfigError, LoraConfig, OutOfMemoryError
+from tinsmith.huggingface import DecoderShape
+from tinsmith_megatron.config import MegatronConfig
+from tinsmith_megatron.plan.memory import Memory, adapter_sizes, on_stage
+from tinsmith_megatron.plan.work import Layout, Work
+
+_GIB: Final = 2**30
+_F32: Final = 4
+_RUNTIME: Final = 1 << 30  # of a GPU: CUDA and NCCL; an allowance, not measured
+_ITEM: Final = {"float32": 4, "bfloat16": 2}
+_LEAST_TOKENS: Final = 1024  # of a micro-batch, however little memory there is
+_KEPT: Final = 4  # an adapter, its gradient and two moments
+STRICT_SEQUENCES: Final = 8
+"""Sequences of one call of the ranks with strict isolation: each has adapters and a gradient of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What a rank does with its memory. `memory` None: it is not known, and nothing is refused for its sake."""
+
+    config: MegatronConfig
+    shape: DecoderShape
+    layout: Layout
+    dtype: str
+    on_cpu: bool
+    strict: bool
+    memory: int | None
+    context_tokens: int = 0
+    micro_tokens: int = 0
+
+    def needed(self, ranks: Sequence[int]) -> int:
+        """Return what the fullest rank takes if models of these LoRA ranks train, the adapters in one call."""
+        stages = {0, self.layout.pp - 1}
+        return self.runtime + max(self._on_stage(stage, ranks) for stage in stages)
+
+    def _on_stage(self, stage: int, ranks: Sequence[int]) -> int:
+        adapters, part = [rank for rank in ranks if rank], self.layout.part(self.shape, stage)
+        base = self._memory(stage, tenants=len(adapters), rank=max(adapters, default=1))
+        held = float(sum(sum(adapter_sizes(self.shape, part, rank)) for rank in adapters) * _KEPT * _F32)
+        in_call = base.activations + base.buffers
+        if self.config.max_lora_rank:
+            held += base.weights
+        if full := len(ranks) - len(adapters):
+            own = self._memory(stage, tenants=1, rank=0)
+            held += full * (own.weights + own.moments + own.gradients)
+            in_call = max(in_call, own.activations + own.buffers)
+        return int(held + in_call)
+
+    def _memory(self, stage: int, *, tenants: int, rank: int) -> Memory:
+        """Count for a call of micro-batches of the greatest size."""
+        tokens = self.context_tokens if self.strict else self.micro_tokens
+        step = self.layout.pp * self.layout.dp * tokens
+        work = Work(
+            tenants=min(tenants, STRICT_SEQUENCES) if self.strict else tenants,
+            rank=rank,
+            tokens=tokens,
+            context=self.context_tokens,
+            step_tokens=step,
+            item=_ITEM[self.dtype],
+            on_cpu=self.on_cpu,
+        )
+        return on_stage(self.shape, self.layout, work, stage)
+
+    @property
+    def runtime(self) -> int:
+        return 0 if self.on_cpu else _RUNTIME
+
+    @property
+    def base(self) -> int:
+        """The fullest rank's part of the frozen model."""
+        if not self.config.max_lora_rank:
+            return 0
+        return int(max(self._memory(stage, tenants=0, rank=1).weights for stage in {0, self.layout.pp - 1}))
+
+    @property
+    def micro_batch(self) -> int:
+        """What a call takes besides its adapters."""
+        return self.needed([]) - self.base - self.runtime
+
+    @property
+    def per_model(self) -> int:
+        """What one more model of the largest rank takes. If none is served, one whose weights are all trained."""
+        largest = self.config.max_lora_rank
+        return self.needed([largest] * 2) - self.needed([largest])
+
+    @property
+    def least(self) -> int:
+        """The memory with which one model of the largest rank trains."""
+        return self.needed([self.config.max_lora_rank])
+
+    @property
+    def max_models(self) -> int:
+        """As many models of the largest rank as fit, and as the settings allow."""
+        allowed, largest = self.config.max_models, self.config.max_lora_rank
+        if self.memory is None:
+            return allowed
+        return next((n for n in range(allowed, 0, -1) if self.needed([largest] * n) <= self.memory), 0)
+
+    def check(self, lora: LoraConfig, held: Sequence[int]) -> None:
+        """Raise OutOfMemoryError if such a model does not fit beside models of these LoRA ranks."""
+        if self.memory is None or self.needed([*held, lora.rank]) <= self.memory:
+            return
+        before = self.needed(held)
+        msg = (
+            f"no memory left for a model of LoRA rank {lora.rank}: on the fullest rank it takes "
+            f"{(self.needed([*held, lora.rank]) - before) / _GIB:.3f} GiB (weights, gradients, moments, what a pass "
+            f"adds up); of {self.memory / _GIB:.3f} GiB the base model and micro-batches of {self.micro_tokens} tokens "
+            f"take {self.needed([]) / _GIB:.3f}, other models {(before - self.needed([])) / _GIB:.3f}; "
+            "end a session that has a model, or ask for a smaller rank"
+        )
+        raise OutOfMemoryError(msg)
+
+    def require_enough(self) -> None:
+        """Raise ConfigError if not even one model fits."""
+        if self.memory is not None and self.memory < self.least:
+            msg = (
+                f"each rank has {self.memory / _GIB:.3f} GiB, and the fullest needs {self.least / _GIB:.3f} to train "
+                f"one model of LoRA rank {self.config.max_lora_rank}; divide the model over more ranks "
+                "(`tinsmith-megatron plan` lists the layouts that fit), set activation_checkpointing, or lower "
+                "max_context_tokens, max_batch_tokens or max_lora_rank"
+            )
+            raise ConfigError(msg)
+
+
+def budget_of(config: MegatronConfig, shape: DecoderShape, world: int, memory: int | None, *, on_cpu: bool) -> Budget:
+    """Choose the token budget: what the settings say, else as usual, or less if memory is short."""
+    checkpointing = config.activation_checkpointing
+    layout = Layout(
+        tp=config.tensor_parallel,
+        pp=config.pipeline_parallel,
+        ep=config.expert_parallel,
+        dp=world // (config.tensor_parallel * config.pipeline_parallel),
+        recompute=not on_cpu if checkpointing is None else checkpointing,
+    )
+    open_ = Budget(
+        config=config,
+        shape=shape,
+        layout=layout,
+        dtype=config.dtype or ("float32" if on_cpu else "bfloat16"),
+        on_cpu=on_cpu,
+        strict=on_cpu if config.isolation is None else config.isolation == "strict",
+        memory=memory,
+    )
+    usual, longest = (2048, 2048) if on_cpu else (16_384, 8192)
+    if config.max_batch_tokens is not None or memory is None:
+        return _with_tokens(open_, config.max_batch_tokens or usual, longest)
+    found = _with_tokens(open_, usual, longest)
+    while found.micro_tokens > _LEAST_TOKENS and _is_tight(found):
+        smaller = _with_tokens(open_, found.micro_tokens // 2, longest)
+        if smaller.micro_tokens == found.micro_tokens:
+            break  # the longest sequence that was asked for
+        found = smaller
+    return found
+
+
+def _with_tokens(budget: Budget, tokens: int, longest: int) -> Budget:
+    config = budget.config
+    context = config.max_context_tokens or min(budget.shape.max_position, longest)
+    if budget.memory is not None and config.max_context_tokens is None:
+        context = min(context, max(tokens, _LEAST_TOKENS))
+    return replace(budget, context_tokens=context, micro_tokens=max(context, tokens))
+
+
+def _is_tight(budget: Budget) -> bool:
+    """Say whether a micro-batch takes more than a third of what the base model leaves."""
+    assert budget.memory is not None
+    return 3 * budget.micro_batch > budget.memory - budget.base - budget.runtime

@@ -1,0 +1,50 @@
+"""What the backend would take of its devices, for `tinsmith plan` and the placement of a server. No torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tinsmith import Demand, Placement
+from tinsmith_megatron.admission import Budget, budget_of
+from tinsmith_megatron.architecture import architecture_of
+from tinsmith_megatron.config import MegatronConfig
+from tinsmith_megatron.parallel import check_model, check_ranks, smallest_group
+
+_ELSEWHERE = ("scheduler", "ray")  # launchers that choose the devices themselves
+
+
+def demand(config: MegatronConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:  # Any: JSON
+    """See `tinsmith.BackendSpec`."""
+    elsewhere = config.device == "cpu" or config.launcher in _ELSEWHERE
+    num_devices = 0 if elsewhere else config.nproc_per_node
+    if model is None:
+        return Demand(num_devices=num_devices)
+    shape = architecture_of(model, Path("config.json")).shape
+    check_model(config, shape)
+    world = config.nnodes * (config.nproc_per_node or len(placement.devices) or smallest_group(config))
+    check_ranks(config, world)
+    on_cpu = config.device == "cpu" or (
+        config.device is None and not placement.devices and config.launcher not in _ELSEWHERE
+    )
+    budget = budget_of(config, shape, world, placement.memory_bytes, on_cpu=on_cpu)
+    smallest = budget_of(config, shape, world, 0, on_cpu=on_cpu)
+    return Demand(
+        num_devices=num_devices,
+        least_bytes=smallest.least,
+        fixed={
+            "base weights": budget.base,
+            f"micro-batches of {budget.micro_tokens} tokens": budget.micro_batch,
+            "CUDA and NCCL": budget.runtime,
+        },
+        per_model={"weights, gradients, moments": budget.per_model},
+        max_models=budget.max_models,
+        batch_tokens=budget.micro_tokens,
+        layout=_layout(budget),
+    )
+
+
+def _layout(budget: Budget) -> str:
+    each = budget.layout
+    kinds = {"tensor": each.tp, "pipeline": each.pp, "expert": each.ep}
+    divided = [f"{kind} parallel {size}" for kind, size in kinds.items() if size > 1]
+    return ", ".join([f"{each.gpus} rank{'s' if each.gpus > 1 else ''}", *divided])
