@@ -61,7 +61,7 @@ class Capabilities:
     # determinism
     deterministic: bool = False  # the same operations give the same bits, even after a restart
     isolation: Isolation = "none"  # how closely a tenant's results match those of running alone
-    isolation_error: float = 0.0  # the measured difference, if isolation is not "bitwise"
+    isolation_error: float = 0.0  # if that is not "bitwise": what company changes at most, from equal states, in a step
     # sampling: used only if the object is a SamplingBackend
     sampling: bool = False
     prompt_logprobs: bool = False

@@ -405,6 +405,19 @@ def more_is_sampled_than_trained_on(patch: Patch) -> None:
     )
 
 
+def beside_close_isolation(fault: Fault) -> Fault:
+    """The fault, in a backend that promises no more than to be within 1e-4."""
+
+    def patched(patch: Patch) -> None:
+        capabilities = ToyBackend.capabilities.fget  # type: ignore[attr-defined]  # a property
+        close = property(lambda self: replace(capabilities(self), isolation="close", isolation_error=1e-4))
+        patch.setattr(ToyBackend, "capabilities", close)
+        fault(patch)
+
+    patched.__name__ = f"{fault.__name__}_beside_close_isolation"
+    return patched
+
+
 LOSSES: dict[str, Any] = {"loss_fn": "ppo", "defaults": False}
 FAULTS: list[tuple[Fault, str, dict[str, Any]]] = [
     (loss_is_a_mean, "test_loss_is_the_sum_that_the_oracle_gives", LOSSES),
@@ -428,6 +441,11 @@ FAULTS: list[tuple[Fault, str, dict[str, Any]]] = [
         decay_reaches_everybody,
         "test_company_makes_no_difference",
         {"company": Company(neighbours=2, adam=AdamParams(weight_decay=1.0))},
+    ),
+    (
+        beside_close_isolation(decay_reaches_everybody),
+        "test_company_makes_no_difference",
+        {"company": Company(neighbours=2, adam=AdamParams(learning_rate=0.1, weight_decay=1.0))},
     ),
     (nan_is_contagious, "test_company_makes_no_difference", {"company": Company(neighbours=1, poisoned=True)}),
     (rounding_depends_on_company, "test_company_makes_no_difference", {"company": Company(neighbours=1)}),

@@ -57,6 +57,23 @@ class TestMegatronTrainingOfExperts(TrainingBackendContract):
         return two_expert_ranks
 
 
+@pytest.fixture(scope="module")
+def fast_ranks(
+    megatron_models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[MegatronBackend]:
+    """Tiny Qwen3-MoE, its experts divided, with the sequences of all models packed together."""
+    settings = {"nproc_per_node": 2, "expert_parallel": 2, "isolation": "fast"}
+    backend = fork_backend(megatron_models["qwen3_moe"], tmp_path_factory.mktemp("cache"), **settings)
+    yield backend
+    backend.close()
+
+
+class TestMegatronFastTraining(TrainingBackendContract):
+    @pytest.fixture
+    def backend(self, fast_ranks: MegatronBackend) -> MegatronBackend:
+        return fast_ranks
+
+
 class TestMegatronCheckpointsOfExperts(CheckpointContract):
     """Without PEFT, which needs a conversion: tests/contract/test_expert_adapters.py."""
 
