@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,8 @@ from tinsmith.checkpoints.tools.contents import Contents
 from tinsmith.errors import NotFoundError, ServerError, UnsupportedError, UserError
 from tinsmith.huggingface import model_files as hf_files
 from tinsmith.huggingface import peft_layout
-from tinsmith.huggingface.decoder import EXPERT_MODULES, HEAD
+from tinsmith.huggingface.adapter_deltas import deltas
+from tinsmith.huggingface.decoder import HEAD
 from tinsmith.huggingface.safetensors_files import DTYPES, ShardWriter, StoredTensors
 from tinsmith.operations import Array
 
@@ -188,13 +189,13 @@ def merge(
     if not originals:
         msg = f"{str(base)!r} has neither model.safetensors nor shards of it"
         raise NotFoundError(msg)
-    deltas = dict(_deltas(weights))
+    changes = deltas({name: array.shape for name, array in weights.items()})
     tied = bool(hf_files.read_model_config(base).get("tie_word_embeddings"))
     sources = {name: name for name in originals}
-    unties = f"{HEAD}.weight" in deltas and (tied or f"{HEAD}.weight" not in originals)
+    unties = f"{HEAD}.weight" in changes and (tied or f"{HEAD}.weight" not in originals)
     if unties:
         sources[f"{HEAD}.weight"] = _EMBEDDING
-    if strange := sorted(deltas - sources.keys()):
+    if strange := sorted(changes.keys() - sources.keys()):
         msg = f"the base model has no {strange[0]!r} ({len(strange)} such); is {str(base)!r} the right one?"
         raise UserError(msg)
     wanted = dtype or _dtype_of(originals)
@@ -203,21 +204,11 @@ def merge(
             for name, source in sources.items():
                 progress(name)
                 original = originals[source]
-                writer.add(name, _merged(name, original, *deltas[name], lora.scale) if name in deltas else original)
+                if name in changes:
+                    original = _merged(name, original, *changes[name].factors(weights), lora.scale)
+                writer.add(name, original)
         hf_files.copy_model_files(base, fresh, dtype=wanted, tied=False if unties else None)
-    return sorted(deltas)
-
-
-def _deltas(weights: Mapping[str, Array]) -> Iterator[tuple[str, tuple[Array, Array]]]:
-    """Yield the base weights that an adapter changes, with A and B of each."""
-    for module in sorted({peft_layout.parse(name)[0] for name in weights}):
-        A, B = weights[peft_layout.weight_name(module, "A")], weights[peft_layout.weight_name(module, "B")]
-        if A.ndim == 2:
-            yield f"{module}.weight", (A, B)
-            continue
-        experts, _, name = module.rpartition(".")
-        for number in range(max(len(A), len(B))):
-            yield f"{experts}.{number}.{EXPERT_MODULES[name]}.weight", (A[number % len(A)], B[number % len(B)])
+    return sorted(changes)
 
 
 def _merged(name: str, original: Array, a: Array, b: Array, scale: float) -> Array:
