@@ -50,6 +50,9 @@ class Case:
 
 CASES = {
     "experts": Case({"tensor_parallel": 2, "expert_parallel": 2, "isolation": "fast"}, family="qwen3_moe"),
+    "experts and vllm": Case(
+        {"tensor_parallel": 2, "expert_parallel": 2, "isolation": "fast"}, family="qwen3_moe", sampler="vllm"
+    ),
     "dense": Case({"tensor_parallel": 2}),
     "dense and vllm": Case({"tensor_parallel": 2}, sampler="vllm"),
 }

@@ -195,7 +195,7 @@ async def test_snapshots_that_vllm_cannot_take_are_refused_by_name(qwen3: VllmSa
         await qwen3.load_snapshot(odd)
     assert isinstance(await qwen3.sample(op(prompt(1), "odd")), Failed)
     whole = HostSnapshot("whole", LoraConfig(rank=0, seed=0), {"model.norm.weight": np.ones(64, np.float32)})
-    with pytest.raises(UnsupportedError, match=r"'whole' holds all weights of a model; .*a rank above 0"):
+    with pytest.raises(UnsupportedError, match=r"'whole' holds all weights of a model, .* setting full_replicas"):
         await qwen3.load_snapshot(whole)
 
 
@@ -300,7 +300,7 @@ async def test_two_replicas_stand_behind_each_snapshot(
             assert_same(output, wanted)
 
     def shares() -> list[int]:
-        return [replica.num_sequences for replica in two_replicas._replicas]
+        return [replica.num_sequences.total() for replica in two_replicas._replicas]
 
     await two_replicas.load_snapshot(published[0])
     running = start_drawing(first)

@@ -35,7 +35,7 @@ def program(directory: Path, body: str) -> Path:
         from tinsmith_vllm.channel import Channel
         from tinsmith_vllm.messages import *
         channel = Channel(socket.socket(fileno=int(sys.argv[-1])), ToVllm)
-        ready = Ready(version="0", device="cpu", vocab_size=300, max_model_len=128, dtype="float32")
+        ready = Ready(version="0", device="cpu", vocab_size=300, max_model_len=128, dtype="float32", merges=False)
     """
     source.write_text(textwrap.dedent(head) + textwrap.dedent(body))
     script = directory / "python"
@@ -219,6 +219,7 @@ def test_other_versions_are_refused(version: str) -> None:
     ("changed", "message"),
     [
         ({"engine_args": {"max_loras": 3}}, "max_loras: tinsmith sets these itself"),
+        ({"engine_args": {"enable_moe_shared_loras": True}}, "enable_moe_shared_loras: tinsmith sets these itself"),
         ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras is 2; it must be at least max_loras, 4"),
         ({"max_lora_rank": 24}, "max_lora_rank"),
         ({"tensor_parallel": 2}, "Extra inputs are not permitted"),
@@ -252,6 +253,38 @@ def test_replicas_get_devices_of_their_own(tmp_path: Path) -> None:
     assert devices("4", "5", "6", "7", tensor_parallel_size=2) == ["4,5", "6,7"]
     with pytest.raises(ConfigError, match="1 devices are given; 2 replicas of tensor_parallel_size 1 need 2"):
         devices("0", replicas=2)
+
+
+def test_replicas_for_fully_trained_models_get_devices_too(tmp_path: Path) -> None:
+    def found(*given: str, **changed: object) -> list[tuple[object, str | None]]:
+        config = VllmConfig.model_validate(settings(full_replicas=1, **changed))
+        made = launches(config, Path("/model"), tmp_path, Placement(devices=given))
+        return [(each.start.engine_args["enable_lora"], each.environment.get("CUDA_VISIBLE_DEVICES")) for each in made]
+
+    assert found() == [(True, "0"), (False, "1")]
+    assert found("4", "5", "6") == [(True, "4"), (True, "5"), (False, "6")]
+    assert found("4", "5", adapters="merge") == [(False, "4"), (False, "5")]
+    with pytest.raises(ConfigError, match=r"1 devices are given; 1 replicas and 1 full_replicas of .* need 2"):
+        found("0")
+
+
+@pytest.mark.parametrize(
+    ("name", "adapters", "applied", "merged_on_cpu"),
+    [
+        ("Qwen3-8B", "auto", True, False),
+        ("Qwen3-8B", "merge", False, True),
+        ("Qwen3-30B-A3B", "auto", True, True),
+        ("Qwen3-30B-A3B", "apply", True, False),
+    ],
+)
+def test_how_adapters_are_served_follows_from_model_and_device(
+    tmp_path: Path, name: str, adapters: str, applied: bool, merged_on_cpu: bool
+) -> None:
+    config = VllmConfig.model_validate(settings(adapters=adapters))
+    (launch,) = launches(config, model_of(tmp_path, name), tmp_path)
+    assert launch.start.engine_args["enable_lora"] is applied
+    assert launch.start.engine_args["enable_moe_shared_loras"] is (name == "Qwen3-30B-A3B")
+    assert launch.start.merge_on_cpu is merged_on_cpu
 
 
 def model_of(directory: Path, name: str) -> Path:

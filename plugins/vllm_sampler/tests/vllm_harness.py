@@ -61,8 +61,9 @@ _SIZES = {  # heads of 16 are none that vLLM has CPU kernels for
 SHAPES = {
     "qwen3": TinyShape(family="qwen3", tied=True, **_SIZES),
     "llama": TinyShape(family="llama", tied=False, **_SIZES),
+    "qwen3_moe": TinyShape(family="qwen3_moe", tied=True, num_experts=6, **_SIZES),
 }
-"""By name; between them they have tied and untied heads."""
+"""By name; between them they have tied and untied heads, and experts."""
 
 
 def settings(**changed: object) -> dict[str, object]:
@@ -99,15 +100,16 @@ ALSO_TRAINED_BY: dict[str, dict[str, object]] = {  # served with vLLM in megatro
 FORKING = {"fsdp": forking_fsdp, "megatron": forking_megatron}
 
 
-def make_trainer(name: str, model_path: Path, cache_dir: Path) -> TrainingBackend:
+def make_trainer(name: str, model_path: Path, cache_dir: Path, **changed: object) -> TrainingBackend:
     if find_spec(f"tinsmith_{name}") is None:
         pytest.skip(f"tinsmith-{name} is not installed")
     spec = Plugins.load().backends.get(name)
     context = BackendContext(
         model_name="tiny", model_path=model_path, cache_dir=cache_dir, losses=LOSSES, samples=False
     )
+    chosen = {**{**TRAINERS, **ALSO_TRAINED_BY}[name], **changed}
     with FORKING.get(name, nullcontext)():
-        return spec.create(spec.config.model_validate({**TRAINERS, **ALSO_TRAINED_BY}[name]), context)
+        return spec.create(spec.config.model_validate(chosen), context)
 
 
 def random_adapter(snapshot_id: str, like: Snapshot, *, seed: int, scale: float = 0.1) -> HostSnapshot:

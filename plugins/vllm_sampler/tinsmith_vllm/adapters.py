@@ -1,10 +1,16 @@
-"""Adapters in the form that vLLM reads: one PEFT directory per loaded snapshot, in shared memory."""
+"""Snapshots in the form that the vLLM process reads: one directory for each that is loaded.
+
+An adapter that vLLM applies is a PEFT directory, with the experts' adapters in the layout of its
+`enable_moe_shared_loras`, which is ours. One that is merged comes with a list of the base weights that it changes. A
+fully trained model is shards of all its weights.
+"""
 
 import fcntl
 import json
 import shutil
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import IO, Final
@@ -12,36 +18,76 @@ from typing import IO, Final
 import numpy as np
 from safetensors.numpy import save_file
 
-from tinsmith import Snapshot
-from tinsmith.huggingface import adapter_config
+from tinsmith import Array, Snapshot, UnsupportedError
+from tinsmith.huggingface import HEAD, Delta, ShardWriter, adapter_config, deltas
+from tinsmith_vllm.messages import ADAPTER, CHANGES, Changes
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _PREFIX: Final = "tinsmith-vllm-"
 _LOCK: Final = "owner.lock"
+_HEAD, _EMBEDDING = f"{HEAD}.weight", "model.embed_tokens.weight"
+_SHARD_BYTES: Final = 2 << 30
 
 
 class AdapterFiles:
     """A private directory of this process. At the start, it removes the leftovers of killed processes."""
 
-    def __init__(self, configured: Path | None, fallback: Path) -> None:
+    def __init__(self, configured: Path | None, fallback: Path, ids: Iterator[int] | None = None) -> None:
         parent = configured or (_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else fallback)
         parent.mkdir(parents=True, exist_ok=True)
         _remove_orphans(parent)
         self._root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         self._lock = _locked(self._root / _LOCK)
-        self._ids = count(1)  # never reused: vLLM's caches are keyed by it
+        self._ids = count(1) if ids is None else ids  # never reused: vLLM's caches are keyed by it
 
     def write(self, snapshot: Snapshot, base_model: str) -> tuple[int, Path]:
         """Return a new id and the directory. Copies the weights to the host if they are on the trainer's device."""
-        weights = snapshot.adapter_weights()
+        with self._fresh() as (adapter_id, directory):
+            weights = _write_adapter(snapshot, directory)
+            config = adapter_config(base_model, snapshot.lora, weights)
+            (directory / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        return adapter_id, directory
+
+    def write_changes(self, snapshot: Snapshot, base: Mapping[str, tuple[int, ...]]) -> tuple[int, Path]:
+        """Do as `write`, for merging. `base` has the shapes of the base model's tensors.
+
+        Raise UnsupportedError if the adapter does not fit them.
+        """
+        with self._fresh() as (adapter_id, directory):
+            weights = _write_adapter(snapshot, directory)
+            changes = deltas({name: array.shape for name, array in weights.items()})
+            shapes = {name: _shape_of(change, weights) for name, change in changes.items()}
+            _check_shapes(snapshot.snapshot_id, shapes, base)
+            listed = {name: [each.A, each.index_A, each.B, each.index_B] for name, each in changes.items()}
+            content = Changes(scale=snapshot.lora.scale, changes=listed)
+            (directory / CHANGES).write_text(json.dumps(content), encoding="utf-8")
+        return adapter_id, directory
+
+    def write_all(self, snapshot: Snapshot, base: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[int, Path]:
+        """Write all weights of a fully trained model, in vLLM's dtype. Raise UnsupportedError if they do not fit."""
+        with self._fresh() as (adapter_id, directory):
+            weights = snapshot.adapter_weights()
+            if missing := sorted(base.keys() - weights.keys() - {_HEAD}):
+                msg = f"snapshot {snapshot.snapshot_id!r} has no {missing[0]!r} ({len(missing)} such)"
+                raise UnsupportedError(msg)
+            with ShardWriter(directory, "model", list(weights), shard_bytes=_SHARD_BYTES, dtype=dtype) as writer:
+                for name in weights:
+                    array = weights[name]
+                    _check_shapes(snapshot.snapshot_id, {name: array.shape}, base)
+                    writer.add(name, array)
+        return adapter_id, directory
+
+    @contextmanager
+    def _fresh(self) -> Iterator[tuple[int, Path]]:
+        """Make a directory for the block to fill, under a new id. Remove it if the block fails."""
         adapter_id = next(self._ids)
         directory = self._root / str(adapter_id)
         directory.mkdir()
-        arrays = {name: np.ascontiguousarray(array, np.float32) for name, array in weights.items()}
-        save_file(arrays, directory / "adapter_model.safetensors")
-        config = adapter_config(base_model, snapshot.lora, weights)
-        (directory / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-        return adapter_id, directory
+        try:
+            yield adapter_id, directory
+        except BaseException:
+            self.remove(directory)
+            raise
 
     def remove(self, directory: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
@@ -50,6 +96,28 @@ class AdapterFiles:
         shutil.rmtree(self._root, ignore_errors=True)
         if self._lock is not None:
             self._lock.close()
+
+
+def _write_adapter(snapshot: Snapshot, directory: Path) -> Mapping[str, Array]:
+    weights = snapshot.adapter_weights()
+    arrays = {name: np.ascontiguousarray(array, np.float32) for name, array in weights.items()}
+    save_file(arrays, directory / ADAPTER)
+    return arrays
+
+
+def _shape_of(change: Delta, weights: Mapping[str, Array]) -> tuple[int, ...]:
+    A, B = change.factors(weights)
+    return B.shape[0], A.shape[1]
+
+
+def _check_shapes(snapshot_id: str, shapes: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[int, ...]]) -> None:
+    head = base.get(_HEAD, base.get(_EMBEDDING))
+    for name, shape in shapes.items():
+        expected = head if name == _HEAD else base.get(name)
+        if shape != expected:
+            found = "has no such weight" if expected is None else f"has {list(expected)}"
+            msg = f"snapshot {snapshot_id!r} has {name!r} of the shape {list(shape)}; the base model {found}"
+            raise UnsupportedError(msg)
 
 
 def _remove_orphans(parent: Path) -> None:

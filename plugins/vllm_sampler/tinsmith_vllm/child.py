@@ -18,6 +18,7 @@ import numpy as np
 
 from tinsmith_vllm import compat
 from tinsmith_vllm.channel import Channel
+from tinsmith_vllm.line import Line
 from tinsmith_vllm.messages import (
     Abort,
     Beat,
@@ -54,11 +55,11 @@ def main() -> None:
     inbox: queue.SimpleQueue[ToVllm] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(channel, inbox), name="reader", daemon=True).start()
     try:
-        engine = _engine(start, channel)
+        engine, merges = _engine(start, channel)
     except (compat.UnsupportedVllmError, ImportError, ValueError) as error:
         channel.send(Unstartable(message=f"{type(error).__name__}: {error}"))
         raise
-    EngineLoop(engine, channel, inbox).run()
+    EngineLoop(engine, channel, inbox, Line() if merges else None).run()
 
 
 def _read(channel: Channel[ToVllm], inbox: "queue.SimpleQueue[ToVllm]") -> None:
@@ -67,7 +68,7 @@ def _read(channel: Channel[ToVllm], inbox: "queue.SimpleQueue[ToVllm]") -> None:
     os._exit(0)  # the parent is gone, and vLLM may be doing anything
 
 
-def _engine(start: Start, channel: Channel[ToVllm]) -> Any:
+def _engine(start: Start, channel: Channel[ToVllm]) -> tuple[Any, bool]:
     version, cpu = compat.installed()
     compat.check_version(version)
     engine_args = dict(start.engine_args)
@@ -77,21 +78,39 @@ def _engine(start: Start, channel: Channel[ToVllm]) -> Any:
         engine_args["enforce_eager"] = cpu
     if start.half_the_memory_on_cpu and cpu:
         engine_args["gpu_memory_utilization"] = 0.5
+    if start.merge_on_cpu and cpu:
+        engine_args["enable_lora"] = False
+    merges = not engine_args["enable_lora"]
     compat.prepare_environment(cpu=cpu, eager=bool(engine_args["enforce_eager"]))
     engine = compat.make_engine(engine_args)
     device, vocab_size, max_model_len, dtype = compat.describe(engine)
-    channel.send(Ready(version=version, device=device, vocab_size=vocab_size, max_model_len=max_model_len, dtype=dtype))
-    return engine
+    channel.send(
+        Ready(
+            version=version,
+            device=device,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            merges=merges,
+        )
+    )
+    return engine, merges
 
 
 class EngineLoop:
-    """Runs the engine. Requests join the running batch between two steps."""
+    """Runs the engine. Requests join the running batch between two steps.
 
-    def __init__(self, engine: Any, channel: Channel[ToVllm], inbox: "queue.SimpleQueue[ToVllm]") -> None:
+    With a line, vLLM has the weights of one snapshot at a time, and requests for others wait in it.
+    """
+
+    def __init__(
+        self, engine: Any, channel: Channel[ToVllm], inbox: "queue.SimpleQueue[ToVllm]", line: Line | None
+    ) -> None:
         self._engine = engine
         self._channel = channel
         self._inbox = inbox
-        self._adapters: dict[int, Any] = {}  # LoRARequests
+        self._line = line
+        self._adapters: dict[int, Load] = {}
         self._reading: set[int] = set()
         self._requests: dict[str, Generate] = {}  # running sequences, by vLLM's name for them
         self._asked: set[int] = set()  # requests whose prompt scores are still to be sent
@@ -101,6 +120,7 @@ class EngineLoop:
         while True:
             self._take_messages()
             self._report_adapters()
+            self._admit()
             if self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     self._report(output)
@@ -108,7 +128,7 @@ class EngineLoop:
 
     def _take_messages(self) -> None:
         """Handle all messages that have arrived. Wait for one if there is nothing else to do."""
-        if not self._engine.has_unfinished_requests() and self._inbox.empty():
+        if not self._engine.has_unfinished_requests() and self._inbox.empty() and not self._line:
             try:
                 self._handle(self._inbox.get(timeout=_POLL_S if self._reading else None))
             except queue.Empty:
@@ -118,12 +138,14 @@ class EngineLoop:
 
     def _handle(self, message: ToVllm) -> None:
         match message:
+            case Generate() if self._line is not None:
+                self._line.add(message)
             case Generate():
                 self._generate(message)
             case Abort():
                 self._abort(message)
             case Load():
-                self._adapters[message.adapter_id] = compat.lora_request(message.adapter_id, message.name, message.path)
+                self._adapters[message.adapter_id] = message
                 if message.prepare:
                     self._engine.collective_rpc(
                         "tinsmith_prepare", args=(message.adapter_id, message.name, message.path)
@@ -131,12 +153,32 @@ class EngineLoop:
                     self._reading.add(message.adapter_id)
             case Unload():
                 self._adapters.pop(message.adapter_id, None)
-                self._engine.remove_lora(message.adapter_id)
+                if self._line is None:
+                    self._engine.remove_lora(message.adapter_id)
             case Count():
                 number = int(self._engine.get_num_unfinished_requests())
+                number += 0 if self._line is None else self._line.num_sequences
                 self._channel.send(Counted(request_id=message.request_id, num_sequences=number))
             case Start():
                 raise AssertionError(message)
+
+    def _admit(self) -> None:
+        """Start what waits in the line and may start now, after loading its weights if need be."""
+        if self._line is None:
+            return
+        requests = self._line.next(idle=not self._engine.has_unfinished_requests())
+        if requests and requests[0].adapter_id != self._line.loaded:
+            self._load_weights(requests[0].adapter_id)
+            self._line.loaded = requests[0].adapter_id
+        for request in requests:
+            self._generate(request)
+
+    def _load_weights(self, adapter_id: int) -> None:
+        path = self._adapters[adapter_id].path if adapter_id else ""
+        self._engine.collective_rpc("tinsmith_load_weights", args=(path,))
+        if not self._engine.reset_prefix_cache():
+            msg = "vllm keeps a prefix cache of other weights"
+            raise RuntimeError(msg)
 
     def _generate(self, message: Generate) -> None:
         prompt = np.frombuffer(message.prompt, np.int32).tolist()
@@ -159,7 +201,10 @@ class EngineLoop:
             self._asked.add(message.request_id)
 
     def _adapter(self, message: Generate) -> dict[str, Any]:
-        return {"lora_request": self._adapters[message.adapter_id]} if message.adapter_id else {}
+        if self._line is not None or not message.adapter_id:
+            return {}
+        found = self._adapters[message.adapter_id]
+        return {"lora_request": compat.lora_request(found.adapter_id, found.name, found.path)}
 
     @staticmethod
     def _params(message: Generate, index: int, seed: int) -> Any:
@@ -181,6 +226,8 @@ class EngineLoop:
         )
 
     def _abort(self, message: Abort) -> None:
+        if self._line is not None:
+            self._line.remove(message.request_id)
         names = [f"{message.request_id}.{index}" for index in message.indices]
         running = [name for name in names if self._requests.pop(name, None) is not None]
         self._engine.abort_request(running)

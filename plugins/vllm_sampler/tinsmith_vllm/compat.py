@@ -12,13 +12,15 @@ ignores the temperature, and "processed" is taken after top-k and top-p. So the 
 sampled rows. Also, a request cannot ask about tokens of its choice. So our own code scores prompts, in worker.py.
 - On CPU, the adapter operators treat the index -1 ("none") as an index from the end, so that rows of the base model got
 the adapter in the last slot. They are wrapped to skip such rows. The GPU kernels skip them already.
+- If weights are reloaded in place on CPU, experts are computed with those that their kernel packed before, and a tied
+head keeps its old ones. `load_weights` has both packed anew.
 - vLLM raises temperatures below 0.01 to 0.01, with a warning in its log. The sampler refuses them.
 """
 
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 MIN_TEMPERATURE: Final = 0.01
@@ -219,6 +221,53 @@ def _skipping_base_rows(operator: Callable[..., None]) -> Callable[..., None]:
             output[rows] = part
 
     return skipping
+
+
+def load_weights(runner: Any_, change: Callable[[Iterator[Any_]], Iterator[Any_]], head: str) -> None:
+    """Load what `change` makes of the base model's weights (names and tensors) in place of the present ones.
+
+    A tied head that is among them gets a matrix of its own; otherwise it is the embedding again.
+    """
+    from vllm.model_executor.model_loader import get_model_loader
+
+    model, config = runner.get_model(), runner.vllm_config
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    _forget_packed_experts(model)
+    heads = []
+
+    def without_head() -> Iterator[Any_]:
+        for name, weight in change(get_model_loader(config.load_config).get_all_weights(config.model_config, model)):
+            if tied and name == head:
+                heads.append(weight)
+            else:
+                yield name, weight
+
+    runner.reload_weights(weights_iterator=without_head())
+    if tied:
+        _set_tied_head(model, heads)
+
+
+def _forget_packed_experts(model: Any_) -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        for module in model.modules():
+            if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                module.quant_method.moe_kernel = None
+
+
+def _set_tied_head(model: Any_, heads: list[Any_]) -> None:
+    """Give the head the embedding's matrix or, if there is one, its own."""
+    from torch import empty_like
+    from torch.nn import Parameter
+
+    embedding, layer = model.model.embed_tokens, model.lm_head
+    layer.weight = embedding.weight
+    for weight in heads:
+        layer.weight = Parameter(empty_like(embedding.weight), requires_grad=False)
+        vars(layer.weight).update(vars(embedding.weight))
+        layer.weight_loader(layer.weight, weight)
+    layer.quant_method.process_weights_after_loading(layer)
 
 
 def max_rows(runner: Any_) -> int:

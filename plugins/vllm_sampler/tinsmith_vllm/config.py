@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tinsmith import BackendConfig
 
+Adapters = Literal["auto", "apply", "merge"]
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 
 _OURS = frozenset(
@@ -14,6 +15,7 @@ _OURS = frozenset(
         "model", "tokenizer", "skip_tokenizer_init", "dtype", "max_model_len", "enforce_eager", "max_num_seqs", "seed",
         "tensor_parallel_size", "data_parallel_size", "gpu_memory_utilization", "kv_cache_memory_bytes",
         "kv_cache_dtype", "enable_prefix_caching", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank",
+        "enable_moe_shared_loras",
         "logprobs_mode", "max_logprobs", "worker_extension_cls", "generation_config", "speculative_config",
     }
 )  # fmt: skip
@@ -31,6 +33,19 @@ class VllmConfig(BackendConfig):
         le=64,
         description="vLLM processes that serve each snapshot, each with all weights; default as many as its devices "
         "suffice for",
+    )
+    full_replicas: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="further vLLM processes, for snapshots of fully trained models; each has the weights of one at a "
+        "time. 0: refuse such snapshots, unless adapters are merged",
+    )
+    adapters: Adapters = Field(
+        "auto",
+        description="apply: vLLM computes with many adapters at a time. merge: it has the weights of one snapshot at a "
+        "time, and loads others in place when those are sampled. auto: merge for models with experts on CPU, where "
+        "vLLM has no kernels for their adapters, else apply",
     )
     tensor_parallel_size: int | None = Field(
         None, ge=1, description="accelerators per replica; default as few as leave room beside the weights"

@@ -29,10 +29,11 @@ _LONG: Final = 8192  # tokens that a sequence may have, whatever the memory
 class Layout:
     replicas: int
     tensor_parallel: int
+    full_replicas: int = 0  # further ones, for fully trained models
 
     @property
     def num_devices(self) -> int:
-        return self.replicas * self.tensor_parallel
+        return (self.replicas + self.full_replicas) * self.tensor_parallel
 
 
 def layout_of(config: VllmConfig, shape: DecoderShape | None, placement: Placement) -> Layout:
@@ -42,10 +43,12 @@ def layout_of(config: VllmConfig, shape: DecoderShape | None, placement: Placeme
     """
     number = len(placement.devices)
     size = config.tensor_parallel_size or (1 if config.replicas else _smallest(config, shape, placement))
-    layout = Layout(config.replicas or max(1, number // size), size)
+    replicas = config.replicas or max(1, number // size - config.full_replicas)
+    layout = Layout(replicas, size, config.full_replicas)
     if placement.devices and layout.num_devices > number:
+        further = f" and {config.full_replicas} full_replicas" if config.full_replicas else ""
         msg = (
-            f"{number} devices are given; {layout.replicas} replicas of tensor_parallel_size {size} need "
+            f"{number} devices are given; {layout.replicas} replicas{further} of tensor_parallel_size {size} need "
             f"{layout.num_devices}"
         )
         raise ConfigError(msg)
@@ -66,7 +69,8 @@ def demand(config: VllmConfig, model: Mapping[str, Any] | None, placement: Place
     shape = known_shape(model)
     layout = layout_of(config, shape, placement)
     num_devices = layout.num_devices if config.replicas or config.tensor_parallel_size else None
-    told = f"{_counted(layout.replicas, 'replica')} of {_counted(layout.tensor_parallel, 'GPU')}"
+    further = f" and {layout.full_replicas} for fully trained models," if layout.full_replicas else ""
+    told = f"{_counted(layout.replicas, 'replica')}{further} of {_counted(layout.tensor_parallel, 'GPU')}"
     told = told if placement.devices else ""
     if shape is None:
         return Demand(num_devices=num_devices, layout=told)
@@ -119,13 +123,23 @@ def key_values_on_cpu(config: VllmConfig, model: Mapping[str, Any] | None, place
 
 def _fixed(config: VllmConfig, shape: DecoderShape, layout: Layout, placement: Placement) -> dict[str, int]:
     item = _item(config, placement)
+    number = 0 if merges(config, shape, on_cpu=not placement.devices) else config.max_loras
     return {
         "base weights": weight_counts(shape).total * item // layout.tensor_parallel,
-        f"{config.max_loras} adapters of rank {config.max_lora_rank}": config.max_loras
+        f"{number} adapters of rank {config.max_lora_rank}": number
         * adapter_weights(shape, config.max_lora_rank)
         * item,
         "vLLM itself": _ALLOWANCE if placement.devices else 0,
     }
+
+
+def merges(config: VllmConfig, shape: DecoderShape | None, *, on_cpu: bool) -> bool:
+    """Return whether adapters are merged into the weights: vLLM has no kernels for those of experts on CPU."""
+    return config.adapters == "merge" or (config.adapters == "auto" and on_cpu and has_experts(shape))
+
+
+def has_experts(shape: DecoderShape | None) -> bool:
+    return shape is not None and shape.experts is not None
 
 
 def _least_tokens(config: VllmConfig, shape: DecoderShape) -> int:

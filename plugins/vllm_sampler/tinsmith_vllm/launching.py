@@ -5,10 +5,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from tinsmith import Placement
 from tinsmith.huggingface import read_model_config
 from tinsmith_vllm.config import VllmConfig
-from tinsmith_vllm.demand import Layout, context_that_fits, key_values_on_cpu, known_shape, layout_of
+from tinsmith_vllm.demand import (
+    Layout,
+    context_that_fits,
+    has_experts,
+    key_values_on_cpu,
+    known_shape,
+    layout_of,
+    merges,
+)
 from tinsmith_vllm.messages import Start
 from tinsmith_vllm.replica import Launch, interpreter, package_path
 
@@ -19,9 +29,13 @@ _ALONE: Final = 0.9  # of a device's memory, if nothing says how much
 def launches(
     config: VllmConfig, model_path: Path, cache_dir: Path, placement: Placement = _NOWHERE
 ) -> Iterator[Launch]:
-    """Describe the process of each replica. Raise ConfigError if the placement does not suffice for the settings."""
+    """Describe the process of each replica, at last of those for fully trained models.
+
+    Raise ConfigError if the placement does not suffice for the settings.
+    """
     model = read_model_config(model_path) if (model_path / "config.json").exists() else None
-    layout = layout_of(config, known_shape(model), placement)
+    shape = known_shape(model)
+    layout = layout_of(config, shape, placement)
     sizes = {
         "max_model_len": config.max_model_len or context_that_fits(config, model, placement),
         "kv_cache_memory_bytes": config.kv_cache_bytes or key_values_on_cpu(config, model, placement),
@@ -29,18 +43,21 @@ def launches(
     start = Start(
         engine_args={
             **_engine_args(config, model_path, layout, placement),
+            "enable_moe_shared_loras": has_experts(shape),
             **{name: size for name, size in sizes.items() if size is not None},
             **config.engine_args,
         },
         float32_on_cpu=config.dtype is None,
         eager_on_cpu=config.enforce_eager is None,
+        merge_on_cpu=merges(config, shape, on_cpu=True),
         half_the_memory_on_cpu=config.gpu_memory_utilization is None and placement.share is None,
     )
     package = package_path(cache_dir)
-    for number in range(layout.replicas):
+    whole = msgspec.structs.replace(start, engine_args={**start.engine_args, "enable_lora": False})
+    for number in range(layout.replicas + config.full_replicas):
         yield Launch(
             python=interpreter(config.python),
-            start=start,
+            start=start if number < layout.replicas else whole,
             environment=_environment(layout, placement, number),
             log=cache_dir / f"vllm-{number}.log",
             package_path=package,
@@ -61,7 +78,7 @@ def _engine_args(config: VllmConfig, model_path: Path, layout: Layout, placement
         "enforce_eager": bool(config.enforce_eager),
         "seed": config.seed,
         "max_logprobs": config.max_topk_logprobs,
-        "enable_lora": True,
+        "enable_lora": not merges(config, None, on_cpu=False),
         "max_loras": config.max_loras,
         "max_cpu_loras": config.max_cpu_loras or 2 * config.max_loras,
         "max_lora_rank": config.max_lora_rank,
@@ -77,6 +94,6 @@ def _environment(layout: Layout, placement: Placement, number: int) -> dict[str,
     """Give each replica its own devices, if there are any to choose from."""
     size = layout.tensor_parallel
     devices = placement.devices or tuple(map(str, range(layout.num_devices)))
-    if layout.replicas == 1 and not placement.devices:
+    if layout.num_devices == size and not placement.devices:
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices[number * size : (number + 1) * size])}

@@ -4,7 +4,23 @@ Arrays travel as bytes: tokens int32, logprobs float32, in C order. Shapes follo
 P = tokens of the prompt, k = requested alternatives, K = targets per position.
 """
 
+from typing import Any, Final, TypedDict
+
 import msgspec
+
+ADAPTER: Final = "adapter_model.safetensors"
+CHANGES: Final = "changes.json"
+"""The files of an adapter that is merged into the base weights."""
+
+
+class Changes(TypedDict):
+    """The content of CHANGES: the adapter's scale, and for each base weight the tensors whose product is added.
+
+    A change is [name of A, index, name of B, index]; an index selects an expert's part, or is null.
+    """
+
+    scale: float
+    changes: dict[str, list[Any]]  # Any: str or int or None
 
 
 class Message(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
@@ -20,11 +36,12 @@ class Start(Message, frozen=True):
     engine_args: dict[str, object]
     float32_on_cpu: bool  # dtype, eager mode and memory are not configured: the child knows the device
     eager_on_cpu: bool
+    merge_on_cpu: bool  # adapters are merged into the weights, because vLLM has no kernels for them there
     half_the_memory_on_cpu: bool  # memory is shared there, and vLLM does not start unless its share is free
 
 
 class Load(Message, frozen=True):
-    """Announce an adapter. With `prepare`, the child reads it now and answers with Loaded."""
+    """Announce an adapter, or whole weights. With `prepare`, the child reads it now and answers with Loaded."""
 
     adapter_id: int
     name: str
@@ -84,6 +101,7 @@ class Ready(Message, frozen=True):
     vocab_size: int
     max_model_len: int
     dtype: str  # of weights and activations
+    merges: bool  # a snapshot's weights are loaded in place of the last one's; otherwise adapters are applied
 
 
 class Unstartable(Message, frozen=True):

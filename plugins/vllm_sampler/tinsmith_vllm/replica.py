@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -76,7 +76,7 @@ class Replica:
 
     def __init__(self, launch: Launch, name: str) -> None:
         self.name = name
-        self.num_sequences = 0  # in progress, counted by the router
+        self.num_sequences: Counter[int] = Counter()  # in progress by adapter, counted by the router
         self.is_running = False  # the process answers; until then, messages wait
         self.is_unstartable = False  # with this configuration, so trying again would not help
         self._launch = launch

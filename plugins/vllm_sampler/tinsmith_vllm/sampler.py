@@ -1,7 +1,8 @@
-"""The sampling backend: snapshots become adapters of every replica; samples go to the least busy replica."""
+"""The sampling backend: snapshots become adapters or weights of replicas; samples go to the least busy one."""
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,9 +26,11 @@ from tinsmith import (
     UnsupportedError,
     UserError,
 )
+from tinsmith.huggingface import StoredTensors, read_model_config
 from tinsmith_vllm.adapters import AdapterFiles
 from tinsmith_vllm.compat import MIN_TEMPERATURE
 from tinsmith_vllm.config import VllmConfig
+from tinsmith_vllm.demand import has_experts, known_shape
 from tinsmith_vllm.drawing import Drawing
 from tinsmith_vllm.launching import launches
 from tinsmith_vllm.messages import Abort, Count, Counted, Drawn, Load, Loaded, Ready, Refused, Unload
@@ -42,47 +45,67 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Adapter:
-    """A loaded snapshot. `idle` is set while nothing is sampled from it."""
+    """A loaded snapshot, and the replicas that know of it. `idle` is set while nothing is sampled from it."""
 
     adapter_id: int
     directory: Path
+    files: AdapterFiles
+    replicas: list[Replica]
     num_samples: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class VllmSampler(SamplingBackend):
-    """Ready once constructed. A replica that dies is restarted, and its samples are drawn again."""
+    """Ready once constructed. A replica that dies is restarted, and its samples are drawn again.
+
+    Replicas that merge have the weights of one snapshot at a time; the vLLM process takes turns among those that are
+    asked for (`line.py`). The others apply adapters.
+    """
 
     def __init__(self, config: VllmConfig, context: BackendContext) -> None:
         self._config = config
         self._model_path = context.model_directory
         self._rules = StopRules.of_model(self._model_path)
-        self._files = AdapterFiles(config.shared_memory_dir, context.cache_dir / "adapters")
+        ids, on_disk = count(1), context.cache_dir / "weights"
+        self._files = AdapterFiles(config.shared_memory_dir, context.cache_dir / "adapters", ids)
+        self._large_files = AdapterFiles(config.shared_memory_dir or on_disk, on_disk, ids)  # too large for memory
         self._adapters: dict[str, _Adapter] = {}
         self._loading: dict[str, asyncio.Lock] = {}
         self._request_ids = count(1)
         self._alone = asyncio.Lock()
-        self._replicas = [
+        self._all_replicas = [
             Replica(launch, f"vllm replica {number}")
             for number, launch in enumerate(launches(config, self._model_path, context.cache_dir, context.placement))
         ]
         try:
             described = [
-                replica.wait_until_ready(lambda: context.progress("starting vllm", None)) for replica in self._replicas
+                replica.wait_until_ready(lambda: context.progress("starting vllm", None))
+                for replica in self._all_replicas
             ]
         except ReplicaGoneError as error:
             self.close()
-            if any(replica.is_unstartable for replica in self._replicas):
+            if any(replica.is_unstartable for replica in self._all_replicas):
                 raise ConfigError(str(error)) from error
             raise ServerError(str(error)) from error
         except BaseException:
             self.close()
             raise
-        _log.info("vllm %s answers on %s", described[0].version, described[0].device)
-        self._capabilities = self._describe(described[0])
+        self._ready = described[0]
+        number = len(self._all_replicas) - config.full_replicas
+        self._replicas, further = self._all_replicas[:number], self._all_replicas[number:]
+        self._full_replicas = further or (self._replicas if self._ready.merges else [])
+        _log.info("vllm %s answers on %s: %s", self._ready.version, self._ready.device, self._how())
+        self._capabilities = self._describe(self._ready)
+
+    def _how(self) -> str:
+        how = "each replica applies many adapters at a time"
+        if self._ready.merges:
+            how = "adapters are merged, each replica has the weights of one snapshot at a time"
+        return f"{how}; fully trained models: {len(self._full_replicas) or 'no'} replicas"
 
     def _describe(self, ready: Ready) -> Capabilities:
-        bounded = ready.device == "cpu" and ready.dtype == "float32"
+        experts = has_experts(known_shape(read_model_config(self._model_path)))
+        bounded = ready.device == "cpu" and ready.dtype == "float32" and not experts
         return Capabilities(
             device=ready.device,
             dtype=ready.dtype,
@@ -91,9 +114,11 @@ class VllmSampler(SamplingBackend):
             max_batch_tokens=ready.max_model_len,
             max_lora_rank=self._config.max_lora_rank,
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
+            full_fine_tuning=bool(self._full_replicas),
             max_targets_per_token=_MAX_TARGETS,
             # Kernels round differently depending on the number of rows in a batch: benchmarks/sampler_isolation.py
-            # measured up to 6e-6 on CPU in float32. Other devices are not measured, so nothing is claimed for them.
+            # measured up to 6e-6 on CPU in float32. Other devices are not measured, so nothing is claimed for them. Nor
+            # is it for experts: rounding may turn a near tie of the router, and then no bound holds.
             isolation="close" if bounded else "none",
             isolation_error=_ISOLATION_ERROR if bounded else 0.0,
             sampling=True,
@@ -111,29 +136,54 @@ class VllmSampler(SamplingBackend):
     @property
     def process_ids(self) -> list[int]:
         """The process ids of the running replicas."""
-        return [replica.pid for replica in self._replicas if replica.pid is not None]
+        return [replica.pid for replica in self._all_replicas if replica.pid is not None]
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:
-        """Write the adapter to shared memory, and have every replica read it while its batch keeps running."""
+        """Write the snapshot's files, and announce them.
+
+        Replicas that apply adapters read them at once while their batch keeps running, others when they are needed.
+        """
         async with self._loading.setdefault(snapshot.snapshot_id, asyncio.Lock()):
             if snapshot.snapshot_id in self._adapters:
                 return
             self._check(snapshot)
-            adapter_id, directory = await asyncio.to_thread(self._files.write, snapshot, str(self._model_path))
+            adapter = await asyncio.to_thread(self._write, snapshot)
             try:
-                await self._load_everywhere(snapshot.snapshot_id, adapter_id, directory)
+                await self._announce(snapshot.snapshot_id, adapter)
             except BaseException:
-                self._forget(adapter_id, directory)
+                self._forget(adapter)
                 raise
-            adapter = _Adapter(adapter_id=adapter_id, directory=directory)
             adapter.idle.set()
             self._adapters[snapshot.snapshot_id] = adapter
 
-    def _check(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: Snapshot) -> _Adapter:
         if snapshot.lora.rank == 0:
+            adapter_id, directory = self._large_files.write_all(snapshot, self._base_shapes(), self._ready.dtype)
+            return _Adapter(adapter_id, directory, self._large_files, self._full_replicas)
+        if self._ready.merges:
+            adapter_id, directory = self._files.write_changes(snapshot, self._base_shapes())
+        else:
+            adapter_id, directory = self._files.write(snapshot, str(self._model_path))
+        return _Adapter(adapter_id, directory, self._files, self._replicas)
+
+    def _base_shapes(self) -> dict[str, tuple[int, ...]]:
+        return StoredTensors.of(self._model_path, "model").shapes()
+
+    async def _announce(self, snapshot_id: str, adapter: _Adapter) -> None:
+        # the prefix cache is keyed by the name
+        name = f"{snapshot_id}#{adapter.adapter_id}"
+        load = Load(adapter_id=adapter.adapter_id, name=name, path=str(adapter.directory), prepare=True)
+        if adapter.replicas is self._replicas and not self._ready.merges:
+            await self._load_everywhere(snapshot_id, load)
+            return
+        for replica in adapter.replicas:
+            replica.tell(msgspec.structs.replace(load, prepare=False))
+
+    def _check(self, snapshot: Snapshot) -> None:
+        if snapshot.lora.rank == 0 and not self._full_replicas:
             msg = (
-                f"snapshot {snapshot.snapshot_id!r} holds all weights of a model; the vllm sampler takes LoRA "
-                "adapters, of a rank above 0"
+                f"snapshot {snapshot.snapshot_id!r} holds all weights of a model, and no replica loads such: the "
+                "sampler's setting full_replicas"
             )
             raise UnsupportedError(msg)
         if snapshot.lora.rank > self._config.max_lora_rank:
@@ -143,9 +193,7 @@ class VllmSampler(SamplingBackend):
             )
             raise UserError(msg)
 
-    async def _load_everywhere(self, snapshot_id: str, adapter_id: int, directory: Path) -> None:
-        # the prefix cache is keyed by the name
-        load = Load(adapter_id=adapter_id, name=f"{snapshot_id}#{adapter_id}", path=str(directory), prepare=True)
+    async def _load_everywhere(self, snapshot_id: str, load: Load) -> None:
         hoped_for = [replica for replica in self._replicas if not replica.is_gone] or self._replicas
         running = [replica for replica in hoped_for if replica.is_running] or hoped_for
         for replica in hoped_for:
@@ -168,17 +216,18 @@ class VllmSampler(SamplingBackend):
             replica.forget(key)
         return answer
 
-    def _forget(self, adapter_id: int, directory: Path) -> None:
-        for replica in self._replicas:
-            replica.tell(Unload(adapter_id=adapter_id))
-        self._files.remove(directory)
+    @staticmethod
+    def _forget(adapter: _Adapter) -> None:
+        for replica in adapter.replicas:
+            replica.tell(Unload(adapter_id=adapter.adapter_id))
+        adapter.files.remove(adapter.directory)
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
         adapter = self._adapters.pop(snapshot_id, None)
         self._loading.pop(snapshot_id, None)
         if adapter is not None:
             await adapter.idle.wait()
-            self._forget(adapter.adapter_id, adapter.directory)
+            self._forget(adapter)
 
     async def sample(self, op: Sample) -> SampleOutput | Failed:
         refusal = self._refusal(op)
@@ -188,7 +237,9 @@ class VllmSampler(SamplingBackend):
         if op.snapshot_id is not None and adapter is None:
             return Failed(message=f"no snapshot {op.snapshot_id!r} is loaded, load it first", category="server")
         async with _using(adapter):
-            return await self._insist(op, 0 if adapter is None else adapter.adapter_id)
+            if adapter is None:
+                return await self._insist(op, 0, self._replicas)
+            return await self._insist(op, adapter.adapter_id, adapter.replicas)
 
     def _refusal(self, op: Sample) -> Failed | None:
         context, wanted = self._capabilities.max_context_tokens, len(op.prompt_P) + op.params.max_tokens
@@ -205,11 +256,11 @@ class VllmSampler(SamplingBackend):
             return Failed(message=str(error))
         return None
 
-    async def _insist(self, op: Sample, adapter_id: int) -> SampleOutput | Failed:
+    async def _insist(self, op: Sample, adapter_id: int, replicas: list[Replica]) -> SampleOutput | Failed:
         """Sample, and draw again if the replica dies: the same seeds give the same tokens."""
         died: set[Replica] = set()
         for _ in range(_ATTEMPTS - 1):
-            replica = self._choose(died)
+            replica = self._choose(replicas, adapter_id, died)
             try:
                 return await self._draw(replica, op, adapter_id)
             except ReplicaDiedError as error:
@@ -217,22 +268,29 @@ class VllmSampler(SamplingBackend):
                 died.add(replica)
         async with self._alone:
             try:
-                return await self._draw(self._choose(died), op, adapter_id)
+                return await self._draw(self._choose(replicas, adapter_id, died), op, adapter_id)
             except ReplicaDiedError as error:
                 return Failed(message=f"vllm died {_ATTEMPTS} times over this sample: {error}", category="server")
 
-    def _choose(self, died: set[Replica]) -> Replica:
-        """Return the least busy running replica, if any runs: a restarting one is idle, but needs minutes."""
-        return min(
-            self._replicas,
-            key=lambda each: (each.is_gone, not each.is_running, each in died, each.num_sequences),
-        )
+    def _choose(self, replicas: list[Replica], adapter_id: int, died: set[Replica]) -> Replica:
+        """Return the least busy running replica, if any runs: a restarting one is idle, but needs minutes.
+
+        If replicas merge, one comes first that draws no sequences with other weights, which would have to end before.
+        """
+        merges = self._ready.merges or replicas is self._full_replicas
+
+        def cost(each: Replica) -> tuple[bool, bool, bool, int, int]:
+            busy = each.num_sequences.total()
+            others = busy - each.num_sequences[adapter_id] if merges else 0
+            return each.is_gone, not each.is_running, each in died, others, busy
+
+        return min(replicas, key=cost)
 
     async def _draw(self, replica: Replica, op: Sample, adapter_id: int) -> SampleOutput | Failed:
         drawing = Drawing(next(self._request_ids), op, self._rules)
         key = ("request", drawing.request_id)
         call = replica.ask(key, drawing.generate(adapter_id))
-        replica.num_sequences += op.num_samples
+        replica.num_sequences[adapter_id] += op.num_samples
         ended = False
         try:
             while not drawing.is_done:
@@ -254,13 +312,13 @@ class VllmSampler(SamplingBackend):
         finally:
             if not ended:  # cancelled
                 replica.tell(Abort(request_id=drawing.request_id, indices=list(range(op.num_samples))))
-            replica.num_sequences -= op.num_samples
+            replica.num_sequences -= Counter({adapter_id: op.num_samples})
             replica.forget(key)
 
     async def num_running(self) -> int:
         """Ask every replica how many sequences it holds, including waiting ones."""
         total = 0
-        for replica in self._replicas:
+        for replica in self._all_replicas:
             request_id = next(self._request_ids)
             call = replica.ask(("request", request_id), Count(request_id=request_id))
             try:
@@ -274,9 +332,10 @@ class VllmSampler(SamplingBackend):
         return total
 
     def close(self) -> None:
-        for replica in self._replicas:
+        for replica in self._all_replicas:
             replica.close()
         self._files.close()
+        self._large_files.close()
 
 
 @asynccontextmanager

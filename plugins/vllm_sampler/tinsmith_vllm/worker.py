@@ -6,12 +6,14 @@ Array suffixes: R = rows scored, P = tokens of the prompt, V = vocabulary, K = t
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from tinsmith_vllm import compat
+from tinsmith_vllm.weights import HEAD, weights_of
 
 QUESTION = "tinsmith_question"  # key of SamplingParams.extra_args
 
@@ -33,6 +35,11 @@ class TinsmithWorker:
             compat.leave_base_rows_alone()
             self.tinsmith_adapters = PreparedAdapters(runner.lora_config.max_cpu_loras)
             compat.replace_adapter_loading(runner, self.tinsmith_adapters.wrap)
+
+    def tinsmith_load_weights(self, path: str) -> None:
+        """Load the weights of a snapshot, or of the base model, in place. Nothing may be running."""
+        directory = Path(path) if path else None
+        compat.load_weights(self.model_runner, lambda base: weights_of(base, directory), HEAD)
 
     def tinsmith_scores(self, key: int) -> Scores | None:
         """Return the requested scores of a prompt, once. Return None on ranks without logits."""

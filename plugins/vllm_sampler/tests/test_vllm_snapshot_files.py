@@ -1,0 +1,165 @@
+"""What the vLLM process is given of a snapshot, and the turns that snapshots take. No vLLM."""
+
+import json
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+from vllm_harness import blank_adapter, random_adapter
+
+from tinsmith import Array, HostSnapshot, LoraConfig, ModelState, UnsupportedError
+from tinsmith.checkpoints.format import write_checkpoint
+from tinsmith.commands.cli import build_group
+from tinsmith.huggingface import StoredTensors
+from tinsmith.plugins.loading import Plugins
+from tinsmith.testing import assert_same_arrays
+from tinsmith_vllm.adapters import AdapterFiles
+from tinsmith_vllm.line import Line
+from tinsmith_vllm.messages import Generate
+from tinsmith_vllm.weights import weights_of
+
+EXPERTS, INNER, HIDDEN, RANK = 6, 96, 64, 3
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[AdapterFiles]:
+    made = AdapterFiles(tmp_path / "shared", tmp_path)
+    yield made
+    made.close()
+
+
+def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    return StoredTensors.of(directory, "model").shapes()
+
+
+def expert_adapter() -> HostSnapshot:
+    """Attention, experts and the head of the first layer of SHAPES["qwen3_moe"]."""
+    sides: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+        "model.layers.0.self_attn.o_proj": ((RANK, 128), (HIDDEN, RANK)),
+        "model.layers.0.mlp.experts.w1": ((1, RANK, HIDDEN), (EXPERTS, INNER, RANK)),
+        "model.layers.0.mlp.experts.w3": ((1, RANK, HIDDEN), (EXPERTS, INNER, RANK)),
+        "model.layers.0.mlp.experts.w2": ((EXPERTS, RANK, INNER), (1, HIDDEN, RANK)),
+        "lm_head": ((RANK, HIDDEN), (300, RANK)),
+    }
+    blank: Mapping[str, Array] = {
+        f"base_model.model.{module}.lora_{side}.weight": np.zeros(shape, np.float32)
+        for module, pair in sides.items()
+        for side, shape in zip("AB", pair, strict=True)
+    }
+    return random_adapter("experts", HostSnapshot("blank", LoraConfig(rank=RANK, seed=0), blank), seed=1)
+
+
+def base_of(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from load_file(directory / "model.safetensors").items()
+
+
+def test_what_is_merged_is_what_the_command_merges(
+    tiny_models: dict[str, Path], tmp_path: Path, files: AdapterFiles
+) -> None:
+    snapshot, base = expert_adapter(), tiny_models["qwen3_moe"]
+    _, directory = files.write_changes(snapshot, shapes(base))
+    found = dict(weights_of(base_of(base), directory))
+    write_checkpoint(
+        tmp_path, "run/weights/x", kind="sampler", base_model=str(base), user_metadata={}, overwrite=False,
+        created_at=datetime(2026, 1, 31, tzinfo=UTC),
+        state=ModelState(lora=snapshot.lora, weights=snapshot.adapter_weights()),
+    )  # fmt: skip
+    plugins = Plugins.load()
+    command = ["checkpoint", "merge", str(tmp_path / "run/weights/x"), str(tmp_path / "merged")]
+    command += ["--base-model", str(base), "--dtype", "float32"]
+    result = CliRunner().invoke(build_group(plugins), command, obj=plugins)
+    assert result.exit_code == 0, result.output
+    merged = {name: torch.from_numpy(array) for name, array in StoredTensors.of(tmp_path / "merged", "model").items()}
+    assert found.keys() == merged.keys()
+    originals = load_file(base / "model.safetensors")
+    for name, expected in merged.items():
+        np.testing.assert_allclose(found[name], expected, atol=1e-6, rtol=0, err_msg=name)
+    changed = {name for name in originals if not torch.equal(originals[name], found[name])}
+    assert len(changed) == 1 + 3 * EXPERTS, "the head is a matrix of its own beside the embedding"
+
+
+def full_snapshot(base: Path, **changed: Array) -> HostSnapshot:
+    weights = {name: array + np.float32(0.125) for name, array in StoredTensors.of(base, "model").items()}
+    return HostSnapshot("full", LoraConfig(rank=0, seed=0), {**weights, **changed})
+
+
+def test_fully_trained_weights_are_passed_on_in_the_dtype_of_vllm(
+    tiny_models: dict[str, Path], files: AdapterFiles
+) -> None:
+    base = tiny_models["qwen3"]
+    snapshot = full_snapshot(base)
+    for dtype, atol in (("float32", 0.0), ("bfloat16", 0.02)):
+        _, directory = files.write_all(snapshot, shapes(base), dtype)
+        found = dict(weights_of(iter(()), directory))
+        assert {str(each.dtype) for each in found.values()} == {f"torch.{dtype}"}
+        for name, array in snapshot.adapter_weights().items():
+            np.testing.assert_allclose(found[name].float(), array, atol=atol, rtol=0, err_msg=name)
+
+
+def test_the_base_model_is_its_own_weights(tiny_models: dict[str, Path]) -> None:
+    base = StoredTensors.of(tiny_models["qwen3"], "model")
+    found = {name: weight.numpy() for name, weight in weights_of(base_of(tiny_models["qwen3"]), None)}
+    assert_same_arrays(found, base, "the base model")
+
+
+def test_weights_that_do_not_fit_are_refused_by_name(tiny_models: dict[str, Path], files: AdapterFiles) -> None:
+    base = shapes(tiny_models["qwen3"])
+    with pytest.raises(UnsupportedError, match=r"'experts' has 'model.layers.0.mlp.experts.0.*base model has no such"):
+        files.write_changes(expert_adapter(), base)
+    odd = full_snapshot(tiny_models["qwen3"], **{"model.norm.weight": np.ones(5, np.float32)})
+    with pytest.raises(UnsupportedError, match=r"'full' has 'model.norm.weight' of the shape \[5\].* has \[64\]"):
+        files.write_all(odd, base, "float32")
+    few = HostSnapshot("few", LoraConfig(rank=0, seed=0), {"model.norm.weight": np.ones(64, np.float32)})
+    with pytest.raises(UnsupportedError, match=r"'few' has no 'model.embed_tokens.weight'"):
+        files.write_all(few, base, "float32")
+    _, directory = files.write_changes(blank_adapter(), base)
+    assert [path.name for path in directory.parent.iterdir() if path.is_dir()] == [directory.name], "others are removed"
+
+
+def test_an_adapter_that_vllm_applies_keeps_its_names(files: AdapterFiles) -> None:
+    """With `enable_moe_shared_loras`, vLLM reads the arrays of experts as they are."""
+    snapshot = expert_adapter()
+    _, directory = files.write(snapshot, "base")
+    found = {name: weight.numpy() for name, weight in load_file(directory / "adapter_model.safetensors").items()}
+    assert_same_arrays(found, snapshot.adapter_weights(), "the adapter")
+    config = json.loads((directory / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["lm_head", "o_proj", "w1", "w2", "w3"]
+
+
+def request(number: int, adapter_id: int) -> Generate:
+    return Generate(
+        request_id=number, prompt=b"", seeds=[1, 2], max_tokens=1, temperature=1.0, top_k=0, top_p=1.0,
+        stop_tokens=[], num_top=0, adapter_id=adapter_id, stream=False, question=None,
+    )  # fmt: skip
+
+
+def chosen(line: Line, *, idle: bool) -> list[int]:
+    return [each.request_id for each in line.next(idle=idle)]
+
+
+def test_snapshots_take_turns() -> None:
+    line = Line()
+    for number, adapter_id in enumerate([7, 0, 7, 8]):
+        line.add(request(number, adapter_id))
+    assert line.num_sequences == 8
+    assert chosen(line, idle=False) == [], "the running batch has the weights of the base model"
+    assert chosen(line, idle=True) == [0, 2], "all who wait for the same weights start together"
+    line.loaded = 7
+    line.add(request(4, 7))
+    assert chosen(line, idle=False) == [], "nobody joins while others wait, so the batch drains"
+    assert chosen(line, idle=True) == [1]
+    line.loaded = 0
+    line.add(request(5, 0))
+    line.remove(3)
+    assert chosen(line, idle=True) == [4]
+    line.loaded = 7
+    assert chosen(line, idle=True) == [5]
+    line.loaded = 0
+    line.add(request(6, 0))
+    assert chosen(line, idle=False) == [6], "without others, requests join"
+    assert len(line) == 0
