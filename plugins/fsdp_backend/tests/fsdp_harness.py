@@ -1,5 +1,6 @@
 """Makers of models and backends for the tests of the fsdp backend."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -42,7 +43,9 @@ def write_models(root: Path) -> Mapping[str, Path]:
 def nursery() -> Nursery:
     """Torch and transformers take longer to import than most tests take. transformers imports its models when asked."""
     models = ("auto.configuration_auto", "qwen3.modeling_qwen3", "llama.modeling_llama")
-    return Nursery("tinsmith_fsdp.rank", *(f"transformers.models.{model}" for model in models))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        return Nursery("tinsmith_fsdp.rank", "limited_rank", *(f"transformers.models.{model}" for model in models))
 
 
 def fork_backend(
@@ -50,6 +53,13 @@ def fork_backend(
 ) -> FsdpBackend:
     """Make a backend whose ranks start at once."""
     return make_backend(directory, cache_dir, nursery().launch, placement=placement, **settings)
+
+
+def limited_backend(directory: Path, cache_dir: Path, **settings: object) -> FsdpBackend:
+    """Make a backend whose ranks are of limited_rank.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tinsmith_fsdp.backend.PROGRAM", "limited_rank:LimitedRank")
+        return fork_backend(directory, cache_dir, **settings)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The engine's side of the fsdp backend: checks operations, distributes them to the ranks and collects the results."""
 
+import logging
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -49,8 +50,10 @@ from tinsmith_fsdp.demand import resolved_ranks
 from tinsmith_fsdp.environment import DEVICE
 from tinsmith_fsdp.full_state import FullModelState
 from tinsmith_fsdp.layout import AdapterLayout
-from tinsmith_fsdp.messages import AdapterState, FullyLoaded, Loaded, NotMade, RankDevice, Setup, Step
+from tinsmith_fsdp.messages import AdapterState, FullyLoaded, Loaded, NoMemory, NotMade, RankDevice, Setup, Step
 
+_log = logging.getLogger(__name__)
+PROGRAM = "tinsmith_fsdp.rank:Rank"  # of the workers
 _MAX_TARGETS = 128  # per token; [T, K] arrays of a micro-batch must fit
 FAST_ISOLATION_ERROR = 1e-4  # a bound that test_fsdp_modes.py checks on CPU in float32; not measured on GPUs
 
@@ -299,12 +302,15 @@ class FsdpBackend(TrainingBackend):
     def _run_adapters(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput]:
         """Run the operations of LoRA models together."""
         work = list(segments(ops, self._losses))
-        micros = list(deal(work, self._dp_size, self._rank_tokens, max_sequences=self._rank_sequences))
-        if not micros:
-            return combined_outputs(ops, [])
-        owners = [batching.owners(micro) for micro in micros]
-        shares = [(share, owners, backward) for share in self._shares(micros)]
-        return combined_outputs(ops, self.ranks.call_each("run", shares))
+        tokens = self._rank_tokens
+        while micros := list(deal(work, self._dp_size, tokens, max_sequences=self._rank_sequences)):
+            owners = [batching.owners(micro) for micro in micros]
+            answers = self.ranks.call_each("run", [(share, owners, backward) for share in self._shares(micros)])
+            if not any(isinstance(answer, NoMemory) for answer in answers):
+                self._rank_tokens = tokens  # what was too much once would be again
+                return combined_outputs(ops, answers)
+            tokens = _half(micros, answers)
+        return combined_outputs(ops, [])
 
     def _run_full(self, op: ForwardBackward, *, backward: bool) -> ForwardBackwardOutput:
         """Run one operation by itself: the model has its own weights, so there is nothing to share with others."""
@@ -336,7 +342,7 @@ def _start(config: FsdpConfig, context: BackendContext, launch_with: MakeLaunche
     gpus = 0 if config.device == "cpu" else len(devices) or count_gpus()
     chosen = {} if config.device is None else {DEVICE: config.device}
     return WorkerGroup(
-        "tinsmith_fsdp.rank:Rank",
+        PROGRAM,
         config,
         context.progress,
         environment={**chosen, "CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else chosen,
@@ -344,6 +350,25 @@ def _start(config: FsdpConfig, context: BackendContext, launch_with: MakeLaunche
         default_per_node=max(1, gpus),
         launch_with=launch_with,
     )
+
+
+def _half(micros: Sequence[MicroBatch], answers: Sequence[object]) -> int:
+    """Return half of the tokens for which a rank had no memory.
+
+    Raise OutOfMemoryError if it had one sequence. Core then runs the call's operations one by one, and fails those that
+    do not fit alone.
+    """
+    rank, lacking = next((r, each) for r, each in enumerate(answers) if isinstance(each, NoMemory) and each.message)
+    share = micros[lacking.micro_batch][rank]  # there is no tensor parallelism where this happens
+    tokens = sum(segment.num_tokens for segment in share)
+    if len(share) <= 1:
+        msg = (
+            f"rank {rank} of {len(answers)} has no memory for a sequence of {tokens} tokens; send shorter ones, or "
+            f"have the operator give the backend more memory or ranks ({lacking.message})"
+        )
+        raise OutOfMemoryError(msg)
+    _log.warning("rank %d has no memory for %d tokens at once: halved (%s)", rank, tokens, lacking.message)
+    return tokens // 2
 
 
 def _unknown(model_id: str) -> Failed:

@@ -23,6 +23,7 @@ from tinsmith_fsdp.loss_table import LossTable
 from tinsmith_fsdp.mesh import Mesh
 from tinsmith_fsdp.messages import Loaded, Setup
 from tinsmith_fsdp.packed_model import PackedModel, canonical_name
+from tinsmith_fsdp.shortage import RECOVERS, Shortage
 from tinsmith_fsdp.streams import Stream
 
 _HEAD_NORMS = (".q_norm.weight", ".k_norm.weight")  # one weight for all heads, while tp divides the heads
@@ -72,13 +73,17 @@ class BaseModel:
         self.model.counts_head = mesh.tp_rank == 0
         self.all_meta = all(parameter.is_meta for parameter in self.model.parameters())
         self._shard()
-        self.model.to_empty(device=mesh.device)
-        self.model.set_rotary(rotary.to(mesh.device))
+        self._allocate(rotary)
         self.parts = list(self._parts(shapes))
         self.read_bytes = 0
+        self.shortage = self._shortage()
         if setup.compile:
             for layer in self.model.layers:
                 layer.inner.compile(dynamic=True)  # type: ignore[union-attr]  # one code for all layers
+
+    def _allocate(self, rotary: nn.Module) -> None:
+        self.model.to_empty(device=self._mesh.device)
+        self.model.set_rotary(rotary.to(self._mesh.device))
 
     def _adapt(self, causal_lm: nn.Module) -> None:
         """Replace every linear layer by an adaptable one whose matrix is divided over the tp axis."""
@@ -113,6 +118,18 @@ class BaseModel:
         for module in self._sharded_modules():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(enable=True)
+
+    def _shortage(self) -> Shortage | None:
+        """Return None if a pass that runs out of memory ends the ranks.
+
+        Trained weights are also reduced, and tp ranks wait for each other inside of layers.
+        """
+        if not RECOVERS or self._trainable or self._mesh.tp_size > 1:
+            return None
+        layers = [layer for layer in self.model.layers if isinstance(layer, FSDPModule)]
+        assert isinstance(self.model, FSDPModule)
+        keeps = not self._setup.config.reshard_after_forward
+        return Shortage(self.model, layers, num_ranks=self._mesh.dp_size, keeps_layers=keeps)
 
     def _sharded_modules(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]

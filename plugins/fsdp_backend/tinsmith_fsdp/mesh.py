@@ -20,15 +20,8 @@ class Mesh:
     """All ranks, numbered dp-major: rank = dp_rank * tp_size + tp_rank."""
 
     device: torch.device
-    both: DeviceMesh
-
-    @property
-    def dp(self) -> DeviceMesh:
-        return self.both["dp"]
-
-    @property
-    def tp(self) -> DeviceMesh:
-        return self.both["tp"]
+    dp: DeviceMesh
+    tp: DeviceMesh
 
     @property
     def dp_size(self) -> int:
@@ -65,7 +58,8 @@ def make_mesh(worker: Worker, device: torch.device, tensor_parallel: int) -> Mes
         backend, store=_store(worker), rank=worker.rank, world_size=worker.num_workers, timeout=_TIMEOUT
     )
     shape = (worker.num_workers // tensor_parallel, tensor_parallel)
-    return Mesh(device, init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp")))
+    both = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
+    return Mesh(device, both["dp"], both["tp"])
 
 
 def _store(worker: Worker) -> TCPStore:

@@ -70,6 +70,14 @@ class NotMade:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NoMemory:
+    """A rank had too little memory for a pass. Nothing has changed on any."""
+
+    message: str  # empty: it was another rank
+    micro_batch: int  # that in which it was noticed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
     """The rank that computes a sequence of a micro-batch, and the model that the sequence trains."""
 

@@ -10,8 +10,9 @@ depends on other sequences, on how calls were merged, or on the number of ranks.
 adapter.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, groupby
 from typing import Final, TypeVar, get_args
 
@@ -32,12 +33,14 @@ from tinsmith_fsdp.mesh import Mesh
 from tinsmith_fsdp.messages import (
     AdapterState,
     FullyLoaded,
+    NoMemory,
     NotMade,
     Owner,
     Setup,
     Step,
 )
 from tinsmith_fsdp.optimizer import Stepped, adamw_, square_norm
+from tinsmith_fsdp.shortage import PassDroppedError
 from tinsmith_fsdp.streams import Leaves, Stream, empty_stream, make_stream
 
 _KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
@@ -56,6 +59,14 @@ class _Adapter:
     v: torch.Tensor | None = None
     gradients: torch.Tensor | None = None
     step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """Gradients of single sequences, before the ranks have told each other."""
+
+    flat: dict[int, torch.Tensor]  # by dp rank; empty if there is one rank
+    gradients: dict[int, torch.Tensor]  # by position, of all ranks: parts of `flat`
 
 
 class Trainer:
@@ -172,39 +183,109 @@ class Trainer:
         micros: Sequence[Sequence[Segment]],
         owners: Sequence[Sequence[Owner]],
         backward: bool,  # noqa: FBT001  (over the wire)
-    ) -> list[Scored]:
-        """Score this rank's segments by micro-batch. `owners` lists the owners of all sequences of each micro-batch."""
+    ) -> list[Scored] | NoMemory:
+        """Score this rank's segments by micro-batch. `owners` lists the owners of all sequences of each micro-batch.
+
+        If any rank runs out of memory, nothing has changed on any.
+        """
+        models = sorted({owner.model_id for owned in owners for owner in owned}) if backward else []
         scored: list[Scored] = []
-        sums: dict[str, torch.Tensor] = {}
         packs: _Packs = {}
-        for segments, owned in zip(micros, owners, strict=True):
-            if self._strict:
-                scored += self._run_apart(segments, owned, backward=backward)
-            else:
-                scored += self._run_together(segments, packs, sums, backward=backward)
-        if backward and not self._strict:
-            self._add_sums(sorted({owner.model_id for owned in owners for owner in owned}), sums)
+        number = 0
+        try:
+            sums = self._attempt(lambda: {model: self._begun_sum(model) for model in models})
+            for number, (segments, owned) in enumerate(zip(micros, owners, strict=True)):  # noqa: B007  (told below)
+                if self._strict:
+                    scored += self._run_apart(segments, owned, sums, backward=backward)
+                else:
+                    work = partial(self._run_together, segments, packs, sums, backward=backward)
+                    scored += self._attempt(work, backward=backward)
+        except PassDroppedError as dropped:
+            return NoMemory(message=str(dropped), micro_batch=number)
+        self._keep(sums)
         return scored
 
-    def _run_apart(self, segments: Sequence[Segment], owned: Sequence[Owner], *, backward: bool) -> list[Scored]:
-        """Compute each sequence by itself."""
+    def _attempt(self, work: Callable[[], Made], *, backward: bool | None = None) -> Made:
+        shortage = self._base.shortage
+        return work() if shortage is None else shortage.attempt(work, backward=backward)
+
+    def _begun_sum(self, model_id: str) -> torch.Tensor:
+        """Make the vector to which a pass adds: with strict isolation, a copy of the pending gradient."""
+        adapter = self._adapters[model_id]
+        if self._strict and adapter.gradients is not None:
+            return adapter.gradients.clone()
+        return torch.zeros_like(adapter.weights)
+
+    def _keep(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """Make the sums the pending gradients. Takes no memory."""
+        for model_id, total in sums.items():
+            adapter = self._adapters[model_id]
+            if not self._strict and dist.get_world_size() > 1:
+                dist.all_reduce(total)
+            if self._strict or adapter.gradients is None:
+                adapter.gradients = total
+            else:
+                adapter.gradients.add_(total)
+
+    def _run_apart(
+        self, segments: Sequence[Segment], owned: Sequence[Owner], sums: Mapping[str, torch.Tensor], *, backward: bool
+    ) -> list[Scored]:
+        """Compute each sequence by itself. Add the gradients to `sums` in order, whichever rank computed them."""
+        work = partial(self._computed_apart, segments, owned, backward=backward)
+        scored, exchange = self._attempt(work, backward=backward)
+        for dp_rank, flat in exchange.flat.items():
+            self._share(flat, dp_rank)
+        for position in range(len(exchange.gradients)):
+            sums[owned[position].model_id].add_(exchange.gradients[position])
+        return scored
+
+    def _computed_apart(
+        self, segments: Sequence[Segment], owned: Sequence[Owner], *, backward: bool
+    ) -> tuple[list[Scored], "_Exchange"]:
         single = {segment.position: self._leaves(segment.model_id, backward=backward) for segment in segments}
         streams = [self._stream([segment], [single[segment.position]]) for segment in segments]
         results = self._pass(streams, backward=backward)
-        if backward:
-            self._fold(owned, {position: _gradients(leaves) for position, leaves in single.items()})
-        return [_scored(segment, score, 0) for segment, score in zip(segments, results, strict=False)]
+        scored = [_scored(segment, score, 0) for segment, score in zip(segments, results, strict=False)]
+        own = {position: _gradients(leaves) for position, leaves in single.items()} if backward else {}
+        return scored, self._exchange(owned, own) if backward else _Exchange({}, {})
+
+    def _exchange(self, owned: Sequence[Owner], own: dict[int, torch.Tensor]) -> "_Exchange":
+        """Make room for the gradients of all ranks."""
+        if dist.get_world_size() == 1:
+            return _Exchange({}, own)
+        flat: dict[int, torch.Tensor] = {}
+        gradients: dict[int, torch.Tensor] = {}
+        for dp_rank in sorted({owner.dp_rank for owner in owned}):
+            positions = [position for position, owner in enumerate(owned) if owner.dp_rank == dp_rank]
+            sizes = [self._adapters[owned[position].model_id].layout.size for position in positions]
+            mine = dp_rank == self._mesh.dp_rank
+            flat[dp_rank] = (
+                torch.cat([own.pop(position) for position in positions])
+                if mine
+                else torch.empty(sum(sizes), device=self._mesh.device)
+            )
+            gradients |= zip(positions, torch.split(flat[dp_rank], sizes), strict=True)
+        return _Exchange(flat, gradients)
+
+    def _share(self, flat: torch.Tensor, dp_rank: int) -> None:
+        """Give every rank what a dp rank has computed: the sum of its tp ranks' parts, in order."""
+        tp = self._setup.config.tensor_parallel
+        total: torch.Tensor | None = None
+        for source in range(dp_rank * tp, (dp_rank + 1) * tp):
+            sent = flat if tp == 1 else flat.clone()
+            dist.broadcast(sent, source)
+            total = sent if total is None else total + sent
+        assert total is not None
+        if total is not flat:
+            flat.copy_(total)
 
     def _run_together(
-        self, segments: Sequence[Segment], packs: _Packs, sums: dict[str, torch.Tensor], *, backward: bool
+        self, segments: Sequence[Segment], packs: _Packs, sums: Mapping[str, torch.Tensor], *, backward: bool
     ) -> list[Scored]:
         """Compute the sequences in a stream for each class of ranks, grouped by model. Add the gradients to `sums`."""
         ordered = sorted(segments, key=lambda segment: (self._rank_class(segment.model_id), segment.model_id))
         shares = [list(share) for _, share in groupby(ordered, lambda segment: self._rank_class(segment.model_id))]
         models = [tuple(dict.fromkeys(segment.model_id for segment in share)) for share in shares]
-        if backward:
-            for model in chain(*models):
-                sums.setdefault(model, torch.zeros_like(self._adapters[model].weights))
         for other in packs.keys() - set(models):
             del packs[other]  # before there are new ones
         for together in models:
@@ -263,49 +344,6 @@ class Trainer:
         if backward:
             torch.autograd.backward(totals)
         return [each.on_host() for each in scores]
-
-    def _fold(self, owned: Sequence[Owner], own: dict[int, torch.Tensor]) -> None:
-        """Add each sequence's gradient to its model's in order, whichever rank computed it."""
-        everything = self._exchanged(owned, own)
-        for position, owner in enumerate(owned):
-            adapter = self._adapters[owner.model_id]
-            gradient = everything[position]
-            adapter.gradients = gradient if adapter.gradients is None else adapter.gradients.add_(gradient)
-
-    def _exchanged(self, owned: Sequence[Owner], own: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Give every rank all gradients. Each dp rank in turn sends its own, adding its tp ranks' parts in order."""
-        if dist.get_world_size() == 1:
-            return own
-        everything: dict[int, torch.Tensor] = {}
-        for dp_rank in range(self._mesh.dp_size):
-            positions = [position for position, owner in enumerate(owned) if owner.dp_rank == dp_rank]
-            if not positions:
-                continue
-            sizes = [self._adapters[owned[position].model_id].layout.size for position in positions]
-            total: torch.Tensor | None = None
-            for tp_rank in range(self._mesh.tp_size):
-                source = dp_rank * self._mesh.tp_size + tp_rank
-                if source == dist.get_rank():
-                    sent = torch.cat([own[position] for position in positions])
-                else:
-                    sent = torch.empty(sum(sizes), device=self._mesh.device)
-                dist.broadcast(sent, source)
-                total = sent if total is None else total + sent
-            assert total is not None
-            everything |= dict(zip(positions, (part.clone() for part in torch.split(total, sizes)), strict=True))
-        return everything
-
-    def _add_sums(self, models: Sequence[str], sums: dict[str, torch.Tensor]) -> None:
-        sizes = [self._adapters[model].layout.size for model in models]
-        device = self._mesh.device
-        flat = torch.cat(
-            [sums[m] if m in sums else torch.zeros(n, device=device) for m, n in zip(models, sizes, strict=True)]
-        )
-        if dist.get_world_size() > 1:
-            dist.all_reduce(flat)
-        for model, part in zip(models, torch.split(flat, sizes), strict=True):
-            adapter = self._adapters[model]
-            adapter.gradients = part.clone() if adapter.gradients is None else adapter.gradients.add_(part)
 
     # steps
 

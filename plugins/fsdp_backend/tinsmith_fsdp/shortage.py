@@ -1,0 +1,117 @@
+"""What a rank does when its part of a pass needs more memory than there is: it drops the part, and all drop the pass.
+
+Layers are gathered from all ranks, in an order that depends on nothing but the pass. A rank that stopped would leave
+the others waiting. So it counts what it has gathered, and after it has given up, gathers the rest for them. Its memory
+is empty then: a layer has room, as on a rank that has no sequence of a micro-batch. See ADR 0019.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from tinsmith_fsdp.memory import free_what_is_unused, is_out_of_memory
+
+T = TypeVar("T")
+
+RECOVERS: Final = hasattr(FSDPModule, "reset_iter_state")
+"""Whether this torch can go on after a pass that failed: since 2.13."""
+
+
+class PassDroppedError(Exception):
+    """A rank had too little memory, and all have dropped the pass. The message is empty if it was another rank."""
+
+
+class CollectiveFailedError(RuntimeError):
+    """Not about memory, even if memory is the reason: nobody knows how far the other ranks have come."""
+
+
+class Gathers:
+    """FSDP2's own all-gather, counted: what `FSDPModule.set_custom_all_gather` takes."""
+
+    def __init__(self) -> None:
+        self.issued = 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,  # noqa: FBT001, FBT002  (FSDP2's signature)
+    ) -> Any:  # Any: dist.Work or None
+        self.issued += 1
+        try:
+            return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        except Exception as error:
+            msg = f"gathering a layer failed: {error}"
+            raise CollectiveFailedError(msg) from error
+
+
+class Shortage:
+    """Watches the passes of a frozen model. The root has what is outside of the layers, and is gathered first."""
+
+    def __init__(self, root: FSDPModule, layers: Sequence[FSDPModule], *, num_ranks: int, keeps_layers: bool) -> None:
+        """keeps_layers: they stay gathered from the forward to the backward pass."""
+        self._root, self._layers = root, layers
+        self._num_ranks, self._keeps_layers = num_ranks, keeps_layers
+        self._gathers = Gathers()
+        for module in (root, *layers):
+            module.set_custom_all_gather(self._gathers)  # type: ignore[arg-type]  # a Protocol but for its name
+        root._get_fsdp_state()._lazy_init()  # noqa: SLF001  (else the first pass could not be dropped before it begins)
+
+    def attempt(self, work: Callable[[], T], *, backward: bool | None) -> T:
+        """Run this rank's part of a pass (backward None: of something that gathers nothing). All ranks must call it.
+
+        If any runs out of memory, PassDroppedError is raised on all. Other errors are raised as they are.
+        """
+        ahead = [] if backward is None else self._order(backward=backward)
+        self._gathers.issued = 0
+        told: str | None = None
+        try:
+            done = work()
+        except Exception as error:
+            if isinstance(error, CollectiveFailedError) or not is_out_of_memory(error):
+                raise
+            told = (str(error) or type(error).__name__).splitlines()[0]
+        if told is not None:  # not earlier: the error kept the pass's tensors alive
+            self._gather(ahead[self._gathers.issued :])
+        if self._anywhere(told is not None):
+            self._root.reset_iter_state()
+            raise PassDroppedError(told or "")
+        return done
+
+    def _gather(self, ahead: Sequence[FSDPModule]) -> None:
+        """Drop what the pass has left, and take part in what the other ranks still need."""
+        self._root.reset_iter_state()
+        free_what_is_unused()
+        for module in ahead:
+            module.unshard()
+            module.reshard()
+
+    def _order(self, *, backward: bool) -> list[FSDPModule]:
+        """Return what a pass gathers from now on, in order."""
+        if self._num_ranks == 1:
+            return []
+        forward = [module for module in (self._root, *self._layers) if _is_sharded(module)]
+        again = backward and not self._keeps_layers
+        return [*forward, *(reversed(self._layers) if again else ())]
+
+    def _anywhere(self, here: bool) -> bool:  # noqa: FBT001
+        """Return whether it is so on any rank. Between the hosts' processes: no device waits for it."""
+        if self._num_ranks == 1:
+            return here
+        flag = torch.tensor([int(here)])
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+
+def _is_sharded(module: FSDPModule) -> bool:
+    """Look at a parameter of its own. The first ones of the root are those of the embedding."""
+    assert isinstance(module, torch.nn.Module)
+    return isinstance(next(module.parameters()), DTensor)
