@@ -17,7 +17,10 @@ from tinsmith.placement.machine import Machine, this_machine
 from tinsmith.placement.plan import make_plan, with_placement
 from tinsmith.placement.report import lines_of
 from tinsmith.plugins.loading import Plugins
+from tinsmith.processes import serve
 from tinsmith.processes.assembly import make_trainer
+from tinsmith.processes.engine import run_engine
+from tinsmith.processes.engine_child import SUPERVISED
 from tinsmith.settings import ModelSettings, PluginSection, Settings
 
 GIB = 1 << 30
@@ -29,6 +32,10 @@ class Wants(tinsmith.BackendConfig):
     least: int = 0  # GiB of all its devices together, which share it
 
 
+class Faulty(Wants):
+    fault: str = "set it right"
+
+
 class Stranger(tinsmith.BackendConfig):
     devices: str = "own"  # means something of its own
     memory: str = "own"
@@ -37,6 +44,10 @@ class Stranger(tinsmith.BackendConfig):
 def demand(config: Wants, model: object, placement: tinsmith.Placement) -> tinsmith.Demand:
     each = config.least * GIB // max(1, len(placement.devices))
     return tinsmith.Demand(num_devices=config.count, least_bytes=each, fixed={"weights": each})
+
+
+def demand_nothing(config: Faulty, model: object, placement: tinsmith.Placement) -> tinsmith.Demand:
+    raise ConfigError(config.fault)
 
 
 def refuse(config: object, context: tinsmith.BackendContext) -> tinsmith.TrainingBackend:
@@ -53,6 +64,9 @@ class Offers:
     def tinsmith_register_backends(self) -> list[tinsmith.AnyBackendSpec]:
         return [
             tinsmith.BackendSpec(name="learns", config=Wants, create=refuse, demand=demand, needs_model_path=False),
+            tinsmith.BackendSpec(
+                name="faulty", config=Faulty, create=refuse, demand=demand_nothing, needs_model_path=False
+            ),
             tinsmith.BackendSpec(name="stranger", config=Stranger, create=refuse, needs_model_path=False),
         ]
 
@@ -186,6 +200,36 @@ def test_a_backend_that_knows_nothing_of_it_keeps_its_own_settings(tmp_path: Pat
         make_trainer(model, PLUGINS, settings.data_dir.at(tmp_path), lambda *_: None, samples=False)
     assert made.value.config == Stranger(devices="mine", memory="too")
     assert made.value.context.placement == tinsmith.Placement()
+
+
+def test_an_engine_that_cannot_work_as_configured_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stopped the server, though on a machine without GPUs the engine alone failed."""
+    broken = tmp_path / "config.json"
+    broken.write_text("{")
+    files = ModelSettings.model_validate({"name": "files", "path": tmp_path, "backend": {"plugin": "learns"}})
+    faulty, sound = a_model({"plugin": "faulty"}, name="faulty"), a_model({"least": 7}, name="sound")
+    settings = Settings(models=(faulty, sound, files))
+    monkeypatch.setattr("tinsmith.processes.serve.this_machine", lambda: cards(2))
+    monkeypatch.setattr("tinsmith.processes.engine.this_machine", lambda: cards(2))
+    placed_settings = serve._placed(settings, PLUGINS)
+    assert placed_settings.models[1].backend.options()["devices"] == ["0", "1"]  # type: ignore[union-attr]
+    assert placed_settings.models[0] == faulty
+    assert "not placed: backend faulty of 'faulty': set it right" in caplog.text
+    assert f"not placed: '{broken}' cannot be read" in caplog.text
+    monkeypatch.setenv(SUPERVISED, "")
+    with pytest.raises(ConfigError, match="backend faulty of 'faulty': set it right"):
+        run_engine(placed_settings, "faulty", PLUGINS)
+
+
+def test_what_the_server_has_placed_an_engine_places_alike() -> None:
+    settings = Settings(models=(a_model({"least": 20}, {"least": 10}), a_model({}, {"count": 1}, name="other")))
+    for machine in (cards(1), cards(2), cards(8)):
+        plan = make_plan(settings, PLUGINS, machine, ["m", "other"])
+        once = with_placement(settings, plan)
+        for model in ("m", "other"):
+            assert with_placement(once, make_plan(once, PLUGINS, machine, [model])) == once
 
 
 def test_a_mistake_in_a_section_is_told_with_its_place(tmp_path: Path) -> None:

@@ -16,6 +16,14 @@ from tinsmith.settings import DeviceSettings, ModelSettings, PluginSection, Sett
 Role = Literal["backend", "sampler"]
 
 
+class PartError(ConfigError):
+    """A trainer or sampler cannot work as configured, on whatever machine."""
+
+    def __init__(self, message: str, model: str) -> None:
+        super().__init__(message)
+        self.model = model
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """A trainer or a sampler that can be told where to run."""
@@ -33,13 +41,13 @@ class Part:
         return f"{self.role} {self.spec.name} of {self.model!r}"
 
     def demand(self, placement: Placement) -> Demand:
-        """Ask the plugin. Raise ConfigError with the part's name."""
+        """Ask the plugin. Raise PartError with the part's name."""
         assert self.spec.demand is not None
         try:
             return self.spec.demand(self.config, self.shape, placement)
         except ConfigError as error:
             msg = f"{self.name}: {error}"
-            raise ConfigError(msg) from error
+            raise PartError(msg, self.model) from error
 
 
 def parts_of(settings: Settings, plugins: Plugins, models: Collection[str]) -> list[Part]:
@@ -49,7 +57,10 @@ def parts_of(settings: Settings, plugins: Plugins, models: Collection[str]) -> l
 
 
 def _parts_of_model(index: int, model: ModelSettings, plugins: Plugins) -> Iterator[Part]:
-    shape = model_config(model)
+    try:
+        shape = model_config(model)
+    except ConfigError as error:
+        raise PartError(str(error), model.name) from error
     for role, spec, section in roles_of(model, plugins):
         if spec.demand is not None:
             yield Part(

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from tinsmith.placement.machine import Machine
-from tinsmith.placement.parts import parts_of, roles_of
+from tinsmith.placement.parts import PartError, parts_of, roles_of
 from tinsmith.placement.placing import Placed, place
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import DeviceSettings, ModelSettings, PluginSection, Settings
@@ -20,6 +20,22 @@ def make_plan(settings: Settings, plugins: Plugins, machine: Machine, models: Co
     parts = parts_of(settings, plugins, models)
     asked = any(part.wanted != DeviceSettings() for part in parts)
     return place(parts, machine) if machine.devices or asked else []
+
+
+def make_plan_of_sound(
+    settings: Settings, plugins: Plugins, machine: Machine, models: Collection[str]
+) -> tuple[list[Placed], dict[str, str]]:
+    """Plan without the models whose trainer or sampler cannot work as configured. Return why, by model.
+
+    Raise ConfigError if the others do not fit.
+    """
+    left, faults = list(models), dict[str, str]()
+    while True:
+        try:
+            return make_plan(settings, plugins, machine, left), faults
+        except PartError as error:
+            faults[error.model] = str(error)
+            left.remove(error.model)
 
 
 def with_rank(settings: Settings, plugins: Plugins, rank: int) -> Settings:

@@ -50,8 +50,7 @@ def run_engine(settings: Settings, model_name: str, plugins: Plugins) -> None:
     Exit with 1 or EXIT_STORE if another start may help. Raise ConfigError or PluginError if it cannot.
     """
     sys.setswitchinterval(SWITCH_S)
-    if SUPERVISED not in os.environ:  # otherwise the server has placed it
-        settings = with_placement(settings, make_plan(settings, plugins, this_machine(), [model_name]))
+    settings = with_placement(settings, make_plan(settings, plugins, this_machine(), [model_name]))  # or as the server
     level = settings.server.log_level.upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("alembic").setLevel(logging.WARNING)  # it reports at every start that there is nothing to do

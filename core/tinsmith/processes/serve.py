@@ -24,7 +24,7 @@ from rich.markup import escape
 from tinsmith.errors import ConfigError, ServerError
 from tinsmith.hook_values import ServerStarted, ServerStopping
 from tinsmith.placement.machine import this_machine
-from tinsmith.placement.plan import make_plan, with_placement
+from tinsmith.placement.plan import make_plan_of_sound, with_placement
 from tinsmith.placement.report import lines_of
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_store
@@ -65,9 +65,14 @@ def serve(settings: Settings, plugins: Plugins, keys: LiveKeys | None = None) ->
 
 
 def _placed(settings: Settings, plugins: Plugins) -> Settings:
-    """Assign devices and memory to the engines of this server, and print the plan."""
+    """Assign devices and memory to the engines of this server, and print the plan.
+
+    An engine that cannot work as configured has no part in it: it says so itself, and others are served.
+    """
     own = [model.name for model in models_to_run(settings)]
-    plan = make_plan(settings, plugins, this_machine(), own)
+    plan, faults = make_plan_of_sound(settings, plugins, this_machine(), own)
+    for fault in faults.values():
+        _log.error("not placed: %s", fault)
     if plan:
         Console(stderr=True, emoji=False).print(
             "[bold]placement[/]", *map(escape, lines_of(plan)), sep="\n", soft_wrap=True
