@@ -62,6 +62,7 @@ def peaks(backend: MegatronBackend, work: Work, layout: Layout) -> list[int]:
         pytest.param("qwen3", Layout(tp=1, pp=2, ep=1, dp=1, recompute=False), 4096, id="pipeline"),
         pytest.param("qwen3_moe", Layout(tp=1, pp=1, ep=2, dp=2, recompute=False), 4096, id="experts"),
         pytest.param("qwen3_moe", Layout(tp=1, pp=1, ep=1, dp=1, recompute=True), 4096, id="recomputed"),
+        pytest.param("qwen3_moe", Layout(tp=2, pp=2, ep=2, dp=1, recompute=True), 4096, id="three kinds recomputed"),
     ],
 )
 def test_the_formula_is_within_a_tenth_of_the_measured_peaks(

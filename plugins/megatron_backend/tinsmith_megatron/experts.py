@@ -90,9 +90,12 @@ class AdaptedExperts(nn.Module):
             A, B = (by_expert_and_adapter(leaf, self.num_experts) for leaf in pair)
             return low_rank(x, A, B, scale_M1, ends_EG)
 
-        gate_MF, up_MF = grouped(x_MH, self.gate_up, ends_E).chunk(2, dim=-1)
-        inner_MF = F.silu(gate_MF + delta(0, x_MH)) * (up_MF + delta(1, x_MH))
-        inner_MF = (inner_MF * probs_M[:, None]).to(x_MH.dtype)
+        def activated() -> torch.Tensor:
+            """Apart, so that the products without adapters are free again before the next ones run."""
+            gate_MF, up_MF = grouped(x_MH, self.gate_up, ends_E).chunk(2, dim=-1)
+            return F.silu(gate_MF + delta(0, x_MH)) * (up_MF + delta(1, x_MH))
+
+        inner_MF = (activated() * probs_M[:, None]).to(x_MH.dtype)
         return grouped(inner_MF, self.down, ends_E) + delta(2, inner_MF)
 
 
