@@ -37,7 +37,7 @@ from tinsmith_vllm.messages import (
     Unload,
     Unstartable,
 )
-from tinsmith_vllm.worker import QUESTION
+from tinsmith_vllm.worker import QUESTION, SEED
 
 _BEAT_S: Final = 2.0
 _POLL_S: Final = 0.005  # while only adapters are being read
@@ -208,13 +208,12 @@ class EngineLoop:
 
     @staticmethod
     def _params(message: Generate, index: int, seed: int) -> Any:
-        fields: dict[str, Any] = {}
+        fields: dict[str, Any] = {"extra_args": {SEED: seed}}
         if index == 0 and message.question is not None:
             fields["prompt_logprobs"] = 0
             fields["skip_reading_prefix_cache"] = True  # every row must be computed
-            fields["extra_args"] = {QUESTION: _question(message, message.question)}
+            fields["extra_args"][QUESTION] = _question(message, message.question)
         return compat.sampling_params(
-            seed=seed,
             max_tokens=message.max_tokens,
             temperature=message.temperature,
             top_k=message.top_k,

@@ -7,7 +7,8 @@ with 0.32.0. Changes for another release belong in this file; this package's tes
 Workers of tensor-parallel replicas are separate processes, which exit when the pipe to our process closes.
 - Model runner V1 (VLLM_USE_V2_MODEL_RUNNER=0): the hooks below are written for it. On CPU it is the only one.
 - No `logprobs_mode` yields what the API promises: log softmax(logits / temperature) over the whole vocabulary. "raw"
-ignores the temperature, and "processed" is taken after top-k and top-p. So the sampler's last step is wrapped.
+ignores the temperature, and "processed" is taken after top-k and top-p. So the sampler's last step is replaced.
+- A request with a seed makes vLLM draw row by row. Ours pass the seed in extra_args, and draws.py draws.
 - Prompt logprobs are wrong if adapters have an `lm_head` part, because the step's adapter indices are those of the
 sampled rows. Also, a request cannot ask about tokens of its choice. So our own code scores prompts, in worker.py.
 - On CPU, the adapter operators treat the index -1 ("none") as an index from the end, so that rows of the base model got
@@ -151,21 +152,31 @@ def describe(engine: Any_) -> tuple[str, int, int, str]:
 # In the workers -------------------------------------------------------------------------------------------------------
 
 
-def score_whole_vocabulary(runner: Any_, log_softmax: Callable[[Any_], Any_]) -> None:
-    """Take the logprobs of sampled tokens after the temperature and before top-k and top-p.
+def replace_drawing(runner: Any_, log_softmax: Callable[[Any_], Any_], draw: Callable[[Any_], Any_]) -> None:
+    """Draw with `draw(logits)`, one row for each of `rows_of`, and take the logprobs of the whole vocabulary.
 
-    Greedy rows already have temperature 1 at that point.
+    They are taken after the temperature and before top-k and top-p. Greedy rows have temperature 1 at that point, and
+    what is drawn for them is not used.
     """
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
     sampler = runner.sampler
-    inner = sampler.topk_topp_sampler.forward
+    _require(sampler, "topk_topp_sampler")
 
     def forward(logits: Any_, generators: Any_, k: Any_, p: Any_) -> tuple[Any_, Any_]:
+        del generators  # no request has one: vLLM is told of no seeds
         logprobs = log_softmax(logits)  # first, because later steps may change the logits in place
-        sampled, _ = inner(logits, generators, k, p)
-        return sampled, logprobs
+        return draw(apply_top_k_top_p(logits, k, p)), logprobs
 
     sampler.topk_topp_sampler.forward = forward
     sampler.logprobs_mode = "processed_logprobs"  # use what `forward` returns
+
+
+def rows_of(runner: Any_, number: int) -> list[tuple[Mapping[str, Any], int]]:
+    """Return extra_args and the number of tokens drawn so far, for the request of each of a step's rows."""
+    _require(runner, "requests", "input_batch")
+    requests = [runner.requests[req_id] for req_id in runner.input_batch.req_ids[:number]]
+    return [(request.sampling_params.extra_args, len(request.output_token_ids)) for request in requests]
 
 
 def replace_prompt_scoring(runner: Any_, score: Callable[[Any_, Mapping[str, int]], dict[str, None]]) -> None:

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from tinsmith_vllm import compat
+from tinsmith_vllm.draws import draw, places
 from tinsmith_vllm.weights import HEAD, weights_of
 
-QUESTION = "tinsmith_question"  # key of SamplingParams.extra_args
+QUESTION, SEED = "tinsmith_question", "tinsmith_seed"  # keys of SamplingParams.extra_args
 
 Scores = tuple[Any, Any, Any, Any]  # float32 [P - 1], int32 and float32 [P - 1, k], float32 [P - 1, K]
 
@@ -29,7 +30,7 @@ class TinsmithWorker:
         """Hook into the model runner. Called once, before the first request."""
         runner = self.model_runner
         self.tinsmith_scorer = PromptScorer(runner)
-        compat.score_whole_vocabulary(runner, lambda logits: logits.log_softmax(dim=-1, dtype=torch.float32))
+        compat.replace_drawing(runner, lambda logits: logits.log_softmax(dim=-1, dtype=torch.float32), self._draw)
         compat.replace_prompt_scoring(runner, self.tinsmith_scorer.score)
         if runner.lora_config is not None:
             compat.leave_base_rows_alone()
@@ -40,6 +41,10 @@ class TinsmithWorker:
         """Load the weights of a snapshot, or of the base model, in place. Nothing may be running."""
         directory = Path(path) if path else None
         compat.load_weights(self.model_runner, lambda base: weights_of(base, directory), HEAD)
+
+    def _draw(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        rows = compat.rows_of(self.model_runner, len(logits_RV))
+        return draw(logits_RV, places([extra[SEED] for extra, _ in rows], [position for _, position in rows]))
 
     def tinsmith_scores(self, key: int) -> Scores | None:
         """Return the requested scores of a prompt, once. Return None on ranks without logits."""
