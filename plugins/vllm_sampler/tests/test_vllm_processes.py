@@ -7,14 +7,16 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 from packaging.requirements import Requirement
 from pydantic import ValidationError
 from vllm_harness import SHAPES, blank_adapter, make_sampler, op, prompt, settings
 
-from tinsmith import ConfigError, Failed, Placement, SampleOutput, ServerError
+from tinsmith import Array, ConfigError, Failed, Placement, SampleOutput, ServerError
 from tinsmith.huggingface import known_config
 from tinsmith.testing import write_tiny_model
 from tinsmith_vllm import compat
@@ -23,6 +25,7 @@ from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.demand import demand
 from tinsmith_vllm.launching import launches
 from tinsmith_vllm.replica import ReplicaGoneError
+from tinsmith_vllm.routing import WORTH
 
 WAIT_S = 400
 
@@ -108,6 +111,39 @@ async def test_samples_wait_for_the_process_that_comes_back(tiny_models: dict[st
         sampler.close()
 
 
+async def test_a_prompt_goes_where_its_beginning_was_read(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """Unless that replica is much busier than another. Each stand-in draws its own number."""
+    numbered = """
+    import os
+    number = int(os.environ["CUDA_VISIBLE_DEVICES"]).to_bytes(4, "little")
+    fields = {"index": 0, "ended": "length", "cached_tokens": 0, "scores": None, "top_ids": b"", "top_logprobs": b""}
+    channel.receive()
+    channel.send(ready)
+    while (message := channel.receive()) is not None:
+        if isinstance(message, Generate):
+            channel.send(Drawn(request_id=message.request_id, tokens=number, logprobs=bytes(4), **fields))
+"""
+    sampler = make_sampler(tiny_models["qwen3"], tmp_path, python=program(tmp_path, numbered), replicas=2)
+    begun, other = prompt(1, 64), prompt(2, 64)
+
+    async def taken(tokens: Array, *, busy: tuple[int, int] = (0, 0)) -> int:
+        for replica, number in zip(sampler._replicas, busy, strict=True):
+            replica.num_sequences[0] = number
+        result = await asyncio.wait_for(sampler.sample(op(tokens, max_tokens=1)), WAIT_S)
+        assert isinstance(result, SampleOutput), result
+        return int(result.sequences[0].tokens[0])
+
+    try:
+        assert await taken(begun, busy=(1, 0)) == 1
+        assert await taken(np.concatenate((begun, prompt(3)))) == 1
+        assert await taken(other) == 0
+        assert await taken(begun, busy=(0, WORTH - 1)) == 1
+        assert await taken(begun, busy=(0, WORTH + 1)) == 0
+        assert await taken(begun, busy=(WORTH - 1, 0)) == 0, "the last one to read it counts"
+    finally:
+        sampler.close()
+
+
 async def test_replicas_go_on_without_one_that_was_given_up(
     tiny_models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -128,8 +164,9 @@ async def test_replicas_go_on_without_one_that_was_given_up(
     sampler = make_sampler(tiny_models["qwen3"], tmp_path, python=program(tmp_path, life), replicas=2)
     weak = sampler._replicas[0]
     try:
-        while not weak.is_gone:
-            result = await asyncio.wait_for(sampler.sample(op(prompt(1), max_tokens=1)), WAIT_S)
+        numbers = count(1)
+        while not weak.is_gone:  # ever new prompts, none of which the other replica knows
+            result = await asyncio.wait_for(sampler.sample(op(prompt(next(numbers)), max_tokens=1)), WAIT_S)
             assert isinstance(result, SampleOutput), result
             await asyncio.sleep(0.01)
         assert "vllm replica 0 is given up: vllm replica 0 ended with status 1" in caplog.text

@@ -1,9 +1,11 @@
 """What the vLLM process is given of a snapshot, and the turns that snapshots take. No vLLM."""
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 from vllm_harness import blank_adapter, random_adapter
 
-from tinsmith import Array, HostSnapshot, LoraConfig, ModelState, UnsupportedError
+from tinsmith import Array, HostSnapshot, LoraConfig, ModelState, ServerError, UnsupportedError
 from tinsmith.checkpoints.format import write_checkpoint
 from tinsmith.commands.cli import build_group
 from tinsmith.huggingface import StoredTensors
@@ -129,6 +131,20 @@ def test_an_adapter_that_vllm_applies_keeps_its_names(files: AdapterFiles) -> No
     assert_same_arrays(found, snapshot.adapter_weights(), "the adapter")
     config = json.loads((directory / "adapter_config.json").read_text())
     assert config["target_modules"] == ["lm_head", "o_proj", "w1", "w2", "w3"]
+
+
+def test_full_shared_memory_is_refused_with_the_remedy(
+    tiny_models: dict[str, Path], files: AdapterFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = shapes(tiny_models["qwen3"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    told = r"MiB are free; .* --shm-size.*shared_memory_dir"
+    with pytest.raises(ServerError, match=told):
+        files.write(blank_adapter(), "base")
+    with pytest.raises(ServerError, match=told):
+        files.write_changes(blank_adapter(), base)
+    with pytest.raises(ServerError, match=told):
+        files.write_all(full_snapshot(tiny_models["qwen3"]), base, "float32")
 
 
 def request(number: int, adapter_id: int) -> Generate:

@@ -7,6 +7,7 @@ fully trained model is shards of all its weights.
 
 import fcntl
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ from typing import IO, Final
 import numpy as np
 from safetensors.numpy import save_file
 
-from tinsmith import Array, Snapshot, UnsupportedError
+from tinsmith import Array, ServerError, Snapshot, UnsupportedError
 from tinsmith.huggingface import HEAD, Delta, ShardWriter, adapter_config, deltas
 from tinsmith_vllm.messages import ADAPTER, CHANGES, Changes
 
@@ -70,6 +71,8 @@ class AdapterFiles:
             if missing := sorted(base.keys() - weights.keys() - {_HEAD}):
                 msg = f"snapshot {snapshot.snapshot_id!r} has no {missing[0]!r} ({len(missing)} such)"
                 raise UnsupportedError(msg)
+            each = np.dtype(np.float32).itemsize if dtype == "float32" else 2
+            _check_room(snapshot.snapshot_id, directory, each * sum(math.prod(shape) for shape in base.values()))
             with ShardWriter(directory, "model", list(weights), shard_bytes=_SHARD_BYTES, dtype=dtype) as writer:
                 for name in weights:
                     array = weights[name]
@@ -101,8 +104,21 @@ class AdapterFiles:
 def _write_adapter(snapshot: Snapshot, directory: Path) -> Mapping[str, Array]:
     weights = snapshot.adapter_weights()
     arrays = {name: np.ascontiguousarray(array, np.float32) for name, array in weights.items()}
+    _check_room(snapshot.snapshot_id, directory, sum(array.nbytes for array in arrays.values()))
     save_file(arrays, directory / ADAPTER)
     return arrays
+
+
+def _check_room(snapshot_id: str, directory: Path, num_bytes: int) -> None:
+    """Raise ServerError if the disk or shared memory has no room. The usual 64 MiB of a container are soon full."""
+    free = shutil.disk_usage(directory).free
+    if num_bytes > free:
+        msg = (
+            f"no room for snapshot {snapshot_id!r} in {str(directory.parent)!r}: it takes {num_bytes / 2**20:.1f} MiB, "
+            f"{free / 2**20:.1f} MiB are free; give the container more shared memory (docker run --shm-size), or set "
+            "the sampler's shared_memory_dir to another directory"
+        )
+        raise ServerError(msg)
 
 
 def _shape_of(change: Delta, weights: Mapping[str, Array]) -> tuple[int, ...]:

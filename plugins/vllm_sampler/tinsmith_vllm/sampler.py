@@ -35,6 +35,7 @@ from tinsmith_vllm.drawing import Drawing
 from tinsmith_vllm.launching import launches
 from tinsmith_vllm.messages import Abort, Count, Counted, Drawn, Load, Loaded, Ready, Refused, Unload
 from tinsmith_vllm.replica import Answer, Replica, ReplicaDiedError, ReplicaGoneError
+from tinsmith_vllm.routing import WORTH, Prefixes
 
 _ATTEMPTS: Final = 3  # the last one alone, so that a sample that kills vLLM fails by itself
 _MAX_TARGETS: Final = 1024  # per prompt position
@@ -72,6 +73,7 @@ class VllmSampler(SamplingBackend):
         self._adapters: dict[str, _Adapter] = {}
         self._loading: dict[str, asyncio.Lock] = {}
         self._request_ids = count(1)
+        self._prefixes = Prefixes[Replica]()
         self._alone = asyncio.Lock()
         self._all_replicas = [
             Replica(launch, f"vllm replica {number}")
@@ -260,7 +262,7 @@ class VllmSampler(SamplingBackend):
         """Sample, and draw again if the replica dies: the same seeds give the same tokens."""
         died: set[Replica] = set()
         for _ in range(_ATTEMPTS - 1):
-            replica = self._choose(replicas, adapter_id, died)
+            replica = self._choose(replicas, op, adapter_id, died)
             try:
                 return await self._draw(replica, op, adapter_id)
             except ReplicaDiedError as error:
@@ -268,23 +270,27 @@ class VllmSampler(SamplingBackend):
                 died.add(replica)
         async with self._alone:
             try:
-                return await self._draw(self._choose(replicas, adapter_id, died), op, adapter_id)
+                return await self._draw(self._choose(replicas, op, adapter_id, died), op, adapter_id)
             except ReplicaDiedError as error:
                 return Failed(message=f"vllm died {_ATTEMPTS} times over this sample: {error}", category="server")
 
-    def _choose(self, replicas: list[Replica], adapter_id: int, died: set[Replica]) -> Replica:
+    def _choose(self, replicas: list[Replica], op: Sample, adapter_id: int, died: set[Replica]) -> Replica:
         """Return the least busy running replica, if any runs: a restarting one is idle, but needs minutes.
 
-        If replicas merge, one comes first that draws no sequences with other weights, which would have to end before.
+        One that has read the beginning of the prompt may be somewhat busier. If replicas merge, one comes first that
+        draws no sequences with other weights, which would have to end before.
         """
         merges = self._ready.merges or replicas is self._full_replicas
+        known = self._prefixes.place_of(op, adapter_id)
 
         def cost(each: Replica) -> tuple[bool, bool, bool, int, int]:
             busy = each.num_sequences.total()
             others = busy - each.num_sequences[adapter_id] if merges else 0
-            return each.is_gone, not each.is_running, each in died, others, busy
+            return each.is_gone, not each.is_running, each in died, others, busy - (WORTH if each is known else 0)
 
-        return min(replicas, key=cost)
+        chosen = min(replicas, key=cost)
+        self._prefixes.remember(op, adapter_id, chosen)
+        return chosen
 
     async def _draw(self, replica: Replica, op: Sample, adapter_id: int) -> SampleOutput | Failed:
         drawing = Drawing(next(self._request_ids), op, self._rules)
