@@ -75,13 +75,12 @@ class SamplingDevice:
         """Score one of the tiles read last against targets (-1 = skip): logprobs [T, K], best tokens and logprobs."""
         hidden_TH = self._hidden[tile.shard, tile.pages[-1]]
         place = np.array([tile.shard, tile.adapter], np.int32)
+        program = self._program("score")
         parts, top = [], None
-        for first in range(0, targets_TK.shape[1], TARGET_COLUMNS[-1]):
-            part = targets_TK[:, first : first + TARGET_COLUMNS[-1]]
-            width = next(columns for columns in TARGET_COLUMNS if columns >= part.shape[1])
-            padded = np.full((TILE, width), -1, np.int32)
+        for first in range(0, targets_TK.shape[1], TARGET_COLUMNS):
+            part = targets_TK[:, first : first + TARGET_COLUMNS]
+            padded = np.full((TILE, TARGET_COLUMNS), -1, np.int32)
             padded[: len(part), : part.shape[1]] = part
-            program = self._program("score", width)
             with self._turns.turn():
                 scored = jax.block_until_ready(
                     program(self._base, self._resident, hidden_TH, place, padded, np.bool_(want_top))

@@ -26,8 +26,8 @@ from tinsmith_jax.trunk import LAYER_MODULES
 # Any below: compiled programs, and pytrees of arrays, shapes and specs.
 Kind = Literal["decode", "prefill", "write_adapter", "score", "copy"]
 
-TARGET_COLUMNS = (1, 8, 64)
-"""Targets per row of a scoring program; wider matrices are scored in slices."""
+TARGET_COLUMNS = 64
+"""Targets per row of the scoring program; wider matrices are scored in slices. Logits cost far more than columns."""
 _HERE = Spec()  # the same on every shard
 
 
@@ -51,14 +51,13 @@ class SamplingPrograms:
             ("decode", 0),
             *(("prefill", tiles) for tiles in self.shape.prefill_tiles),
             *(("write_adapter", rank) for rank in adapters.rank_classes(self.shape.max_lora_rank)),
-            ("score", TARGET_COLUMNS[0]),
+            ("score", 0),
             ("copy", 0),
-            *(("score", columns) for columns in TARGET_COLUMNS[1:]),
         ]
         return [self.named(kind, size) for kind, size in kinds]
 
     def named(self, kind: Kind, size: int = 0) -> Program:
-        """Return a program; `size` is a number of tiles, a padded rank, or a number of targets."""
+        """Return a program; `size` is a number of tiles, or a padded rank."""
         match kind:
             case "decode":
                 compiled: Callable[[], Any] = self._decode
@@ -67,7 +66,7 @@ class SamplingPrograms:
             case "write_adapter":
                 compiled = functools.partial(self._write_adapter, size)
             case "score":
-                compiled = functools.partial(self._score, size)
+                compiled = self._score
             case "copy":
                 compiled = self._copy
         return Program(("sampling", kind, size), compiled)
@@ -101,11 +100,11 @@ class SamplingPrograms:
         function = functools.partial(decode.prefill, self.config, axes=self.axes)
         return self._build(function, (*self._held, tiles), (*self._held_specs, ROWS), (CACHE, ROWS), donated=2)
 
-    def _score(self, columns: int) -> Any:
+    def _score(self) -> Any:
         hidden_TH = _shape((self.shape.num_shards * TILE, self.config.hidden_size), self.shape.dtype)
         place, want_top = np.zeros(2, np.int32), np.False_
         function = functools.partial(decode.score_prompt, num_top=self.shape.max_top, axes=self.axes)
-        arguments = (hidden_TH, place, np.zeros((TILE, columns), np.int32), want_top)
+        arguments = (hidden_TH, place, np.zeros((TILE, TARGET_COLUMNS), np.int32), want_top)
         base, resident, _ = self._held
         base_spec, resident_spec, _ = self._held_specs
         into = (base_spec, resident_spec, ROWS, _HERE, _HERE, _HERE)
