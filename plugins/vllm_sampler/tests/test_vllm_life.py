@@ -287,10 +287,12 @@ async def test_two_replicas_stand_behind_each_snapshot(
     published = [adapter(8), adapter(9)]
     for snapshot in published:
         await qwen3.load_snapshot(snapshot)
-    first, second = (
-        [op(prompt(60 + n), snapshot.snapshot_id, max_tokens=30, seed=n) for n in range(8)] for snapshot in published
+    first, second, third, fourth = (
+        [op(prompt(begin + n), snapshot.snapshot_id, max_tokens=30, seed=n) for n in range(8)]
+        for begin in (60, 70)
+        for snapshot in published
     )
-    right = [await draw(qwen3, each) for each in (*first, *second)]
+    right = [await draw(qwen3, each) for each in (*first, *second, *third, *fourth)]
 
     def start_drawing(wanted: list[Sample]) -> list[asyncio.Task[SampleOutput]]:
         return [asyncio.create_task(draw(two_replicas, each)) for each in wanted]
@@ -317,14 +319,14 @@ async def test_two_replicas_stand_behind_each_snapshot(
     running = start_drawing(second)
     await asyncio.sleep(0)
     assert shares() == [0, 8]
-    await assert_right(running, right[8:])
+    await assert_right(running, right[8:16])
 
     undertaker.allow(0)
     await undertaker.wait_for(0, running=True)
-    running = start_drawing([*first, *second])
+    running = start_drawing([*third, *fourth])  # no replica knows their prompts
     await asyncio.sleep(0)
     assert shares() == [8, 8]
-    await assert_right(running, right)  # the new process has been told of both snapshots
+    await assert_right(running, right[16:])  # the new process has been told of both snapshots
     for snapshot in published:
         for sampler in (two_replicas, qwen3):
             await sampler.drop_snapshot(snapshot.snapshot_id)
