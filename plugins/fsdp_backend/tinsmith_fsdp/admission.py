@@ -43,8 +43,14 @@ class Budget:
         return self.costs.own_gradients * adapter_weights(self.shape, self.config.max_lora_rank)
 
     @property
+    def micro_batch(self) -> int:
+        """What it takes at most. With fast isolation, gradients are added up when all else of it is gone."""
+        passing = self.costs.micro_batch(self.micro_tokens)
+        return passing + self.own_gradients if self.ranks.strict else max(passing, self.own_gradients)
+
+    @property
     def fixed(self) -> int:
-        return self.costs.fixed + self.costs.micro_batch(self.micro_tokens) + self.own_gradients
+        return self.costs.fixed + self.micro_batch
 
     @property
     def max_models(self) -> int:

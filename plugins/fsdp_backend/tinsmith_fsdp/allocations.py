@@ -12,6 +12,7 @@ from unittest.mock import patch
 from weakref import ref
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -50,7 +51,7 @@ class Allocations(TorchDispatchMode):
             self.sent[name] = self.sent.get(name, 0) + max(t.untyped_storage().nbytes() for t in _tensors(args))
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
-            if id(storage) not in self._held and storage.nbytes() > _A_NUMBER and not tensor.is_meta:
+            if id(storage) not in self._held and storage.nbytes() > _A_NUMBER and tensor.device.type != "meta":
                 self._hold(storage)
         return result
 
@@ -87,4 +88,6 @@ class Allocations(TorchDispatchMode):
 
 
 def _tensors(values: object) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    """List the tensors that have memory: of a distributed one, its part."""
+    found = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return [leaf._local_tensor if isinstance(leaf, DTensor) else leaf for leaf in found]  # noqa: SLF001 - without a graph

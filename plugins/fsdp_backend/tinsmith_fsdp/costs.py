@@ -1,8 +1,8 @@
 """What training takes of a rank's memory, in all its phases, counted from the model's configuration. No torch.
 
 Weights, gradients, moments and gathered layers are counted exactly. What a micro-batch takes is a linear fit over the
-sizes of a layer, to the peak of the program's own tensors on CPU before adapters were packed; no test repeats it.
-Memory that the GPU's driver, NCCL and the allocator's gaps take is an allowance, not measured.
+sizes of a layer, to what the program's own tensors take in `rehearsal.py`; test_fsdp_costs.py compares the two. Memory
+that the GPU's driver, NCCL and the allocator's gaps take is an allowance, not measured.
 """
 
 from dataclasses import dataclass
@@ -24,11 +24,13 @@ STRICT_SEQUENCES: Final = 8
 
 ITEM: Final = {"float32": 4, "bfloat16": 2}  # bytes per weight of the base model
 
-_LAYER: Final = {"bfloat16": (38, 14, 13, 9), "float32": (16, 24, 17, 13)}
-"""Bytes per token while a layer is computed and differentiated, for each of its hidden, inner, q and kv size."""
+_KEPT: Final = {"bfloat16": (12, 8, 10, 8, 14), "float32": (19, 16, 14, 10, 28)}
+"""Bytes per token that a layer keeps for its backward pass, for each of its hidden, inner, q and kv size and rank."""
 
-_KEPT: Final = 0.8  # of that remains of each layer until then, if layers are not computed again
-_PER_RANK: Final = 24  # bytes per token and rank of an adapter
+_DIFFERENTIATED: Final = {"bfloat16": (2, 4, 0, 0, 0), "float32": (8, 2, 4, 3, 2)}
+"""What it takes in addition while it is differentiated."""
+
+_TOP: Final = 16  # bytes per token and hidden size, at the head
 _PER_TOKEN: Final = 500  # ids, positions, rotations
 
 
@@ -51,8 +53,11 @@ class Costs:
     base: int  # its shards of the frozen model
     gathered: int  # layers of all ranks, while they compute
     runtime: int
-    per_token: int  # of a micro-batch
-    head: int  # one chunk of logits
+    saved: int  # per token of a micro-batch, by all layers, for the backward pass
+    layer: int  # per token, by the layer that is differentiated
+    top: int  # per token, at the head
+    logits: int  # per token, at the head as well
+    head: int  # all logits of one chunk: more are not made at once
     copies: int  # for each weight of every adapter in a micro-batch: weight and gradient in its dtype
     own_gradients: int  # for each weight of the largest adapter: of single sequences, or on their way to the sums
 
@@ -60,8 +65,14 @@ class Costs:
     def fixed(self) -> int:
         return self.base + self.gathered + self.runtime
 
+    @property
+    def per_token(self) -> int:
+        return self.saved + max(self.layer, self.top)
+
     def micro_batch(self, tokens: int) -> int:
-        return tokens * self.per_token + self.head
+        """Return the larger of what it takes at the head, and in the first layer of the backward pass."""
+        head = tokens * self.top + min(tokens * self.logits, self.head)
+        return tokens * self.saved + max(tokens * self.layer, head)
 
 
 def costs_of(config: FsdpConfig, shape: DecoderShape, ranks: Ranks) -> Costs:
@@ -70,21 +81,21 @@ def costs_of(config: FsdpConfig, shape: DecoderShape, ranks: Ranks) -> Costs:
     held = 1 if ranks.dp == 1 else 3  # layers: the one that computes, the next one, and what is being received
     gathered = weights.num_layers if not config.reshard_after_forward else min(held, weights.num_layers)
     layer = weights.layer * item // ranks.tp
+    kept, more = (_of_layer(each[ranks.dtype], shape, config.max_lora_rank) for each in (_KEPT, _DIFFERENTIATED))
     return Costs(
         base=-(-(weights.outside_layers * item + weights.num_layers * layer) // ranks.dp),
         gathered=weights.outside_layers * item + gathered * layer,
         runtime=0 if ranks.on_cpu else _RUNTIME,
-        per_token=_per_token(shape, ranks, config.max_lora_rank),
+        saved=shape.num_layers * (shape.hidden_size * item if ranks.checkpointing else kept),
+        layer=_PER_TOKEN + more + (kept if ranks.checkpointing else 0),
+        top=_PER_TOKEN + _TOP * shape.hidden_size,
+        logits=_PER_LOGIT * shape.vocab_size,
         head=_PER_LOGIT * max(64 * shape.vocab_size, _CPU_LOGITS if ranks.on_cpu else _GPU_LOGITS),
         copies=0 if ranks.strict else 2 * item,
         own_gradients=(4 if ranks.dp == 1 else 8) * STRICT_SEQUENCES if ranks.strict else 4,
     )
 
 
-def _per_token(shape: DecoderShape, ranks: Ranks, lora_rank: int) -> int:
-    sizes = (shape.hidden_size, shape.intermediate_size, shape.q_size, shape.kv_size)
-    layer = sum(factor * size for factor, size in zip(_LAYER[ranks.dtype], sizes, strict=True))
-    layer += _PER_RANK * lora_rank + _PER_TOKEN
-    if ranks.checkpointing:
-        return layer + shape.num_layers * shape.hidden_size * ITEM[ranks.dtype]
-    return layer + int(_KEPT * (shape.num_layers - 1) * layer)
+def _of_layer(factors: tuple[int, ...], shape: DecoderShape, lora_rank: int) -> int:
+    sizes = (shape.hidden_size, shape.intermediate_size, shape.q_size, shape.kv_size, lora_rank)
+    return sum(factor * size for factor, size in zip(factors, sizes, strict=True))

@@ -67,6 +67,6 @@ def _fixed(budget: Budget) -> dict[str, int]:
     return {
         "base weights": costs.base,
         "gathered layers": costs.gathered,
-        f"a micro-batch of {budget.micro_tokens} tokens": costs.micro_batch(budget.micro_tokens) + budget.own_gradients,
+        f"a micro-batch of {budget.micro_tokens} tokens": budget.micro_batch,
         "CUDA and NCCL": costs.runtime,
     }

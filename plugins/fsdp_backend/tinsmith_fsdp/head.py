@@ -16,8 +16,8 @@ from tinsmith.huggingface import HEAD
 from tinsmith_fsdp.loss_table import LossBatch, LossTable
 from tinsmith_fsdp.streams import Group, Stream
 
-_CPU_LOGITS = 1 << 22  # of one chunk: 16 MiB stay near the caches
-_GPU_LOGITS = 1 << 27
+CPU_LOGITS = 1 << 22  # of one chunk: 16 MiB stay near the caches
+GPU_LOGITS = 1 << 27
 _MIN_ROWS = 64
 
 
@@ -91,7 +91,7 @@ def score_with_gradients(
 def _score(
     hidden_TH: torch.Tensor, weight_VH: torch.Tensor, stream: Stream, losses: LossTable, gradients: _Gradients | None
 ) -> Scores:
-    budget = _GPU_LOGITS if hidden_TH.is_cuda else _CPU_LOGITS
+    budget = GPU_LOGITS if hidden_TH.is_cuda else CPU_LOGITS
     size = max(_MIN_ROWS, budget // weight_VH.shape[0])
     logp, loss = [], []
     for group in stream.groups:

@@ -1,0 +1,82 @@
+"""The memory that admission counts, against what the program takes: on a real rank, and as one of many."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsdp_harness import VOCAB, limited_backend
+
+from tinsmith import LoraConfig
+from tinsmith.huggingface import adapter_weights
+from tinsmith.testing import ModelDriver, ragged_data
+from tinsmith_fsdp.architecture import architecture_of
+from tinsmith_fsdp.config import FsdpConfig
+from tinsmith_fsdp.costs import ADAPTER_BYTES, PASS_BYTES, Ranks, costs_of
+from tinsmith_fsdp.demand import resolved_ranks
+from tinsmith_fsdp.rehearsal import rehearse
+
+SMALL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 4096,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+FAST = {"dtype": "bfloat16", "isolation": "fast"}
+STRICT = {"dtype": "float32", "isolation": "strict"}
+
+
+def counted(config: FsdpConfig, model: dict[str, Any], ranks: Ranks, lora: int, lengths: list[int]) -> tuple[int, int]:
+    """Return what is there between passes, and what a pass adds, as the budget counts them."""
+    shape = architecture_of(model, Path("config.json"))
+    costs, weights = costs_of(config, shape, ranks), adapter_weights(shape, lora)
+    own = 4 * len(lengths) * weights if ranks.strict else 0
+    adapters = weights * (PASS_BYTES + costs.copies)
+    return costs.base + ADAPTER_BYTES * weights, costs.gathered + adapters + own + costs.micro_batch(sum(lengths))
+
+
+@pytest.mark.parametrize(
+    ("settings", "world"),
+    [
+        ({**FAST, "activation_checkpointing": True}, 1),
+        ({**FAST, "activation_checkpointing": True}, 8),
+        ({**FAST, "activation_checkpointing": False}, 1),
+        ({**STRICT, "activation_checkpointing": False}, 1),
+    ],
+)
+def test_what_is_counted_is_within_a_tenth_of_what_the_program_takes(settings: dict[str, Any], world: int) -> None:
+    """For a GPU's micro-batch it was 40 % more."""
+    config = FsdpConfig.model_validate({**settings, "max_lora_rank": 16})
+    ranks, lengths = resolved_ranks(config, world, on_cpu=True), [1024] * 4
+    found = rehearse(config, SMALL, ranks, [LoraConfig(rank=16, seed=0)], lengths)
+    resident, added = counted(config, SMALL, ranks, 16, lengths)
+    assert resident == pytest.approx(found.resident, rel=0.01)
+    assert added == pytest.approx(found.peak - found.resident, rel=0.1)
+
+
+@pytest.mark.slow
+def test_a_rank_takes_what_the_rehearsal_says(fsdp_models: dict[str, Path], tmp_path: Path) -> None:
+    """With real tensors of a tiny model. For one so small, too much is counted."""
+    lengths = [128] * 4
+    backend = limited_backend(fsdp_models["qwen3"], tmp_path, nproc_per_node=1, max_lora_rank=4)
+    try:
+        driver = ModelDriver(backend)
+        model_id = driver.create(rank=4)
+        driver.forward_backward(model_id, ragged_data(1, VOCAB, (128,)))
+        driver.optim_step(model_id)
+        backend.ranks.call("limit")
+        driver.forward_backward(model_id, ragged_data(1, VOCAB, lengths))
+        ((_, peak),) = backend.ranks.call("counted")
+        config, ranks = backend._config, backend._budget.ranks
+    finally:
+        backend.close()
+    model = json.loads((fsdp_models["qwen3"] / "config.json").read_text())
+    found = rehearse(config, model, ranks, [LoraConfig(rank=4, seed=0)], lengths)
+    assert peak == pytest.approx(found.peak - found.resident, rel=0.03)
+    assert peak < counted(config, model, ranks, 4, lengths)[1] < 1.6 * peak
