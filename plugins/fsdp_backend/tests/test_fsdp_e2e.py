@@ -76,11 +76,16 @@ def test_scripts_on_two_ranks_and_the_jax_sampler(tmp_path: Path, model: dict[st
             server.wait(300)
 
 
+OTHERS = ("limits", "peft_training", "sampling", "plain_vllm", "served")
+
+
 @pytest.mark.parametrize(
     "parts",
     [
-        pytest.param(("limits", "training"), id="training"),
-        pytest.param(("peft_training", "sampling", "plain_vllm", "served"), id="others", marks=pytest.mark.thorough),
+        pytest.param(("training",), id="training"),
+        pytest.param(
+            ("limits", "peft_training", "sampling", "plain_vllm", "served"), id="others", marks=pytest.mark.thorough
+        ),
     ],
 )
 @pytest.mark.timeout(900)

@@ -49,6 +49,7 @@ class PackedModel(nn.Module):
         trunk = causal_lm.model
         assert isinstance(trunk, nn.Module)
         self.embed_tokens = _module(trunk.embed_tokens)
+        self.embed_tokens.padding_idx = None  # type: ignore[assignment]  # a row like any other: it has a gradient, too
         self.layers = nn.ModuleList(PackedLayer(layer, checkpointing=checkpointing) for layer in trunk.layers)  # type: ignore[union-attr]  # a ModuleList
         self.norm = _module(trunk.norm)
         self.lm_head = _module(causal_lm.lm_head)

@@ -1,14 +1,17 @@
 """Full fine-tuning against transformers in float32, in every layout, and states that go from one layout to another."""
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
 from full_reference import FullReference
-from megatron_harness import VOCAB, fork_backend
+from megatron_harness import LOSSES, VOCAB, fork_backend
 
-from tinsmith import AdamParams, CapacityError, CreateModel, LoraConfig, UserError
+from tinsmith import AdamParams, BackendContext, CapacityError, CreateModel, LoraConfig, ModelState, UserError
+from tinsmith.checkpoints.format import read_checkpoint, write_checkpoint
+from tinsmith.plugins.loading import Plugins
 from tinsmith.testing import FullDriver, assert_same_state, logprobs_of, ragged_data
 from tinsmith_megatron.backend import MegatronBackend
 
@@ -95,6 +98,52 @@ def test_a_state_goes_on_in_another_layout(megatron_models: Mapping[str, Path], 
             second.close()
     finally:
         first.close()
+
+
+def through_files(state: ModelState, directory: Path) -> ModelState:
+    write_checkpoint(
+        directory, "m/weights/x", kind="training", state=state, base_model="tiny", user_metadata={},
+        created_at=datetime.now(UTC), overwrite=False, model_path=None, shard_bytes=3000,
+    )  # fmt: skip
+    return read_checkpoint(directory, "m/weights/x").state
+
+
+@pytest.mark.thorough
+def test_a_checkpoint_goes_to_fsdp_and_back(
+    two_ranks: MegatronBackend, megatron_models: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """With moments and a pending gradient: what FSDP makes of it is what Megatron does, and comes back as it is."""
+    found = Plugins.load().backends.unambiguous()
+    if "fsdp" not in found:
+        pytest.skip("tinsmith-fsdp is not installed")
+    context = BackendContext(
+        model_name="tiny", model_path=megatron_models["qwen3"], cache_dir=tmp_path / "cache", losses=LOSSES
+    )
+    settings = {"device": "cpu", "nproc_per_node": 2, "max_context_tokens": 128}
+    fsdp = found["fsdp"].create(found["fsdp"].config.model_validate(settings), context)
+    here, there = FullDriver(two_ranks), FullDriver(fsdp)
+    try:
+        stayed, moved = here.create(), there.create()
+        here.forward_backward(stayed, ragged_data(1, VOCAB, LENGTHS))
+        here.optim_step(stayed, ADAM)
+        here.forward_backward(stayed, ragged_data(2, VOCAB, LENGTHS))
+        fsdp.restore_state(moved, through_files(here.state(stayed), tmp_path / "there"))
+        assert_same_state(there.state(moved), here.state(stayed), "what FSDP holds")
+        for seed in range(3, 6):
+            data = ragged_data(seed, VOCAB, LENGTHS)
+            for driver, model_id in ((here, stayed), (there, moved)):
+                driver.optim_step(model_id, ADAM)
+            losses = [
+                driver.forward_backward(model_id, data).metrics["loss:sum"]
+                for driver, model_id in ((here, stayed), (there, moved))
+            ]
+            assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+        back = here.create()
+        two_ranks.restore_state(back, through_files(there.state(moved), tmp_path / "back"))
+        assert_same_state(here.state(back), there.state(moved), "what came back")
+    finally:
+        here.unload_all()
+        fsdp.close()
 
 
 @pytest.mark.thorough

@@ -111,6 +111,15 @@ async def test_samples_wait_for_the_process_that_comes_back(tiny_models: dict[st
         sampler.close()
 
 
+def test_adapters_of_experts_are_not_applied_on_cpus(tmp_path: Path) -> None:
+    """By itself, vLLM would end at the first one, with an error about Triton."""
+    write_tiny_model(tmp_path / "model", replace(SHAPES["qwen3"], family="qwen3_moe"))
+    with pytest.raises(
+        ConfigError, match=r"cannot start: .*no kernels for their adapters: set it to 'auto' or 'merge'"
+    ):
+        make_sampler(tmp_path / "model", tmp_path, adapters="apply")
+
+
 async def test_a_prompt_goes_where_its_beginning_was_read(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     """Unless that replica is much busier than another. Each stand-in draws its own number."""
     numbered = """

@@ -71,6 +71,8 @@ def _read(channel: Channel[ToVllm], inbox: "queue.SimpleQueue[ToVllm]") -> None:
 def _engine(start: Start, channel: Channel[ToVllm]) -> tuple[Any, bool]:
     version, cpu = compat.installed()
     compat.check_version(version)
+    if cpu and start.impossible_on_cpu:
+        raise compat.UnsupportedVllmError(start.impossible_on_cpu)
     engine_args = dict(start.engine_args)
     if start.float32_on_cpu:
         engine_args["dtype"] = "float32" if cpu else "bfloat16"

@@ -23,6 +23,10 @@ from tinsmith_vllm.messages import Start
 from tinsmith_vllm.replica import Launch, interpreter, package_path
 
 _NOWHERE: Final = Placement()
+_NO_KERNELS: Final = (
+    "the sampler's setting `adapters` is 'apply', but the model has experts, and on CPUs vllm has no kernels for their "
+    "adapters: set it to 'auto' or 'merge'"
+)
 _ALONE: Final = 0.9  # of a device's memory, if nothing says how much
 
 
@@ -51,6 +55,7 @@ def launches(
         eager_on_cpu=config.enforce_eager is None,
         merge_on_cpu=merges(config, shape, on_cpu=True),
         half_the_memory_on_cpu=config.gpu_memory_utilization is None and placement.share is None,
+        impossible_on_cpu=_NO_KERNELS if config.adapters == "apply" and has_experts(shape) else "",
     )
     package = package_path(cache_dir)
     whole = msgspec.structs.replace(start, engine_args={**start.engine_args, "enable_lora": False})

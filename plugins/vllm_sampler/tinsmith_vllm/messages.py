@@ -38,6 +38,7 @@ class Start(Message, frozen=True):
     eager_on_cpu: bool
     merge_on_cpu: bool  # adapters are merged into the weights, because vLLM has no kernels for them there
     half_the_memory_on_cpu: bool  # memory is shared there, and vLLM does not start unless its share is free
+    impossible_on_cpu: str = ""  # why this cannot run there, if so
 
 
 class Load(Message, frozen=True):
