@@ -1,4 +1,4 @@
-"""What tinsmith does on one GPU, as shares of what the card can do: everything in ten minutes.
+"""What tinsmith does on one GPU, as shares of what the card can do. Meant to take ten minutes; no GPU has run it yet.
 
     python benchmarks/gpu.py --out gpu.json                  # the shape of Qwen3-8B in bfloat16
     python benchmarks/gpu.py --parts limits training         # some parts
