@@ -120,6 +120,11 @@ class Snapshot(ABC):
         self.snapshot_id = snapshot_id
         self.lora = lora
 
+    @property
+    def num_bytes(self) -> int:
+        """What the weights take of the memory in which they stay, at least; 0 if that is not known."""
+        return 0
+
     @abstractmethod
     def adapter_weights(self) -> Mapping[str, Array]:
         """Return the weights on the host, under the names of ModelState.weights. May copy from the device."""
@@ -131,6 +136,10 @@ class HostSnapshot(Snapshot):
     def __init__(self, snapshot_id: str, lora: LoraConfig, weights: Mapping[str, Array]) -> None:
         super().__init__(snapshot_id, lora)
         self._weights = weights
+
+    @property
+    def num_bytes(self) -> int:
+        return _memory_bytes(self._weights)
 
     def adapter_weights(self) -> Mapping[str, Array]:
         return self._weights

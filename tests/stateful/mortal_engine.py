@@ -13,6 +13,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import BackendContext
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.engine.failures import EngineFailedError
+from tinsmith.engine.sampling_snapshots import Keeping
 from tinsmith.errors import StoreError
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.settings import RecoverySettings
@@ -126,7 +127,7 @@ class MortalEngine:
             self.data_dir,
             sampler=self.backend,
             lease=await take_over(self.store, "toy", engine_id=f"engine-{self.engines}"),
-            resident_snapshots=2,
+            keeping=Keeping(max_resident=2, max_bytes=1 << 30),
             recovery=RecoverySettings(point_every_operations=2, max_interruptions=1000),
         )
         asked = asyncio.create_task(stopping.wait())  # it may have been set before the engine existed

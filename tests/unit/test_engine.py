@@ -21,6 +21,7 @@ from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.engine import store_retries
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.failures import EngineFailedError
+from tinsmith.engine.sampling_snapshots import Keeping, Snapshots
 from tinsmith.errors import StoreError, UnsupportedError, UserError
 from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES
@@ -47,7 +48,7 @@ class WatchedBackend(ToyBackend):
         self.training_held: threading.Event | None = None
         self.sampling_held: asyncio.Event | None = None
         self.cancelled = asyncio.Event()
-        self.drawn = asyncio.Semaphore(0)  # one for each sample
+        self.asked, self.drawn = asyncio.Semaphore(0), asyncio.Semaphore(0)  # one for each sample
 
     def forward_backward(self, ops: Sequence[ops.ForwardBackward]) -> Any:
         return self._noted("forward_backward", ops, super().forward_backward)
@@ -73,6 +74,7 @@ class WatchedBackend(ToyBackend):
         await super().drop_snapshot(snapshot_id)
 
     async def sample(self, op: ops.Sample) -> Any:
+        self.asked.release()
         try:
             if self.sampling_held is not None:
                 await self.sampling_held.wait()
@@ -419,8 +421,25 @@ async def test_a_name_that_was_deleted_and_used_again(setup: Setup, client: Engi
         assert await save_and_sample() != first
 
 
-async def test_snapshots_beyond_the_limit_go_to_disk_and_come_back(setup: Setup, client: EngineDriver) -> None:
-    async with setup.running(resident_snapshots=2):
+def adapter_bytes(backend: ToyBackend) -> int:
+    """Return what a snapshot of the driver's models takes."""
+    backend.create_model(ops.CreateModel(model_id="measured", lora=ops.LoraConfig(rank=4, seed=0)))
+    size = backend.publish("measured", "measured").num_bytes
+    backend.unload_model("measured")
+    assert size > 0
+    return size
+
+
+@pytest.mark.parametrize("limit", ["number", "bytes"])
+async def test_snapshots_beyond_the_limit_go_to_disk_and_come_back(
+    setup: Setup, client: EngineDriver, limit: str
+) -> None:
+    """Whoever kept an old sampling client samples from the same weights as ever."""
+    size = adapter_bytes(setup.backend)
+    keeping = (
+        Keeping(max_resident=2, max_bytes=100 * size) if limit == "number" else Keeping(100, max_bytes=3 * size - 1)
+    )
+    async with setup.running(keeping=keeping):
         await client.create_model()
         wanted = []
         for number in range(5):
@@ -442,6 +461,74 @@ async def test_snapshots_beyond_the_limit_go_to_disk_and_come_back(setup: Setup,
         gone = await client.run(a_sample(client, "s1:sample:4"))
         assert isinstance(gone, ops.Failed)
         assert "is gone" in gone.message
+
+
+async def test_an_ephemeral_snapshot_is_dropped_before_its_session_ends_only_where_configured(
+    setup: Setup, client: EngineDriver
+) -> None:
+    async def sampled(number: int) -> list[int]:
+        return await tokens_of(client, a_sample(client, f"s1:sample:{number}"))
+
+    def kept() -> set[str]:
+        return {path.name for path in (setup.data_dir / "snapshots" / "toy").iterdir()} | setup.backend.loaded
+
+    async with setup.running() as engine:
+        await client.create_model()
+        wanted = []
+        for number in range(9):
+            await train(client)
+            publish = ops.SaveForSampler(model_id="s1:train:0", sampling_session_id=f"s1:sample:{number}")
+            await client.run(publish)
+            wanted.append(await sampled(number))
+        await engine._sampling._snapshots.drop_idle()  # what the engine does every half minute
+        assert len(kept()) == 9
+    async with setup.running(keeping=Keeping(max_resident=2, max_bytes=1 << 30, idle_s=0.0)) as engine:
+        assert await sampled(0) == wanted[0], "an old client samples again, after many newer ones and a new engine"
+        setup.backend.sampling_held = asyncio.Event()
+        request_id = await client.submit(a_sample(client, "s1:sample:3"))
+        await asyncio.wait_for(setup.backend.asked.acquire(), WAIT_S)
+        other = client.model_id(1)
+        await client.create_model(1)
+        await client.run(ops.SaveForSampler(model_id=other, sampling_session_id="s1:sample:9"))
+        await engine._sampling._snapshots.drop_idle()
+        assert kept() == {"s1:sample:3", "s1:sample:9"}, "in use, and the last used of the other model"
+        setup.backend.sampling_held.set()
+        result = await client.result(request_id)
+        assert isinstance(result, ops.SampleOutput)
+        assert result.sequences[0].tokens.tolist() == wanted[3]
+        gone = await client.run(a_sample(client, "s1:sample:0"))
+        assert isinstance(gone, ops.Failed)
+        assert "nobody sampled from it for 0 s (ephemeral_idle_s)" in gone.message
+    async with setup.running():
+        assert await sampled(3) == wanted[3]
+
+
+async def test_what_is_written_of_a_snapshot_while_its_model_is_unloaded_does_not_stay(
+    setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(self: Snapshots, *what: Any) -> None:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        write(self, *what)
+
+    write = Snapshots._write
+    async with setup.running(keeping=Keeping(max_resident=1, max_bytes=1 << 30)) as engine:
+        await client.create_model()
+        first, second = (
+            ops.SaveForSampler(model_id="s1:train:0", sampling_session_id=f"s1:sample:{number}") for number in range(2)
+        )
+        await client.run(first)
+        monkeypatch.setattr(Snapshots, "_write", slow)
+        saving = asyncio.create_task(client.run(second))
+        assert await asyncio.to_thread(begun.wait, WAIT_S)
+        dropping = asyncio.create_task(engine._sampling._snapshots.drop_model("s1:train:0"))
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(saving, dropping)
+        assert list((setup.data_dir / "snapshots" / "toy").iterdir()) == []
+        assert "s1:sample:0" not in setup.backend.loaded
 
 
 async def test_without_a_sampler_models_are_trained_and_saved_by_name(setup: Setup, client: EngineDriver) -> None:

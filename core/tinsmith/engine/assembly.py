@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from tinsmith.backend import SamplingBackend, TrainingBackend
 from tinsmith.checkpoints.format import SHARD_BYTES
@@ -24,16 +25,19 @@ from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.engine.replay import Replayer
 from tinsmith.engine.sample_line import SampleLine
 from tinsmith.engine.sampling_lane import SamplingLane
-from tinsmith.engine.sampling_snapshots import Snapshots
+from tinsmith.engine.sampling_snapshots import Keeping, Snapshots
 from tinsmith.engine.training_lane import TrainingLane
 from tinsmith.engine.training_line import TrainingLine
 from tinsmith.engine.training_thread import TrainingThread
 from tinsmith.engine.waiting_states import WaitingStates
 from tinsmith.hook_values import OperationFinished
+from tinsmith.host_memory import host_memory
 from tinsmith.losses import LossSpec
 from tinsmith.scheduler import Limits, Scheduler
 from tinsmith.settings import ConsistencySettings, DataDir, ModelSettings, QuotaSettings, RecoverySettings, Settings
 from tinsmith.store import Lease, RequestStore
+
+_SHARE_OF_SNAPSHOTS: Final = 4  # snapshots take this part of the host's memory, unless configured otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,7 @@ class EngineOptions:
     """How an engine is configured."""
 
     gap_timeout_s: float
-    resident_snapshots: int
+    keeping: Keeping
     recovery: RecoverySettings = field(default_factory=RecoverySettings)
     consistency: ConsistencySettings = field(default_factory=ConsistencySettings)
     quotas: QuotaSettings = field(default_factory=QuotaSettings)
@@ -52,7 +56,11 @@ class EngineOptions:
     def configured(cls, settings: Settings, model: ModelSettings, *, model_path: Path | None) -> "EngineOptions":
         return cls(
             gap_timeout_s=settings.server.gap_timeout_s,
-            resident_snapshots=model.resident_snapshots,
+            keeping=Keeping(
+                max_resident=model.resident_snapshots,
+                max_bytes=model.resident_snapshot_bytes or host_memory() // _SHARE_OF_SNAPSHOTS,
+                idle_s=model.ephemeral_idle_s,
+            ),
             recovery=settings.recovery,
             consistency=model.consistency,
             quotas=settings.quotas,
@@ -97,7 +105,7 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         lease=lease,
         checkpoint_root=data_dir.checkpoints,
         spill_root=data_dir.spilled_snapshots(lease.base_model),
-        max_resident=options.resident_snapshots,
+        keeping=options.keeping,
     )
     gate = ConsistencyGate(backend, sampler, options.consistency, call=thread.call)
 

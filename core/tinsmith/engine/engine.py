@@ -66,7 +66,7 @@ class Engine:
                     self._claims.watch_store(),
                     self._claims.close_gaps(),
                     self._places.watch(),
-                    self._sampling.drop_revoked(),
+                    self._sampling.tidy(),
                 )
                 watching = [tasks.create_task(each) for each in endless]
                 await asyncio.wait([tasks.create_task(self._feed()), tasks.create_task(self.training.run())])

@@ -82,11 +82,12 @@ class SamplingLane:
         for task in self._running.values():
             task.cancel()
 
-    async def drop_revoked(self) -> None:
-        """Until cancelled, free the snapshots of checkpoints that were deleted or have expired."""
+    async def tidy(self) -> None:
+        """Until cancelled, free the snapshots that nobody may use any more, and those left idle for too long."""
         while True:
             await asyncio.sleep(_TIDY_S)
             await self._snapshots.drop_revoked()
+            await self._snapshots.drop_idle()
 
     async def _run(self, claimed: Claimed) -> None:
         started = time.monotonic()

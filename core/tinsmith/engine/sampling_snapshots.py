@@ -1,6 +1,7 @@
 """The snapshots of one engine: which are in the sampler, which only on disk, and loading those again."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -33,13 +34,25 @@ class _Held:
     snapshot: Snapshot | None = None
     users: int = 0
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    last_used: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Which snapshots stay in the sampler, and how long ephemeral ones stay at all."""
+
+    max_resident: int
+    max_bytes: int  # of the resident ones together
+    idle_s: float | None = None  # after so long without a sample, an ephemeral one is dropped; None: never
 
 
 class Snapshots:
-    """Keeps the `max_resident` snapshots that were used last in the sampler, and those that are being sampled from.
+    """Keeps the snapshots that were used last in the sampler, and those that are being sampled from.
 
-    Ephemeral snapshots live until their model is unloaded, and survive restarts of the engine. Persisted ones, whose
-    id is their tinker:// path, are read from their checkpoint when they are needed. They live as long as it does.
+    Ephemeral snapshots survive restarts of the engine, and live until their model is unloaded, that is until their
+    session ends: whoever has the name of a sampling session may use it until then, and no request gives it back
+    (decision 0020). Persisted ones, whose id is their tinker:// path, are read from their checkpoint when they are
+    needed. They live as long as it does.
     """
 
     def __init__(
@@ -50,14 +63,14 @@ class Snapshots:
         lease: Lease,
         checkpoint_root: Path,
         spill_root: Path,
-        max_resident: int,
+        keeping: Keeping,
     ) -> None:
         self._store = store
         self._sampler = sampler
         self._lease = lease
         self._checkpoint_root = checkpoint_root
         self._spill_root = spill_root
-        self._max_resident = max_resident
+        self._keeping = keeping
         self._held: dict[str, _Held] = {}  # least recently used first
         self._writing = asyncio.Lock()  # one writer at a time in the spill root
 
@@ -99,10 +112,8 @@ class Snapshots:
         """Write the model's ephemeral snapshots to disk: a recovery does not replay what precedes its start."""
         for snapshot_id, held in [each for each in self._held.items() if each[1].model_id == model_id]:
             async with held.loading:
-                if not held.on_disk and held.snapshot is not None:
+                if not held.on_disk and held.snapshot is not None and self._held.get(snapshot_id) is held:
                     await self._write_out(held, held.snapshot)
-                    if self._held.get(snapshot_id) is not held:  # the model was unloaded meanwhile
-                        await asyncio.to_thread(delete_checkpoint, held.root, held.directory)
 
     async def add(self, snapshot: Snapshot, *, model_id: str, checkpoint: CheckpointRecord | None = None) -> None:
         """Load a new snapshot. `checkpoint` holds what was written of a persisted one."""
@@ -155,6 +166,20 @@ class Snapshots:
             if gone and held.users == 0 and self._held.get(snapshot_id) is held:
                 await self.discard(snapshot_id)
 
+    async def drop_idle(self) -> None:
+        """Drop the ephemeral snapshots that nobody has sampled from for `idle_s`, but for the last used of each model.
+
+        A restart of the engine counts as a use, and so does a sample that still runs.
+        """
+        if self._keeping.idle_s is None:
+            return
+        before = time.monotonic() - self._keeping.idle_s
+        last = {held.model_id: held for held in self._held.values() if held.root == self._spill_root}
+        for snapshot_id, held in list(self._held.items()):
+            idle = held.root == self._spill_root and last[held.model_id] is not held and held.last_used <= before
+            if idle and held.users == 0 and self._held.get(snapshot_id) is held:
+                await self.discard(snapshot_id)
+
     async def _is_gone(self, snapshot_id: str, held: _Held) -> bool:
         try:
             found = await with_retries(self._store.get_checkpoint, snapshot_id)
@@ -184,28 +209,40 @@ class Snapshots:
             raise
         finally:
             held.users -= 1
+            held.last_used = time.monotonic()
 
     async def discard(self, snapshot_id: str) -> None:
         """Drop a snapshot that nobody may use. The files of a persisted one are not touched."""
         held = self._held.pop(snapshot_id, None)
-        await self._sampler.drop_snapshot(snapshot_id)
-        if held is not None and held.on_disk and held.root == self._spill_root:
-            await asyncio.to_thread(delete_checkpoint, held.root, held.directory)
+        if held is None:
+            await self._sampler.drop_snapshot(snapshot_id)
+        else:
+            await self._drop(snapshot_id, held)
 
     async def drop_model(self, model_id: str) -> None:
         """Drop the ephemeral snapshots of a model, after the samples that are being drawn from them."""
         for snapshot_id, held in list(self._held.items()):
-            if held.model_id == model_id and held.root == self._spill_root:
+            if held.model_id == model_id and held.root == self._spill_root and self._held.get(snapshot_id) is held:
                 del self._held[snapshot_id]
-                await self._sampler.drop_snapshot(snapshot_id)
-                if held.on_disk:
-                    await asyncio.to_thread(delete_checkpoint, held.root, held.directory)
+                await self._drop(snapshot_id, held)
+
+    async def _drop(self, snapshot_id: str, held: _Held) -> None:
+        """Remove what was taken out of `_held` from the sampler and, if it is ephemeral, from the disk.
+
+        Wait for what is being loaded or written of it, so that nothing is left.
+        """
+        async with held.loading:
+            await self._sampler.drop_snapshot(snapshot_id)
+            if held.on_disk and held.root == self._spill_root:
+                await asyncio.to_thread(delete_checkpoint, held.root, held.directory)
 
     def _entry(self, snapshot_id: str) -> _Held:
         if not _is_persisted(snapshot_id):
+            idle_s = self._keeping.idle_s
+            unused = "" if idle_s is None else f", or nobody sampled from it for {idle_s:g} s (ephemeral_idle_s)"
             msg = (
-                f"sampling snapshot {snapshot_id!r} is gone, because its session ended or its model was lost; save the "
-                "weights for sampling again"
+                f"sampling snapshot {snapshot_id!r} is gone, because its session ended or its model was lost{unused}; "
+                "save the weights for sampling again"
             )
             raise ServerError(msg)
         return _Held(root=self._checkpoint_root, directory=TinkerPath.parse(snapshot_id).directory, on_disk=True)
@@ -221,19 +258,20 @@ class Snapshots:
                 held.snapshot = snapshot
 
     async def _make_room(self) -> None:
-        resident = [(name, held) for name, held in self._held.items() if held.snapshot is not None]
-        excess = len(resident) - self._max_resident
-        for name, held in resident:
-            if excess <= 0:
+        """Move those to disk that were used longest ago, until number and bytes are within their limits."""
+        resident = [(name, held, held.snapshot) for name, held in self._held.items() if held.snapshot is not None]
+        number, size = len(resident), sum(snapshot.num_bytes for _, _, snapshot in resident)
+        for name, held, snapshot in resident:
+            if number <= self._keeping.max_resident and size <= self._keeping.max_bytes:
                 return
             if held.users == 0 and not held.loading.locked():
                 await self._spill(name, held)
-                excess -= 1
+                number, size = number - 1, size - snapshot.num_bytes
 
     async def _spill(self, snapshot_id: str, held: _Held) -> None:
         async with held.loading:
             snapshot = held.snapshot
-            if snapshot is None or held.users:
+            if snapshot is None or held.users or self._held.get(snapshot_id) is not held:
                 return
             if not held.on_disk:
                 await self._write_out(held, snapshot)

@@ -343,6 +343,18 @@ class ModelSettings(_Section):
     resident_snapshots: int = Field(
         256, ge=1, description="sampling snapshots kept in memory; older ones are written to disk"
     )
+    resident_snapshot_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="memory that their weights may take; those used longest ago are written to disk, and read again "
+        "when somebody samples from them; default: a quarter of what this machine or container has",
+    )
+    ephemeral_idle_s: float | None = Field(
+        None,
+        ge=0,
+        description="seconds after which an ephemeral snapshot that nobody samples from is dropped, if another of its "
+        "model was used since; samples from it fail from then on; default: it is kept until its session ends",
+    )
     consistency: ConsistencySettings = ConsistencySettings()
     checkpoint_shard_bytes: int = Field(
         2 << 30,

@@ -13,6 +13,7 @@ from tinsmith.backend import SamplingBackend, TrainingBackend
 from tinsmith.builtin.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.engine.assembly import EngineOptions, EngineParts, assemble_engine
 from tinsmith.engine.engine import Engine
+from tinsmith.engine.sampling_snapshots import Keeping
 from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.settings import DataDir
@@ -66,7 +67,8 @@ async def make_engine(
         losses={loss.name: loss for loss in BUILTIN_LOSSES},
         on_finished=on_finished,
     )
-    return assemble_engine(parts, EngineOptions(**{"gap_timeout_s": 600.0, "resident_snapshots": 8, **options}))
+    keeping = options.pop("keeping", Keeping(max_resident=8, max_bytes=1 << 30))
+    return assemble_engine(parts, EngineOptions(**{"gap_timeout_s": 600.0, "keeping": keeping, **options}))
 
 
 class EngineDriver:

@@ -81,6 +81,8 @@ class StateContract(TrainingSuite):
         state = driver.state(busy)
         snapshot = driver.backend.publish(busy, "contract-snapshot")
         assert (snapshot.snapshot_id, snapshot.lora) == ("contract-snapshot", state.lora)
+        size = sum(array.nbytes for array in state.weights.values())
+        assert snapshot.num_bytes == 0 or snapshot.num_bytes >= size, "what it takes, if that is known"
         driver.optim_step(busy)
         driver.forward_backward(busy, ragged_data(78, vocab_size))
         assert_same_arrays(snapshot.adapter_weights(), state.weights, "a snapshot after more training")

@@ -76,6 +76,10 @@ class JaxSnapshot(Snapshot):
         self.arrays = arrays
         self._config = config
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in jax.tree.leaves(self.arrays))
+
     def adapter_weights(self) -> Mapping[str, Array]:
         return CanonicalAdapter(jax.tree.map(np.asarray, self.arrays), self.lora, self._config)
 

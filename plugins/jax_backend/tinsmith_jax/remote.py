@@ -1,12 +1,15 @@
 """The engine's side of a mesh: passes what the devices are to do on to the workers that have them. Starts no device."""
 
 import itertools
+import math
 import pickle
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from tinsmith import (
     AdamParams,
@@ -125,6 +128,10 @@ class RemoteSnapshot(Snapshot):
         self.arrays = held
         self._training = training
 
+    @property
+    def num_bytes(self) -> int:
+        return self._training.weights_bytes(self.lora)
+
     def adapter_weights(self) -> Mapping[str, Array]:
         return self._training.published_weights(self.arrays, self.lora)
 
@@ -152,6 +159,10 @@ class RemoteTraining:
     def publish(self, model_id: str, snapshot_id: str) -> RemoteSnapshot:
         held = self._workers.hold("publish", model_id)
         return RemoteSnapshot(snapshot_id, self._loras[model_id], held, self)
+
+    def weights_bytes(self, lora: LoraConfig) -> int:
+        shapes = adapters.canonical_shapes(lora, self._config).values()
+        return sum(math.prod(shape) for shape in shapes) * np.dtype(np.float32).itemsize
 
     def published_weights(self, held: Held, lora: LoraConfig) -> Mapping[str, Array]:
         if self._files is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from tinsmith.backend import AnyBackendSpec, Device
 from tinsmith.commands.doctor.finding import Finding, gigabytes
 from tinsmith.commands.doctor.probe import probe_backend
 from tinsmith.errors import ConfigError, ServerError
+from tinsmith.host_memory import machine_memory
 from tinsmith.huggingface.hub_cache import HubReference, hub_endpoint, is_offline
 from tinsmith.huggingface.hub_download import download_size
 from tinsmith.huggingface.model_files import missing_files, read_model_config
@@ -87,24 +87,20 @@ def _devices(
 
 def _shown(device: Device) -> str:
     if device.memory_bytes is None:
-        return f"{device.name} (no accelerator), {gigabytes(_machine_memory())} of the machine's memory"
+        return f"{device.name} (no accelerator), {gigabytes(machine_memory())} of the machine's memory"
     return f"{device.name}, {gigabytes(device.memory_bytes)}"
 
 
 def _memory(subject: str, size: int, devices: Sequence[Device]) -> Finding:
     """Compare the weights, as they are stored, with all there is: activations and adapters come on top."""
     known = [device.memory_bytes for device in devices if device.memory_bytes is not None]
-    there = sum(known) if known else _machine_memory()
+    there = sum(known) if known else machine_memory()
     found = f"its weights take {gigabytes(size)} of {gigabytes(there)} of memory"
     if size > there:
         return Finding(subject, "problem", found, "choose a smaller model, or more devices")
     if size > 0.7 * there:
         return Finding(subject, "note", found, "little is left for training; lower max_batch_tokens if it runs out")
     return Finding(subject, "ok", found)
-
-
-def _machine_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_hub() -> Finding:
