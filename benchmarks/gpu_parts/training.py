@@ -17,16 +17,15 @@ from gpu_parts.common import Options, Report, linear_parameters, matmul_limit, p
 from tinsmith.huggingface import DecoderShape
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.operations import AdamParams, Array, Datum, ForwardBackward, LoraConfig
-from tinsmith.workers import Segment, alone, deal, segments
+from tinsmith.workers import AdapterLayout, ModelStep, Segment, alone, deal, segments
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.adapter_pack import AdapterPack
 from tinsmith_fsdp.architecture import read_architecture
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.config import FsdpConfig
-from tinsmith_fsdp.layout import AdapterLayout
 from tinsmith_fsdp.lora import MultiLoraLinear
 from tinsmith_fsdp.mesh import Mesh, make_mesh
-from tinsmith_fsdp.messages import Setup, Step
+from tinsmith_fsdp.messages import Setup
 from tinsmith_fsdp.trainer import Trainer
 
 LOSSES = {spec.name: spec for spec in BUILTIN_LOSSES}
@@ -115,7 +114,7 @@ class Measured:
         work = self._work(models, seed=0)
         tokens = sum(segment.num_tokens for segment in work)
         passes = seconds(lambda: self._run(work), device, repeats)
-        adam = [Step(model_id=model_id, adam=AdamParams()) for model_id in models]
+        adam = [ModelStep(model_id=model_id, adam=AdamParams()) for model_id in models]
         steps = seconds(lambda: self.trainer.optim_step(adam), device, repeats)
         return {
             "tokens": tokens,

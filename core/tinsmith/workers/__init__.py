@@ -4,6 +4,8 @@ The engine holds a `WorkerGroup`. Each worker makes the backend's program and ca
 names exported here are public: plugins may import this module besides `tinsmith`.
 """
 
+from tinsmith.workers.adapter_layout import AdapterLayout, ModelPart, Pair, Slot, WholeLayout, holders, whole_model
+from tinsmith.workers.adapter_models import AdapterModelState, AdapterState
 from tinsmith.workers.config import LauncherName, WorkersConfig
 from tinsmith.workers.full_models import FullModelState, FullState
 from tinsmith.workers.gpus import count_gpus
@@ -13,8 +15,12 @@ from tinsmith.workers.sequences import MicroBatch, Scored, Segment, combined_out
 from tinsmith.workers.serving import Worker, alone, serve
 from tinsmith.workers.state_files import Capture, StateFiles
 from tinsmith.workers.state_writer import Slice, StateWriter, Written
+from tinsmith.workers.training_backend import ModelStep, WorkerDevice, WorkersBackend
 
 __all__ = [
+    "AdapterLayout",
+    "AdapterModelState",
+    "AdapterState",
     "Capture",
     "FullModelState",
     "FullState",
@@ -23,21 +29,30 @@ __all__ = [
     "LauncherName",
     "MakeLauncher",
     "MicroBatch",
+    "ModelPart",
+    "ModelStep",
+    "Pair",
     "Scored",
     "Segment",
     "Slice",
+    "Slot",
     "StateFiles",
     "StateWriter",
+    "WholeLayout",
     "Worker",
+    "WorkerDevice",
     "WorkerDiedError",
     "WorkerGroup",
+    "WorkersBackend",
     "WorkersConfig",
     "Written",
     "alone",
     "combined_outputs",
     "count_gpus",
     "deal",
+    "holders",
     "one_by_one",
     "segments",
     "serve",
+    "whole_model",
 ]

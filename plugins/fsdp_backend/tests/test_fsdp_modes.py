@@ -18,17 +18,16 @@ from tinsmith import AdamParams, Array, ForwardBackward, LoraConfig
 from tinsmith.huggingface import Kind
 from tinsmith.huggingface.state_files import lay_out
 from tinsmith.testing import assert_close_arrays, ragged_data
-from tinsmith.workers import alone, deal, one_by_one, segments
+from tinsmith.workers import AdapterLayout, AdapterState, ModelStep, alone, deal, one_by_one, segments
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.adapter_pack import AdapterPack
 from tinsmith_fsdp.architecture import ARCHITECTURES, read_architecture
 from tinsmith_fsdp.backend import FAST_ISOLATION_ERROR
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.config import FsdpConfig
-from tinsmith_fsdp.layout import AdapterLayout
 from tinsmith_fsdp.lora import MultiLoraLinear
 from tinsmith_fsdp.mesh import Mesh, make_mesh
-from tinsmith_fsdp.messages import AdapterState, Setup, Step
+from tinsmith_fsdp.messages import Setup
 from tinsmith_fsdp.streams import Leaves
 from tinsmith_fsdp.trainer import Trainer
 
@@ -179,7 +178,7 @@ def test_full_fine_tuning_steps_as_torch_does(mesh: Mesh, fsdp_models: Mapping[s
         data = ragged_data(step, VOCAB, (7, 33))
         work = list(segments([ForwardBackward(model_id="m", data=tuple(data))], LOSSES))
         trainer.run_full("m", [micro[0] for micro in one_by_one(work, 1)], True)
-        (norm,) = trainer.optim_step([Step(model_id="m", adam=adam)])
+        (norm,) = trainer.optim_step([ModelStep(model_id="m", adam=adam)])
         optimizer.zero_grad()
         for datum in data:
             logits = model(torch.tensor(datum.tokens_T.astype(np.int64))[None]).logits[0]
@@ -200,7 +199,7 @@ def test_checkpointing_changes_no_bit(mesh: Mesh, fsdp_models: Mapping[str, Path
         trainer = make_trainer(fsdp_models["qwen3"], mesh, checkpointing=checkpointing)
         add_tenants(trainer)
         run(trainer, backward=True)
-        trainer.optim_step([Step(model_id="m1", adam=AdamParams(learning_rate=1e-2))])
+        trainer.optim_step([ModelStep(model_id="m1", adam=AdamParams(learning_rate=1e-2))])
         states.append(trainer.capture_adapter("m1"))
     np.testing.assert_array_equal(states[0].weights, states[1].weights)
 

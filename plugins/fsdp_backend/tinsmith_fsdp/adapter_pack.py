@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from tinsmith.huggingface import HEAD
-from tinsmith_fsdp.layout import AdapterLayout, Pair, Slot
+from tinsmith.workers import AdapterLayout, Pair, Slot
 from tinsmith_fsdp.lora import Factors
 
 RANK_STEP: Final = 8  # grouped products need rows aligned to 16 bytes

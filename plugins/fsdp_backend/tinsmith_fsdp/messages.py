@@ -3,18 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tinsmith import AdamParams, FloatArray, LoraConfig, LossSpec
+from tinsmith import LossSpec
 from tinsmith.huggingface import DecoderShape
 from tinsmith_fsdp.config import FsdpConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankDevice:
-    """The device of a rank, as torch names it."""
-
-    type: str
-    name: str
-    memory_bytes: int | None = None  # None: a CPU, which shares the machine's memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,23 +74,3 @@ class Owner:
 
     model_id: str
     dp_rank: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One model's optimizer step."""
-
-    model_id: str
-    adam: AdamParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterState:
-    """A LoRA model's training state as flat vectors. None: never set, so zero."""
-
-    lora: LoraConfig
-    weights: FloatArray
-    adam_m: FloatArray | None
-    adam_v: FloatArray | None
-    gradients: FloatArray | None
-    step: int

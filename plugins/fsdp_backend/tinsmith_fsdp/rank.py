@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tinsmith.workers import Worker
+from tinsmith.workers import Worker, WorkerDevice
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.environment import DEVICE
 from tinsmith_fsdp.mesh import find_device, make_mesh
-from tinsmith_fsdp.messages import Loaded, RankDevice, Setup
+from tinsmith_fsdp.messages import Loaded, Setup
 from tinsmith_fsdp.trainer import Trainer
 
 
@@ -25,11 +25,11 @@ class Rank:
         self._device = find_device(os.environ.get(DEVICE), worker.local_rank)
         self._trainer: Trainer | None = None
 
-    def device(self) -> RankDevice:
+    def device(self) -> WorkerDevice:
         if self._device.type == "cpu":
-            return RankDevice(type="cpu", name="CPU rank")
+            return WorkerDevice(type="cpu", name="CPU rank")
         found = torch.cuda.get_device_properties(self._device)
-        return RankDevice(type="cuda", name=found.name, memory_bytes=found.total_memory)
+        return WorkerDevice(type="cuda", name=found.name, memory_bytes=found.total_memory)
 
     def sees(self, file: Path) -> bool:
         return file.exists()

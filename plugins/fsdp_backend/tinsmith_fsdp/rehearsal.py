@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tinsmith import BUILTIN_LOSSES, LoraConfig
-from tinsmith.workers import Segment, deal
+from tinsmith.workers import AdapterLayout, Segment, deal
 from tinsmith_fsdp import head
 from tinsmith_fsdp.allocations import Allocations
 from tinsmith_fsdp.architecture import architecture_of
@@ -32,7 +32,6 @@ from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.costs import Ranks
 from tinsmith_fsdp.full_model import FullModel
 from tinsmith_fsdp.head import Scores
-from tinsmith_fsdp.layout import AdapterLayout
 from tinsmith_fsdp.loss_table import LossTable
 from tinsmith_fsdp.mesh import Mesh
 from tinsmith_fsdp.messages import Setup

@@ -10,9 +10,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from tinsmith.workers import Segment
+from tinsmith.workers import AdapterLayout, Segment
 from tinsmith_fsdp.adapter_pack import AdapterPack
-from tinsmith_fsdp.layout import AdapterLayout
 from tinsmith_fsdp.lora import Factors
 from tinsmith_fsdp.loss_table import LossBatch, LossTable, to_device
 
@@ -44,7 +43,7 @@ class Leaves:
 
 
 def _leaf(
-    weights: torch.Tensor, gradients: torch.Tensor | None, start: int, stop: int, shape: tuple[int, int]
+    weights: torch.Tensor, gradients: torch.Tensor | None, start: int, stop: int, shape: tuple[int, ...]
 ) -> torch.Tensor:
     leaf = weights[start:stop].view(shape)
     if gradients is not None:

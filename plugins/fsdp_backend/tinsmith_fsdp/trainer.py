@@ -21,24 +21,15 @@ import torch.distributed as dist
 
 from tinsmith import ConfigError, FloatArray, LoraConfig
 from tinsmith.huggingface import HEAD, Kind, Targets
-from tinsmith.workers import FullState, Scored, Segment, StateWriter, Written
+from tinsmith.workers import AdapterLayout, AdapterState, FullState, ModelStep, Scored, Segment, StateWriter, Written
 from tinsmith_fsdp.adapter_pack import RANK_STEP, AdapterPack
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.full_model import FullModel
 from tinsmith_fsdp.head import Scores
-from tinsmith_fsdp.layout import AdapterLayout
 from tinsmith_fsdp.loss_table import LossTable
 from tinsmith_fsdp.memory import free_what_is_unused, is_out_of_memory
 from tinsmith_fsdp.mesh import Mesh
-from tinsmith_fsdp.messages import (
-    AdapterState,
-    FullyLoaded,
-    NoMemory,
-    NotMade,
-    Owner,
-    Setup,
-    Step,
-)
+from tinsmith_fsdp.messages import FullyLoaded, NoMemory, NotMade, Owner, Setup
 from tinsmith_fsdp.optimizer import Stepped, adamw_, square_norm
 from tinsmith_fsdp.shortage import PassDroppedError
 from tinsmith_fsdp.streams import Leaves, Stream, empty_stream, make_stream
@@ -127,7 +118,6 @@ class Trainer:
         if dist.get_rank() != 0:
             return None
         return AdapterState(
-            lora=adapter.layout.lora,
             weights=_to_host(adapter.weights),
             adam_m=None if adapter.m is None else _to_host(adapter.m),
             adam_v=None if adapter.v is None else _to_host(adapter.v),
@@ -347,7 +337,7 @@ class Trainer:
 
     # steps
 
-    def optim_step(self, steps: Sequence[Step]) -> list[float]:
+    def optim_step(self, steps: Sequence[ModelStep]) -> list[float]:
         """Step the models and return the norms of their gradients before clipping."""
         own = [step for step in steps if step.model_id not in self._full]
         norms = dict(zip((step.model_id for step in own), self._step_adapters(own), strict=True))
@@ -357,7 +347,7 @@ class Trainer:
                 norms[step.model_id] = self._full[step.model_id].optim_step(step.adam)
         return [norms[step.model_id] for step in steps]
 
-    def _step_adapters(self, steps: Sequence[Step]) -> list[float]:
+    def _step_adapters(self, steps: Sequence[ModelStep]) -> list[float]:
         tensors = []
         for step in steps:
             adapter = self._adapters[step.model_id]

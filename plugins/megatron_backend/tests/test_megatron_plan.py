@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from tinsmith import ConfigError, LoraConfig
 from tinsmith.huggingface import DecoderShape, known_config
+from tinsmith.workers import AdapterLayout
 from tinsmith_megatron.config import MegatronConfig
-from tinsmith_megatron.layout import AdapterLayout
 from tinsmith_megatron.parallel import check_model, check_ranks
 from tinsmith_megatron.plan.command import app, group, read_shape
 from tinsmith_megatron.plan.cost import cost

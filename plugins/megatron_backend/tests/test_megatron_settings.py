@@ -9,11 +9,10 @@ from megatron_harness import make_backend, shape
 
 from tinsmith import ConfigError, LoraConfig, UserError
 from tinsmith.testing import write_tiny_model
-from tinsmith.workers import Launch, Launcher
+from tinsmith.workers import Launch, Launcher, WholeLayout, holders
 from tinsmith_megatron.architecture import read_architecture
 from tinsmith_megatron.config import MegatronConfig
-from tinsmith_megatron.layout import WholeLayout
-from tinsmith_megatron.parallel import Place, check_ranks, holders, part_of, smallest_group
+from tinsmith_megatron.parallel import Place, check_ranks, part_of, smallest_group
 
 
 def nothing_starts(_: Launch) -> Launcher:
@@ -69,10 +68,10 @@ def test_parts_of_an_adapter_make_the_whole(megatron_models: Mapping[str, Path])
         for stage in range(2)
         for share in range(2)
     ]
-    parts = dict(holders([part_of(place, divided, sizes) for place in places]))
-    assert list(parts) == [0, 1, 2, 3]
+    parts = holders([part_of(place, divided, sizes) for place in places])
+    assert list(parts.values()) == [0, 1, 2, 3]
     whole = WholeLayout(lora, sizes, [part_of(Place(tp_rank=0, pp_rank=0, ep_rank=0, dp_rank=0), alone, sizes)])
-    pieces = WholeLayout(lora, sizes, list(parts.values()))
+    pieces = WholeLayout(lora, sizes, list(parts))
     expected = whole.to_canonical([whole.parts[0].fresh()])
     drawn = pieces.to_canonical([part.fresh() for part in pieces.parts])
     again = pieces.to_canonical(pieces.from_canonical(expected))

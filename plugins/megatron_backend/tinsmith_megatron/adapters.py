@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tinsmith_megatron.layout import AdapterLayout, Slot
+from tinsmith.workers import AdapterLayout, Slot
 
 _RANK_STEP = 8  # grouped products need rows aligned to 16 bytes
 

@@ -12,12 +12,12 @@ from megatron.core import parallel_state
 
 from tinsmith import AdamParams, FloatArray
 from tinsmith.huggingface import Kind, StoredTensor, Targets, WeightFiles
-from tinsmith.workers import FullState, Scored, Segment, Slice
+from tinsmith.workers import FullState, ModelPart, Scored, Segment, Slice
 from tinsmith_megatron.adapters import Stacks
 from tinsmith_megatron.loss_table import LossTable
 from tinsmith_megatron.messages import Setup
 from tinsmith_megatron.optimizer import adamw_, square_norm
-from tinsmith_megatron.parallel import Part, Place
+from tinsmith_megatron.parallel import Place
 from tinsmith_megatron.passes import run_pipeline, scored, to_host
 from tinsmith_megatron.shards import Piece, Shard, shards_of
 from tinsmith_megatron.stage import Stage
@@ -30,7 +30,7 @@ class FullModel:
     """Receives the same calls on every rank. A stage of its own, beside that of the adapters."""
 
     def __init__(
-        self, model_id: str, setup: Setup, losses: LossTable, place: Place, part: Part, device: torch.device
+        self, model_id: str, setup: Setup, losses: LossTable, place: Place, part: ModelPart, device: torch.device
     ) -> None:
         self._model_id, self._setup, self._losses, self._place = model_id, setup, losses, place
         self._device = device

@@ -3,19 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tinsmith import AdamParams, FloatArray, LossSpec
+from tinsmith import LossSpec
 from tinsmith_megatron.architecture import Architecture
 from tinsmith_megatron.config import MegatronConfig
 from tinsmith_megatron.parallel import Place
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankDevice:
-    """The device of a rank, as torch names it."""
-
-    type: str
-    name: str
-    memory_bytes: int | None = None  # None: a CPU, which shares the machine's memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,22 +30,3 @@ class Loaded:
     place: Place
     parameter_bytes: int
     read_bytes: int  # from weight files
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One model's optimizer step."""
-
-    model_id: str
-    adam: AdamParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterState:
-    """One part of a model's training state as flat vectors. None: never set, so zero."""
-
-    weights: FloatArray
-    adam_m: FloatArray | None
-    adam_v: FloatArray | None
-    gradients: FloatArray | None
-    step: int

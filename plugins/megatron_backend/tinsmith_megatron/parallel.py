@@ -1,11 +1,12 @@
 """How the ranks divide the model, and which divisions a model and a number of ranks allow. No torch."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinsmith import ConfigError
 from tinsmith.huggingface import DecoderShape
+from tinsmith.workers import ModelPart
 from tinsmith_megatron.config import MegatronConfig
 
 
@@ -17,17 +18,6 @@ class Place:
     pp_rank: int
     ep_rank: int
     dp_rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A pipeline stage and a share of its experts: ranks of the same part hold the same adapter weights."""
-
-    layers: range
-    experts: range  # empty if the model has none
-    has_head: bool
-    stage: int
-    is_first_of_stage: bool  # it alone reports what all shares of a stage hold
 
 
 def smallest_group(config: MegatronConfig) -> int:
@@ -78,23 +68,14 @@ def check_ranks(config: MegatronConfig, num_ranks: int) -> None:
         raise ConfigError(msg)
 
 
-def part_of(place: Place, config: MegatronConfig, shape: DecoderShape) -> Part:
+def part_of(place: Place, config: MegatronConfig, shape: DecoderShape) -> ModelPart:
     """Return the part that a rank holds."""
     per_stage = shape.num_layers // config.pipeline_parallel
     share = 0 if shape.experts is None else shape.experts.num_experts // config.expert_parallel
-    return Part(
+    return ModelPart(
         layers=range(place.pp_rank * per_stage, (place.pp_rank + 1) * per_stage),
         experts=range(place.ep_rank * share, (place.ep_rank + 1) * share),
         has_head=place.pp_rank == config.pipeline_parallel - 1,
         stage=place.pp_rank,
         is_first_of_stage=place.ep_rank == 0,
     )
-
-
-def holders(parts: Sequence[Part]) -> Iterator[tuple[int, Part]]:
-    """Yield each part once, with the first rank that holds it. `parts` are those of the ranks."""
-    seen: set[Part] = set()
-    for rank, part in enumerate(parts):
-        if part not in seen:
-            seen.add(part)
-            yield rank, part

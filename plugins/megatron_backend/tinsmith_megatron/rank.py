@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from tinsmith.workers import Worker
+from tinsmith.workers import Worker, WorkerDevice, holders
 from tinsmith_megatron.environment import DEVICE
-from tinsmith_megatron.messages import Loaded, RankDevice, Setup
-from tinsmith_megatron.parallel import holders, part_of
+from tinsmith_megatron.messages import Loaded, Setup
+from tinsmith_megatron.parallel import part_of
 
 if TYPE_CHECKING:
     from tinsmith_megatron.megatron_here import Trainer
@@ -26,11 +26,11 @@ class Rank:
         self._device = _find_device(os.environ.get(DEVICE), worker.local_rank)
         self._trainer: Trainer | None = None
 
-    def device(self) -> RankDevice:
+    def device(self) -> WorkerDevice:
         if self._device.type == "cpu":
-            return RankDevice(type="cpu", name="CPU rank")
+            return WorkerDevice(type="cpu", name="CPU rank")
         found = torch.cuda.get_device_properties(self._device)
-        return RankDevice(type="cuda", name=found.name, memory_bytes=found.total_memory)
+        return WorkerDevice(type="cuda", name=found.name, memory_bytes=found.total_memory)
 
     def sees(self, file: Path) -> bool:
         return file.exists()
@@ -51,7 +51,7 @@ class Rank:
         if setup.config.max_lora_rank:
             stage = Stage(setup, losses).to(self._device)
             reader.fill(stage, self._report)
-        is_holder = self._worker.rank in dict(holders(everyones))
+        is_holder = self._worker.rank == holders(everyones)[part]
         self._trainer = Trainer(stage, setup, losses, place, part, self._device, is_holder=is_holder)
         gc.collect()
         gc.freeze()  # what imports and loading made stays: later collections need not look at it

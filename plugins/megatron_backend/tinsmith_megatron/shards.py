@@ -13,7 +13,8 @@ from megatron.core import parallel_state
 from torch import nn
 
 from tinsmith.huggingface import DecoderShape
-from tinsmith_megatron.parallel import Part, Place
+from tinsmith.workers import ModelPart
+from tinsmith_megatron.parallel import Place
 from tinsmith_megatron.stage import Stage
 
 # Any: Megatron's layers.
@@ -117,7 +118,7 @@ class Shard:
         return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows.contiguous()
 
 
-def shards_of(stage: Stage, shape: DecoderShape, place: Place, part: Part, tp_size: int) -> list[Shard]:
+def shards_of(stage: Stage, shape: DecoderShape, place: Place, part: ModelPart, tp_size: int) -> list[Shard]:
     """Return a shard of every parameter."""
     namer = _Namer(shape, place, part, tp_size)
     divided = parallel_state.get_data_parallel_group()
@@ -138,7 +139,7 @@ Named = tuple[nn.Parameter, Sequence[Piece], str]
 class _Namer:
     """The pieces of Megatron's parameters: the inverse of what `WeightReader` puts together."""
 
-    def __init__(self, shape: DecoderShape, place: Place, part: Part, tp_size: int) -> None:
+    def __init__(self, shape: DecoderShape, place: Place, part: ModelPart, tp_size: int) -> None:
         self._shape, self._place, self._part, self._tp_size = shape, place, part, tp_size
 
     def of(self, stage: Stage) -> Iterator[Named]:

@@ -17,15 +17,24 @@ import torch.distributed as dist
 
 from tinsmith import FloatArray, LoraConfig
 from tinsmith.huggingface import Kind, Targets
-from tinsmith.workers import FullState, Scored, Segment, StateWriter, Written
+from tinsmith.workers import (
+    AdapterLayout,
+    AdapterState,
+    FullState,
+    ModelPart,
+    ModelStep,
+    Scored,
+    Segment,
+    StateWriter,
+    Written,
+)
 from tinsmith_megatron.adapters import Adapter, Stacks
 from tinsmith_megatron.full_model import FullModel
 from tinsmith_megatron.groups import sum_over_expert_copies_, sum_over_stage_
-from tinsmith_megatron.layout import AdapterLayout
 from tinsmith_megatron.loss_table import LossTable
-from tinsmith_megatron.messages import AdapterState, Setup, Step
+from tinsmith_megatron.messages import Setup
 from tinsmith_megatron.optimizer import adamw_, square_norm
-from tinsmith_megatron.parallel import Part, Place
+from tinsmith_megatron.parallel import Place
 from tinsmith_megatron.passes import run_pipeline, scored, to_host
 from tinsmith_megatron.stage import Stage
 from tinsmith_megatron.streams import make_stream
@@ -45,7 +54,7 @@ class Trainer:
         setup: Setup,
         losses: LossTable,
         place: Place,
-        part: Part,
+        part: ModelPart,
         device: torch.device,
         *,
         is_holder: bool,
@@ -182,7 +191,7 @@ class Trainer:
 
     # steps
 
-    def optim_step(self, steps: Sequence[Step]) -> list[float]:
+    def optim_step(self, steps: Sequence[ModelStep]) -> list[float]:
         """Step the models and return the norms of their gradients before clipping."""
         own = [step for step in steps if step.model_id not in self._full]
         norms = dict(zip((step.model_id for step in own), self._step_adapters(own), strict=True))
@@ -192,7 +201,7 @@ class Trainer:
                 norms[step.model_id] = self._full[step.model_id].optim_step(step.adam)
         return [norms[step.model_id] for step in steps]
 
-    def _step_adapters(self, steps: Sequence[Step]) -> list[float]:
+    def _step_adapters(self, steps: Sequence[ModelStep]) -> list[float]:
         gradients = [self._taken(self._adapters[step.model_id]) for step in steps]
         norms = self._norms(steps, gradients)
         for step, gradient, norm in zip(steps, gradients, norms, strict=True):
@@ -209,7 +218,7 @@ class Trainer:
         adapter.gradients = None
         return gradient
 
-    def _norms(self, steps: Sequence[Step], gradients: Sequence[torch.Tensor]) -> list[float]:
+    def _norms(self, steps: Sequence[ModelStep], gradients: Sequence[torch.Tensor]) -> list[float]:
         """Return the norms of whole gradients: every part counts once, what a stage shares only in its first."""
         squares = torch.zeros(len(steps), dtype=torch.float64, device=self._device)
         if self._is_holder:

@@ -26,8 +26,7 @@ from functools import cache
 
 from tinsmith import LoraConfig
 from tinsmith.huggingface import DecoderShape
-from tinsmith_megatron.layout import AdapterLayout
-from tinsmith_megatron.parallel import Part
+from tinsmith.workers import AdapterLayout, ModelPart
 from tinsmith_megatron.plan.work import Layout, Work
 
 _F32 = 4
@@ -84,7 +83,7 @@ def on_stage(shape: DecoderShape, layout: Layout, work: Work, stage: int) -> Mem
     )
 
 
-def weights_of(shape: DecoderShape, layout: Layout, part: Part) -> tuple[float, float, float]:
+def weights_of(shape: DecoderShape, layout: Layout, part: ModelPart) -> tuple[float, float, float]:
     """Return the numbers of weights of one rank that tp divides, that all its ranks hold, and of experts."""
     hidden, t = shape.hidden_size, layout.tp
     norms = 2 * hidden + (0 if shape.class_name == "LlamaForCausalLM" else 2 * shape.head_dim)
@@ -104,7 +103,7 @@ def weights_of(shape: DecoderShape, layout: Layout, part: Part) -> tuple[float, 
     )
 
 
-def adapter_sizes(shape: DecoderShape, part: Part, rank: int) -> tuple[int, int]:
+def adapter_sizes(shape: DecoderShape, part: ModelPart, rank: int) -> tuple[int, int]:
     """Return the numbers in this part of one adapter: those that all ranks of a stage hold, and those of experts."""
     shared, experts = _layer_sizes(shape, len(part.experts), rank, has_head=False)
     with_head, _ = _layer_sizes(shape, len(part.experts), rank, has_head=part.has_head)
@@ -113,12 +112,12 @@ def adapter_sizes(shape: DecoderShape, part: Part, rank: int) -> tuple[int, int]
 
 @cache
 def _layer_sizes(shape: DecoderShape, num_experts: int, rank: int, *, has_head: bool) -> tuple[int, int]:
-    part = Part(layers=range(1), experts=range(num_experts), has_head=has_head, stage=0, is_first_of_stage=True)
+    part = ModelPart(layers=range(1), experts=range(num_experts), has_head=has_head, stage=0, is_first_of_stage=True)
     layout = AdapterLayout(LoraConfig(rank=rank, seed=0), shape, part)
     return layout.shared_size, layout.size - layout.shared_size
 
 
-def _activations(shape: DecoderShape, layout: Layout, work: Work, part: Part) -> float:
+def _activations(shape: DecoderShape, layout: Layout, work: Work, part: ModelPart) -> float:
     """Return the bytes that are kept for the backward pass, of all micro-batches under way."""
     under_way = min(layout.pp - part.stage, work.micro_batches(layout))
     row = _row(shape, layout, work)
@@ -132,7 +131,7 @@ def _row(shape: DecoderShape, layout: Layout, work: Work) -> float:
     return work.tokens * shape.hidden_size / layout.tp * work.item
 
 
-def _kept_by_layer(shape: DecoderShape, layout: Layout, work: Work, part: Part) -> float:
+def _kept_by_layer(shape: DecoderShape, layout: Layout, work: Work, part: ModelPart) -> float:
     hidden, t = shape.hidden_size, layout.tp
     q, kv = (5, 3) if work.on_cpu else (4, 4)
     attention = hidden / t + hidden + (q * shape.q_size + kv * shape.kv_size) / t + 4 * shape.head_dim
@@ -168,7 +167,7 @@ def _padded(rank: int) -> int:
     return math.ceil(rank / _RANK_STEP) * _RANK_STEP
 
 
-def _largest_buffer(shape: DecoderShape, layout: Layout, work: Work, part: Part) -> float:
+def _largest_buffer(shape: DecoderShape, layout: Layout, work: Work, part: ModelPart) -> float:
     """Return what the head needs, or what the last layer needs while it runs, whichever is larger."""
     row = _row(shape, layout, work)
     layer = row + _temporaries(shape, layout, work) * work.item

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from tinsmith.huggingface import DecoderShape
+from tinsmith.workers import ModelPart
 from tinsmith_megatron.config import MegatronConfig
-from tinsmith_megatron.parallel import Part, Place, part_of
+from tinsmith_megatron.parallel import Place, part_of
 
 GB: Final = 1e9
 
@@ -30,7 +31,7 @@ class Layout:
     def config(self) -> MegatronConfig:
         return MegatronConfig(tensor_parallel=self.tp, pipeline_parallel=self.pp, expert_parallel=self.ep)
 
-    def part(self, shape: DecoderShape, stage: int) -> Part:
+    def part(self, shape: DecoderShape, stage: int) -> ModelPart:
         """Return the first share of a stage."""
         return part_of(Place(tp_rank=0, pp_rank=stage, ep_rank=0, dp_rank=0), self.config(), shape)
 

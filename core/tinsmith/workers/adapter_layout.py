@@ -1,9 +1,9 @@
 """A part of an adapter as one flat float32 vector: the places of its weights, initial values and canonical names.
 
-With one vector, an optimizer step, a reduction over ranks and a transfer to the host are each one operation.
-The engine's side and the ranks compute the same layout from the same facts. No torch.
+With one vector, an optimizer step, a reduction over workers and a transfer to the host are each one operation.
+The engine's side and the workers compute the same layout from the same facts.
 
-The vector has two regions: what all ranks of a pipeline stage hold, and then what belongs to this part's experts.
+The vector has two regions: what all workers of a pipeline stage hold, and then what belongs to this part's experts.
 """
 
 import math
@@ -12,12 +12,38 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tinsmith import Array, FloatArray, LoraConfig, UserError
-from tinsmith.huggingface import ATTENTION, EXPERTS, HEAD, MLP, DecoderShape, draw_lora_A, weight_name
-from tinsmith_megatron.parallel import Part
+from tinsmith.errors import UserError
+from tinsmith.huggingface.decoder import ATTENTION, EXPERTS, HEAD, MLP, DecoderShape
+from tinsmith.huggingface.peft_layout import draw_lora_A, weight_name
+from tinsmith.operations import Array, FloatArray, LoraConfig
 
-_ALIGNMENT = 16  # elements: weights are aligned to 64 bytes, so that bits do not depend on alignment
+_ALIGNMENT = 16  # elements: weights start at 64 bytes, for matrix kernels and so that bits do not depend on alignment
 _DOWN = EXPERTS[2]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """A pipeline stage and a share of its experts: workers of the same part hold the same adapter weights."""
+
+    layers: range
+    experts: range  # empty if the model has none
+    has_head: bool
+    stage: int
+    is_first_of_stage: bool  # it alone reports what all shares of a stage hold
+
+
+def whole_model(shape: DecoderShape) -> ModelPart:
+    """Return the part of a worker that holds every adapter whole."""
+    experts = 0 if shape.experts is None else shape.experts.num_experts
+    return ModelPart(range(shape.num_layers), range(experts), has_head=True, stage=0, is_first_of_stage=True)
+
+
+def holders(parts: Sequence[ModelPart]) -> dict[ModelPart, int]:
+    """Return each part once, with the first worker that holds it. `parts` are those of the workers, by rank."""
+    found: dict[ModelPart, int] = {}
+    for rank, part in enumerate(parts):
+        found.setdefault(part, rank)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +73,11 @@ class Pair:
 class AdapterLayout:
     """The places of all weights of an adapter's part; untrained modules have none."""
 
-    def __init__(self, lora: LoraConfig, shape: DecoderShape, part: Part) -> None:
+    def __init__(self, lora: LoraConfig, shape: DecoderShape, part: ModelPart | None = None) -> None:
+        """`part` None: the whole model."""
         self.lora = lora
-        self.part = part
-        shapes = list(_modules(lora, shape, part))
+        self.part = whole_model(shape) if part is None else part
+        shapes = list(_modules(lora, shape, self.part))
         self._size = 0
         placed = [
             Pair(module, kind, layer, *(self._place(slot, of_experts=False) for slot in slots))
@@ -102,7 +129,7 @@ class AdapterLayout:
 class WholeLayout:
     """The layouts of all parts of an adapter, and the way between them and canonical weights."""
 
-    def __init__(self, lora: LoraConfig, shape: DecoderShape, parts: Sequence[Part]) -> None:
+    def __init__(self, lora: LoraConfig, shape: DecoderShape, parts: Sequence[ModelPart]) -> None:
         self.lora = lora
         self.parts = [AdapterLayout(lora, shape, part) for part in parts]
         self._shapes = {name: s for layout in self.parts for name, s in _whole_shapes(layout, shape)}
@@ -148,7 +175,9 @@ def _whole_shapes(layout: AdapterLayout, shape: DecoderShape) -> Iterator[tuple[
         yield name, (experts, *slot.shape[1:]) if slot.of_experts else slot.shape
 
 
-def _modules(lora: LoraConfig, shape: DecoderShape, part: Part) -> Iterator[tuple[str, str, int, tuple[Slot, Slot]]]:
+def _modules(
+    lora: LoraConfig, shape: DecoderShape, part: ModelPart
+) -> Iterator[tuple[str, str, int, tuple[Slot, Slot]]]:
     """Yield module, kind, layer, and the slots of A and B, which have no offsets yet."""
     shapes, rank = shape.linear_shapes(), lora.rank
     mlp = MLP if shape.experts is None else ()

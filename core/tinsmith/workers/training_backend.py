@@ -1,0 +1,204 @@
+"""What training backends whose work is done by workers have in common: models by id, their places, and refusals."""
+
+import pickle
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tinsmith.backend import ModelState, Placement, Snapshot, TrainingBackend
+from tinsmith.errors import CapacityError, ConfigError, NotFoundError, UserError
+from tinsmith.losses import LossSpec
+from tinsmith.operations import (
+    AdamParams,
+    CreateModel,
+    Failed,
+    Forward,
+    ForwardBackward,
+    ForwardBackwardOutput,
+    LoraConfig,
+    OptimStep,
+    OptimStepOutput,
+)
+from tinsmith.workers.adapter_models import AdapterModelState
+from tinsmith.workers.full_models import FullModelState
+from tinsmith.workers.group import WorkerGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerDevice:
+    """The device of a worker, as its framework names it."""
+
+    type: str
+    name: str
+    memory_bytes: int | None = None  # None: a CPU, which shares the machine's memory
+
+    def usable_bytes(self, placement: Placement) -> int | None:
+        """Return what a worker may take of it: what the server has placed, or all but what the driver needs."""
+        if placement.memory_bytes is not None or self.memory_bytes is None:
+            return placement.memory_bytes
+        return self.memory_bytes * 92 // 100  # the driver, and gaps, take the rest
+
+    def allocator_share(self, placement: Placement, runtime_bytes: int) -> float | None:
+        """Return the share of its memory that the framework may allocate; None: all of it."""
+        if placement.memory_bytes is None or self.memory_bytes is None:
+            return None
+        return min(1.0, (placement.memory_bytes - runtime_bytes) / self.memory_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStep:
+    """One model's optimizer step."""
+
+    model_id: str
+    adam: AdamParams
+
+
+class WorkersBackend(TrainingBackend):
+    """Keeps the models that the workers train. A subclass makes them, and runs passes.
+
+    The workers' program has `unload_model(model_id)`, `optim_step(steps)`, which steps models in the order of a list of
+    `ModelStep` and returns the norms of their gradients before clipping, and what `AdapterModelState` and
+    `FullModelState` ask for.
+
+    Called from one thread. Any exception other than UserError leaves it unusable.
+    """
+
+    def __init__(
+        self,
+        ranks: WorkerGroup,
+        losses: Mapping[str, LossSpec],
+        *,
+        max_models: int,
+        max_full_models: int,
+        max_lora_rank: int,
+    ) -> None:
+        self.ranks = ranks
+        self._losses = dict(losses)
+        self._limits = max_models, max_full_models, max_lora_rank
+        self._models: dict[str, AdapterModelState | FullModelState] = {}
+
+    @abstractmethod
+    def check_memory(self, lora: LoraConfig) -> None:
+        """Raise OutOfMemoryError if such a model does not fit beside those that train."""
+
+    @abstractmethod
+    def make_adapter(self, op: CreateModel) -> AdapterModelState:
+        """Have the workers make a LoRA model."""
+
+    @abstractmethod
+    def make_full(self, op: CreateModel) -> FullModelState:
+        """Have the workers make a model whose own weights are trained."""
+
+    @abstractmethod
+    def run_adapters(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput]:
+        """Run the operations of LoRA models together. There may be none."""
+
+    @abstractmethod
+    def run_full(self, op: ForwardBackward, *, backward: bool) -> ForwardBackwardOutput:
+        """Run one operation by itself: the model has its own weights, so there is nothing to share with others."""
+
+    def close(self) -> None:
+        self.ranks.close()
+
+    def sendable_losses(self) -> Mapping[str, LossSpec]:
+        """Return the losses. Raise ConfigError if one cannot be sent to the workers."""
+        try:
+            pickle.dumps(self._losses)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            msg = f"a registered loss cannot be sent to the ranks: {error}; define per_token at the top of its module"
+            raise ConfigError(msg) from error
+        return self._losses
+
+    # life of a model
+
+    def create_model(self, op: CreateModel) -> None:
+        max_models, max_full_models, max_lora_rank = self._limits
+        if len(self._models) >= max_models:
+            msg = f"all {max_models} models are in use: end a session, or raise the backend's max_models"
+            raise CapacityError(msg)
+        if op.lora.rank <= max_lora_rank:  # else it is refused for its rank
+            self.check_memory(op.lora)
+        if op.lora.rank == 0:
+            self._check_full_models(max_full_models)
+            self._models[op.model_id] = self.make_full(op)
+        else:
+            _check_rank(op.lora.rank, max_lora_rank)
+            self._models[op.model_id] = self.make_adapter(op)
+
+    def _check_full_models(self, limit: int) -> None:
+        if sum(isinstance(model, FullModelState) for model in self._models.values()) >= limit:
+            msg = (
+                "no room for one more model of LoRA rank 0 (full fine-tuning): the backend's max_full_models is "
+                f"{limit}; end the session that has one, raise the setting, or train a LoRA adapter"
+            )
+            raise CapacityError(msg)
+
+    def unload_model(self, model_id: str) -> None:
+        if self._models.pop(model_id, None) is not None:
+            self.ranks.call("unload_model", model_id)
+
+    def capture_state(self, model_id: str) -> ModelState:
+        return self._model(model_id).capture()
+
+    def restore_state(self, model_id: str, state: ModelState) -> None:
+        self._model(model_id).restore(state)
+
+    def publish(self, model_id: str, snapshot_id: str) -> Snapshot:
+        return self._model(model_id).publish(snapshot_id)
+
+    def _model(self, model_id: str) -> AdapterModelState | FullModelState:
+        if model_id not in self._models:
+            raise NotFoundError(_unknown(model_id).message)
+        return self._models[model_id]
+
+    # training
+
+    def forward(self, ops: Sequence[Forward]) -> list[ForwardBackwardOutput | Failed]:
+        return self._run(ops, backward=False)
+
+    def forward_backward(self, ops: Sequence[ForwardBackward]) -> list[ForwardBackwardOutput | Failed]:
+        return self._run(ops, backward=True)
+
+    def optim_step(self, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
+        steps = [ModelStep(model_id=op.model_id, adam=op.adam) for op in ops if op.model_id in self._models]
+        norms = iter(self.ranks.call("optim_step", steps)[0] if steps else ())
+        return [
+            OptimStepOutput(metrics={"grad_norm": next(norms)})
+            if op.model_id in self._models
+            else _unknown(op.model_id)
+            for op in ops
+        ]
+
+    def _run(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput | Failed]:
+        refused = {index: failure for index, op in enumerate(ops) if (failure := self._refusal(op)) is not None}
+        good = [op for index, op in enumerate(ops) if index not in refused]
+        whole = [isinstance(self._models[op.model_id], FullModelState) for op in good]
+        adapted = iter(
+            self.run_adapters([op for op, full in zip(good, whole, strict=True) if not full], backward=backward)
+        )
+        outputs = iter(
+            [
+                self.run_full(op, backward=backward) if full else next(adapted)
+                for op, full in zip(good, whole, strict=True)
+            ]
+        )
+        return [refused[index] if index in refused else next(outputs) for index in range(len(ops))]
+
+    def _refusal(self, op: ForwardBackward) -> Failed | None:
+        """Refuse an unknown model or loss. Core has already checked everything else against the capabilities."""
+        if op.model_id not in self._models:
+            return _unknown(op.model_id)
+        if op.loss_fn not in self._losses:
+            return Failed(message=f"no loss named {op.loss_fn!r}, known: {', '.join(sorted(self._losses))}")
+        return None
+
+
+def _check_rank(rank: int, limit: int) -> None:
+    if not 1 <= rank <= limit:
+        allowed = f"1 to {limit}, the backend's max_lora_rank" if limit else "none: the backend's max_lora_rank is 0"
+        msg = f"LoRA rank {rank} is not served: allowed are {allowed}"
+        raise UserError(msg)
+
+
+def _unknown(model_id: str) -> Failed:
+    return Failed(message=f"no model {model_id!r} in training: it was never created, or has been unloaded")
