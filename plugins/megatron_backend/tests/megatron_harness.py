@@ -1,5 +1,6 @@
 """Makers of models and backends for the tests of the megatron backend."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -43,7 +44,9 @@ def write_models(root: Path) -> Mapping[str, Path]:
 @cache
 def nursery() -> Nursery:
     """Megatron takes longer to import than most tests take."""
-    return Nursery("tinsmith_megatron.rank", "tinsmith_megatron.megatron_here")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        return Nursery("tinsmith_megatron.rank", "tinsmith_megatron.megatron_here", "doomed_rank")
 
 
 def fork_backend(
@@ -51,6 +54,13 @@ def fork_backend(
 ) -> MegatronBackend:
     """Make a backend whose ranks start at once."""
     return make_backend(directory, cache_dir, nursery().launch, placement=placement, **settings)
+
+
+def doomed_backend(directory: Path, cache_dir: Path, **settings: object) -> MegatronBackend:
+    """Make a backend whose ranks are of doomed_rank.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tinsmith_megatron.backend.PROGRAM", "doomed_rank:DoomedRank")
+        return fork_backend(directory, cache_dir, **settings)
 
 
 @contextmanager

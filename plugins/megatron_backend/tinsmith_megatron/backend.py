@@ -36,6 +36,7 @@ from tinsmith_megatron.environment import DEVICE
 from tinsmith_megatron.messages import Loaded, Setup
 from tinsmith_megatron.parallel import check_model, check_ranks, part_of, smallest_group
 
+PROGRAM = "tinsmith_megatron.rank:Rank"  # of the workers
 _MAX_TARGETS = 128  # per token; [T, K] arrays of a micro-batch must fit
 FAST_ISOLATION_ERROR = 1e-4
 """A bound on what company changes in one step, which the contracts check on CPU in float32. Not measured on GPUs.
@@ -179,7 +180,7 @@ def _start(config: MegatronConfig, context: BackendContext, launch_with: MakeLau
     if config.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return WorkerGroup(
-        "tinsmith_megatron.rank:Rank",
+        PROGRAM,
         config,
         context.progress,
         environment=environment,
