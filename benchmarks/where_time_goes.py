@@ -53,7 +53,7 @@ STAGES: Final = (
     ("tinsmith.engine.models:Models.run_batch", "run, with the way to its thread", 0),
     ("tinsmith.engine.model_operations:ModelOperations.run", "run what reads or writes files", 0),
     ("tinsmith.engine.models:Models.publish", "publish", 1),
-    ("tinsmith.engine.consistency_gate:ConsistencyGate.check", "check the sampler's consistency", 1),
+    ("tinsmith.engine.consistency_gate:ConsistencyGate.check", "check consistency, behind the answer", 0),
     ("tinsmith.engine.sampling_lane:SamplingLane._sample", "sample", 0),
     ("tinsmith_jax.trainer:pack", "pack", 1),
     ("tinsmith_jax.training_device:TrainingDevice.gradients", "device: gradients", 1),

@@ -57,4 +57,4 @@ class OperationFinished:
     run_s: float  # in the backend, shared by the whole batch
     batch_size: int
     failed: Failed | None = None
-    consistency: Consistency | None = None  # set for a save for sampling, even if it was refused
+    consistency: Consistency | None = None  # set for a save for sampling, even if it is refused

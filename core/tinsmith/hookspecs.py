@@ -114,7 +114,10 @@ def tinsmith_server_started(event: ServerStarted) -> None:
 
 @hookspec
 def tinsmith_operation_finished(event: OperationFinished) -> None:
-    """Run in the engine process after an operation's result is durable."""
+    """Run in the engine process after an operation's result is durable.
+
+    After a save of an ephemeral snapshot, run once the snapshot has been compared with its model.
+    """
 
 
 @hookspec

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, Capabilities
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.engine.consistency_gate import _PROBE_ID
+from tinsmith.engine.engine import Engine
 from tinsmith.errors import NotFoundError
 from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES
@@ -37,6 +39,9 @@ class Sampler(FaultySampler):
         self.loaded: set[str] = set()
         self.scores_prompts = True
         self.broken = False
+        self.drew = asyncio.Event()  # a sample that is no probe
+        self.may_score = asyncio.Event()
+        self.may_score.set()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -53,21 +58,51 @@ class Sampler(FaultySampler):
     async def sample(self, op: ops.Sample) -> ops.SampleOutput | ops.Failed:
         if self.broken and op.snapshot_id is not None:
             return ops.Failed(message="out of slots", category="server")
-        return await super().sample(op)
+        if op.prompt_logprobs:
+            await self.may_score.wait()
+        result = await super().sample(op)
+        if not op.prompt_logprobs:
+            self.drew.set()
+        return result
 
 
 class Setup:
     def __init__(self, data_dir: Path, store: SqlStore) -> None:
-        context = BackendContext(model_name="toy", model_path=None, cache_dir=data_dir, losses=LOSSES)
-        self.toy = ToyBackend(ToyConfig(max_models=3), context)
-        self.sampler = Sampler(self.toy)
+        self.context = BackendContext(model_name="toy", model_path=None, cache_dir=data_dir, losses=LOSSES)
         self.data_dir = data_dir
         self.store = store
         self.events: list[OperationFinished] = []
+        self.go_on = threading.Event()
+        self.start_again()
 
-    @asynccontextmanager
-    async def running(self, **consistency: Any) -> AsyncIterator[EngineDriver]:
-        engine = await make_engine(
+    def start_again(self) -> None:
+        """Lose the models, as the end of an engine's process does."""
+        self.toy = ToyBackend(ToyConfig(max_models=3), self.context)
+        self.sampler = Sampler(self.toy)
+
+    def tell_of_unloading(self, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+        unloaded, unload = threading.Event(), self.toy.unload_model
+
+        def told(model_id: str) -> None:
+            unload(model_id)
+            if model_id == MODEL:
+                unloaded.set()
+
+        monkeypatch.setattr(self.toy, "unload_model", told)
+        return unloaded
+
+    def hold_forward(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Hold the training thread in every forward pass until `go_on` is set."""
+        forward = self.toy.forward
+
+        def held(operations: Sequence[ops.Forward]) -> Any:
+            assert self.go_on.wait(WAIT_S)
+            return forward(operations)
+
+        monkeypatch.setattr(self.toy, "forward", held)
+
+    async def engine(self, **consistency: Any) -> Engine:
+        return await make_engine(
             self.store,
             self.toy,
             self.data_dir,
@@ -75,19 +110,35 @@ class Setup:
             on_finished=self.events.append,
             consistency=ConsistencySettings(**consistency),
         )
-        task = asyncio.create_task(engine.run())
-        client = EngineDriver(self.store, "toy")
-        await client.open_session()
-        await client.result(await client.create_model())
-        try:
-            yield client
-        finally:
-            engine.stop()
-            await asyncio.wait_for(task, WAIT_S)
+
+    @asynccontextmanager
+    async def running(self, **consistency: Any) -> AsyncIterator[EngineDriver]:
+        async with serving(await self.engine(**consistency)):
+            client = EngineDriver(self.store, "toy")
+            await client.open_session()
+            await client.result(await client.create_model())
+            try:
+                yield client
+            finally:
+                self.go_on.set()
+
+    def verdicts(self) -> list[ops.Consistency | None]:
+        """Return what the gate found of the saves, in the order in which it ended."""
+        return [event.consistency for event in self.events if event.kind == "save_for_sampler"]
 
     def files(self) -> list[str]:
         root = self.data_dir / "checkpoints"
         return sorted(path.name for path in root.rglob("*") if path.is_file()) if root.exists() else []
+
+
+@asynccontextmanager
+async def serving(engine: Engine) -> AsyncIterator[None]:
+    task = asyncio.create_task(engine.run())
+    try:
+        yield
+    finally:
+        engine.stop()
+        await asyncio.wait_for(task, WAIT_S)
 
 
 @pytest.fixture
@@ -115,21 +166,23 @@ def ephemeral(number: int) -> ops.SaveForSampler:
     return ops.SaveForSampler(model_id=MODEL, sampling_session_id=f"s1:sample:{number}")
 
 
+def sample(number: int) -> ops.Sample:
+    name = f"s1:sample:{number}"
+    params = ops.SamplingParams(max_tokens=1, seed=0)
+    return ops.Sample(
+        sampling_session_id=name, snapshot_id=name, prompt_P=np.arange(3, 7, dtype=np.int32), params=params
+    )
+
+
 async def test_a_refused_save_leaves_nothing_and_says_why(setup: Setup) -> None:
     async with setup.running() as client:
         await train(client)
         setup.sampler.fault = wrong_alpha
-        for operation in (persisted(client, "x"), ephemeral(0)):
-            failure = await client.failure(await client.submit(operation))
-            assert failure.category == "server"
-            for said in ("does not serve what was trained", "probe tokens differ by at most", "models[].consistency"):
-                assert said in failure.message
+        assert_refused(await client.failure(await client.submit(persisted(client, "x"))))
         assert setup.files() == []
         assert setup.sampler.loaded == set()
         with pytest.raises(NotFoundError):
             await setup.store.get_checkpoint(client.path("x", "sampler_weights"))
-        with pytest.raises(NotFoundError):
-            await setup.store.get_sampling_session("s1:sample:0")
         setup.sampler.fault = None
         saved = await client.run(persisted(client, "x"))  # the name is still free, and the model still works
         assert isinstance(saved, ops.WeightsSaved)
@@ -137,8 +190,94 @@ async def test_a_refused_save_leaves_nothing_and_says_why(setup: Setup) -> None:
         assert saved.consistency.verdict == "consistent"
         await train(client)
         assert isinstance(await client.run(ephemeral(1)), ops.WeightsSaved)
-    refused = [e.consistency for e in setup.events if e.failed is not None]
-    assert [found is not None and found.verdict for found in refused] == ["inconsistent", "inconsistent"]
+    (refused,) = [e.consistency for e in setup.events if e.failed is not None]
+    assert refused is not None
+    assert refused.verdict == "inconsistent"
+
+
+def assert_refused(failure: ops.Failed) -> None:
+    assert failure.category == "server"
+    for said in ("does not serve what was trained", "probe tokens differ by at most", "models[].consistency"):
+        assert said in failure.message
+
+
+async def test_an_ephemeral_save_is_answered_before_its_verdict_and_nothing_is_sampled_until_then(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup.hold_forward(monkeypatch)
+    async with setup.running() as client:
+        saved = await client.run(ephemeral(0))
+        assert saved == ops.WeightsSaved(sampling_session_id="s1:sample:0")
+        asked = await client.submit(sample(0))
+        await asyncio.wait_for(setup.sampler.drew.wait(), WAIT_S)  # beside the probes
+        record = await setup.store.wait_for(asked, 0.05)
+        assert record.result is None
+        assert setup.verdicts() == []
+        setup.go_on.set()
+        assert isinstance(await client.result(asked), ops.SampleOutput)
+        (found,) = setup.verdicts()
+    assert found is not None
+    assert found.verdict == "consistent"
+
+
+async def test_a_model_that_trains_behind_its_save_is_compared_as_it_was(setup: Setup) -> None:
+    async with setup.running() as client:
+        await train(client)
+        await asyncio.gather(client.run(ephemeral(0)), train(client, rate=0.1))
+        assert isinstance(await client.run(sample(0)), ops.SampleOutput)
+    (found,) = setup.verdicts()
+    assert found is not None
+    assert (found.verdict, found.max_difference) == ("consistent", 0.0)
+
+
+async def test_samples_of_a_refused_snapshot_fail_and_say_why(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup.hold_forward(monkeypatch)
+    async with setup.running() as client:
+        await train(client)
+        setup.sampler.fault = wrong_alpha
+        await client.run(ephemeral(0))
+        before = await client.submit(sample(0))
+        setup.go_on.set()
+        assert_refused(await client.failure(before))
+        assert_refused(await client.failure(await client.submit(sample(0))))
+        assert setup.sampler.loaded == set()
+        assert "does not serve what was trained" in str((await setup.store.get_run(MODEL)).state_reason)
+        setup.sampler.fault = None
+        await client.run(ephemeral(1))
+        assert isinstance(await client.run(sample(1)), ops.SampleOutput)
+        await client.run(ops.UnloadModel(model_id=MODEL))
+        assert "is gone" in (await client.failure(await client.submit(sample(0)))).message
+    assert [found is not None and found.verdict for found in setup.verdicts()] == ["inconsistent", "consistent"]
+
+
+async def test_a_model_is_gone_after_the_verdict(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    unloaded = setup.tell_of_unloading(monkeypatch)
+    async with setup.running() as client:
+        setup.sampler.may_score.clear()
+        await client.run(ephemeral(0))
+        unloading = await client.submit(ops.UnloadModel(model_id=MODEL))
+        await asyncio.to_thread(unloaded.wait, WAIT_S)
+        record = await setup.store.wait_for(unloading, 0.05)
+        assert record.result is None
+        setup.sampler.may_score.set()
+        assert isinstance(await client.result(unloading), ops.ModelUnloaded)
+        assert setup.sampler.loaded == set()
+    (found,) = setup.verdicts()
+    assert found is not None
+    assert found.verdict == "consistent"
+
+
+async def test_a_snapshot_is_compared_again_after_a_crash(setup: Setup) -> None:
+    """The verdict is recorded nowhere, so a crash may have come before it."""
+    async with setup.running() as client:
+        await train(client)
+        await client.run(ephemeral(0))
+    setup.start_again()
+    setup.sampler.fault = wrong_alpha
+    engine = await setup.engine()
+    await engine.recover("killed", lambda _stage, _share: None)
+    async with serving(engine):
+        assert_refused(await client.failure(await client.submit(sample(0))))
 
 
 async def test_with_warn_the_save_goes_through_and_the_figures_are_kept(
@@ -172,35 +311,35 @@ async def test_a_sampler_that_scores_no_prompts_is_said_not_to_be_compared(
 ) -> None:
     setup.sampler.scores_prompts = False
     async with setup.running() as client:
-        saved = await client.run(ephemeral(0))
-    assert isinstance(saved, ops.WeightsSaved)
-    assert saved.consistency is not None
-    assert saved.consistency.verdict == "not compared"
-    assert "cannot score prompts" in str(saved.consistency.reason)
+        await client.run(ephemeral(0))
+    (found,) = setup.verdicts()
+    assert found is not None
+    assert found.verdict == "not compared"
+    assert "cannot score prompts" in str(found.reason)
     assert "was not compared with its trainer" in caplog.text
 
 
 async def test_a_sampler_that_fails_on_the_snapshot_is_refused(setup: Setup) -> None:
     setup.sampler.broken = True
     async with setup.running() as client:
-        failure = await client.failure(await client.submit(ephemeral(0)))
+        failure = await client.failure(await client.submit(persisted(client, "x")))
     assert "the sampler could not score the probes: out of slots" in failure.message
 
 
 async def test_a_model_that_has_diverged_is_its_owners_business(setup: Setup) -> None:
     async with setup.running() as client:
         await train(client, rate=1e38)
-        saved = await client.run(ephemeral(0))
-    assert isinstance(saved, ops.WeightsSaved)
-    assert saved.consistency is not None
-    assert "it has diverged" in str(saved.consistency.reason)
+        await client.run(ephemeral(0))
+    (found,) = setup.verdicts()
+    assert found is not None
+    assert "it has diverged" in str(found.reason)
 
 
 async def test_a_configured_bound_holds(setup: Setup) -> None:
     async with setup.running(max_difference=1e-12) as client:
         await train(client)
         setup.sampler.fault = lambda snapshot, _: shaken(snapshot)
-        failure = await client.failure(await client.submit(ephemeral(0)))
+        failure = await client.failure(await client.submit(persisted(client, "x")))
     assert "at most 1e-12 is allowed" in failure.message
 
 
@@ -215,9 +354,9 @@ async def test_the_base_model_is_scored_once_there_is_room_for_a_fresh_adapter(s
         for number in (1, 2):  # the backend has no room left
             await client.result(await client.create_model(number))
         await train(client)
-        first = await client.run(ephemeral(0))
+        first = await client.run(persisted(client, "x"))
         await client.run(ops.UnloadModel(model_id=client.model_id(2)))
-        second = await client.run(ephemeral(1))
+        second = await client.run(persisted(client, "y"))
         last_one_fits = await client.result(await client.create_model(3))
     found = [saved.consistency for saved in (first, second) if isinstance(saved, ops.WeightsSaved)]
     assert [each is not None and each.verdict for each in found] == ["consistent", "consistent"]
@@ -264,4 +403,4 @@ async def test_forward_is_the_only_thing_that_touches_the_model(setup: Setup, mo
     async with setup.running() as client:
         await client.run(ephemeral(0))
         await client.run(ephemeral(1))
-    assert touched == [_PROBE_ID, MODEL, MODEL]
+    assert touched == [MODEL, _PROBE_ID, MODEL]

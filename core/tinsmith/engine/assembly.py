@@ -26,6 +26,8 @@ from tinsmith.engine.replay import Replayer
 from tinsmith.engine.sample_line import SampleLine
 from tinsmith.engine.sampling_lane import SamplingLane
 from tinsmith.engine.sampling_snapshots import Keeping, Snapshots
+from tinsmith.engine.save_for_sampler import SaveForSampler
+from tinsmith.engine.snapshot_checks import SnapshotChecks
 from tinsmith.engine.training_lane import TrainingLane
 from tinsmith.engine.training_line import TrainingLine
 from tinsmith.engine.training_thread import TrainingThread
@@ -108,6 +110,7 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         keeping=options.keeping,
     )
     gate = ConsistencyGate(backend, sampler, options.consistency, call=thread.call)
+    checks = SnapshotChecks(store, lease, snapshots, gate, tasks)
 
     decoder = OperationDecoder(training=backend.capabilities, sampling=sampler.capabilities, losses=parts.losses)
     claims = Claims(store, lease, decoder=decoder, settings=options.recovery, gap_timeout_s=options.gap_timeout_s)
@@ -117,28 +120,28 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         TrainingLine(parts.scheduler, limits, models.why_not),
         models,
         ModelOperations(
-            store,
             models,
-            snapshots,
-            gate,
+            SaveForSampler(store, models, snapshots, gate, checks, checkpoints=writer),
+            checks,
             reader=reader,
             writer=writer,
             recovery_points=recovery_points,
             waiting=waiting,
         ),
         recorder,
-        RecoveryPointTaker(recovery_points, models, snapshots, waiting, tasks),
+        RecoveryPointTaker(recovery_points, models, checks, waiting, tasks),
         tasks,
         stopping=stopping,
     )
     line = SampleLine(parts.scheduler, sampler.capabilities)
-    sampling = SamplingLane(sampler, snapshots, recorder, line, tasks, on_room=claims.wake, stopping=stopping)
+    sampling = SamplingLane(sampler, snapshots, checks, recorder, line, tasks, on_room=claims.wake, stopping=stopping)
     recovery = Recovery(
         store,
         lease,
         models,
         Replayer(models, reader, recovery_root=recovery_root),
         snapshots,
+        checks,
         recovery_points,
         max_attempts=options.recovery.max_retries + 1,
     )

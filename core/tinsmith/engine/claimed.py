@@ -1,5 +1,6 @@
 """An operation on its way through the engine: claimed, then finished."""
 
+import asyncio
 from dataclasses import dataclass
 
 from tinsmith import operations as ops
@@ -42,7 +43,8 @@ class Outcome:
 
     result: ops.Result
     effects: tuple[Effect, ...] = ()
-    consistency: ops.Consistency | None = None  # of a save for sampling, even if it was refused
+    consistency: ops.Consistency | None = None  # of a persisted save for sampling, even if it was refused
+    comparing: asyncio.Task[ops.Consistency | None] | None = None  # of an ephemeral one: ends with the verdict
     applied: bool = False  # the result is a failure, but the operation has changed its model
 
 

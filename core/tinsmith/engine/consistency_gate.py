@@ -1,4 +1,4 @@
-"""The consistency gate checks at every save for sampling that the sampler serves what was trained.
+"""The consistency gate checks for every save for sampling that the sampler serves what was trained.
 
 Trainer and sampler score the same few probe sequences: the trainer in a forward pass, the sampler from the snapshot
 that clients will sample from. `consistency_verdict.py` judges the scores. Nothing here changes a model.
@@ -25,7 +25,10 @@ _LOSS: Final = "cross_entropy"
 _SAMPLER_TIMEOUT_S: Final = 60.0  # probes queue behind the samples of all clients
 
 Call = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Runs a call of the training backend in the backend's thread."""
+"""Queues a call of the training backend in the backend's thread, at once. Await its result."""
+
+Scoring = asyncio.Future[ops.ForwardBackwardOutput | ops.Failed]
+"""A forward pass of the probes that is queued, or has run."""
 
 _log = logging.getLogger("tinsmith.consistency")
 
@@ -55,15 +58,28 @@ class ConsistencyGate:
         """Tell whether a save with this verdict must fail."""
         return found.verdict == "inconsistent" and self._settings.action == "refuse"
 
-    async def check(self, model_id: str, snapshot_id: str, lora: ops.LoraConfig) -> Consistency | None:
-        """Compare a loaded snapshot with the model it was taken from, which must not train meanwhile.
+    def score_soon(self, model_id: str) -> Scoring | None:
+        """Queue the trainer's scoring of a model as it is now: whatever is queued after it may change the model.
 
-        Return None if the gate is off.
+        Return None if nothing will be compared.
+        """
+        nothing = self._settings.action == "off" or self._impossible is not None
+        return None if nothing else asyncio.ensure_future(self._call(partial(self._score, model_id)))
+
+    async def check(
+        self, model_id: str, snapshot_id: str, lora: ops.LoraConfig, scoring: Scoring | None = None
+    ) -> Consistency | None:
+        """Compare a loaded snapshot with the model it was taken from. Return None if the gate is off.
+
+        `scoring` is what `score_soon` returned when the model was as the snapshot is; without it the model must not
+        train meanwhile.
         """
         if self._settings.action == "off":
             return None
+        if self._impossible is not None:
+            return self._tell(snapshot_id, not_compared(self._impossible))
         try:
-            found = await self._compare(model_id, snapshot_id, lora)
+            found = await self._compare(model_id, snapshot_id, lora, scoring)
         except TimeoutError:
             reason = f"the sampler is too busy: it did not score the probes within {_SAMPLER_TIMEOUT_S:.0f} s"
             found = not_compared(reason)
@@ -71,18 +87,20 @@ class ConsistencyGate:
             found = Consistency(verdict="inconsistent", reason=str(error))
         return self._tell(snapshot_id, found)
 
-    async def _compare(self, model_id: str, snapshot_id: str, lora: ops.LoraConfig) -> Consistency:
-        if self._impossible is not None:
-            return not_compared(self._impossible)
-        base = await self._base_scores(lora)
-        scoring = asyncio.ensure_future(self._by_sampler(snapshot_id))
+    async def _compare(
+        self, model_id: str, snapshot_id: str, lora: ops.LoraConfig, scoring: Scoring | None
+    ) -> Consistency:
+        by_trainer = scoring or asyncio.ensure_future(self._call(partial(self._score, model_id)))
+        by_sampler = asyncio.ensure_future(self._by_sampler(snapshot_id))
         try:
-            trainer_N = await self._by_trainer(model_id)
+            base = await self._base_scores(lora)
+            trainer_N = _trainer_scores(await by_trainer)
             if not np.isfinite(trainer_N).all():
                 return not_compared("the logprobs of the model are not finite: it has diverged")
-            now = Scores(trainer_N=trainer_N, sampler_N=await scoring)
+            now = Scores(trainer_N=trainer_N, sampler_N=await by_sampler)
         finally:
-            scoring.cancel()  # if it is still running
+            by_trainer.cancel()  # whichever is still running
+            by_sampler.cancel()
         found = compare(now, base=base, last=self._last.get(model_id), bounds=self._bounds)
         if found.verdict == "consistent":
             self._last[model_id] = now
@@ -109,14 +127,13 @@ class ConsistencyGate:
         """Score with an untrained adapter, which changes nothing. The same LoRA shape reuses compiled programs."""
         self._backend.create_model(ops.CreateModel(model_id=_PROBE_ID, lora=lora))
         try:
-            (result,) = self._backend.forward([self._forward(_PROBE_ID)])
+            return self._score(_PROBE_ID)
         finally:
             self._backend.unload_model(_PROBE_ID)
-        return result
 
-    async def _by_trainer(self, model_id: str) -> ScoresN:
-        (result,) = await self._call(partial(self._backend.forward, [self._forward(model_id)]))
-        return _trainer_scores(result)
+    def _score(self, model_id: str) -> ops.ForwardBackwardOutput | ops.Failed:
+        (result,) = self._backend.forward([self._forward(model_id)])
+        return result
 
     def _forward(self, model_id: str) -> ops.Forward:
         return ops.Forward(model_id=model_id, data=tuple(_datum(probe) for probe in self._probes), loss_fn=_LOSS)
@@ -148,11 +165,19 @@ def figures(found: Consistency) -> str:
 
 def refusal(found: Consistency) -> str:
     """Return the message of a refused save: what differs, by how much, and what to do."""
+    return f"the snapshot was not saved, because {_why_refused(found)}"
+
+
+def later_refusal(snapshot_id: str, found: Consistency) -> str:
+    """Return the message of a snapshot that is refused when its save has been answered."""
+    return f"sampling snapshot {snapshot_id!r} was taken back, because {_why_refused(found)}"
+
+
+def _why_refused(found: Consistency) -> str:
     return (
-        f"the snapshot was not saved, because the sampler does not serve what was trained: {found.reason} "
-        f"({figures(found)}). Save again; if that fails too, restart the engine, compare the versions and dtypes of "
-        "trainer and sampler, and run their contract suites; models[].consistency in the configuration sets the "
-        "bound, or turns the refusal into a warning"
+        f"the sampler does not serve what was trained: {found.reason} ({figures(found)}). Save again; if that fails "
+        "too, restart the engine, compare the versions and dtypes of trainer and sampler, and run their contract "
+        "suites; models[].consistency in the configuration sets the bound, or turns the refusal into a warning"
     )
 
 

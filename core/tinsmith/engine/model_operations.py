@@ -12,11 +12,10 @@ from tinsmith import operations as ops
 from tinsmith.backend import ModelState
 from tinsmith.engine.checkpoint_files import CheckpointReader, CheckpointWriter
 from tinsmith.engine.claimed import Outcome, failed
-from tinsmith.engine.consistency_gate import ConsistencyGate
 from tinsmith.engine.models import Models
 from tinsmith.engine.recovery_points import RecoveryPoints
-from tinsmith.engine.sampling_snapshots import Snapshots
 from tinsmith.engine.save_for_sampler import SaveForSampler
+from tinsmith.engine.snapshot_checks import SnapshotChecks
 from tinsmith.engine.waiting_states import WaitingStates
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.store import (
@@ -26,7 +25,6 @@ from tinsmith.store import (
     LoraResolved,
     OperationRecord,
     RecoveryPointTaken,
-    RequestStore,
     RunState,
     RunStateChanged,
 )
@@ -39,10 +37,9 @@ ModelOperation = (
 class ModelOperations:
     def __init__(
         self,
-        store: RequestStore,
         models: Models,
-        snapshots: Snapshots,
-        gate: ConsistencyGate,
+        save_for_sampler: SaveForSampler,
+        checks: SnapshotChecks,
         *,
         reader: CheckpointReader,
         writer: CheckpointWriter,
@@ -50,13 +47,12 @@ class ModelOperations:
         waiting: WaitingStates,
     ) -> None:
         self._models = models
-        self._snapshots = snapshots
-        self._gate = gate
+        self._save_for_sampler = save_for_sampler
+        self._checks = checks
         self._reader = reader
         self._writer = writer
         self._recovery_points = recovery_points
         self._waiting = waiting
-        self._save_for_sampler = SaveForSampler(store, models, snapshots, gate, checkpoints=writer)
 
     async def run(self, operation: ModelOperation, record: OperationRecord) -> Outcome:
         """Run one. If the request or the disk is at fault, the outcome says so."""
@@ -145,14 +141,13 @@ class ModelOperations:
 
     async def _keep(self, model_id: str, state: ModelState, record: OperationRecord) -> RecoveryPointTaken:
         """Keep what is about to be loaded: a recovery cannot rely on the checkpoint, which may be deleted by then."""
-        await self._snapshots.persist(model_id)
+        await self._checks.persist(model_id)
         taken = await self._recovery_points.write(model_id, record.seq_id, state)
         return RecoveryPointTaken(record=taken, keep=self._recovery_points.keep)
 
     async def _unload(self, model_id: str) -> Outcome:
         await self._models.unload(model_id)
-        self._gate.forget(model_id)
-        await self._snapshots.drop_model(model_id)
+        await self._checks.drop_model(model_id)
         unloaded = RunStateChanged(model_id=model_id, state=RunState.UNLOADED)
         return Outcome(result=ops.ModelUnloaded(model_id=model_id), effects=(unloaded,))
 

@@ -48,6 +48,10 @@ def _oldest(batches: Iterable[_Batch]) -> list[_Batch]:
     return together
 
 
+def _verdict(ended: asyncio.Task[ops.Consistency | None]) -> ops.Consistency | None:
+    return None if ended.cancelled() or ended.exception() is not None else ended.result()
+
+
 class Recorder:
     def __init__(
         self, store: RequestStore, lease: Lease, claims: Claims, *, on_finished: Callable[[OperationFinished], None]
@@ -86,8 +90,15 @@ class Recorder:
         )
         for batch in batches:
             self._claims.release(*(each.claimed.record.request_id for each in batch.finished))
-            for event in batch.events():
-                self._on_finished(event)
+            for each, event in zip(batch.finished, batch.events(), strict=True):
+                self._tell(event, each.outcome.comparing)
+
+    def _tell(self, event: OperationFinished, comparing: asyncio.Task[ops.Consistency | None] | None) -> None:
+        """Tell the observers; of a save whose snapshot is still being compared, when the verdict is there."""
+        if comparing is None:
+            self._on_finished(event)
+        else:
+            comparing.add_done_callback(lambda ended: self._on_finished(replace(event, consistency=_verdict(ended))))
 
     async def _recordable_batch(self, batch: _Batch) -> _Batch:
         return replace(batch, finished=[await self._recordable(each) for each in batch.finished])

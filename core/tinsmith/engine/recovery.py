@@ -10,6 +10,7 @@ from tinsmith.engine.models import Models
 from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.engine.replay import REPLAY_PAGE, History, Rebuilt, Replayer
 from tinsmith.engine.sampling_snapshots import Snapshots
+from tinsmith.engine.snapshot_checks import SnapshotChecks
 from tinsmith.engine.store_retries import with_retries
 from tinsmith.errors import LeaseLostError, ModelLostError, StoreError, TinsmithError
 from tinsmith.store import Lease, LiveModel, OperationRecord, RecoveryPointRecord, RequestStore, RunRecord
@@ -31,6 +32,7 @@ class Recovery:
         models: Models,
         replayer: Replayer,
         snapshots: Snapshots,
+        checks: SnapshotChecks,
         recovery_points: RecoveryPoints,
         *,
         max_attempts: int,
@@ -41,6 +43,7 @@ class Recovery:
         self._models = models
         self._replayer = replayer
         self._snapshots = snapshots
+        self._checks = checks
         self._recovery_points = recovery_points
         self._max_attempts = max_attempts
 
@@ -89,7 +92,7 @@ class Recovery:
         _log.error("model %s is lost: %s", model_id, reason, exc_info=error)
         await with_retries(self._store.lose_run, self._lease, model_id, reason)
         await self._models.discard(model_id, reason)
-        await self._snapshots.drop_model(model_id)
+        await self._checks.drop_model(model_id)
         await self._recovery_points.forget(model_id)
 
     async def _end(self, run: RunRecord, rebuilt: Rebuilt) -> None:
@@ -116,6 +119,7 @@ class Recovery:
         if self._snapshots.why_not(self._models.lora(model_id)) is None:
             snapshot = await self._models.publish(model_id, snapshot_id)
             await self._snapshots.add(snapshot, model_id=model_id)
+            await self._checks.check(model_id, snapshot)  # the verdict is recorded nowhere
 
 
 class _LiveHistory(History):

@@ -9,7 +9,7 @@ from tinsmith.backend import ModelState
 from tinsmith.engine.failures import EngineFailedError, ending_the_engine
 from tinsmith.engine.models import Models
 from tinsmith.engine.recovery_points import RecoveryPoints
-from tinsmith.engine.sampling_snapshots import Snapshots
+from tinsmith.engine.snapshot_checks import SnapshotChecks
 from tinsmith.engine.waiting_states import Place, WaitingStates
 from tinsmith.errors import LeaseLostError, TinsmithError
 from tinsmith.store import OperationRecord
@@ -24,13 +24,13 @@ class RecoveryPointTaker:
         self,
         recovery_points: RecoveryPoints,
         models: Models,
-        snapshots: Snapshots,
+        checks: SnapshotChecks,
         waiting: WaitingStates,
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._recovery_points = recovery_points
         self._models = models
-        self._snapshots = snapshots
+        self._checks = checks
         self._waiting = waiting
         self._tasks = tasks
 
@@ -69,7 +69,7 @@ class RecoveryPointTaker:
     ) -> None:
         try:
             with ending_the_engine(base_model, "capture_state"):
-                await self._snapshots.persist(model_id)
+                await self._checks.persist(model_id)
                 written = await self._recovery_points.write(model_id, seq_id, state)
             del state
             place.release()

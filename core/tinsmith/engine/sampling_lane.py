@@ -14,6 +14,7 @@ from tinsmith.engine.failures import engine_failed
 from tinsmith.engine.recorder import Recorder
 from tinsmith.engine.sample_line import SampleLine
 from tinsmith.engine.sampling_snapshots import Snapshots
+from tinsmith.engine.snapshot_checks import SnapshotChecks
 from tinsmith.errors import TinsmithError
 from tinsmith.failpoints import durable_boundary
 
@@ -25,6 +26,7 @@ class SamplingLane:
         self,
         sampler: SamplingBackend,
         snapshots: Snapshots,
+        checks: SnapshotChecks,
         recorder: Recorder,
         line: SampleLine,
         tasks: asyncio.TaskGroup,
@@ -35,6 +37,7 @@ class SamplingLane:
         """`on_room` is called whenever a sample has ended. Once `stopping` is set, none is started."""
         self._sampler = sampler
         self._snapshots = snapshots
+        self._checks = checks
         self._recorder = recorder
         self._line = line
         self._tasks = tasks
@@ -105,8 +108,10 @@ class SamplingLane:
 
     @durable_boundary("engine.sample")
     async def _sample(self, operation: ops.Sample) -> ops.Result:
+        self._checks.expect_not_refused(operation.snapshot_id)
         async with self._snapshots.for_sample(operation):
             result = await self._sampler.sample(operation)
+        await self._checks.expect_passed(operation.snapshot_id)
         if isinstance(result, ops.SampleOutput) and operation.target_layout is not None:
             return replace(result, target_layout=operation.target_layout)
         return result

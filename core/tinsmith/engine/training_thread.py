@@ -20,12 +20,20 @@ class TrainingThread:
         """`executor` has one worker, the thread in which the backend was created. By default, start one."""
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="tinsmith-training")
 
-    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `function` in the thread. Pass a UserError on; wrap any other exception in BackendFailedError."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *args, **kwargs))
-        except UserError:
-            raise
-        except Exception as error:
-            msg = f"{type(error).__name__}: {error}"
-            raise BackendFailedError(msg) from error
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        """Queue a call of `function` at once, ahead of every later call. Await its result.
+
+        A UserError is passed on; any other exception is wrapped in BackendFailedError.
+        """
+        running = asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *args, **kwargs))
+        return asyncio.ensure_future(_result(running))
+
+
+async def _result(running: asyncio.Future[T]) -> T:
+    try:
+        return await running
+    except UserError:
+        raise
+    except Exception as error:
+        msg = f"{type(error).__name__}: {error}"
+        raise BackendFailedError(msg) from error

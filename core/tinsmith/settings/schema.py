@@ -239,11 +239,11 @@ class RecoverySettings(_Section):
 
 
 class ConsistencySettings(_Section):
-    """Each save for sampling scores the same probe tokens in trainer and sampler, and compares."""
+    """For each save for sampling, trainer and sampler score the same probe tokens, and the scores are compared."""
 
     action: Literal["refuse", "warn", "off"] = Field(
         "refuse",
-        description="what happens to a save if sampler and trainer score the probe tokens differently: `refuse` or "
+        description="what happens to a snapshot that sampler and trainer score differently: `refuse` or "
         "`warn`; `off` compares nothing",
     )
     probes: int = Field(2, ge=1, le=16, description="number of probe sequences to score")

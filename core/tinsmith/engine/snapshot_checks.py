@@ -1,0 +1,106 @@
+"""Comparing ephemeral snapshots with their models, behind the answers to their saves.
+
+A client has its sampling session before its snapshot has been compared, and may ask for samples at once. They are drawn
+together with the probes, but none is given away before the verdict, and none at all if the snapshot is refused.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+
+from tinsmith.backend import Snapshot
+from tinsmith.engine.consistency_gate import ConsistencyGate, Scoring, later_refusal
+from tinsmith.engine.failures import engine_failed
+from tinsmith.engine.sampling_snapshots import Snapshots
+from tinsmith.engine.store_retries import with_retries
+from tinsmith.errors import ServerError, TinsmithError
+from tinsmith.operations import Consistency
+from tinsmith.store import Lease, RequestStore
+
+Comparing = asyncio.Task[Consistency | None]
+"""Ends with the verdict: None if the gate is off."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    model_id: str
+    why: str
+
+
+class SnapshotChecks:
+    """Knows which comparisons run, and which snapshots were refused, until their model is unloaded."""
+
+    def __init__(
+        self, store: RequestStore, lease: Lease, snapshots: Snapshots, gate: ConsistencyGate, tasks: asyncio.TaskGroup
+    ) -> None:
+        self._store = store
+        self._lease = lease
+        self._snapshots = snapshots
+        self._gate = gate
+        self._tasks = tasks
+        self._running: dict[str, tuple[str, Comparing]] = {}  # model_id and task, by snapshot_id
+        self._refused: dict[str, _Refused] = {}  # by snapshot_id
+
+    def start(self, model_id: str, snapshot: Snapshot) -> Comparing:
+        """Compare a snapshot that was just loaded, in the background. Its model may train at once."""
+        scoring = self._gate.score_soon(model_id)
+        comparing = self._tasks.create_task(self._in_background(model_id, snapshot, scoring))
+        self._running[snapshot.snapshot_id] = model_id, comparing
+        comparing.add_done_callback(partial(self._ended, snapshot.snapshot_id))
+        return comparing
+
+    def _ended(self, snapshot_id: str, _comparing: Comparing) -> None:
+        del self._running[snapshot_id]
+
+    async def _in_background(self, model_id: str, snapshot: Snapshot, scoring: Scoring | None) -> Consistency | None:
+        try:
+            return await self.check(model_id, snapshot, scoring)
+        except TinsmithError:
+            raise
+        except Exception as error:
+            raise engine_failed(self._lease.base_model, "the check of a snapshot", error) from error
+
+    async def check(self, model_id: str, snapshot: Snapshot, scoring: Scoring | None = None) -> Consistency | None:
+        """Compare a loaded snapshot, and take it back if it is refused. Return None if the gate is off."""
+        found = await self._compare(model_id, snapshot, scoring)
+        if found is not None and self._gate.refuses(found):
+            why = later_refusal(snapshot.snapshot_id, found)
+            self._refused[snapshot.snapshot_id] = _Refused(model_id, why)
+            await self._snapshots.discard(snapshot.snapshot_id)
+            await with_retries(self._store.note_run, self._lease, model_id, why)
+        return found
+
+    async def _compare(self, model_id: str, snapshot: Snapshot, scoring: Scoring | None) -> Consistency | None:
+        try:
+            async with self._snapshots.use(snapshot.snapshot_id):
+                return await self._gate.check(model_id, snapshot.snapshot_id, snapshot.lora, scoring)
+        except TinsmithError as error:  # it had left the sampler's memory, and cannot be read from the disk
+            return Consistency(verdict="inconsistent", reason=str(error))
+
+    def expect_not_refused(self, snapshot_id: str | None) -> None:
+        """Raise ServerError if a snapshot was refused."""
+        refused = self._refused.get(snapshot_id or "")
+        if refused is not None:
+            raise ServerError(refused.why)
+
+    async def expect_passed(self, snapshot_id: str | None) -> None:
+        """Wait for the verdict on a snapshot. Raise ServerError if it was refused."""
+        if (running := self._running.get(snapshot_id or "")) is not None:
+            await asyncio.wait([running[1]])
+        self.expect_not_refused(snapshot_id)
+
+    async def persist(self, model_id: str) -> None:
+        """Write the model's ephemeral snapshots to disk once they have passed; they are not compared again."""
+        await self._ended_of(model_id)
+        await self._snapshots.persist(model_id)
+
+    async def drop_model(self, model_id: str) -> None:
+        """Drop the ephemeral snapshots of a model that has been unloaded, and what is remembered of them."""
+        await self._ended_of(model_id)
+        self._gate.forget(model_id)
+        self._refused = {name: each for name, each in self._refused.items() if each.model_id != model_id}
+        await self._snapshots.drop_model(model_id)
+
+    async def _ended_of(self, model_id: str) -> None:
+        if comparing := [each for of, each in self._running.values() if of == model_id]:
+            await asyncio.wait(comparing)
