@@ -11,15 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tinsmith.huggingface import HEAD, DecoderShape, decoder_shape
+from tinsmith.huggingface import HEAD, DecoderShape, decoder_shape, known_config
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 
 TINY = TinyShape(vocab_size=512, num_layers=2)
-QWEN3_8B = {
-    "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
-    "max_position_embeddings": 40_960,
-}  # fmt: skip
+MODEL = "Qwen3-8B"
 
 Report = dict[str, object]
 
@@ -65,7 +61,9 @@ class Options:
         path = directory / "config.json"
         config = json.loads(path.read_text())
         if not self.toy:
-            config.update(QWEN3_8B)
+            sizes = known_config(MODEL)
+            assert sizes is not None, MODEL
+            config.update(sizes)
             path.write_text(json.dumps(config))
         return decoder_shape(config, path, supported=["Qwen3ForCausalLM"])
 
