@@ -322,6 +322,13 @@ def megatron_table(model: str, rank: int) -> str:
     return tables.table(command.read_shape(model), gpus, work.Work(rank=rank), work.Machine())
 
 
+def fsdp_table(model: str) -> str:
+    """Return what rehearsals found; docs/reference/fsdp-memory.md says how they were made."""
+    from tinsmith_fsdp import rehearsed
+
+    return rehearsed.table(rehearsed.read_lines((REFERENCE / "fsdp-memory.jsonl").read_text(encoding="utf-8")), model)
+
+
 _PLANNED = {
     f"megatron-{model.split('-')[1].lower()}-{kind}": partial(megatron_table, model, rank)
     for model in ("Qwen3-30B-A3B", "Qwen3-235B-A22B")
@@ -339,6 +346,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "fields": field_status.markdown,
     **{f"tpu-{kind}": partial(tpu_table, kind) for kind in ("tenants", "slices", "recompute", "scaling", "sampling")},
     **_PLANNED,
+    **{f"fsdp-memory-{model}": partial(fsdp_table, model) for model in _MODELS},
     **{f"public-{package}": partial(public_names, package) for package in PUBLIC_PACKAGES},
     **{f"hook-{name}": partial(hook_section, name) for name in HOOK_NAMES},
 }

@@ -1,4 +1,4 @@
-"""One pass of the real program as one of many ranks, without memory, devices or other ranks: what it would take.
+"""One training step of the real program as one of many ranks, without memory, devices or other ranks: what it takes.
 
 Everything is torch's own: fake tensors, which have shapes and no contents, and the fake process group, whose
 collectives do nothing (as torchtitan estimates its memory). Not seen: what kernels take while they run, what CUDA, NCCL
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -21,9 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tinsmith import BUILTIN_LOSSES, LoraConfig
-from tinsmith.workers import AdapterLayout, Segment, deal
-from tinsmith_fsdp import head
+from tinsmith import BUILTIN_LOSSES, AdamParams, LoraConfig
+from tinsmith.workers import AdapterLayout, ModelStep, Segment, deal
+from tinsmith_fsdp import head, trainer
 from tinsmith_fsdp.allocations import Allocations
 from tinsmith_fsdp.architecture import architecture_of
 from tinsmith_fsdp.base_model import BaseModel
@@ -38,18 +39,25 @@ from tinsmith_fsdp.messages import Setup
 from tinsmith_fsdp.streams import Stream
 from tinsmith_fsdp.trainer import Trainer, _Adapter
 
-_OPS: Final = {"_allgather_base_": "gathered", "_reduce_scatter_base_": "reduced", "allreduce_": "summed"}
+_OPS: Final = {
+    "_allgather_base_": "gathered",
+    "_reduce_scatter_base_": "reduced",
+    "allreduce_": "summed",
+    "broadcast_": "broadcast",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """Bytes on rank 0. `peak` includes `resident`, what remains between passes: weights, gradients and moments."""
+    """Bytes on rank 0. Both peaks include `resident`, what remains between passes: weights, gradients and moments."""
 
     resident: int
-    peak: int
-    gathered: int  # what the pass received of layers and gradients, if each rank has an equal part
+    peak: int  # of a forward and backward pass
+    step: int  # the peak of an optimizer step of all models at once
+    gathered: int  # the whole tensors that collectives of the pass and the step had, by kind
     reduced: int
     summed: int
+    broadcast: int
 
 
 def rehearse(
@@ -59,7 +67,7 @@ def rehearse(
     loras: Sequence[LoraConfig],
     lengths: Sequence[int],
 ) -> Rehearsal:
-    """Run a forward and backward pass with sequences of these lengths on every rank, of these models in turn.
+    """Run a forward and backward pass and a step, with sequences of these lengths on every rank, of its models in turn.
 
     A model of rank 0 is trained fully. The process group is this process's: it must not be in one.
     """
@@ -73,15 +81,23 @@ def rehearse(
             (Path(directory) / "config.json").write_text(json.dumps({"model_type": kind, **model}))
             setup = _setup(config, model, ranks, directory)
             bases = [_Unreal(setup, mesh, fake, counted, trainable=which) for which in _copies(loras)]
-            with fake, counted, _logits_of(on_cpu=ranks.on_cpu):
-                run = _made(setup, mesh, bases, loras, lengths)
+            with fake, counted, _logits_of(on_cpu=ranks.on_cpu), patch.object(trainer, "square_norm", _any_norm):
+                run, step = _made(setup, mesh, bases, loras, lengths)
                 resident = counted.taken
                 counted.sent.clear()
-                run()
+                peak = _peak_of(run, counted)
+                stepping = _peak_of(step, counted)
     finally:
         dist.destroy_process_group()
+    assert counted.sent.keys() <= _OPS.keys(), counted.sent
     moved = {name: counted.sent.get(operator, 0) for operator, name in _OPS.items()}
-    return Rehearsal(resident=resident, peak=counted.peak, **moved)
+    return Rehearsal(resident=resident, peak=peak, step=stepping, **moved)
+
+
+def _peak_of(work: Callable[[], object], counted: Allocations) -> int:
+    counted.peak = counted.taken
+    work()
+    return counted.peak
 
 
 def _setup(config: FsdpConfig, model: Mapping[str, Any], ranks: Ranks, directory: str) -> Setup:
@@ -108,12 +124,22 @@ def _logits_of(*, on_cpu: bool) -> Iterator[None]:
         head.CPU_LOGITS = before
 
 
+def _any_norm(_: torch.Tensor) -> float:
+    """Stand in for the norm of a gradient that has no contents."""
+    return 1.0
+
+
 class _Rehearsed(Trainer):
     """Returns no scores: fake tensors have none."""
 
     def _pass(self, streams: Sequence[Stream], *, backward: bool) -> list[Scores]:
         super()._pass(streams, backward=backward)
         return []
+
+
+class _RehearsedFull(FullModel):
+    def _norm(self, gradients: Sequence[torch.Tensor]) -> float:
+        return _any_norm(gradients[0])
 
 
 class _Unreal(BaseModel):
@@ -138,22 +164,30 @@ def _copies(loras: Sequence[LoraConfig]) -> tuple[bool, ...]:
 
 def _made(
     setup: Setup, mesh: Mesh, bases: Sequence[BaseModel], loras: Sequence[LoraConfig], lengths: Sequence[int]
-) -> Callable[[], object]:
-    """Make all models with all that they ever hold. Return what runs the pass."""
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Make all models with all that they ever hold. Return what runs the pass, and what runs the step."""
+    names = [f"m{number}" for number in range(len(loras))]
     work = [
-        _segment(f"m{number % len(loras)}", number, length) for number, length in enumerate([*lengths] * mesh.dp_size)
+        _segment(names[turn % len(names)], turn * mesh.dp_size + rank, length)
+        for turn, length in enumerate(lengths)
+        for rank in range(mesh.dp_size)
     ]
     micros = list(deal(work, mesh.dp_size, sum(lengths)))
     assert len(micros) == 1, "every rank has one micro-batch"
+    adam = AdamParams(learning_rate=1e-4)
     if loras[0].rank == 0:
-        full = FullModel(bases[1], mesh, LossTable(setup.losses))
+        full = _RehearsedFull(bases[1], mesh, LossTable(setup.losses))
         for part in bases[1].parts:
             part.parameter.grad = torch.zeros_like(part.parameter.detach())
-        return lambda: full.run([micros[0][0]], backward=True)
-    trainer = _Rehearsed(bases[0], mesh, setup)
-    for number, lora in enumerate(loras):
-        trainer._adapters[f"m{number}"] = _adapter(AdapterLayout(lora, setup.architecture))  # noqa: SLF001
-    return lambda: trainer.run([micros[0][0]], [owners(micros[0])], True)  # noqa: FBT003
+        return lambda: full.run([micros[0][0]], backward=True), lambda: full.optim_step(adam)
+    lone = _Rehearsed(bases[0], mesh, setup)
+    for name, lora in zip(names, loras, strict=True):
+        lone._adapters[name] = _adapter(AdapterLayout(lora, setup.architecture))  # noqa: SLF001
+    steps = [ModelStep(model_id=name, adam=adam) for name in names]
+    return (
+        lambda: lone.run([micros[0][0]], [owners(micros[0])], True),  # noqa: FBT003
+        lambda: lone.optim_step(steps),
+    )
 
 
 def _adapter(layout: AdapterLayout) -> _Adapter:

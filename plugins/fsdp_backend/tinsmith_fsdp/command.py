@@ -1,0 +1,66 @@
+"""The command line `tinsmith-fsdp`."""
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tinsmith import ConfigError, TinsmithError
+from tinsmith_fsdp import rehearsed
+
+group = typer.Typer(
+    help="Tools of the fsdp backend.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+
+
+def app() -> None:
+    """Run the command line. An error meant for people goes to stderr without a traceback, with exit code 2."""
+    try:
+        group(prog_name="tinsmith-fsdp")
+    except TinsmithError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+
+
+@group.callback()
+def _several_commands() -> None:
+    pass
+
+
+@group.command("rehearse")
+def rehearse(
+    model: Annotated[str, typer.Option(help="a directory with config.json, or Qwen3-8B, Llama-3-70B, ...")],
+    cards: Annotated[list[int], typer.Option(min=1, help="may be repeated")],
+    tenants: Annotated[int, typer.Option(min=1, help="models in training")] = 1,
+    rank: Annotated[int, typer.Option(min=0, help="of each adapter; 0: full fine-tuning of one model")] = 32,
+    sequences: Annotated[int, typer.Option(min=1, help="of a micro-batch of each card, for the tenants in turn")] = 16,
+    length: Annotated[int, typer.Option(min=1, help="tokens of each sequence")] = 512,
+    layers: Annotated[int | None, typer.Option(min=1, help="instead of all of the model's")] = None,
+    json: Annotated[Path | None, typer.Option(help="append the figures to this file, a line for each")] = None,
+) -> None:
+    """Run a training step of the real program on tensors without contents: the memory it takes, and what it sends."""
+    warnings.filterwarnings("ignore", category=UserWarning)  # of fake tensors, about what they cannot do
+    if rank == 0 and tenants > 1:
+        msg = f"--tenants {tenants} --rank 0: one fully trained model at a time, leave out --tenants"
+        raise ConfigError(msg)
+    for number in cards:
+        work = rehearsed.Work(
+            model=model, cards=number, tenants=tenants, rank=rank, sequences=sequences, length=length, layers=layers
+        )
+        row = rehearsed.row_of(work)
+        typer.echo(rehearsed.sentence(row))
+        if json is not None:
+            with json.open("a", encoding="utf-8") as file:
+                file.write(row.model_dump_json() + "\n")
+
+
+@group.command("rehearsal-table")
+def rehearsal_table(
+    files: Annotated[list[Path], typer.Argument(help="what rehearse --json has written")],
+    model: Annotated[str, typer.Option(help="whose figures")],
+) -> None:
+    """Print figures of several runs as a Markdown table."""
+    rows = rehearsed.read_lines("\n".join(file.read_text(encoding="utf-8") for file in files))
+    typer.echo(rehearsed.table(rows, model))
