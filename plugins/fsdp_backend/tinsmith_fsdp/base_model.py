@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from tinsmith.huggingface import ATTENTION, MLP, WeightFiles
+from tinsmith.torch_workers import LossTable
 from tinsmith_fsdp import attention
 from tinsmith_fsdp.head import Scores
 from tinsmith_fsdp.lora import MultiLoraLinear
-from tinsmith_fsdp.loss_table import LossTable
 from tinsmith_fsdp.mesh import Mesh
 from tinsmith_fsdp.messages import Loaded, Setup
 from tinsmith_fsdp.packed_model import PackedModel, canonical_name

@@ -6,19 +6,18 @@ weights. Transfers to and from the host carry only this rank's rows.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tinsmith import AdamParams, FloatArray
+from tinsmith import AdamParams
 from tinsmith.huggingface import Kind, StoredTensor, Targets
+from tinsmith.torch_workers import FullModelOfWorker, HostCopies, LossTable
 from tinsmith.workers import FullState, Segment, Slice
 from tinsmith_fsdp.base_model import BaseModel, Part
 from tinsmith_fsdp.head import Scores
-from tinsmith_fsdp.loss_table import LossTable
 from tinsmith_fsdp.mesh import Mesh
 from tinsmith_fsdp.messages import Place
 from tinsmith_fsdp.optimizer import Stepped, adamw_
@@ -28,7 +27,7 @@ _TOGETHER = 16  # tensors per call of the optimizer, whose temporaries are as la
 _PIECE = 1 << 22  # numbers that are copied at a time
 
 
-class FullModel:
+class FullModel(FullModelOfWorker):
     """Receives the same calls on every rank."""
 
     def __init__(self, base: BaseModel, mesh: Mesh, losses: LossTable) -> None:
@@ -37,7 +36,7 @@ class FullModel:
         self._m, self._v = ({part.name: torch.zeros_like(part.parameter.detach()) for part in base.parts} for _ in "mv")
         self._moments = False  # True after a step, or if moments were restored
         self._step = 0
-        self._copying = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
+        self._copies = HostCopies(mesh.device)
         gradients = [torch.empty_like(part.local) for part in base.parts]
         del gradients
 
@@ -143,19 +142,11 @@ class FullModel:
                 start=part.rows.start + start,
                 columns=None if part.columns is None else (part.columns.start, part.columns.stop),
                 num_bytes=rows.numel() * rows.element_size(),
-                read=partial(self._copied, rows),
+                read=partial(self._copies.copy, rows),
             )
 
-    def _copied(self, rows: torch.Tensor) -> FloatArray:
-        """Copy to the host. On a GPU, in a stream of its own, so that passes go on meanwhile."""
-        with nullcontext() if self._copying is None else torch.cuda.stream(self._copying):
-            copied: FloatArray = rows.to("cpu", copy=True).numpy()
-        return copied
-
     def begin_copying(self) -> None:
-        """Have copies from a GPU wait for what has been computed so far."""
-        if self._copying is not None:
-            self._copying.wait_stream(torch.cuda.current_stream(self._mesh.device))
+        self._copies.begin()
 
     def _tensor(self, kind: Kind, part: Part) -> torch.Tensor:
         if kind == "weights":

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tinsmith.huggingface import HEAD
-from tinsmith_fsdp.loss_table import LossBatch, LossTable
+from tinsmith.torch_workers import LossBatch, LossTable
 from tinsmith_fsdp.streams import Group, Stream
 
 CPU_LOGITS = 1 << 22  # of one chunk: 16 MiB stay near the caches

@@ -1,7 +1,6 @@
 """Distinguish running out of memory from all other errors that torch, Python and the system raise."""
 
 import errno
-import gc
 from typing import Final
 
 import torch
@@ -19,10 +18,3 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     return any(sign in str(error) for sign in _SIGNS) or is_out_of_memory(error.__cause__)
-
-
-def free_what_is_unused() -> None:
-    """Free the memory of dropped modules, whose reference cycles only the garbage collector frees."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

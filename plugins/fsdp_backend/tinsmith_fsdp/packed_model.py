@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tinsmith.torch_workers import LossTable
 from tinsmith_fsdp import head
 from tinsmith_fsdp.head import Scores
 from tinsmith_fsdp.lora import MultiLoraLinear
-from tinsmith_fsdp.loss_table import LossTable
 from tinsmith_fsdp.streams import Stream
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tinsmith.torch_workers import find_device, worker_device
 from tinsmith.workers import Worker, WorkerDevice
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.environment import DEVICE
-from tinsmith_fsdp.mesh import find_device, make_mesh
+from tinsmith_fsdp.mesh import make_mesh
 from tinsmith_fsdp.messages import Loaded, Setup
 from tinsmith_fsdp.trainer import Trainer
 
@@ -26,10 +27,7 @@ class Rank:
         self._trainer: Trainer | None = None
 
     def device(self) -> WorkerDevice:
-        if self._device.type == "cpu":
-            return WorkerDevice(type="cpu", name="CPU rank")
-        found = torch.cuda.get_device_properties(self._device)
-        return WorkerDevice(type="cuda", name=found.name, memory_bytes=found.total_memory)
+        return worker_device(self._device)
 
     def sees(self, file: Path) -> bool:
         return file.exists()

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tinsmith import BUILTIN_LOSSES, AdamParams, LoraConfig
+from tinsmith.torch_workers import Adapter, LossTable
 from tinsmith.workers import AdapterLayout, ModelStep, Segment, deal
 from tinsmith_fsdp import head, trainer
 from tinsmith_fsdp.allocations import Allocations
@@ -33,11 +34,10 @@ from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.costs import Ranks
 from tinsmith_fsdp.full_model import FullModel
 from tinsmith_fsdp.head import Scores
-from tinsmith_fsdp.loss_table import LossTable
 from tinsmith_fsdp.mesh import Mesh
 from tinsmith_fsdp.messages import Setup
 from tinsmith_fsdp.streams import Stream
-from tinsmith_fsdp.trainer import Trainer, _Adapter
+from tinsmith_fsdp.trainer import Trainer
 
 _OPS: Final = {
     "_allgather_base_": "gathered",
@@ -190,9 +190,9 @@ def _made(
     )
 
 
-def _adapter(layout: AdapterLayout) -> _Adapter:
+def _adapter(layout: AdapterLayout) -> Adapter:
     weights, m, v, gradients = (torch.zeros(layout.size) for _ in range(4))
-    return _Adapter(layout, weights, m, v, gradients)
+    return Adapter(layout, weights, m, v, gradients)
 
 
 def _segment(model_id: str, number: int, length: int) -> Segment:

@@ -10,10 +10,10 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from tinsmith.torch_workers import LossBatch, LossTable, to_device
 from tinsmith.workers import AdapterLayout, Segment
 from tinsmith_fsdp.adapter_pack import AdapterPack
 from tinsmith_fsdp.lora import Factors
-from tinsmith_fsdp.loss_table import LossBatch, LossTable, to_device
 
 
 class Leaves:
@@ -113,7 +113,7 @@ def empty_stream(losses: LossTable, device: torch.device) -> Stream:
     zero = torch.zeros(1, dtype=torch.long, device=device)
     ends = torch.tensor([0, 1], dtype=torch.int32, device=device)
     group = Group(0, 1, None)
-    batch = losses.empty(device)
+    batch = losses.batch([], device, padding=1)
     return Stream(zero, zero, ((0, 1),), ends, 1, (group,), {}, batch)
 
 

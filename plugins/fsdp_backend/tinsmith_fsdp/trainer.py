@@ -14,42 +14,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
-from typing import Final, TypeVar, get_args
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from tinsmith import ConfigError, FloatArray, LoraConfig
-from tinsmith.huggingface import HEAD, Kind, Targets
-from tinsmith.workers import AdapterLayout, AdapterState, FullState, ModelStep, Scored, Segment, StateWriter, Written
+from tinsmith import ConfigError, LoraConfig
+from tinsmith.huggingface import HEAD
+from tinsmith.torch_workers import LossTable, ModelsOfWorker, free_what_is_unused
+from tinsmith.workers import AdapterLayout, ModelStep, Scored, Segment
 from tinsmith_fsdp.adapter_pack import RANK_STEP, AdapterPack
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.full_model import FullModel
 from tinsmith_fsdp.head import Scores
-from tinsmith_fsdp.loss_table import LossTable
-from tinsmith_fsdp.memory import free_what_is_unused, is_out_of_memory
+from tinsmith_fsdp.memory import is_out_of_memory
 from tinsmith_fsdp.mesh import Mesh
 from tinsmith_fsdp.messages import FullyLoaded, NoMemory, NotMade, Owner, Setup
 from tinsmith_fsdp.optimizer import Stepped, adamw_, square_norm
 from tinsmith_fsdp.shortage import PassDroppedError
 from tinsmith_fsdp.streams import Leaves, Stream, empty_stream, make_stream
 
-_KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
-
 Made = TypeVar("Made")
 _Packs = dict[tuple[str, ...], AdapterPack]  # by their models
-
-
-@dataclass(slots=True)
-class _Adapter:
-    """The state of one LoRA model, as flat float32 vectors. `gradients` is None while none are pending."""
-
-    layout: AdapterLayout
-    weights: torch.Tensor
-    m: torch.Tensor | None = None  # None: no step yet
-    v: torch.Tensor | None = None
-    gradients: torch.Tensor | None = None
-    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,25 +46,17 @@ class _Exchange:
     gradients: dict[int, torch.Tensor]  # by position, of all ranks: parts of `flat`
 
 
-class Trainer:
-    """Its methods are called by the engine, with the same calls on every rank."""
-
+class Trainer(ModelsOfWorker[FullModel]):
     def __init__(self, base: BaseModel, mesh: Mesh, setup: Setup) -> None:
+        super().__init__(mesh.device, setup.config.capture_buffer_bytes, speaks=dist.get_rank() == 0)
         self._base, self._mesh, self._setup = base, mesh, setup
         self._losses = LossTable(setup.losses)
         self._strict = setup.strict
-        self._adapters: dict[str, _Adapter] = {}
-        self._full: dict[str, FullModel] = {}
-        self._state_writer = StateWriter(setup.config.capture_buffer_bytes)
 
     # life of a model
 
     def create_model(self, model_id: str, lora: LoraConfig) -> NotMade | None:
-        return self._or_not_made(lambda: self._make_adapter(model_id, lora))
-
-    def _make_adapter(self, model_id: str, lora: LoraConfig) -> None:
-        layout = AdapterLayout(lora, self._setup.architecture)
-        self._adapters[model_id] = _Adapter(layout, self._placed(layout.fresh()))
+        return self._or_not_made(lambda: self._add_adapter(model_id, AdapterLayout(lora, self._setup.architecture)))
 
     def create_full_model(self, model_id: str) -> FullyLoaded | NotMade:
         """Read the weights again, into separate shards. Adapters keep using the frozen base model."""
@@ -103,68 +81,6 @@ class Trainer:
             refusal = NotMade(message=(str(error) or type(error).__name__).splitlines()[0], out_of_memory=out_of_memory)
         free_what_is_unused()  # not earlier: the error kept partial results alive
         return refusal
-
-    def unload_model(self, model_id: str) -> None:
-        """Free this rank's part of the model, which may be missing if creating the model failed."""
-        self._adapters.pop(model_id, None)
-        if model_id in self._full:
-            self._settle(model_id)
-            del self._full[model_id]
-            free_what_is_unused()
-
-    def capture_adapter(self, model_id: str) -> AdapterState | None:
-        """Copy the state to the host. Every rank has the same state, so only the first returns it."""
-        adapter = self._adapters[model_id]
-        if dist.get_rank() != 0:
-            return None
-        return AdapterState(
-            weights=_to_host(adapter.weights),
-            adam_m=None if adapter.m is None else _to_host(adapter.m),
-            adam_v=None if adapter.v is None else _to_host(adapter.v),
-            gradients=None if adapter.gradients is None else _to_host(adapter.gradients),
-            step=adapter.step,
-        )
-
-    def adapter_weights(self, model_id: str) -> FloatArray | None:
-        return _to_host(self._adapters[model_id].weights) if dist.get_rank() == 0 else None
-
-    def restore_adapter(self, model_id: str, state: AdapterState) -> None:
-        adapter = self._adapters[model_id]
-        adapter.weights = self._placed(state.weights)
-        adapter.m = None if state.adam_m is None else self._placed(state.adam_m)
-        adapter.v = None if state.adam_v is None else self._placed(state.adam_v)
-        adapter.gradients = None if state.gradients is None else self._placed(state.gradients)
-        adapter.step = state.step
-
-    # state of a fully trained model: this rank's part
-
-    def full_state(self, model_id: str) -> FullState:
-        return self._full[model_id].state()
-
-    def capture(self, capture_id: str, model_id: str, targets: Targets, ended: Sequence[str]) -> None:
-        """Begin to write this rank's part to the files."""
-        self._state_writer.forget(ended)
-        model = self._full[model_id]
-        model.begin_copying()
-        self._state_writer.begin(capture_id, model_id, model.slices(targets))
-
-    def captured(self, capture_id: str) -> Written:
-        return self._state_writer.written(capture_id)
-
-    def capture_bytes(self) -> tuple[int, int]:
-        """Return the most that has been in the buffer of captures, and what this thread has copied into it so far."""
-        return self._state_writer.peak_bytes, self._state_writer.settled_bytes
-
-    def restore_full(self, model_id: str, state: FullState, stored: Targets) -> None:
-        self._settle(model_id)
-        self._full[model_id].restore(state, stored)
-
-    def _settle(self, model_id: str, kinds: Sequence[Kind] = _KINDS) -> None:
-        """Let these tensors of a fully trained model change."""
-        self._state_writer.settle(model_id, kinds)
-
-    def _placed(self, flat: FloatArray) -> torch.Tensor:
-        return torch.tensor(flat, device=self._mesh.device)
 
     # passes
 
@@ -337,27 +253,13 @@ class Trainer:
 
     # steps
 
-    def optim_step(self, steps: Sequence[ModelStep]) -> list[float]:
-        """Step the models and return the norms of their gradients before clipping."""
-        own = [step for step in steps if step.model_id not in self._full]
-        norms = dict(zip((step.model_id for step in own), self._step_adapters(own), strict=True))
-        for step in steps:
-            if step.model_id in self._full:
-                self._settle(step.model_id)
-                norms[step.model_id] = self._full[step.model_id].optim_step(step.adam)
-        return [norms[step.model_id] for step in steps]
-
     def _step_adapters(self, steps: Sequence[ModelStep]) -> list[float]:
         tensors = []
         for step in steps:
             adapter = self._adapters[step.model_id]
-            if adapter.m is None or adapter.v is None:
-                adapter.m, adapter.v = torch.zeros_like(adapter.weights), torch.zeros_like(adapter.weights)
-            gradient = torch.zeros_like(adapter.weights) if adapter.gradients is None else adapter.gradients
+            gradient, m, v = adapter.begin_step()
             norm = square_norm(gradient) ** 0.5
-            adapter.step += 1
-            adapter.gradients = None
-            tensors.append(Stepped(adapter.weights, gradient, adapter.m, adapter.v, step.adam, norm, adapter.step))
+            tensors.append(Stepped(adapter.weights, gradient, m, v, step.adam, norm, adapter.step))
         adamw_(tensors)
         return [tensor.norm for tensor in tensors]
 
@@ -371,8 +273,3 @@ def _scored(segment: Segment, scores: Scores, start: int) -> Scored:
     rows, width = slice(start, start + segment.num_tokens), segment.targets_TK.shape[1]
     logp_TK, loss_TK = scores.logp_TK[rows, :width], scores.loss_TK[rows, :width]
     return Scored(index=segment.index, logp_TK=logp_TK.numpy(), loss=float(loss_TK.sum(dtype=torch.float64)))
-
-
-def _to_host(tensor: torch.Tensor) -> FloatArray:
-    host: FloatArray = tensor.detach().to("cpu", copy=True).numpy()
-    return host

@@ -1,28 +1,16 @@
-"""Adapters on a rank: their state, and the adapters of a pass side by side in one array per weight.
+"""The adapters of a pass, side by side in one array per weight.
 
 Legend: G = adapters of a pass, r = rank of one of them, R = the largest of these, padded, E = experts of this part.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from tinsmith.workers import AdapterLayout, Slot
+from tinsmith.torch_workers import Adapter
+from tinsmith.workers import Slot
 
 _RANK_STEP = 8  # grouped products need rows aligned to 16 bytes
-
-
-@dataclass(slots=True)
-class Adapter:
-    """This rank's part of a LoRA model's state, as flat float32 vectors. `gradients` is None while none are pending."""
-
-    layout: AdapterLayout
-    weights: torch.Tensor
-    m: torch.Tensor | None = None  # None: no step yet
-    v: torch.Tensor | None = None
-    gradients: torch.Tensor | None = None
-    step: int = 0
 
 
 class Stacks:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -10,15 +9,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from tinsmith import AdamParams, FloatArray
+from tinsmith import AdamParams
 from tinsmith.huggingface import Kind, StoredTensor, Targets, WeightFiles
+from tinsmith.torch_workers import FullModelOfWorker, HostCopies, LossTable
 from tinsmith.workers import FullState, ModelPart, Scored, Segment, Slice
 from tinsmith_megatron.adapters import Stacks
-from tinsmith_megatron.loss_table import LossTable
 from tinsmith_megatron.messages import Setup
 from tinsmith_megatron.optimizer import adamw_, square_norm
 from tinsmith_megatron.parallel import Place
-from tinsmith_megatron.passes import run_pipeline, scored, to_host
+from tinsmith_megatron.passes import run_pipeline, scored
 from tinsmith_megatron.shards import Piece, Shard, shards_of
 from tinsmith_megatron.stage import Stage
 from tinsmith_megatron.streams import make_stream
@@ -26,7 +25,7 @@ from tinsmith_megatron.streams import make_stream
 _PIECE = 1 << 22  # numbers that are copied at a time
 
 
-class FullModel:
+class FullModel(FullModelOfWorker):
     """Receives the same calls on every rank. A stage of its own, beside that of the adapters."""
 
     def __init__(
@@ -39,7 +38,7 @@ class FullModel:
         self._shards = shards_of(self._stage, shape, place, part, setup.config.tensor_parallel)
         self._moments = False  # True after a step, or if moments were restored
         self._step = 0
-        self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copies = HostCopies(device)
         self._read()
 
     def _read(self) -> None:
@@ -149,18 +148,11 @@ class FullModel:
             start=piece.start,
             columns=None if piece.columns is None else (piece.columns.start, piece.columns.stop),
             num_bytes=rows.numel() * rows.element_size(),
-            read=partial(self._copied, rows),
+            read=partial(self._copies.copy, rows),
         )
 
-    def _copied(self, rows: torch.Tensor) -> FloatArray:
-        """Copy to the host. On a GPU, in a stream of its own, so that passes go on meanwhile."""
-        with nullcontext() if self._copying is None else torch.cuda.stream(self._copying):
-            return to_host(rows)
-
     def begin_copying(self) -> None:
-        """Have copies from a GPU wait for what has been computed so far."""
-        if self._copying is not None:
-            self._copying.wait_stream(torch.cuda.current_stream(self._device))
+        self._copies.begin()
 
     def restore(self, state: FullState, stored: Targets) -> None:
         """Replace the current state by this rank's part of these tensors."""

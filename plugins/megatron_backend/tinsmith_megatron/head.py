@@ -18,7 +18,7 @@ from megatron.core.parallel_state import (
 )
 
 from tinsmith.huggingface import HEAD
-from tinsmith_megatron.loss_table import LossTable
+from tinsmith.torch_workers import LossTable
 from tinsmith_megatron.low_rank import low_rank
 from tinsmith_megatron.streams import Stream
 

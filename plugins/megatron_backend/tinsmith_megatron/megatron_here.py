@@ -2,13 +2,13 @@
 
 import torch
 
+from tinsmith.torch_workers import LossTable
 from tinsmith_megatron import cpu_shim
 
 if not torch.cuda.is_available():
     cpu_shim.install()
 
 from tinsmith_megatron import groups
-from tinsmith_megatron.loss_table import LossTable
 from tinsmith_megatron.stage import Stage
 from tinsmith_megatron.trainer import Trainer
 from tinsmith_megatron.weights import WeightReader

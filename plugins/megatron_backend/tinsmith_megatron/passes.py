@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from tinsmith import FloatArray
+from tinsmith.torch_workers import to_host
 from tinsmith.workers import Scored
 from tinsmith_megatron.head import Scores
 from tinsmith_megatron.stage import Stage
@@ -44,8 +44,3 @@ def scored(stream: Stream, scores: Scores) -> Iterator[Scored]:
         rows, width = slice(start, stop), segment.targets_TK.shape[1]
         loss = float(scores.loss_TK[rows, :width].sum(dtype=torch.float64))
         yield Scored(index=segment.index, logp_TK=to_host(scores.logp_TK[rows, :width]), loss=loss)
-
-
-def to_host(tensor: torch.Tensor) -> FloatArray:
-    host: FloatArray = tensor.detach().to("cpu", copy=True).numpy()
-    return host

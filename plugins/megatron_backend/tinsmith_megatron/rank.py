@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from tinsmith.torch_workers import find_device, worker_device
 from tinsmith.workers import Worker, WorkerDevice, holders
 from tinsmith_megatron.environment import DEVICE
 from tinsmith_megatron.messages import Loaded, Setup
@@ -23,14 +24,11 @@ class Rank:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._device = _find_device(os.environ.get(DEVICE), worker.local_rank)
+        self._device = find_device(os.environ.get(DEVICE), worker.local_rank)
         self._trainer: Trainer | None = None
 
     def device(self) -> WorkerDevice:
-        if self._device.type == "cpu":
-            return WorkerDevice(type="cpu", name="CPU rank")
-        found = torch.cuda.get_device_properties(self._device)
-        return WorkerDevice(type="cuda", name=found.name, memory_bytes=found.total_memory)
+        return worker_device(self._device)
 
     def sees(self, file: Path) -> bool:
         return file.exists()
@@ -68,12 +66,3 @@ class Rank:
     def close(self) -> None:
         if dist.is_initialized():
             dist.barrier()  # a rank that leaves early would look dead to the others
-
-
-def _find_device(wanted: str | None, local_rank: int) -> torch.device:
-    """Choose this rank's device. Call it before any collective."""
-    if wanted == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())  # Ray shows each rank its own GPU alone
-    torch.cuda.set_device(device)
-    return device

@@ -22,13 +22,13 @@ from torch import nn
 
 from tinsmith.huggingface import ATTENTION, EXPERTS
 from tinsmith.huggingface import MLP as MLP_MODULES
+from tinsmith.torch_workers import LossTable
 from tinsmith_megatron import head
 from tinsmith_megatron.architecture import Architecture
 from tinsmith_megatron.attention import PackedAttention
 from tinsmith_megatron.experts import AdaptedExperts
 from tinsmith_megatron.head import Scores
 from tinsmith_megatron.linears import AdaptedLinear, ColumnLinear, RowLinear
-from tinsmith_megatron.loss_table import LossTable
 from tinsmith_megatron.messages import Setup
 from tinsmith_megatron.streams import Stream
 

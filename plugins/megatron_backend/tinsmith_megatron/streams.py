@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from tinsmith import Array
+from tinsmith.torch_workers import LossBatch, LossTable
 from tinsmith.workers import Segment
 from tinsmith_megatron.adapters import Stacks
-from tinsmith_megatron.loss_table import LossBatch, LossTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def make_stream(
         bounds=tuple(pairwise(starts.tolist())),
         starts=placed(starts, torch.int32),
         longest=max(lengths),
-        batch=losses.batch(ordered, padding, device),
+        batch=losses.batch(ordered, device, padding=padding),
         stacks=stacks,
         owner_T=placed(owner_T, torch.int64),
         scale_T1=placed(np.asarray(stacks.scales)[owner_T][:, None], torch.float32),

@@ -8,41 +8,32 @@ added their contributions before it returns.
 - fast: all sequences of a micro-batch form one stream, and the adapters of all models are side by side.
 """
 
-import gc
 from collections.abc import Mapping, Sequence
-from typing import Final, get_args
 
 import torch
 import torch.distributed as dist
 
-from tinsmith import FloatArray, LoraConfig
-from tinsmith.huggingface import Kind, Targets
+from tinsmith import LoraConfig
+from tinsmith.torch_workers import LossTable, ModelsOfWorker
 from tinsmith.workers import (
     AdapterLayout,
-    AdapterState,
-    FullState,
     ModelPart,
     ModelStep,
     Scored,
     Segment,
-    StateWriter,
-    Written,
 )
-from tinsmith_megatron.adapters import Adapter, Stacks
+from tinsmith_megatron.adapters import Stacks
 from tinsmith_megatron.full_model import FullModel
 from tinsmith_megatron.groups import sum_over_expert_copies_, sum_over_stage_
-from tinsmith_megatron.loss_table import LossTable
 from tinsmith_megatron.messages import Setup
 from tinsmith_megatron.optimizer import adamw_, square_norm
 from tinsmith_megatron.parallel import Place
-from tinsmith_megatron.passes import run_pipeline, scored, to_host
+from tinsmith_megatron.passes import run_pipeline, scored
 from tinsmith_megatron.stage import Stage
 from tinsmith_megatron.streams import make_stream
 
-_KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
-
-class Trainer:
+class Trainer(ModelsOfWorker[FullModel]):
     """`stage`: None if no adapters are served.
 
     `is_holder`: whether this rank is the first of those that hold its part, and so speaks for it.
@@ -59,81 +50,20 @@ class Trainer:
         *,
         is_holder: bool,
     ) -> None:
+        super().__init__(device, setup.config.capture_buffer_bytes, speaks=is_holder)
         self._stage, self._setup, self._losses = stage, setup, losses
-        self._place, self._part, self._is_holder = place, part, is_holder
-        self._device = device
-        self._adapters: dict[str, Adapter] = {}
-        self._full: dict[str, FullModel] = {}
-        self._state_writer = StateWriter(setup.config.capture_buffer_bytes)
+        self._place, self._part = place, part
 
     # life of a model
 
     def create_model(self, model_id: str, lora: LoraConfig) -> None:
-        layout = AdapterLayout(lora, self._setup.architecture.shape, self._part)
-        self._adapters[model_id] = Adapter(layout, self._placed(layout.fresh()))
+        self._add_adapter(model_id, AdapterLayout(lora, self._setup.architecture.shape, self._part))
 
     def create_full_model(self, model_id: str) -> dict[str, tuple[int, ...]]:
         """Read the weights into a stage of their own. Return the shapes of what this rank writes."""
         model = FullModel(model_id, self._setup, self._losses, self._place, self._part, self._device)
         self._full[model_id] = model
         return model.shapes()
-
-    def unload_model(self, model_id: str) -> None:
-        self._adapters.pop(model_id, None)
-        if model_id in self._full:
-            self._settle(model_id)
-            del self._full[model_id]
-            gc.collect()  # modules are full of cycles
-
-    def capture_adapter(self, model_id: str) -> AdapterState | None:
-        """Copy the state of this part to the host, if this rank speaks for it."""
-        if not self._is_holder:
-            return None
-        adapter = self._adapters[model_id]
-        return AdapterState(
-            weights=to_host(adapter.weights),
-            adam_m=None if adapter.m is None else to_host(adapter.m),
-            adam_v=None if adapter.v is None else to_host(adapter.v),
-            gradients=None if adapter.gradients is None else to_host(adapter.gradients),
-            step=adapter.step,
-        )
-
-    def adapter_weights(self, model_id: str) -> FloatArray | None:
-        return to_host(self._adapters[model_id].weights) if self._is_holder else None
-
-    def restore_adapter(self, model_id: str, state: AdapterState) -> None:
-        adapter = self._adapters[model_id]
-        adapter.weights = self._placed(state.weights)
-        adapter.m = None if state.adam_m is None else self._placed(state.adam_m)
-        adapter.v = None if state.adam_v is None else self._placed(state.adam_v)
-        adapter.gradients = None if state.gradients is None else self._placed(state.gradients)
-        adapter.step = state.step
-
-    # state of a fully trained model: this rank's part
-
-    def full_state(self, model_id: str) -> FullState:
-        return self._full[model_id].state()
-
-    def capture(self, capture_id: str, model_id: str, targets: Targets, ended: Sequence[str]) -> None:
-        """Begin to write this rank's part to the files."""
-        self._state_writer.forget(ended)
-        model = self._full[model_id]
-        model.begin_copying()
-        self._state_writer.begin(capture_id, model_id, model.slices(targets))
-
-    def captured(self, capture_id: str) -> Written:
-        return self._state_writer.written(capture_id)
-
-    def restore_full(self, model_id: str, state: FullState, stored: Targets) -> None:
-        self._settle(model_id)
-        self._full[model_id].restore(state, stored)
-
-    def _settle(self, model_id: str, kinds: Sequence[Kind] = _KINDS) -> None:
-        """Let these tensors of a fully trained model change."""
-        self._state_writer.settle(model_id, kinds)
-
-    def _placed(self, flat: FloatArray) -> torch.Tensor:
-        return torch.tensor(flat, device=self._device)
 
     # passes
 
@@ -191,37 +121,18 @@ class Trainer:
 
     # steps
 
-    def optim_step(self, steps: Sequence[ModelStep]) -> list[float]:
-        """Step the models and return the norms of their gradients before clipping."""
-        own = [step for step in steps if step.model_id not in self._full]
-        norms = dict(zip((step.model_id for step in own), self._step_adapters(own), strict=True))
-        for step in steps:
-            if step.model_id in self._full:
-                self._settle(step.model_id)
-                norms[step.model_id] = self._full[step.model_id].optim_step(step.adam)
-        return [norms[step.model_id] for step in steps]
-
     def _step_adapters(self, steps: Sequence[ModelStep]) -> list[float]:
-        gradients = [self._taken(self._adapters[step.model_id]) for step in steps]
-        norms = self._norms(steps, gradients)
-        for step, gradient, norm in zip(steps, gradients, norms, strict=True):
+        begun = [self._adapters[step.model_id].begin_step() for step in steps]
+        norms = self._norms(steps, [gradient for gradient, _, _ in begun])
+        for step, (gradient, m, v), norm in zip(steps, begun, norms, strict=True):
             adapter = self._adapters[step.model_id]
-            if adapter.m is None or adapter.v is None:
-                adapter.m, adapter.v = torch.zeros_like(adapter.weights), torch.zeros_like(adapter.weights)
-            adapter.step += 1
-            adamw_(adapter.weights, adapter.m, adapter.v, gradient, step.adam, norm, adapter.step)
+            adamw_(adapter.weights, m, v, gradient, step.adam, norm, adapter.step)
         return norms
-
-    @staticmethod
-    def _taken(adapter: Adapter) -> torch.Tensor:
-        gradient = torch.zeros_like(adapter.weights) if adapter.gradients is None else adapter.gradients
-        adapter.gradients = None
-        return gradient
 
     def _norms(self, steps: Sequence[ModelStep], gradients: Sequence[torch.Tensor]) -> list[float]:
         """Return the norms of whole gradients: every part counts once, what a stage shares only in its first."""
         squares = torch.zeros(len(steps), dtype=torch.float64, device=self._device)
-        if self._is_holder:
+        if self._speaks:
             for index, (step, gradient) in enumerate(zip(steps, gradients, strict=True)):
                 shared = self._adapters[step.model_id].layout.shared_size
                 squares[index] = square_norm(gradient[0 if self._part.is_first_of_stage else shared :])

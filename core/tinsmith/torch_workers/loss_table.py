@@ -3,14 +3,16 @@
 Legend: T = rows of the stream, K = maximum number of targets per token in it, C = rows of a chunk.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from tinsmith import Array, LossSpec
-from tinsmith.workers import Segment
+from tinsmith.losses import LossSpec
+from tinsmith.operations import Array
+from tinsmith.torch_workers.transfers import to_device
+from tinsmith.workers.sequences import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,36 +44,39 @@ class LossTable:
         self._specs = {name: losses[name] for name in sorted(losses)}
         self._numbers = {name: number for number, name in enumerate(self._specs)}
 
-    def batch(self, segments: Sequence[Segment], padding: int, device: torch.device) -> LossBatch:
-        """Concatenate the loss inputs of segments, and so many rows without a loss."""
+    def batch(self, segments: Sequence[Segment], device: torch.device, *, padding: int = 0) -> LossBatch:
+        """Concatenate the loss inputs of segments, and so many rows without a loss.
+
+        Targets are padded to the maximum number per token.
+        """
         width = max((segment.targets_TK.shape[1] for segment in segments), default=1)
         kinds = tuple(sorted({segment.loss_fn for segment in segments}))
         names = sorted({name for kind in kinds for name in self._specs[kind].inputs})
         keys = [(kind, key) for kind in kinds for key in sorted(self._specs[kind].config)]
 
-        def rows(of: Callable[[Segment], Array], width: int, dtype: torch.dtype) -> torch.Tensor:
-            parts = [np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in map(of, segments)]
-            return torch.from_numpy(np.concatenate([*parts, np.zeros((padding, width))])).to(device, dtype)
-
-        def column(of: Callable[[Segment], float], dtype: torch.dtype) -> torch.Tensor:
-            return rows(lambda segment: np.full((segment.num_tokens, 1), of(segment)), 1, dtype)
+        def rows(values: list[Array], width: int, dtype: torch.dtype) -> torch.Tensor:
+            parts = [np.pad(value, ((0, 0), (0, width - value.shape[1]))) for value in values]
+            if padding:
+                parts.append(np.zeros((padding, width), parts[0].dtype if parts else np.float32))
+            return to_device(np.concatenate(parts), device).to(dtype)
 
         def input_of(segment: Segment, name: str) -> Array:
             found = segment.loss_inputs.get(name)
-            return np.zeros(segment.targets_TK.shape) if found is None else found
+            return np.zeros(segment.targets_TK.shape, np.float32) if found is None else found
 
-        def setting_of(segment: Segment, kind: str, key: str) -> float:
-            return segment.loss_config[key] if segment.loss_fn == kind else 0.0
+        def setting_of(segment: Segment, key: tuple[str, str]) -> Array:
+            value = segment.loss_config[key[1]] if segment.loss_fn == key[0] else 0.0
+            return np.full(segment.num_tokens, value, np.float32)
+
+        def column(values: list[Array], dtype: torch.dtype) -> torch.Tensor:
+            return rows([value[:, None] for value in values], 1, dtype)
 
         return LossBatch(
-            targets_TK=rows(lambda s: s.targets_TK, width, torch.int64),
-            mask_TK=rows(lambda s: np.ones(s.targets_TK.shape), width, torch.bool),
-            kind_T1=column(lambda s: self._numbers[s.loss_fn], torch.int64),
-            inputs={name: rows(lambda s, name=name: input_of(s, name), width, torch.float32) for name in names},  # type: ignore[misc]  # mypy cannot infer lambdas with defaults
-            config={
-                (kind, key): column(lambda s, kind=kind, key=key: setting_of(s, kind, key), torch.float32)  # type: ignore[misc]  # as above
-                for kind, key in keys
-            },
+            targets_TK=rows([s.targets_TK for s in segments], width, torch.int64),
+            mask_TK=rows([np.ones(s.targets_TK.shape, np.bool_) for s in segments], width, torch.bool),
+            kind_T1=column([np.full(s.num_tokens, self._numbers[s.loss_fn], np.int64) for s in segments], torch.int64),
+            inputs={name: rows([input_of(s, name) for s in segments], width, torch.float32) for name in names},
+            config={key: column([setting_of(s, key) for s in segments], torch.float32) for key in keys},
             kinds=kinds,
         )
 

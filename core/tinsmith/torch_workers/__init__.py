@@ -1,0 +1,26 @@
+"""What workers need that train with torch, whatever their strategy. The one room of the core that imports torch.
+
+Nothing else in the core imports it. The names exported here are public: a backend that depends on torch may import this
+module in its workers, besides `tinsmith` and `tinsmith.workers`.
+"""
+
+from tinsmith.torch_workers.loss_table import LossBatch, LossTable
+from tinsmith.torch_workers.models import Adapter, FullModelOfWorker, ModelsOfWorker, free_what_is_unused
+from tinsmith.torch_workers.process_group import find_device, join_process_group, local_devices, worker_device
+from tinsmith.torch_workers.transfers import HostCopies, to_device, to_host
+
+__all__ = [
+    "Adapter",
+    "FullModelOfWorker",
+    "HostCopies",
+    "LossBatch",
+    "LossTable",
+    "ModelsOfWorker",
+    "find_device",
+    "free_what_is_unused",
+    "join_process_group",
+    "local_devices",
+    "to_device",
+    "to_host",
+    "worker_device",
+]

@@ -1,0 +1,174 @@
+"""The models that a worker trains, and their state: the worker's side of `tinsmith.workers.WorkersBackend`.
+
+A LoRA model's weights, moments and pending gradients are one vector each: see `tinsmith.workers.AdapterLayout`.
+"""
+
+import gc
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar, get_args
+
+import torch
+
+from tinsmith.huggingface.state_files import Kind, Targets
+from tinsmith.operations import AdamParams, FloatArray
+from tinsmith.torch_workers.transfers import to_host
+from tinsmith.workers.adapter_layout import AdapterLayout
+from tinsmith.workers.adapter_models import AdapterState
+from tinsmith.workers.full_models import FullState
+from tinsmith.workers.state_writer import Slice, StateWriter, Written
+from tinsmith.workers.training_backend import ModelStep
+
+_KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+
+
+@dataclass(slots=True)
+class Adapter:
+    """A LoRA model's state, or this worker's part, as flat float32 vectors. `gradients` None: none are pending."""
+
+    layout: AdapterLayout
+    weights: torch.Tensor
+    m: torch.Tensor | None = None  # None: no step yet
+    v: torch.Tensor | None = None
+    gradients: torch.Tensor | None = None
+    step: int = 0
+
+    def begin_step(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Count a step, and take the pending gradient, zeros if there is none. Return gradient, m and v."""
+        if self.m is None or self.v is None:
+            self.m, self.v = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
+        gradient = torch.zeros_like(self.weights) if self.gradients is None else self.gradients
+        self.step += 1
+        self.gradients = None
+        return gradient, self.m, self.v
+
+
+class FullModelOfWorker(ABC):
+    """A worker's part of a model whose own weights are trained."""
+
+    @abstractmethod
+    def state(self) -> FullState: ...
+
+    @abstractmethod
+    def begin_copying(self) -> None:
+        """Have what reads slices wait for what has been computed so far."""
+
+    @abstractmethod
+    def slices(self, targets: Targets) -> Iterator[Slice]:
+        """List this worker's parts of these tensors: what changes first comes first."""
+
+    @abstractmethod
+    def restore(self, state: FullState, stored: Targets) -> None:
+        """Replace the current state by this worker's part of these tensors."""
+
+    @abstractmethod
+    def optim_step(self, adam: AdamParams) -> float:
+        """Step this worker's part. Return the norm of the whole gradient before clipping."""
+
+
+Full = TypeVar("Full", bound=FullModelOfWorker)
+
+
+class ModelsOfWorker(ABC, Generic[Full]):
+    """A worker's models. A subclass makes them, runs their passes and steps adapters.
+
+    Its methods are called by the engine, with the same calls on every worker.
+    """
+
+    def __init__(self, device: torch.device, capture_buffer_bytes: int, *, speaks: bool) -> None:
+        """`speaks`: whether this worker answers for its part of the adapters, which others may hold as well."""
+        self._device, self._speaks = device, speaks
+        self._adapters: dict[str, Adapter] = {}
+        self._full: dict[str, Full] = {}
+        self._state_writer = StateWriter(capture_buffer_bytes)
+
+    @abstractmethod
+    def _step_adapters(self, steps: Sequence[ModelStep]) -> list[float]:
+        """Step these LoRA models and return the norms of their gradients before clipping."""
+
+    def unload_model(self, model_id: str) -> None:
+        """Free this worker's part of the model, which may be missing if creating the model failed."""
+        self._adapters.pop(model_id, None)
+        if model_id in self._full:
+            self._settle(model_id)
+            del self._full[model_id]
+            free_what_is_unused()
+
+    # state of a LoRA model
+
+    def _add_adapter(self, model_id: str, layout: AdapterLayout) -> None:
+        self._adapters[model_id] = Adapter(layout, self._placed(layout.fresh()))
+
+    def capture_adapter(self, model_id: str) -> AdapterState | None:
+        """Copy the state to the host, if this worker speaks for it."""
+        if not self._speaks:
+            return None
+        adapter = self._adapters[model_id]
+        return AdapterState(
+            weights=to_host(adapter.weights),
+            adam_m=None if adapter.m is None else to_host(adapter.m),
+            adam_v=None if adapter.v is None else to_host(adapter.v),
+            gradients=None if adapter.gradients is None else to_host(adapter.gradients),
+            step=adapter.step,
+        )
+
+    def adapter_weights(self, model_id: str) -> FloatArray | None:
+        return to_host(self._adapters[model_id].weights) if self._speaks else None
+
+    def restore_adapter(self, model_id: str, state: AdapterState) -> None:
+        adapter = self._adapters[model_id]
+        adapter.weights = self._placed(state.weights)
+        adapter.m = None if state.adam_m is None else self._placed(state.adam_m)
+        adapter.v = None if state.adam_v is None else self._placed(state.adam_v)
+        adapter.gradients = None if state.gradients is None else self._placed(state.gradients)
+        adapter.step = state.step
+
+    def _placed(self, flat: FloatArray) -> torch.Tensor:
+        return torch.tensor(flat, device=self._device)
+
+    # state of a fully trained model: this worker's part
+
+    def full_state(self, model_id: str) -> FullState:
+        return self._full[model_id].state()
+
+    def capture(self, capture_id: str, model_id: str, targets: Targets, ended: Sequence[str]) -> None:
+        """Begin to write this worker's part to the files."""
+        self._state_writer.forget(ended)
+        model = self._full[model_id]
+        model.begin_copying()
+        self._state_writer.begin(capture_id, model_id, model.slices(targets))
+
+    def captured(self, capture_id: str) -> Written:
+        return self._state_writer.written(capture_id)
+
+    def capture_bytes(self) -> tuple[int, int]:
+        """Return the most that has been in the buffer of captures, and what this thread has copied into it so far."""
+        return self._state_writer.peak_bytes, self._state_writer.settled_bytes
+
+    def restore_full(self, model_id: str, state: FullState, stored: Targets) -> None:
+        self._settle(model_id)
+        self._full[model_id].restore(state, stored)
+
+    def _settle(self, model_id: str, kinds: Sequence[Kind] = _KINDS) -> None:
+        """Let these tensors of a fully trained model change."""
+        self._state_writer.settle(model_id, kinds)
+
+    # steps
+
+    def optim_step(self, steps: Sequence[ModelStep]) -> list[float]:
+        """Step the models and return the norms of their gradients before clipping."""
+        own = [step for step in steps if step.model_id not in self._full]
+        norms = dict(zip((step.model_id for step in own), self._step_adapters(own), strict=True))
+        for step in steps:
+            if step.model_id in self._full:
+                self._settle(step.model_id)
+                norms[step.model_id] = self._full[step.model_id].optim_step(step.adam)
+        return [norms[step.model_id] for step in steps]
+
+
+def free_what_is_unused() -> None:
+    """Free the memory of dropped modules, whose reference cycles only the garbage collector frees."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

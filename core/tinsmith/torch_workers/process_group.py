@@ -1,0 +1,68 @@
+"""A worker's device, and the process group of all workers."""
+
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, and not in its __all__
+
+from tinsmith.backend import Device
+from tinsmith.workers.serving import Worker
+from tinsmith.workers.training_backend import WorkerDevice
+
+_TIMEOUT = timedelta(minutes=30)  # per collective; a dead rank is noticed long before, by its connection
+
+
+def local_devices() -> Sequence[Device]:
+    """Return this node's GPUs, or its CPU."""
+    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    return [Device(name=gpu.name, memory_bytes=gpu.total_memory) for gpu in gpus] or [Device(name="cpu")]
+
+
+def find_device(wanted: str | None, local_rank: int) -> torch.device:
+    """Choose a worker's device: "cpu", or a GPU if there is one. Call it before any collective."""
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())  # Ray shows each rank its own GPU alone
+    torch.cuda.set_device(device)
+    return device
+
+
+def worker_device(device: torch.device) -> WorkerDevice:
+    """Describe a worker's device to the engine."""
+    if device.type == "cpu":
+        return WorkerDevice(type="cpu", name="CPU rank")
+    found = torch.cuda.get_device_properties(device)
+    return WorkerDevice(type="cuda", name=found.name, memory_bytes=found.total_memory)
+
+
+def join_process_group(worker: Worker, device: torch.device) -> None:
+    """Join the default process group of all workers: gloo, and NCCL between GPUs."""
+    if worker.local_size == worker.num_workers and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name may resolve to an interface that does not exist
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        store=_store(worker),
+        rank=worker.rank,
+        world_size=worker.num_workers,
+        timeout=_TIMEOUT,
+    )
+
+
+def _store(worker: Worker) -> TCPStore:
+    host, port = worker.meeting
+    if worker.meeting_socket is None:
+        return TCPStore(host, port, worker.num_workers, is_master=False, timeout=_TIMEOUT)
+    worker.meeting_socket.listen()
+    return TCPStore(
+        host,
+        port,
+        worker.num_workers,
+        is_master=True,
+        timeout=_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=os.dup(worker.meeting_socket.fileno()),
+    )
