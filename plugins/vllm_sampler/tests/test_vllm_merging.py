@@ -157,6 +157,22 @@ class TestMergingConsistency(ConsistencyContract):
         return merging
 
 
+class TestMergingConsistencyWithMegatron(ConsistencyContract):
+    """The trainer's experts are divided over two ranks, the sampler's are whole."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def backend(cls, tiny_models: dict[str, Path], jax_cache: Path) -> Iterator[TrainingBackend]:  # type: ignore[override]
+        layout = {"nproc_per_node": 2, "tensor_parallel": 1, "expert_parallel": 2}
+        trainer = make_trainer("megatron", tiny_models["qwen3_moe"], jax_cache, **layout)
+        yield trainer
+        trainer.close()
+
+    @pytest.fixture
+    def sampler(self, merging: VllmSampler) -> VllmSampler:
+        return merging
+
+
 @pytest.fixture(scope="module")
 def with_full(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSampler]:
     """Two processes: one applies adapters, one is for fully trained models."""
