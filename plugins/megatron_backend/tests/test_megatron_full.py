@@ -68,6 +68,9 @@ def test_numbers_are_those_of_transformers(
         stepped = driver.state(model_id).weights
         for name, right in reference.step(ADAM).items():
             np.testing.assert_allclose(stepped[name], right, rtol=0, atol=1e-5, err_msg=name)
+        output = driver.forward(model_id, data)  # ranks compute with what others of them have stepped
+        for left, right in zip(logprobs_of(output), reference.forward_backward(data), strict=True):
+            np.testing.assert_allclose(left, right, rtol=0, atol=1e-4)
     finally:
         backend.close()
 

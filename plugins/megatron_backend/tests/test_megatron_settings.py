@@ -8,11 +8,12 @@ import pytest
 from megatron_harness import make_backend, shape
 
 from tinsmith import ConfigError, LoraConfig, UserError
+from tinsmith.huggingface import DecoderShape, read_model_config
 from tinsmith.testing import write_tiny_model
 from tinsmith.workers import Launch, Launcher, WholeLayout, holders
-from tinsmith_megatron.architecture import read_architecture
+from tinsmith_megatron.architecture import architecture_of, read_architecture
 from tinsmith_megatron.config import MegatronConfig
-from tinsmith_megatron.parallel import Place, check_ranks, part_of, smallest_group
+from tinsmith_megatron.parallel import Place, check_model, check_ranks, part_of, smallest_group
 
 
 def nothing_starts(_: Launch) -> Launcher:
@@ -35,6 +36,17 @@ def test_wrong_divisions_are_refused_before_anything_starts(
         make_backend(megatron_models[family], tmp_path, nothing_starts, **settings)
 
 
+def test_the_divisors_that_would_do_suit_all_sizes() -> None:
+    """12 and 8 heads, 300 tokens, 48 inner: 12 divides none but the first and the last two, and 8 not all either."""
+    sizes = DecoderShape(
+        class_name="LlamaForCausalLM", vocab_size=300, hidden_size=48, intermediate_size=48, num_layers=6, num_heads=12,
+        num_kv_heads=8, head_dim=4, max_position=64, tied=False,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"num_key_value_heads of the model \(8\) .* possible are 1, 2, 4$"):
+        check_model(MegatronConfig(tensor_parallel=12), sizes)
+    check_model(MegatronConfig(tensor_parallel=4, pipeline_parallel=3), sizes)
+
+
 @pytest.mark.parametrize("name", ["context_parallel", "virtual_pipeline_parallel"])
 def test_what_megatron_has_and_this_plugin_has_not_is_refused_with_a_reason(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} is not supported: .*; `tinsmith-megatron plan` lists the layouts"):
@@ -47,6 +59,28 @@ def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
     config.write_text(config.read_text().replace("Qwen3ForCausalLM", "MixtralForCausalLM"))
     with pytest.raises(ConfigError, match=r"'MixtralForCausalLM' is not supported, only LlamaForCausalLM, Qwen3For"):
         make_backend(tmp_path / "m", tmp_path, nothing_starts)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+UNSUPPORTED: list[tuple[dict[str, object], str]] = [
+    ({"attention_bias": True}, "attention_bias = True is not supported by the megatron backend"),
+    ({"mlp_bias": True}, "mlp_bias = True is not supported"),
+    ({"use_sliding_window": True}, "use_sliding_window = True is not supported"),
+    ({"quantization_config": {"bits": 4}}, r"quantization_config = \{'bits': 4\} is not supported"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu'"),
+    ({"rope_scaling": YARN}, r"attention factor \(yarn\) are not supported by the megatron backend"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), UNSUPPORTED, ids=[next(iter(changes)) for changes, _ in UNSUPPORTED])
+def test_what_a_model_has_and_megatron_would_leave_out_is_refused(
+    changes: dict[str, object], message: str, megatron_models: Mapping[str, Path]
+) -> None:
+    """It would train another model without a word."""
+    config = read_model_config(megatron_models["qwen3"])
+    architecture_of(config, Path("config.json"))
+    with pytest.raises(ConfigError, match=message):
+        architecture_of({**config, **changes}, Path("config.json"))
 
 
 def test_the_number_of_ranks_must_fit() -> None:
