@@ -9,7 +9,17 @@ import pytest
 from full_reference import FullReference
 from megatron_harness import LOSSES, VOCAB, fork_backend
 
-from tinsmith import AdamParams, BackendContext, CapacityError, CreateModel, LoraConfig, ModelState, UserError
+from tinsmith import (
+    AdamParams,
+    BackendContext,
+    CapacityError,
+    CreateModel,
+    LoraConfig,
+    ModelState,
+    OptimStep,
+    OptimStepOutput,
+    UserError,
+)
 from tinsmith.checkpoints.format import read_checkpoint, write_checkpoint
 from tinsmith.plugins.loading import Plugins
 from tinsmith.testing import FullDriver, assert_same_state, logprobs_of, ragged_data
@@ -64,7 +74,10 @@ def test_numbers_are_those_of_transformers(
         for name, right in expected.items():
             error = np.linalg.norm(gradients[name] - right)
             assert error <= 1e-5 * max(np.linalg.norm(right), 1e-3), f"gradient {name}: {error:.1e}"
-        driver.optim_step(model_id, ADAM)
+        norm = np.sqrt(sum(np.square(gradient, dtype=np.float64).sum() for gradient in expected.values()))
+        (result,) = backend.optim_step([OptimStep(model_id=model_id, adam=ADAM)])
+        assert isinstance(result, OptimStepOutput), result
+        assert result.metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)  # a first step hides a wrong one
         stepped = driver.state(model_id).weights
         for name, right in reference.step(ADAM).items():
             np.testing.assert_allclose(stepped[name], right, rtol=0, atol=1e-5, err_msg=name)
