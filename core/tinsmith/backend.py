@@ -54,6 +54,7 @@ class Capabilities:
     full_fine_tuning: bool = (
         False  # trains all weights of models with LoRA rank 0; for a sampler: accepts snapshots of such models
     )
+    replays_routed_experts: bool = False  # trains with `Datum.routed_experts`
     max_targets_per_token: int = 1  # K of [T, K] targets; if the backend trains, it also bounds the `topk` of samples
     modalities: frozenset[Literal["text", "image"]] = frozenset({"text"})
     device: str = ""  # the hardware, for display: "cpu", "NVIDIA H200"
@@ -68,6 +69,7 @@ class Capabilities:
     target_prompt_logprobs: bool = False
     max_topk_logprobs: int = 0  # of topk_prompt_logprobs and topk_sample_logprobs
     stop_strings: bool = False
+    returns_routed_experts: bool = False  # with sampled sequences, if `BackendContext.routing_replay` asks for them
     max_sequences: int = 256  # drawn at a time; the engine holds back the rest, so that tenants take turns
 
 
@@ -192,6 +194,7 @@ class BackendContext:
     cache_dir: Path  # private to this backend and model, kept across restarts (mode 0700)
     losses: Mapping[str, LossSpec]  # every registered loss
     samples: bool = True  # False: the model has a separate sampler, so this backend does not sample
+    routing_replay: bool = False  # sampled sequences come with their experts, and training uses them
     placement: Placement = Placement()  # empty if nothing is known, or the backend's spec has no `demand`
     progress: Progress = _no_progress
     checkpoint_shard_bytes: int = 2 << 30  # of one file, if the backend itself writes a fully trained model's state

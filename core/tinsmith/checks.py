@@ -126,6 +126,12 @@ def _check_datum(datum: ops.Datum, spec: LossSpec, capabilities: Capabilities) -
     if unknown:
         msg = f"loss_fn_inputs: {unknown[0]!r} is not an input of {spec.name!r}; it takes {', '.join(sorted(required))}"
         raise UnsupportedError(msg)
+    if datum.routed_experts is not None and not capabilities.replays_routed_experts:
+        msg = (
+            "its sampled sequence was recorded with its experts, which this base model's backend does not replay; turn "
+            "`routing_replay` off, or take a backend that replays them"
+        )
+        raise UnsupportedError(msg)
     _check_targets(datum, capabilities)
     for name in spec.inputs:
         _check_input(name, datum)

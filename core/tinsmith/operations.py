@@ -2,7 +2,8 @@
 
 An operation is one entry of the log. Its key is `(model_id, seq_id)`; `store/codec.py` turns it into bytes.
 
-Array suffixes: T = tokens of one sequence, K = targets per position or alternatives per token, P = prompt tokens.
+Array suffixes: T = tokens of one sequence, K = targets per position or alternatives per token, P = prompt tokens,
+L = layers with experts, C = experts of a token.
 """
 
 from collections.abc import Mapping
@@ -17,9 +18,13 @@ from tinsmith.errors import Category
 IntArray = npt.NDArray[np.int64]
 TokenArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
+ExpertArray = npt.NDArray[np.uint16]
 Array = npt.NDArray[Any]  # any dtype: weights may be bfloat16 in checkpoints of full fine-tuning
 
 StopReason = Literal["stop", "length"]
+
+ADDED: Mapping[str, bool] = {"sent": False}
+"""Metadata of a field that the server adds to what a client has sent. It is no part of what a repeat must match."""
 
 LORA_ALPHA = 32.0
 """The constant alpha of the Tinker API: W' = W + (alpha / rank) * B @ A, for every rank."""
@@ -59,10 +64,15 @@ class Datum:
 
     `loss_inputs` holds `target_tokens` (int64, [T] or [T, K]) and the float32 inputs of the loss, each with the shape
     of `target_tokens`.
+
+    `routed_experts` [n, L, C], n <= T, has the experts that computed the first n tokens when they were sampled, in any
+    order. The trainer uses these instead of its router's choice, with its own router's weights. An empty array: routing
+    is replayed, but this sequence was not sampled from this model. None: routing is not replayed.
     """
 
     tokens_T: TokenArray
     loss_inputs: Mapping[str, Array]
+    routed_experts: ExpertArray | None = field(default=None, metadata=ADDED)
 
     @property
     def targets_TK(self) -> IntArray:
@@ -303,6 +313,7 @@ class SampledSequence:
     logprobs: FloatArray  # of log softmax(logits / temperature), before top-k and top-p; at temperature 1 if greedy
     stop_reason: StopReason
     top_logprobs: TopLogprobs | None = None
+    routed_experts: ExpertArray | None = None  # [P + T - 1, L, C]: of prompt and tokens, but for the last; see Datum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,7 +118,7 @@ async def test_a_sample_cancelled_before_its_first_step_frees_its_places() -> No
     line.add(a_sample("ann", 1))
     async with asyncio.TaskGroup() as tasks:
         room, stopping = asyncio.Event(), asyncio.Event()
-        lane = SamplingLane(unused, unused, unused, unused, line, tasks, on_room=room.set, stopping=stopping)
+        lane = SamplingLane(unused, unused, unused, unused, unused, line, tasks, on_room=room.set, stopping=stopping)
         lane.start_waiting()
         assert lane.cancel("ann0")
         await room.wait()

@@ -23,6 +23,7 @@ from tinsmith.engine.recovery import Recovery
 from tinsmith.engine.recovery_point_taker import RecoveryPointTaker
 from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.engine.replay import Replayer
+from tinsmith.engine.routed_experts import RoutedExpertsKeeper
 from tinsmith.engine.sample_line import SampleLine
 from tinsmith.engine.sampling_lane import SamplingLane
 from tinsmith.engine.sampling_snapshots import Keeping, Snapshots
@@ -36,7 +37,15 @@ from tinsmith.hook_values import OperationFinished
 from tinsmith.host_memory import host_memory
 from tinsmith.losses import LossSpec
 from tinsmith.scheduler import Limits, Scheduler
-from tinsmith.settings import ConsistencySettings, DataDir, ModelSettings, QuotaSettings, RecoverySettings, Settings
+from tinsmith.settings import (
+    ConsistencySettings,
+    DataDir,
+    ModelSettings,
+    QuotaSettings,
+    RecoverySettings,
+    RoutingReplaySettings,
+    Settings,
+)
 from tinsmith.store import Lease, RequestStore
 
 _SHARE_OF_SNAPSHOTS: Final = 4  # snapshots take this part of the host's memory, unless configured otherwise
@@ -53,6 +62,7 @@ class EngineOptions:
     quotas: QuotaSettings = field(default_factory=QuotaSettings)
     model_path: Path | None = None  # the base model's directory
     shard_bytes: int = SHARD_BYTES
+    routing_replay: RoutingReplaySettings = field(default_factory=RoutingReplaySettings)
 
     @classmethod
     def configured(cls, settings: Settings, model: ModelSettings, *, model_path: Path | None) -> "EngineOptions":
@@ -68,6 +78,7 @@ class EngineOptions:
             quotas=settings.quotas,
             model_path=model_path,
             shard_bytes=model.checkpoint_shard_bytes,
+            routing_replay=model.routing_replay,
         )
 
 
@@ -134,7 +145,11 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         stopping=stopping,
     )
     line = SampleLine(parts.scheduler, sampler.capabilities)
-    sampling = SamplingLane(sampler, snapshots, checks, recorder, line, tasks, on_room=claims.wake, stopping=stopping)
+    replay = options.routing_replay
+    experts = RoutedExpertsKeeper(snapshots, replay.tenant_bytes if replay.enabled else None)
+    sampling = SamplingLane(
+        sampler, snapshots, checks, recorder, experts, line, tasks, on_room=claims.wake, stopping=stopping
+    )
     recovery = Recovery(
         store,
         lease,

@@ -6,6 +6,7 @@ from typing import Any
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState, Snapshot, TrainingBackend
 from tinsmith.engine.failures import BackendFailedError
+from tinsmith.engine.routed_experts import with_count_of_replayed
 from tinsmith.engine.training_thread import TrainingThread
 from tinsmith.errors import OutOfMemoryError, UserError
 from tinsmith.failpoints import durable_boundary
@@ -51,7 +52,7 @@ class Models:
         if len(results) != len(operations):
             msg = f"{kind} of {len(operations)} operations returned {len(results)} results"
             raise BackendFailedError(msg)
-        return results
+        return [with_count_of_replayed(each, result) for each, result in zip(operations, results, strict=True)]
 
     async def _run_one_by_one(
         self, operations: Sequence[BatchOperation], error: OutOfMemoryError

@@ -12,6 +12,7 @@ from tinsmith.backend import SamplingBackend
 from tinsmith.engine.claimed import Claimed, Finished, Outcome, failed
 from tinsmith.engine.failures import engine_failed
 from tinsmith.engine.recorder import Recorder
+from tinsmith.engine.routed_experts import RoutedExpertsKeeper
 from tinsmith.engine.sample_line import SampleLine
 from tinsmith.engine.sampling_snapshots import Snapshots
 from tinsmith.engine.snapshot_checks import SnapshotChecks
@@ -22,12 +23,13 @@ _TIDY_S: Final = 30.0
 
 
 class SamplingLane:
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a sample passes through
         self,
         sampler: SamplingBackend,
         snapshots: Snapshots,
         checks: SnapshotChecks,
         recorder: Recorder,
+        experts: RoutedExpertsKeeper,
         line: SampleLine,
         tasks: asyncio.TaskGroup,
         *,
@@ -39,6 +41,7 @@ class SamplingLane:
         self._snapshots = snapshots
         self._checks = checks
         self._recorder = recorder
+        self._experts = experts
         self._line = line
         self._tasks = tasks
         self._on_room = on_room
@@ -96,14 +99,15 @@ class SamplingLane:
         started = time.monotonic()
         try:
             result = claimed.refused or await self._sample(cast("ops.Sample", claimed.operation))
+            outcome = await self._experts.outcome(claimed, result)
         except TinsmithError as error:
-            result = failed(error)
+            outcome = Outcome(result=failed(error))
         except Exception as error:
             raise engine_failed(claimed.record.base_model, "sample", error) from error
         finally:
             self._free(claimed.record.request_id)
         self.start_waiting()
-        finished = Finished(claimed=claimed, outcome=Outcome(result=result))
+        finished = Finished(claimed=claimed, outcome=outcome)
         await self._recorder.record([finished], time.monotonic() - started)
 
     @durable_boundary("engine.sample")

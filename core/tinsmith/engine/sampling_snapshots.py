@@ -108,6 +108,15 @@ class Snapshots:
     def holds(self, snapshot_id: str) -> bool:
         return snapshot_id in self._held
 
+    def model_of(self, snapshot_id: str | None) -> str | None:
+        """Return the model that a snapshot was saved from. None: it is the base model, or gone."""
+        if snapshot_id is None:
+            return None
+        if _is_persisted(snapshot_id):
+            return TinkerPath.parse(snapshot_id).model_id
+        held = self._held.get(snapshot_id)
+        return None if held is None else held.model_id
+
     async def persist(self, model_id: str) -> None:
         """Write the model's ephemeral snapshots to disk: a recovery does not replay what precedes its start."""
         for snapshot_id, held in [each for each in self._held.items() if each[1].model_id == model_id]:

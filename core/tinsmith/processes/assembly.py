@@ -13,6 +13,7 @@ from tinsmith.backend import (
     SamplingBackend,
     TrainingBackend,
 )
+from tinsmith.errors import ConfigError
 from tinsmith.huggingface.hub_cache import HubReference
 from tinsmith.huggingface.hub_download import download_model
 from tinsmith.placement.machine import this_machine
@@ -100,7 +101,30 @@ def _context(
         placement=_placement(section, spec),
         progress=progress,
         checkpoint_shard_bytes=model.checkpoint_shard_bytes,
+        routing_replay=model.routing_replay.enabled,
     )
+
+
+def check_routing_replay(
+    model: ModelSettings, backend: TrainingBackend, sampler: SamplingBackend | None, store: RequestStore
+) -> None:
+    """Raise ConfigError, with who lacks what, if the model's routing is to be replayed and cannot be."""
+    if not model.routing_replay.enabled:
+        return
+    trainer = repr(model.backend.plugin) if model.backend is not None else type(backend).__name__
+    sampling = trainer if model.sampler is None else repr(model.sampler.plugin)
+    returns = sampler is not None and sampler.capabilities.returns_routed_experts
+    lacking = [
+        *([] if backend.capabilities.replays_routed_experts else [f"the backend {trainer} does not replay experts"]),
+        *([] if returns else [f"the sampler {sampling} does not return those of its samples"]),
+        *([] if store.keeps_routed_experts else ["the request store does not keep them"]),
+    ]
+    if lacking:
+        msg = (
+            f"model {model.name!r}: routing_replay is enabled, but {', and '.join(lacking)}; disable it, or see which "
+            "do for models with experts (How to replay the routing)"
+        )
+        raise ConfigError(msg)
 
 
 def _placement(section: PluginSection | None, spec: AnySpec) -> Placement:
@@ -128,5 +152,6 @@ def capabilities_of(backend: TrainingBackend, sampler: SamplingBackend | None) -
         target_prompt_logprobs=sampling.target_prompt_logprobs,
         max_topk_logprobs=sampling.max_topk_logprobs,
         stop_strings=sampling.stop_strings,
+        returns_routed_experts=sampling.returns_routed_experts,
         max_sequences=sampling.max_sequences,
     )

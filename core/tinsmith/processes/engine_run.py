@@ -18,7 +18,7 @@ from tinsmith.engine.assembly import EngineOptions, EngineParts, assemble_engine
 from tinsmith.engine.engine import Engine
 from tinsmith.hook_values import OperationFinished
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.assembly import capabilities_of, make_backends
+from tinsmith.processes.assembly import capabilities_of, check_routing_replay, make_backends
 from tinsmith.processes.deaths import Cause
 from tinsmith.processes.lease import Taken
 from tinsmith.processes.reports import EngineReports
@@ -77,6 +77,7 @@ class EngineRun:
         thread = ThreadPoolExecutor(1, thread_name_prefix="tinsmith-training")
         try:
             async with self._loaded(thread, stopping) as (backend, sampler):
+                check_routing_replay(self.model, backend, sampler, self.store)
                 await self._serve(backend, sampler, thread, stopping)
         finally:
             thread.shutdown(wait=False)

@@ -36,6 +36,7 @@ class Metrics:
     submitted: Counter
     tokens: Counter
     seconds: Histogram
+    routing_replay: Counter
 
     @classmethod
     def create(cls) -> "Metrics":
@@ -53,6 +54,12 @@ class Metrics:
             ),
             seconds=Histogram(
                 "tinsmith_http_seconds", "time to answer, long polls included", ["route"], registry=registry
+            ),
+            routing_replay=Counter(
+                "tinsmith_routing_replay_sequences",
+                "sequences of accepted passes, by whether their experts are those of a sample or the trainer's choice",
+                ["base_model", "kind", "outcome"],
+                registry=registry,
             ),
         )
 

@@ -13,6 +13,7 @@ from tinsmith.failpoints import durable_boundary
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
 from tinsmith.server.context import ServerContext
+from tinsmith.server.routing_replay import is_replayed, with_routed_experts
 from tinsmith.server.value_limits import refuse_large_payload, refuse_unstorable
 from tinsmith.store import NewOperation, RunRecord
 from tinsmith.store.codec import decoded_bytes, encode_operation, kind_of
@@ -47,6 +48,8 @@ async def submit_decoded(
     capabilities = await context.engines.capabilities(run.base_model)
     prepare = partial(_prepared, context, run, seq_id, decode, capabilities, problem)
     new = await context.heavy.run(run.tenant, body_bytes, prepare)
+    if is_replayed(context, new):
+        new = _if_it_fits(context, await with_routed_experts(context, run, new))
     if new.refused is None:
         await context.quotas.admit_operation(new)
     return await _submit(context, run, new)

@@ -324,6 +324,21 @@ class QuotaSettings(TenantQuotas):
         return self if own is None else self.model_copy(update=own.model_dump(exclude_unset=True))
 
 
+class RoutingReplaySettings(_Section):
+    """Train a mixture of experts with the experts that computed its sampled tokens: see `Replay the routing`."""
+
+    enabled: bool = Field(
+        default=False,
+        description="keep the experts of each sampled token, and train on it with these; needs a backend that replays "
+        "and a sampler that returns them",
+    )
+    tenant_bytes: int = Field(
+        1 << 30,
+        ge=1 << 10,
+        description="bytes of experts kept for each tenant, for as long as results; the oldest sequences go first",
+    )
+
+
 class ModelSettings(_Section):
     """One base model; each gets an engine process of its own."""
 
@@ -356,6 +371,7 @@ class ModelSettings(_Section):
         "model was used since; samples from it fail from then on; default: it is kept until its session ends",
     )
     consistency: ConsistencySettings = ConsistencySettings()
+    routing_replay: RoutingReplaySettings = RoutingReplaySettings()
     checkpoint_shard_bytes: int = Field(
         2 << 30,
         ge=1 << 16,

@@ -12,12 +12,13 @@ from tinsmith.sql_store.parts.leases import SqlLeases
 from tinsmith.sql_store.parts.log_inspection import SqlLogInspection
 from tinsmith.sql_store.parts.model_places import SqlModelPlaces
 from tinsmith.sql_store.parts.recovery import SqlRecovery
+from tinsmith.sql_store.parts.routed_experts import SqlRoutedExperts
 from tinsmith.sql_store.parts.runs import SqlRuns
 from tinsmith.sql_store.parts.sampling_sessions import SqlSamplingSessions
 from tinsmith.sql_store.parts.server_log import SqlServerLog
 from tinsmith.sql_store.parts.sessions import SqlSessions
 from tinsmith.sql_store.parts.usage import SqlUsageLog
-from tinsmith.sql_store.transactions import pruning, shared_secrets
+from tinsmith.sql_store.transactions import pruning, routed_experts, shared_secrets
 from tinsmith.store import RequestStore
 
 _PART: Final = 500  # operations that one transaction deletes
@@ -36,6 +37,7 @@ class SqlStore(
     SqlRecovery,
     SqlEngineStates,
     SqlUsageLog,
+    SqlRoutedExperts,
     RequestStore,
 ):
     """Creating it does no I/O. It raises ConfigError for a URL that cannot be used."""
@@ -60,5 +62,6 @@ class SqlStore(
             pruned += part
         await self._durable.write(pruning.finished_samples, finished_before)
         forgotten = await self._durable.write(pruning.deleted_checkpoints, finished_before)
+        forgotten += await self._durable.write(routed_experts.prune, finished_before)
         await self._durable.scrub(deleted=pruned + forgotten > 0)
         return pruned

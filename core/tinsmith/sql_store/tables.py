@@ -330,6 +330,24 @@ class UsageRow(Table, table=True):
     engine_us: int = Field(sa_type=BigInteger)
 
 
+class RoutedExpertsRow(Table, table=True):
+    """The experts of a sequence that a tenant sampled from a model, by the digest of its tokens, in order of age."""
+
+    __tablename__ = "routed_experts"
+    __table_args__ = (
+        UniqueConstraint("tenant", "model_id", "digest"),
+        Index("ix_routed_experts_tenant_id_num_bytes", "tenant", "id", "num_bytes"),
+    )
+
+    id: int | None = Field(default=None, sa_column=Column(_BigKey, primary_key=True))
+    tenant: str
+    model_id: str
+    digest: bytes = Field(sa_type=LargeBinary)
+    num_bytes: int = _number()
+    created_at: datetime = _time(index=True)
+    experts: bytes = Field(sa_type=LargeBinary)
+
+
 class SecretRow(Table, table=True):
     __tablename__ = "secrets"
 
@@ -355,6 +373,7 @@ SESSIONS, CHECKPOINTS, FINISHED_SAMPLES, SAMPLE_COUNTS, LEASES, USAGE = (
     for row in (SessionRow, CheckpointRow, FinishedSampleRow, SampleCountRow, LeaseRow, UsageRow)
 )
 PENDING_WORK = PendingWorkRow.metadata.tables[str(PendingWorkRow.__tablename__)]
+ROUTED_EXPERTS = RoutedExpertsRow.metadata.tables[str(RoutedExpertsRow.__tablename__)]
 SAMPLING_SESSIONS = SamplingSessionRow.metadata.tables[str(SamplingSessionRow.__tablename__)]
 
 

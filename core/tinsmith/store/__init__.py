@@ -23,6 +23,7 @@ from tinsmith.store.records import (
     Effect,
     EngineRecord,
     EngineState,
+    ExpertsSampled,
     FinishedSample,
     FinishedSamples,
     KeptCheckpoints,
@@ -56,6 +57,7 @@ from tinsmith.store.records import (
 )
 from tinsmith.store.recovery import Recovery
 from tinsmith.store.request_store import RequestStore, StoreContext, StoreSpec
+from tinsmith.store.routed_experts import RoutedExperts
 from tinsmith.store.runs import Runs
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.server_log import ServerLog
@@ -80,6 +82,7 @@ __all__ = [
     "EngineRecord",
     "EngineState",
     "EngineStates",
+    "ExpertsSampled",
     "FinishedSample",
     "FinishedSamples",
     "Held",
@@ -104,6 +107,7 @@ __all__ = [
     "RecoveryPointRecord",
     "RecoveryPointTaken",
     "RequestStore",
+    "RoutedExperts",
     "RunLog",
     "RunRecord",
     "RunState",

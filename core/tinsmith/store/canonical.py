@@ -1,6 +1,7 @@
 """The canonical form of operations, by which a repeat is recognised. Upgrades must not change it.
 
-It is the MessagePack of the dataclasses, with each array as its dtype, its shape and its bytes. It is passed on in
+It is the MessagePack of what the client has sent: the dataclasses without fields that are `operations.ADDED`, with each
+array as its dtype, its shape and its bytes. It is passed on in
 parts, and large arrays as views: as a whole it would take the memory of the operation once more.
 """
 
@@ -21,7 +22,8 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 def add_canonical(value: object, add: Add) -> None:
     """Call `add` with the parts of the form, in order."""
     if is_dataclass(value):
-        content = {field.name: getattr(value, field.name) for field in fields(value)}
+        sent = (field.name for field in fields(value) if field.metadata.get("sent", True))
+        content = {name: getattr(value, name) for name in sent}
         add_canonical(content, add)
     elif isinstance(value, Mapping):
         add(_mark(_MAP, len(value)))

@@ -60,7 +60,8 @@ def decoded_bytes(operation: ops.Operation) -> int:
     arrays: list[np.ndarray[Any, Any] | None] = []
     match operation:
         case ops.ForwardBackward():
-            arrays = [array for datum in operation.data for array in (datum.tokens_T, *datum.loss_inputs.values())]
+            for datum in operation.data:
+                arrays += [datum.tokens_T, *datum.loss_inputs.values(), datum.routed_experts]
         case ops.Sample():
             arrays = [operation.prompt_P, operation.target_prompt_logprobs]
             if (layout := operation.target_layout) is not None:

@@ -309,7 +309,19 @@ class RecoveryPointTaken:
     keep: int
 
 
-Effect = RunStateChanged | LoraResolved | CheckpointWritten | SamplingSessionCreated | RecoveryPointTaken
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSampled:
+    """The experts of sequences that were sampled from a model. Of each tenant, the newest `max_bytes` are kept."""
+
+    tenant: str  # who sampled, and may own another model than this one
+    model_id: str
+    sequences: Mapping[bytes, bytes]  # encoded experts, by the digest of the tokens (`routed_experts.digest_of`)
+    max_bytes: int
+
+
+Effect = (
+    RunStateChanged | LoraResolved | CheckpointWritten | SamplingSessionCreated | RecoveryPointTaken | ExpertsSampled
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

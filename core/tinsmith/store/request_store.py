@@ -25,6 +25,7 @@ from tinsmith.store.leases import Leases
 from tinsmith.store.log_inspection import LogInspection
 from tinsmith.store.model_places import ModelPlaces
 from tinsmith.store.recovery import Recovery
+from tinsmith.store.routed_experts import RoutedExperts
 from tinsmith.store.runs import Runs
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.server_log import ServerLog
@@ -45,6 +46,7 @@ class RequestStore(
     Recovery,
     EngineStates,
     UsageLog,
+    RoutedExperts,
 ):
     """Every method may be called concurrently from the process's event loop.
 

@@ -28,6 +28,7 @@ from tinsmith.store import (
     SamplingSessionRecord,
 )
 from tinsmith.store.codec import encode_result
+from tinsmith.testing.store_experts import RoutedExpertsContract
 from tinsmith.testing.store_leases import LeaseContract
 from tinsmith.testing.store_log import LogContract
 from tinsmith.testing.store_places import PlacesContract
@@ -54,7 +55,9 @@ from tinsmith.testing.store_recovery import RecoveryContract
 from tinsmith.testing.store_retention import RetentionContract
 
 
-class RequestStoreContract(LogContract, PlacesContract, RecoveryContract, LeaseContract, RetentionContract):
+class RequestStoreContract(
+    LogContract, PlacesContract, RecoveryContract, LeaseContract, RetentionContract, RoutedExpertsContract
+):
     """Tests every promise of `tinsmith.store.RequestStore`. Override `make_store` only."""
 
     # sessions

@@ -16,7 +16,7 @@ from tinsmith.sql_store.tables import (
     SamplingSessionRow,
     to_row,
 )
-from tinsmith.sql_store.transactions import checkpoints, leases, log, recovery_points
+from tinsmith.sql_store.transactions import checkpoints, leases, log, recovery_points, routed_experts
 from tinsmith.sql_store.transactions.finished_samples import Finished
 from tinsmith.sql_store.transactions.usage import Counting
 from tinsmith.sql_store.transactions.writer import Transaction
@@ -24,6 +24,7 @@ from tinsmith.store import (
     CheckpointWritten,
     Completion,
     Effect,
+    ExpertsSampled,
     Lease,
     LoraResolved,
     OperationState,
@@ -151,3 +152,5 @@ def _apply(tx: Transaction, effect: Effect) -> None:
             session.flush()  # another completion may create it, too
         case RecoveryPointTaken():
             recovery_points.keep_newest(session, effect.record, effect.keep)
+        case ExpertsSampled():
+            routed_experts.keep(tx, effect)
