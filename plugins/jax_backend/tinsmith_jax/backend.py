@@ -15,10 +15,10 @@ from tinsmith.workers import MakeLauncher
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.devices import Devices, Setup
 from tinsmith_jax.loss_table import LossTable
-from tinsmith_jax.model_config import read_config
+from tinsmith_jax.model_config import ModelConfig, read_config
 from tinsmith_jax.remote import RemoteDevices
 from tinsmith_jax.sampler import Sampler
-from tinsmith_jax.trainer import Trainer
+from tinsmith_jax.trainer import ReplayedExperts, Trainer
 
 
 class JaxBackend(Trainer, SamplingBackend):
@@ -35,6 +35,7 @@ class JaxBackend(Trainer, SamplingBackend):
             cache_dir=context.cache_dir,
             losses=dict(context.losses),
             samples=context.samples,
+            routing_replay=context.routing_replay,
         )
         self.model_config = read_config(context.model_directory)
         self.devices: Devices | RemoteDevices
@@ -43,7 +44,14 @@ class JaxBackend(Trainer, SamplingBackend):
         else:
             self.devices = RemoteDevices(setup, context.progress, launch_with)
         facts, losses = self.devices.facts, LossTable(context.losses)
-        super().__init__(self.devices.training, facts.limits, facts.buckets, losses, max_models=config.max_models)
+        super().__init__(
+            self.devices.training,
+            facts.limits,
+            facts.buckets,
+            losses,
+            max_models=config.max_models,
+            experts=_replayed_experts(self.model_config, always=context.routing_replay),
+        )
         rules = StopRules.of_model(context.model_directory)
         self._capabilities = self._describe(config, losses, rules)
         self._own_sampler: Sampler | None = None
@@ -70,6 +78,7 @@ class JaxBackend(Trainer, SamplingBackend):
             losses=frozenset(losses.kinds),
             max_lora_rank=config.max_lora_rank,
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
+            replays_routed_experts=self.model_config.experts is not None,
             max_targets_per_token=self.limits.max_targets,
             deterministic=self.limits.platform == "cpu",
             # not measured on other devices: no claim of bitwise isolation, and no isolation_error to report
@@ -107,3 +116,12 @@ class JaxBackend(Trainer, SamplingBackend):
         if self._own_sampler is not None:
             self._own_sampler.close()
         self.devices.close()
+
+
+def _replayed_experts(config: ModelConfig, *, always: bool) -> ReplayedExperts | None:
+    shape = config.experts
+    if shape is None:
+        return None
+    return ReplayedExperts(
+        num_layers=config.num_layers, num_experts=shape.num_experts, top_k=shape.top_k, always=always
+    )

@@ -33,6 +33,7 @@ class Setup:
     cache_dir: Path
     losses: Mapping[str, LossSpec]
     samples: bool
+    routing_replay: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,12 @@ class Devices:
         shapes = jax.tree.map(partial(_shape_of, on_mesh=layout is not None), base)
         losses = LossTable(setup.losses)
         self.train_programs = TrainPrograms(
-            config=model, limits=limits, losses=losses, base_shapes=shapes, layout=layout
+            config=model,
+            limits=limits,
+            losses=losses,
+            base_shapes=shapes,
+            layout=layout,
+            replays=setup.routing_replay and model.experts is not None,
         )
         self.programs = Programs(progress, alone=jax.process_count() == 1)
         turns = Turns()

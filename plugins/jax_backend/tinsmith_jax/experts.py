@@ -142,14 +142,19 @@ def of_layer(layer: Mapping[str, Any], stacked: Stacked, axes: Axes) -> ExpertWe
     return ExpertWeights(axes.whole(layer["expert_gate_up"], 1), axes.whole(layer["expert_down"], 2), 0)
 
 
-def route(h_TH: Any, router_HE: Any, config: ModelConfig, axes: Axes = ONE) -> Routing:
+def route(h_TH: Any, router_HE: Any, config: ModelConfig, axes: Axes = ONE, replayed_TC: Any | None = None) -> Routing:
     """Choose each token's experts by softmax in float32, the most probable first. Gradients pass through weights.
 
+    `replayed_TC` are experts to take instead, weighted by the same softmax; where it is negative, there are none.
     If experts are divided over `tensor`, the choices are those of `Axes.own_experts`.
     """
     assert config.experts is not None
     probability_TE = jax.nn.softmax((h_TH @ router_HE).astype(jnp.float32), axis=-1)
     weight_TC, chosen_TC = lax.top_k(probability_TE, config.experts.top_k)
+    if replayed_TC is not None:
+        chosen_TC = jnp.where(replayed_TC < 0, chosen_TC, replayed_TC.astype(jnp.int32))
+        weight_TC, order_TC = lax.top_k(jnp.take_along_axis(probability_TE, chosen_TC, axis=1), chosen_TC.shape[1])
+        chosen_TC = jnp.take_along_axis(chosen_TC, order_TC, axis=1)
     if config.experts.normalized:
         weight_TC = weight_TC / sum(weight_TC[:, c : c + 1] for c in range(config.experts.top_k))
     own_TC = axes.own_experts(chosen_TC, config.experts.num_experts // axes.tensor)

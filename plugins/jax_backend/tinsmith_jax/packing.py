@@ -3,7 +3,8 @@
 A sequence starts on a tile boundary and stays in one micro-batch; a model's sequences keep their order. Micro-batches
 are filled in the order of the requests, one open batch per rank class.
 
-Legend: T = tokens of the stream, n = tiles, K = targets per token, I = loss inputs, C = loss settings.
+Legend: T = tokens of the stream, n = tiles, K = targets per token, I = loss inputs, C = loss settings; in the experts
+of tokens: L = layers, C = experts of a token.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -97,6 +98,11 @@ class Stream:
     positions_T: Array
     tiles: Tiles
     batch: LossBatch
+    experts_LTC: Array | None = None  # int16; -1: the router chooses. None: it chooses for all tokens
+
+    @property
+    def replays(self) -> bool:
+        return self.experts_LTC is not None
 
 
 def plan(pieces: Iterable[Piece], buckets: Buckets, call_tokens: int) -> Iterator[MicroBatch]:
@@ -150,16 +156,26 @@ def _batch(pieces: Sequence[Piece]) -> MicroBatch:
     return batch
 
 
-def pack(micro: MicroBatch, bucket: Bucket, losses: LossTable, num_streams: int = 1) -> Stream:
-    """Lay out a micro-batch. Unused rows are token 0 at position 0 without a loss."""
-    stream = _empty(bucket, losses, num_streams)
+def pack(
+    micro: MicroBatch,
+    bucket: Bucket,
+    losses: LossTable,
+    num_streams: int = 1,
+    *,
+    experts: tuple[int, int] | None = None,
+) -> Stream:
+    """Lay out a micro-batch. Unused rows are token 0 at position 0 without a loss.
+
+    `experts` are the layers and the experts of a token, if routing is replayed.
+    """
+    stream = _empty(bucket, losses, num_streams, experts)
     rows = {model: row for row, model in enumerate(micro.models)}
     for start, piece in zip(micro.starts(bucket), micro.pieces, strict=True):
         _write(stream, piece, start, rows[piece.op.model_id], losses)
     return stream
 
 
-def _empty(bucket: Bucket, losses: LossTable, num_streams: int) -> Stream:
+def _empty(bucket: Bucket, losses: LossTable, num_streams: int, experts: tuple[int, int] | None) -> Stream:
     T, K = bucket.num_tokens * num_streams, bucket.num_targets
     return Stream(
         np.zeros(T, np.int32),
@@ -171,6 +187,7 @@ def _empty(bucket: Bucket, losses: LossTable, num_streams: int) -> Stream:
             inputs_ITK=np.zeros((len(losses.inputs), T, K), np.float32),
             config_CT=np.zeros((len(losses.settings), T), np.float32),
         ),
+        None if experts is None else np.full((experts[0], T, experts[1]), -1, np.int16),
     )
 
 
@@ -181,6 +198,9 @@ def _write(stream: Stream, piece: Piece, start: int, row: int, losses: LossTable
     stream.tokens_T[rows] = piece.datum.tokens_T
     # positions continue through the last tile's padding: a tile's first position gives its sequence's start
     stream.positions_T[start : start + piece.num_tiles * TILE] = np.arange(piece.num_tiles * TILE)
+    if stream.experts_LTC is not None and (replayed := piece.datum.routed_experts) is not None and len(replayed):
+        # in order of their numbers, in which the router takes equally probable ones
+        stream.experts_LTC[:, start : start + len(replayed)] = np.sort(replayed, axis=-1).swapaxes(0, 1)
     stream.tiles.adapter_n[tiles] = row
     stream.tiles.scale_n[tiles] = piece.scale
     loss = piece.op.loss_fn

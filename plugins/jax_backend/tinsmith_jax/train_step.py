@@ -36,6 +36,7 @@ class TrainPrograms:
     losses: LossTable
     base_shapes: Any  # with the places of the arrays, if there is a mesh
     layout: Layout | None = None
+    replays: bool = False  # routing is replayed: these programs are compiled before they are needed
 
     @property
     def axes(self) -> Axes:
@@ -50,30 +51,47 @@ class TrainPrograms:
             num_streams=self.axes.num_streams,
         )
 
-    def score(self, bucket: Bucket) -> Program:
-        """Return the program (base, weights, tokens, positions, tiles, batch) -> (logp [T, K], loss [T, K])."""
+    def score(self, bucket: Bucket, *, replays: bool = False) -> Program:
+        """Return the program (base, weights, tokens, positions, tiles, batch) -> (logp [T, K], loss [T, K]).
 
-        def run(base: Base, weights: Any, tokens: Any, positions: Any, tiles: Any, batch: Any) -> Any:
+        If it replays routing, it and `gradients` take the experts of the tokens [L, T, C] as the last argument.
+        """
+
+        def run(
+            base: Base, weights: Any, tokens: Any, positions: Any, tiles: Any, batch: Any, replayed: Any = None
+        ) -> Any:
             stack = adapters.stack(weights)
-            hidden = packed_forward(base, self.config, tokens, positions, stack, tiles, axes=self.axes)
+            hidden = packed_forward(
+                base, self.config, tokens, positions, stack, tiles, replayed_LTC=replayed, axes=self.axes
+            )
             scores = head.score(
                 base["head"], stack["head"], hidden, tiles, batch, self.losses, self._rows(bucket), axes=self.axes
             )
             return self.axes.complete(scores.logp_TK), self.axes.complete(scores.loss_TK)
 
         weights = self._adapters(bucket)
-        return self._program(("score", bucket), run, (self.base_shapes, weights, *self._stream(bucket)), _SCORED)
+        shapes = (self.base_shapes, weights, *self._stream(bucket, replays=replays))
+        return self._program(("score", bucket, replays), run, shapes, _SCORED)
 
-    def gradients(self, bucket: Bucket) -> Program:
+    def gradients(self, bucket: Bucket, *, replays: bool = False) -> Program:
         """Return the program (base, weights, sums, tokens, positions, tiles, batch) -> (logp, loss, new sums)."""
 
-        def run(base: Base, weights: Any, sums: Any, tokens: Any, positions: Any, tiles: Any, batch: Any) -> Any:
+        def run(
+            base: Base,
+            weights: Any,
+            sums: Any,
+            tokens: Any,
+            positions: Any,
+            tiles: Any,
+            batch: Any,
+            replayed: Any = None,
+        ) -> Any:
             stack, totals = adapters.stack(weights), adapters.stack(sums)
 
             def trunk(layer_sums: Any) -> Any:
                 return packed_forward(
                     base, self.config, tokens, positions, stack, tiles,
-                    sums=layer_sums, recompute=self.limits.recompute, axes=self.axes,
+                    sums=layer_sums, replayed_LTC=replayed, recompute=self.limits.recompute, axes=self.axes,
                 )  # fmt: skip
 
             start = self.axes.fold_start(totals, stack)
@@ -88,9 +106,9 @@ class TrainPrograms:
             return *scored, adapters.unstack(new, bucket.num_adapters)
 
         weights, sums = self._adapters(bucket), (self._state(bucket.padded_rank),) * bucket.num_adapters
-        shapes = (self.base_shapes, weights, sums, *self._stream(bucket))
+        shapes = (self.base_shapes, weights, sums, *self._stream(bucket, replays=replays))
         out = (*_SCORED, (self.state_specs(bucket.padded_rank),) * bucket.num_adapters)
-        return self._program(("gradients", bucket), run, shapes, out)
+        return self._program(("gradients", bucket, replays), run, shapes, out)
 
     def step(self, num_adapters: int, padded_rank: int) -> Program:
         """Return the program (states, gradients, hypers, count) -> (states, norms) for up to `num_adapters` rows."""
@@ -110,22 +128,23 @@ class TrainPrograms:
         program is ready, a request uses the smallest one that is.
         """
         ranks = adapters.rank_classes(self.limits.max_lora_rank)
+        gradients, score = (partial(each, replays=self.replays) for each in (self.gradients, self.score))
         every = list(self.buckets.all(ranks))
         smallest = every[: len(ranks)]
         common = [bucket for bucket in every if bucket.num_targets == 1]
         largest = common[-len(ranks) :]
-        yield from map(self.gradients, smallest)
+        yield from map(gradients, smallest)
         for rank in ranks:
             yield self.step(STEPS[0], rank)
-        yield from map(self.score, smallest)
+        yield from map(score, smallest)
         for bucket in largest:
-            yield self.gradients(bucket)
+            yield gradients(bucket)
             yield self.step(STEPS[-1], bucket.padded_rank)
-        yield from map(self.score, largest)
+        yield from map(score, largest)
         for bucket in every:
             if bucket not in (*smallest, *largest):
-                yield self.gradients(bucket)
-                yield self.score(bucket)
+                yield gradients(bucket)
+                yield score(bucket)
 
     def _rows(self, bucket: Bucket) -> int:
         return head.chunk_rows(self.config.vocab_size, self.limits.platform, bucket.num_tokens)
@@ -148,12 +167,17 @@ class TrainPrograms:
         """Return how the gradients and moments of an adapter are divided."""
         return state_specs(LAYER_MODULES, adapters.shapes(self.config, padded_rank), self.axes)
 
-    def _stream(self, bucket: Bucket) -> tuple[Any, ...]:
+    def _stream(self, bucket: Bucket, *, replays: bool) -> tuple[Any, ...]:
         T, K = bucket.num_tokens * self.axes.num_streams, bucket.num_targets
         tiles = Tiles(_i32(T // TILE), _f32(T // TILE))
         inputs, settings = len(self.losses.inputs), len(self.losses.settings)
         batch = LossBatch(_i32(T, K), _i32(T), _f32(inputs, T, K), _f32(settings, T))
-        return tuple(self._placed((_i32(T), _i32(T), tiles, batch), STREAM_SPECS))
+        shapes = (_i32(T), _i32(T), tiles, batch, *([self._replayed(T)] if replays else []))
+        return tuple(self._placed(shapes, stream_specs(replays=replays)))
+
+    def _replayed(self, num_tokens: int) -> Any:
+        assert self.config.experts is not None
+        return jax.ShapeDtypeStruct((self.config.num_layers, num_tokens, self.config.experts.top_k), jnp.int16)
 
     def _small(self, shape: Any) -> Any:
         return self._placed(shape, Spec())
@@ -180,13 +204,17 @@ class TrainPrograms:
 
 _ROWS = Spec(STREAMS)
 _SCORED = (Spec(), Spec())
-STREAM_SPECS = (
+_STREAM_SPECS = (
     _ROWS,
     _ROWS,
     Tiles(_ROWS, _ROWS),
     LossBatch(_ROWS, _ROWS, Spec(None, STREAMS), Spec(None, STREAMS)),
 )
-"""How the arrays of a stream are divided: by rows."""
+
+
+def stream_specs(*, replays: bool) -> tuple[Any, ...]:
+    """Return how the arrays of a stream are divided: by rows."""
+    return (*_STREAM_SPECS, Spec(None, STREAMS)) if replays else _STREAM_SPECS
 
 
 def _i32(*shape: int) -> Any:

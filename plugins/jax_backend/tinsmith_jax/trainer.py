@@ -1,6 +1,7 @@
 """The host's side of training many LoRA models on one base: which operations run together, and in which order."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -8,6 +9,7 @@ from tinsmith import (
     Array,
     CapacityError,
     CreateModel,
+    Datum,
     Failed,
     Forward,
     ForwardBackward,
@@ -30,6 +32,39 @@ from tinsmith_jax.runtime import Limits
 from tinsmith_jax.training_device import Pass, TrainingDevice
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedExperts:
+    """What experts of tokens may be."""
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+    always: bool  # passes without any run the same programs, so that company changes no bits
+
+    @property
+    def of_token(self) -> tuple[int, int]:
+        return self.num_layers, self.top_k
+
+    def refusal(self, data: Sequence[Datum]) -> Failed | None:
+        for index, datum in enumerate(data):
+            if (problem := self._problem(datum)) is not None:
+                return Failed(message=f"data[{index}]: {problem}", category="server")
+        return None
+
+    def _problem(self, datum: Datum) -> str | None:
+        experts = datum.routed_experts
+        if experts is None or len(experts) == 0:
+            return None
+        fits = experts.shape[1:] == self.of_token and len(experts) <= len(datum.tokens_T)
+        if fits and experts.max() < self.num_experts:
+            return None
+        return (
+            f"its recorded experts are {list(experts.shape)}, up to number {experts.max()}; {len(datum.tokens_T)} "
+            f"tokens of this model need [<= {len(datum.tokens_T)}, {self.num_layers}, {self.top_k}], below "
+            f"{self.num_experts}: they were sampled with another model"
+        )
+
+
 class Trainer(TrainingBackend):
     """A training backend without its capabilities."""
 
@@ -41,12 +76,15 @@ class Trainer(TrainingBackend):
         losses: LossTable,
         *,
         max_models: int,
+        experts: ReplayedExperts | None = None,
     ) -> None:
+        """`experts`: what can be replayed of routing; None if the model has no experts."""
         self.device = device
         self.limits = limits
         self._buckets = buckets
         self._losses = losses
         self._max_models = max_models
+        self._experts = experts
         self._models: dict[str, LoraConfig] = {}
 
     # Life of a model --------------------------------------------------------------------------------------------------
@@ -122,8 +160,9 @@ class Trainer(TrainingBackend):
 
     def _run(self, micro: MicroBatch, kind: Pass, outputs: list[list[tuple[Array, Array]]]) -> None:
         """Run a micro-batch, and append each result to its operation's outputs."""
-        bucket = self.device.prepare(kind, micro.bucket(self._buckets))
-        stream = pack(micro, bucket, self._losses, self._buckets.num_streams)
+        experts = self._replayed(micro)
+        bucket = self.device.prepare(kind, micro.bucket(self._buckets), replays=experts is not None)
+        stream = pack(micro, bucket, self._losses, self._buckets.num_streams, experts=experts)
         run = self.device.score if kind == "score" else self.device.gradients
         logp_TK, loss_TK = run(bucket, micro.models, stream)
         for start, piece in zip(micro.starts(bucket), micro.pieces, strict=True):
@@ -131,13 +170,20 @@ class Trainer(TrainingBackend):
             cells = (logp_TK[rows, : piece.num_targets], loss_TK[rows, : piece.num_targets])
             outputs[piece.op_index].append(cells)
 
+    def _replayed(self, micro: MicroBatch) -> tuple[int, int] | None:
+        """Return the layers and experts of each token, if the program that runs is to replay them."""
+        if self._experts is None:
+            return None
+        given = any(piece.datum.routed_experts is not None for piece in micro.pieces)
+        return self._experts.of_token if given or self._experts.always else None
+
     def _refusal(self, op: ForwardBackward) -> Failed | None:
         """Refuse an unknown model or loss. Core has already checked everything else against the capabilities."""
         if op.model_id not in self._models:
             return _unknown(op.model_id)
         if op.loss_fn not in self._losses.kinds:
             return Failed(message=f"no loss named {op.loss_fn!r}, known: {', '.join(self._losses.kinds)}")
-        return None
+        return None if self._experts is None else self._experts.refusal(op.data)
 
     def _pieces(self, op_index: int, op: ForwardBackward) -> list[Piece]:
         scale, padded_rank = self._models[op.model_id].scale, self._padded_rank(op.model_id)

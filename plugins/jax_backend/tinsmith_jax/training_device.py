@@ -23,7 +23,7 @@ from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.memory import out_of_memory_named
 from tinsmith_jax.mesh import Spec, fetch, put
 from tinsmith_jax.packing import Stream
-from tinsmith_jax.train_step import STREAM_SPECS, TrainPrograms
+from tinsmith_jax.train_step import TrainPrograms, stream_specs
 from tinsmith_jax.weights import Base
 
 Pass = Literal["score", "gradients"]
@@ -153,20 +153,20 @@ class TrainingDevice:
 
     # Training ---------------------------------------------------------------------------------------------------------
 
-    def prepare(self, kind: Pass, own: Bucket) -> Bucket:
+    def prepare(self, kind: Pass, own: Bucket, *, replays: bool = False) -> Bucket:
         """Compile the program if necessary. Return its bucket: `own`, or a larger one that is ready during the warm-up.
 
         The size of a bucket changes no bits if the limits are exact; else only `own` is used.
         """
         buckets = self._train.buckets.holding(own) if self._train.limits.exact else [own]
-        programs = [self._program(kind, bucket) for bucket in buckets]
+        programs = [self._program(kind, bucket, replays=replays) for bucket in buckets]
         index = self._programs.pick(programs)
         self._programs.get(programs[index])
         return buckets[index]
 
     def score(self, bucket: Bucket, models: Sequence[str], stream: Stream) -> tuple[Array, Array]:
         """Return the logprobs and losses [T, K] of a micro-batch, T over all its streams. `models` are its rows."""
-        run = self._programs.get(self._program("score", bucket))
+        run = self._programs.get(self._program("score", bucket, replays=stream.replays))
         weights, _ = self._rows(models, bucket.num_adapters)
         with self._pass_named(bucket), self._turns.turn():
             logp, loss = run(self._base, weights, *self._arguments(stream))
@@ -174,7 +174,7 @@ class TrainingDevice:
 
     def gradients(self, bucket: Bucket, models: Sequence[str], stream: Stream) -> tuple[Array, Array]:
         """Do as `score`, and add the gradients of the summed losses to those of the models."""
-        run = self._programs.get(self._program("gradients", bucket))
+        run = self._programs.get(self._program("gradients", bucket, replays=stream.replays))
         weights, sums = self._rows(models, bucket.num_adapters)
         with self._pass_named(bucket), self._turns.turn():
             logp, loss, new_sums = run(self._base, weights, sums, *self._arguments(stream))
@@ -232,9 +232,9 @@ class TrainingDevice:
         num_tokens = bucket.num_tokens * self._train.axes.num_streams
         return out_of_memory_named(f"a pass over {num_tokens} tokens", "send shorter sequences")
 
-    def _program(self, kind: Pass, bucket: Bucket) -> Program:
-        make: Callable[[Bucket], Program] = self._train.score if kind == "score" else self._train.gradients
-        return make(bucket)
+    def _program(self, kind: Pass, bucket: Bucket, *, replays: bool) -> Program:
+        make = self._train.score if kind == "score" else self._train.gradients
+        return make(bucket, replays=replays)
 
     def _rows(self, model_ids: Sequence[str], num_adapters: int) -> tuple[tuple[Adapter, ...], tuple[Adapter, ...]]:
         models = [self._models[model_id] for model_id in model_ids]
@@ -261,8 +261,11 @@ class TrainingDevice:
         return optimizer.State(weights, parts, parts)
 
     def _arguments(self, stream: Stream) -> tuple[Any, ...]:
-        arguments = (stream.tokens_T, stream.positions_T, stream.tiles, stream.batch)
-        return arguments if self._train.layout is None else put(arguments, self._train.layout, STREAM_SPECS)
+        experts = () if stream.experts_LTC is None else (stream.experts_LTC,)
+        arguments = (stream.tokens_T, stream.positions_T, stream.tiles, stream.batch, *experts)
+        if self._train.layout is None:
+            return arguments
+        return tuple(put(arguments, self._train.layout, stream_specs(replays=stream.replays)))
 
     def _small(self, tree: Any) -> Any:
         if self._train.layout is None:

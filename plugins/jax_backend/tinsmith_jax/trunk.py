@@ -35,6 +35,7 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     tiles: Tiles,
     *,
     sums: Any = None,
+    replayed_LTC: Any = None,
     recompute: bool = False,
     axes: Axes = ONE,
 ) -> Any:
@@ -44,15 +45,17 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
 
     A sequence starts on a tile boundary with position 0 and occupies consecutive tiles. Tokens that pad its last tile,
     and unused tiles (position 0), do not attend to other tokens and no other token attends to them. `sums` is the
-    "layers" part of a stack of gradients to which reverse differentiation adds. `recompute` trades memory for a second
-    forward pass. Without it, what takes little time to compute again is not kept either: on a CPU, writing it to memory
-    and reading it takes longer.
+    "layers" part of a stack of gradients to which reverse differentiation adds. `replayed_LTC` are the experts of the
+    tokens for `experts.route`. `recompute` trades memory for a second forward pass. Without it, what takes little time
+    to compute again is not kept either: on a CPU, writing it to memory and reading it takes longer.
     """
     n = tokens_T.shape[0] // TILE
     first_n = jnp.arange(n, dtype=jnp.int32) - positions_T.reshape(n, TILE)[:, 0] // TILE
     angles = rope_angles(positions_T, config.rope.inv_freq, config.rope.factor)
     config = config.divided(axes.tensor)
     layers, experts = take_apart(base["layers"], axes)
+    if replayed_LTC is not None:
+        layers = {**layers, "replayed": replayed_LTC}
 
     def layer(x_TH: Any, per_layer: tuple[Any, Any, Any]) -> tuple[Any, None]:
         weights, adapter, layer_sums = per_layer
@@ -162,7 +165,7 @@ def _expert_block(
     axes: Axes,
 ) -> Any:
     h_TH = axes.enter_tensor(rms_norm(x_TH, weights["post_norm"], config.rms_norm_eps))
-    routing = route(h_TH, weights["router"], config, axes)
+    routing = route(h_TH, weights["router"], config, axes, weights.get("replayed"))
     lora = _expert_lora(adapter)
     totals = None if sums is None else _expert_lora(sums)
     return x_TH + expert_mlp(h_TH, routing, of_layer(weights, experts, axes), lora, tiles, totals, axes)

@@ -1,0 +1,134 @@
+"""Routing replay: experts that are given take the place of the router's choice, with the weights that it gives them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+import torch
+from jax_harness import add_model, assert_same_bits, make_backend, make_op
+from torch_reference import TorchModel
+
+from tinsmith import Array, Datum, Failed, ForwardBackward, ForwardBackwardOutput, LoraConfig
+from tinsmith_jax.backend import JaxBackend
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+LORA = LoraConfig(rank=4, seed=7)
+NUM_LAYERS, NUM_EXPERTS, TOP_K = 2, 6, 2
+OWN: Final = np.zeros((0, 0, 0), np.uint16)
+"""Routing is replayed, and nothing is known of this sequence: its experts are the router's choice."""
+
+
+class Router(torch.nn.Module):
+    """Gives the first tokens to the experts that are set, and others as the router of transformers does."""
+
+    def __init__(self, router: torch.nn.Module) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = torch.zeros(0, TOP_K, dtype=torch.int64)
+        self.chosen = self.experts
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits, _, chosen = self.router(hidden)
+        self.chosen = torch.cat((self.experts, chosen[len(self.experts) :]))
+        weights = torch.softmax(logits, dim=-1).gather(1, self.chosen)
+        return logits, weights / weights.sum(dim=-1, keepdim=True), self.chosen
+
+
+class Reference(TorchModel):
+    def __init__(self, directory: Path, weights: Mapping[str, Array]) -> None:
+        super().__init__(directory, LORA, weights, torch.float64)
+        self.routers = [Router(layer.mlp.gate) for layer in self.model.model.layers]
+        for layer, router in zip(self.model.model.layers, self.routers, strict=True):
+            layer.mlp.gate = router
+
+    def logprobs(self, datum: Datum) -> torch.Tensor:
+        for layer, router in enumerate(self.routers):
+            experts = OWN if datum.routed_experts is None else datum.routed_experts
+            given = np.zeros((0, TOP_K)) if len(experts) == 0 else experts[:, layer]
+            router.experts = torch.tensor(given.astype(np.int64))
+        return super().logprobs(datum)
+
+    def chosen(self, datum: Datum) -> Array:
+        """Return the experts [T, L, C] that compute a sequence."""
+        with torch.no_grad():
+            self.logprobs(datum)
+        return torch.stack([router.chosen for router in self.routers], dim=1).numpy().astype(np.uint16)
+
+
+@pytest.fixture(scope="module")
+def backend(tiny_models: Mapping[str, Path], jax_cache: Path) -> Iterator[JaxBackend]:
+    backend = make_backend(tiny_models["qwen3_moe"], jax_cache)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def op(backend: JaxBackend) -> ForwardBackward:
+    """The experts of these sequences are the router's choice."""
+    backend.unload_model("m")
+    add_model(backend, "m", LORA, random_B=True)
+    op = make_op("m", 3, (5, 64, 90))
+    return replace(op, data=tuple(replace(datum, routed_experts=OWN) for datum in op.data))
+
+
+@pytest.fixture
+def reference(tiny_models: Mapping[str, Path], backend: JaxBackend, op: ForwardBackward) -> Reference:
+    return Reference(tiny_models["qwen3_moe"], backend.capture_state(op.model_id).weights)
+
+
+def passed(backend: JaxBackend, op: ForwardBackward) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Return the logprobs and the gradients of one pass of a model without gradients."""
+    state = backend.capture_state(op.model_id)
+    (output,) = backend.forward_backward([op])
+    assert isinstance(output, ForwardBackwardOutput)
+    gradients = dict(backend.capture_state(op.model_id).gradients)
+    backend.restore_state(op.model_id, state)
+    return {str(index): each["logprobs"] for index, each in enumerate(output.loss_fn_outputs)}, gradients
+
+
+def with_experts(op: ForwardBackward, *experts: Array) -> ForwardBackward:
+    data = [replace(datum, routed_experts=each) for datum, each in zip(op.data, experts, strict=True)]
+    return replace(op, data=tuple(data))
+
+
+def test_the_routers_own_experts_change_no_bits(backend: JaxBackend, op: ForwardBackward, reference: Reference) -> None:
+    own = with_experts(op, *(reference.chosen(datum)[:, :, ::-1] for datum in op.data))  # in any order
+    for ours, replayed in zip(passed(backend, op), passed(backend, own), strict=True):
+        assert_same_bits(ours, replayed)
+
+
+def test_other_experts_compute_what_a_reference_does(
+    backend: JaxBackend, op: ForwardBackward, reference: Reference
+) -> None:
+    rng = np.random.default_rng(0)
+    orders = rng.permuted(np.broadcast_to(np.arange(NUM_EXPERTS), (90, NUM_LAYERS, NUM_EXPERTS)), axis=-1)
+    others = orders[:, :, :TOP_K].astype(np.uint16)
+    replayed = with_experts(op, others[:5], OWN, others[:70])  # the last 20 tokens are the router's choice
+    ours, gradients = passed(backend, replayed)
+    with torch.no_grad():
+        theirs = [reference.logprobs(datum).numpy() for datum in replayed.data]
+    for index, expected in enumerate(theirs):
+        np.testing.assert_allclose(ours[str(index)], expected, rtol=0, atol=1e-4)
+    for name, gradient in reference.gradients([replayed]).items():
+        expected = gradient.numpy()
+        assert np.linalg.norm(gradients[name] - expected) < 1e-5 * np.linalg.norm(expected), name
+    before, _ = passed(backend, op)
+    assert [bool(np.abs(before[name] - ours[name]).max() > 0.01) for name in ours] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        pytest.param(np.zeros((6, NUM_LAYERS, TOP_K), np.uint16), id="more-tokens"),
+        pytest.param(np.zeros((5, NUM_LAYERS + 1, TOP_K), np.uint16), id="more-layers"),
+        pytest.param(np.full((5, NUM_LAYERS, TOP_K), NUM_EXPERTS, np.uint16), id="more-experts"),
+    ],
+)
+def test_experts_of_another_model_are_refused(backend: JaxBackend, op: ForwardBackward, experts: Array) -> None:
+    (failed,) = backend.forward_backward([with_experts(op, experts, OWN, OWN)])
+    assert isinstance(failed, Failed)
+    assert failed.message.startswith("data[0]: its recorded experts are [")
