@@ -59,7 +59,9 @@ def main() -> None:
     except (compat.UnsupportedVllmError, ImportError, ValueError) as error:
         channel.send(Unstartable(message=f"{type(error).__name__}: {error}"))
         raise
-    EngineLoop(engine, channel, inbox, Line() if merges else None).run()
+    if start.routed_experts:
+        engine.collective_rpc("tinsmith_keep_experts")
+    EngineLoop(engine, channel, inbox, Line() if merges else None, routed_experts=start.routed_experts).run()
 
 
 def _read(channel: Channel[ToVllm], inbox: "queue.SimpleQueue[ToVllm]") -> None:
@@ -106,12 +108,20 @@ class EngineLoop:
     """
 
     def __init__(
-        self, engine: Any, channel: Channel[ToVllm], inbox: "queue.SimpleQueue[ToVllm]", line: Line | None
+        self,
+        engine: Any,
+        channel: Channel[ToVllm],
+        inbox: "queue.SimpleQueue[ToVllm]",
+        line: Line | None,
+        *,
+        routed_experts: bool,
     ) -> None:
         self._engine = engine
         self._channel = channel
         self._inbox = inbox
         self._line = line
+        self._routed_experts = routed_experts
+        self._routed: dict[str, int] = {}  # of running sequences: tokens whose experts were sent
         self._adapters: dict[int, Load] = {}
         self._reading: set[int] = set()
         self._requests: dict[str, Generate] = {}  # running sequences, by vLLM's name for them
@@ -210,7 +220,7 @@ class EngineLoop:
 
     @staticmethod
     def _params(message: Generate, index: int, seed: int) -> Any:
-        fields: dict[str, Any] = {"extra_args": {SEED: seed}}
+        fields: dict[str, Any] = {"extra_args": {SEED: seed, compat.SEQUENCE: f"{message.request_id}.{index}"}}
         if index == 0 and message.question is not None:
             fields["prompt_logprobs"] = 0
             fields["skip_reading_prefix_cache"] = True  # every row must be computed
@@ -231,6 +241,8 @@ class EngineLoop:
             self._line.remove(message.request_id)
         names = [f"{message.request_id}.{index}" for index in message.indices]
         running = [name for name in names if self._requests.pop(name, None) is not None]
+        for name in running:
+            self._routed.pop(name, None)
         self._engine.abort_request(running)
         if 0 in message.indices and message.request_id in self._asked:
             self._asked.discard(message.request_id)
@@ -253,7 +265,9 @@ class EngineLoop:
         (completion,) = output.outputs
         index = int(name.partition(".")[2])
         ended = completion.finish_reason or ""
+        experts = self._experts(request, name, len(completion.token_ids)) if self._routed_experts else b""
         if ended:
+            self._routed.pop(name, None)
             del self._requests[name]
         asked = index == 0 and request.request_id in self._asked
         if asked:
@@ -270,8 +284,17 @@ class EngineLoop:
                 ended=ended,
                 cached_tokens=output.num_cached_tokens or 0,
                 scores=self._scores(request.request_id) if asked else None,
+                experts=experts,
             )
         )
+
+    def _experts(self, request: Generate, name: str, num_drawn: int) -> bytes:
+        """Return the experts of what a sequence has computed since the last call: all but the last token drawn."""
+        first = self._routed.get(name, 0)
+        last = max(first, len(request.prompt) // 4 - 1) + num_drawn
+        self._routed[name] = last
+        answers: list[bytes | None] = self._engine.collective_rpc("tinsmith_experts_of", args=(name, first, last))
+        return next(answer for answer in answers if answer is not None)
 
     def _scores(self, request_id: int) -> PromptScores | None:
         answers = self._engine.collective_rpc("tinsmith_scores", args=(request_id,))

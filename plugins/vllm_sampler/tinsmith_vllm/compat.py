@@ -185,6 +185,54 @@ def replace_prompt_scoring(runner: Any_, score: Callable[[Any_, Mapping[str, int
     runner._get_prompt_logprobs_dict = score  # noqa: SLF001 - there is no public place for it
 
 
+def capture_experts(runner: Any_) -> Any_:
+    """Have the routers write the experts that they choose into a buffer [rows of a step, L, C], and return it.
+
+    `enable_return_routed_experts` asks for model runner V2. CUDA graphs that were captured before do not write.
+    """
+    from vllm.model_executor.layers.fused_moe import routed_experts_capturer as routed
+
+    capturer = routed.RoutedExpertsCapturer(
+        runner.vllm_config.scheduler_config.max_num_batched_tokens, runner.vllm_config
+    )
+    routed.bind_routed_experts_capturer(runner.get_model(), capturer)
+    return capturer.device_buffer
+
+
+def num_slots(runner: Any_) -> int:
+    """Return how many tokens the cache of keys and values holds."""
+    _require(runner, "kv_cache_config")
+    return int(runner.kv_cache_config.num_blocks) * _block_size(runner)
+
+
+def slots_of_step(runner: Any_, num_rows: int) -> Any_:
+    """Return the places in the cache of the rows of the last step."""
+    _require(runner, "input_batch")
+    return runner.input_batch.block_table[0].slot_mapping.gpu[:num_rows].cpu()
+
+
+def slots_of(runner: Any_, name: str, first: int, last: int) -> Any_:
+    """Return the places in the cache of a sequence's tokens, until the step after its end. `name`: see SEQUENCE."""
+    from torch import arange, tensor
+
+    blocks = next(tensor(each.block_ids[0]) for each in runner.requests.values() if _name_of(each) == name)
+    positions, size = arange(first, last), _block_size(runner)
+    return blocks[positions // size] * size + positions % size
+
+
+SEQUENCE: Final = "tinsmith_sequence"  # key of SamplingParams.extra_args: our name of the sequence
+
+
+def _name_of(request: Any_) -> str | None:
+    return (request.sampling_params.extra_args or {}).get(SEQUENCE)
+
+
+def _block_size(runner: Any_) -> int:
+    """Prompts and sequences of models with experts have one group of layers, and so one table of blocks."""
+    (group,) = runner.kv_cache_config.kv_cache_groups
+    return int(group.kv_cache_spec.block_size)
+
+
 def replace_adapter_loading(runner: Any_, wrap: Callable[[Callable[[Any_], Any_]], Callable[[Any_], Any_]]) -> None:
     """Replace vLLM's adapter loader (LoRARequest to LoRAModel) by `wrap` of it."""
     _require(runner, "lora_manager")

@@ -6,6 +6,7 @@ from typing import Final
 import numpy as np
 
 from tinsmith import (
+    ExpertArray,
     FloatArray,
     Sample,
     SampledSequence,
@@ -31,14 +32,19 @@ class _Sequence:
     logprobs: list[FloatArray] = field(default_factory=list)
     top_ids: list[TokenArray] = field(default_factory=list)
     top_logprobs: list[FloatArray] = field(default_factory=list)
+    experts: list[ExpertArray] = field(default_factory=list)
     stop_reason: StopReason | None = None
 
 
 class Drawing:
     """Collects the sequences that one replica draws for one request."""
 
-    def __init__(self, request_id: int, op: Sample, rules: StopRules) -> None:
+    def __init__(
+        self, request_id: int, op: Sample, rules: StopRules, experts_of_token: tuple[int, int] | None = None
+    ) -> None:
+        """`experts_of_token`: layers and experts, if sequences come with the experts that computed them."""
         self.request_id = request_id
+        self._experts_of_token = experts_of_token
         self._op = op
         self._stop_tokens = sorted(rules.stop_tokens(op.params))
         streams = bool(op.params.stop_strings)
@@ -105,6 +111,8 @@ class Drawing:
         sequence.logprobs.append(logprobs[:kept])
         sequence.top_ids.append(top_ids[:kept])
         sequence.top_logprobs.append(top_logprobs[:kept])
+        if self._experts_of_token is not None:
+            sequence.experts.append(np.frombuffer(drawn.experts, np.uint16).reshape(-1, *self._experts_of_token))
         if found:
             sequence.stop_reason = "stop"
             return [] if drawn.ended else [drawn.index]
@@ -141,11 +149,15 @@ class Drawing:
         if self._op.topk_sample_logprobs:
             ids, logprobs = np.concatenate(sequence.top_ids), np.concatenate(sequence.top_logprobs)
             top = TopLogprobs(token_ids=ids, logprobs=logprobs)
+        tokens, experts = np.concatenate(sequence.tokens), None
+        if self._experts_of_token is not None:
+            experts = np.concatenate(sequence.experts)[: len(self._op.prompt_P) + len(tokens) - 1]
         return SampledSequence(
-            tokens=np.concatenate(sequence.tokens),
+            tokens=tokens,
             logprobs=np.concatenate(sequence.logprobs),
             stop_reason=sequence.stop_reason,
             top_logprobs=top,
+            routed_experts=experts,
         )
 
     def _top_prompt(self, scores: PromptScores, first: int) -> TopLogprobs:

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from tinsmith import Placement
+from tinsmith import ConfigError, Placement
 from tinsmith.huggingface import read_model_config
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.demand import (
@@ -27,16 +27,28 @@ _NO_KERNELS: Final = (
     "the sampler's setting `adapters` is 'apply', but the model has experts, and on CPUs vllm has no kernels for their "
     "adapters: set it to 'auto' or 'merge'"
 )
+_NOT_EAGER: Final = (
+    "routing_replay is enabled, but the sampler's setting enforce_eager is false, and compiled graphs do not tell the "
+    "experts that they used: leave it out or set it to true"
+)
 _ALONE: Final = 0.9  # of a device's memory, if nothing says how much
 
 
 def launches(
-    config: VllmConfig, model_path: Path, cache_dir: Path, placement: Placement = _NOWHERE
+    config: VllmConfig,
+    model_path: Path,
+    cache_dir: Path,
+    placement: Placement = _NOWHERE,
+    *,
+    routed_experts: bool = False,
 ) -> Iterator[Launch]:
     """Describe the process of each replica, at last of those for fully trained models.
 
-    Raise ConfigError if the placement does not suffice for the settings.
+    `routed_experts`: sequences come with the experts that computed them. Raise ConfigError if the placement does not
+    suffice for the settings, or settings exclude each other.
     """
+    if routed_experts and config.enforce_eager is False:
+        raise ConfigError(_NOT_EAGER)
     model = read_model_config(model_path) if (model_path / "config.json").exists() else None
     shape = known_shape(model)
     layout = layout_of(config, shape, placement)
@@ -48,14 +60,16 @@ def launches(
         engine_args={
             **_engine_args(config, model_path, layout, placement),
             "enable_moe_shared_loras": has_experts(shape),
+            "enforce_eager": bool(config.enforce_eager) or routed_experts,
             **{name: size for name, size in sizes.items() if size is not None},
             **config.engine_args,
         },
         float32_on_cpu=config.dtype is None,
-        eager_on_cpu=config.enforce_eager is None,
+        eager_on_cpu=config.enforce_eager is None and not routed_experts,
         merge_on_cpu=merges(config, shape, on_cpu=True),
         half_the_memory_on_cpu=config.gpu_memory_utilization is None and placement.share is None,
         impossible_on_cpu=_NO_KERNELS if config.adapters == "apply" and has_experts(shape) else "",
+        routed_experts=routed_experts,
     )
     package = package_path(cache_dir)
     whole = msgspec.structs.replace(start, engine_args={**start.engine_args, "enable_lora": False})

@@ -1,7 +1,8 @@
 """Messages between the sampler and the vLLM process. Both import this module, so it imports nothing but msgspec.
 
 Arrays travel as bytes: tokens int32, logprobs float32, in C order. Shapes follow from the request:
-P = tokens of the prompt, k = requested alternatives, K = targets per position.
+P = tokens of the prompt, k = requested alternatives, K = targets per position, L = layers with experts, C = experts of
+a token.
 """
 
 from typing import Any, Final, TypedDict
@@ -39,6 +40,7 @@ class Start(Message, frozen=True):
     merge_on_cpu: bool  # adapters are merged into the weights, because vLLM has no kernels for them there
     half_the_memory_on_cpu: bool  # memory is shared there, and vLLM does not start unless its share is free
     impossible_on_cpu: str = ""  # why this cannot run there, if so
+    routed_experts: bool = False  # sequences come with the experts that computed them
 
 
 class Load(Message, frozen=True):
@@ -139,6 +141,7 @@ class Drawn(Message, frozen=True):
     ended: str  # "stop", "length", or empty while it goes on
     cached_tokens: int
     scores: PromptScores | None  # with the first tokens of sequence 0, if prompt scores were requested
+    experts: bytes = b""  # uint16 [rows, L, C]: of what has been computed since the last message, the prompt included
 
 
 class Refused(Message, frozen=True):

@@ -75,9 +75,18 @@ class VllmSampler(SamplingBackend):
         self._request_ids = count(1)
         self._prefixes = Prefixes[Replica]()
         self._alone = asyncio.Lock()
+        self._experts = _experts_of_token(self._model_path) if context.routing_replay else None
         self._all_replicas = [
             Replica(launch, f"vllm replica {number}")
-            for number, launch in enumerate(launches(config, self._model_path, context.cache_dir, context.placement))
+            for number, launch in enumerate(
+                launches(
+                    config,
+                    self._model_path,
+                    context.cache_dir,
+                    context.placement,
+                    routed_experts=self._experts is not None,
+                )
+            )
         ]
         try:
             described = [
@@ -128,6 +137,7 @@ class VllmSampler(SamplingBackend):
             target_prompt_logprobs=True,
             max_topk_logprobs=min(self._config.max_topk_logprobs, ready.vocab_size),
             stop_strings=self._rules.tokenizer is not None,
+            returns_routed_experts=self._experts is not None,
             max_sequences=self._config.max_num_seqs * len(self._replicas),
         )
 
@@ -293,7 +303,7 @@ class VllmSampler(SamplingBackend):
         return chosen
 
     async def _draw(self, replica: Replica, op: Sample, adapter_id: int) -> SampleOutput | Failed:
-        drawing = Drawing(next(self._request_ids), op, self._rules)
+        drawing = Drawing(next(self._request_ids), op, self._rules, self._experts)
         key = ("request", drawing.request_id)
         call = replica.ask(key, drawing.generate(adapter_id))
         replica.num_sequences[adapter_id] += op.num_samples
@@ -342,6 +352,14 @@ class VllmSampler(SamplingBackend):
             replica.close()
         self._files.close()
         self._large_files.close()
+
+
+def _experts_of_token(model_path: Path) -> tuple[int, int] | None:
+    """Return the layers with experts, and the experts of a token in each; None if the model has none."""
+    shape = known_shape(read_model_config(model_path))
+    if shape is None or shape.experts is None:
+        return None
+    return shape.num_layers, shape.experts.top_k
 
 
 @asynccontextmanager

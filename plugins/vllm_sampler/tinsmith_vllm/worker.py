@@ -24,7 +24,8 @@ Scores = tuple[Any, Any, Any, Any]  # float32 [P - 1], int32 and float32 [P - 1,
 class TinsmithWorker:
     """Mixed into vLLM's worker class. `collective_rpc` calls its methods."""
 
-    model_runner: Any  # vLLM's
+    model_runner: Any  # vLLM's, as is the next
+    rank: int
 
     def tinsmith_install(self) -> None:
         """Hook into the model runner. Called once, before the first request."""
@@ -36,6 +37,19 @@ class TinsmithWorker:
             compat.leave_base_rows_alone()
             self.tinsmith_adapters = PreparedAdapters(runner.lora_config.max_cpu_loras)
             compat.replace_adapter_loading(runner, self.tinsmith_adapters.wrap)
+
+    def tinsmith_keep_experts(self) -> None:
+        """Keep the experts of what is in the cache. Called once, before the first request."""
+        self.tinsmith_experts = CachedExperts(self.model_runner)
+        compat.replace_prompt_scoring(self.model_runner, self._after_step)
+
+    def _after_step(self, hidden_states: torch.Tensor, num_scheduled_tokens: Mapping[str, int]) -> dict[str, None]:
+        self.tinsmith_experts.keep(sum(num_scheduled_tokens.values()))
+        return self.tinsmith_scorer.score(hidden_states, num_scheduled_tokens)
+
+    def tinsmith_experts_of(self, name: str, first: int, last: int) -> bytes | None:
+        """Return the experts [last - first, L, C] of a sequence's tokens, as uint16. None on ranks but the first."""
+        return self.tinsmith_experts.of(name, first, last) if self.rank == 0 else None
 
     def tinsmith_load_weights(self, path: str) -> None:
         """Load the weights of a snapshot, or of the base model, in place. Nothing may be running."""
@@ -57,6 +71,27 @@ class TinsmithWorker:
     def tinsmith_prepared(self, adapter_id: int) -> str | None:
         """Return None while the adapter is being read, then the error, or an empty string if there is none."""
         return self.tinsmith_adapters.outcome(adapter_id)
+
+
+class CachedExperts:
+    """The experts that computed each token whose keys and values are in the cache, in the same places.
+
+    So what a sequence shares with others through the prefix cache has its experts as well.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._of_step = compat.capture_experts(runner)
+        shape = (compat.num_slots(runner), *self._of_step.shape[1:])
+        self._of_slot = torch.zeros(shape, dtype=torch.int16)  # pages that are never written take no memory
+
+    def keep(self, num_rows: int) -> None:
+        """Called after each step, with the number of tokens that it computed."""
+        self._of_slot[compat.slots_of_step(self._runner, num_rows)] = self._of_step[:num_rows].to("cpu", torch.int16)
+
+    def of(self, name: str, first: int, last: int) -> bytes:
+        slots = compat.slots_of(self._runner, name, first, last)
+        return self._of_slot[slots].numpy().astype(np.uint16).tobytes()
 
 
 class PromptScorer:
