@@ -131,6 +131,12 @@ class Snapshot(ABC):
     def adapter_weights(self) -> Mapping[str, Array]:
         """Return the weights on the host, under the names of ModelState.weights. May copy from the device."""
 
+    def keep_in(self, weights: Mapping[str, Array]) -> None:
+        """Called by a sampler that keeps a copy of the adapter's weights in memory.
+
+        A snapshot that holds its own may refer to that copy instead, so that they take memory only once.
+        """
+
 
 class HostSnapshot(Snapshot):
     """A snapshot whose weights are host arrays, for example read from a checkpoint."""
@@ -142,6 +148,9 @@ class HostSnapshot(Snapshot):
     @property
     def num_bytes(self) -> int:
         return _memory_bytes(self._weights)
+
+    def keep_in(self, weights: Mapping[str, Array]) -> None:
+        self._weights = weights
 
     def adapter_weights(self) -> Mapping[str, Array]:
         return self._weights

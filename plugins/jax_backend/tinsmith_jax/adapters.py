@@ -75,12 +75,18 @@ class JaxSnapshot(Snapshot):
         super().__init__(snapshot_id, lora)
         self.arrays = arrays
         self._config = config
+        self._copy: Mapping[str, Array] = {}  # of a sampler beside this backend, in place of the arrays
 
     @property
     def num_bytes(self) -> int:
-        return sum(array.nbytes for array in jax.tree.leaves(self.arrays))
+        return sum(array.nbytes for array in jax.tree.leaves([self.arrays, dict(self._copy)]))
+
+    def keep_in(self, weights: Mapping[str, Array]) -> None:
+        self._copy, self.arrays = weights, {}
 
     def adapter_weights(self) -> Mapping[str, Array]:
+        if self._copy:
+            return self._copy
         return CanonicalAdapter(jax.tree.map(np.asarray, self.arrays), self.lora, self._config)
 
 

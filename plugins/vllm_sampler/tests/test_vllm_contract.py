@@ -1,62 +1,65 @@
 """Real vLLM under the suites that every sampler runs, with adapters that JAX trained."""
 
 import json
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.numpy import save_file
 from tokenizers import Tokenizer
-from vllm_harness import Pair, make_trainer
+from vllm_harness import Pair, make_trainer, op, prompt, trained_by
 
-from tinsmith import Array, Snapshot, TrainingBackend
+from tinsmith import Array, LoraConfig, SampleOutput, Snapshot, TrainingBackend
 from tinsmith.huggingface import adapter_config
-from tinsmith.testing import ConsistencyContract, SamplingBackendContract, in_one_loop
-from tinsmith_vllm import adapters
-from tinsmith_vllm.adapters import AdapterFiles
+from tinsmith.testing import ConsistencyContract, SamplingBackendContract, assert_same_arrays, in_one_loop
+from tinsmith_vllm import memory
+from tinsmith_vllm.adapters import arrays_of
+from tinsmith_vllm.memory import AdapterMemory
 from tinsmith_vllm.sampler import VllmSampler
 
 pytestmark = pytest.mark.slow  # it starts vLLM
 
 
-def drop_the_head(patch: pytest.MonkeyPatch, _: AdapterFiles) -> None:
-    def without_head(arrays: Mapping[str, Array], path: Path) -> None:
-        save_file({name: array for name, array in arrays.items() if ".lm_head." not in name}, path)
+def drop_the_head(patch: pytest.MonkeyPatch, _: AdapterMemory) -> None:
+    def without_head(snapshot: Snapshot) -> dict[str, Array]:
+        return {name: array for name, array in arrays_of(snapshot).items() if ".lm_head." not in name}
 
-    patch.setattr(adapters, "save_file", without_head)
+    patch.setattr(memory, "arrays_of", without_head)
 
 
-def double_alpha(patch: pytest.MonkeyPatch, _: AdapterFiles) -> None:
+def double_alpha(patch: pytest.MonkeyPatch, _: AdapterMemory) -> None:
     def doubled(*arguments: Any) -> dict[str, Any]:
         config = adapter_config(*arguments)
         return {**config, "lora_alpha": 2 * config["lora_alpha"]}
 
-    patch.setattr(adapters, "adapter_config", doubled)
+    patch.setattr(memory, "adapter_config", doubled)
 
 
-def use_the_last_id_again(patch: pytest.MonkeyPatch, files: AdapterFiles) -> None:
-    """So that vLLM takes what it has read already for what is new; the files are those of the new one."""
-    newest = max(files._root.iterdir(), key=lambda path: int(path.name) if path.name.isdigit() else 0)
-    write = files.write
+def use_the_last_id_again(patch: pytest.MonkeyPatch, store: AdapterMemory) -> None:
+    """So that vLLM takes what it has read already for what is new; the memory is that of the new one."""
+    newest, write = max(map(id_of, store.open)), store.write
 
     def with_old_id(snapshot: Snapshot, base_model: str) -> tuple[int, Path]:
-        return int(newest.name), write(snapshot, base_model)[1]
+        return newest, write(snapshot, base_model)[1]
 
-    patch.setattr(files, "write", with_old_id)
+    patch.setattr(store, "write", with_old_id)
 
 
-def write_into_anothers_place(patch: pytest.MonkeyPatch, files: AdapterFiles) -> None:
-    oldest = min(int(path.name) for path in files._root.iterdir() if path.name.isdigit())
-    write = files.write
+def id_of(path: Path) -> int:
+    """Return the id of the adapter that lies there."""
+    return int(path.readlink().name.removeprefix("memfd:tinsmith-adapter-").removesuffix(" (deleted)"))
+
+
+def write_into_anothers_place(patch: pytest.MonkeyPatch, store: AdapterMemory) -> None:
+    oldest, write = min(store.open, key=id_of).read_bytes(), store.write
 
     def with_anothers(snapshot: Snapshot, base_model: str) -> tuple[int, Path]:
-        adapter_id, directory = write(snapshot, base_model)
-        shutil.copytree(files._root / str(oldest), directory, dirs_exist_ok=True)
-        return adapter_id, directory
+        adapter_id, path = write(snapshot, base_model)
+        path.write_bytes(oldest)
+        return adapter_id, path
 
-    patch.setattr(files, "write", with_anothers)
+    patch.setattr(store, "write", with_anothers)
 
 
 HANDOVER_FAULTS = {
@@ -72,6 +75,40 @@ def pair(qwen3: VllmSampler, tiny_models: dict[str, Path], jax_cache: Path) -> I
     trainer = make_trainer("jax", tiny_models["qwen3"], jax_cache)
     yield Pair(trainer, qwen3)
     trainer.close()
+
+
+@in_one_loop
+async def test_no_file_is_on_the_way_of_an_adapter(pair: Pair, qwen3: VllmSampler) -> None:
+    """From the trainer's arrays to vLLM's: it maps the memory that this process has filled, and lets go of it."""
+    opened: list[str] = []
+    listening = False
+
+    def listen(event: str, arguments: tuple[Any, ...]) -> None:
+        if listening and event in {"open", "os.mkdir", "shutil.copyfile"}:
+            opened.append(str(arguments[0]))
+
+    def mapped() -> bool:
+        (pid,) = qwen3.process_ids
+        return f"memfd:tinsmith-adapter-{adapter_id} " in Path(f"/proc/{pid}/maps").read_text()
+
+    sys.addaudithook(listen)  # for the rest of the process, so it says nothing unless asked to
+    trained_by(pair.trainer, "handed over", LoraConfig(rank=4, seed=1), seed=1)
+    for name in ("first", "second"):  # what is imported or compiled at the first time does not count
+        listening = name == "second"
+        snapshot = pair.trainer.publish("handed over", name)
+        await qwen3.load_snapshot(snapshot)
+        output = await qwen3.sample(op(prompt(1), name))
+        listening = False
+        assert isinstance(output, SampleOutput)
+        adapter_id = max(map(id_of, qwen3._files.open))
+        assert mapped()
+        weights = pair.trainer.capture_state("handed over").weights
+        assert_same_arrays(snapshot.adapter_weights(), weights, "the one copy that is kept")
+        await qwen3.drop_snapshot(name)
+        await qwen3.num_running()  # it has read what it was told before
+        assert not mapped()
+    assert opened == []
+    pair.trainer.unload_model("handed over")
 
 
 def test_the_isolation_of_a_pair_is_that_of_the_weaker(pair: Pair) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 from vllm_harness import CONTEXT, blank_adapter, draw, make_sampler, op, prompt, random_adapter
 
 from tinsmith import (
@@ -25,7 +24,8 @@ from tinsmith import (
     UnsupportedError,
     UserError,
 )
-from tinsmith.testing import assert_same_arrays, in_one_loop
+from tinsmith.testing import in_one_loop
+from tinsmith_vllm.adapters import AdapterFiles
 from tinsmith_vllm.sampler import VllmSampler
 
 pytestmark = pytest.mark.slow  # it starts vLLM
@@ -86,15 +86,17 @@ async def test_publishes_of_one_tenant_leave_another_alone(qwen3: VllmSampler, n
 
 
 @in_one_loop
-async def test_a_publish_that_takes_long_pauses_nobody(qwen3: VllmSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_publish_that_takes_long_pauses_nobody(
+    qwen3: VllmSampler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """One adapter is read for as long as this test likes: others are sampled, published and dropped meanwhile."""
     pipes: asyncio.Queue[tuple[Path, str]] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    write = qwen3._files.write
+    files, write = AdapterFiles(tmp_path, tmp_path, qwen3._files._ids), qwen3._files.write
 
     def with_pipe(snapshot: Snapshot, base_model: str) -> tuple[int, Path]:
         """Put a pipe in the place of the small file: vLLM's loader waits in it until somebody writes."""
-        adapter_id, directory = write(snapshot, base_model)
+        adapter_id, directory = files.write(snapshot, base_model)
         config = directory / "adapter_config.json"
         text = config.read_text()
         config.unlink()
@@ -122,8 +124,10 @@ async def test_a_publish_that_takes_long_pauses_nobody(qwen3: VllmSampler, monke
         pipe.write(config)
     await publishing
     await draw(qwen3, op(prompt(9), slow.snapshot_id))
+    qwen3._adapters[slow.snapshot_id].files = files
     for snapshot in (own, slow):
         await qwen3.drop_snapshot(snapshot.snapshot_id)
+    files.close()
 
 
 @in_one_loop
@@ -330,18 +334,3 @@ async def test_two_replicas_stand_behind_each_snapshot(
     for snapshot in published:
         for sampler in (two_replicas, qwen3):
             await sampler.drop_snapshot(snapshot.snapshot_id)
-
-
-@in_one_loop
-async def test_adapters_are_handed_over_in_shared_memory(qwen3: VllmSampler) -> None:
-    """As the plain files that vLLM reads, without archives; what is left of dropped ones is the directory's lock."""
-    root = qwen3._files._root
-    assert root.parent == Path("/dev/shm")
-    snapshot = adapter(10)
-    await qwen3.load_snapshot(snapshot)
-    (directory,) = (path for path in root.iterdir() if path.is_dir())
-    assert sorted(path.name for path in directory.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
-    written = load_file(directory / "adapter_model.safetensors")
-    assert_same_arrays(written, snapshot.adapter_weights(), "what vLLM reads")
-    await qwen3.drop_snapshot(snapshot.snapshot_id)
-    assert [path.name for path in root.iterdir()] == ["owner.lock"]

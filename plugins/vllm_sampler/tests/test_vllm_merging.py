@@ -31,6 +31,7 @@ from tinsmith.engine.consistency_gate import ConsistencyGate
 from tinsmith.settings import ConsistencySettings
 from tinsmith.testing import ConsistencyContract, FullDriver, SamplingBackendContract, in_one_loop, ragged_data
 from tinsmith.testing.snapshot_faults import FAULTS, FaultySampler
+from tinsmith_vllm.adapters import AdapterFiles
 from tinsmith_vllm.sampler import VllmSampler
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]  # it starts vLLM
@@ -273,7 +274,8 @@ def test_vllm_reads_adapters_of_experts_as_they_are(
 ) -> None:
     """By the code that its kernels on GPUs are fed by: gate, down and up, whose shared factors have one expert."""
     trained_by(trainer, "applied", LoraConfig(rank=4, seed=1), seed=1)
-    _, directory = merging._files.write(trainer.publish("applied", "applied"), "base")
+    files = AdapterFiles(tmp_path, tmp_path)
+    _, directory = files.write(trainer.publish("applied", "applied"), "base")
     trainer.unload_model("applied")
     command = [sys.executable, "-c", _READ, str(directory), "model.layers.1.mlp"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,15 +1,19 @@
 """What the vLLM process is given of a snapshot, and the turns that snapshots take. No vLLM."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 from vllm_harness import blank_adapter, random_adapter
@@ -22,7 +26,8 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.testing import assert_same_arrays
 from tinsmith_vllm.adapters import AdapterFiles
 from tinsmith_vllm.line import Line
-from tinsmith_vllm.messages import Generate
+from tinsmith_vllm.memory import AdapterMemory
+from tinsmith_vllm.messages import CONFIG, Generate
 from tinsmith_vllm.weights import weights_of
 
 EXPERTS, INNER, HIDDEN, RANK = 6, 96, 64, 3
@@ -33,6 +38,19 @@ def files(tmp_path: Path) -> Iterator[AdapterFiles]:
     made = AdapterFiles(tmp_path / "shared", tmp_path)
     yield made
     made.close()
+
+
+@pytest.fixture
+def memory() -> Iterator[AdapterMemory]:
+    made = AdapterMemory(count(1))
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["memory", "files"])
+def store(request: pytest.FixtureRequest) -> AdapterMemory | AdapterFiles:
+    made: AdapterMemory | AdapterFiles = request.getfixturevalue(request.param)
+    return made
 
 
 def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
@@ -61,11 +79,11 @@ def base_of(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def test_what_is_merged_is_what_the_command_merges(
-    tiny_models: dict[str, Path], tmp_path: Path, files: AdapterFiles
+    tiny_models: dict[str, Path], tmp_path: Path, store: AdapterMemory | AdapterFiles
 ) -> None:
     snapshot, base = expert_adapter(), tiny_models["qwen3_moe"]
-    _, directory = files.write_changes(snapshot, shapes(base))
-    found = dict(weights_of(base_of(base), directory))
+    _, place = store.write_changes(snapshot, shapes(base))
+    found = dict(weights_of(base_of(base), place))
     write_checkpoint(
         tmp_path, "run/weights/x", kind="sampler", base_model=str(base), user_metadata={}, overwrite=False,
         created_at=datetime(2026, 1, 31, tzinfo=UTC),
@@ -131,6 +149,43 @@ def test_an_adapter_that_vllm_applies_keeps_its_names(files: AdapterFiles) -> No
     assert_same_arrays(found, snapshot.adapter_weights(), "the adapter")
     config = json.loads((directory / "adapter_config.json").read_text())
     assert config["target_modules"] == ["lm_head", "o_proj", "w1", "w2", "w3"]
+
+
+def test_an_adapter_in_memory_is_that_of_the_files(memory: AdapterMemory, files: AdapterFiles) -> None:
+    """What vLLM maps of it, it may change: neither the copy that the snapshot keeps nor other processes see that."""
+    snapshot = expert_adapter()
+    wanted = {name: array.copy() for name, array in snapshot.adapter_weights().items()}
+    _, directory = files.write(snapshot, "base")
+    _, path = memory.write(snapshot, "base")
+    with safe_open(path, framework="pt") as stored:
+        assert json.loads(stored.metadata()[CONFIG]) == json.loads((directory / CONFIG).read_text())
+    mapped = load_file(path)
+    assert_same_arrays({name: weight.numpy() for name, weight in mapped.items()}, wanted, "the adapter")
+    for weight in mapped.values():
+        weight.mul_(2)
+    assert_same_arrays(snapshot.adapter_weights(), wanted, "what the snapshot keeps")
+    assert_same_arrays({name: weight.numpy() for name, weight in load_file(path).items()}, wanted, "read again")
+    with pytest.raises(ValueError, match="read-only"):
+        next(iter(snapshot.adapter_weights().values()))[...] = 0
+    memory.remove(path)
+    assert not path.exists()
+    assert_same_arrays(snapshot.adapter_weights(), wanted, "what the snapshot keeps, after vLLM was told to drop it")
+
+
+def test_memory_that_the_system_refuses_is_said_with_the_remedy(
+    memory: AdapterMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    told = r"'blank' .* beside 1 others.*Cannot allocate.*resident_snapshot_bytes"
+    memory.write(expert_adapter(), "base")
+    for name in ("posix_fallocate", "memfd_create"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, refuse)
+            with pytest.raises(ServerError, match=told):
+                memory.write(blank_adapter(), "base")
+    assert len(memory.open) == 1
 
 
 def test_full_shared_memory_is_refused_with_the_remedy(

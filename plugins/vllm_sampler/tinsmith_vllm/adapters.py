@@ -1,4 +1,6 @@
-"""Snapshots in the form that the vLLM process reads: one directory for each that is loaded.
+"""Snapshots in files for the vLLM process: one directory for each that is loaded.
+
+Those of fully trained models always are, and adapters where they cannot be passed on in memory (`memory.py`).
 
 An adapter that vLLM applies is a PEFT directory, with the experts' adapters in the layout of its
 `enable_moe_shared_loras`, which is ours. One that is merged comes with a list of the base weights that it changes. A
@@ -21,7 +23,7 @@ from safetensors.numpy import save_file
 
 from tinsmith import Array, ServerError, Snapshot, UnsupportedError
 from tinsmith.huggingface import HEAD, Delta, ShardWriter, adapter_config, deltas
-from tinsmith_vllm.messages import ADAPTER, CHANGES, Changes
+from tinsmith_vllm.messages import ADAPTER, CHANGES, CONFIG, Changes
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _PREFIX: Final = "tinsmith-vllm-"
@@ -46,7 +48,7 @@ class AdapterFiles:
         with self._fresh() as (adapter_id, directory):
             weights = _write_adapter(snapshot, directory)
             config = adapter_config(base_model, snapshot.lora, weights)
-            (directory / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+            (directory / CONFIG).write_text(json.dumps(config), encoding="utf-8")
         return adapter_id, directory
 
     def write_changes(self, snapshot: Snapshot, base: Mapping[str, tuple[int, ...]]) -> tuple[int, Path]:
@@ -56,11 +58,7 @@ class AdapterFiles:
         """
         with self._fresh() as (adapter_id, directory):
             weights = _write_adapter(snapshot, directory)
-            changes = deltas({name: array.shape for name, array in weights.items()})
-            shapes = {name: _shape_of(change, weights) for name, change in changes.items()}
-            _check_shapes(snapshot.snapshot_id, shapes, base)
-            listed = {name: [each.A, each.index_A, each.B, each.index_B] for name, each in changes.items()}
-            content = Changes(scale=snapshot.lora.scale, changes=listed)
+            content = changes_of(snapshot, weights, base)
             (directory / CHANGES).write_text(json.dumps(content), encoding="utf-8")
         return adapter_id, directory
 
@@ -101,9 +99,23 @@ class AdapterFiles:
             self._lock.close()
 
 
-def _write_adapter(snapshot: Snapshot, directory: Path) -> Mapping[str, Array]:
+def arrays_of(snapshot: Snapshot) -> dict[str, Array]:
+    """Return an adapter's weights on the host, as float32."""
     weights = snapshot.adapter_weights()
-    arrays = {name: np.ascontiguousarray(array, np.float32) for name, array in weights.items()}
+    return {name: np.ascontiguousarray(array, np.float32) for name, array in weights.items()}
+
+
+def changes_of(snapshot: Snapshot, arrays: Mapping[str, Array], base: Mapping[str, tuple[int, ...]]) -> Changes:
+    """Return which base weights an adapter changes. Raise UnsupportedError if it does not fit them."""
+    changes = deltas({name: array.shape for name, array in arrays.items()})
+    shapes = {name: _shape_of(change, arrays) for name, change in changes.items()}
+    _check_shapes(snapshot.snapshot_id, shapes, base)
+    listed = {name: [each.A, each.index_A, each.B, each.index_B] for name, each in changes.items()}
+    return Changes(scale=snapshot.lora.scale, changes=listed)
+
+
+def _write_adapter(snapshot: Snapshot, directory: Path) -> Mapping[str, Array]:
+    arrays = arrays_of(snapshot)
     _check_room(snapshot.snapshot_id, directory, sum(array.nbytes for array in arrays.values()))
     save_file(arrays, directory / ADAPTER)
     return arrays

@@ -19,10 +19,14 @@ head keeps its old ones. `load_weights` has both packed anew.
 """
 
 import importlib.metadata
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
+
+from tinsmith_vllm.messages import CONFIG
 
 MIN_TEMPERATURE: Final = 0.01
 """The lowest temperature above zero that vLLM does not change."""
@@ -234,10 +238,66 @@ def _block_size(runner: Any_) -> int:
 
 
 def replace_adapter_loading(runner: Any_, wrap: Callable[[Callable[[Any_], Any_]], Callable[[Any_], Any_]]) -> None:
-    """Replace vLLM's adapter loader (LoRARequest to LoRAModel) by `wrap` of it."""
+    """Replace vLLM's adapter loader (LoRARequest to LoRAModel) by `wrap` of one that also takes adapters in memory."""
     _require(runner, "lora_manager")
-    _require(runner.lora_manager, "_load_adapter")
-    runner.lora_manager._load_adapter = wrap(runner.lora_manager._load_adapter)  # noqa: SLF001 - as above
+    manager = runner.lora_manager
+    _require(manager, "_load_adapter", "_adapter_manager", "_lora_model_cls", "max_position_embeddings", "vocab_size")
+    from_files = manager._load_adapter  # noqa: SLF001 - as above
+
+    def load(request: Any_) -> Any_:
+        return from_files(request) if Path(request.lora_path).is_dir() else _adapter_in_memory(manager, request)
+
+    manager._load_adapter = wrap(load)  # noqa: SLF001 - as above
+
+
+def _adapter_in_memory(manager: Any_, request: Any_) -> Any_:
+    """Return the LoRAModel of an adapter that lies in memory. Its tensors are a private mapping of it, not a copy.
+
+    Does what vLLM's loader does for a directory. Raise ValueError if the model has no such modules.
+    """
+    from safetensors import safe_open
+    from vllm.lora.peft_helper import PEFTHelper
+
+    with safe_open(request.lora_path, framework="pt") as stored:
+        config = json.loads(stored.metadata()[CONFIG])
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - no mapping
+    helper = PEFTHelper.from_dict({**config, "vllm_max_position_embeddings": manager.max_position_embeddings})
+    helper.validate_legal(manager.lora_config)
+    layers = manager._adapter_manager  # noqa: SLF001 - as above
+    mapper = getattr(layers.model, "hf_to_vllm_mapper", None)
+    mapper = None if mapper is None else mapper.get_rename_mapper()
+    _refuse_unknown_modules(layers, tensors, mapper)
+    found = manager._lora_model_cls.from_lora_tensors(  # noqa: SLF001 - as above
+        lora_model_id=request.lora_int_id,
+        tensors=tensors,
+        peft_helper=helper,
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        model_vocab_size=manager.vocab_size,
+        weights_mapper=mapper,
+        skip_prefixes=getattr(layers.model, "lora_skip_prefixes", None),
+    )
+    layers._validate_moe_lora_format(found)  # noqa: SLF001 - as above
+    return found
+
+
+def _refuse_unknown_modules(layers: Any_, names: Mapping[str, Any_], mapper: Any_) -> None:
+    """Raise ValueError: vLLM would leave them out without a word."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    known = {part for name in layers.supported_lora_modules for part in layers.packed_modules_mapping.get(name, [name])}
+    known |= {"experts"} & set(layers.supported_lora_modules)
+    modules = {parse_fine_tuned_lora_name(name, mapper)[0] for name in names}
+    unknown = sorted(module for module in modules if _kind_of(module) not in known)
+    if unknown:
+        msg = f"vllm has no adapters for {unknown[0]!r} ({len(unknown)} such); the model has {sorted(known)}"
+        raise ValueError(msg)
+
+
+def _kind_of(module: str) -> str:
+    """Return the last part of a module's name; of experts, all from `experts` on."""
+    before, experts, rest = module.partition(".experts")
+    return f"experts{rest}" if experts else before.rpartition(".")[2]
 
 
 def use_adapter_for_rows(runner: Any_, adapter_id: int, num_rows: int) -> None:

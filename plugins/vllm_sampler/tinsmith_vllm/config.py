@@ -82,7 +82,9 @@ class VllmConfig(BackendConfig):
     start_timeout_s: float = Field(1800.0, gt=0, description="time limit for the start; loading and compiling are slow")
     step_timeout_s: float = Field(300.0, gt=0, description="silence after which a busy vLLM is restarted")
     shared_memory_dir: Path | None = Field(
-        None, description="directory for passing adapters to vLLM; default /dev/shm, else the cache directory"
+        None,
+        description="directory for passing adapters to vLLM in files; default: in memory, on Linux, else files in the "
+        "cache directory",
     )
     engine_args: dict[str, Any] = Field({}, description="further EngineArgs of vLLM, by name")
 

@@ -13,6 +13,12 @@ ADAPTER: Final = "adapter_model.safetensors"
 CHANGES: Final = "changes.json"
 """The files of an adapter that is merged into the base weights."""
 
+CONFIG: Final = "adapter_config.json"
+"""PEFT's configuration: the other file of an adapter that vLLM applies.
+
+An adapter that lies in memory has CONFIG or CHANGES in the metadata of its safetensors instead.
+"""
+
 
 class Changes(TypedDict):
     """The content of CHANGES: the adapter's scale, and for each base weight the tensors whose product is added.

@@ -33,6 +33,7 @@ from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.demand import has_experts, known_shape
 from tinsmith_vllm.drawing import Drawing
 from tinsmith_vllm.launching import launches
+from tinsmith_vllm.memory import AdapterMemory
 from tinsmith_vllm.messages import Abort, Count, Counted, Drawn, Load, Loaded, Ready, Refused, Unload
 from tinsmith_vllm.replica import Answer, Replica, ReplicaDiedError, ReplicaGoneError
 from tinsmith_vllm.routing import WORTH, Prefixes
@@ -49,8 +50,8 @@ class _Adapter:
     """A loaded snapshot, and the replicas that know of it. `idle` is set while nothing is sampled from it."""
 
     adapter_id: int
-    directory: Path
-    files: AdapterFiles
+    path: Path  # of a directory or of memory
+    files: AdapterMemory | AdapterFiles
     replicas: list[Replica]
     num_samples: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -68,7 +69,11 @@ class VllmSampler(SamplingBackend):
         self._model_path = context.model_directory
         self._rules = StopRules.of_model(self._model_path)
         ids, on_disk = count(1), context.cache_dir / "weights"
-        self._files = AdapterFiles(config.shared_memory_dir, context.cache_dir / "adapters", ids)
+        self._files: AdapterMemory | AdapterFiles
+        if config.shared_memory_dir is None and AdapterMemory.is_available():
+            self._files = AdapterMemory(ids)
+        else:
+            self._files = AdapterFiles(config.shared_memory_dir, context.cache_dir / "adapters", ids)
         self._large_files = AdapterFiles(config.shared_memory_dir or on_disk, on_disk, ids)  # too large for memory
         self._adapters: dict[str, _Adapter] = {}
         self._loading: dict[str, asyncio.Lock] = {}
@@ -151,7 +156,7 @@ class VllmSampler(SamplingBackend):
         return [replica.pid for replica in self._all_replicas if replica.pid is not None]
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:
-        """Write the snapshot's files, and announce them.
+        """Put the snapshot where vLLM can read it, and announce it.
 
         Replicas that apply adapters read them at once while their batch keeps running, others when they are needed.
         """
@@ -170,13 +175,13 @@ class VllmSampler(SamplingBackend):
 
     def _write(self, snapshot: Snapshot) -> _Adapter:
         if snapshot.lora.rank == 0:
-            adapter_id, directory = self._large_files.write_all(snapshot, self._base_shapes(), self._ready.dtype)
-            return _Adapter(adapter_id, directory, self._large_files, self._full_replicas)
+            adapter_id, path = self._large_files.write_all(snapshot, self._base_shapes(), self._ready.dtype)
+            return _Adapter(adapter_id, path, self._large_files, self._full_replicas)
         if self._ready.merges:
-            adapter_id, directory = self._files.write_changes(snapshot, self._base_shapes())
+            adapter_id, path = self._files.write_changes(snapshot, self._base_shapes())
         else:
-            adapter_id, directory = self._files.write(snapshot, str(self._model_path))
-        return _Adapter(adapter_id, directory, self._files, self._replicas)
+            adapter_id, path = self._files.write(snapshot, str(self._model_path))
+        return _Adapter(adapter_id, path, self._files, self._replicas)
 
     def _base_shapes(self) -> dict[str, tuple[int, ...]]:
         return StoredTensors.of(self._model_path, "model").shapes()
@@ -184,7 +189,7 @@ class VllmSampler(SamplingBackend):
     async def _announce(self, snapshot_id: str, adapter: _Adapter) -> None:
         # the prefix cache is keyed by the name
         name = f"{snapshot_id}#{adapter.adapter_id}"
-        load = Load(adapter_id=adapter.adapter_id, name=name, path=str(adapter.directory), prepare=True)
+        load = Load(adapter_id=adapter.adapter_id, name=name, path=str(adapter.path), prepare=True)
         if adapter.replicas is self._replicas and not self._ready.merges:
             await self._load_everywhere(snapshot_id, load)
             return
@@ -232,7 +237,7 @@ class VllmSampler(SamplingBackend):
     def _forget(adapter: _Adapter) -> None:
         for replica in adapter.replicas:
             replica.tell(Unload(adapter_id=adapter.adapter_id))
-        adapter.files.remove(adapter.directory)
+        adapter.files.remove(adapter.path)
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
         adapter = self._adapters.pop(snapshot_id, None)

@@ -18,33 +18,37 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 
-def weights_of(base: Weights, directory: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all weights: those of the base model, changed by an adapter's files; or a full model's own.
+def weights_of(base: Weights, place: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all weights: those of the base model, changed by an adapter; or a full model's own.
+
+    `place` is a directory, or an adapter's memory.
 
     An adapter of the head of a tied model adds `lm_head.weight`, which the base model does not have.
     """
-    if directory is None:
+    if place is None:
         yield from base
-    elif (directory / CHANGES).exists():
-        yield from _merged(base, directory)
+    elif not place.is_dir():
+        with safe_open(place, framework="pt") as adapter:
+            yield from _merged(base, adapter, json.loads(adapter.metadata()[CHANGES]))
+    elif (place / CHANGES).exists():
+        with safe_open(place / ADAPTER, framework="pt") as adapter:
+            yield from _merged(base, adapter, json.loads((place / CHANGES).read_text(encoding="utf-8")))
     else:
-        for file in sorted(directory.glob("*.safetensors")):
+        for file in sorted(place.glob("*.safetensors")):
             with safe_open(file, framework="pt") as stored:
                 for name in stored.keys():  # noqa: SIM118 - no mapping
                     yield name, stored.get_tensor(name)
 
 
-def _merged(base: Weights, directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    found: Changes = json.loads((directory / CHANGES).read_text(encoding="utf-8"))
+def _merged(base: Weights, adapter: Any, found: Changes) -> Iterator[tuple[str, torch.Tensor]]:
     waiting = dict(found["changes"])
     embedding = None
-    with safe_open(directory / ADAPTER, framework="pt") as adapter:
-        for name, weight in base:
-            change = waiting.pop(name, None)
-            embedding = weight if name == EMBEDDING else embedding
-            yield name, weight if change is None else _changed(weight, adapter, change, found["scale"])
-        if (change := waiting.pop(HEAD, None)) is not None and embedding is not None:
-            yield HEAD, _changed(embedding, adapter, change, found["scale"])
+    for name, weight in base:
+        change = waiting.pop(name, None)
+        embedding = weight if name == EMBEDDING else embedding
+        yield name, weight if change is None else _changed(weight, adapter, change, found["scale"])
+    if (change := waiting.pop(HEAD, None)) is not None and embedding is not None:
+        yield HEAD, _changed(embedding, adapter, change, found["scale"])
     if waiting:
         msg = f"the base model has no {min(waiting)!r} ({len(waiting)} such), which the adapter changes"
         raise KeyError(msg)
