@@ -187,6 +187,7 @@ class EngineLoop:
 
     def _load_weights(self, adapter_id: int) -> None:
         path = self._adapters[adapter_id].path if adapter_id else ""
+        compat.end_steps(self._engine)
         self._engine.collective_rpc("tinsmith_load_weights", args=(path,))
         if not self._engine.reset_prefix_cache():
             msg = "vllm keeps a prefix cache of other weights"

@@ -9,6 +9,8 @@ Workers of tensor-parallel replicas are separate processes, which exit when the 
 - No `logprobs_mode` yields what the API promises: log softmax(logits / temperature) over the whole vocabulary. "raw"
 ignores the temperature, and "processed" is taken after top-k and top-p. So the sampler's last step is replaced.
 - A request with a seed makes vLLM draw row by row. Ours pass the seed in extra_args, and draws.py draws.
+- Asynchronous scheduling, vLLM's default on GPUs, prepares a step before the tokens of the one before are known. What
+we hook into then has placeholders for tokens; only their number is used. A step may be under way when all have ended.
 - Prompt logprobs are wrong if adapters have an `lm_head` part, because the step's adapter indices are those of the
 sampled rows. Also, a request cannot ask about tokens of its choice. So our own code scores prompts, in worker.py.
 - On CPU, the adapter operators treat the index -1 ("none") as an index from the end, so that rows of the base model got
@@ -89,12 +91,17 @@ def make_engine(engine_args: Mapping[str, Any]) -> Any_:
         "logprobs_mode": "raw_logprobs",  # replaced by worker.py
         "disable_log_stats": True,
         "worker_extension_cls": "tinsmith_vllm.worker.TinsmithWorker",
-        "async_scheduling": False,
     }
     engine = LLMEngine.from_engine_args(EngineArgs(**{**fixed, **engine_args}))
     _check_heads(engine)
     engine.collective_rpc("tinsmith_install")
     return engine
+
+
+def end_steps(engine: Any_) -> None:
+    """Run what asynchronous scheduling has begun beyond the end of all sequences, so that vLLM is idle."""
+    while engine.engine_core.engine_core.batch_queue:
+        engine.step()
 
 
 def _check_heads(engine: Any_) -> None:
