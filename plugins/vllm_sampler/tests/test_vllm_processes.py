@@ -338,6 +338,14 @@ def model_of(directory: Path, name: str) -> Path:
     return directory
 
 
+def test_steps_overlap_unless_routing_is_replayed(tmp_path: Path) -> None:
+    config = VllmConfig.model_validate(settings(engine_args={"async_scheduling": True}))
+    (overlapping,) = launches(config, Path("/model"), tmp_path)
+    (replayed,) = launches(config, Path("/model"), tmp_path, routed_experts=True)
+    assert overlapping.start.engine_args["async_scheduling"] is True
+    assert replayed.start.engine_args["async_scheduling"] is False, "experts are read before pages change hands"
+
+
 def test_weights_are_divided_over_devices_if_one_has_no_room_beside_them(tmp_path: Path) -> None:
     def sizes(name: str, number: int) -> list[object]:
         given = Placement(devices=tuple(map(str, range(number))), memory_bytes=73 << 30, device_bytes=80 << 30)

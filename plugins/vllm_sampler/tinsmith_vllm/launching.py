@@ -63,6 +63,8 @@ def launches(
             "enforce_eager": bool(config.enforce_eager) or routed_experts,
             **{name: size for name, size in sizes.items() if size is not None},
             **config.engine_args,
+            # else a step may give away a sequence's pages before its experts are read
+            **({"async_scheduling": False} if routed_experts else {}),
         },
         float32_on_cpu=config.dtype is None,
         eager_on_cpu=config.enforce_eager is None and not routed_experts,
