@@ -14,6 +14,7 @@ from jax_harness import LOSSES, add_model, assert_same_bits, assert_same_state, 
 
 from tinsmith import AdamParams, Array, BackendContext, Forward, LoraConfig, ModelState, OptimStep
 from tinsmith_jax.backend import JaxBackend
+from tinsmith_jax.buckets import Pass
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
 
@@ -25,6 +26,9 @@ LIMITS = [
         marks=pytest.mark.thorough,
     ),
 ]
+
+MOST_PROGRAMS = 30  # each takes seconds to compile, and tens of MiB
+PASSES: tuple[Pass, ...] = ("gradients", "score")
 
 
 def _ignore(stage: str, fraction: float | None) -> None:
@@ -79,35 +83,39 @@ def _random_call(backend: JaxBackend, rng: np.random.Generator, context: int) ->
 
 
 def test_the_set_of_programs_is_small(tiny_models: Mapping[str, Path], jax_cache: Path) -> None:
-    """With the default settings on CPU, and no two of the same key."""
+    """With the settings that it ships with on CPU, sampling included, and no two of the same key."""
     backend = make_backend(
-        tiny_models["qwen3"], jax_cache, max_context_tokens=None, max_batch_tokens=None, max_lora_rank=32
+        tiny_models["qwen3"],
+        jax_cache,
+        max_context_tokens=None,
+        max_batch_tokens=None,
+        max_lora_rank=32,
+        max_topk_logprobs=128,
     )
-    keys = [program.key for program in local(backend).train_programs.all()]
+    sampling = local(backend).sampling
+    assert sampling is not None
+    keys = [program.key for program in (*local(backend).train_programs.all(), *sampling.all_programs())]
     assert len(keys) == len(set(keys))
-    assert len(keys) <= 64
+    assert len(keys) <= MOST_PROGRAMS
 
 
 def test_the_smallest_of_every_kind_comes_first_and_then_what_holds_everything(
     tiny_models: Mapping[str, Path], jax_cache: Path
 ) -> None:
     backend = make_backend(tiny_models["qwen3"], jax_cache, max_context_tokens=512)  # classes 8 and 16
-    train = local(backend).train_programs
-    keys = [program.key for program in train.all()]
-    sizes = {"num_targets": 1, "padded_rank": 16}
-    small = train.buckets.choose(num_tokens=1, num_adapters=1, **sizes)
-    large = train.buckets.choose(num_tokens=512, num_adapters=8, **sizes)
-    assert {train.gradients(small).key, train.step(2, 16).key, train.score(small).key} <= set(keys[:6])
-    assert {train.gradients(large).key, train.step(8, 16).key, train.score(large).key} <= set(keys[6:12])
+    keys = [program.key for program in local(backend).train_programs.all()]
+    small, large = ({program.key for program in programs_for(backend, size, rank=16)} for size in (1, 512))
+    assert small <= set(keys[:6])
+    assert large <= set(keys[:10])
 
 
-@pytest.mark.parametrize("settings", LIMITS)
+@pytest.mark.parametrize("max_batch_tokens", [256, pytest.param(512, marks=pytest.mark.thorough)])
 def test_a_request_during_the_warm_up_takes_a_larger_program_that_is_ready(
-    contract_model: Path, jax_cache: Path, settings: Mapping[str, int]
+    contract_model: Path, jax_cache: Path, max_batch_tokens: int
 ) -> None:
     """It compiles nothing, and its numbers are those of its own programs, bit for bit."""
-    backend = make_backend(contract_model, jax_cache, **settings)
-    train, busy, go_on = local(backend).train_programs, threading.Event(), threading.Event()
+    backend = make_backend(contract_model, jax_cache, **{**FEW_PROGRAMS, "max_batch_tokens": max_batch_tokens})
+    programs, busy, go_on = local(backend).programs, threading.Event(), threading.Event()
     op, lora = make_op("m", 0, (5, 60)), LoraConfig(rank=4, seed=1)
 
     def run() -> tuple[Mapping[str, Array], ModelState]:
@@ -124,20 +132,26 @@ def test_a_request_during_the_warm_up_takes_a_larger_program_that_is_ready(
         assert go_on.wait(600)
         return len
 
-    most = settings["max_batch_tokens"]
-    large = train.buckets.choose(num_tokens=most, num_adapters=8, num_targets=1, padded_rank=8)
-    ready = [train.gradients(large), train.step(8, 8), train.score(large)]
-    local(backend).programs.start_warm_up([*ready, Program("slow", block)])  # type: ignore[arg-type]
+    own, ready = (programs_for(backend, num_tokens, rank=8) for num_tokens in (128, max_batch_tokens))
+    programs.start_warm_up([*ready, Program("slow", block)])  # type: ignore[arg-type]
     assert busy.wait(600)
     during, state = run()
-    assert local(backend).programs.compile_count == len(ready)
+    assert programs.compile_count == len(ready)
     go_on.set()
-    assert local(backend).programs.wait_until_warm(600)
+    assert programs.wait_until_warm(600)
     backend.close()
     after, expected = run()
-    assert local(backend).programs.compile_count == 2 * len(ready) + 1
+    assert programs.compile_count == len({program.key for program in (*own, *ready)}) + 1 > len(ready) + 1
     assert_same_bits(during, after)
     assert_same_state(state, expected)
+
+
+def programs_for(backend: JaxBackend, num_tokens: int, *, rank: int) -> list[Program]:
+    """Return what trains on so many tokens."""
+    train = local(backend).train_programs
+    sizes = {"num_tokens": num_tokens, "num_adapters": 8, "num_targets": 1, "padded_rank": rank}
+    trained, scored = (train.buckets.of(kind).choose(**sizes) for kind in PASSES)
+    return [train.gradients(trained), train.step(rank), train.score(scored)]
 
 
 def test_jax_is_silent_about_devices_that_are_not_there(tiny_models: Mapping[str, Path], jax_cache: Path) -> None:

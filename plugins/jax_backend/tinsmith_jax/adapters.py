@@ -273,14 +273,5 @@ def unstack(stacked: Adapter, k: int) -> tuple[Adapter, ...]:
     return tuple(jax.tree.map(lambda leaf, i=i: leaf[..., i, :, :], stacked) for i in range(k))
 
 
-def stack_rows(trees: Sequence[Any]) -> Any:
-    """Stack pytrees along a new first axis."""
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
-
-
-def unstack_rows(rows: Any, k: int) -> tuple[Any, ...]:
-    return tuple(jax.tree.map(lambda leaf, i=i: leaf[i], rows) for i in range(k))
-
-
 def _f32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)

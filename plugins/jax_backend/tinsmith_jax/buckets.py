@@ -1,15 +1,17 @@
 """The bounded set of shapes that training compiles for. User data determines a shape only through `Buckets.choose`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 from tinsmith_jax.layers import TILE
 
-ADAPTERS = (1, 8)  # adapters in a micro-batch
-# Adapters in an optimizer call. Not 1: XLA removes the indexing of a stack of one, then fuses and rounds differently.
-STEPS = (2, 8)
+Pass = Literal["score", "gradients"]
+"""Logprobs and losses alone, or their gradients as well."""
+
+MAX_ADAPTERS = 8  # in a micro-batch
 _SMALLEST = 2 * TILE  # XLA computes a batch of one tile in a different order than a batch of several
-_MANY_ADAPTERS_FROM = 256  # tokens: several tenants together rarely have fewer
+_WIDE_FROM = 256  # tokens: several tenants together rarely have fewer, nor do several targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,26 +26,43 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
-    """The available sizes. The number of targets per token is either one or the maximum."""
+    """The available sizes. The number of targets per token is either one or the maximum.
+
+    On a CPU, where every program costs seconds and tens of MiB, there are fewer. What has room for eight adapters takes
+    as long for one there, and so does scoring of many targets for one. An accelerator multiplies with all eight, and
+    picks targets slowly.
+    """
 
     max_tokens: int  # of one stream; a power of two times TILE, at least two tiles
     max_targets: int  # per token
     num_streams: int = 1  # that run side by side on a mesh
+    on_cpu: bool = True
+    kind: Pass = "gradients"
+
+    def of(self, kind: Pass) -> Self:
+        """Return the sizes of that kind of pass."""
+        return replace(self, kind=kind)
 
     def choose(self, *, num_tokens: int, num_adapters: int, num_targets: int, padded_rank: int) -> Bucket:
-        """Return the smallest bucket for a micro-batch of at most `max_tokens` tokens and ADAPTERS[-1] adapters."""
-        targets = 1 if num_targets == 1 else self.max_targets
-        adapters = next(k for k in _stack_sizes(targets) if k >= num_adapters)
+        """Return the smallest bucket for a micro-batch of at most `max_tokens` tokens and MAX_ADAPTERS adapters."""
+        targets = next(k for k in self._target_sizes() if k >= num_targets)
+        adapters = next(k for k in self._stack_sizes(targets) if k >= num_adapters)
         tokens = next(t for t in self._token_sizes(adapters, targets) if t >= num_tokens)
         return Bucket(num_tokens=tokens, num_adapters=adapters, num_targets=targets, padded_rank=padded_rank)
 
     def all(self, padded_ranks: tuple[int, ...]) -> Iterator[Bucket]:
         """List every bucket, the most likely ones first: one target, small before large."""
-        for targets in (1, self.max_targets):
-            for adapters in _stack_sizes(targets):
+        for targets in self._target_sizes():
+            for adapters in self._stack_sizes(targets):
                 for tokens in self._token_sizes(adapters, targets):
                     for rank in padded_ranks:
                         yield Bucket(num_tokens=tokens, num_adapters=adapters, num_targets=targets, padded_rank=rank)
+
+    def soonest(self, padded_ranks: tuple[int, ...]) -> list[Bucket]:
+        """List every bucket of every rank: the smallest ones, those with room for most of what comes, the others."""
+        every, n = list(self.all(padded_ranks)), len(padded_ranks)
+        likely = [bucket for bucket in every if bucket.num_targets == every[0].num_targets]
+        return list(dict.fromkeys([*every[:n], *likely[-n:], *every]))
 
     def holding(self, bucket: Bucket) -> list[Bucket]:
         """List the buckets that can hold the contents of `bucket`: first `bucket` itself, then larger ones by size.
@@ -59,14 +78,20 @@ class Buckets:
         ]
         return sorted(larger, key=lambda other: (other.num_tokens, other.num_adapters))
 
+    def _target_sizes(self) -> tuple[int, ...]:
+        return (self.max_targets,) if self.kind == "score" and self.on_cpu else (1, self.max_targets)
+
+    def _stack_sizes(self, targets: int) -> tuple[int, ...]:
+        # several targets are rare: one size for all
+        return (MAX_ADAPTERS,) if self.on_cpu or targets > 1 else (1, MAX_ADAPTERS)
+
     def _token_sizes(self, adapters: int, targets: int) -> list[int]:
         sizes = [_SMALLEST << i for i in range((self.max_tokens // _SMALLEST).bit_length())]
-        if targets > 1:  # rare: few, widely spaced sizes
-            return sorted({min(_MANY_ADAPTERS_FROM, sizes[-1]), sizes[-1]})
-        if adapters > ADAPTERS[0]:
-            return [size for size in sizes if size >= min(_MANY_ADAPTERS_FROM, sizes[-1])]
+        wide = min(_WIDE_FROM, sizes[-1])
+        if self.kind == "score":  # takes a third of the time: fewer, widely spaced sizes
+            return sizes[::-2][::-1]
+        if targets > 1:
+            return sorted({wide, sizes[-1]})
+        if adapters > 1 and not self.on_cpu:
+            return [size for size in sizes if size >= wide]
         return sizes
-
-
-def _stack_sizes(targets: int) -> tuple[int, ...]:
-    return ADAPTERS if targets == 1 else ADAPTERS[-1:]  # several targets are rare: one size for all

@@ -1,4 +1,4 @@
-"""AdamW for several adapters in one call, each with its own hyper-parameters, exactly as torch.optim.AdamW computes it.
+"""AdamW for one adapter, exactly as torch.optim.AdamW computes it.
 
 `optax` is not used: it computes 1 - beta and the bias corrections in float32, a relative error of 3e-5 at beta 0.999.
 Here they are computed on the host in float64, once per step.
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tinsmith import AdamParams, LoraConfig
-from tinsmith_jax.adapters import Adapter, stack_rows, unstack_rows
+from tinsmith_jax.adapters import Adapter
 from tinsmith_jax.mesh import ONE, Axes
 
 # Any below: jax arrays and pytrees of them.
@@ -67,39 +67,11 @@ def _correction(beta: float, step: int) -> float:
     return float(1 - beta**step)
 
 
-def adamw(
-    states: tuple[State, ...],
-    gradients: tuple[Adapter, ...],
-    hypers: tuple[Hyper, ...],
-    count: Any,
-    *,
-    axes: Axes = ONE,
-) -> tuple[tuple[State, ...], Any]:
-    """Step the first `count` adapters; return all of them and the gradients' norms before clipping.
+def adamw(state: State, pending: Adapter, h: Hyper, *, axes: Axes = ONE) -> tuple[State, Any]:
+    """Return the state after a step, and the gradients' norm before clipping.
 
     On a mesh, moments and gradients are this shard's parts. It steps that part of the weights, and joins them.
-
-    The loop over adapters has a length known only at run time. The compiler cannot specialise its body for the number
-    of adapters, so an adapter's bits do not depend on how many are stepped with it.
     """
-    all_gradients, all_hypers = stack_rows(gradients), stack_rows(hypers)
-
-    def body(i: Any, carry: tuple[State, Any]) -> tuple[State, Any]:
-        rows, norms = carry
-
-        def pick(leaf: Any) -> Any:
-            return jax.lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False)
-
-        state, norm = _step(*(jax.tree.map(pick, tree) for tree in (rows, all_gradients, all_hypers)), axes=axes)
-        rows = jax.tree.map(lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, i, 0), rows, state)
-        return rows, norms.at[i].set(norm)
-
-    norms = jnp.zeros(len(states), jnp.float32)
-    rows, norms = jax.lax.fori_loop(0, count, body, (stack_rows(states), norms))
-    return unstack_rows(rows, len(states)), norms
-
-
-def _step(state: State, pending: Adapter, h: Hyper, *, axes: Axes) -> tuple[State, Any]:
     weights, m, v, pending = axes.to_step(state.weights, (state.m, state.v, pending))
     masks = _masks(weights, h)
     pending = jax.tree.map(lambda g, mask: jnp.where(mask, g, 0.0), pending, masks)

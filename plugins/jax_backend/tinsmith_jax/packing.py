@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tinsmith import Array, Datum, ForwardBackward
-from tinsmith_jax.buckets import ADAPTERS, Bucket, Buckets
+from tinsmith_jax.buckets import MAX_ADAPTERS, Bucket, Buckets
 from tinsmith_jax.layers import TILE, Tiles
 from tinsmith_jax.loss_table import LossBatch, LossTable
 
@@ -126,7 +126,7 @@ def plan(pieces: Iterable[Piece], buckets: Buckets, call_tokens: int) -> Iterato
 
 def _fits(batch: MicroBatch, piece: Piece, buckets: Buckets) -> bool:
     same_targets = (batch.pieces[0].num_targets > 1) == (piece.num_targets > 1)
-    has_row = piece.op.model_id in batch.models or len(batch.models) < ADAPTERS[-1]
+    has_row = piece.op.model_id in batch.models or len(batch.models) < MAX_ADAPTERS
     sizes = [each.num_tiles for each in (*batch.pieces, piece)]
     return same_targets and has_row and _num_streams(sizes, buckets.max_tokens // TILE) <= buckets.num_streams
 

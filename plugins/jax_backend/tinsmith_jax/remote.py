@@ -28,14 +28,13 @@ from tinsmith.huggingface import Kind, StoredTensors
 from tinsmith.workers import MakeLauncher, StateFiles, WorkerGroup
 from tinsmith_jax import adapters
 from tinsmith_jax.adapters import Adapter
-from tinsmith_jax.buckets import Bucket
+from tinsmith_jax.buckets import Bucket, Pass
 from tinsmith_jax.devices import Facts, Setup
 from tinsmith_jax.mesh import check_shape
 from tinsmith_jax.mesh_worker import SIMULATED, Refused, Started, owner_of
 from tinsmith_jax.model_config import ModelConfig, read_config
 from tinsmith_jax.packing import Stream
 from tinsmith_jax.sampling_values import Drawn, PageCopy, PromptTile, SamplingShape, SlotInput
-from tinsmith_jax.training_device import Pass
 
 # Any below: arguments and results of the devices' methods.
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from tinsmith_jax import adapters, head, optimizer
-from tinsmith_jax.buckets import STEPS, Bucket, Buckets
+from tinsmith_jax.buckets import Bucket, Buckets
 from tinsmith_jax.compilation import Program
 from tinsmith_jax.layers import TILE, Tiles
 from tinsmith_jax.loss_table import LossBatch, LossTable
@@ -49,6 +49,7 @@ class TrainPrograms:
             max_tokens=self.limits.max_batch_tokens,
             max_targets=self.limits.max_targets,
             num_streams=self.axes.num_streams,
+            on_cpu=self.limits.platform == "cpu",
         )
 
     def score(self, bucket: Bucket, *, replays: bool = False) -> Program:
@@ -110,41 +111,33 @@ class TrainPrograms:
         out = (*_SCORED, (self.state_specs(bucket.padded_rank),) * bucket.num_adapters)
         return self._program(("gradients", bucket, replays), run, shapes, out)
 
-    def step(self, num_adapters: int, padded_rank: int) -> Program:
-        """Return the program (states, gradients, hypers, count) -> (states, norms) for up to `num_adapters` rows."""
+    def step(self, padded_rank: int) -> Program:
+        """Return the program (state, gradients, hyper) -> (state, norm) of one adapter."""
         weights, part = self._adapter(padded_rank), self._state(padded_rank)
         scalar = self._small(_f32())
         hyper = optimizer.Hyper(*[scalar] * len(optimizer.Hyper._fields))._replace(rank=self._small(_i32()))
-        k = num_adapters
-        shapes = ((optimizer.State(weights, part, part),) * k, (part,) * k, (hyper,) * k, self._small(_i32()))
+        shapes = (optimizer.State(weights, part, part), part, hyper)
         specs = self.state_specs(padded_rank)
-        out = ((optimizer.State(self.adapter_specs, specs, specs),) * k, Spec())
-        return self._program(("step", k, padded_rank), partial(optimizer.adamw, axes=self.axes), shapes, out)
+        out = (optimizer.State(self.adapter_specs, specs, specs), Spec())
+        return self._program(("step", padded_rank), partial(optimizer.adamw, axes=self.axes), shapes, out)
 
     def all(self) -> Iterator[Program]:
         """Return every possible program, in the order that lets most requests run soonest.
 
-        The smallest of each kind come first, then those that hold everything with one target per token. Until its own
-        program is ready, a request uses the smallest one that is.
+        The smallest of each kind come first, then those that hold everything. Until its own program is ready, a request
+        uses the smallest one that is.
         """
         ranks = adapters.rank_classes(self.limits.max_lora_rank)
+        n = len(ranks)
         gradients, score = (partial(each, replays=self.replays) for each in (self.gradients, self.score))
-        every = list(self.buckets.all(ranks))
-        smallest = every[: len(ranks)]
-        common = [bucket for bucket in every if bucket.num_targets == 1]
-        largest = common[-len(ranks) :]
-        yield from map(gradients, smallest)
-        for rank in ranks:
-            yield self.step(STEPS[0], rank)
-        yield from map(score, smallest)
-        for bucket in largest:
-            yield gradients(bucket)
-            yield self.step(STEPS[-1], bucket.padded_rank)
-        yield from map(score, largest)
-        for bucket in every:
-            if bucket not in (*smallest, *largest):
-                yield gradients(bucket)
-                yield score(bucket)
+        trained, scored = (self.buckets.of(kind).soonest(ranks) for kind in ("gradients", "score"))
+        yield from map(gradients, trained[:n])
+        yield from map(self.step, ranks)
+        yield from map(score, scored[:n])
+        yield from map(gradients, trained[n : 2 * n])
+        yield from map(score, scored[n : 2 * n])
+        yield from map(gradients, trained[2 * n :])
+        yield from map(score, scored[2 * n :])
 
     def _rows(self, bucket: Bucket) -> int:
         return head.chunk_rows(self.config.vocab_size, self.limits.platform, bucket.num_tokens)

@@ -24,12 +24,12 @@ from tinsmith import (
     TrainingBackend,
 )
 from tinsmith_jax import adapters
-from tinsmith_jax.buckets import STEPS, Buckets
+from tinsmith_jax.buckets import MAX_ADAPTERS, Buckets, Pass
 from tinsmith_jax.loss_table import LossTable
 from tinsmith_jax.packing import MicroBatch, Piece, pack, plan
 from tinsmith_jax.remote import RemoteTraining
 from tinsmith_jax.runtime import Limits
-from tinsmith_jax.training_device import Pass, TrainingDevice
+from tinsmith_jax.training_device import TrainingDevice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,19 +121,10 @@ class Trainer(TrainingBackend):
         return self._score(ops, "gradients")
 
     def optim_step(self, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
-        results: dict[int, OptimStepOutput | Failed] = {}
-        by_rank: dict[int, list[tuple[int, OptimStep]]] = {}
-        for index, op in enumerate(ops):
-            if op.model_id in self._models:
-                by_rank.setdefault(self._padded_rank(op.model_id), []).append((index, op))
-            else:
-                results[index] = _unknown(op.model_id)
-        for group in by_rank.values():
-            for start in range(0, len(group), STEPS[-1]):
-                part = group[start : start + STEPS[-1]]
-                stepped = self._step_what_fits([op for _, op in part])
-                results |= {index: result for (index, _), result in zip(part, stepped, strict=True)}
-        return [results[index] for index in range(len(ops))]
+        known = [op for op in ops if op.model_id in self._models]
+        parts = [known[start : start + MAX_ADAPTERS] for start in range(0, len(known), MAX_ADAPTERS)]
+        stepped = (result for part in parts for result in self._step_what_fits(part))
+        return [next(stepped) if op.model_id in self._models else _unknown(op.model_id) for op in ops]
 
     def _step_what_fits(self, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
         """Step all models together, or one by one if the device lacks the memory for all."""
@@ -151,7 +142,7 @@ class Trainer(TrainingBackend):
         outputs: list[list[tuple[Array, Array]]] = [[] for _ in ops]
         self.device.begin(list(dict.fromkeys(piece.op.model_id for piece in pieces)))
         try:
-            for micro in plan(pieces, self._buckets, self.limits.call_tokens):
+            for micro in plan(pieces, self._buckets.of(kind), self.limits.call_tokens):
                 self._run(micro, kind, outputs)
         except OutOfMemoryError:
             self.device.roll_back()  # a failed call adds nothing
@@ -161,7 +152,8 @@ class Trainer(TrainingBackend):
     def _run(self, micro: MicroBatch, kind: Pass, outputs: list[list[tuple[Array, Array]]]) -> None:
         """Run a micro-batch, and append each result to its operation's outputs."""
         experts = self._replayed(micro)
-        bucket = self.device.prepare(kind, micro.bucket(self._buckets), replays=experts is not None)
+        own = micro.bucket(self._buckets.of(kind))
+        bucket = self.device.prepare(kind, own, replays=experts is not None)
         stream = pack(micro, bucket, self._losses, self._buckets.num_streams, experts=experts)
         run = self.device.score if kind == "score" else self.device.gradients
         logp_TK, loss_TK = run(bucket, micro.models, stream)

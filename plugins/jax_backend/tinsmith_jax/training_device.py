@@ -9,7 +9,7 @@ current weights; later training makes new arrays.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -18,17 +18,13 @@ from tinsmith import AdamParams, Array, LoraConfig, ModelState, Turns
 from tinsmith.huggingface import Kind, StoredTensors
 from tinsmith_jax import adapters, optimizer, state_slices
 from tinsmith_jax.adapters import Adapter, JaxSnapshot
-from tinsmith_jax.buckets import STEPS, Bucket
-from tinsmith_jax.compilation import Program, Programs
+from tinsmith_jax.buckets import Bucket, Pass
+from tinsmith_jax.compilation import Compiled, Program, Programs
 from tinsmith_jax.memory import out_of_memory_named
 from tinsmith_jax.mesh import Spec, fetch, put
 from tinsmith_jax.packing import Stream
 from tinsmith_jax.train_step import TrainPrograms, stream_specs
 from tinsmith_jax.weights import Base
-
-Pass = Literal["score", "gradients"]
-"""Logprobs and losses alone, or their gradients as well."""
-
 
 _ALL: Final[frozenset[Kind]] = frozenset({"weights", "adam_m", "adam_v", "gradients"})
 _GRADIENTS: Final[frozenset[Kind]] = frozenset({"gradients"})
@@ -158,7 +154,7 @@ class TrainingDevice:
 
         The size of a bucket changes no bits if the limits are exact; else only `own` is used.
         """
-        buckets = self._train.buckets.holding(own) if self._train.limits.exact else [own]
+        buckets = self._train.buckets.of(kind).holding(own) if self._train.limits.exact else [own]
         programs = [self._program(kind, bucket, replays=replays) for bucket in buckets]
         index = self._programs.pick(programs)
         self._programs.get(programs[index])
@@ -195,38 +191,29 @@ class TrainingDevice:
             self._models[model_id].gradients = gradients
 
     def step(self, steps: Sequence[tuple[str, AdamParams]]) -> list[float]:
-        """Step at most STEPS[-1] models. Return the norms of their gradients before clipping."""
+        """Step models, all or none. Return the norms of their gradients before clipping."""
         models = [self._models[model_id] for model_id, _ in steps]
-        hypers = [
-            optimizer.hyper(adam, model.lora, model.step + 1) for (_, adam), model in zip(steps, models, strict=True)
-        ]
-        with out_of_memory_named(f"the optimizer steps of {len(models)} models", "end a session"):
-            states, norms = self._stepped(models, hypers)
+        programs = [self._programs.get(self._train.step(model.padded_rank)) for model in models]
+        with out_of_memory_named(f"the optimizer steps of {len(models)} models", "end a session"), self._turns.turn():
+            stepped = [
+                self._stepped(run, model, adam) for run, model, (_, adam) in zip(programs, models, steps, strict=True)
+            ]
+            norms = [float(norm) for _, norm in stepped]  # wait for all of them
         for model_id, _ in steps:
             self.before_replacing(model_id, _ALL)
-        for model, state in zip(models, states, strict=False):
+        for model, (state, _) in zip(models, stepped, strict=True):
             model.state, model.gradients = state, None
             model.step += 1
-        return [float(norm) for norm in norms[: len(models)]]
+        return norms
 
-    def _stepped(
-        self, models: Sequence[_Model], hypers: list[optimizer.Hyper]
-    ) -> tuple[tuple[optimizer.State, ...], Array]:
-        """Return the new states and the norms, both with rows that are unused."""
-        zeros = self._zeros[models[0].padded_rank]
-        sizes = [k for k in STEPS if k >= len(models)]
-        programs = [self._train.step(k, models[0].padded_rank) for k in sizes]
-        index = self._programs.pick(programs)  # the number of rows changes no bits
-        run, unused = self._programs.get(programs[index]), sizes[index] - len(models)
-        gradients = [zeros.m if model.gradients is None else model.gradients for model in models]
-        with self._turns.turn():
-            states, norms = run(
-                (*(model.state for model in models), *[zeros] * unused),
-                (*gradients, *[zeros.m] * unused),
-                self._small((*hypers, *hypers[:1] * unused)),
-                self._small(np.int32(len(models))),
-            )
-            return states, np.asarray(norms)
+    def _stepped(self, run: Compiled, model: _Model, adam: AdamParams) -> tuple[optimizer.State, Any]:
+        """Return the new state and the norm. They may still be being computed."""
+        absent = self._zeros[model.padded_rank].m
+        hyper = self._small(optimizer.hyper(adam, model.lora, model.step + 1))
+        stepped: tuple[optimizer.State, Any] = run(
+            model.state, absent if model.gradients is None else model.gradients, hyper
+        )
+        return stepped
 
     def _pass_named(self, bucket: Bucket) -> AbstractContextManager[None]:
         num_tokens = bucket.num_tokens * self._train.axes.num_streams

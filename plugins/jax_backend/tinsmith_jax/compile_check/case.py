@@ -12,7 +12,7 @@ from tinsmith import BUILTIN_LOSSES, ConfigError
 from tinsmith.huggingface import HEAD
 from tinsmith_jax import adapters, runtime
 from tinsmith_jax.adapters import HF_MODULES
-from tinsmith_jax.buckets import ADAPTERS, STEPS, Bucket
+from tinsmith_jax.buckets import MAX_ADAPTERS, Bucket
 from tinsmith_jax.compilation import Program
 from tinsmith_jax.compile_check.chips import read_slice
 from tinsmith_jax.compile_check.formula import Cost, Pass, Step
@@ -67,7 +67,7 @@ class Case:
             case "score":
                 return self.train.score(self.bucket)
             case "step":
-                return self.train.step(self._rows_of_a_step, self.bucket.padded_rank)
+                return self.train.step(self.bucket.padded_rank)
             case "prefill":
                 return self.sample.named("prefill", self.shape.prefill_tiles[-1])
             case _:
@@ -82,16 +82,11 @@ class Case:
                     config=config, axes=axes, limits=self.limits, bucket=self.bucket, gradients=kind == "gradients"
                 )
             case "step":
-                rank = self.bucket.padded_rank
-                return Step(config=config, axes=axes, padded_rank=rank, num_adapters=self._rows_of_a_step)
+                return Step(config=config, axes=axes, padded_rank=self.bucket.padded_rank)
             case "prefill":
                 return Sampling(config=config, axes=axes, shape=self.shape, tiles=self.shape.prefill_tiles[-1])
             case _:
                 return Sampling(config=config, axes=axes, shape=self.shape)
-
-    @property
-    def _rows_of_a_step(self) -> int:
-        return next(rows for rows in STEPS if rows >= self.bucket.num_adapters)
 
     # Bytes on one chip
 
@@ -135,7 +130,7 @@ class Case:
             case "score":
                 return self.base_bytes() + number * weights
             case "step":
-                return self._rows_of_a_step * (weights + 3 * state)
+                return weights + 3 * state
             case "prefill":
                 unused = (self._base["head"], self._resident["head"])
                 return self.base_bytes() + self.sampling_bytes() - _bytes_on_a_chip(unused)
@@ -173,7 +168,7 @@ def make_case(options: Options, config: ModelConfig, devices: Sequence[Any], pla
     limits = runtime.decide(settings, config, platform)
     bucket = Bucket(
         num_tokens=limits.max_batch_tokens,
-        num_adapters=next(k for k in ADAPTERS if k >= min(options.tenants, ADAPTERS[-1])),
+        num_adapters=1 if options.tenants == 1 else MAX_ADAPTERS,
         num_targets=1,
         padded_rank=options.rank,
     )

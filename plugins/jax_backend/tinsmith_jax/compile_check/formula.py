@@ -31,7 +31,7 @@ Collectives, in arrays, because the compiler may send several in one operation:
     reduce-scatter over fsdp the gradients of every A and B, stacked over layers, at the end; then an all-reduce of the
                              parts over data. Those that fsdp does not divide: an all-reduce over streams
 
-An optimizer step sends, for each adapter, its new weights (all-gather over fsdp) and the sums of squares of all its
+An optimizer step sends the adapter's new weights (all-gather over fsdp) and the sums of squares of all its
 gradients (all-reduce over fsdp and over tensor).
 """
 
@@ -85,17 +85,16 @@ class Cost(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """An optimizer step of several adapters."""
+    """An optimizer step of an adapter."""
 
     config: ModelConfig
     axes: Axes
     padded_rank: int
-    num_adapters: int
     tokens: int = 0
     attention_is_hidden: bool = False
 
     def trips(self) -> Trips:
-        return {"": self.num_adapters}
+        return {}
 
     def flops(self) -> dict[str, float]:
         return {}
@@ -106,10 +105,10 @@ class Step:
     def collectives(self) -> Plan:
         plan: Counter[tuple[str, str]] = Counter()
         if self.axes.fsdp > 1:
-            plan["all-gather", "fsdp"] = self.num_adapters * _num_divided(self.config, self.axes, self.padded_rank)
-            plan["all-reduce", "fsdp"] = self.num_adapters
+            plan["all-gather", "fsdp"] = _num_divided(self.config, self.axes, self.padded_rank)
+            plan["all-reduce", "fsdp"] = 1
         if self.axes.tensor > 1:
-            plan["all-reduce", "tensor"] = self.num_adapters
+            plan["all-reduce", "tensor"] = 1
         return plan
 
 
