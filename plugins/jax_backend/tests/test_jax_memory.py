@@ -71,9 +71,8 @@ def test_steps_that_do_not_fit_together_are_made_one_by_one(
     device = local(backend).training
     stepped_in_jax = device._stepped
 
-    def hungry(models: Any, hypers: Any) -> Any:
-        one = len(models) == 1 and models[0] is device._models["a"]
-        return stepped_in_jax(models, hypers) if one else too_much()
+    def hungry(run: Any, model: Any, adam: AdamParams) -> Any:
+        return stepped_in_jax(run, model, adam) if model is device._models["a"] else too_much()
 
     monkeypatch.setattr(device, "_stepped", hungry)
     backend.forward_backward([make_op("a", 1, [9]), make_op("b", 1, [9])])
