@@ -129,7 +129,8 @@ def test_what_was_trained_is_what_is_sampled(served: Served, client: tinker.Serv
     data = [datum(text[:41]), datum(text)]
     losses = [step(model, data, learning_rate=5e-3).metrics["loss:sum"] for _ in range(10)]
     assert losses[-1] < 0.9 * losses[0]
-    sampler = model.save_weights_and_get_sampling_client().result(timeout=WAIT_S)
+    path = model.save_weights_for_sampler("kept").result(timeout=WAIT_S).path
+    sampler = client.create_sampling_client(model_path=path).result(timeout=WAIT_S)
     prompt, params = text[:20], tinker.SamplingParams(max_tokens=16, seed=3, stop=[])
     drawn = sampler.sample(tinker.ModelInput.from_ints(prompt), 2, params).result(timeout=WAIT_S).sequences
     assert [len(each.tokens) for each in drawn] == [16, 16]
