@@ -4,6 +4,7 @@ Settings after `--` are passed on: `start_tinsmith ... -- --models.0.backend.dec
 """
 
 import os
+import shutil
 import sys
 import urllib.error
 import urllib.request
@@ -20,7 +21,7 @@ def main() -> None:
     parser.add_argument("--backend", default="jax")
     parser.add_argument("settings", nargs="*")
     options = parser.parse_args()
-    data_dir = DataDir.at(options.work_dir / "data")
+    data_dir = _fresh(DataDir.at(options.work_dir / "data"))
 
     def url(pid: int) -> str | None:
         found = read_server_url(data_dir, pid=pid)
@@ -41,6 +42,13 @@ def main() -> None:
             "configuration": {"backend": options.backend, "settings": settings},
         },
     )
+
+
+def _fresh(data_dir: DataDir) -> DataDir:
+    """Remove what an earlier run left, but for compiled programs: models of it would be rebuilt first."""
+    for path in set(data_dir.root.glob("*")) - {data_dir.root / "cache"}:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return data_dir
 
 
 def _is_ready(url: str) -> bool:
