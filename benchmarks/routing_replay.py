@@ -1,11 +1,12 @@
 """What routing replay changes: the KL divergence between sampler and trainer of a mixture of experts, with and without.
 
-    python benchmarks/routing_replay.py [--samples 64] [--tokens 48] [--layers 4] [--tie 1e-7] [--dtype float32]
+    python benchmarks/routing_replay.py [--sampler vllm] [--samples 64] [--tokens 48] [--layers 4] [--tie 1e-7]
+                                        [--dtype float32]
 
-Draws from vLLM and scores the same tokens with the jax trainer: with its own router's choice, and with the experts
-that vLLM used. Both have the same weights. Two models: a random one, and one whose router is ambiguous: of its
-eight experts, four each have rows in the router that differ by `--tie` of their size, so rounding decides which two of
-them a token gets. `--dtype` is vLLM's; the trainer computes in float32.
+Draws from a sampler and scores the same tokens with the jax trainer: with its own router's choice, and with the experts
+that the sampler used. Both have the same weights, and compute in the same dtype. Two models: a random one, and one
+whose router is ambiguous: of its eight experts, four each have rows in the router that differ by `--tie` of their size,
+so rounding decides which two of them a token gets.
 
 KL is estimated from the drawn tokens: the mean of exp(d) - 1 - d, where d is the trainer's logprob minus the sampler's.
 """
@@ -78,10 +79,10 @@ def write_model(directory: Path, layers: int, tie: float | None) -> None:
 
 
 @contextmanager
-def pair(model: Path, cache: Path, dtype: str) -> Iterator[tuple[SamplingBackend, TrainingBackend]]:
+def pair(model: Path, cache: Path, sampling: str, dtype: str) -> Iterator[tuple[SamplingBackend, TrainingBackend]]:
     """Make the sampler and the trainer, with routing replay."""
     plugins = Plugins.load()
-    trains, samples = plugins.backends.get("jax"), plugins.samplers.get("vllm")
+    trains, samples = plugins.backends.get("jax"), plugins.samplers.get(sampling)
     context = BackendContext(
         model_name="tiny",
         model_path=model,
@@ -90,11 +91,12 @@ def pair(model: Path, cache: Path, dtype: str) -> Iterator[tuple[SamplingBackend
         samples=False,
         routing_replay=True,
     )
+    of_jax = {"max_context_tokens": CONTEXT, "dtype": dtype, "warm_up": False}
     of_vllm = {"max_model_len": CONTEXT, "kv_cache_bytes": 1 << 26, "max_num_seqs": 64, "dtype": dtype}
-    of_jax = {"max_context_tokens": CONTEXT, "max_batch_tokens": 512, "dtype": "float32", "warm_up": False}
-    sampler = samples.create(samples.config.model_validate(of_vllm), context)
+    settings = {"jax": of_jax, "vllm": of_vllm}[sampling]
+    sampler = samples.create(samples.config.model_validate(settings), context)
     try:
-        trainer = trains.create(trains.config.model_validate(of_jax), context)
+        trainer = trains.create(trains.config.model_validate({**of_jax, "max_batch_tokens": 512}), context)
         try:
             yield sampler, trainer
         finally:
@@ -134,7 +136,7 @@ def measure(name: str, arguments: argparse.Namespace, tie: float | None, cache: 
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory)
         write_model(model, arguments.layers, tie)
-        with pair(model, cache, arguments.dtype) as (sampler, trainer):
+        with pair(model, cache, arguments.sampler, arguments.dtype) as (sampler, trainer):
             trainer.create_model(
                 CreateModel(model_id="m", lora=LoraConfig(rank=4, seed=0))
             )  # B is zero: the base model
@@ -150,11 +152,12 @@ def measure(name: str, arguments: argparse.Namespace, tie: float | None, cache: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sampler", choices=["jax", "vllm"], default="vllm")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=48, help="of each sample")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tie", type=float, default=1e-7)
-    parser.add_argument("--dtype", default="float32", help="of vLLM")
+    parser.add_argument("--dtype", default="float32")
     arguments = parser.parse_args()
     print(f"| Router | Experts of the trainer | KL | mean difference | largest | tokens off by {FAR} nats |")
     print("|---|---|---|---|---|---|")

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 from few_programs import FEW_PROGRAMS, SHAPE
-from jax_harness import QUICK, VOCAB, make_backend
+from jax_harness import VOCAB, compile_quickly, make_backend
 
 from tinsmith.huggingface.tiny_model import write_tiny_model as write_shape
 from tinsmith_jax.backend import JaxBackend
@@ -143,13 +143,7 @@ def session_backend(spelled: Path, jax_cache: Path) -> Iterator[JaxBackend]:
 
 @pytest.fixture
 def quick_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile in half the time, if optimizations are off anyway.
-
-    Only for tests that compare no bits between programs: with the older emitters a tenant's bits depend on the bucket.
-    """
-    if jax.config.read("jax_disable_most_optimizations"):
-        compile_lowered = jax.stages.Lowered.compile
-        monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: compile_lowered(lowered, QUICK))
+    compile_quickly(monkeypatch)
 
 
 @pytest.fixture

@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
+import pytest
 
 from tinsmith import (
     BUILTIN_LOSSES,
@@ -28,12 +30,24 @@ LOSSES = {spec.name: spec for spec in sorted(BUILTIN_LOSSES, key=lambda spec: sp
 """In the order in which servers have them: it is compiled into the programs."""
 
 
-def make_backend(directory: Path, cache_dir: Path, **settings: object) -> JaxBackend:
+def make_backend(directory: Path, cache_dir: Path, *, routing_replay: bool = False, **settings: object) -> JaxBackend:
     config = JaxConfig.model_validate(
         {"max_context_tokens": 320, "max_batch_tokens": 512, "max_lora_rank": 16, "warm_up": False, **settings}
     )
-    context = BackendContext(model_name="tiny", model_path=directory, cache_dir=cache_dir, losses=LOSSES)
+    context = BackendContext(
+        model_name="tiny", model_path=directory, cache_dir=cache_dir, losses=LOSSES, routing_replay=routing_replay
+    )
     return JaxBackend(config, context)
+
+
+def compile_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile in half the time, if optimizations are off anyway.
+
+    Only for tests that compare no bits between programs: with the older emitters a tenant's bits depend on the bucket.
+    """
+    if jax.config.read("jax_disable_most_optimizations"):
+        compile_lowered = jax.stages.Lowered.compile
+        monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: compile_lowered(lowered, QUICK))
 
 
 def local(backend: JaxBackend) -> Devices:

@@ -1,18 +1,34 @@
-"""Routing replay: experts that are given take the place of the router's choice, with the weights that it gives them."""
+"""Routing replay: samples come with their experts, and experts that are given take the place of the router's choice."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
 import torch
 from jax_harness import add_model, assert_same_bits, make_backend, make_op
+from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
 from torch_reference import TorchModel
 
-from tinsmith import Array, Datum, Failed, ForwardBackward, ForwardBackwardOutput, LoraConfig
+from tinsmith import (
+    Array,
+    BackendContext,
+    Datum,
+    Failed,
+    Forward,
+    ForwardBackward,
+    ForwardBackwardOutput,
+    LoraConfig,
+    Sample,
+    SampledSequence,
+    TokenArray,
+)
 from tinsmith_jax.backend import JaxBackend
+from tinsmith_jax.config import JaxSamplerConfig
+from tinsmith_jax.sampling_only import JaxSampler
+from tinsmith_jax.sampling_values import PromptTile
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -61,7 +77,7 @@ class Reference(TorchModel):
 
 @pytest.fixture(scope="module")
 def backend(tiny_models: Mapping[str, Path], jax_cache: Path) -> Iterator[JaxBackend]:
-    backend = make_backend(tiny_models["qwen3_moe"], jax_cache)
+    backend = make_backend(tiny_models["qwen3_moe"], jax_cache, routing_replay=True, decode_slots=4)
     yield backend
     backend.close()
 
@@ -132,3 +148,103 @@ def test_experts_of_another_model_are_refused(backend: JaxBackend, op: ForwardBa
     (failed,) = backend.forward_backward([with_experts(op, experts, OWN, OWN)])
     assert isinstance(failed, Failed)
     assert failed.message.startswith("data[0]: its recorded experts are [")
+
+
+# Sampling -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def snapshot(backend: JaxBackend, op: ForwardBackward) -> AsyncIterator[str]:
+    """The name of a snapshot of the model "m"."""
+    await backend.load_snapshot(backend.publish(op.model_id, "published"))
+    yield "published"
+    await backend.drop_snapshot("published")
+
+
+def computed(op: Sample, sequence: SampledSequence) -> TokenArray:
+    """Return the tokens that have experts: the last one that was drawn has computed nothing."""
+    return np.concatenate([op.prompt_P, sequence.tokens[:-1]])
+
+
+def datum_of(op: Sample, sequence: SampledSequence, experts: Array | None = OWN) -> Datum:
+    tokens = np.concatenate([op.prompt_P, sequence.tokens])
+    inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": np.ones(len(tokens) - 1, np.float32)}
+    return Datum(tokens_T=tokens[:-1], loss_inputs=inputs, routed_experts=experts)
+
+
+def tiles_read(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> list[PromptTile]:
+    """Note the tiles that the device is given to read."""
+    device, tiles = backend._sampler._device, []
+    prefill = device.prefill
+
+    def noted(given: list[PromptTile]) -> Any:
+        tiles.extend(given)
+        return prefill(given)
+
+    monkeypatch.setattr(device, "prefill", noted)
+    return tiles
+
+
+async def test_samples_come_with_the_experts_that_a_reference_chooses(
+    backend: JaxBackend, snapshot: str, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of several pages, of one token, that begin alike, and that find their beginning in the cache."""
+    read = tiles_read(backend, monkeypatch)
+    common = prompt(130)
+    starts = [common, np.concatenate([common[:64], prompt(30, seed=1)]), prompt(1, seed=2), prompt(65, seed=3)]
+    ops = [make_sample(each, snapshot, num_samples=2, max_tokens=n + 5) for n, each in enumerate(starts)]
+    num_read = []
+    for _turn in range(2):
+        read.clear()
+        for op, output in zip(ops, await sample_all(backend, ops), strict=True):
+            for sequence in output.sequences:
+                assert sequence.routed_experts is not None
+                assert sequence.routed_experts.dtype == np.uint16
+                expected = reference.chosen(datum_of(op, sequence))
+                assert len(expected) == len(computed(op, sequence))
+                np.testing.assert_array_equal(np.sort(sequence.routed_experts), np.sort(expected))
+        num_read.append(len(read))
+    assert num_read == [5, 2], "pages of the cache are not read again"
+
+
+async def test_a_trainer_replays_what_was_sampled(backend: JaxBackend, snapshot: str) -> None:
+    op = make_sample(prompt(70), snapshot, max_tokens=40)
+    (sequence,) = (await sample(backend, op)).sequences
+    others = (sequence.routed_experts + 1) % NUM_EXPERTS
+    data = tuple(datum_of(op, sequence, each) for each in (sequence.routed_experts, others))
+    (output,) = backend.forward([Forward(model_id="m", data=data)])
+    assert isinstance(output, ForwardBackwardOutput)
+    replayed, other = (each["logprobs"][-len(sequence.tokens) :] for each in output.loss_fn_outputs)
+    np.testing.assert_allclose(sequence.logprobs, replayed, rtol=0, atol=1e-5)
+    assert np.abs(other - replayed).max() > 0.01, "experts must make a difference"
+
+
+def sampler_of(model: Path, cache: Path, *, routing_replay: bool) -> JaxSampler:
+    settings = {"max_context_tokens": 320, "decode_slots": 4, "max_lora_rank": 16, "warm_up": False}
+    context = BackendContext(
+        model_name="tiny", model_path=model, cache_dir=cache, losses={}, routing_replay=routing_replay
+    )
+    return JaxSampler(JaxSamplerConfig.model_validate(settings), context)
+
+
+@pytest.mark.parametrize(("model", "asked"), [("qwen3_moe", True), ("qwen3_moe", False), ("qwen3", True)])
+def test_a_sampler_returns_experts_if_it_is_asked_and_there_are_any(
+    model: str, asked: bool, tiny_models: Mapping[str, Path], jax_cache: Path
+) -> None:
+    sampler = sampler_of(tiny_models[model], jax_cache, routing_replay=asked)
+    assert sampler.capabilities.returns_routed_experts == (asked and model == "qwen3_moe")
+    sampler.close()
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("shipped_compilation")
+async def test_experts_change_no_bits_of_samples(tiny_models: Mapping[str, Path], jax_cache: Path) -> None:
+    ops = [make_sample(prompt(length), num_samples=2, max_tokens=20) for length in (1, 70, 150)]
+    sampled = []
+    for asked in (True, False):
+        sampler = sampler_of(tiny_models["qwen3_moe"], jax_cache, routing_replay=asked)
+        sampled.append(await sample_all(sampler, ops))
+        assert all((each.routed_experts is not None) == asked for output in sampled[-1] for each in output.sequences)
+        sampler.close()
+    for one, other in zip(*sampled, strict=True):
+        assert_same_sequences(one, other)

@@ -67,7 +67,7 @@ class JaxBackend(Trainer, SamplingBackend):
             self.devices.start_warm_up()
 
     def _describe(self, config: JaxConfig, losses: LossTable, rules: StopRules) -> Capabilities:
-        facts = self.devices.facts
+        facts, sampling = self.devices.facts, self.devices.sampling
         return Capabilities(
             device=facts.name,
             dtype=self.limits.dtype,
@@ -83,11 +83,12 @@ class JaxBackend(Trainer, SamplingBackend):
             deterministic=self.limits.platform == "cpu",
             # not measured on other devices: no claim of bitwise isolation, and no isolation_error to report
             isolation="bitwise" if self.limits.exact else "close",
-            sampling=self.devices.sampling is not None,
+            sampling=sampling is not None,
             prompt_logprobs=True,
             target_prompt_logprobs=True,
             max_topk_logprobs=min(config.max_topk_logprobs, self.model_config.vocab_size),
             stop_strings=rules.tokenizer is not None,
+            returns_routed_experts=sampling is not None and sampling.shape.returns_experts,
             max_sequences=config.decode_slots * facts.buckets.num_streams,
         )
 

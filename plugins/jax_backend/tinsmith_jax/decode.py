@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from tinsmith_jax import expert_sampling
@@ -82,13 +83,14 @@ class Switches(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The tokens drawn by a dispatch of at most X steps. Rows past `num_steps` are meaningless."""
+    """The tokens drawn by a dispatch of at most X steps. Steps past `num_steps` are meaningless."""
 
     num_steps: jax.Array
     tokens_XB: jax.Array  # -1 where the slot was idle
     logprobs_XB: jax.Array
     top_ids_XBK: jax.Array
     top_logprobs_XBK: jax.Array
+    experts_XBLC: jax.Array | None  # that computed the token before the drawn one; None if nobody asks
 
 
 def pages_of(num_tokens: int) -> int:
@@ -101,17 +103,38 @@ def cache_shapes(config: ModelConfig, num_pages: int) -> tuple[tuple[int, ...], 
     return (*pages, config.head_dim, PAGE), (*pages, PAGE, config.head_dim)
 
 
+def experts_of_token(config: ModelConfig) -> tuple[int, int]:
+    """Return L and C: how many experts compute a token in how many layers."""
+    assert config.experts is not None, "only models with experts return them"
+    return config.num_layers, config.experts.top_k
+
+
+def expert_dtype(config: ModelConfig) -> Any:
+    """Return the smallest dtype that holds an expert's number."""
+    assert config.experts is not None, "only models with experts return them"
+    return np.min_scalar_type(config.experts.num_experts - 1)
+
+
 def prefill(
-    config: ModelConfig, base: Tree, resident: Tree, cache: Cache, tiles: TokenTiles, *, axes: Axes = ONE
-) -> tuple[Cache, tuple[jax.Array, ...]]:
+    config: ModelConfig,
+    base: Tree,
+    resident: Tree,
+    cache: Cache,
+    tiles: TokenTiles,
+    *,
+    returns_experts: bool = False,
+    axes: Axes = ONE,
+) -> tuple[Cache, tuple[jax.Array, ...], jax.Array | None]:
     """Read tiles of 64 prompt tokens into the cache. Several tiles of one prompt may be passed, in order.
 
-    Returns the cache and each tile's normed hidden states [T, H]. Positions past a prompt's end hold garbage until
-    decoding overwrites them; no query reads them before that.
+    Returns the cache, each tile's normed hidden states [T, H], and if they are asked for, all shards' experts
+    [N T, L, C]. Positions past a prompt's end hold garbage until decoding overwrites them; no query reads them before
+    that.
     """
     lora = AdapterRows.of_tiles(resident, tiles.adapter_N)
-    cache, hidden_NTH = _layers(config, base, lora, cache, tiles, jnp.sum(tiles.start_N >= 0), axes)
-    return cache, tuple(hidden_NTH)
+    count = jnp.sum(tiles.start_N >= 0)
+    cache, hidden_NTH, experts = _layers(config, base, lora, cache, tiles, count, axes, returns_experts=returns_experts)
+    return cache, tuple(hidden_NTH), None if experts is None else axes.complete(experts)
 
 
 def score_prompt(
@@ -150,6 +173,7 @@ def decode(  # noqa: PLR0913 - a compiled program's arguments
     max_steps: int,
     num_top: int,
     gathers_once: bool = False,
+    returns_experts: bool = False,
     axes: Axes = ONE,
 ) -> tuple[Cache, Steps]:
     """Decode up to `switches.num_steps` (at most `max_steps`) tokens in every row that has tokens left.
@@ -181,7 +205,9 @@ def decode(  # noqa: PLR0913 - a compiled program's arguments
         # A row that has ended is computed on. Its result is dropped, and it writes where nothing is read before its
         # sequence's page is written by another.
         tiles = TokenTiles(now.token_B[:, None], now.position_B, now.table_BG, now.adapter_B)
-        cache, hidden_BTH = _layers(config, base, lora, cache, tiles, num_used, of_base)
+        cache, hidden_BTH, experts_BLC = _layers(
+            config, base, lora, cache, tiles, num_used, of_base, returns_experts=returns_experts
+        )
         logits_BV = _logits(head_VH, lora, hidden_BTH, axes)[:, 0]
         given = (logits_BV, params, now.position_B + 1)
         token_B, logprob_B, top_ids_BK, top_logprobs_BK = _each(draw_rows, num_used, given, axes)
@@ -193,6 +219,7 @@ def decode(  # noqa: PLR0913 - a compiled program's arguments
             steps.logprobs_XB.at[here].set(logprob_B),
             steps.top_ids_XBK.at[here].set(top_ids_BK),
             steps.top_logprobs_XBK.at[here].set(top_logprobs_BK),
+            None if steps.experts_XBLC is None else steps.experts_XBLC.at[here].set(experts_BLC),
         )
         after = now._replace(
             token_B=jnp.where(active_B, token_B, now.token_B),
@@ -207,9 +234,10 @@ def decode(  # noqa: PLR0913 - a compiled program's arguments
         jnp.zeros((max_steps, num_rows), jnp.float32),
         jnp.zeros((max_steps, num_rows, num_top), jnp.int32),
         jnp.zeros((max_steps, num_rows, num_top), jnp.float32),
+        jnp.zeros((max_steps, num_rows, *experts_of_token(config)), expert_dtype(config)) if returns_experts else None,
     )
     cache, _, _, steps = lax.while_loop(go_on, step, (cache, state, any_left(state), nothing))
-    return cache, Steps(steps.num_steps, *(axes.complete(part, 1) for part in steps[1:]))
+    return cache, Steps(steps.num_steps, *jax.tree.map(lambda part: axes.complete(part, 1), steps[1:]))
 
 
 def copy_pages(cache: Cache, source_X: jax.Array, target_X: jax.Array) -> Cache:
@@ -244,10 +272,12 @@ def _layers(
     tiles: TokenTiles,
     count: jax.Array,
     axes: Axes,
-) -> tuple[Cache, jax.Array]:
+    *,
+    returns_experts: bool,
+) -> tuple[Cache, jax.Array, jax.Array | None]:
     """Run the layer stack over the first `count` tiles and write their keys and values.
 
-    Returns the cache and the normed hidden states [N, T, H].
+    Returns the cache, the normed hidden states [N, T, H], and the chosen experts [N T, L, C] or None.
     """
     x_NTH = embed(base["embed"], tiles.tokens_NT, axes)
     config = config.divided(axes.tensor)
@@ -263,7 +293,7 @@ def _layers(
     def norm(x_NTH: jax.Array, weight_H: jax.Array) -> jax.Array:
         return by_tile(partial(rms_norm, weight=weight_H, eps=config.rms_norm_eps), x_NTH)
 
-    def layer(carry: tuple[jax.Array, Cache], scanned: tuple[jax.Array, Tree]) -> tuple[Any, None]:
+    def layer(carry: tuple[jax.Array, Cache], scanned: tuple[jax.Array, Tree]) -> tuple[Any, jax.Array | None]:
         x_NTH, cache = carry
         index, weights = scanned
 
@@ -281,7 +311,8 @@ def _layers(
         x_NTH = _add(x_NTH, _dense(out_NTo, axes.whole(weights["o"], 1)), delta("o", out_NTo), axes)
         h_NTH = norm(x_NTH, weights["post_norm"])
         if experts is not None:
-            return (x_NTH + _expert_mlp(h_NTH, index, weights, experts, config, lora, axes), cache), None
+            mlp_NTH, chosen = _expert_mlp(h_NTH, index, weights, experts, config, lora, axes)
+            return (x_NTH + mlp_NTH, cache), chosen.astype(expert_dtype(config)) if returns_experts else None
         gate_NTo, up_NTo = jnp.split(_dense(h_NTH, axes.whole(weights["gate_up"], 0)), 2, axis=-1)
         gate_NTo, up_NTo = gate_NTo + delta("gate", h_NTH), up_NTo + delta("up", h_NTH)
         inner_NTo = jax.nn.silu(gate_NTo) * up_NTo
@@ -289,8 +320,8 @@ def _layers(
         return (x_NTH, cache), None
 
     scanned = (jnp.arange(config.num_layers), layers)
-    (x_NTH, cache), _ = lax.scan(layer, (x_NTH, cache), scanned)
-    return cache, norm(x_NTH, base["final_norm"])
+    (x_NTH, cache), chosen = lax.scan(layer, (x_NTH, cache), scanned)
+    return cache, norm(x_NTH, base["final_norm"]), None if chosen is None else jnp.swapaxes(chosen, 0, 1)
 
 
 def _expert_mlp(
@@ -301,10 +332,12 @@ def _expert_mlp(
     config: ModelConfig,
     lora: AdapterRows,
     axes: Axes,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
+    """Return the experts' outputs [N, T, H], and which ones the tokens have chosen [N T, C]."""
     assert config.experts is not None
     flat_TH, number = h_NTH.reshape(-1, h_NTH.shape[-1]), config.experts.num_experts // axes.tensor
-    routing, own = route(flat_TH, weights["router"], config, axes), of_layer(weights, experts, axes)
+    chosen = route(flat_TH, weights["router"], config)
+    routing, own = chosen.of_shard(number, flat_TH.dtype, axes), of_layer(weights, experts, axes)
     num_rows = lora.resident["head"][0].shape[0]
     adapted_R = jnp.arange(num_rows) < num_rows - 1
     resident = expert_sampling.resident_lora(lora.resident["layers"], layer, weights["first_expert"], adapted_R)
@@ -312,8 +345,7 @@ def _expert_mlp(
         out = expert_sampling.step_mlp(flat_TH, routing, own, resident, lora, number, axes)
     else:
         out = expert_sampling.prompt_mlp(h_NTH, routing, own, resident, lora.row_N, number, axes)
-    mlp_NTH: jax.Array = out.reshape(h_NTH.shape)
-    return mlp_NTH
+    return out.reshape(h_NTH.shape), chosen.chosen_TC
 
 
 def _dense(x_NTi: jax.Array, weight_io: jax.Array) -> jax.Array:

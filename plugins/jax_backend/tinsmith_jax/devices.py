@@ -72,7 +72,10 @@ class Devices:
         self.training = TrainingDevice(base, self.train_programs, programs=self.programs, turns=turns)
         self.sampling: SamplingDevice | None = None
         if setup.samples:
-            self.sampling = sampling_device(config, limits, model, base, layout, programs=self.programs, turns=turns)
+            self.sampling = sampling_device(
+                config, limits, model, base, layout,
+                programs=self.programs, turns=turns, routing_replay=setup.routing_replay,
+            )  # fmt: skip
         self.facts = Facts(name=device_name(layout), limits=limits, buckets=self.train_programs.buckets)
 
     def start_warm_up(self) -> None:

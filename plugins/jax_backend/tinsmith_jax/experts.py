@@ -35,7 +35,11 @@ class Routing(NamedTuple):
     """Which experts compute each token, and how much each counts."""
 
     chosen_TC: Any  # int32
-    weight_TC: Any  # of the dtype of the hidden states
+    weight_TC: Any  # float32; for the products, of the dtype of the hidden states
+
+    def of_shard(self, num_experts: int, dtype: Any, axes: Axes) -> "Routing":
+        """Return what a shard with `num_experts` computes: the choices are those of `Axes.own_experts`."""
+        return Routing(axes.own_experts(self.chosen_TC, num_experts), self.weight_TC.astype(dtype))
 
 
 class ExpertWeights(NamedTuple):
@@ -142,11 +146,10 @@ def of_layer(layer: Mapping[str, Any], stacked: Stacked, axes: Axes) -> ExpertWe
     return ExpertWeights(axes.whole(layer["expert_gate_up"], 1), axes.whole(layer["expert_down"], 2), 0)
 
 
-def route(h_TH: Any, router_HE: Any, config: ModelConfig, axes: Axes = ONE, replayed_TC: Any | None = None) -> Routing:
+def route(h_TH: Any, router_HE: Any, config: ModelConfig, replayed_TC: Any | None = None) -> Routing:
     """Choose each token's experts by softmax in float32, the most probable first. Gradients pass through weights.
 
     `replayed_TC` are experts to take instead, weighted by the same softmax; where it is negative, there are none.
-    If experts are divided over `tensor`, the choices are those of `Axes.own_experts`.
     """
     assert config.experts is not None
     probability_TE = jax.nn.softmax((h_TH @ router_HE).astype(jnp.float32), axis=-1)
@@ -157,8 +160,7 @@ def route(h_TH: Any, router_HE: Any, config: ModelConfig, axes: Axes = ONE, repl
         chosen_TC = jnp.take_along_axis(chosen_TC, order_TC, axis=1)
     if config.experts.normalized:
         weight_TC = weight_TC / sum(weight_TC[:, c : c + 1] for c in range(config.experts.top_k))
-    own_TC = axes.own_experts(chosen_TC, config.experts.num_experts // axes.tensor)
-    return Routing(own_TC, weight_TC.astype(h_TH.dtype))
+    return Routing(chosen_TC, weight_TC)
 
 
 def forward(

@@ -34,7 +34,7 @@ from tinsmith_jax.mesh import check_shape
 from tinsmith_jax.mesh_worker import SIMULATED, Refused, Started, owner_of
 from tinsmith_jax.model_config import ModelConfig, read_config
 from tinsmith_jax.packing import Stream
-from tinsmith_jax.sampling_values import Drawn, PageCopy, PromptTile, SamplingShape, SlotInput
+from tinsmith_jax.sampling_values import Drawn, ExpertsOfPages, PageCopy, PromptTile, SamplingShape, SlotInput
 
 # Any below: arguments and results of the devices' methods.
 
@@ -239,8 +239,9 @@ class RemoteSampling:
     def write_adapter(self, row: int, adapter: Held, scale: float) -> None:
         self._workers.run("adapters", "write", adapter.number, row, scale)
 
-    def prefill(self, tiles: Sequence[PromptTile]) -> None:
-        self._run("prefill", tiles)
+    def prefill(self, tiles: Sequence[PromptTile]) -> ExpertsOfPages | None:
+        experts: ExpertsOfPages | None = self._run("prefill", tiles)
+        return experts
 
     def score(
         self, tile: PromptTile, targets_TK: IntArray, *, want_top: bool

@@ -28,6 +28,7 @@ from tinsmith import (
 from tinsmith.workers import WorkerDiedError
 from tinsmith_jax import adapters
 from tinsmith_jax.decode import STOP_TABLE
+from tinsmith_jax.expert_pages import ExpertPages
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.pages import Pages, Rows
@@ -108,6 +109,7 @@ class Sampler(SamplingBackend):
         self._slots = [Slot(index=index, shard=shape.shard_of(index)) for index in range(shape.num_slots)]
         self._prompts: dict[tuple[Request, int], Prompt] = {}  # by shard, in the order in which they are read
         self._pages, self._rows = self._nothing_held()
+        self._experts = ExpertPages(shape, config) if shape.returns_experts else None
         self._line = Line()
         self._waiting: dict[Request, _Waiting] = {}
         self._thread: threading.Thread | None = None  # started with the first request
@@ -364,7 +366,9 @@ class Sampler(SamplingBackend):
         return None
 
     def _prefill(self, work: list[tuple[Prompt, PromptTile]]) -> None:
-        self._device.prefill([tile for _, tile in work])
+        experts = self._device.prefill([tile for _, tile in work])
+        if self._experts is not None and experts is not None:
+            self._experts.write(experts)
         for prompt, tile in work:
             request, end = prompt.request, tile.start + len(tile.tokens)
             if request.scores_tile(tile.start, end):
@@ -434,6 +438,8 @@ class Sampler(SamplingBackend):
             if top_k and drawn.top_ids_XBK is not None and drawn.top_logprobs_XBK is not None:
                 draw.top_ids.append(drawn.top_ids_XBK[step, row, :top_k])
                 draw.top_logprobs.append(drawn.top_logprobs_XBK[step, row, :top_k])
+            if drawn.experts_XBLC is not None:
+                draw.experts.append(drawn.experts_XBLC[step, row])
 
     def _release_ended(self, request: Request) -> None:
         """Free the slots of sequences that have ended. Complete a request once all its sequences have ended."""
@@ -446,6 +452,8 @@ class Sampler(SamplingBackend):
             return
         for slot in self._slots:
             if slot.draw is not None and slot.draw.request is request and slot.draw.stop_reason is not None:
+                if self._experts is not None and slot.prompt is not None:
+                    slot.draw.experts_of_prompt = self._experts.of(slot.prompt)
                 self._leave(slot)
         if request.finished:
             self._waiting.pop(request).answer(request.result())

@@ -20,7 +20,7 @@ from tinsmith_jax.mesh import Axes, Layout, put
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.sampling_programs import TARGET_COLUMNS, Kind, SamplingPrograms, decode_arguments, no_tiles
-from tinsmith_jax.sampling_values import Drawn, PageCopy, PromptTile, SamplingShape, SlotInput
+from tinsmith_jax.sampling_values import Drawn, ExpertsOfPages, PageCopy, PromptTile, SamplingShape, SlotInput
 from tinsmith_jax.weights import Base
 
 # Any below: compiled programs, which jax does not type.
@@ -51,10 +51,11 @@ class SamplingDevice:
         with self._turns.turn():
             self._resident = jax.block_until_ready(write(self._resident, adapter, np.int32(row), np.float32(scale)))
 
-    def prefill(self, tiles: Sequence[PromptTile]) -> None:
+    def prefill(self, tiles: Sequence[PromptTile]) -> ExpertsOfPages | None:
         """Read tiles into the cache, at most shape.prefill_tiles[-1] of each shard. They can be scored afterwards.
 
         Every shard has as many places. Those that it does not need are padding, which is computed and written nowhere.
+        Return the experts of each tile if the sampler is to return them. Past a tile's tokens they mean nothing.
         """
         shape = self.shape
         of_shards: list[list[PromptTile]] = [[] for _ in range(shape.num_shards)]
@@ -64,9 +65,18 @@ class SamplingDevice:
         program = self._program("prefill", num_places)
         packed = _pack(of_shards, num_places, shape)
         with self._turns.turn():
-            self._cache, hidden = jax.block_until_ready(program(self._base, self._resident, self._cache, packed))
+            read = program(self._base, self._resident, self._cache, packed)
+            self._cache, hidden, experts = jax.block_until_ready(read)
         self._hidden = {
             (tile.shard, tile.pages[-1]): hidden[place] for shard in of_shards for place, tile in enumerate(shard)
+        }
+        if experts is None:
+            return None
+        experts_SNTLC = np.asarray(experts).reshape(shape.num_shards, num_places, TILE, *experts.shape[1:])
+        return {
+            (tile.shard, tile.pages[-1]): experts_SNTLC[tile.shard, place]
+            for shard in of_shards
+            for place, tile in enumerate(shard)
         }
 
     def score(
@@ -115,6 +125,7 @@ class SamplingDevice:
             logprobs_XB=np.asarray(steps.logprobs_XB)[:made],
             top_ids_XBK=np.asarray(steps.top_ids_XBK)[:made] if slots.any_top else None,
             top_logprobs_XBK=np.asarray(steps.top_logprobs_XBK)[:made] if slots.any_top else None,
+            experts_XBLC=None if steps.experts_XBLC is None else np.asarray(steps.experts_XBLC)[:made],
         )
 
     def all_programs(self) -> list[Program]:
@@ -133,9 +144,11 @@ def sampling_device(
     *,
     programs: Programs,
     turns: Turns,
+    routing_replay: bool = False,
 ) -> SamplingDevice:
-    """Prepare the sampler's slots."""
+    """Prepare the sampler's slots. With `routing_replay`, samples come with their experts if the model has any."""
     shape = sampling_shape(config, limits, model, num_shards=1 if layout is None else layout.axes.num_streams)
+    shape = replace(shape, returns_experts=routing_replay and model.experts is not None)
     if layout is not None:
         memory = jax.local_devices()[0].memory_stats() or {}
         shape = replace(shape, gathers_once=gathers_once(config, base, layout.axes, memory.get("bytes_limit")))

@@ -23,7 +23,10 @@ class JaxSampler(Sampler):
         layout = None if config.mesh is None else make_layout(config.mesh, model, exact=limits.exact)
         base = load_base(context.model_directory, model, limits.dtype, context.progress, layout)
         self._programs = Programs(context.progress)
-        device = sampling_device(whole, limits, model, base, layout, programs=self._programs, turns=Turns())
+        device = sampling_device(
+            whole, limits, model, base, layout,
+            programs=self._programs, turns=Turns(), routing_replay=context.routing_replay,
+        )  # fmt: skip
         rules = StopRules.of_model(context.model_directory)
         capabilities = Capabilities(
             device=device_name(layout),
@@ -39,6 +42,7 @@ class JaxSampler(Sampler):
             target_prompt_logprobs=True,
             max_topk_logprobs=min(config.max_topk_logprobs, model.vocab_size),
             stop_strings=rules.tokenizer is not None,
+            returns_routed_experts=device.shape.returns_experts,
             max_sequences=device.shape.num_slots,
         )
         super().__init__(device, model, capabilities=capabilities, rules=rules, prefill_tokens=config.prefill_tokens)

@@ -88,6 +88,7 @@ class SamplingPrograms:
             max_steps=shape.max_steps,
             num_top=shape.max_top,
             gathers_once=shape.gathers_once,
+            returns_experts=shape.returns_experts,
             axes=self.axes,
         )
         arguments = decode_arguments(SlotInput.idle(shape), shape.max_steps)
@@ -97,8 +98,10 @@ class SamplingPrograms:
     def _prefill(self, num_tiles: int) -> Any:
         """On a mesh, `num_tiles` is that of a shard, and so are the numbers of pages and rows."""
         tiles = no_tiles(self.shape, num_tiles)
-        function = functools.partial(decode.prefill, self.config, axes=self.axes)
-        return self._build(function, (*self._held, tiles), (*self._held_specs, ROWS), (CACHE, ROWS), donated=2)
+        function = functools.partial(
+            decode.prefill, self.config, returns_experts=self.shape.returns_experts, axes=self.axes
+        )
+        return self._build(function, (*self._held, tiles), (*self._held_specs, ROWS), (CACHE, ROWS, _HERE), donated=2)
 
     def _score(self) -> Any:
         hidden_TH = _shape((self.shape.num_shards * TILE, self.config.hidden_size), self.shape.dtype)

@@ -1,15 +1,18 @@
 """What the sampler asks of its device, and what comes back: NumPy arrays in plain values."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from tinsmith import FloatArray, IntArray, TokenArray
+from tinsmith import Array, FloatArray, IntArray, TokenArray
 from tinsmith_jax.decode import STOP_TABLE, pages_of
 from tinsmith_jax.sampling_adapters import BASE_MODEL
 
 WordArray = npt.NDArray[np.uint32]
+ExpertsOfPages = Mapping[tuple[int, int], Array]
+"""The experts [TILE, L, C] that computed what some pages hold, by shard and page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,7 @@ class SamplingShape:
     prefill_tiles: tuple[int, ...]  # of each shard, in ascending order
     dtype: str
     gathers_once: bool = False  # all weights for a decoding dispatch, instead of a layer's for each layer and step
+    returns_experts: bool = False  # that compute each token
 
     @property
     def num_slots(self) -> int:
@@ -110,9 +114,13 @@ class SlotInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """The tokens drawn by a decode dispatch of X steps; -1 if the slot was idle."""
+    """The tokens drawn by a decode dispatch of X steps; -1 if the slot was idle.
+
+    Experts [L, C] are those of the tokens that were given, or drawn a step before: they have computed what is drawn.
+    """
 
     tokens_XB: TokenArray
     logprobs_XB: FloatArray
     top_ids_XBK: IntArray | None
     top_logprobs_XBK: FloatArray | None
+    experts_XBLC: Array | None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tinsmith import (
+    Array,
     FloatArray,
     IntArray,
     Sample,
@@ -49,6 +50,8 @@ class Draw:
         self.logprobs: list[float] = []
         self.top_ids: list[IntArray] = []
         self.top_logprobs: list[FloatArray] = []
+        self.experts: list[Array] = []  # [L, C], of the prompt's last token and of all drawn ones but the last
+        self.experts_of_prompt: Array | None = None  # of the tokens before
         self.stop_reason: StopReason | None = None
         self._watch = watch
 
@@ -68,11 +71,15 @@ class Draw:
         if self.request.op.topk_sample_logprobs:
             ids, values = np.stack(self.top_ids).astype(np.int32), np.stack(self.top_logprobs).astype(np.float32)
             top = TopLogprobs(token_ids=ids, logprobs=values)
+        experts = None
+        if self.experts_of_prompt is not None:
+            experts = np.concatenate((self.experts_of_prompt, np.stack(self.experts))).astype(np.uint16)
         return SampledSequence(
             tokens=np.array(self.tokens, np.int32),
             logprobs=np.array(self.logprobs, np.float32),
             stop_reason=self.stop_reason,
             top_logprobs=top,
+            routed_experts=experts,
         )
 
 
@@ -213,8 +220,12 @@ class Prompt:
             self.pages.append(page)
             self._key = key
 
+    @property
+    def all_pages(self) -> list[int]:
+        return self.pages if self.rest is None else [*self.pages, self.rest]
+
     def release(self, pages: Pages) -> None:
-        for page in self.pages if self.rest is None else [*self.pages, self.rest]:
+        for page in self.all_pages:
             pages.release(page)
 
 

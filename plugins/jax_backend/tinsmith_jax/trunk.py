@@ -165,7 +165,9 @@ def _expert_block(
     axes: Axes,
 ) -> Any:
     h_TH = axes.enter_tensor(rms_norm(x_TH, weights["post_norm"], config.rms_norm_eps))
-    routing = route(h_TH, weights["router"], config, axes, weights.get("replayed"))
+    assert config.experts is not None
+    routing = route(h_TH, weights["router"], config, weights.get("replayed"))
+    routing = routing.of_shard(config.experts.num_experts // axes.tensor, h_TH.dtype, axes)
     lora = _expert_lora(adapter)
     totals = None if sums is None else _expert_lora(sums)
     return x_TH + expert_mlp(h_TH, routing, of_layer(weights, experts, axes), lora, tiles, totals, axes)
