@@ -37,6 +37,15 @@ class BackendConfig(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedExperts:
+    """What `Datum.routed_experts` [n, L, C] must be for a model: its experts, as a trainer replays them."""
+
+    num_layers: int  # L
+    num_experts: int  # of each layer
+    top_k: int  # C: different experts that compute a token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """What a backend can do. The defaults claim nothing.
 
@@ -54,7 +63,7 @@ class Capabilities:
     full_fine_tuning: bool = (
         False  # trains all weights of models with LoRA rank 0; for a sampler: accepts snapshots of such models
     )
-    replays_routed_experts: bool = False  # trains with `Datum.routed_experts`
+    replayed_experts: ReplayedExperts | None = None  # None: does not train with `Datum.routed_experts`
     max_targets_per_token: int = 1  # K of [T, K] targets; if the backend trains, it also bounds the `topk` of samples
     modalities: frozenset[Literal["text", "image"]] = frozenset({"text"})
     device: str = ""  # the hardware, for display: "cpu", "NVIDIA H200"

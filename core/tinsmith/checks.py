@@ -11,13 +11,16 @@ from typing import assert_never
 import numpy as np
 
 from tinsmith import operations as ops
-from tinsmith.backend import Capabilities
-from tinsmith.errors import UnsupportedError, UserError
+from tinsmith.backend import Capabilities, ReplayedExperts
+from tinsmith.errors import ServerError, UnsupportedError, UserError
 from tinsmith.losses import LossSpec
 
 
 def check_operation(op: ops.Operation, capabilities: Capabilities, losses: Mapping[str, LossSpec]) -> None:
-    """Raises UserError, with what is wrong and what is allowed, if the backend cannot carry out `op`."""
+    """Raises UserError, with what is wrong and what is allowed, if the backend cannot carry out `op`.
+
+    Raises ServerError if that is for what the server has added to it: the experts that were recorded with samples.
+    """
     match op:
         case ops.CreateModel():
             _check_lora(op.lora, capabilities)
@@ -88,7 +91,7 @@ def _check_forward_backward(
     for index, datum in enumerate(op.data):
         try:
             _check_datum(datum, spec, capabilities)
-        except UserError as error:
+        except (UserError, ServerError) as error:
             msg = f"data[{index}]: {error}"
             raise type(error)(msg) from error
 
@@ -126,15 +129,43 @@ def _check_datum(datum: ops.Datum, spec: LossSpec, capabilities: Capabilities) -
     if unknown:
         msg = f"loss_fn_inputs: {unknown[0]!r} is not an input of {spec.name!r}; it takes {', '.join(sorted(required))}"
         raise UnsupportedError(msg)
-    if datum.routed_experts is not None and not capabilities.replays_routed_experts:
+    if datum.routed_experts is not None:
+        _check_experts(datum.routed_experts, num_tokens, capabilities.replayed_experts)
+    _check_targets(datum, capabilities)
+    for name in spec.inputs:
+        _check_input(name, datum)
+
+
+def _check_experts(experts: ops.ExpertArray, num_tokens: int, allowed: ReplayedExperts | None) -> None:
+    if allowed is None:
         msg = (
             "its sampled sequence was recorded with its experts, which this base model's backend does not replay; turn "
             "`routing_replay` off, or take a backend that replays them"
         )
         raise UnsupportedError(msg)
-    _check_targets(datum, capabilities)
-    for name in spec.inputs:
-        _check_input(name, datum)
+    if len(experts) == 0:
+        return
+    if experts.shape[1:] != (allowed.num_layers, allowed.top_k) or len(experts) > num_tokens:
+        msg = (
+            f"its recorded experts have the shape {list(experts.shape)}; {num_tokens} tokens of this model need "
+            f"[<= {num_tokens}, {allowed.num_layers}, {allowed.top_k}]: they were sampled with another model"
+        )
+        raise ServerError(msg)
+    if experts.max() >= allowed.num_experts:
+        msg = (
+            f"its recorded experts go up to number {experts.max()}; this model has {allowed.num_experts}, from 0 on: "
+            "they were sampled with another model"
+        )
+        raise ServerError(msg)
+    ordered = np.sort(experts, axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
+    if twice.any():
+        token, layer = np.argwhere(twice)[0]
+        msg = (
+            f"its recorded experts of token {token} in layer {layer} are {experts[token, layer].tolist()}; they must "
+            "differ: the sampler has recorded what its router cannot have chosen"
+        )
+        raise ServerError(msg)
 
 
 def _check_targets(datum: ops.Datum, capabilities: Capabilities) -> None:

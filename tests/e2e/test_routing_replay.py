@@ -16,7 +16,7 @@ import tinker
 from tinker import types
 
 from tinsmith import operations as ops
-from tinsmith.backend import BackendContext, BackendSpec, Capabilities
+from tinsmith.backend import BackendContext, BackendSpec, Capabilities, ReplayedExperts
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.errors import ConfigError
 from tinsmith.hookspecs import hookimpl
@@ -45,7 +45,8 @@ class RoutedToy(ToyBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, replays_routed_experts=True, returns_routed_experts=True)
+        experts = ReplayedExperts(num_layers=3, num_experts=1000, top_k=2)
+        return replace(super().capabilities, replayed_experts=experts, returns_routed_experts=True)
 
     async def sample(self, op: ops.Sample) -> Any:
         output = await super().sample(op)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tinsmith import operations as ops
-from tinsmith.backend import Capabilities
+from tinsmith.backend import Capabilities, ReplayedExperts
 from tinsmith.checks import check_operation
-from tinsmith.errors import UnsupportedError, UserError
+from tinsmith.errors import ServerError, UnsupportedError, UserError
 from tinsmith.losses import BUILTIN_LOSSES
 
 LOSSES = {spec.name: spec for spec in BUILTIN_LOSSES}
@@ -115,6 +115,37 @@ def test_a_good_pass_is_let_through_in_one_or_two_dimensions() -> None:
 def test_passes_the_backend_cannot_run(op: ops.ForwardBackward, words: str) -> None:
     with pytest.raises(UserError, match=words):
         check(op)
+
+
+REPLAYED = ReplayedExperts(num_layers=2, num_experts=4, top_k=2)
+
+
+def passes_with_experts(experts: object) -> ops.ForwardBackward:
+    op = passes()
+    return replace(op, data=(replace(op.data[0], routed_experts=np.array(experts, np.uint16)),))
+
+
+def test_experts_of_a_sample_are_let_through_where_they_are_replayed() -> None:
+    experts = [[[0, 3], [1, 2]], [[2, 1], [3, 0]]]  # of two of three tokens
+    for op in (passes(), passes_with_experts(experts), passes_with_experts(np.zeros((0, 0, 0)))):
+        check(op, replace(CAPABILITIES, replayed_experts=REPLAYED))
+    with pytest.raises(UnsupportedError, match=r"data\[0\]: .* this base model's backend does not replay"):
+        check(passes_with_experts(experts))
+
+
+@pytest.mark.parametrize(
+    ("experts", "words"),
+    [
+        ([[[0, 1], [2, 3]]] * 4, r"have the shape \[4, 2, 2\]; 3 tokens of this model need \[<= 3, 2, 2\]: they were"),
+        ([[[0, 1]]], r"have the shape \[1, 1, 2\]"),
+        ([[[0, 1, 2], [0, 1, 2]]], r"have the shape \[1, 2, 3\]"),
+        ([[[0, 1], [2, 4]]], "go up to number 4; this model has 4, from 0 on: they were sampled with another model"),
+        ([[[0, 1], [2, 3]], [[0, 1], [3, 3]]], r"of token 1 in layer 1 are \[3, 3\]; they must differ"),
+    ],
+)
+def test_experts_that_the_models_router_cannot_have_chosen(experts: object, words: str) -> None:
+    with pytest.raises(ServerError, match=rf"data\[0\]: its recorded experts {words}"):
+        check(passes_with_experts(experts), replace(CAPABILITIES, replayed_experts=REPLAYED))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -234,5 +234,5 @@ def _offer_as_json(report: CheckReport, offer: Offered) -> dict[str, object]:
 
 def claims(capabilities: Capabilities) -> dict[str, object]:
     """Return what a backend says of itself, sets as sorted lists."""
-    values = {name: getattr(capabilities, name) for name in capabilities.__slots__}
+    values = asdict(capabilities)
     return {name: sorted(value) if isinstance(value, frozenset) else value for name, value in values.items()}

@@ -115,7 +115,7 @@ def check_routing_replay(
     sampling = trainer if model.sampler is None else repr(model.sampler.plugin)
     returns = sampler is not None and sampler.capabilities.returns_routed_experts
     lacking = [
-        *([] if backend.capabilities.replays_routed_experts else [f"the backend {trainer} does not replay experts"]),
+        *([] if backend.capabilities.replayed_experts else [f"the backend {trainer} does not replay experts"]),
         *([] if returns else [f"the sampler {sampling} does not return those of its samples"]),
         *([] if store.keeps_routed_experts else ["the request store does not keep them"]),
     ]

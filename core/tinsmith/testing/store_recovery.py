@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tinsmith.backend import Capabilities
+from tinsmith.backend import Capabilities, ReplayedExperts
 from tinsmith.errors import NotFoundError, ServerError
 from tinsmith.operations import (
     Failed,
@@ -326,6 +326,7 @@ class RecoveryContract(StoreSuite):
             lora_targets=frozenset({"mlp"}),
             isolation="close",
             isolation_error=1e-6,
+            replayed_experts=ReplayedExperts(num_layers=2, num_experts=4, top_k=2),
         )
         record = EngineRecord(
             base_model=BASE,

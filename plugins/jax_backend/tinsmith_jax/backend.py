@@ -4,6 +4,7 @@ from tinsmith import (
     BackendContext,
     Capabilities,
     Failed,
+    ReplayedExperts,
     Sample,
     SampleOutput,
     SamplingBackend,
@@ -18,7 +19,7 @@ from tinsmith_jax.loss_table import LossTable
 from tinsmith_jax.model_config import ModelConfig, read_config
 from tinsmith_jax.remote import RemoteDevices
 from tinsmith_jax.sampler import Sampler
-from tinsmith_jax.trainer import ReplayedExperts, Trainer
+from tinsmith_jax.trainer import Trainer
 
 
 class JaxBackend(Trainer, SamplingBackend):
@@ -50,7 +51,8 @@ class JaxBackend(Trainer, SamplingBackend):
             facts.buckets,
             losses,
             max_models=config.max_models,
-            experts=_replayed_experts(self.model_config, always=context.routing_replay),
+            experts=_replayed_experts(self.model_config),
+            always_replays=context.routing_replay,
         )
         rules = StopRules.of_model(context.model_directory)
         self._capabilities = self._describe(config, losses, rules)
@@ -78,7 +80,7 @@ class JaxBackend(Trainer, SamplingBackend):
             losses=frozenset(losses.kinds),
             max_lora_rank=config.max_lora_rank,
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
-            replays_routed_experts=self.model_config.experts is not None,
+            replayed_experts=_replayed_experts(self.model_config),
             max_targets_per_token=self.limits.max_targets,
             deterministic=self.limits.platform == "cpu",
             # not measured on other devices: no claim of bitwise isolation, and no isolation_error to report
@@ -119,10 +121,8 @@ class JaxBackend(Trainer, SamplingBackend):
         self.devices.close()
 
 
-def _replayed_experts(config: ModelConfig, *, always: bool) -> ReplayedExperts | None:
+def _replayed_experts(config: ModelConfig) -> ReplayedExperts | None:
     shape = config.experts
     if shape is None:
         return None
-    return ReplayedExperts(
-        num_layers=config.num_layers, num_experts=shape.num_experts, top_k=shape.top_k, always=always
-    )
+    return ReplayedExperts(num_layers=config.num_layers, num_experts=shape.num_experts, top_k=shape.top_k)

@@ -1,7 +1,6 @@
 """The host's side of training many LoRA models on one base: which operations run together, and in which order."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -9,7 +8,6 @@ from tinsmith import (
     Array,
     CapacityError,
     CreateModel,
-    Datum,
     Failed,
     Forward,
     ForwardBackward,
@@ -20,6 +18,7 @@ from tinsmith import (
     OptimStep,
     OptimStepOutput,
     OutOfMemoryError,
+    ReplayedExperts,
     Snapshot,
     TrainingBackend,
 )
@@ -30,39 +29,6 @@ from tinsmith_jax.packing import MicroBatch, Piece, pack, plan
 from tinsmith_jax.remote import RemoteTraining
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.training_device import TrainingDevice
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayedExperts:
-    """What experts of tokens may be."""
-
-    num_layers: int
-    num_experts: int
-    top_k: int
-    always: bool  # passes without any run the same programs, so that company changes no bits
-
-    @property
-    def of_token(self) -> tuple[int, int]:
-        return self.num_layers, self.top_k
-
-    def refusal(self, data: Sequence[Datum]) -> Failed | None:
-        for index, datum in enumerate(data):
-            if (problem := self._problem(datum)) is not None:
-                return Failed(message=f"data[{index}]: {problem}", category="server")
-        return None
-
-    def _problem(self, datum: Datum) -> str | None:
-        experts = datum.routed_experts
-        if experts is None or len(experts) == 0:
-            return None
-        fits = experts.shape[1:] == self.of_token and len(experts) <= len(datum.tokens_T)
-        if fits and experts.max() < self.num_experts:
-            return None
-        return (
-            f"its recorded experts are {list(experts.shape)}, up to number {experts.max()}; {len(datum.tokens_T)} "
-            f"tokens of this model need [<= {len(datum.tokens_T)}, {self.num_layers}, {self.top_k}], below "
-            f"{self.num_experts}: they were sampled with another model"
-        )
 
 
 class Trainer(TrainingBackend):
@@ -77,14 +43,18 @@ class Trainer(TrainingBackend):
         *,
         max_models: int,
         experts: ReplayedExperts | None = None,
+        always_replays: bool = False,
     ) -> None:
-        """`experts`: what can be replayed of routing; None if the model has no experts."""
+        """`experts`: what can be replayed of routing; None if the model has no experts.
+
+        `always_replays`: passes without any run the same programs, so that company changes no bits.
+        """
         self.device = device
         self.limits = limits
         self._buckets = buckets
         self._losses = losses
         self._max_models = max_models
-        self._experts = experts
+        self._experts, self._always_replays = experts, always_replays
         self._models: dict[str, LoraConfig] = {}
 
     # Life of a model --------------------------------------------------------------------------------------------------
@@ -167,7 +137,9 @@ class Trainer(TrainingBackend):
         if self._experts is None:
             return None
         given = any(piece.datum.routed_experts is not None for piece in micro.pieces)
-        return self._experts.of_token if given or self._experts.always else None
+        if not given and not self._always_replays:
+            return None
+        return self._experts.num_layers, self._experts.top_k
 
     def _refusal(self, op: ForwardBackward) -> Failed | None:
         """Refuse an unknown model or loss. Core has already checked everything else against the capabilities."""
@@ -175,7 +147,7 @@ class Trainer(TrainingBackend):
             return _unknown(op.model_id)
         if op.loss_fn not in self._losses.kinds:
             return Failed(message=f"no loss named {op.loss_fn!r}, known: {', '.join(self._losses.kinds)}")
-        return None if self._experts is None else self._experts.refusal(op.data)
+        return None
 
     def _pieces(self, op_index: int, op: ForwardBackward) -> list[Piece]:
         scale, padded_rank = self._models[op.model_id].scale, self._padded_rank(op.model_id)
