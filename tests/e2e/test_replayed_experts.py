@@ -30,13 +30,25 @@ WAIT_S = 600  # the first operations compile
 KEY = "tml-test"
 METRIC = "routing_replayed:sum"
 JAX: dict[str, Any] = {"plugin": "jax", "warm_up": False, **FEW_PROGRAMS}
+JAX_SAMPLER = {name: value for name, value in JAX.items() if name != "max_batch_tokens"}
 MESH = {"mesh": {"data": 2, "tensor": 2}, "nproc_per_node": 2, "simulated_devices": 2}
+MEGATRON: dict[str, Any] = {
+    "plugin": "megatron",
+    "device": "cpu",
+    "max_context_tokens": FEW_PROGRAMS["max_context_tokens"],
+    "nproc_per_node": 2,
+    "tensor_parallel": 2,
+    "expert_parallel": 2,
+    "isolation": "fast",
+}
 VLLM: dict[str, Any] = {"plugin": "vllm", "max_model_len": 128, "kv_cache_bytes": 1 << 26, "dtype": "float32"}
 PAIRS = [
     pytest.param(({"backend": JAX}, 1e-4), id="jax"),
     pytest.param(({"backend": {**JAX, **MESH}}, 1e-4), id="jax-mesh", marks=pytest.mark.thorough),
-    pytest.param(({"backend": JAX, "sampler": JAX}, 1e-4), id="jax-and-jax", marks=pytest.mark.thorough),
+    pytest.param(({"backend": JAX, "sampler": JAX_SAMPLER}, 1e-4), id="jax-and-jax", marks=pytest.mark.thorough),
     pytest.param(({"backend": JAX, "sampler": VLLM}, 1e-3), id="jax-and-vllm", marks=pytest.mark.thorough),
+    pytest.param(({"backend": MEGATRON, "sampler": JAX_SAMPLER}, 1e-4), id="megatron-jax", marks=pytest.mark.thorough),
+    pytest.param(({"backend": MEGATRON, "sampler": VLLM}, 1e-3), id="megatron-vllm", marks=pytest.mark.thorough),
 ]
 
 

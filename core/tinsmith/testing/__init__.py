@@ -12,6 +12,7 @@ pytest.register_assert_rewrite(  # before they are imported, or a failure would 
     "tinsmith.testing.training_isolation",
     "tinsmith.testing.training_numerics",
     "tinsmith.testing.training_optimizer",
+    "tinsmith.testing.training_routing",
     "tinsmith.testing.training_state",
     "tinsmith.testing.sampling_drawing",
     "tinsmith.testing.sampling_logprobs",
@@ -46,6 +47,7 @@ from tinsmith.testing.sampling_suite import in_one_loop  # noqa: E402
 from tinsmith.testing.scheduler_contract import SchedulerContract  # noqa: E402
 from tinsmith.testing.store_contract import RequestStoreContract  # noqa: E402
 from tinsmith.testing.training_contract import TrainingBackendContract  # noqa: E402
+from tinsmith.testing.training_routing import RoutingReplayContract, random_experts  # noqa: E402
 from tinsmith.testing.workers_contract import WorkersContract  # noqa: E402
 
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "ModelDriver",
     "Nursery",
     "RequestStoreContract",
+    "RoutingReplayContract",
     "RunningServer",
     "SamplingBackendContract",
     "SchedulerContract",
@@ -72,6 +75,7 @@ __all__ = [
     "logprobs_of",
     "make_engine",
     "ragged_data",
+    "random_experts",
     "running_server",
     "succeeded",
     "write_tiny_model",

@@ -20,6 +20,7 @@ from tinsmith.testing.contract import assert_same_arrays, assert_same_numbers, a
 from tinsmith.testing.model_driver import ModelDriver, logprobs_of, ragged_data, succeeded
 from tinsmith.testing.training_numerics import NumericsContract
 from tinsmith.testing.training_optimizer import OptimizerContract
+from tinsmith.testing.training_routing import RoutingReplayContract
 from tinsmith.testing.training_state import StateContract
 
 _ONE_OP, _A_MODEL = 1e-5, 1e-4  # allowed float32 difference: after one operation, after a pass through a model
@@ -51,8 +52,8 @@ class FullDriver(ModelDriver):
         return model_id
 
 
-class FullFineTuningContract(NumericsContract, OptimizerContract, StateContract):
-    """Numerics, optimizer and state as for every model, and tests that only concern models of rank 0."""
+class FullFineTuningContract(NumericsContract, OptimizerContract, StateContract, RoutingReplayContract):
+    """Numerics, optimizer, state, routing replay as for every model, and tests that only concern models of rank 0."""
 
     @pytest.fixture
     def driver(self, backend: TrainingBackend) -> Iterator[ModelDriver]:

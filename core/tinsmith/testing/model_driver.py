@@ -24,6 +24,7 @@ from tinsmith.operations import (
     OptimStep,
     OptimStepOutput,
 )
+from tinsmith.testing import reference
 
 _ids = count()  # a backend may be shared by many tests: no model id occurs twice
 
@@ -141,3 +142,20 @@ def off_policy_data(seed: int, data: Sequence[Datum], logprobs: Sequence[FloatAr
         advantages = rng.normal(size=logp.shape).astype(np.float32)
         result.append(with_inputs(datum, logprobs=(logp - log_ratio).astype(np.float32), advantages=advantages))
     return result
+
+
+def slope(
+    driver: ModelDriver, model_id: str, data: Sequence[Datum], direction: Mapping[str, Array], distance: float
+) -> float:
+    """Return the central difference of cross_entropy along `direction`; the weights are put back."""
+    state = driver.state(model_id)
+    losses = []
+    for sign in (1, -1):
+        moved = {
+            name: (w + sign * distance * direction[name]).astype(np.float32) if name in direction else w
+            for name, w in state.weights.items()
+        }
+        driver.backend.restore_state(model_id, replace(state, weights=moved))
+        losses.append(reference.loss_sum("cross_entropy", data, logprobs_of(driver.forward(model_id, data))))
+    driver.backend.restore_state(model_id, state)
+    return (losses[0] - losses[1]) / (2 * distance)

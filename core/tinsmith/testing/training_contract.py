@@ -16,8 +16,11 @@ Tests of capabilities that the backend does not claim are skipped.
 from tinsmith.testing.training_isolation import IsolationContract
 from tinsmith.testing.training_numerics import AdapterContract, NumericsContract
 from tinsmith.testing.training_optimizer import OptimizerContract
+from tinsmith.testing.training_routing import RoutingReplayContract
 from tinsmith.testing.training_state import StateContract
 
 
-class TrainingBackendContract(AdapterContract, NumericsContract, OptimizerContract, IsolationContract, StateContract):
+class TrainingBackendContract(
+    AdapterContract, NumericsContract, OptimizerContract, IsolationContract, StateContract, RoutingReplayContract
+):
     """Everything about training."""

@@ -1,14 +1,14 @@
 """The contract of forward and forward_backward: logprobs, losses as plain sums, and the gradients of those losses."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from tinsmith.huggingface import peft_layout
-from tinsmith.operations import Array, Datum
+from tinsmith.operations import Datum
 from tinsmith.testing import reference
 from tinsmith.testing.contract import assert_close_arrays, assert_same_arrays, assert_same_state, need, norm
 from tinsmith.testing.model_driver import (
@@ -17,6 +17,7 @@ from tinsmith.testing.model_driver import (
     off_policy_data,
     ragged_data,
     random_datum,
+    slope,
     with_inputs,
 )
 from tinsmith.testing.training_suite import TrainingSuite
@@ -208,8 +209,8 @@ class NumericsContract(TrainingSuite):
             length = norm({name: gradient[name] for name in chosen})
             assert length > 0, f"no gradient reaches {chosen[:3]}"
             direction = {name: gradient[name] / length for name in chosen}
-            slope = self._slope(driver, model_id, data, direction, distance=0.02 / length)
-            assert math.isclose(slope, length, rel_tol=1e-2), f"slope {slope:.6g}, gradient {length:.6g}: {chosen[:3]}"
+            found = slope(driver, model_id, data, direction, distance=0.02 / length)
+            assert math.isclose(found, length, rel_tol=1e-2), f"slope {found:.6g}, gradient {length:.6g}: {chosen[:3]}"
 
     @each_loss
     def test_gradient_of_every_loss(self, driver: ModelDriver, loss_fn: str) -> None:
@@ -238,20 +239,3 @@ class NumericsContract(TrainingSuite):
         if loss_fn != "cross_entropy":
             data = off_policy_data(13, data, logprobs_of(driver.forward(model_id, data)))
         return data, model_id
-
-    @staticmethod
-    def _slope(
-        driver: ModelDriver, model_id: str, data: Sequence[Datum], direction: Mapping[str, Array], distance: float
-    ) -> float:
-        """Return the central difference of the loss along `direction`; the weights are put back."""
-        state = driver.state(model_id)
-        losses = []
-        for sign in (1, -1):
-            moved = {
-                name: (w + sign * distance * direction[name]).astype(np.float32) if name in direction else w
-                for name, w in state.weights.items()
-            }
-            driver.backend.restore_state(model_id, replace(state, weights=moved))
-            losses.append(reference.loss_sum("cross_entropy", data, logprobs_of(driver.forward(model_id, data))))
-        driver.backend.restore_state(model_id, state)
-        return (losses[0] - losses[1]) / (2 * distance)

@@ -1,6 +1,6 @@
 """The sequences of operations, dealt out to the data-parallel ranks of a backend, and their results put together again.
 
-Array suffixes: T = tokens of one sequence, K = targets per token.
+Array suffixes: T = tokens of one sequence, K = targets per token; L = layers, C = experts of a token.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +24,7 @@ class Segment:
     loss_fn: str
     loss_inputs: Mapping[str, Array]  # [T, K] each
     loss_config: Mapping[str, float]
+    experts_TLC: Array | None = None  # of the first tokens, there may be fewer; None: routing is not replayed
 
     @property
     def num_tokens(self) -> int:
@@ -51,7 +52,7 @@ def segments(ops: Iterable[ForwardBackward], losses: Mapping[str, LossSpec]) -> 
 
 
 def _segment(op: ForwardBackward, datum: Datum, spec: LossSpec, index: int) -> Segment:
-    targets = datum.targets_TK
+    targets, experts = datum.targets_TK, datum.routed_experts
     return Segment(
         model_id=op.model_id,
         index=index,
@@ -63,6 +64,7 @@ def _segment(op: ForwardBackward, datum: Datum, spec: LossSpec, index: int) -> S
             name: np.asarray(datum.loss_inputs[name], np.float32).reshape(targets.shape) for name in spec.inputs
         },
         loss_config={**spec.config, **op.loss_fn_config},
+        experts_TLC=None if experts is None or len(experts) == 0 else experts,
     )
 
 

@@ -39,6 +39,11 @@ _EXPERTS = {
     "tie_word_embeddings": False,
     "initializer_range": 0.12,  # a router that is nearly undecided amplifies the rounding errors below it
 }
+_WITH_PROGRAMS_OF_THEIR_OWN = (
+    "test_several_targets_per_token",
+    "test_tokens_without_experts_are_the_routers",
+    "test_replay_does_not_reach_others",
+)
 _QWEN3_ROPE = {"rope_type": "default", "rope_theta": 1e6}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -81,12 +86,14 @@ def write_tiny_model(directory: Path, kind: str) -> Path:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave a test of the shipped suite to `make test-all`: it needs two programs of its own, the largest of all.
+    """Leave tests of the shipped suites to `make test-all` that need programs of their own.
 
-    In `make test`, test_jax_parity.py compares several targets per token with torch.
+    In `make test`, test_jax_parity.py compares several targets per token with torch, and test_jax_routing_replay.py
+    replayed sequences beside others.
     """
     for item in items:
-        if item.path.name == "test_jax_contracts.py" and item.name.startswith("test_several_targets_per_token"):
+        here = item.path.parent == Path(__file__).parent and isinstance(item, pytest.Function)
+        if here and item.cls is not None and item.originalname in _WITH_PROGRAMS_OF_THEIR_OWN:
             item.add_marker(pytest.mark.thorough)
 
 

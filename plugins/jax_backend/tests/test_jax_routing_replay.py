@@ -20,10 +20,12 @@ from tinsmith import (
     ForwardBackward,
     ForwardBackwardOutput,
     LoraConfig,
+    ReplayedExperts,
     Sample,
     SampledSequence,
     TokenArray,
 )
+from tinsmith.testing import RoutingReplayContract
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxSamplerConfig
 from tinsmith_jax.sampling_only import JaxSampler
@@ -79,6 +81,14 @@ def backend(tiny_models: Mapping[str, Path], jax_cache: Path) -> Iterator[JaxBac
     backend = make_backend(tiny_models["qwen3_moe"], jax_cache, routing_replay=True, decode_slots=4)
     yield backend
     backend.close()
+
+
+class TestJaxRoutingReplay(RoutingReplayContract):
+    @pytest.fixture
+    def backend(self, backend: JaxBackend) -> JaxBackend:
+        allowed = ReplayedExperts(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, top_k=TOP_K)
+        assert backend.capabilities.replayed_experts == allowed  # or the suite would be skipped
+        return backend  # of this file
 
 
 @pytest.fixture

@@ -1,15 +1,16 @@
 """Makers of models and backends for the tests of the megatron backend."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tinsmith import BUILTIN_LOSSES, BackendContext, Placement
-from tinsmith.testing import Nursery, TinyShape, write_tiny_model
+from tinsmith import BUILTIN_LOSSES, BackendContext, Datum, Placement
+from tinsmith.testing import ModelDriver, Nursery, TinyShape, random_experts, write_tiny_model
 from tinsmith.workers import MakeLauncher
 from tinsmith_megatron.backend import MegatronBackend
 from tinsmith_megatron.config import MegatronConfig
@@ -84,3 +85,13 @@ def make_backend(
         model_name="tiny", model_path=directory, cache_dir=cache_dir, losses=LOSSES, placement=placement
     )
     return MegatronBackend(MegatronConfig.model_validate(given), context, launch_with)
+
+
+def partly_replayed(driver: ModelDriver, data: Sequence[Datum]) -> list[Datum]:
+    """Give experts to sequences of a model that has some: to every second one whole, to the others half-way."""
+    allowed = driver.capabilities.replayed_experts
+    if allowed is None:
+        return list(data)
+    lengths = [len(datum.tokens_T) // (1 + index % 2) for index, datum in enumerate(data)]
+    experts = [random_experts(index, length, allowed) for index, length in enumerate(lengths)]
+    return [replace(datum, routed_experts=each) for datum, each in zip(data, experts, strict=True)]

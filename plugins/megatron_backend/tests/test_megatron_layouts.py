@@ -1,6 +1,7 @@
 """Every family in every layout against transformers in float32: logprobs, gradients, one step of AdamW.
 
-Three adapters of different ranks train in one call. Each is compared with its own, independent reference.
+Three adapters of different ranks train in one call. Each is compared with its own, independent reference. With experts,
+two of the three replay the routing of some of their sequences.
 """
 
 from collections.abc import Mapping
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from megatron_harness import VOCAB, fork_backend
+from megatron_harness import VOCAB, fork_backend, partly_replayed
 from transformers_reference import Reference
 
 from tinsmith import AdamParams, ForwardBackward, LoraConfig, ModelState, OptimStep
@@ -108,6 +109,7 @@ def compare(driver: ModelDriver, directory: Path) -> None:
         driver.backend.restore_state(model_id, noise(driver.state(model_id), seed=index))
     before = [driver.state(model_id).weights for model_id in models]
     data = [ragged_data(index, VOCAB, LENGTHS) for index in range(len(models))]
+    data[1:] = [partly_replayed(driver, own) for own in data[1:]]
     ops = [ForwardBackward(model_id=m, data=tuple(own)) for m, own in zip(models, data, strict=True)]
     outputs = succeeded(driver.backend.forward_backward(ops))
     gradients = [driver.state(model_id).gradients for model_id in models]

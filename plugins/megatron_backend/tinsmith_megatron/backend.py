@@ -1,6 +1,7 @@
 """The engine's side of the megatron backend: checks operations, deals them out to the ranks, collects the results."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 from tinsmith import (
@@ -11,7 +12,9 @@ from tinsmith import (
     ForwardBackwardOutput,
     LoraConfig,
     Placement,
+    ReplayedExperts,
 )
+from tinsmith.huggingface import DecoderShape
 from tinsmith.workers import (
     AdapterModelState,
     FullModelState,
@@ -113,6 +116,7 @@ class MegatronBackend(WorkersBackend):
             losses=frozenset(self._losses),
             max_lora_rank=self._config.max_lora_rank,
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
+            replayed_experts=_replayed_experts(shape),
             max_targets_per_token=_MAX_TARGETS,
             deterministic=on_cpu,
             isolation="bitwise" if exact else "close",
@@ -164,9 +168,25 @@ class MegatronBackend(WorkersBackend):
         return list(one_by_one(work, 1 if self._config.expert_parallel > 1 else self._dp_size))
 
     def _shares(self, micros: Sequence[MicroBatch]) -> list[list[list[Segment]]]:
-        """Give each rank its part of every micro-batch."""
-        ranks = (each.place.dp_rank for each in self.loaded)
-        return [[micro[rank] if rank < len(micro) else [] for micro in micros] for rank in ranks]
+        """Give each rank its part of every micro-batch, and of replayed experts those of its layers."""
+        ranks = [(each.place.dp_rank, part.layers) for each, part in zip(self.loaded, self._parts, strict=True)]
+        return [
+            [[_on_layers(segment, layers) for segment in micro[rank]] if rank < len(micro) else [] for micro in micros]
+            for rank, layers in ranks
+        ]
+
+
+def _on_layers(segment: Segment, layers: range) -> Segment:
+    if segment.experts_TLC is None:
+        return segment
+    return replace(segment, experts_TLC=segment.experts_TLC[:, layers.start : layers.stop])
+
+
+def _replayed_experts(shape: DecoderShape) -> ReplayedExperts | None:
+    experts = shape.experts
+    if experts is None:
+        return None
+    return ReplayedExperts(num_layers=shape.num_layers, num_experts=experts.num_experts, top_k=experts.top_k)
 
 
 def _start(config: MegatronConfig, context: BackendContext, launch_with: MakeLauncher | None) -> WorkerGroup:

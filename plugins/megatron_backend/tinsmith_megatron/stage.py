@@ -30,6 +30,7 @@ from tinsmith_megatron.experts import AdaptedExperts
 from tinsmith_megatron.head import Scores
 from tinsmith_megatron.linears import AdaptedLinear, ColumnLinear, RowLinear
 from tinsmith_megatron.messages import Setup
+from tinsmith_megatron.routing import ReplayedRouting
 from tinsmith_megatron.streams import Stream
 
 # Any: Megatron's configuration and specs, which are untyped here.
@@ -74,8 +75,10 @@ class Stage(nn.Module):
             self.head = self._make_head(setup)
         self.inv_freq = torch.tensor(architecture.rope.inv_freq)
         self.requires_grad_(requires_grad=trainable)
-        for layer in self.decoder.layers:
+        for index, layer in enumerate(self.decoder.layers):
             _name_modules(layer)
+            if isinstance(layer.mlp, MoELayer):
+                layer.mlp.router.router_replay = ReplayedRouting(index)
             layer.register_forward_pre_hook(_hand_out_stream, with_kwargs=True)
             layer.register_forward_hook(_forget_stream)
 
@@ -224,7 +227,7 @@ def _forget_stream(layer: Any, _: Any, output: Any) -> None:  # noqa: ARG001  (a
 
 def _set_stream(layer: Any, stream: Stream | None) -> None:
     for module in layer.modules():
-        if isinstance(module, AdaptedLinear | AdaptedExperts | PackedAttention):
+        if isinstance(module, AdaptedLinear | AdaptedExperts | PackedAttention | ReplayedRouting):
             module.stream = stream
 
 

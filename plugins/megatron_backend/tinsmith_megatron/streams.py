@@ -1,6 +1,6 @@
 """A stream: the sequences of a micro-batch, placed end to end in the order of their adapters.
 
-Legend: T = rows of the stream, G = adapters of the pass.
+Legend: T = rows of the stream, G = adapters of the pass, L = layers of this rank's stage, C = experts of a row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,6 +32,7 @@ class Stream:
     scale_T1: torch.Tensor
     scales_G1: torch.Tensor
     ends_G: torch.Tensor  # int32: where the rows of each adapter end
+    experts_LTC: torch.Tensor | None  # int16; -1: the router chooses. None: it chooses for all rows
 
     @property
     def num_rows(self) -> int:
@@ -60,6 +61,7 @@ def make_stream(
     last = len(owners) - 1
     owner_T = np.repeat([*(owners[s.model_id] for s in ordered), *([last] if padding else [])], lengths)
     counts = np.bincount(owner_T, minlength=len(owners))
+    experts_LTC = _experts(ordered, starts)
 
     def placed(array: Array, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device, dtype)
@@ -77,4 +79,20 @@ def make_stream(
         scale_T1=placed(np.asarray(stacks.scales)[owner_T][:, None], torch.float32),
         scales_G1=placed(np.asarray(stacks.scales)[:, None], torch.float32),
         ends_G=placed(np.cumsum(counts), torch.int32),
+        experts_LTC=None if experts_LTC is None else placed(experts_LTC, torch.int16),
     )
+
+
+def _experts(segments: Sequence[Segment], starts: Array) -> Array | None:
+    replayed = [
+        (start, segment.experts_TLC)
+        for start, segment in zip(starts, segments, strict=False)  # the last rows may be padding
+        if segment.experts_TLC is not None
+    ]
+    if not replayed:
+        return None
+    _, num_layers, top_k = replayed[0][1].shape
+    experts_LTC = np.full((num_layers, starts[-1], top_k), -1, np.int16)
+    for start, own_TLC in replayed:
+        experts_LTC[:, start : start + len(own_TLC)] = own_TLC.swapaxes(0, 1)
+    return experts_LTC

@@ -1,0 +1,44 @@
+"""Routing replay: experts that are given take the place of the router's choice, with the weights that it gives them.
+
+Legend: T = rows of this rank's part of the stream, E = experts of a layer, C = experts of a row.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.parallel_state import get_tensor_model_parallel_rank
+from torch import nn
+
+from tinsmith_megatron.streams import Stream
+
+
+class ReplayedRouting(nn.Module):
+    """Chooses for Megatron's router, as its `router_replay`. Megatron's own takes one choice for all rows of a pass."""
+
+    def __init__(self, layer: int) -> None:
+        """`layer`: among those of this rank's stage."""
+        super().__init__()
+        self._layer = layer
+        self.stream: Stream | None = None  # of the current micro-batch
+
+    def get_replay_topk(
+        self,
+        scores_TE: torch.Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., Any],  # Any: scores [T, C] and experts [T, C]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores and the numbers of the experts of each row, the highest score first."""
+        assert self.stream is not None
+        own_scores_TC, own_TC = default_compute_topk(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.stream.experts_LTC is None:
+            return own_scores_TC, own_TC
+        start = get_tensor_model_parallel_rank() * len(scores_TE)
+        given_TC = self.stream.experts_LTC[self._layer, start : start + len(scores_TE)].long()
+        chosen_TC = torch.where(given_TC < 0, own_TC, given_TC)
+        # In the router's own order: the bits of the weights depend on it.
+        order_TC = scores_TE.detach().gather(1, chosen_TC).argsort(dim=1, descending=True, stable=True)
+        chosen_TC = chosen_TC.gather(1, order_TC)
+        return scores_TE.gather(1, chosen_TC), chosen_TC
