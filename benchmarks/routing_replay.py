@@ -1,9 +1,9 @@
 """What routing replay changes: the KL divergence between sampler and trainer of a mixture of experts, with and without.
 
-    python benchmarks/routing_replay.py [--sampler vllm] [--samples 64] [--tokens 48] [--layers 4] [--tie 1e-7]
-                                        [--dtype float32]
+    python benchmarks/routing_replay.py [--sampler vllm] [--trainer jax] [--samples 64] [--tokens 48] [--layers 4]
+                                        [--tie 1e-7] [--dtype float32]
 
-Draws from a sampler and scores the same tokens with the jax trainer: with its own router's choice, and with the experts
+Draws from a sampler and scores the same tokens with a trainer: with its own router's choice, and with the experts
 that the sampler used. Both have the same weights, and compute in the same dtype. Two models: a random one, and one
 whose router is ambiguous: of its eight experts, four each have rows in the router that differ by `--tie` of their size,
 so rounding decides which two of them a token gets.
@@ -79,10 +79,12 @@ def write_model(directory: Path, layers: int, tie: float | None) -> None:
 
 
 @contextmanager
-def pair(model: Path, cache: Path, sampling: str, dtype: str) -> Iterator[tuple[SamplingBackend, TrainingBackend]]:
+def pair(
+    model: Path, cache: Path, sampling: str, training: str, dtype: str
+) -> Iterator[tuple[SamplingBackend, TrainingBackend]]:
     """Make the sampler and the trainer, with routing replay."""
     plugins = Plugins.load()
-    trains, samples = plugins.backends.get("jax"), plugins.samplers.get(sampling)
+    trains, samples = plugins.backends.get(training), plugins.samplers.get(sampling)
     context = BackendContext(
         model_name="tiny",
         model_path=model,
@@ -93,10 +95,12 @@ def pair(model: Path, cache: Path, sampling: str, dtype: str) -> Iterator[tuple[
     )
     of_jax = {"max_context_tokens": CONTEXT, "dtype": dtype, "warm_up": False}
     of_vllm = {"max_model_len": CONTEXT, "kv_cache_bytes": 1 << 26, "max_num_seqs": 64, "dtype": dtype}
-    settings = {"jax": of_jax, "vllm": of_vllm}[sampling]
-    sampler = samples.create(samples.config.model_validate(settings), context)
+    of_megatron = {"device": "cpu", "max_context_tokens": CONTEXT, "dtype": dtype}
+    of_sampler = {"jax": of_jax, "vllm": of_vllm}[sampling]
+    of_trainer = {"jax": of_jax, "megatron": of_megatron}[training]
+    sampler = samples.create(samples.config.model_validate(of_sampler), context)
     try:
-        trainer = trains.create(trains.config.model_validate({**of_jax, "max_batch_tokens": 512}), context)
+        trainer = trains.create(trains.config.model_validate({**of_trainer, "max_batch_tokens": 512}), context)
         try:
             yield sampler, trainer
         finally:
@@ -136,7 +140,7 @@ def measure(name: str, arguments: argparse.Namespace, tie: float | None, cache: 
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory)
         write_model(model, arguments.layers, tie)
-        with pair(model, cache, arguments.sampler, arguments.dtype) as (sampler, trainer):
+        with pair(model, cache, arguments.sampler, arguments.trainer, arguments.dtype) as (sampler, trainer):
             trainer.create_model(
                 CreateModel(model_id="m", lora=LoraConfig(rank=4, seed=0))
             )  # B is zero: the base model
@@ -153,6 +157,7 @@ def measure(name: str, arguments: argparse.Namespace, tie: float | None, cache: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sampler", choices=["jax", "vllm"], default="vllm")
+    parser.add_argument("--trainer", choices=["jax", "megatron"], default="jax")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=48, help="of each sample")
     parser.add_argument("--layers", type=int, default=4)
