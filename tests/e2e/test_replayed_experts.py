@@ -4,7 +4,7 @@ The model's router is undecided: rounding chooses the experts. So the trainer's 
 test that agrees has replayed what was sampled.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,9 @@ import pytest
 import tinker
 from few_programs import FEW_PROGRAMS, SHAPE
 from jax_harness import compile_quickly
+from processes import Event, Launcher, Served
 from safetensors.numpy import load_file, save_file
+from scenario import state_at
 from tinker import types
 
 from tinsmith.huggingface.tiny_model import write_tiny_model
@@ -141,3 +143,72 @@ def counted(server: RunningServer) -> dict[str, float]:
     lines = httpx.get(f"{server.url}/metrics", headers={"x-api-key": KEY}).text.splitlines()
     found = (line.rpartition(" ") for line in lines if line.startswith("tinsmith_routing_replay_sequences_total"))
     return {name.rpartition('outcome="')[2].removesuffix('"}'): float(number) for name, _, number in found}
+
+
+KILLS = {"supervisor": {"restart_backoff_s": 0.05, "restart_backoff_max_s": 0.5}}
+DEATHS = [
+    "engine.run_batch.before=kill",  # of the pass
+    "engine.run_batch.after=kill",
+    "store.complete.before=kill",
+    "store.complete.after=kill",
+    "recovery.replay.before=kill@2",  # the pass again: it is the second operation that changes the model
+    "recovery.replay.after=kill@2",
+]
+"""Where one engine after the other dies."""
+
+
+class Deaths:
+    """Arms one engine after the other, and counts those that died."""
+
+    def __init__(self) -> None:
+        self.to_come, self.number = [*DEATHS], 0
+        self.served: Served | None = None
+
+    def attach(self, served: Served) -> None:
+        self.served = served
+
+    def heard(self, event: Event) -> None:
+        assert self.served is not None
+        if event.role == "engine" and event.what == "born" and self.to_come:
+            self.served.arm("engine", self.to_come.pop(0))  # the next one
+        self.number += event.role == "engine" and event.killed
+
+
+def scripted(
+    service: tinker.ServiceClient, after_sampling: Callable[[], object] = lambda: None
+) -> tuple[list[Any], str]:
+    """Sample and train on it, twice; return all that the client saw, and where the end is saved."""
+    model = service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result(timeout=WAIT_S)
+    start = np.random.default_rng(1).integers(3, SHAPE.vocab_size, 40).tolist()
+    seen: list[Any] = []
+    for turn in range(2):
+        sampler = model.save_weights_and_get_sampling_client().result(timeout=WAIT_S)
+        drawn = sampled(sampler, start)
+        data = [datum_of(start, each, advantage=(-1.0) ** n) for n, each in enumerate(drawn)]
+        if turn == 0:
+            after_sampling()
+        passed = model.forward_backward([*data, cut(data[0])], "importance_sampling").result(timeout=WAIT_S)
+        assert passed.metrics[METRIC] == len(data)
+        replayed, *_, own = logprobs(passed)
+        assert np.abs(np.subtract(own, replayed[:-1])).max() > 0.01, "experts must make a difference"
+        stepped = model.optim_step(tinker.AdamParams(learning_rate=0.01)).result(timeout=WAIT_S)
+        seen += [[(each.tokens, each.logprobs) for each in drawn], logprobs(passed), passed.metrics, stepped.metrics]
+    return seen, model.save_state("end").result(timeout=WAIT_S).path
+
+
+@pytest.mark.thorough  # in `make test`, test_routing_replay.py restarts a server with the toy backend
+def test_a_kill_changes_no_bits(launcher: Launcher, path: Path, tmp_path: Path) -> None:
+    """Engines die between sample and pass, in the pass, and when they compute it again; then a model is left alone."""
+    deaths, model = Deaths(), settings_of(path, {"backend": JAX})
+    served = Served(launcher, tmp_path / "run", [model], settings=KILLS, on_event=deaths.heard, prepare=deaths.attach)
+    try:
+        service = tinker.ServiceClient(base_url=served.url, api_key=KEY)
+        seen, saved = scripted(service, lambda: served.kill("engine"))
+        assert deaths.number == 1 + len(DEATHS)
+        undisturbed, end = scripted(service)
+        assert seen == undisturbed
+        assert state_at(served.data_dir, saved) == state_at(served.data_dir, end)
+        service.close("success").result(timeout=WAIT_S)
+        assert served.stop() == 0
+    finally:
+        served.close()
