@@ -44,33 +44,29 @@ MEGATRON: dict[str, Any] = {
     "isolation": "fast",
 }
 VLLM: dict[str, Any] = {"plugin": "vllm", "max_model_len": 128, "kv_cache_bytes": 1 << 26, "dtype": "float32"}
+BFLOAT16 = {"backend": {**JAX, "dtype": "bfloat16"}, "sampler": {**VLLM, "dtype": "bfloat16"}}
 PAIRS = [
     pytest.param(({"backend": JAX}, 1e-4), id="jax"),
     pytest.param(({"backend": {**JAX, **MESH}}, 1e-4), id="jax-mesh", marks=pytest.mark.thorough),
     pytest.param(({"backend": JAX, "sampler": JAX_SAMPLER}, 1e-4), id="jax-and-jax", marks=pytest.mark.thorough),
     pytest.param(({"backend": JAX, "sampler": VLLM}, 1e-3), id="jax-and-vllm", marks=pytest.mark.thorough),
+    pytest.param((BFLOAT16, 0.05), id="jax-and-vllm-bfloat16", marks=pytest.mark.thorough),
     pytest.param(({"backend": MEGATRON, "sampler": JAX_SAMPLER}, 1e-4), id="megatron-jax", marks=pytest.mark.thorough),
     pytest.param(({"backend": MEGATRON, "sampler": VLLM}, 1e-3), id="megatron-vllm", marks=pytest.mark.thorough),
 ]
 
 
-def write_undecided_model(directory: Path) -> None:
+def write_undecided_model(directory: Path, *, dtype: str = "float32") -> None:
     """Write a random model with experts in groups of four, whose rows in the router differ by rounding alone."""
+    tie = {"float32": 1e-7, "bfloat16": 1e-2}[dtype]
     write_tiny_model(directory, replace(SHAPE, family="qwen3_moe", num_experts=8, hidden_size=64, head_dim=32))
     rng = np.random.default_rng(0)
     for file in directory.glob("*.safetensors"):
         weights = load_file(file)
         for name in [name for name in weights if name.endswith(".mlp.gate.weight")]:
             first = weights[name][::4].repeat(4, axis=0)
-            weights[name] = first * (1 + 1e-7 * rng.standard_normal(first.shape).astype(np.float32))
+            weights[name] = first * (1 + tie * rng.standard_normal(first.shape).astype(np.float32))
         save_file(weights, file, metadata={"format": "pt"})
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("undecided") / "model"
-    write_undecided_model(directory)
-    return directory
 
 
 def settings_of(path: Path, pair: dict[str, Any]) -> ModelSettings:
@@ -99,13 +95,14 @@ def cut(datum: tinker.Datum) -> tinker.Datum:
 
 @pytest.fixture(params=PAIRS)
 def served(
-    request: pytest.FixtureRequest, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[RunningServer, float]]:
     pair, agree = request.param
     if "sampler" in pair and find_spec(f"tinsmith_{pair['sampler']['plugin']}") is None:
         pytest.skip("the sampler is not installed")
     compile_quickly(monkeypatch)
-    with running_server(tmp_path, models=[settings_of(path, pair)]) as server:
+    write_undecided_model(tmp_path / "model", dtype=pair["backend"].get("dtype", "float32"))
+    with running_server(tmp_path / "data", models=[settings_of(tmp_path / "model", pair)]) as server:
         yield server, agree
 
 
@@ -197,9 +194,10 @@ def scripted(
 
 
 @pytest.mark.thorough  # in `make test`, test_routing_replay.py restarts a server with the toy backend
-def test_a_kill_changes_no_bits(launcher: Launcher, path: Path, tmp_path: Path) -> None:
+def test_a_kill_changes_no_bits(launcher: Launcher, tmp_path: Path) -> None:
     """Engines die between sample and pass, in the pass, and when they compute it again; then a model is left alone."""
-    deaths, model = Deaths(), settings_of(path, {"backend": JAX})
+    write_undecided_model(tmp_path / "model")
+    deaths, model = Deaths(), settings_of(tmp_path / "model", {"backend": JAX})
     served = Served(launcher, tmp_path / "run", [model], settings=KILLS, on_event=deaths.heard, prepare=deaths.attach)
     try:
         service = tinker.ServiceClient(base_url=served.url, api_key=KEY)

@@ -1,5 +1,6 @@
 """Routing replay: samples come with their experts, and experts that are given take the place of the router's choice."""
 
+import math
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,8 @@ from tinsmith import (
     SampledSequence,
     TokenArray,
 )
-from tinsmith.testing import RoutingReplayContract
+from tinsmith.testing import RoutingReplayContract, random_experts
+from tinsmith.testing.contract import norm
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxSamplerConfig
 from tinsmith_jax.sampling_only import JaxSampler
@@ -35,6 +37,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 LORA = LoraConfig(rank=4, seed=7)
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 2, 6, 2
+REPLAYED = ReplayedExperts(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, top_k=TOP_K)
 OWN: Final = np.zeros((0, 0, 0), np.uint16)
 """Routing is replayed, and nothing is known of this sequence: its experts are the router's choice."""
 
@@ -86,8 +89,7 @@ def backend(tiny_models: Mapping[str, Path], jax_cache: Path) -> Iterator[JaxBac
 class TestJaxRoutingReplay(RoutingReplayContract):
     @pytest.fixture
     def backend(self, backend: JaxBackend) -> JaxBackend:
-        allowed = ReplayedExperts(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, top_k=TOP_K)
-        assert backend.capabilities.replayed_experts == allowed  # or the suite would be skipped
+        assert backend.capabilities.replayed_experts == REPLAYED  # or the suite would be skipped
         return backend  # of this file
 
 
@@ -143,6 +145,39 @@ def test_other_experts_compute_what_a_reference_does(
         assert np.linalg.norm(gradients[name] - expected) < 1e-5 * np.linalg.norm(expected), name
     before, _ = passed(backend, op)
     assert [bool(np.abs(before[name] - ours[name]).max() > 0.01) for name in ours] == [True, False, True]
+
+
+@pytest.mark.thorough  # worker processes
+@pytest.mark.parametrize(
+    ("mesh", "dtype"),
+    [
+        ({"tensor": 2}, "float32"),
+        ({"data": 2, "tensor": 2}, "float32"),
+        ({"fsdp": 2, "tensor": 2}, "float32"),
+        ({"data": 2, "tensor": 2}, "bfloat16"),
+    ],
+)
+def test_a_mesh_replays_what_one_device_does(
+    mesh: dict[str, int], dtype: str, tiny_models: Mapping[str, Path], jax_cache: Path, tmp_path: Path
+) -> None:
+    """The experts are divided over `tensor`. bfloat16 rounds to three digits; sums that are divided show that."""
+    on_mesh = {"mesh": mesh, "simulated_devices": math.prod(mesh.values())}
+    found = []
+    for cache, settings in ((jax_cache, {}), (tmp_path, on_mesh)):
+        backend = make_backend(tiny_models["qwen3_moe"], cache, routing_replay=True, dtype=dtype, **settings)
+        add_model(backend, "m", LORA, random_B=True)
+        op = make_op("m", 3, (5, 64, 90))
+        given = [random_experts(n, length, REPLAYED) for n, length in enumerate((5, 40, 90))]
+        found.append([*passed(backend, with_experts(op, *given)), passed(backend, with_experts(op, OWN, OWN, OWN))[0]])
+        backend.close()
+    close = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
+    (one, gradients, own), (meshed, their_gradients, _) = found
+    for index, expected in one.items():
+        np.testing.assert_allclose(meshed[index], expected, rtol=0, atol=close)
+        assert np.abs(own[index] - expected).max() > 0.1, "experts must make a difference"
+    length = norm(gradients)
+    apart = norm({name: their_gradients[name] - expected for name, expected in gradients.items()})
+    assert apart < close * length
 
 
 # Sampling -------------------------------------------------------------------------------------------------------------
