@@ -12,10 +12,20 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax_harness import add_model, local, make_op
+from jax_harness import add_model, assert_same_bits, local, make_op
 
-from tinsmith import AdamParams, Failed, LoraConfig, ModelState, OptimStep, OptimStepOutput, OutOfMemoryError
+from tinsmith import (
+    AdamParams,
+    Failed,
+    ForwardBackwardOutput,
+    LoraConfig,
+    ModelState,
+    OptimStep,
+    OptimStepOutput,
+    OutOfMemoryError,
+)
 from tinsmith_jax.backend import JaxBackend
+from tinsmith_jax.buckets import Pass
 from tinsmith_jax.memory import give_back_free_memory
 from tinsmith_jax.packing import Stream
 
@@ -49,6 +59,22 @@ def starved(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> JaxBackend:
     return backend
 
 
+@pytest.fixture
+def narrow(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Let passes over more than one sequence run out of memory, in XLA. Yields the sequences of each attempt."""
+    device = local(backend).training
+    arguments, attempts, room = device._arguments, list[int](), dict(backend._room)
+
+    def hungry(stream: Stream) -> Any:
+        attempts.append(int(np.count_nonzero(np.diff(stream.batch.kind_T, prepend=-1) > 0)))
+        return too_much() if attempts[-1] > 1 else arguments(stream)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "_arguments", hungry)
+        yield attempts
+    backend._room = room
+
+
 def bits(state: ModelState) -> dict[str, bytes]:
     parts = {"weights": state.weights, "gradients": state.gradients, "m": state.adam_m}
     return {f"{part} {name}": array.tobytes() for part, named in parts.items() for name, array in named.items()}
@@ -61,8 +87,46 @@ def test_a_pass_that_does_not_fit_changes_nothing(starved: JaxBackend) -> None:
     with pytest.raises(OutOfMemoryError, match=r"no memory left for a pass over \d+ tokens: RESOURCE_EXHAUSTED"):
         starved.forward_backward(batch)
     assert (bits(starved.capture_state("a")), bits(starved.capture_state("b"))) == before
-    with pytest.raises(OutOfMemoryError):
+    with pytest.raises(OutOfMemoryError, match=f"no memory for a sequence of {HUGE} tokens, alone in its pass"):
         starved.forward([make_op("a", 3, [HUGE])])
+
+
+@pytest.mark.parametrize("kind", ["gradients", "score"])
+def test_a_pass_that_does_not_fit_runs_in_halves(
+    backend: JaxBackend, kind: Pass, request: pytest.FixtureRequest
+) -> None:
+    run = backend.forward_backward if kind == "gradients" else backend.forward
+    batch = [make_op("a", 1, [50, 60]), make_op("b", 2, [40, 30])]
+    for name in ("a", "b"):
+        backend.forward_backward([make_op(name, 3, [9])])  # there are sums, to which the pass adds
+    before = {name: backend.capture_state(name) for name in ("a", "b")}
+    expected, sums = run(batch), {name: bits(backend.capture_state(name)) for name in ("a", "b")}
+    attempts: list[int] = request.getfixturevalue("narrow")
+    for halved in (True, False):  # what was too much once is not tried again
+        attempts.clear()
+        for name, state in before.items():
+            backend.restore_state(name, state)
+        found = run(batch)
+        assert {name: bits(backend.capture_state(name)) for name in ("a", "b")} == sums
+        for one, other in zip(found, expected, strict=True):
+            assert isinstance(one, ForwardBackwardOutput)
+            assert isinstance(other, ForwardBackwardOutput)
+            assert one.metrics == other.metrics
+            for ours, alone in zip(one.loss_fn_outputs, other.loss_fn_outputs, strict=True):
+                assert_same_bits(ours, alone)
+        assert attempts == ([2, 1, 1, 2, 1, 1] if halved else [1] * 4)
+    assert backend._room == {"gradients": 128, "score": 128, kind: 64}
+
+
+def test_a_call_that_fails_leaves_the_size_of_passes_alone(
+    backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the number of sequences was too much for the device."""
+    before = dict(backend._room)
+    monkeypatch.setattr(local(backend).training, "_arguments", lambda _: too_much())
+    with pytest.raises(OutOfMemoryError, match="no memory for a sequence of 9 tokens, alone in its pass"):
+        backend.forward_backward([make_op("a", 3, [9, 9])])
+    assert backend._room == before
 
 
 def test_steps_that_do_not_fit_together_are_made_one_by_one(

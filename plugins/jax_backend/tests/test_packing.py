@@ -53,6 +53,30 @@ def test_dear_calls_are_not_multiplied() -> None:
     assert padded_tokens(list(plan(pieces, BUCKETS, 4096))) == [1024]
 
 
+def test_less_room_makes_smaller_batches() -> None:
+    """A sequence that is longer than that runs by itself."""
+    pieces = [piece(index, "m", length) for index, length in enumerate([64, 128, 200, 600, 30, 64])]
+    batches = list(plan(pieces, BUCKETS, 32, 256))
+    assert [[each.op_index for each in batch.pieces] for batch in batches] == [[0, 1], [2], [3], [4, 5]]
+    assert padded_tokens(batches) == [256, 256, 1024, 128]
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 300), min_size=2, max_size=12))
+def test_halves_are_as_equal_as_whole_sequences_allow(lengths: list[int]) -> None:
+    batch = MicroBatch()
+    for index, length in enumerate(lengths):
+        batch.add(piece(index, f"m{index % 3}", length))
+    first, second = batch.halves()
+    assert [*first.pieces, *second.pieces] == batch.pieces
+    assert [set(half.models) for half in (first, second)] == [
+        {each.op.model_id for each in half.pieces} for half in (first, second)
+    ]
+    sizes = [sum(each.num_tiles for each in half.pieces) for half in (first, second)]
+    assert min(sizes) > 0
+    assert max(sizes) <= sum(sizes) / 2 + max(each.num_tiles for each in batch.pieces)
+
+
 def assert_in_streams(batch: MicroBatch, bucket: Bucket, num_streams: int) -> None:
     """No piece is divided, and none overlaps another."""
     assert bucket.num_tokens <= BUCKETS.max_tokens

@@ -62,6 +62,12 @@ class MicroBatch:
             padded_rank=self.pieces[0].padded_rank,
         )
 
+    def halves(self) -> tuple["MicroBatch", "MicroBatch"]:
+        """Cut between two pieces, so that the larger half has as few tiles as possible. There are at least two."""
+        sizes = [piece.num_tiles for piece in self.pieces]
+        cut = min(range(1, len(sizes)), key=lambda at: max(sum(sizes[:at]), sum(sizes[at:])))
+        return _batch(self.pieces[:cut]), _batch(self.pieces[cut:])
+
     def starts(self, bucket: Bucket) -> list[int]:
         """Return the first row of each piece. Streams lie one behind the other."""
         room = bucket.num_tokens // TILE
@@ -105,16 +111,18 @@ class Stream:
         return self.experts_LTC is not None
 
 
-def plan(pieces: Iterable[Piece], buckets: Buckets, call_tokens: int) -> Iterator[MicroBatch]:
+def plan(pieces: Iterable[Piece], buckets: Buckets, call_tokens: int, room: int | None = None) -> Iterator[MicroBatch]:
     """Group pieces into micro-batches, keeping each model's pieces in order.
 
-    Batches are filled up to the largest bucket. The remainder of a rank class is cut so as to minimise the padded
-    tokens plus `call_tokens` per call. The positions of the cuts change no bits.
+    Batches are filled up to `room` tokens of a stream, or to the largest bucket. A longer piece runs by itself. The
+    remainder of a rank class is cut so as to minimise the padded tokens plus `call_tokens` per call. The positions of
+    the cuts change no bits.
     """
     open_batches: dict[int, MicroBatch] = {}
+    most = (room or buckets.max_tokens) // TILE
     for piece in pieces:
         batch = open_batches.get(piece.padded_rank)
-        if batch is not None and not _fits(batch, piece, buckets):
+        if batch is not None and not _fits(batch, piece, most, buckets.num_streams):
             yield batch
             batch = None
         if batch is None:
@@ -124,11 +132,11 @@ def plan(pieces: Iterable[Piece], buckets: Buckets, call_tokens: int) -> Iterato
         yield from _cut(batch.pieces, buckets, call_tokens)
 
 
-def _fits(batch: MicroBatch, piece: Piece, buckets: Buckets) -> bool:
+def _fits(batch: MicroBatch, piece: Piece, num_tiles: int, num_streams: int) -> bool:
     same_targets = (batch.pieces[0].num_targets > 1) == (piece.num_targets > 1)
     has_row = piece.op.model_id in batch.models or len(batch.models) < MAX_ADAPTERS
     sizes = [each.num_tiles for each in (*batch.pieces, piece)]
-    return same_targets and has_row and _num_streams(sizes, buckets.max_tokens // TILE) <= buckets.num_streams
+    return same_targets and has_row and _num_streams(sizes, num_tiles) <= num_streams
 
 
 def _cut(pieces: Sequence[Piece], buckets: Buckets, call_tokens: int) -> Iterator[MicroBatch]:

@@ -197,8 +197,8 @@ class RemoteTraining:
         places = {kind: StoredTensors(each.stored) for kind, each in files.items()}  # workers need not wait
         self._workers.load_state(model_id, ModelState(lora=state.lora, step=state.step, **places))
 
-    def prepare(self, kind: Pass, own: Bucket, *, replays: bool = False) -> Bucket:
-        bucket: Bucket = self._workers.run("training", "prepare", kind, own, replays=replays)
+    def prepare(self, kind: Pass, buckets: Sequence[Bucket], *, replays: bool = False) -> Bucket:
+        bucket: Bucket = self._workers.run("training", "prepare", kind, buckets, replays=replays)
         return bucket
 
     def score(self, bucket: Bucket, models: Sequence[str], stream: Stream) -> tuple[Array, Array]:

@@ -1,6 +1,8 @@
 """The host's side of training many LoRA models on one base: which operations run together, and in which order."""
 
-from collections.abc import Sequence
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -23,12 +25,15 @@ from tinsmith import (
     TrainingBackend,
 )
 from tinsmith_jax import adapters
-from tinsmith_jax.buckets import MAX_ADAPTERS, Buckets, Pass
+from tinsmith_jax.buckets import MAX_ADAPTERS, PASSES, Bucket, Buckets, Pass
+from tinsmith_jax.layers import TILE
 from tinsmith_jax.loss_table import LossTable
 from tinsmith_jax.packing import MicroBatch, Piece, pack, plan
 from tinsmith_jax.remote import RemoteTraining
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.training_device import TrainingDevice
+
+_log = logging.getLogger(__name__)
 
 
 class Trainer(TrainingBackend):
@@ -56,6 +61,7 @@ class Trainer(TrainingBackend):
         self._max_models = max_models
         self._experts, self._always_replays = experts, always_replays
         self._models: dict[str, LoraConfig] = {}
+        self._room: dict[Pass, int] = dict.fromkeys(PASSES, buckets.max_tokens)  # tokens of a stream that fit
 
     # Life of a model --------------------------------------------------------------------------------------------------
 
@@ -111,19 +117,47 @@ class Trainer(TrainingBackend):
         pieces = [piece for index, op in enumerate(ops) if index not in failed for piece in self._pieces(index, op)]
         outputs: list[list[tuple[Array, Array]]] = [[] for _ in ops]
         self.device.begin(list(dict.fromkeys(piece.op.model_id for piece in pieces)))
+        before = self._room[kind]
         try:
-            for micro in plan(pieces, self._buckets.of(kind), self.limits.call_tokens):
-                self._run(micro, kind, outputs)
+            self._run_in_what_fits(plan(pieces, self._buckets.of(kind), self.limits.call_tokens, before), kind, outputs)
         except OutOfMemoryError:
             self.device.roll_back()  # a failed call adds nothing
+            self._room[kind] = before
             raise
         return [failed.get(index) or _output(op, outputs[index]) for index, op in enumerate(ops)]
+
+    def _run_in_what_fits(
+        self, micros: Iterable[MicroBatch], kind: Pass, outputs: list[list[tuple[Array, Array]]]
+    ) -> None:
+        """Run micro-batches. One for which the device has no memory runs in halves, and later ones are as small."""
+        work = deque(micros)
+        while work:
+            micro = work.popleft()
+            try:
+                self._run(micro, kind, outputs)
+            except OutOfMemoryError as error:
+                lacking = str(error)
+            else:
+                continue
+            work.extendleft(reversed(self._halved(micro, kind, lacking)))  # the error kept the pass's arrays alive
+
+    def _halved(self, micro: MicroBatch, kind: Pass, lacking: str) -> Sequence[MicroBatch]:
+        """Raise OutOfMemoryError if it is one sequence.
+
+        Core then runs the call's operations one by one, and fails those that do not fit alone.
+        """
+        if len(micro.pieces) == 1:
+            msg = f"no memory for a sequence of {micro.pieces[0].num_tokens} tokens, alone in its pass: {lacking}"
+            raise OutOfMemoryError(msg)
+        tokens = micro.bucket(self._buckets.of(kind)).num_tokens
+        self._room[kind] = max(TILE, tokens // 2)  # what was too much once would be again
+        _log.warning("halved a pass over %d sequences: %s", len(micro.pieces), lacking)
+        return micro.halves()
 
     def _run(self, micro: MicroBatch, kind: Pass, outputs: list[list[tuple[Array, Array]]]) -> None:
         """Run a micro-batch, and append each result to its operation's outputs."""
         experts = self._replayed(micro)
-        own = micro.bucket(self._buckets.of(kind))
-        bucket = self.device.prepare(kind, own, replays=experts is not None)
+        bucket = self.device.prepare(kind, self._candidates(micro, kind), replays=experts is not None)
         stream = pack(micro, bucket, self._losses, self._buckets.num_streams, experts=experts)
         run = self.device.score if kind == "score" else self.device.gradients
         logp_TK, loss_TK = run(bucket, micro.models, stream)
@@ -131,6 +165,14 @@ class Trainer(TrainingBackend):
             rows = slice(start, start + piece.num_tokens)
             cells = (logp_TK[rows, : piece.num_targets], loss_TK[rows, : piece.num_targets])
             outputs[piece.op_index].append(cells)
+
+    def _candidates(self, micro: MicroBatch, kind: Pass) -> list[Bucket]:
+        """Return the micro-batch's own bucket, and larger ones if the size changes no bits."""
+        buckets = self._buckets.of(kind)
+        own = micro.bucket(buckets)
+        if not self.limits.exact:
+            return [own]
+        return [own, *(each for each in buckets.holding(own)[1:] if each.num_tokens <= self._room[kind])]
 
     def _replayed(self, micro: MicroBatch) -> tuple[int, int] | None:
         """Return the layers and experts of each token, if the program that runs is to replay them."""

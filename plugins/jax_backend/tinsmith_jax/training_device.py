@@ -149,15 +149,15 @@ class TrainingDevice:
 
     # Training ---------------------------------------------------------------------------------------------------------
 
-    def prepare(self, kind: Pass, own: Bucket, *, replays: bool = False) -> Bucket:
-        """Compile the program if necessary. Return its bucket: `own`, or a larger one that is ready during the warm-up.
+    def prepare(self, kind: Pass, buckets: Sequence[Bucket], *, replays: bool = False) -> Bucket:
+        """Compile the program if necessary. Return its bucket: the first one, or during the warm-up one that is ready.
 
-        The size of a bucket changes no bits if the limits are exact; else only `own` is used.
+        All must hold the micro-batch, and give it the same bits.
         """
-        buckets = self._train.buckets.of(kind).holding(own) if self._train.limits.exact else [own]
         programs = [self._program(kind, bucket, replays=replays) for bucket in buckets]
         index = self._programs.pick(programs)
-        self._programs.get(programs[index])
+        with self._pass_named(buckets[index]):  # the compilers of accelerators refuse what does not fit
+            self._programs.get(programs[index])
         return buckets[index]
 
     def score(self, bucket: Bucket, models: Sequence[str], stream: Stream) -> tuple[Array, Array]:
