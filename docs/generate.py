@@ -322,11 +322,12 @@ def megatron_table(model: str, rank: int) -> str:
     return tables.table(command.read_shape(model), gpus, work.Work(rank=rank), work.Machine())
 
 
-def fsdp_table(model: str) -> str:
+def fsdp_table(model: str, *, replicas: bool = False) -> str:
     """Return what rehearsals found; docs/reference/fsdp-memory.md says how they were made."""
     from tinsmith_fsdp import rehearsed
 
-    return rehearsed.table(rehearsed.read_lines((REFERENCE / "fsdp-memory.jsonl").read_text(encoding="utf-8")), model)
+    rows = rehearsed.read_lines((REFERENCE / "fsdp-memory.jsonl").read_text(encoding="utf-8"))
+    return rehearsed.table(rows, model, replicas=replicas)
 
 
 _PLANNED = {

@@ -24,7 +24,7 @@ from tinsmith_fsdp.architecture import read_architecture
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.lora import MultiLoraLinear
-from tinsmith_fsdp.mesh import Mesh, make_mesh
+from tinsmith_fsdp.mesh import Mesh, join_mesh
 from tinsmith_fsdp.messages import Setup
 from tinsmith_fsdp.trainer import Trainer
 
@@ -37,7 +37,7 @@ def run(options: Options) -> Report:
     report: Report = {"linear": linear(options)}
     limit = matmul_limit(options)
     with tempfile.TemporaryDirectory() as directory, alone() as worker:
-        mesh = make_mesh(worker, options.device, 1)
+        mesh = join_mesh(worker, options.device, FsdpConfig())
         shape = options.write_model(Path(directory))
         trainer = made_trainer(Path(directory), mesh, options)
         measured = Measured(trainer, mesh, options, shape.vocab_size, 4 * linear_parameters(shape) / limit)

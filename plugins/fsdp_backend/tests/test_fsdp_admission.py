@@ -45,15 +45,16 @@ def test_the_token_budget_follows_from_the_memory() -> None:
         return asked("Qwen3-8B", given, **settings).batch_tokens
 
     assert tokens(73) == 16_384
-    assert 1024 <= tokens(26) < tokens(34) < tokens(50) <= 16_384
+    assert 1024 <= tokens(22) < tokens(26) < tokens(34) < tokens(50) <= 16_384
     assert tokens(50, max_batch_tokens=3000, max_context_tokens=2000) == 3000
-    assert tokens(26, max_context_tokens=4096) == 4096
+    assert tokens(22, max_context_tokens=4096) == 4096
 
 
 def test_what_does_not_fit_on_a_card_is_known_before_it_starts() -> None:
-    assert asked("Qwen3-32B").least_bytes > 73 * GIB
-    two = Placement(devices=("0", "1"), memory_bytes=73 * GIB, device_bytes=80 * GIB)
-    assert asked("Qwen3-32B", two).least_bytes < 73 * GIB
+    assert asked("Llama-3-70B").least_bytes > 73 * GIB
+    four = Placement(devices=("0", "1", "2", "3"), memory_bytes=73 * GIB, device_bytes=80 * GIB)
+    assert asked("Llama-3-70B", four).least_bytes < 73 * GIB
+    assert asked("Llama-3-70B", four, shard_size=2).least_bytes > 73 * GIB
     assert asked("Qwen3-32B", nnodes=2, launcher="scheduler", control_address="h:1", nproc_per_node=8) == asked(
         "Qwen3-32B", Placement(memory_bytes=73 * GIB), nnodes=4, nproc_per_node=4, launcher="ray", control_address="h:1"
     )

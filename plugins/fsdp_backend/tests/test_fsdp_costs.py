@@ -49,6 +49,7 @@ def counted(
         ({**FAST, "activation_checkpointing": True}, 1, 1),
         ({**FAST, "activation_checkpointing": True}, 8, 4),
         ({**FAST, "activation_checkpointing": False}, 1, 1),
+        ({**FAST, "activation_checkpointing": True, "shard_size": 1}, 8, 4),
         ({**STRICT, "activation_checkpointing": False}, 1, 1),
     ],
 )

@@ -26,7 +26,7 @@ from tinsmith_fsdp.backend import FAST_ISOLATION_ERROR
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.lora import MultiLoraLinear
-from tinsmith_fsdp.mesh import Mesh, make_mesh
+from tinsmith_fsdp.mesh import Mesh, join_mesh
 from tinsmith_fsdp.messages import Setup
 from tinsmith_fsdp.streams import Leaves
 from tinsmith_fsdp.trainer import Trainer
@@ -47,7 +47,7 @@ def mesh() -> Iterator[Mesh]:
     """One rank, in this process."""
     with alone() as worker, pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        yield make_mesh(worker, torch.device("cpu"), 1)
+        yield join_mesh(worker, torch.device("cpu"), FsdpConfig())
     dist.destroy_process_group()
 
 

@@ -22,14 +22,17 @@ DATA = ragged_data(1, VOCAB, (40, 30, 20, 10))
 FORMS = {
     "one rank": {"nproc_per_node": 1},
     "strict": {"nproc_per_node": 2},
+    "whole": {"nproc_per_node": 2, "shard_size": 1},
+    "replicas": {"nproc_per_node": 4, "shard_size": 2},
     "fast": {"nproc_per_node": 2, "isolation": "fast", "activation_checkpointing": True},
     "kept layers": {"nproc_per_node": 2, "isolation": "fast", "reshard_after_forward": False},
 }
+RARE = ("kept layers", "replicas")
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(form, marks=pytest.mark.thorough if form == "kept layers" else ()) for form in FORMS],
+    params=[pytest.param(form, marks=pytest.mark.thorough if form in RARE else ()) for form in FORMS],
 )
 def backend(
     request: pytest.FixtureRequest, fsdp_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory

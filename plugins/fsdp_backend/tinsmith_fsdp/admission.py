@@ -34,7 +34,7 @@ class Budget:
         """Return what a model takes of this rank from its creation to its end; an adapter on everything, at most."""
         if lora.rank == 0:
             weights = weight_counts(self.shape).total
-            return weights * FULL_BYTES // (self.ranks.dp * self.ranks.tp)
+            return weights * FULL_BYTES // (self.ranks.shards * self.ranks.tp) + self.costs.trained
         return adapter_weights(self.shape, lora.rank) * (ADAPTER_BYTES + PASS_BYTES + self.costs.copies)
 
     @property

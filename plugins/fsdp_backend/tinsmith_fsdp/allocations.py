@@ -49,9 +49,12 @@ class Allocations(TorchDispatchMode):
         if func.namespace == "c10d":
             name = func.overloadpacket.__name__
             self.sent[name] = self.sent.get(name, 0) + max(t.untyped_storage().nbytes() for t in _tensors(args))
+        given = [tensor.untyped_storage() for tensor in _tensors((args, kwargs))]  # a view of it is not made
+        known = set(map(id, given))
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
-            if id(storage) not in self._held and storage.nbytes() > _A_NUMBER and tensor.device.type != "meta":
+            new = id(storage) not in self._held and id(storage) not in known
+            if new and storage.nbytes() > _A_NUMBER and tensor.device.type != "meta":
                 self._hold(storage)
         return result
 

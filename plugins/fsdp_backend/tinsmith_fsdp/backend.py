@@ -65,9 +65,10 @@ class FsdpBackend(WorkersBackend):
             self._state_files = StateFiles(
                 self.ranks, context.cache_dir / "state", shard_bytes=context.checkpoint_shard_bytes
             )
-            self._dp_size = self._data_parallel(len(self.ranks))
+            self._check_tensor_parallel()
             device: WorkerDevice = self.ranks.call("device")[0]
             self._budget = self._admitted(device, context.placement)
+            self._dp_size = self._budget.ranks.dp
             self._setup = self._decide(device, context)
             self.loaded: list[Loaded] = self.ranks.call("load", self._setup)
             self._capabilities = self._describe(device)
@@ -75,16 +76,12 @@ class FsdpBackend(WorkersBackend):
             self.ranks.close()
             raise
 
-    def _data_parallel(self, world: int) -> int:
+    def _check_tensor_parallel(self) -> None:
         tp, arch = self._config.tensor_parallel, self.architecture
-        if world % tp:
-            msg = f"the number of ranks ({world}) must be a multiple of tensor_parallel ({tp})"
-            raise ConfigError(msg)
         for what, size in (("num_key_value_heads", arch.num_kv_heads), ("intermediate_size", arch.intermediate_size)):
             if size % tp:
                 msg = f"{what} of the model ({size}) must be a multiple of tensor_parallel ({tp})"
                 raise ConfigError(msg)
-        return world // tp
 
     def _admitted(self, device: WorkerDevice, placement: Placement) -> Budget:
         """Divide a rank's memory. Raise ConfigError if it is not enough for one model."""
@@ -150,7 +147,9 @@ class FsdpBackend(WorkersBackend):
         self._state_files.check()
         base = self.loaded[0]
         weights = base.total_bytes // ITEM[self._setup.dtype]
-        size = f"{weights * FULL_BYTES / 2**30:.2f} GiB over all {len(self.loaded)} ranks"
+        ranks = self._budget.ranks
+        whose = f"{'all' if ranks.shards == ranks.dp else 'each'} {ranks.shards * ranks.tp} ranks"
+        size = f"{weights * FULL_BYTES / 2**30:.2f} GiB over {whose}"
         what = f"a model of LoRA rank 0 (full fine-tuning): {weights} weights take {size}, {FULL_BYTES} bytes each"
         remedy = "end a session that has a model, use more ranks, or train a LoRA adapter"
         made: list[FullyLoaded] = self._make("create_full_model", op, what=what, remedy=remedy)

@@ -82,7 +82,11 @@ class BaseModel:
                 layer.inner.compile(dynamic=True)  # type: ignore[union-attr]  # one code for all layers
 
     def _allocate(self, rotary: nn.Module) -> None:
+        head, embedding = self.model.lm_head, self.model.embed_tokens
+        tied = head.weight is embedding.weight
         self.model.to_empty(device=self._mesh.device)
+        if tied and head.weight is not embedding.weight:  # a plain tensor is replaced, in each module by itself
+            head.weight = embedding.weight
         self.model.set_rotary(rotary.to(self._mesh.device))
 
     def _adapt(self, causal_lm: nn.Module) -> None:
@@ -107,14 +111,16 @@ class BaseModel:
         return nn.Parameter(divided, requires_grad=self._trainable)
 
     def _shard(self) -> None:
+        if self._mesh.shard_size == 1 and not self._trainable:
+            return  # whole on this rank: FSDP2 would copy each layer before it computes
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # weights are stored in the compute dtype
         if self._trainable:
             computing = getattr(torch, self._setup.dtype)
             policy = MixedPrecisionPolicy(computing, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        keep = self._setup.config.reshard_after_forward
+        keep, mesh = self._setup.config.reshard_after_forward, self._mesh.sharding
         for layer in self.model.layers:
-            fully_shard(layer, mesh=self._mesh.dp, reshard_after_forward=keep, mp_policy=policy)
-        fully_shard(self.model, mesh=self._mesh.dp, reshard_after_forward=False, mp_policy=policy)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=keep, mp_policy=policy)
+        fully_shard(self.model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
         for module in self._sharded_modules():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(enable=True)
@@ -126,17 +132,15 @@ class BaseModel:
         """
         if not RECOVERS or self._trainable or self._mesh.tp_size > 1:
             return None
-        layers = [layer for layer in self.model.layers if isinstance(layer, FSDPModule)]
-        assert isinstance(self.model, FSDPModule)
         keeps = not self._setup.config.reshard_after_forward
-        return Shortage(self.model, layers, num_ranks=self._mesh.dp_size, keeps_layers=keeps)
+        return Shortage(self._sharded_modules(), keeps_layers=keeps)
 
     def _sharded_modules(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     def _parts(self, shapes: dict[str, tuple[int, ...]]) -> Iterator[Part]:
-        """List this rank's shards: its dp chunk, along dimension 0 as in fully_shard, of its tp part of each tensor."""
-        dp_size, dp_rank = self._mesh.dp_size, self._mesh.dp_rank
+        """List this rank's shards: its chunk, along dimension 0 as in fully_shard, of its tp part of each tensor."""
+        shards, shard = self._mesh.shard_size, self._mesh.shard_rank
         cuts = {
             f"{linear.module}.{kind}": linear.cut
             for linear in self.model.modules()
@@ -150,8 +154,8 @@ class BaseModel:
             if full.endswith(".bias") and cut == 1:
                 cut = None  # whole on every tp rank
             first, last = self._range(shape[0]) if cut == 0 else (0, shape[0])
-            chunk = -(-(last - first) // dp_size)
-            start = min(first + dp_rank * chunk, last)
+            chunk = -(-(last - first) // shards)
+            start = min(first + shard * chunk, last)
             rows = slice(start, min(start + chunk, last))
             columns = slice(*self._range(shape[1])) if cut == 1 else None
             part = Part(full, parameter, shape, rows, columns, self._across_tp(full, cut))

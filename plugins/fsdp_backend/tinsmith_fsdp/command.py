@@ -30,7 +30,7 @@ def _several_commands() -> None:
 
 
 @group.command("rehearse")
-def rehearse(
+def rehearse(  # noqa: PLR0913  (the options)
     model: Annotated[str, typer.Option(help="a directory with config.json, or Qwen3-8B, Llama-3-70B, ...")],
     cards: Annotated[list[int], typer.Option(min=1, help="may be repeated")],
     tenants: Annotated[int, typer.Option(min=1, help="models in training")] = 1,
@@ -38,6 +38,9 @@ def rehearse(
     sequences: Annotated[int, typer.Option(min=1, help="of a micro-batch of each card, for the tenants in turn")] = 16,
     length: Annotated[int, typer.Option(min=1, help="tokens of each sequence")] = 512,
     layers: Annotated[int | None, typer.Option(min=1, help="instead of all of the model's")] = None,
+    shard_size: Annotated[
+        int | None, typer.Option(min=1, help="cards that divide the weights, the others have replicas; default all")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="append the figures to this file, a line for each")] = None,
 ) -> None:
     """Run a training step of the real program on tensors without contents: the memory it takes, and what it sends."""
@@ -47,7 +50,14 @@ def rehearse(
         raise ConfigError(msg)
     for number in cards:
         work = rehearsed.Work(
-            model=model, cards=number, tenants=tenants, rank=rank, sequences=sequences, length=length, layers=layers
+            model=model,
+            cards=number,
+            tenants=tenants,
+            rank=rank,
+            sequences=sequences,
+            length=length,
+            layers=layers,
+            shard_size=shard_size,
         )
         row = rehearsed.row_of(work)
         typer.echo(rehearsed.sentence(row))
@@ -60,7 +70,8 @@ def rehearse(
 def rehearsal_table(
     files: Annotated[list[Path], typer.Argument(help="what rehearse --json has written")],
     model: Annotated[str, typer.Option(help="whose figures")],
+    replicas: Annotated[bool, typer.Option(help="those of runs with --shard-size")] = False,  # noqa: FBT002
 ) -> None:
     """Print figures of several runs as a Markdown table."""
     rows = rehearsed.read_lines("\n".join(file.read_text(encoding="utf-8") for file in files))
-    typer.echo(rehearsed.table(rows, model))
+    typer.echo(rehearsed.table(rows, model, replicas=replicas))

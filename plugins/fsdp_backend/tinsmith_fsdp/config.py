@@ -12,6 +12,13 @@ class FsdpConfig(WorkersConfig):
 
     device: Literal["cpu", "cuda"] | None = Field(None, description="default: cuda if there is a GPU, else cpu")
     tensor_parallel: int = Field(1, ge=1, description="ranks that share each layer's matrices; divides the ranks")
+    shard_size: int | None = Field(
+        None,
+        ge=1,
+        description="ranks that divide the model's weights among them; the others have replicas of these shards "
+        "(hybrid sharding). Layers are gathered within such a group; with 1, those of a frozen model are not gathered. "
+        "Default all, which takes the least memory and sends the most",
+    )
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="of base weights and activations; default float32 on CPU, else bfloat16"
     )
@@ -55,4 +62,23 @@ class FsdpConfig(WorkersConfig):
                 f"tensor_parallel ({self.tensor_parallel})"
             )
             raise ValueError(msg)
+        if self.nproc_per_node is not None:
+            self.data_parallel(self.nproc_per_node * self.nnodes)
         return self
+
+    def data_parallel(self, world: int) -> tuple[int, int]:
+        """Return how many data-parallel ranks there are, and how many of them divide the weights.
+
+        Raise ValueError if the settings do not divide the ranks.
+        """
+        if world % self.tensor_parallel:
+            msg = f"the number of ranks ({world}) must be a multiple of tensor_parallel ({self.tensor_parallel})"
+            raise ValueError(msg)
+        ranks = world // self.tensor_parallel
+        shards = self.shard_size or ranks
+        if ranks % shards:
+            possible = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
+            beside = f" after tensor_parallel ({self.tensor_parallel})" if self.tensor_parallel > 1 else ""
+            msg = f"shard_size ({shards}) must divide the {ranks} data-parallel ranks{beside}: possible are {possible}"
+            raise ValueError(msg)
+        return ranks, shards

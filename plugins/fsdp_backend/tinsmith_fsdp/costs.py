@@ -8,7 +8,7 @@ that the GPU's driver, NCCL and the allocator's gaps take is an allowance, not m
 from dataclasses import dataclass
 from typing import Final
 
-from tinsmith.huggingface import DecoderShape, weight_counts
+from tinsmith.huggingface import DecoderShape, WeightCounts, weight_counts
 from tinsmith_fsdp.config import FsdpConfig
 
 ADAPTER_BYTES: Final = 16  # per weight: itself, its gradient and two moments, in float32
@@ -39,6 +39,7 @@ class Ranks:
     """How many ranks there are, and how they compute."""
 
     dp: int
+    shards: int  # of these, how many divide the weights among them
     tp: int
     on_cpu: bool
     dtype: str
@@ -59,6 +60,7 @@ class Costs:
     logits: int  # per token, at the head as well
     head: int  # all logits of one chunk: more are not made at once
     copies: int  # for each weight of every adapter in a micro-batch: weight and gradient in its dtype
+    trained: int  # layers of a fully trained model while they compute, if those of the base are never gathered
     own_gradients: int  # for each weight of the largest adapter: of single sequences, or on their way to the sums
 
     @property
@@ -78,13 +80,13 @@ class Costs:
 def costs_of(config: FsdpConfig, shape: DecoderShape, ranks: Ranks) -> Costs:
     """Count for one rank. Of unequal shards, the largest."""
     item, weights = ITEM[ranks.dtype], weight_counts(shape)
-    held = 1 if ranks.dp == 1 else 3  # layers: the one that computes, the next one, and what is being received
-    gathered = weights.num_layers if not config.reshard_after_forward else min(held, weights.num_layers)
     layer = weights.layer * item // ranks.tp
+    gathered = _gathered(config, weights, ranks, layer, item)
     kept, more = (_of_layer(each[ranks.dtype], shape, config.max_lora_rank) for each in (_KEPT, _DIFFERENTIATED))
     return Costs(
-        base=-(-(weights.outside_layers * item + weights.num_layers * layer) // ranks.dp),
-        gathered=weights.outside_layers * item + gathered * layer,
+        base=-(-(weights.outside_layers * item + weights.num_layers * layer) // ranks.shards),
+        gathered=gathered if ranks.shards > 1 else 0,
+        trained=gathered if ranks.shards == 1 else 0,
         runtime=0 if ranks.on_cpu else _RUNTIME,
         saved=shape.num_layers * (shape.hidden_size * item if ranks.checkpointing else kept),
         layer=_PER_TOKEN + more + (kept if ranks.checkpointing else 0),
@@ -94,6 +96,13 @@ def costs_of(config: FsdpConfig, shape: DecoderShape, ranks: Ranks) -> Costs:
         copies=0 if ranks.strict else 2 * item,
         own_gradients=(4 if ranks.dp == 1 else 8) * STRICT_SEQUENCES if ranks.strict else 4,
     )
+
+
+def _gathered(config: FsdpConfig, weights: WeightCounts, ranks: Ranks, layer: int, item: int) -> int:
+    """Count what is outside of the layers, and of these the one that computes, the next one and what is received."""
+    held = 1 if ranks.shards == 1 else 3
+    held = min(held, weights.num_layers) if config.reshard_after_forward else weights.num_layers
+    return weights.outside_layers * item + held * layer
 
 
 def _of_layer(factors: tuple[int, ...], shape: DecoderShape, lora_rank: int) -> int:

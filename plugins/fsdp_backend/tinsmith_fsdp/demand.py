@@ -34,8 +34,13 @@ def demand(config: FsdpConfig, model: Mapping[str, Any] | None, placement: Place
 
 
 def _layout(ranks: Ranks) -> str:
-    world = ranks.dp * ranks.tp
-    return ("1 rank" if world == 1 else f"{world} ranks") + (f", tensor parallel {ranks.tp}" if ranks.tp > 1 else "")
+    world, replicas = ranks.dp * ranks.tp, ranks.dp // ranks.shards
+    parts = ["1 rank" if world == 1 else f"{world} ranks"]
+    if ranks.tp > 1:
+        parts.append(f"tensor parallel {ranks.tp}")
+    if replicas > 1:
+        parts.append(f"{replicas} replicas of {ranks.shards} shard{'s' * (ranks.shards > 1)}")
+    return ", ".join(parts)
 
 
 def _ranks(config: FsdpConfig, placement: Placement) -> Ranks:
@@ -44,16 +49,18 @@ def _ranks(config: FsdpConfig, placement: Placement) -> Ranks:
         config.device is None and not placement.devices and config.launcher not in _ELSEWHERE
     )
     world = config.nnodes * (config.nproc_per_node or len(placement.devices) or 1)
-    if world % config.tensor_parallel:
-        msg = f"the number of ranks ({world}) must be a multiple of tensor_parallel ({config.tensor_parallel})"
-        raise ConfigError(msg)
     return resolved_ranks(config, world, on_cpu=on_cpu)
 
 
 def resolved_ranks(config: FsdpConfig, world: int, *, on_cpu: bool) -> Ranks:
-    """Resolve the settings that the device decides."""
+    """Resolve the settings that the device decides. Raise ConfigError if they do not divide the ranks."""
+    try:
+        dp, shards = config.data_parallel(world)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     return Ranks(
-        dp=world // config.tensor_parallel,
+        dp=dp,
+        shards=shards,
         tp=config.tensor_parallel,
         on_cpu=on_cpu,
         dtype=config.dtype or ("float32" if on_cpu else "bfloat16"),

@@ -109,11 +109,15 @@ class FullModel(FullModelOfWorker):
         """Count every element of the whole gradient exactly once."""
         squares = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for part, gradient in zip(self._base.parts, gradients, strict=True):
-            if part.across_tp == "divided" or self._mesh.tp_rank == 0:
+            if self._speaks_for(part):
                 squares += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
         if dist.get_world_size() > 1:
             dist.all_reduce(squares)
         return math.sqrt(float(squares))
+
+    def _speaks_for(self, part: Part) -> bool:
+        """Return whether it is this rank, of those that hold the same numbers, that counts and writes them."""
+        return self._mesh.replica == 0 and (self._mesh.tp_rank == 0 or part.across_tp == "divided")
 
     def _drop_gradients(self) -> None:
         for part in self._base.parts:
@@ -129,7 +133,7 @@ class FullModel(FullModelOfWorker):
         """List this rank's parts of these tensors: what changes first comes first."""
         for kind in sorted(targets, key=lambda kind: kind != "gradients"):
             for part in self._base.parts:
-                if self._mesh.tp_rank == 0 or part.across_tp == "divided":
+                if self._speaks_for(part):
                     yield from self._slices_of(kind, part, targets[kind][part.name])
 
     def _slices_of(self, kind: Kind, part: Part, target: StoredTensor) -> Iterator[Slice]:

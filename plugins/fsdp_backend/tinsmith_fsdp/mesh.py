@@ -1,4 +1,4 @@
-"""The process group and the device mesh: axes dp (sequences and shards) and tp (parts of each layer's matrices)."""
+"""The process group and the device mesh: replicas of the model, their shards, and parts of each layer's matrices."""
 
 from dataclasses import dataclass
 
@@ -7,36 +7,71 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tinsmith.torch_workers import join_process_group
 from tinsmith.workers import Worker
+from tinsmith_fsdp.config import FsdpConfig
+
+_AXES = ("replicate", "shard", "tp")  # PyTorch's names
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """All ranks, numbered dp-major: rank = dp_rank * tp_size + tp_rank."""
+    """All ranks: rank = (replica * shard_size + shard_rank) * tp_size + tp_rank. So a replica's ranks are neighbours.
+
+    Sequences are dealt out to replicas and shards alike, which together are the data-parallel (dp) ranks.
+    """
 
     device: torch.device
-    dp: DeviceMesh
-    tp: DeviceMesh
+    axes: DeviceMesh
 
     @property
-    def dp_size(self) -> int:
-        return self.dp.size()
+    def sharding(self) -> DeviceMesh:
+        """What fully_shard takes: with several replicas, two axes (hybrid sharding)."""
+        return self.axes["replicate", "shard"] if self.num_replicas > 1 else self.axes["shard"]
+
+    @property
+    def tp(self) -> DeviceMesh:
+        return self.axes["tp"]
+
+    @property
+    def num_replicas(self) -> int:
+        return self.axes.size(0)
+
+    @property
+    def shard_size(self) -> int:
+        return self.axes.size(1)
 
     @property
     def tp_size(self) -> int:
-        return self.tp.size()
+        return self.axes.size(2)
 
     @property
-    def dp_rank(self) -> int:
-        return self.dp.get_local_rank()
+    def dp_size(self) -> int:
+        return self.num_replicas * self.shard_size
+
+    @property
+    def replica(self) -> int:
+        return self.axes.get_local_rank("replicate")
+
+    @property
+    def shard_rank(self) -> int:
+        return self.axes.get_local_rank("shard")
 
     @property
     def tp_rank(self) -> int:
-        return self.tp.get_local_rank()
+        return self.axes.get_local_rank("tp")
+
+    @property
+    def dp_rank(self) -> int:
+        return self.replica * self.shard_size + self.shard_rank
 
 
-def make_mesh(worker: Worker, device: torch.device, tensor_parallel: int) -> Mesh:
+def join_mesh(worker: Worker, device: torch.device, config: FsdpConfig) -> Mesh:
     """Join the process group of all ranks."""
     join_process_group(worker, device)
-    shape = (worker.num_workers // tensor_parallel, tensor_parallel)
-    both = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
-    return Mesh(device, both["dp"], both["tp"])
+    return mesh_of(device, worker.num_workers, config)
+
+
+def mesh_of(device: torch.device, world: int, config: FsdpConfig) -> Mesh:
+    """Divide the ranks of the process group. Raise ValueError if the settings do not divide them."""
+    dp, shards = config.data_parallel(world)
+    shape = (dp // shards, shards, config.tensor_parallel)
+    return Mesh(device, init_device_mesh(device.type, shape, mesh_dim_names=_AXES))

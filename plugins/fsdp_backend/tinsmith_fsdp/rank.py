@@ -13,7 +13,7 @@ from tinsmith.torch_workers import find_device, worker_device
 from tinsmith.workers import Worker, WorkerDevice
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.environment import DEVICE
-from tinsmith_fsdp.mesh import make_mesh
+from tinsmith_fsdp.mesh import join_mesh
 from tinsmith_fsdp.messages import Loaded, Setup
 from tinsmith_fsdp.trainer import Trainer
 
@@ -37,7 +37,7 @@ class Rank:
         warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
         if setup.memory_share is not None and self._device.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(setup.memory_share, self._device)
-        mesh = make_mesh(self._worker, self._device, setup.config.tensor_parallel)
+        mesh = join_mesh(self._worker, self._device, setup.config)
 
         def report(fraction: float) -> None:
             if self._worker.rank == 0:

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tinsmith import BUILTIN_LOSSES, AdamParams, LoraConfig
@@ -34,7 +33,7 @@ from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.costs import Ranks
 from tinsmith_fsdp.full_model import FullModel
 from tinsmith_fsdp.head import Scores
-from tinsmith_fsdp.mesh import Mesh
+from tinsmith_fsdp.mesh import Mesh, mesh_of
 from tinsmith_fsdp.messages import Setup
 from tinsmith_fsdp.streams import Stream
 from tinsmith_fsdp.trainer import Trainer
@@ -73,8 +72,7 @@ def rehearse(
     """
     dist.init_process_group("fake", rank=0, world_size=ranks.dp * ranks.tp, store=FakeStore())
     try:
-        both = init_device_mesh("cpu", (ranks.dp, ranks.tp), mesh_dim_names=("dp", "tp"))
-        mesh = Mesh(torch.device("cpu"), both["dp"], both["tp"])
+        mesh = mesh_of(torch.device("cpu"), ranks.dp * ranks.tp, config)
         counted, fake = Allocations(), FakeTensorMode(allow_non_fake_inputs=True)
         with tempfile.TemporaryDirectory() as directory:
             kind = str(model["architectures"][0]).removesuffix("ForCausalLM").lower()

@@ -39,6 +39,11 @@ class Work(_Frozen):
     sequences: int  # of each card
     length: int
     layers: int | None = None  # None: all
+    shard_size: int | None = None  # None: all cards
+
+    @property
+    def shards(self) -> int:
+        return self.shard_size or self.cards
 
 
 class Row(_Frozen):
@@ -59,19 +64,29 @@ class Row(_Frozen):
 
     @property
     def received(self) -> tuple[int, int, int]:
-        """Return what a card receives if each kind of collective is a ring: layers, gradients, adapters' gradients."""
-        part = (self.work.cards - 1) / self.work.cards
-        return round(self.gathered * part), round(self.reduced * part), round(2 * self.summed * part)
+        """Return what a card receives if each kind of collective is a ring: layers, gradients, adapters' gradients.
+
+        Only replicas of a fully trained model sum gradients of shards.
+        """
+        cards, shards = self.work.cards, self.work.shards
+        layers, gradients = round(self.gathered * _ring(shards)), self.reduced * _ring(shards)
+        if self.work.rank == 0:
+            return layers, round(gradients + 2 * self.summed * _ring(cards // shards)), 0
+        return layers, round(gradients), round(2 * self.summed * _ring(cards))
 
     def fits(self, memory: int) -> bool:
         return self.greatest + _RUNTIME <= memory * _USABLE
+
+
+def _ring(cards: int) -> float:
+    return (cards - 1) / cards
 
 
 def row_of(work: Work) -> Row:
     """Rehearse with the settings that GPUs get by default."""
     from tinsmith_fsdp.rehearsal import rehearse  # torch and transformers
 
-    config, model = FsdpConfig.model_validate({}), _config_of(work)
+    config, model = FsdpConfig.model_validate({"shard_size": work.shard_size}), _config_of(work)
     ranks = resolved_ranks(config, work.cards, on_cpu=False)
     loras = [LoraConfig(rank=work.rank, seed=0)] * work.tenants
     found = rehearse(config, model, ranks, loras, [work.length] * work.sequences)
@@ -110,8 +125,9 @@ def sentence(row: Row) -> str:
     fitting = [name for name, memory in CARDS.items() if row.fits(memory)]
     where = f"fits a card of {' or '.join(fitting)}" if fitting else f"fits no card of {' or '.join(CARDS)}"
     layers, gradients, adapters = (f"{size / GB:.2f} GB" for size in row.received)
+    replicas = f" with shard size {row.work.shards}" if row.work.shards < row.work.cards else ""
     return (
-        f"{row.work.model} on {row.work.cards}: {row.resident / GIB:.1f} GiB between passes, at most "
+        f"{row.work.model} on {row.work.cards}{replicas}: {row.resident / GIB:.1f} GiB between passes, at most "
         f"{row.peak / GIB:.1f} in a pass and {row.step / GIB:.1f} in a step, {where}; receives "
         f"{layers} of layers, {gradients} of their gradients, {adapters} of adapters'"
     )
@@ -122,19 +138,24 @@ def read_lines(text: str) -> list[Row]:
     return [Row.model_validate_json(line) for line in text.splitlines() if line]
 
 
-def table(rows: Iterable[Row], model: str) -> str:
-    """Return a row for each kind of training and each number of cards: of several, from the smallest rehearsed."""
-    own = sorted((row for row in rows if row.work.model == model and row.work.layers is None), key=_order)
+def table(rows: Iterable[Row], model: str, *, replicas: bool = False) -> str:
+    """Return a row for each kind of training and each number of cards: of several, from the smallest rehearsed.
+
+    replicas: instead, those rows that were rehearsed with replicas.
+    """
+    of_model = (row for row in rows if row.work.model == model and row.work.layers is None)
+    own = sorted((row for row in of_model if (row.work.shards < row.work.cards) == replicas), key=_order)
     head = (
         "Training", "Cards", "GiB between passes", "in a pass", "in a step", *(f"Fits {name}" for name in CARDS),
         "GB received: layers", "their gradients", "adapters' gradients",
     )  # fmt: skip
-    found = (row for _, group in groupby(own, lambda row: _order(row)[:2]) for row in _on_machines(list(group)))
+    several = (row for _, group in groupby(own, lambda row: _order(row)[:2]) for row in _on_machines(list(group)))
+    found = own if replicas else several
     return "\n".join([_cells(head), _cells(["---"] + ["--:"] * (len(head) - 1)), *map(_line, found)])
 
 
-def _order(row: Row) -> tuple[bool, int, int]:
-    return row.work.rank == 0, row.work.tenants, row.work.cards
+def _order(row: Row) -> tuple[bool, int, int, int]:
+    return row.work.rank == 0, row.work.tenants, row.work.cards, -row.work.shards
 
 
 def _on_machines(rehearsed: list[Row]) -> Iterator[Row]:
@@ -150,6 +171,8 @@ def _on_machines(rehearsed: list[Row]) -> Iterator[Row]:
 def _line(row: Row) -> str:
     work = row.work
     kind = "all weights" if work.rank == 0 else f"LoRA, {work.tenants} tenant{'s' * (work.tenants > 1)}"
+    if work.shards < work.cards:
+        kind += f", shard size {work.shards}"
     memory = (f"{size / GIB:.1f}" for size in (row.resident, row.peak, row.step))
     fits = ("yes" if row.fits(size) else "**no**" for size in CARDS.values())
     return _cells([kind, str(work.cards), *memory, *fits, *(f"{size / GB:.2f}" for size in row.received)])

@@ -57,14 +57,17 @@ class Gathers:
 class Shortage:
     """Watches the passes of a frozen model. The root has what is outside of the layers, and is gathered first."""
 
-    def __init__(self, root: FSDPModule, layers: Sequence[FSDPModule], *, num_ranks: int, keeps_layers: bool) -> None:
-        """keeps_layers: they stay gathered from the forward to the backward pass."""
-        self._root, self._layers = root, layers
-        self._num_ranks, self._keeps_layers = num_ranks, keeps_layers
+    def __init__(self, modules: Sequence[FSDPModule], *, keeps_layers: bool) -> None:
+        """modules: the root, then the layers; none if the model is whole on each rank.
+
+        keeps_layers: they stay gathered from the forward to the backward pass.
+        """
+        self._modules, self._keeps_layers = modules, keeps_layers
         self._gathers = Gathers()
-        for module in (root, *layers):
+        for module in modules:
             module.set_custom_all_gather(self._gathers)  # type: ignore[arg-type]  # a Protocol but for its name
-        root._get_fsdp_state()._lazy_init()  # noqa: SLF001  (else the first pass could not be dropped before it begins)
+        for root in modules[:1]:  # else the first pass could not be dropped before it begins
+            root._get_fsdp_state()._lazy_init()  # noqa: SLF001
 
     def attempt(self, work: Callable[[], T], *, backward: bool | None) -> T:
         """Run this rank's part of a pass (backward None: of something that gathers nothing). All ranks must call it.
@@ -83,29 +86,31 @@ class Shortage:
         if told is not None:  # not earlier: the error kept the pass's tensors alive
             self._gather(ahead[self._gathers.issued :])
         if self._anywhere(told is not None):
-            self._root.reset_iter_state()
+            self._reset()
             raise PassDroppedError(told or "")
         return done
 
     def _gather(self, ahead: Sequence[FSDPModule]) -> None:
         """Drop what the pass has left, and take part in what the other ranks still need."""
-        self._root.reset_iter_state()
+        self._reset()
         free_what_is_unused()
         for module in ahead:
             module.unshard()
             module.reshard()
 
+    def _reset(self) -> None:
+        for root in self._modules[:1]:
+            root.reset_iter_state()
+
     def _order(self, *, backward: bool) -> list[FSDPModule]:
         """Return what a pass gathers from now on, in order."""
-        if self._num_ranks == 1:
-            return []
-        forward = [module for module in (self._root, *self._layers) if _is_sharded(module)]
+        forward = [module for module in self._modules if _is_sharded(module)]
         again = backward and not self._keeps_layers
-        return [*forward, *(reversed(self._layers) if again else ())]
+        return [*forward, *(reversed(self._modules[1:]) if again else ())]
 
     def _anywhere(self, here: bool) -> bool:  # noqa: FBT001
         """Return whether it is so on any rank. Between the hosts' processes: no device waits for it."""
-        if self._num_ranks == 1:
+        if dist.get_world_size() == 1:
             return here
         flag = torch.tensor([int(here)])
         dist.all_reduce(flag, dist.ReduceOp.MAX)
