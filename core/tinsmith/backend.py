@@ -215,6 +215,7 @@ class BackendContext:
     routing_replay: bool = False  # sampled sequences come with their experts, and training uses them
     placement: Placement = Placement()  # empty if nothing is known, or the backend's spec has no `demand`
     progress: Progress = _no_progress
+    sleeps: bool = False  # it takes turns on the device with another backend: raise ConfigError if it cannot
     checkpoint_shard_bytes: int = 2 << 30  # of one file, if the backend itself writes a fully trained model's state
 
     @property
@@ -313,6 +314,43 @@ class SamplingBackend(ABC):
 
     def close(self) -> None:
         """Free the device; called once, last. Not called if the object is also the training backend."""
+
+
+class SleepableTrainingBackend(TrainingBackend):
+    """A training backend that can lend its devices to a sampler: asleep, its state is in the memory of the host.
+
+    While it sleeps, core calls only `sleep`, `wake` and `close`; all other methods raise RuntimeError. What it returned
+    before can still be read: captured states that are being written, and published snapshots. If either method raises,
+    the backend's state is unknown, and the engine discards it.
+    """
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Move what the devices hold to the host, and free their memory. Idempotent."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Take the memory again. Every bit of every model is as before `sleep`. Idempotent."""
+
+
+class SleepableSamplingBackend(SamplingBackend):
+    """A sampling backend that can lend its devices to a trainer.
+
+    While it sleeps, core calls only `sleep`, `wake` and `close`; all other methods raise RuntimeError. If either method
+    raises, the engine ends.
+    """
+
+    @abstractmethod
+    async def sleep(self) -> None:
+        """Free the devices' memory; what it caches of prompts may be lost. Idempotent.
+
+        Called when no other call is awaited. The slots of a sample that was cancelled may still be busy: wait for the
+        end of the step.
+        """
+
+    @abstractmethod
+    async def wake(self) -> None:
+        """Take the memory again. The same snapshots are loaded, and give the same samples. Idempotent."""
 
 
 C = TypeVar("C", bound=BackendConfig)

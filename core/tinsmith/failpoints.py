@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 VARIABLE: Final = "_TINSMITH_FAILPOINTS"
 
@@ -60,6 +60,8 @@ BOUNDARIES: Final = {
     "engine.record": "results are passed to the store",
     "recovery.restore": "a model is restored from its newest intact recovery point",
     "recovery.replay": "one operation is replayed",
+    "turns.sleep": "trainer or sampler gives its device to the other one",
+    "turns.wake": "the other one takes the device",
     "supervisor.start_engine": "the process of an engine is started",
     "worker.join": "a worker process joins its engine",
     "worker.make": "a worker makes the backend's program",
@@ -113,9 +115,10 @@ def durable_boundary(name: str) -> Callable[[F], F]:
     return mark
 
 
-def points(*, of_workers: bool = False) -> list[str]:
-    """Return all failpoints of servers and engines, or those of worker processes."""
-    names = [name for name in BOUNDARIES if name.startswith("worker.") == of_workers]
+def points(*, of: Literal["servers and engines", "workers", "turns"] = "servers and engines") -> list[str]:
+    """Return the failpoints of this group. Those of turns are passed only where trainer and sampler share devices."""
+    apart = {"worker": "workers", "turns": "turns"}
+    names = [name for name in BOUNDARIES if apart.get(name.split(".")[0], "servers and engines") == of]
     return [f"{name}.{side}" for name in names for side in ("before", "after")]
 
 
@@ -127,7 +130,7 @@ def arm(specification: str) -> None:
         if point == "log":
             plan.log = what
             continue
-        available = points() + points(of_workers=True)
+        available = points() + points(of="workers") + points(of="turns")
         if point not in available:
             msg = f"no failpoint {point!r}; available: {', '.join(available)}"
             raise ValueError(msg)

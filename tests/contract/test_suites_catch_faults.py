@@ -127,11 +127,11 @@ def ignore_in_steps(**fields: float) -> Fault:
 def decay_reaches_everybody(patch: Patch) -> None:
     def optim_step(self: ToyBackend, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
         for op in ops:
-            for model in self._models.values():
+            for model in self._device.models.values():
                 shrunk = np.float32(1 - op.adam.learning_rate * op.adam.weight_decay)
                 model.weights = {name: weight * shrunk for name, weight in model.weights.items()}
         for op in ops:
-            self._models[op.model_id].optim_step(replace(op.adam, weight_decay=0.0))
+            self._device.models[op.model_id].optim_step(replace(op.adam, weight_decay=0.0))
         return [OptimStepOutput() for _ in ops]
 
     patch.setattr(ToyBackend, "optim_step", optim_step)
@@ -140,9 +140,9 @@ def decay_reaches_everybody(patch: Patch) -> None:
 def nan_is_contagious(patch: Patch) -> None:
     def forward_backward(self: ToyBackend, ops: Sequence[ForwardBackward]) -> list[ForwardBackwardOutput | Failed]:
         results = [self._score(op, backward=True) for op in ops]
-        if any(np.isnan(g).any() for op in ops for g in self._models[op.model_id].gradients.values()):
+        if any(np.isnan(g).any() for op in ops for g in self._device.models[op.model_id].gradients.values()):
             for op in ops:
-                model = self._models[op.model_id]
+                model = self._device.models[op.model_id]
                 model.gradients = {name: g * np.float32("nan") for name, g in model.gradients.items()}
         return results
 
@@ -153,7 +153,7 @@ def rounding_depends_on_company(patch: Patch) -> None:
     def forward_backward(self: ToyBackend, ops: Sequence[ForwardBackward]) -> list[ForwardBackwardOutput | Failed]:
         results = [self._score(op, backward=True) for op in ops]
         for op in ops if len(ops) > 1 else ():
-            model = self._models[op.model_id]
+            model = self._device.models[op.model_id]
             model.gradients = {name: g * np.float32(1 + 1e-6) for name, g in model.gradients.items()}
         return results
 
@@ -167,10 +167,10 @@ def freed_places_keep_gradients(patch: Patch) -> None:
     def create_model(self: ToyBackend, op: CreateModel) -> None:
         create(self, op)
         if attic:
-            self._models[op.model_id].gradients = attic.pop().gradients
+            self._device.models[op.model_id].gradients = attic.pop().gradients
 
     patch.setattr(ToyBackend, "create_model", create_model)
-    patch.setattr(ToyBackend, "unload_model", lambda self, model_id: attic.append(self._models.pop(model_id)))
+    patch.setattr(ToyBackend, "unload_model", lambda self, model_id: attic.append(self._device.models.pop(model_id)))
 
 
 def results_come_in_another_order(patch: Patch) -> None:
@@ -193,7 +193,7 @@ def unknown_loss_raises(patch: Patch) -> None:
 
 def any_rank_is_accepted(patch: Patch) -> None:
     def create_model(self: ToyBackend, op: CreateModel) -> None:
-        self._models[op.model_id] = TrainedModel(lora=op.lora, weights=self._model.init_lora(op.lora))
+        self._device.models[op.model_id] = TrainedModel(lora=op.lora, weights=self._device.model.init_lora(op.lora))
 
     patch.setattr(ToyBackend, "create_model", create_model)
 
@@ -201,7 +201,7 @@ def any_rank_is_accepted(patch: Patch) -> None:
 def flags_are_ignored(patch: Patch) -> None:
     def create_model(self: ToyBackend, op: CreateModel) -> None:
         everything = LoraConfig(rank=op.lora.rank, seed=op.lora.seed)
-        self._models[op.model_id] = TrainedModel(lora=op.lora, weights=self._model.init_lora(everything))
+        self._device.models[op.model_id] = TrainedModel(lora=op.lora, weights=self._device.model.init_lora(everything))
 
     patch.setattr(ToyBackend, "create_model", create_model)
 
@@ -209,7 +209,7 @@ def flags_are_ignored(patch: Patch) -> None:
 def seed_is_ignored(patch: Patch) -> None:
     def create_model(self: ToyBackend, op: CreateModel) -> None:
         lora = replace(op.lora, seed=0)
-        self._models[op.model_id] = TrainedModel(lora=op.lora, weights=self._model.init_lora(lora))
+        self._device.models[op.model_id] = TrainedModel(lora=op.lora, weights=self._device.model.init_lora(lora))
 
     patch.setattr(ToyBackend, "create_model", create_model)
 
@@ -253,9 +253,37 @@ class LiveSnapshot(HostSnapshot):
 
 def snapshots_are_live(patch: Patch) -> None:
     def publish(self: ToyBackend, model_id: str, snapshot_id: str) -> Snapshot:
-        return LiveSnapshot(snapshot_id, self._models[model_id])
+        return LiveSnapshot(snapshot_id, self._device.models[model_id])
 
     patch.setattr(ToyBackend, "publish", publish)
+
+
+def gradients_are_lost_in_sleep(patch: Patch) -> None:
+    sleep = ToyBackend.sleep
+
+    def forgetful(self: ToyBackend) -> None:
+        if self._awake is not None:
+            for model in self._awake.models.values():
+                model.gradients = {}
+        sleep(self)
+
+    patch.setattr(ToyBackend, "sleep", forgetful)
+
+
+def it_works_in_its_sleep(patch: Patch) -> None:
+    patch.setattr(ToyBackend, "sleep", lambda _: None)
+
+
+def a_second_sleep_forgets(patch: Patch) -> None:
+    sleep = ToyBackend.sleep
+
+    def forgetful(self: ToyBackend) -> None:
+        if self._awake is None:
+            self.wake()
+            self._device.models.clear()
+        sleep(self)
+
+    patch.setattr(ToyBackend, "sleep", forgetful)
 
 
 # Sampling -------------------------------------------------------------------------------------------------------------
@@ -384,16 +412,16 @@ def snapshots_are_ignored(patch: Patch) -> None:
 
 def samples_use_live_weights(patch: Patch) -> None:
     async def sample(self: ToyBackend, op: Sample) -> SampleOutput | Failed:
-        (model,) = self._models.values()
-        return await toy_sampling.sample(self._model, model.adapter, op, self._capabilities.vocab_size)
+        (model,) = self._device.models.values()
+        return await toy_sampling.sample(self._device.model, model.adapter, op, self._capabilities.vocab_size)
 
     patch.setattr(ToyBackend, "sample", sample)
 
 
 def unknown_snapshots_are_the_base_model(patch: Patch) -> None:
     async def sample(self: ToyBackend, op: Sample) -> SampleOutput | Failed:
-        adapter = self._snapshots.get(op.snapshot_id, self._snapshots[None])
-        return await toy_sampling.sample(self._model, adapter, op, self._capabilities.vocab_size)
+        adapter = self._device.snapshots.get(op.snapshot_id, self._device.snapshots[None])
+        return await toy_sampling.sample(self._device.model, adapter, op, self._capabilities.vocab_size)
 
     patch.setattr(ToyBackend, "sample", sample)
 
@@ -463,6 +491,9 @@ FAULTS: list[tuple[Fault, str, dict[str, Any]]] = [
     ),
     (restore_without("gradients"), "test_training_goes_on_from_the_file", {}),
     (snapshots_are_live, "test_published_snapshot_never_changes", {}),
+    (gradients_are_lost_in_sleep, "test_sleep_changes_no_bit", {}),
+    (it_works_in_its_sleep, "test_nothing_else_can_be_asked_of_a_sleeper", {}),
+    (a_second_sleep_forgets, "test_sleep_and_wake_are_idempotent", {}),
     (samples_use_live_weights, "test_later_training_does_not_reach_a_snapshot", {}),
     (stop_token_is_trimmed, "test_stop_token_ends_and_stays", {}),
     (stop_token_is_trimmed, "test_stop_string_ends_and_stays", {}),
@@ -512,6 +543,7 @@ async def run(test: str, backend: ToyBackend, directory: Path, arguments: dict[s
     fixtures = {
         "backend": backend,
         "driver": driver,
+        "sleeper": backend,
         "tmp_path": directory,
         "eos_token": backend.capabilities.vocab_size - 1,
         "detokenize": lambda tokens: "".join(toy_sampling.text_of(t, backend.capabilities.vocab_size) for t in tokens),

@@ -1,12 +1,13 @@
 """The toy backend under the suites that every backend runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from tinsmith.backend import BackendContext
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
+from tinsmith.builtin.toy_sampler import ToySampler
 from tinsmith.builtin.toy_sampling import text_of
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.testing import (
@@ -16,12 +17,18 @@ from tinsmith.testing import (
     SamplingBackendContract,
     TrainingBackendContract,
 )
+from tinsmith.testing.model_driver import ModelDriver
 
 
 @pytest.fixture
-def toy(tmp_path: Path) -> ToyBackend:
+def context(tmp_path: Path) -> BackendContext:
     losses = {spec.name: spec for spec in BUILTIN_LOSSES}
-    return ToyBackend(ToyConfig(), BackendContext(model_name="toy", model_path=None, cache_dir=tmp_path, losses=losses))
+    return BackendContext(model_name="toy", model_path=None, cache_dir=tmp_path, losses=losses)
+
+
+@pytest.fixture
+def toy(context: BackendContext) -> ToyBackend:
+    return ToyBackend(ToyConfig(), context)
 
 
 class TestToyTraining(TrainingBackendContract):
@@ -60,3 +67,16 @@ class TestToySampling(SamplingBackendContract):
     @pytest.fixture
     def detokenize(self, toy: ToyBackend) -> Callable[[list[int]], str]:
         return lambda tokens: "".join(text_of(token, toy.capabilities.vocab_size) for token in tokens)
+
+
+class TestToySampler(TestToySampling):
+    """A sampler of its own, which can sleep."""
+
+    @pytest.fixture
+    def backend(self, context: BackendContext) -> ToySampler:  # type: ignore[override]
+        return ToySampler(ToyConfig(), context)
+
+    @pytest.fixture
+    def adapter_shapes(self, toy: ToyBackend) -> Mapping[str, tuple[int, ...]]:
+        driver = ModelDriver(toy)
+        return {name: array.shape for name, array in driver.state(driver.create(rank=4)).weights.items()}

@@ -36,7 +36,23 @@ class _EngineCollector(Collector):
         for record in self._records:
             ready.add_metric([record.base_model], float(record.state is EngineState.READY))
             restarts.add_metric([record.base_model], record.restarts)
-        return [ready, restarts, *_consistency(self._records)]
+        return [ready, restarts, *_consistency(self._records), *_turns(self._records)]
+
+
+def _turns(records: Sequence[EngineRecord]) -> list[Metric]:
+    changes = CounterMetricFamily(
+        "tinsmith_turn_changes",
+        "times since the engine started that trainer and sampler gave each other the devices",
+        labels=["base_model"],
+    )
+    changing = CounterMetricFamily(
+        "tinsmith_turn_changing_seconds", "seconds that these changes took", labels=["base_model"]
+    )
+    for record in records:
+        if record.turn is not None:
+            changes.add_metric([record.base_model], record.turn.changes)
+            changing.add_metric([record.base_model], record.turn.changing_s)
+    return [changes, changing]
 
 
 def _consistency(records: Sequence[EngineRecord]) -> list[Metric]:

@@ -5,7 +5,9 @@ company. The model is in `toy_model.py`, training state in `toy_training.py`, dr
 file is the contract.
 """
 
+import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from pydantic import Field
@@ -18,8 +20,8 @@ from tinsmith.backend import (
     HostSnapshot,
     ModelState,
     SamplingBackend,
+    SleepableTrainingBackend,
     Snapshot,
-    TrainingBackend,
 )
 from tinsmith.builtin import toy_sampling, toy_training
 from tinsmith.builtin.toy_model import Adapter, ToyModel
@@ -51,12 +53,21 @@ class ToyConfig(BackendConfig):
     seed: int = Field(0, ge=0, description="of the base weights")
 
 
-class ToyBackend(TrainingBackend, SamplingBackend):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Device:
+    """What a real backend would hold on its device."""
+
+    model: ToyModel
+    models: dict[str, TrainedModel] = field(default_factory=dict)
+    snapshots: dict[str | None, Adapter]  # None: the base model
+
+
+class ToyBackend(SleepableTrainingBackend, SamplingBackend):
     def __init__(self, config: ToyConfig, context: BackendContext) -> None:
         self._losses = context.losses
-        self._model = ToyModel(vocab_size=config.vocab_size, hidden_size=config.hidden_size, seed=config.seed)
-        self._models: dict[str, TrainedModel] = {}
-        self._snapshots: dict[str | None, Adapter] = {None: Adapter(weights={}, scale=1.0)}  # None: the base model
+        model = ToyModel(vocab_size=config.vocab_size, hidden_size=config.hidden_size, seed=config.seed)
+        self._awake: _Device | None = _Device(model=model, snapshots={None: Adapter(weights={}, scale=1.0)})
+        self._asleep = b""  # what the device held, while the backend sleeps
         self._capabilities = Capabilities(
             device="cpu",
             dtype="float32",  # of what it returns; inside it is more exact
@@ -90,13 +101,13 @@ class ToyBackend(TrainingBackend, SamplingBackend):
         if not 0 <= op.lora.rank <= limits.max_lora_rank:
             msg = f"rank {op.lora.rank} is not supported; it may be 1 to {limits.max_lora_rank}, or 0: all weights"
             raise UserError(msg)
-        if len(self._models) >= limits.max_models:
+        if len(self._device.models) >= limits.max_models:
             msg = f"all {limits.max_models} places for models are taken; end a session first"
             raise CapacityError(msg)
-        self._models[op.model_id] = TrainedModel(lora=op.lora, weights=self._model.init_lora(op.lora))
+        self._device.models[op.model_id] = TrainedModel(lora=op.lora, weights=self._device.model.init_lora(op.lora))
 
     def unload_model(self, model_id: str) -> None:
-        del self._models[model_id]
+        del self._device.models[model_id]
 
     def forward(self, ops: Sequence[Forward]) -> list[ForwardBackwardOutput | Failed]:
         return [self._score(op, backward=False) for op in ops]
@@ -108,9 +119,9 @@ class ToyBackend(TrainingBackend, SamplingBackend):
         spec = self._losses.get(op.loss_fn)
         if spec is None:  # core checks requests before; a backend still answers for its own operation only
             return Failed(message=f"unknown loss_fn {op.loss_fn!r}; there are: {', '.join(sorted(self._losses))}")
-        model = self._models[op.model_id]
+        model = self._device.models[op.model_id]
         scored = [
-            toy_training.score(self._model, model.adapter, datum, spec, op.loss_fn_config, backward=backward)
+            toy_training.score(self._device.model, model.adapter, datum, spec, op.loss_fn_config, backward=backward)
             for datum in op.data
         ]
         if backward:
@@ -122,13 +133,13 @@ class ToyBackend(TrainingBackend, SamplingBackend):
         )
 
     def optim_step(self, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
-        norms = [self._models[op.model_id].optim_step(op.adam) for op in ops]
+        norms = [self._device.models[op.model_id].optim_step(op.adam) for op in ops]
         return [OptimStepOutput(metrics={"grad_norm": norm}) for norm in norms]
 
     # State -----------------------------------------------------------------------------------------------------------
 
     def capture_state(self, model_id: str) -> ModelState:
-        model = self._models[model_id]
+        model = self._device.models[model_id]
         return ModelState(
             lora=model.lora,
             weights=_copies(model.weights),
@@ -139,7 +150,7 @@ class ToyBackend(TrainingBackend, SamplingBackend):
         )
 
     def restore_state(self, model_id: str, state: ModelState) -> None:
-        self._models[model_id] = TrainedModel(
+        self._device.models[model_id] = TrainedModel(
             lora=state.lora,
             weights=_copies(state.weights),
             adam_m=_copies(state.adam_m),
@@ -149,26 +160,43 @@ class ToyBackend(TrainingBackend, SamplingBackend):
         )
 
     def publish(self, model_id: str, snapshot_id: str) -> Snapshot:
-        model = self._models[model_id]
+        model = self._device.models[model_id]
         return HostSnapshot(snapshot_id, model.lora, _copies(model.weights))
 
     # Sampling ---------------------------------------------------------------------------------------------------------
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:
         adapter = Adapter(weights=dict(snapshot.adapter_weights()), scale=snapshot.lora.scale)
-        self._snapshots.setdefault(snapshot.snapshot_id, adapter)
+        self._device.snapshots.setdefault(snapshot.snapshot_id, adapter)
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
-        self._snapshots.pop(snapshot_id, None)  # samples that are running hold the weights themselves
+        self._device.snapshots.pop(snapshot_id, None)  # samples that are running hold the weights themselves
 
     async def sample(self, op: Sample) -> SampleOutput | Failed:
-        adapter = self._snapshots.get(op.snapshot_id)
+        adapter = self._device.snapshots.get(op.snapshot_id)
         if adapter is None:
             return Failed(message=f"snapshot {op.snapshot_id!r} is not loaded", category="server")
-        return await toy_sampling.sample(self._model, adapter, op, self._capabilities.vocab_size)
+        return await toy_sampling.sample(self._device.model, adapter, op, self._capabilities.vocab_size)
+
+    # Sleep ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _device(self) -> _Device:
+        if self._awake is None:
+            msg = "the toy backend sleeps: wake it first"
+            raise RuntimeError(msg)
+        return self._awake
+
+    def sleep(self) -> None:
+        if self._awake is not None:
+            self._asleep, self._awake = pickle.dumps(self._awake), None
+
+    def wake(self) -> None:
+        if self._awake is None:
+            self._asleep, self._awake = b"", pickle.loads(self._asleep)
 
     def close(self) -> None:
-        self._models.clear()
+        self._asleep, self._awake = b"", None
 
 
 def _copies(arrays: Mapping[str, Array]) -> dict[str, FloatArray]:

@@ -12,6 +12,7 @@ from tinsmith.checkpoints.format import SHARD_BYTES
 from tinsmith.engine.checkpoint_files import CheckpointReader, CheckpointWriter
 from tinsmith.engine.claims import Claims
 from tinsmith.engine.consistency_gate import ConsistencyGate
+from tinsmith.engine.device_turns import DeviceTurns
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.model_operations import ModelOperations
 from tinsmith.engine.model_places import Places
@@ -25,6 +26,7 @@ from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.engine.replay import Replayer
 from tinsmith.engine.routed_experts import RoutedExpertsKeeper
 from tinsmith.engine.sample_line import SampleLine
+from tinsmith.engine.sampler_in_turn import SamplerInTurn
 from tinsmith.engine.sampling_lane import SamplingLane
 from tinsmith.engine.sampling_snapshots import Keeping, Snapshots
 from tinsmith.engine.save_for_sampler import SaveForSampler
@@ -95,15 +97,16 @@ class EngineParts:
     losses: Mapping[str, LossSpec]
     on_finished: Callable[[OperationFinished], None]
     thread: ThreadPoolExecutor | None = None  # of one worker, in which the backend was created; None: a new one
+    turns: DeviceTurns | None = None  # if trainer and sampler share devices by turns
 
 
 def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
     """Connect the parts of an engine. Each is described in its own module."""
     store, lease, backend, data_dir = parts.store, parts.lease, parts.backend, parts.data_dir
-    sampler = NoSampler(backend.capabilities) if parts.sampler is None else parts.sampler
+    sampler = _sampler(parts)
     tasks, stopping = asyncio.TaskGroup(), asyncio.Event()
 
-    thread = TrainingThread(parts.thread)
+    thread = TrainingThread(parts.thread, parts.turns)
     models = Models(backend, thread)
     reader = CheckpointReader(data_dir.checkpoints, base_model=lease.base_model)
     writer = CheckpointWriter(
@@ -162,3 +165,9 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
     )
     places = Places(store, lease, capabilities=backend.capabilities, settings=options.quotas)
     return Engine(claims, training, sampling, recovery, places, tasks=tasks, stopping=stopping)
+
+
+def _sampler(parts: EngineParts) -> SamplingBackend:
+    if parts.sampler is None:
+        return NoSampler(parts.backend.capabilities)
+    return parts.sampler if parts.turns is None else SamplerInTurn(parts.sampler, parts.turns)

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
+from tinsmith.engine.device_turns import DeviceTurns, submit_in_turn
 from tinsmith.engine.failures import BackendFailedError
 from tinsmith.errors import UserError
 
@@ -16,23 +17,31 @@ T = TypeVar("T")
 class TrainingThread:
     """Runs calls one after another, so that the event loop stays free while the device works."""
 
-    def __init__(self, executor: ThreadPoolExecutor | None = None) -> None:
-        """`executor` has one worker, the thread in which the backend was created. By default, start one."""
+    def __init__(self, executor: ThreadPoolExecutor | None = None, turns: DeviceTurns | None = None) -> None:
+        """`executor` has one worker, the thread in which the backend was created. By default, start one.
+
+        Each call waits for a turn of training, if there are `turns`.
+        """
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="tinsmith-training")
+        self._turns = turns
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         """Queue a call of `function` at once, ahead of every later call. Await its result.
 
-        A UserError is passed on; any other exception is wrapped in BackendFailedError.
+        A UserError is passed on; any other exception of it is wrapped in BackendFailedError.
         """
-        running = asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *args, **kwargs))
+        call = partial(function, *args, **kwargs)
+        if self._turns is None:
+            running = asyncio.get_running_loop().run_in_executor(self._executor, call)
+        else:
+            running = submit_in_turn(self._turns, self._executor, call)
         return asyncio.ensure_future(_result(running))
 
 
 async def _result(running: asyncio.Future[T]) -> T:
     try:
         return await running
-    except UserError:
+    except (UserError, BackendFailedError):
         raise
     except Exception as error:
         msg = f"{type(error).__name__}: {error}"

@@ -19,6 +19,7 @@ BUILTINS: Final = (
     "schedulers",
     "sql_store",
     "toy_backend",
+    "toy_sampler",
     "hugging_face_cache",
     "metrics_log",
     "metrics_route",

@@ -1,5 +1,7 @@
 """Makes what the settings name: the request store, the scheduler, and the backends of a model."""
 
+from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -11,8 +13,11 @@ from tinsmith.backend import (
     Placement,
     Progress,
     SamplingBackend,
+    SleepableSamplingBackend,
+    SleepableTrainingBackend,
     TrainingBackend,
 )
+from tinsmith.engine.device_turns import DeviceTurns, sleepers
 from tinsmith.errors import ConfigError
 from tinsmith.huggingface.hub_cache import HubReference
 from tinsmith.huggingface.hub_download import download_model
@@ -21,7 +26,7 @@ from tinsmith.placement.sections import AnySpec, device_settings, own_options
 from tinsmith.plugins.loading import Plugins
 from tinsmith.scheduler import Scheduler
 from tinsmith.settings import DataDir, ModelSettings, PluginSection, Settings
-from tinsmith.store import RequestStore, StoreContext
+from tinsmith.store import DeviceTurn, RequestStore, StoreContext
 
 _WEAKNESS: Final[dict[Isolation, int]] = {"bitwise": 0, "close": 1, "none": 2}
 
@@ -47,14 +52,57 @@ def make_backends(
     if model.sampler is None:
         samples = isinstance(backend, SamplingBackend) and backend.capabilities.sampling
         return backend, backend if samples and isinstance(backend, SamplingBackend) else None
-    spec = plugins.samplers.get(model.sampler.plugin)
-    config = spec.config.model_validate(own_options(model.sampler, spec))
-    context = _context(model, plugins, data_dir, spec, model.sampler, progress, samples=True)
     try:
-        return backend, spec.create(config, context)
+        if model.turns.enabled:
+            _able_to_sleep(model, backend).sleep()  # while the sampler loads, it has the devices
+        sampler = _make_sampler(model, model.sampler, plugins, data_dir, progress)
     except BaseException:
         backend.close()
         raise
+    return backend, sampler
+
+
+def _make_sampler(
+    model: ModelSettings, section: PluginSection, plugins: Plugins, data_dir: DataDir, progress: Progress
+) -> SamplingBackend:
+    spec = plugins.samplers.get(section.plugin)
+    config = spec.config.model_validate(own_options(section, spec))
+    sampler = spec.create(config, _context(model, plugins, data_dir, spec, section, progress, samples=True))
+    if model.turns.enabled and not isinstance(sampler, SleepableSamplingBackend):
+        sampler.close()
+        raise _cannot_sleep(model, f"the sampler {spec.name!r}")
+    return sampler
+
+
+def _able_to_sleep(model: ModelSettings, backend: TrainingBackend) -> SleepableTrainingBackend:
+    if isinstance(backend, SleepableTrainingBackend):
+        return backend
+    name = type(backend).__name__ if model.backend is None else repr(model.backend.plugin)
+    raise _cannot_sleep(model, f"the backend {name}")
+
+
+def _cannot_sleep(model: ModelSettings, who: str) -> ConfigError:
+    msg = (
+        f"model {model.name!r}: its turns are enabled, but {who} cannot sleep; disable them, and divide the devices or "
+        "their memory instead (How to use several GPUs)"
+    )
+    return ConfigError(msg)
+
+
+def make_turns(
+    model: ModelSettings,
+    backend: TrainingBackend,
+    sampler: SamplingBackend | None,
+    thread: Executor,
+    *,
+    tell: Callable[[DeviceTurn], None],
+) -> DeviceTurns | None:
+    """Return the turns of what `make_backends` made, if they are enabled. `thread` is the trainer's."""
+    if not model.turns.enabled:
+        return None
+    assert isinstance(backend, SleepableTrainingBackend)
+    assert isinstance(sampler, SleepableSamplingBackend)
+    return DeviceTurns(sleepers(backend, sampler, thread), least_s=model.turns.least_s, tell=tell)
 
 
 def make_trainer(
@@ -102,6 +150,7 @@ def _context(
         progress=progress,
         checkpoint_shard_bytes=model.checkpoint_shard_bytes,
         routing_replay=model.routing_replay.enabled,
+        sleeps=model.turns.enabled,
     )
 
 

@@ -18,7 +18,7 @@ from tinsmith.engine.assembly import EngineOptions, EngineParts, assemble_engine
 from tinsmith.engine.engine import Engine
 from tinsmith.hook_values import OperationFinished
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.assembly import capabilities_of, check_routing_replay, make_backends
+from tinsmith.processes.assembly import capabilities_of, check_routing_replay, make_backends, make_turns
 from tinsmith.processes.deaths import Cause
 from tinsmith.processes.lease import Taken
 from tinsmith.processes.reports import EngineReports
@@ -130,6 +130,7 @@ class EngineRun:
                 self.reports.saved_for_sampling(event.consistency)
             self.plugins.operation_finished(event)
 
+        turns = make_turns(self.model, backend, sampler, thread, tell=self.reports.turn)
         parts = EngineParts(
             store=self.store,
             lease=self.lease,
@@ -140,9 +141,19 @@ class EngineRun:
             losses=self.plugins.losses.all(),
             on_finished=finished,
             thread=thread,
+            turns=turns,
         )
         options = EngineOptions.configured(self.settings, self.model, model_path=self._model_path())
         engine = assemble_engine(parts, options)
+        try:
+            await self._run_engine(engine, backend, sampler, stopping)
+        finally:
+            if turns is not None:
+                await turns.close()
+
+    async def _run_engine(
+        self, engine: Engine, backend: TrainingBackend, sampler: SamplingBackend | None, stopping: asyncio.Event
+    ) -> None:
         await self.reports.say(EngineState.RECOVERING, capabilities=capabilities_of(backend, sampler))
         if await unless_stopped(stopping, self._recovered(engine)) is None:
             return

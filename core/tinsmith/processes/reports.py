@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from tinsmith.backend import Capabilities
 from tinsmith.errors import LeaseLostError, ServerError
 from tinsmith.operations import Consistency
-from tinsmith.store import ConsistencyCounts, EngineRecord, EngineState, Lease, RequestStore
+from tinsmith.store import ConsistencyCounts, DeviceTurn, EngineRecord, EngineState, Lease, RequestStore
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +60,11 @@ class EngineReports:
                 largest_difference=max(found.max_difference, before.largest_difference or 0.0),
             )
         self.record = replace(self.record, consistency=counts)
+        self._changed.set()
+
+    def turn(self, turn: DeviceTurn) -> None:
+        """Record who has the devices that trainer and sampler share, to be sent soon."""
+        self.record = replace(self.record, turn=turn)
         self._changed.set()
 
     async def _send_changes(self) -> None:

@@ -1,10 +1,20 @@
 """Explains why an operation is still pending. The SDK shows the text to its user."""
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Literal
 
 from tinsmith.settings import QuotaSettings
-from tinsmith.store import MANY_AHEAD, EngineRecord, EngineState, OperationRecord, OperationState, PlaceWait, Waiting
+from tinsmith.store import (
+    MANY_AHEAD,
+    DeviceTurn,
+    EngineRecord,
+    EngineState,
+    OperationRecord,
+    OperationState,
+    PlaceWait,
+    Waiting,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +43,20 @@ def explain(operation: OperationRecord, waiting: Waiting, quotas: QuotaSettings)
             f"seq_id {waiting.missing_seq_id} of {operation.subject_id!r} has not arrived, and {operation.seq_id} "
             "comes after it"
         )
+    if operation.state is OperationState.RUNNING and (turn := engine.turn) is not None and _waits(operation, turn):
+        held_s = max(0.0, (datetime.now(UTC) - turn.since).total_seconds())  # the engine's clock may be ahead
+        return _paused(f"waits for its turn on the device: {turn.side} has it for {held_s:.0f} s")
     if operation.state is OperationState.RUNNING:
         detail = f" ({engine.detail}{_percent(engine)})" if engine.detail else ""
         return WaitingReason(queue_state="active", text=f"{operation.kind} is running{detail}")
     ahead = f"more than {MANY_AHEAD - 1:,}" if waiting.num_ahead >= MANY_AHEAD else str(waiting.num_ahead)
     return WaitingReason(queue_state="active", text=f"{ahead} of your requests are ahead in the queue")
+
+
+def _waits(operation: OperationRecord, turn: DeviceTurn) -> bool:
+    """Return whether an operation that an engine has taken waits for the devices that trainer and sampler share."""
+    own = "training" if operation.ordered else "sampling"
+    return turn.waiting and turn.side != own
 
 
 def _place_reason(engine: EngineRecord, place: PlaceWait, quotas: QuotaSettings) -> WaitingReason:

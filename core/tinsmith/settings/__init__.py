@@ -14,6 +14,7 @@ from tinsmith.settings.schema import (
     Settings,
     SupervisorSettings,
     TenantQuotas,
+    TurnSettings,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "Settings",
     "SupervisorSettings",
     "TenantQuotas",
+    "TurnSettings",
 ]

@@ -7,7 +7,7 @@ The descriptions become the reference page and the help of flags. The section of
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, field_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from tinsmith.errors import UserError
@@ -339,6 +339,25 @@ class RoutingReplaySettings(_Section):
     )
 
 
+class TurnSettings(_Section):
+    """Trainer and sampler take turns on the same devices: one sleeps in the memory of the host while the other works.
+
+    See `Use several GPUs`.
+    """
+
+    enabled: bool = Field(
+        default=False,
+        description="take turns, so that each may use all the memory of the devices; needs a sampler of its own, and "
+        "plugins that can sleep",
+    )
+    least_s: float = Field(
+        10.0,
+        ge=0,
+        description="seconds for which whoever has the devices begins new work while the other one waits; what runs "
+        "then is finished. One with nothing to do gives them away at once",
+    )
+
+
 class ModelSettings(_Section):
     """One base model; each gets an engine process of its own."""
 
@@ -372,11 +391,22 @@ class ModelSettings(_Section):
     )
     consistency: ConsistencySettings = ConsistencySettings()
     routing_replay: RoutingReplaySettings = RoutingReplaySettings()
+    turns: TurnSettings = TurnSettings()
     checkpoint_shard_bytes: int = Field(
         2 << 30,
         ge=1 << 16,
         description="size in bytes of the largest weights file in a checkpoint of full fine-tuning",
     )
+
+    @model_validator(mode="after")
+    def _turns_are_of_two(self) -> "ModelSettings":
+        if self.turns.enabled and self.sampler is None:
+            msg = (
+                f"turns of model {self.name!r} are enabled, but it has no `sampler` section: one backend trains and "
+                "samples, and shares its memory already; give it a sampler, or disable them"
+            )
+            raise ValueError(msg)
+        return self
 
     @property
     def source(self) -> str:

@@ -14,7 +14,7 @@ from sqlmodel import Field, SQLModel, UniqueConstraint
 from tinsmith.backend import Capabilities
 from tinsmith.operations import LoraConfig
 from tinsmith.sql_store.columns import AsJson, AsText, Microseconds
-from tinsmith.store import ConsistencyCounts, EngineState, OperationState, RunState
+from tinsmith.store import ConsistencyCounts, DeviceTurn, EngineState, OperationState, RunState
 
 R = TypeVar("R")
 Row = TypeVar("Row", bound=SQLModel)
@@ -291,6 +291,7 @@ class EngineRow(Table, table=True):
     restarts: int
     capabilities: Capabilities | None = _json(Capabilities, nullable=True)
     consistency: ConsistencyCounts | None = _json(ConsistencyCounts, nullable=True)
+    turn: DeviceTurn | None = _json(DeviceTurn, nullable=True)
 
 
 class LeaseRow(Table, table=True):

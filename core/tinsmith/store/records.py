@@ -152,6 +152,20 @@ class ConsistencyCounts:
     largest_difference: float | None = None  # of all saves
 
 
+Side = Literal["training", "sampling"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTurn:
+    """Who has the devices that trainer and sampler take turns on."""
+
+    side: Side
+    since: datetime
+    waiting: bool  # whether something of the other side waits for them
+    changes: int = 0  # since the engine started
+    changing_s: float = 0.0  # that these took together
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLog:
     """How far back a model's log reaches, and where a replay can start."""
@@ -210,6 +224,7 @@ class EngineRecord:
     restarts: int = 0
     capabilities: Capabilities | None = None
     consistency: ConsistencyCounts | None = None  # None: nothing has been saved for sampling
+    turn: DeviceTurn | None = None  # None: trainer and sampler take no turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,15 +2,16 @@
 
 import asyncio
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 
-from tinsmith.backend import Capabilities, SamplingBackend, TrainingBackend
+from tinsmith.backend import SamplingBackend, TrainingBackend
 from tinsmith.engine.assembly import EngineOptions, EngineParts, assemble_engine
 from tinsmith.engine.engine import Engine
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.assembly import capabilities_of, make_backends, make_scheduler
+from tinsmith.processes.assembly import capabilities_of, make_backends, make_scheduler, make_turns
+from tinsmith.processes.reports import EngineReports
 from tinsmith.settings import ModelSettings, PluginSection, Settings
 from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore
 from tinsmith.testing.engine_driver import take_over
@@ -33,8 +34,8 @@ def engine_thread(settings: Settings, model: ModelSettings, plugins: Plugins, st
         stack.callback(lambda: loop.call(store.close()))
         lease = loop.call(take_over(store, model.name))
         stack.callback(lambda: loop.call(store.release_lease(model.name, lease.engine_id)))
-        engine = loop.call(_start(settings, model, plugins, store, lease, backend, sampler))
-        running: Future[None] = asyncio.run_coroutine_threadsafe(engine.run(), loop.loop)
+        engine, reports = loop.call(_start(settings, model, plugins, store, lease, backend, sampler))
+        running: Future[None] = asyncio.run_coroutine_threadsafe(_run(engine, reports), loop.loop)
         try:
             yield
         finally:
@@ -50,7 +51,10 @@ async def _start(
     lease: Lease,
     backend: TrainingBackend,
     sampler: SamplingBackend | None,
-) -> Engine:
+) -> tuple[Engine, EngineReports]:
+    thread = ThreadPoolExecutor(1, thread_name_prefix="tinsmith-training")
+    starting = EngineRecord(base_model=model.name, state=EngineState.STARTING, updated_at=datetime.now(UTC))
+    reports = EngineReports(store, lease, starting)
     parts = EngineParts(
         store=store,
         lease=lease,
@@ -60,15 +64,15 @@ async def _start(
         scheduler=make_scheduler(settings, plugins),
         losses=plugins.losses.all(),
         on_finished=plugins.operation_finished,
+        thread=thread,
+        turns=make_turns(model, backend, sampler, thread, tell=reports.turn),
     )
     engine = assemble_engine(parts, EngineOptions.configured(settings, model, model_path=model.path))
     await engine.recover("the engine was restarted", lambda _what, _share: None)
-    await _report_ready(store, lease, capabilities_of(backend, sampler))
-    return engine
+    await reports.say(EngineState.READY, capabilities=capabilities_of(backend, sampler))
+    return engine, reports
 
 
-async def _report_ready(store: RequestStore, lease: Lease, capabilities: Capabilities) -> None:
-    record = EngineRecord(
-        base_model=lease.base_model, state=EngineState.READY, updated_at=datetime.now(UTC), capabilities=capabilities
-    )
-    await store.report_engine(record, lease=lease)
+async def _run(engine: Engine, reports: EngineReports) -> None:
+    async with reports.running():
+        await engine.run()

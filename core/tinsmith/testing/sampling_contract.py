@@ -15,8 +15,11 @@ Tests of capabilities that the backend does not claim are skipped.
 
 from tinsmith.testing.sampling_drawing import DrawingContract
 from tinsmith.testing.sampling_logprobs import LogprobsContract
+from tinsmith.testing.sampling_sleep import SamplerSleepContract
 from tinsmith.testing.sampling_snapshots import CompanyContract, SnapshotsContract
 
 
-class SamplingBackendContract(DrawingContract, LogprobsContract, SnapshotsContract, CompanyContract):
+class SamplingBackendContract(
+    DrawingContract, LogprobsContract, SnapshotsContract, CompanyContract, SamplerSleepContract
+):
     """Everything about sampling."""

@@ -17,10 +17,17 @@ from tinsmith.testing.training_isolation import IsolationContract
 from tinsmith.testing.training_numerics import AdapterContract, NumericsContract
 from tinsmith.testing.training_optimizer import OptimizerContract
 from tinsmith.testing.training_routing import RoutingReplayContract
+from tinsmith.testing.training_sleep import TrainerSleepContract
 from tinsmith.testing.training_state import StateContract
 
 
 class TrainingBackendContract(
-    AdapterContract, NumericsContract, OptimizerContract, IsolationContract, StateContract, RoutingReplayContract
+    AdapterContract,
+    NumericsContract,
+    OptimizerContract,
+    IsolationContract,
+    StateContract,
+    RoutingReplayContract,
+    TrainerSleepContract,
 ):
     """Everything about training."""

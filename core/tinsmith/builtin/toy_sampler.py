@@ -1,0 +1,43 @@
+"""The toy backend as a sampler of its own, for a trainer that is another object. It can sleep while that one trains."""
+
+from tinsmith.backend import BackendContext, Capabilities, SamplerSpec, SleepableSamplingBackend, Snapshot
+from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
+from tinsmith.hookspecs import hookimpl
+from tinsmith.operations import Failed, Sample, SampleOutput
+
+
+class ToySampler(SleepableSamplingBackend):
+    def __init__(self, config: ToyConfig, context: BackendContext) -> None:
+        self._toy = ToyBackend(config, context)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._toy.capabilities
+
+    async def load_snapshot(self, snapshot: Snapshot) -> None:
+        await self._toy.load_snapshot(snapshot)
+
+    async def drop_snapshot(self, snapshot_id: str) -> None:
+        await self._toy.drop_snapshot(snapshot_id)
+
+    async def sample(self, op: Sample) -> SampleOutput | Failed:
+        return await self._toy.sample(op)
+
+    async def sleep(self) -> None:
+        self._toy.sleep()
+
+    async def wake(self) -> None:
+        self._toy.wake()
+
+    def close(self) -> None:
+        self._toy.close()
+
+
+@hookimpl
+def tinsmith_register_samplers() -> SamplerSpec[ToyConfig]:
+    return SamplerSpec(
+        name="toy",
+        config=ToyConfig,
+        create=ToySampler,
+        description="samples from the toy backend's model, apart from it, and can take turns with it",
+    )

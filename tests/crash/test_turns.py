@@ -1,0 +1,30 @@
+"""An engine is killed while trainer and sampler change turns on their device: exactly once, and the same bits."""
+
+from pathlib import Path
+
+import pytest
+import scenario
+from campaign import Tally, disturbed, undisturbed
+from processes import Launcher
+
+from tinsmith import failpoints
+from tinsmith.settings import ModelSettings
+from tinsmith.testing.harness import TOY
+
+TURNS = ModelSettings.model_validate({**TOY.model_dump(), "sampler": {"plugin": "toy"}, "turns": {"enabled": True}})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("steps", [13, pytest.param(50, marks=pytest.mark.thorough)])
+def test_killed_in_every_part_of_a_change(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """Nobody disturbed the expected run, in which one object trains and samples, and nothing sleeps."""
+    monkeypatch.setattr(scenario, "STEPS", steps)
+    expected = undisturbed(launcher, tmp_path / "undisturbed")
+    points = set(failpoints.points(of="turns"))
+    tally = Tally(wanted=len(points), seed=20, never_hit=points)
+    disturbed(launcher, tmp_path / "turns", expected, tally, number=0, arm_all=True, model=TURNS)
+    print(tally.table())
+    assert not tally.never_hit
