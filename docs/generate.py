@@ -348,6 +348,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     **{f"tpu-{kind}": partial(tpu_table, kind) for kind in ("tenants", "slices", "recompute", "scaling", "sampling")},
     **_PLANNED,
     **{f"fsdp-memory-{model}": partial(fsdp_table, model) for model in _MODELS},
+    "fsdp-memory-replicas": partial(fsdp_table, "Qwen3-8B", replicas=True),
     **{f"public-{package}": partial(public_names, package) for package in PUBLIC_PACKAGES},
     **{f"hook-{name}": partial(hook_section, name) for name in HOOK_NAMES},
 }

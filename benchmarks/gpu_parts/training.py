@@ -86,6 +86,7 @@ def made_trainer(directory: Path, mesh: Mesh, options: Options) -> Trainer:
         dtype=str(options.dtype).removeprefix("torch."),
         strict=False,
         checkpointing=not options.toy,
+        prefetch=False,  # a single rank gathers nothing
         compile=not options.toy,
     )
     base = BaseModel(setup, mesh)

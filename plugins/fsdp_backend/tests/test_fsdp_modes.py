@@ -68,6 +68,7 @@ def make_trainer(
         dtype=dtype,
         strict=strict,
         checkpointing=checkpointing,
+        prefetch=False,
         compile=compiled,
     )
     base = BaseModel(setup, mesh)

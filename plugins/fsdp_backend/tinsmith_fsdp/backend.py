@@ -101,6 +101,7 @@ class FsdpBackend(WorkersBackend):
             dtype=ranks.dtype,
             strict=ranks.strict,
             checkpointing=ranks.checkpointing,
+            prefetch=ranks.prefetch,
             compile=not (ranks.on_cpu or ranks.strict) if compiles is None else compiles,
             memory_share=device.allocator_share(context.placement, self._budget.costs.runtime),
         )

@@ -5,6 +5,7 @@ Each rank reads only its own rows of every tensor from the safetensors files. No
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -115,15 +116,19 @@ class BaseModel:
             return  # whole on this rank: FSDP2 would copy each layer before it computes
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # weights are stored in the compute dtype
         if self._trainable:
-            computing = getattr(torch, self._setup.dtype)
-            policy = MixedPrecisionPolicy(computing, reduce_dtype=torch.float32, cast_forward_inputs=False)
+            computing, summing = (getattr(torch, each) for each in (self._setup.dtype, self._setup.config.reduce_dtype))
+            policy = MixedPrecisionPolicy(computing, reduce_dtype=summing, cast_forward_inputs=False)
         keep, mesh = self._setup.config.reshard_after_forward, self._mesh.sharding
         for layer in self.model.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=keep, mp_policy=policy)
         fully_shard(self.model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-        for module in self._sharded_modules():
+        modules = self._sharded_modules()
+        for module in modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(enable=True)
+        if self._setup.prefetch:  # in the backward pass, FSDP2 does it by itself
+            for module, following in pairwise(modules):
+                module.set_modules_to_forward_prefetch([following])
 
     def _shortage(self) -> Shortage | None:
         """Return None if a pass that runs out of memory ends the ranks.

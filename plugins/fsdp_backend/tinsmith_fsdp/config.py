@@ -22,6 +22,16 @@ class FsdpConfig(WorkersConfig):
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="of base weights and activations; default float32 on CPU, else bfloat16"
     )
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="in which ranks add up gradients: of fully trained models, and with fast isolation of adapters; "
+        "bfloat16 sends half, and rounds each rank's part and each sum to 8 bits",
+    )
+    prefetch: bool | None = Field(
+        None,
+        description="gather the next layer before a layer of the forward pass is started, not after; default off on "
+        "CPU, else on",
+    )
     isolation: Literal["strict", "fast"] | None = Field(
         None,
         description="strict computes each sequence by itself, so that no bit depends on the others; fast packs all "

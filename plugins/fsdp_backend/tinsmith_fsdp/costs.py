@@ -45,6 +45,7 @@ class Ranks:
     dtype: str
     strict: bool
     checkpointing: bool
+    prefetch: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,7 @@ def resolved_ranks(config: FsdpConfig, world: int, *, on_cpu: bool) -> Ranks:
         dtype=config.dtype or ("float32" if on_cpu else "bfloat16"),
         strict=on_cpu if config.isolation is None else config.isolation == "strict",
         checkpointing=not on_cpu if config.activation_checkpointing is None else config.activation_checkpointing,
+        prefetch=not on_cpu if config.prefetch is None else config.prefetch,
     )
 
 

@@ -19,6 +19,7 @@ class Setup:
     dtype: str
     strict: bool  # compute each sequence by itself
     checkpointing: bool
+    prefetch: bool  # gather the next layer before one of the forward pass is started
     compile: bool
     memory_share: float | None = None  # of the device's memory, all that the allocator may take; None: all
 

@@ -107,6 +107,7 @@ def _setup(config: FsdpConfig, model: Mapping[str, Any], ranks: Ranks, directory
         dtype=ranks.dtype,
         strict=ranks.strict,
         checkpointing=ranks.checkpointing,
+        prefetch=ranks.prefetch,
         compile=False,
     )
 

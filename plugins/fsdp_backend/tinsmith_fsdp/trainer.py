@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from tinsmith_fsdp.optimizer import Stepped, adamw_, square_norm
 from tinsmith_fsdp.shortage import PassDroppedError
 from tinsmith_fsdp.streams import Leaves, Stream, empty_stream, make_stream
 
+_PIECE: Final = 1 << 22  # numbers that are copied at a time
 Made = TypeVar("Made")
 _Packs = dict[tuple[str, ...], AdapterPack]  # by their models
 
@@ -127,11 +128,21 @@ class Trainer(ModelsOfWorker[FullModel]):
         for model_id, total in sums.items():
             adapter = self._adapters[model_id]
             if not self._strict and dist.get_world_size() > 1:
-                dist.all_reduce(total)
+                self._add_up(total)
             if self._strict or adapter.gradients is None:
                 adapter.gradients = total
             else:
                 adapter.gradients.add_(total)
+
+    def _add_up(self, total: torch.Tensor) -> None:
+        """Replace it by the sum of all ranks'."""
+        if self._setup.config.reduce_dtype == "float32":
+            dist.all_reduce(total)
+            return
+        for piece in total.split(_PIECE):  # whose copy has room
+            sent = piece.to(torch.bfloat16)
+            dist.all_reduce(sent)
+            piece.copy_(sent)
 
     def _run_apart(
         self, segments: Sequence[Segment], owned: Sequence[Owner], sums: Mapping[str, torch.Tensor], *, backward: bool
