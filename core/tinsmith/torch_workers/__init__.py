@@ -7,6 +7,7 @@ module in its workers, besides `tinsmith` and `tinsmith.workers`.
 from tinsmith.torch_workers.loss_table import LossBatch, LossTable
 from tinsmith.torch_workers.models import Adapter, FullModelOfWorker, ModelsOfWorker, free_what_is_unused
 from tinsmith.torch_workers.process_group import find_device, join_process_group, local_devices, worker_device
+from tinsmith.torch_workers.sleeping import SleepingTensors, storage_bytes
 from tinsmith.torch_workers.transfers import HostCopies, to_device, to_host
 
 __all__ = [
@@ -16,10 +17,12 @@ __all__ = [
     "LossBatch",
     "LossTable",
     "ModelsOfWorker",
+    "SleepingTensors",
     "find_device",
     "free_what_is_unused",
     "join_process_group",
     "local_devices",
+    "storage_bytes",
     "to_device",
     "to_host",
     "worker_device",

@@ -34,6 +34,10 @@ class Adapter:
     gradients: torch.Tensor | None = None
     step: int = 0
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return what there is of the state."""
+        return [each for each in (self.weights, self.m, self.v, self.gradients) if each is not None]
+
     def begin_step(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Count a step, and take the pending gradient, zeros if there is none. Return gradient, m and v."""
         if self.m is None or self.v is None:

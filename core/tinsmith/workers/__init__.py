@@ -15,7 +15,7 @@ from tinsmith.workers.sequences import MicroBatch, Scored, Segment, combined_out
 from tinsmith.workers.serving import Worker, alone, serve
 from tinsmith.workers.state_files import Capture, StateFiles
 from tinsmith.workers.state_writer import Slice, StateWriter, Written
-from tinsmith.workers.training_backend import ModelStep, WorkerDevice, WorkersBackend
+from tinsmith.workers.training_backend import ModelStep, SleepableWorkersBackend, WorkerDevice, WorkersBackend
 
 __all__ = [
     "AdapterLayout",
@@ -34,6 +34,7 @@ __all__ = [
     "Pair",
     "Scored",
     "Segment",
+    "SleepableWorkersBackend",
     "Slice",
     "Slot",
     "StateFiles",

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tinsmith.backend import ModelState, Placement, Snapshot, TrainingBackend
+from tinsmith.backend import ModelState, Placement, SleepableTrainingBackend, Snapshot, TrainingBackend
 from tinsmith.errors import CapacityError, ConfigError, NotFoundError, UserError
 from tinsmith.losses import LossSpec
 from tinsmith.operations import (
@@ -75,7 +75,8 @@ class WorkersBackend(TrainingBackend):
         self.ranks = ranks
         self._losses = dict(losses)
         self._limits = max_models, max_full_models, max_lora_rank
-        self._models: dict[str, AdapterModelState | FullModelState] = {}
+        self._trained: dict[str, AdapterModelState | FullModelState] = {}
+        self._asleep = False
 
     @abstractmethod
     def check_memory(self, lora: LoraConfig) -> None:
@@ -96,6 +97,14 @@ class WorkersBackend(TrainingBackend):
     @abstractmethod
     def run_full(self, op: ForwardBackward, *, backward: bool) -> ForwardBackwardOutput:
         """Run one operation by itself: the model has its own weights, so there is nothing to share with others."""
+
+    @property
+    def _models(self) -> dict[str, AdapterModelState | FullModelState]:
+        """All that is asked of the backend asks for its models first."""
+        if self._asleep:
+            msg = "the backend sleeps: wake it first"
+            raise RuntimeError(msg)
+        return self._trained
 
     def close(self) -> None:
         self.ranks.close()
@@ -191,6 +200,20 @@ class WorkersBackend(TrainingBackend):
         if op.loss_fn not in self._losses:
             return Failed(message=f"no loss named {op.loss_fn!r}, known: {', '.join(sorted(self._losses))}")
         return None
+
+
+class SleepableWorkersBackend(WorkersBackend, SleepableTrainingBackend):
+    """The workers' program also has `sleep()` and `wake()`."""
+
+    def sleep(self) -> None:
+        if not self._asleep:
+            self.ranks.call("sleep")
+            self._asleep = True
+
+    def wake(self) -> None:
+        if self._asleep:
+            self.ranks.call("wake")
+            self._asleep = False
 
 
 def _check_rank(rank: int, limit: int) -> None:

@@ -45,7 +45,9 @@ def nursery() -> Nursery:
     models = ("auto.configuration_auto", "qwen3.modeling_qwen3", "llama.modeling_llama")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        return Nursery("tinsmith_fsdp.rank", "limited_rank", *(f"transformers.models.{model}" for model in models))
+        return Nursery(
+            "tinsmith_fsdp.rank", "limited_rank", "sleepy_rank", *(f"transformers.models.{model}" for model in models)
+        )
 
 
 def fork_backend(
@@ -59,6 +61,13 @@ def limited_backend(directory: Path, cache_dir: Path, **settings: object) -> Fsd
     """Make a backend whose ranks are of limited_rank.py."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tinsmith_fsdp.backend.PROGRAM", "limited_rank:LimitedRank")
+        return fork_backend(directory, cache_dir, **settings)
+
+
+def sleepy_backend(directory: Path, cache_dir: Path, **settings: object) -> FsdpBackend:
+    """Make a backend whose ranks are of sleepy_rank.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tinsmith_fsdp.backend.PROGRAM", "sleepy_rank:SleepyRank")
         return fork_backend(directory, cache_dir, **settings)
 
 

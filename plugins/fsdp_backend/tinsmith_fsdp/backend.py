@@ -21,10 +21,10 @@ from tinsmith.workers import (
     MakeLauncher,
     MicroBatch,
     Segment,
+    SleepableWorkersBackend,
     StateFiles,
     WorkerDevice,
     WorkerGroup,
-    WorkersBackend,
     combined_outputs,
     count_gpus,
     deal,
@@ -48,7 +48,7 @@ _MAX_TARGETS = 128  # per token; [T, K] arrays of a micro-batch must fit
 FAST_ISOLATION_ERROR = 1e-4  # a bound that test_fsdp_modes.py checks on CPU in float32; not measured on GPUs
 
 
-class FsdpBackend(WorkersBackend):
+class FsdpBackend(SleepableWorkersBackend):
     """Does not import torch."""
 
     def __init__(self, config: FsdpConfig, context: BackendContext, launch_with: MakeLauncher | None = None) -> None:

@@ -189,6 +189,14 @@ class BaseModel:
                 module.reshard()
         return totals, scores
 
+    def let_go(self) -> None:
+        """Drop what passes have left: layers that stay gathered, and the adapters of the last one."""
+        for sharded in self._sharded_modules():
+            sharded.reshard()
+        for module in self.model.modules():
+            if isinstance(module, MultiLoraLinear):
+                module.factors = None
+
     @property
     def parameter_bytes(self) -> int:
         return sum(part.local.numel() * part.local.element_size() for part in self.parts)

@@ -123,6 +123,18 @@ class FullModel(FullModelOfWorker):
         for part in self._base.parts:
             part.parameter.grad = None
 
+    def let_go(self) -> None:
+        self._base.let_go()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield this rank's part of the state."""
+        for part in self._base.parts:
+            yield part.local
+            yield _local(self._m[part.name])
+            yield _local(self._v[part.name])
+            if (gradient := _gradient(part)) is not None:
+                yield gradient
+
     # state
 
     def state(self) -> FullState:

@@ -10,7 +10,7 @@ depends on other sequences, on how calls were merged, or on the number of ranks.
 adapter.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from tinsmith import ConfigError, LoraConfig
 from tinsmith.huggingface import HEAD
-from tinsmith.torch_workers import LossTable, ModelsOfWorker, free_what_is_unused
+from tinsmith.torch_workers import LossTable, ModelsOfWorker, SleepingTensors, free_what_is_unused, storage_bytes
 from tinsmith.workers import AdapterLayout, ModelStep, Scored, Segment
 from tinsmith_fsdp.adapter_pack import RANK_STEP, AdapterPack
 from tinsmith_fsdp.base_model import BaseModel
@@ -53,6 +53,7 @@ class Trainer(ModelsOfWorker[FullModel]):
         self._base, self._mesh, self._setup = base, mesh, setup
         self._losses = LossTable(setup.losses)
         self._strict = setup.strict
+        self._sleeping = SleepingTensors(mesh.device)
 
     # life of a model
 
@@ -82,6 +83,33 @@ class Trainer(ModelsOfWorker[FullModel]):
             refusal = NotMade(message=(str(error) or type(error).__name__).splitlines()[0], out_of_memory=out_of_memory)
         free_what_is_unused()  # not earlier: the error kept partial results alive
         return refusal
+
+    # sleep
+
+    def sleep(self) -> None:
+        """Move this rank's part of everything to the host. What captures still need of it is copied first."""
+        for model_id, model in self._full.items():
+            self._settle(model_id)
+            model.let_go()
+        self._base.let_go()
+        self._sleeping.sleep(self._changing(), frozen=self._frozen())
+        free_what_is_unused()
+
+    def wake(self) -> None:
+        self._sleeping.wake()
+
+    def device_bytes(self) -> int:
+        """Return what models take of the device."""
+        return storage_bytes([*self._frozen(), *self._changing()])
+
+    def _frozen(self) -> list[torch.Tensor]:
+        return [part.local for part in self._base.parts]
+
+    def _changing(self) -> Iterator[torch.Tensor]:
+        for adapter in self._adapters.values():
+            yield from adapter.tensors()
+        for model in self._full.values():
+            yield from model.tensors()
 
     # passes
 
