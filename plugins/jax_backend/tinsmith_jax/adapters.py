@@ -25,7 +25,6 @@ Adapter = Any  # a pytree as above, of jax or NumPy arrays
 HF_MODULES: Mapping[str, str] = dict(zip(("q", "k", "v", "o", "gate", "up", "down"), (*ATTENTION, *MLP), strict=True))
 """Where a dense model has each module."""
 _ATTENTION = frozenset({"q", "k", "v", "o"})
-_CLASSES = (8, 32, 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,19 +87,6 @@ class JaxSnapshot(Snapshot):
         if self._copy:
             return self._copy
         return CanonicalAdapter(jax.tree.map(np.asarray, self.arrays), self.lora, self._config)
-
-
-def rank_classes(max_rank: int) -> tuple[int, ...]:
-    """Return the padded ranks in use: those of 8, 32 and 128 that are below the maximum, and the maximum itself."""
-    return (*(rank for rank in _CLASSES if rank < max_rank), max_rank)
-
-
-def class_of(rank: int, max_rank: int) -> int:
-    """Return the smallest class that fits the rank. Raise UserError if there is none."""
-    if not 1 <= rank <= max_rank:
-        msg = f"LoRA rank {rank} is not served: allowed are 1 to {max_rank}, the backend's max_lora_rank"
-        raise UserError(msg)
-    return next(padded for padded in rank_classes(max_rank) if padded >= rank)
 
 
 def trained_modules(lora: LoraConfig) -> frozenset[str]:

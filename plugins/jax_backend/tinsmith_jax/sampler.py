@@ -32,6 +32,7 @@ from tinsmith_jax.expert_pages import ExpertPages
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.pages import Pages, Rows
+from tinsmith_jax.rank_classes import class_of
 from tinsmith_jax.remote import RemoteSampling, RemoteSnapshot
 from tinsmith_jax.sampling_adapters import BASE_MODEL
 from tinsmith_jax.sampling_device import SamplingDevice
@@ -211,7 +212,7 @@ class Sampler(SamplingBackend):
                 f"snapshot {snapshot.snapshot_id!r} has rank {snapshot.lora.rank}, this sampler takes up to {greatest}"
             )
             raise UserError(msg)
-        padded = adapters.class_of(snapshot.lora.rank, greatest)
+        padded = class_of(snapshot.lora.rank, greatest)
         weights = snapshot.adapter_weights()
         return self._device.put_adapter(adapters.from_canonical(weights, snapshot.lora, self._config, padded))
 

@@ -18,6 +18,7 @@ from tinsmith_jax.kernels.choice import Kernels
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.mesh import CACHE, ONE, ROWS, Axes, Layout, Spec, adapter_specs, base_specs, resident_specs
 from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.rank_classes import rank_classes
 from tinsmith_jax.sampling_adapters import BASE_MODEL
 from tinsmith_jax.sampling_head import RowParams
 from tinsmith_jax.sampling_values import SamplingShape, SlotInput
@@ -50,7 +51,7 @@ class SamplingPrograms:
         kinds: list[tuple[Kind, int]] = [
             ("decode", 0),
             *(("prefill", tiles) for tiles in self.shape.prefill_tiles),
-            *(("write_adapter", rank) for rank in adapters.rank_classes(self.shape.max_lora_rank)),
+            *(("write_adapter", rank) for rank in rank_classes(self.shape.max_lora_rank)),
             ("score", 0),
             ("copy", 0),
         ]

@@ -20,6 +20,7 @@ from tinsmith_jax.layers import TILE, Tiles
 from tinsmith_jax.loss_table import LossBatch, LossTable
 from tinsmith_jax.mesh import ONE, STREAMS, Axes, Layout, Spec, adapter_specs, state_specs
 from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.rank_classes import rank_classes
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.trunk import LAYER_MODULES, packed_forward
 from tinsmith_jax.weights import Base
@@ -127,7 +128,7 @@ class TrainPrograms:
         The smallest of each kind come first, then those that hold everything. Until its own program is ready, a request
         uses the smallest one that is.
         """
-        ranks = adapters.rank_classes(self.limits.max_lora_rank)
+        ranks = rank_classes(self.limits.max_lora_rank)
         n = len(ranks)
         gradients, score = (partial(each, replays=self.replays) for each in (self.gradients, self.score))
         trained, scored = (self.buckets.of(kind).soonest(ranks) for kind in ("gradients", "score"))

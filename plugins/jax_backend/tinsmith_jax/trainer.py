@@ -24,11 +24,11 @@ from tinsmith import (
     Snapshot,
     TrainingBackend,
 )
-from tinsmith_jax import adapters
 from tinsmith_jax.buckets import MAX_ADAPTERS, PASSES, Bucket, Buckets, Pass
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.loss_table import LossTable
 from tinsmith_jax.packing import MicroBatch, Piece, pack, plan
+from tinsmith_jax.rank_classes import class_of
 from tinsmith_jax.remote import RemoteTraining
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.training_device import TrainingDevice
@@ -206,7 +206,7 @@ class Trainer(TrainingBackend):
         ]
 
     def _padded_rank(self, model_id: str) -> int:
-        return adapters.class_of(self._models[model_id].rank, self.limits.max_lora_rank)
+        return class_of(self._models[model_id].rank, self.limits.max_lora_rank)
 
     def _require(self, model_id: str) -> None:
         if model_id not in self._models:

@@ -23,6 +23,7 @@ from tinsmith_jax.compilation import Compiled, Program, Programs
 from tinsmith_jax.memory import out_of_memory_named
 from tinsmith_jax.mesh import Spec, fetch, put
 from tinsmith_jax.packing import Stream
+from tinsmith_jax.rank_classes import class_of, rank_classes
 from tinsmith_jax.train_step import TrainPrograms, stream_specs
 from tinsmith_jax.weights import Base
 
@@ -76,14 +77,14 @@ class TrainingDevice:
         self.before_replacing: Callable[[str, Collection[Kind]], None] = _nothing
         """Called with a model and kinds of arrays, before others take the place of these."""
         self._before: dict[str, Adapter | None] = {}
-        ranks = adapters.rank_classes(train_programs.limits.max_lora_rank)
+        ranks = rank_classes(train_programs.limits.max_lora_rank)
         self._zeros = {rank: self._zero_state(rank) for rank in ranks}  # moments: fresh ones, and absent gradients
 
     # Life of a model --------------------------------------------------------------------------------------------------
 
     def create(self, model_id: str, lora: LoraConfig) -> None:
         """Raise OutOfMemoryError if there is no room, and UserError if the rank is not served."""
-        rank = adapters.class_of(lora.rank, self._train.limits.max_lora_rank)
+        rank = class_of(lora.rank, self._train.limits.max_lora_rank)
         with out_of_memory_named(f"a model of rank {lora.rank}", "end a session, or take a smaller rank"):
             weights = jax.block_until_ready(self._placed(adapters.fresh(lora, self.config, rank)))
         self._models[model_id] = _Model(lora, rank, self._zeros[rank]._replace(weights=weights))

@@ -22,6 +22,7 @@ from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.loss_table import LossTable
 from tinsmith_jax.mesh import CACHE, Layout, Spec, adapter_specs, base_specs, make_layout, resident_specs
 from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.rank_classes import rank_classes
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.sampling_device import gathers_once, sampling_shape
 from tinsmith_jax.sampling_programs import SamplingPrograms
@@ -100,7 +101,7 @@ class Case:
 
     def zeros_bytes(self) -> int:
         """Return the bytes of the zeros that all tenants share: an adapter for each class of ranks, and its state."""
-        ranks = adapters.rank_classes(self.limits.max_lora_rank)
+        ranks = rank_classes(self.limits.max_lora_rank)
         of_state = sum(map(self._state_bytes, ranks)) if self.layout.axes.fsdp > 1 else 0
         return sum(map(self._weights_bytes, ranks)) + of_state
 

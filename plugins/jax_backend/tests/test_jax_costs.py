@@ -1,0 +1,117 @@
+"""The memory that is counted without jax, against real arrays, real programs for CPUs, and libtpu's plans."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from cost_programs import Programs
+from jax_harness import add_model, local, make_op, train
+
+from tinsmith import AdamParams, LoraConfig
+from tinsmith_jax.backend import JaxBackend
+from tinsmith_jax.compile_check import tables
+from tinsmith_jax.compile_check.figures import Figures
+from tinsmith_jax.compile_check.model_shapes import read_model
+from tinsmith_jax.costs import Computing, Costs
+
+USUAL = {"tokens": 1024, "context": 512, "rank": 16, "slots": 4, "recompute": False}
+OTHERS: dict[str, dict[str, Any]] = {
+    "long": {"tokens": 4096},
+    "wide": {"hidden_size": 512, "intermediate_size": 1536},
+    "deep": {"num_hidden_layers": 12, "rank": 32},
+    "many heads": {"num_attention_heads": 16, "num_key_value_heads": 8},
+    "many words": {"vocab_size": 32_768, "hidden_size": 128, "num_hidden_layers": 2},
+    "recomputed": {"recompute": True, "tokens": 4096},
+    "another": {
+        "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 8000, "rank": 32,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({}, id="usual"),
+        *(pytest.param(each, id=name, marks=pytest.mark.thorough) for name, each in OTHERS.items()),
+    ],
+)
+def test_a_program_for_cpus_takes_what_is_counted(sizes: dict[str, Any], quick_compilation: None) -> None:
+    """A pass within a tenth. Sampling takes little besides pages and weights: within a twentieth of all that."""
+    programs = Programs(**{**USUAL, **sizes})
+    found, counted, _ = programs.gradients()
+    assert counted == pytest.approx(found, rel=0.1)
+    for kind in ("decode", "prefill"):
+        found, counted, held = programs.sampling(kind)
+        assert counted == pytest.approx(found, abs=0.05 * (held + found))
+        assert counted > found / 2
+
+
+def test_arrays_of_a_backend_take_what_is_counted(contract_backend: JaxBackend) -> None:
+    backend, devices = contract_backend, local(contract_backend)
+    limits, model = backend.limits, backend.model_config
+    costs = Costs(
+        shape=model,
+        computing=Computing(on_cpu=True, dtype=limits.dtype, recompute=limits.recompute),
+        max_lora_rank=limits.max_lora_rank,
+    )
+    base = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(devices.training._base)}
+    assert costs.base == sum(base.values())  # the head of a tied model is its embedding
+    add_model(backend, "m", LoraConfig(rank=3, seed=1))
+    try:
+        train(backend, make_op("m", 1, [9]), AdamParams())
+        backend.forward_backward([make_op("m", 1, [9])])
+        held = devices.training.held("m").adapters
+        assert costs.model(3) == sum(leaf.nbytes for leaf in jax.tree.leaves(dict(held)))
+    finally:
+        backend.unload_model("m")
+    assert devices.sampling is not None
+    slots, context = devices.sampling.shape.slots_per_shard, limits.max_context_tokens
+    arrays = jax.tree.leaves((devices.sampling._cache, devices.sampling._resident))
+    assert costs.rows(slots) + costs.pages(slots, context) == sum(leaf.nbytes for leaf in arrays)
+
+
+def planned() -> Iterator[Figures]:
+    """Yield what libtpu has planned for every program of docs/reference/tpu.md."""
+    reference = Path(__file__).parents[3] / "docs" / "reference" / "tpu.jsonl"
+    return (each for each in tables.read_lines(reference.read_text(encoding="utf-8")) if each.compiled is not None)
+
+
+def costs_of(figures: Figures) -> Costs:
+    options = figures.options
+    computing = Computing(on_cpu=False, dtype=options.dtype, recompute=options.recompute, **options.mesh.model_dump())
+    return Costs(shape=read_model(options.model), computing=computing, max_lora_rank=options.rank)
+
+
+def test_what_lies_on_a_chip_is_what_is_counted() -> None:
+    """Of any mesh: exactly."""
+    meshes = set()
+    for figures in planned():
+        costs, options, facts = costs_of(figures), figures.options, figures.facts
+        assert costs.base == facts.base_bytes
+        assert costs.model(options.rank) == facts.tenant_bytes
+        assert costs.zeros == facts.zeros_bytes
+        if facts.sampling_bytes:
+            assert costs.rows(options.slots) + costs.pages(options.slots, options.context) == facts.sampling_bytes
+        meshes.add((options.model, str(options.mesh)))
+    assert len(meshes) > 20
+
+
+@pytest.mark.parametrize(("program", "of_all"), [("gradients", 0.1), ("decode", 0.04)])
+def test_a_chip_takes_what_is_counted(program: str, of_all: float) -> None:
+    """A pass with gradients within an eighth, and with what lies there anyway within a tenth."""
+    number = 0
+    for figures in planned():
+        options, facts, needed = figures.options, figures.facts, figures.needed_bytes
+        if figures.program == program:
+            assert needed is not None
+            costs, own, number = costs_of(figures), needed - figures.held_bytes, number + 1
+            if program == "gradients":
+                counted = costs.micro_batch(options.tokens, facts.adapters)
+                assert counted == pytest.approx(own, rel=0.125)
+            else:
+                counted = costs.sampling(options.slots, gathers_once=facts.gathers_once)
+            assert counted == pytest.approx(own, abs=of_all * needed)
+    assert number > 20

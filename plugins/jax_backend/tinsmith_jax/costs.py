@@ -1,0 +1,215 @@
+"""What training and sampling take of one device, counted from the model's configuration. No jax.
+
+What lies there between calls (weights, states of adapters, pages, rows of adapters) is counted exactly. What a compiled
+program needs while it runs is a fit to the compiler's own plan: of XLA for CPUs in float32, and for accelerators of
+libtpu in bfloat16, as no GPU was at hand. test_jax_costs.py compares the first with real programs.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from tinsmith.huggingface import ATTENTION, HEAD, MLP, DecoderShape, weight_counts
+from tinsmith_jax.rank_classes import class_of, rank_classes
+
+FLOAT: Final = 4  # bytes of what adapters, gradients and moments are kept in
+ITEM: Final = {"float32": 4, "bfloat16": 2}  # of base weights and activations
+TILE: Final = 64  # tokens, also of a page: layers.TILE, without jax
+TOGETHER: Final = 8  # adapters in a micro-batch: buckets.MAX_ADAPTERS
+_BY_INPUTS: Final = frozenset({"self_attn.o_proj", "mlp.down_proj"})
+"""The modules whose inputs `tensor` divides; of the others it divides the outputs."""
+
+_TARGET: Final = 24  # per token and target: what a loss takes and gives
+_RUNTIME: Final = 1 << 30  # of an accelerator: its driver's, and gaps of the allocator; an allowance
+_DRAWN: Final = {True: 8, False: 24}  # per row of a decoding dispatch and token of the vocabulary
+_READ_TILES: Final = {True: 2, False: 8}  # of prompts at a time
+
+_KEPT: Final = {True: (8, 8, 8, 8, 56), False: (12, 14, 6, 8, 56)}
+"""Bytes per token that a layer keeps for its backward pass without `recompute`, for each of its hidden, inner, q and kv
+size and rank: on CPU, and on accelerators."""
+
+_DIFFERENTIATED: Final = {True: (33, 24, 28, 27, 24), False: (0, 10, 33, 0, 0)}
+"""What a layer takes while it is differentiated: on CPU in addition to that, on accelerators with `recompute` all."""
+
+_STACKED: Final = {True: 3.0, False: 2.45}
+"""Copies of each adapter in a micro-batch: its weights and sums, side by side, and results on their way."""
+_STACKED_BY_FSDP: Final = 1.4
+_SIDE_BY_SIDE: Final = 200  # per token of an accelerator and rank of all adapters in the micro-batch
+_VOCABULARY: Final = 2.4  # copies of the head and the embedding in the layout that an accelerator wants
+_GATHERED_VOCABULARY: Final = 1.25
+_CPU_LOGITS: Final = 1 << 22  # of one chunk, as in head.py
+_PER_LOGIT: Final = 5  # bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computing:
+    """How devices compute, and how they share the work."""
+
+    on_cpu: bool
+    dtype: str
+    recompute: bool
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+    @property
+    def item(self) -> int:
+        return ITEM[self.dtype]
+
+    @property
+    def num_devices(self) -> int:
+        return self.data * self.fsdp * self.tensor
+
+
+class _Factor(NamedTuple):
+    """One of the two matrices of a LoRA."""
+
+    size: int  # inputs of A, outputs of B
+    number: int  # of such matrices in the model
+    tensor: int  # shards among which `tensor` divides it
+    same_axis: bool  # as `size`, which fsdp divides
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Bytes on one device."""
+
+    shape: DecoderShape
+    computing: Computing
+    max_lora_rank: int
+
+    # Between calls
+
+    @property
+    def base(self) -> int:
+        """The weights. Norms and routers are whole on every device."""
+        counts, item = weight_counts(self.shape), self.computing.item
+        experts = self.shape.experts
+        linear = self.shape.linear_shapes()
+        in_layer = (*ATTENTION, *MLP) if experts is None else ATTENTION
+        matrices = sum(inputs * outputs for inputs, outputs in (linear[path] for path in in_layer)) + counts.experts
+        whole = counts.num_layers * (counts.layer - matrices) + counts.norm
+        divided = counts.embedding + counts.head + counts.num_layers * matrices
+        return (whole + divided // (self.computing.fsdp * self.computing.tensor)) * item
+
+    def weights(self, rank: int) -> int:
+        """An adapter's weights."""
+        return self._padded(rank) * FLOAT * sum(each.size * each.number // each.tensor for each in self._factors())
+
+    def state(self, rank: int) -> int:
+        """Its gradients, and either of its moments: like its weights, and besides divided over `fsdp` where it can."""
+        total = 0
+        for each in self._factors():
+            parts = self.computing.fsdp
+            even = each.size % (parts * (each.tensor if each.same_axis else 1)) == 0
+            total += each.size * each.number // each.tensor // (parts if even else 1)
+        return self._padded(rank) * FLOAT * total
+
+    def model(self, rank: int) -> int:
+        """What a model has from its first step on."""
+        return self.weights(rank) + 3 * self.state(rank)
+
+    @property
+    def zeros(self) -> int:
+        """An adapter of each class, which all share that have no gradients or moments yet."""
+        ranks = rank_classes(self.max_lora_rank)
+        return sum(self.weights(rank) + (self.state(rank) if self.computing.fsdp > 1 else 0) for rank in ranks)
+
+    def rows(self, slots: int) -> int:
+        """The adapters of a shard's slots, and one row that stays empty."""
+        return (slots + 1) * self.weights(self.max_lora_rank) // FLOAT * self.computing.item
+
+    def pages(self, slots: int, context: int) -> int:
+        """Keys and values: of a sequence in each slot, and a page to copy from; one page is nobody's."""
+        number = 1 + slots * (-(-context // TILE) + 1)
+        values = 2 * self.shape.num_layers * self.shape.kv_size // self.computing.tensor
+        return number * TILE * values * self.computing.item
+
+    # While a program runs
+
+    @property
+    def runtime(self) -> int:
+        return 0 if self.computing.on_cpu else _RUNTIME
+
+    def micro_batch(self, tokens: int, adapters: int, targets: int = 1) -> int:
+        """A pass with gradients over a stream of so many tokens, with room for so many adapters of the largest rank."""
+        kept, layer = self._of_layer(_KEPT), self._of_layer(_DIFFERENTIATED)
+        on_cpu, num_layers = self.computing.on_cpu, self.shape.num_layers
+        if self.computing.recompute:
+            saved = num_layers * self.shape.hidden_size * self.computing.item
+            layer += kept if on_cpu else 0
+        else:
+            saved = num_layers * kept
+        at_most = tokens * layer + self._stacked(adapters)
+        if on_cpu:
+            logits = min(max(_CPU_LOGITS, TILE * self.shape.vocab_size), tokens * self.shape.vocab_size)
+            at_most = max(at_most, self._stacked(adapters, head=True) + logits * _PER_LOGIT // self.computing.tensor)
+        results = adapters * self.state(self.max_lora_rank) + tokens * _TARGET * targets
+        return tokens * saved + at_most + self._copied_base(tokens, adapters) + results
+
+    def step(self, adapters: int) -> int:
+        """The optimizer steps of so many adapters of the largest rank, whose old states stay until all are made."""
+        rank = self.max_lora_rank
+        return adapters * (self.weights(rank) + 2 * self.state(rank))
+
+    def sampling(self, slots: int, *, gathers_once: bool) -> int:
+        """A decoding dispatch, or the reading of prompts."""
+        on_cpu, item, parts = self.computing.on_cpu, self.computing.item, self.computing.fsdp
+        vocabulary = self.shape.vocab_size // self.computing.tensor
+        read = _READ_TILES[on_cpu] * TILE * self._of_layer(_KEPT)
+        own = max(_DRAWN[on_cpu] * slots * vocabulary, read)
+        if parts > 1 and gathers_once:
+            return own + self.base * parts
+        layer = self._layer_weights() * item if parts > 1 or on_cpu else 0
+        return own + layer + (vocabulary * self.shape.hidden_size * item if parts > 1 else 0)
+
+    def _stacked(self, adapters: int, *, head: bool = False) -> int:
+        """Return what adapters take side by side. On a CPU, the head's have gone when layers are differentiated."""
+        on_cpu, fsdp = self.computing.on_cpu, self.computing.fsdp
+        own = self.weights(self.max_lora_rank) - (self._head_weights() if on_cpu and not head else 0)
+        return int((_STACKED[on_cpu] if fsdp == 1 else _STACKED_BY_FSDP) * adapters * own)
+
+    def _head_weights(self) -> int:
+        own = self.shape.hidden_size + self.shape.vocab_size // self.computing.tensor
+        return self.max_lora_rank * FLOAT * own
+
+    def _copied_base(self, tokens: int, adapters: int) -> int:
+        """Return what a pass holds of base weights besides the shards, and on accelerators of inner values of LoRAs."""
+        computing = self.computing
+        vocabulary = self.shape.vocab_size * self.shape.hidden_size * computing.item // computing.tensor
+        if computing.on_cpu:
+            return 0 if computing.fsdp == 1 else vocabulary + self._layer_weights() * computing.item
+        inner = tokens * _SIDE_BY_SIDE * self.max_lora_rank * adapters // computing.tensor
+        return int((_VOCABULARY if computing.fsdp == 1 else _GATHERED_VOCABULARY) * vocabulary) + inner
+
+    def _layer_weights(self) -> int:
+        return weight_counts(self.shape).layer // self.computing.tensor
+
+    def _of_layer(self, factors: Mapping[bool, tuple[int, ...]]) -> int:
+        """Return bytes per token. With experts, a token's are taken to be as one MLP of their size together."""
+        shape, parts = self.shape, self.computing.tensor
+        experts = shape.experts
+        inner = shape.intermediate_size if experts is None else experts.intermediate_size * experts.top_k
+        whole, *divided, rank = factors[self.computing.on_cpu]
+        sizes = (inner, shape.q_size, shape.kv_size)
+        in_parts = sum(factor * size for factor, size in zip(divided, sizes, strict=True)) // parts
+        return whole * shape.hidden_size + in_parts + rank * self.max_lora_rank
+
+    def _padded(self, rank: int) -> int:
+        return class_of(rank, self.max_lora_rank)
+
+    def _factors(self) -> Iterator[_Factor]:
+        shape, parts = self.shape, self.computing.tensor
+        linear, layers = shape.linear_shapes(), shape.num_layers
+        for path in (*ATTENTION, *MLP) if shape.experts is None else ATTENTION:
+            inputs, outputs = linear[path]
+            by_inputs = path in _BY_INPUTS
+            yield _Factor(inputs, layers, parts if by_inputs else 1, same_axis=True)
+            yield _Factor(outputs, layers, 1 if by_inputs else parts, same_axis=True)
+        if shape.experts is not None:  # gate, up, down: of each, the factor that faces the hidden states is shared
+            own = layers * shape.experts.num_experts
+            for _ in range(3):
+                yield _Factor(shape.hidden_size, layers, 1, same_axis=True)
+                yield _Factor(shape.experts.intermediate_size, own, parts, same_axis=False)
+        yield _Factor(shape.hidden_size, 1, 1, same_axis=True)
+        yield _Factor(linear[HEAD][1], 1, parts, same_axis=True)
