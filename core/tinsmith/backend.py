@@ -195,6 +195,7 @@ class Demand:
 
     num_devices: int | None = None  # of this machine; None: any number; 0: none, as its devices are elsewhere
     least_bytes: int = 0  # with less it cannot serve one model, or one sequence
+    asleep_bytes: int | None = None  # what it keeps while it sleeps; None: it cannot sleep
     fixed: Mapping[str, int] = field(default_factory=dict)  # bytes by what they are for, however many models there are
     per_model: Mapping[str, int] = field(default_factory=dict)  # what each model, or resident snapshot, adds to them
     max_models: int | None = None  # models, or snapshots, that fit and that the settings allow; None: not known

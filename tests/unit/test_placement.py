@@ -30,6 +30,7 @@ CARD = 100 * GIB  # of which 92 are to be had
 class Wants(tinsmith.BackendConfig):
     count: int | None = None  # of devices
     least: int = 0  # GiB of all its devices together, which share it
+    asleep: int | None = 2  # GiB of each
 
 
 class Faulty(Wants):
@@ -43,7 +44,8 @@ class Stranger(tinsmith.BackendConfig):
 
 def demand(config: Wants, model: object, placement: tinsmith.Placement) -> tinsmith.Demand:
     each = config.least * GIB // max(1, len(placement.devices))
-    return tinsmith.Demand(num_devices=config.count, least_bytes=each, fixed={"weights": each})
+    asleep = None if config.asleep is None else config.asleep * GIB
+    return tinsmith.Demand(num_devices=config.count, least_bytes=each, asleep_bytes=asleep, fixed={"weights": each})
 
 
 def demand_nothing(config: Faulty, model: object, placement: tinsmith.Placement) -> tinsmith.Demand:
@@ -79,8 +81,8 @@ PLUGINS = Plugins.load(extra=[Offers()])
 ROOT = Path(__file__).parents[2]
 
 
-def a_model(backend: object = None, sampler: object = None, name: str = "m") -> ModelSettings:
-    sections = {"backend": {"plugin": "learns", **(backend or {})}}  # type: ignore[dict-item]
+def a_model(backend: object = None, sampler: object = None, name: str = "m", *, turns: bool = False) -> ModelSettings:
+    sections = {"turns": {"enabled": turns}, "backend": {"plugin": "learns", **(backend or {})}}  # type: ignore[dict-item]
     if sampler is not None:
         sections["sampler"] = {"plugin": "draws", **sampler}  # type: ignore[dict-item]
     return ModelSettings.model_validate({"name": name, **sections})
@@ -124,6 +126,49 @@ def test_two_models_get_devices_of_their_own_if_there_are_enough() -> None:
     models = a_model({}, {}, name="a"), a_model({}, {}, name="b")
     assert placed(cards(4), *models) == [("0", 92), ("1", 92), ("2", 92), ("3", 92)]
     assert placed(cards(1), *models) == [("0", 23)] * 4
+
+
+def test_who_takes_turns_has_all_but_what_the_other_one_keeps() -> None:
+    """The same devices for both, however many there are, and the maximum of their demands instead of the sum."""
+    pair = a_model({"least": 60}, {"least": 50, "asleep": 3}, turns=True)
+    assert placed(cards(1), pair) == [("0", 92 - 3), ("0", 92 - 2)]
+    assert placed(cards(2), pair) == [("0,1", 92 - 3), ("0,1", 92 - 2)]
+    assert placed(cards(4), a_model({"devices": ["2"]}, {}, turns=True)) == [("2", 90), ("2", 90)]
+    assert placed(cards(4), a_model({}, {"count": 3}, turns=True)) == [("0,1,2", 90), ("0,1,2", 90)]
+    other = a_model({"least": 10}, name="other")
+    assert placed(cards(1), a_model({"least": 40}, {"least": 50}, turns=True), other) == [
+        ("0", 52 + 15 - 2),  # 52 is what the sampler must have beside a trainer that sleeps; 30 are left for two
+        ("0", 52 + 15 - 2),
+        ("0", 10 + 15),
+    ]
+    by_hand = a_model({"memory": "70GiB"}, {"least": 80}, turns=True)
+    assert placed(cards(1), by_hand) == [("0", 70), ("0", 90)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "sampler", "told"),
+    [
+        (
+            {"devices": ["0"]},
+            {"devices": ["1"]},
+            "turns are for devices that both use, but backend learns of 'm' asks for devices 0 and sampler draws of "
+            "'m' asks for devices 1; give both the same `devices`, or disable the turns",
+        ),
+        ({"count": 1}, {"count": 2}, "backend learns of 'm' asks for 1 and sampler draws of 'm' asks for 2"),
+        ({"count": 0}, {}, "backend learns of 'm' asks for none of this machine and sampler draws of 'm' asks for any"),
+        ({}, {"asleep": None}, "sampler draws of 'm' cannot sleep, but turns of the model are enabled"),
+        (
+            {"least": 91, "devices": 1},
+            {"devices": 1},
+            "needs at least 93.0 GiB: backend learns of 'm' by turns with sampler draws of 'm' 93.0 GiB",
+        ),
+        ({"memory": "91GiB"}, {"devices": 1}, "needs at least 93.0 GiB"),
+    ],
+)
+def test_turns_that_cannot_work_are_refused(backend: object, sampler: object, told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        placed(cards(2), a_model(backend, sampler, turns=True))
+    assert told in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -225,10 +270,12 @@ def test_an_engine_that_cannot_work_as_configured_stops_no_other(
 
 def test_what_the_server_has_placed_an_engine_places_alike() -> None:
     settings = Settings(models=(a_model({"least": 20}, {"least": 10}), a_model({}, {"count": 1}, name="other")))
+    turns = a_model({"least": 20}, {"least": 10}, name="turns", turns=True)
+    settings = settings.model_copy(update={"models": (*settings.models, turns)})
     for machine in (cards(1), cards(2), cards(8)):
-        plan = make_plan(settings, PLUGINS, machine, ["m", "other"])
+        plan = make_plan(settings, PLUGINS, machine, ["m", "other", "turns"])
         once = with_placement(settings, plan)
-        for model in ("m", "other"):
+        for model in ("m", "other", "turns"):
             assert with_placement(once, make_plan(once, PLUGINS, machine, [model])) == once
 
 
@@ -283,6 +330,14 @@ def test_a_well_known_model_needs_no_files(monkeypatch: pytest.MonkeyPatch, caps
         ["weights", "30.0", "GiB"],
         ["left", "62.0", "GiB"],
     ]
+
+
+def test_a_plan_tells_of_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    typed = "--cards", "1", "--models.0.turns.enabled", "true", "--models.0.backend.least", "80"
+    code, out = plan(monkeypatch, capsys, "Qwen3-8B", *COMMON, *typed)
+    assert code == 0, out
+    assert "backend learns of 'Qwen3-8B': devices 0, 90.0 GiB of each in its turn, 2.0 GiB asleep" in out
+    assert "sampler draws of 'Qwen3-8B': devices 0, 90.0 GiB of each in its turn, 2.0 GiB asleep" in out
 
 
 def test_a_directory_is_read(

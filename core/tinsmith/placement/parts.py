@@ -34,6 +34,7 @@ class Part:
     spec: AnySpec
     config: BackendConfig
     wanted: DeviceSettings
+    by_turns: bool = False  # shares its devices by turns with the other part of its model
     shape: Mapping[str, Any] | None  # the model's parsed config.json (Any: JSON); None: not known yet
 
     @property
@@ -70,6 +71,7 @@ def _parts_of_model(index: int, model: ModelSettings, plugins: Plugins) -> Itera
                 spec=spec,
                 config=spec.config.model_validate(own_options(section, spec)),
                 wanted=device_settings(section, spec),
+                by_turns=model.turns.enabled,
                 shape=shape,
             )
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar
 
 from tinsmith.backend import Demand, Placement
 from tinsmith.errors import ConfigError
 from tinsmith.placement.machine import Machine
-from tinsmith.placement.parts import Part
+from tinsmith.placement.parts import Part, PartError
 
 _MORE_DEVICES: Final = (1, 2, 4, 8, 16, 32, 64)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,20 +55,49 @@ def _placement(devices: tuple[str, ...], memory: int | None, machine: Machine) -
     return Placement(devices=devices, memory_bytes=memory, device_bytes=machine.device_bytes)
 
 
+def _units(parts: Sequence[Part]) -> list[tuple[int, ...]]:
+    """Return the indices of the parts, together those that share devices by turns."""
+    by_model: dict[object, list[int]] = {}
+    for index, part in enumerate(parts):
+        by_model.setdefault(part.index if part.by_turns else (part.index, part.role), []).append(index)
+    return [tuple(members) for members in by_model.values()]
+
+
 # Devices --------------------------------------------------------------------------------------------------------------
 
 
 def _devices(parts: Sequence[Part], machine: Machine) -> list[tuple[str, ...]]:
     """Return the devices of each part: those that it names, else some that nobody has named, else shared ones."""
-    numbers = [_number(part, machine) for part in parts]
-    named = {device for part in parts for device in _named(part)}
+    units = _units(parts)
+    names = [_agreed([_named(parts[i]) or None for i in unit], unit, parts) or () for unit in units]
+    numbers = [_agreed([_number(parts[i], machine) for i in unit], unit, parts) for unit in units]
+    named = {device for own in names for device in own}
     free = [device for device in machine.devices if device not in named]
-    open_parts = [index for index, part in enumerate(parts) if not _named(part) and numbers[index] != 0]
-    given = _spread([numbers[index] for index in open_parts], free) or _shared(
-        [numbers[index] for index in open_parts], machine.devices
-    )
-    chosen = dict(zip(open_parts, given, strict=True))
-    return [chosen.get(index, _named(part)) for index, part in enumerate(parts)]
+    open_units = [number for number, own in enumerate(names) if not own and numbers[number] != 0]
+    wanted = [numbers[number] for number in open_units]
+    given = _spread(wanted, free) or _shared(wanted, machine.devices)
+    chosen = dict(zip(open_units, given, strict=True))
+    of_part = {i: chosen.get(number, names[number]) for number, unit in enumerate(units) for i in unit}
+    return [of_part[index] for index in range(len(parts))]
+
+
+def _agreed(wishes: Sequence[T | None], unit: Sequence[int], parts: Sequence[Part]) -> T | None:
+    """Return the devices, or their number, that those of a unit ask for. None: none does."""
+    said = {wish for wish in wishes if wish is not None}
+    if len(said) > 1 or (said == {0} and None in wishes):  # 0: its devices are elsewhere
+        asked = " and ".join(
+            f"{parts[i].name} asks for {_in_words(wish)}" for i, wish in zip(unit, wishes, strict=True)
+        )
+        msg = f"turns are for devices that both use, but {asked}; give both the same `devices`, or disable the turns"
+        raise ConfigError(msg)
+    return next(iter(said), None)
+
+
+def _in_words(wish: object) -> str:
+    """Describe devices, or their number."""
+    if isinstance(wish, tuple):
+        return f"devices {', '.join(wish)}"
+    return "any number" if wish is None else "none of this machine" if wish == 0 else str(wish)
 
 
 def _named(part: Part) -> tuple[str, ...]:
@@ -117,19 +148,49 @@ def _shared(numbers: Sequence[int | None], devices: Sequence[str]) -> list[tuple
 
 
 def _memory(parts: Sequence[Part], chosen: Sequence[tuple[str, ...]], machine: Machine) -> list[int | None]:
-    """Return what each part may take of each of its devices: what it must have, and an equal share of what is left."""
-    least = [
-        part.demand(_placement(devices, None, machine)).least_bytes for part, devices in zip(parts, chosen, strict=True)
-    ]
-    for part, size in zip(parts, least, strict=True):
-        _refuse_too_little(part, size)
-    sharing = {device: [i for i, own in enumerate(chosen) if device in own] for device in set().union(*chosen)}
-    spare = {device: _spare(device, users, parts, least, machine) for device, users in sharing.items()}
+    """Return what each part may take of each of its devices: what it must have, and an equal share of what is left.
+
+    Parts that take turns have one share of a device, in which each has room beside what the other keeps in its sleep.
+    """
+    demands = [part.demand(_placement(devices, None, machine)) for part, devices in zip(parts, chosen, strict=True)]
+    for part, demand in zip(parts, demands, strict=True):
+        _refuse_too_little(part, demand.least_bytes)
+    units = [_unit(members, parts, demands) for members in _units(parts)]
+    sharing = {device: [unit for unit in units if device in chosen[unit.members[0]]] for device in set().union(*chosen)}
+    spare = {device: _spare(device, users, parts, machine) for device, users in sharing.items()}
     alone = machine.usable_bytes if machine.others_alike else None
-    return [
-        part.wanted.memory or _share(least[index], [spare[device] for device in chosen[index]] or [alone])
-        for index, part in enumerate(parts)
-    ]
+    memory = {
+        index: parts[index].wanted.memory
+        or _share(unit.least - asleep, [spare[device] for device in chosen[index]] or [alone])
+        for unit in units
+        for index, asleep in zip(unit.members, unit.others_asleep, strict=True)
+    }
+    return [memory[index] for index in range(len(parts))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unit:
+    """A part, or two that take turns."""
+
+    members: tuple[int, ...]
+    others_asleep: tuple[int, ...]  # of each: what the other one keeps in its sleep
+    least: int  # bytes that it must have of each of its devices
+    is_open: bool  # whether it may have more
+
+
+def _unit(members: tuple[int, ...], parts: Sequence[Part], demands: Sequence[Demand]) -> _Unit:
+    asleep = {index: _asleep(parts[index], demands[index]) for index in members} if len(members) > 1 else {}
+    others = tuple(sum(size for other, size in asleep.items() if other != index) for index in members)
+    needs = [(parts[i].wanted.memory or demands[i].least_bytes) + size for i, size in zip(members, others, strict=True)]
+    is_open = any(parts[index].wanted.memory is None for index in members)
+    return _Unit(members=members, others_asleep=others, least=max(needs), is_open=is_open)
+
+
+def _asleep(part: Part, demand: Demand) -> int:
+    if demand.asleep_bytes is None:
+        msg = f"{part.name} cannot sleep, but turns of the model are enabled; disable them, or choose another plugin"
+        raise PartError(msg, part.model)
+    return demand.asleep_bytes
 
 
 def _share(least: int, spare: Sequence[int | None]) -> int | None:
@@ -144,27 +205,28 @@ def _refuse_too_little(part: Part, least: int) -> None:
         raise ConfigError(msg)
 
 
-def _spare(
-    device: str, users: Sequence[int], parts: Sequence[Part], least: Sequence[int], machine: Machine
-) -> int | None:
-    """Return how much more than it must have each part gets that leaves its memory open. None: not known."""
-    fixed = [parts[user].wanted.memory or least[user] for user in users]
-    still_open = sum(parts[user].wanted.memory is None for user in users)
+def _spare(device: str, users: Sequence[_Unit], parts: Sequence[Part], machine: Machine) -> int | None:
+    """Return how much more than it must have each user gets that leaves its memory open. None: not known."""
+    still_open = sum(user.is_open for user in users)
     usable = machine.usable_bytes
     if usable is None:
-        if len(users) > 1 and still_open:
-            names = " and ".join(parts[user].name for user in users)
-            msg = f"{names} share device {device}, whose memory is not known: set `memory` for each"
+        sharing = [parts[index].name for user in users for index in user.members]
+        if len(sharing) > 1 and still_open:
+            msg = f"{' and '.join(sharing)} share device {device}, whose memory is not known: set `memory` for each"
             raise ConfigError(msg)
         return None
-    if sum(fixed) > usable:
-        needs = " and ".join(f"{parts[user].name} {gib(size)}" for user, size in zip(users, fixed, strict=True))
+    needed = sum(user.least for user in users)
+    if needed > usable:
+        needs = " and ".join(f"{_names(user, parts)} {gib(user.least)}" for user in users)
         msg = (
-            f"device {device} has {gib(usable)} to give, and what is to run on it needs at least {gib(sum(fixed))}: "
-            f"{needs}"
+            f"device {device} has {gib(usable)} to give, and what is to run on it needs at least {gib(needed)}: {needs}"
         )
         raise _TooSmallError(msg)
-    return (usable - sum(fixed)) // max(1, still_open)
+    return (usable - needed) // max(1, still_open)
+
+
+def _names(unit: _Unit, parts: Sequence[Part]) -> str:
+    return " by turns with ".join(parts[index].name for index in unit.members)
 
 
 def _what_would_fit(parts: Sequence[Part], machine: Machine) -> str:

@@ -21,6 +21,9 @@ def _where(placed: Placed) -> str:
     devices, memory = placed.placement.devices, placed.placement.memory_bytes
     where = f"devices {', '.join(devices)}" if devices else "no devices of this machine are assigned"
     each = "" if memory is None else f", {gib(memory)} of each" if devices else f", {gib(memory)} for each process"
+    asleep = placed.demand.asleep_bytes
+    if placed.part.by_turns and asleep is not None:
+        each += f" in its turn, {gib(asleep)} asleep"
     layout = f" ({placed.demand.layout})" if placed.demand.layout else ""
     return where + each + layout
 

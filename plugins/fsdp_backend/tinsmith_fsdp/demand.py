@@ -18,13 +18,14 @@ def demand(config: FsdpConfig, model: Mapping[str, Any] | None, placement: Place
     elsewhere = config.device == "cpu" or config.launcher in _ELSEWHERE
     num_devices = 0 if elsewhere else config.nproc_per_node
     if model is None:
-        return Demand(num_devices=num_devices)
+        return Demand(num_devices=num_devices, asleep_bytes=0)
     shape = architecture_of(model, Path("config.json"))
     ranks = _ranks(config, placement)
     budget = budget_of(config, shape, ranks, placement.memory_bytes)
     return Demand(
         num_devices=num_devices,
         least_bytes=least_bytes(config, shape, ranks),
+        asleep_bytes=budget.costs.runtime,
         fixed=_fixed(budget),
         per_model={"weights, gradients, moments": budget.adapter},
         max_models=budget.max_models,
