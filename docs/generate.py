@@ -108,7 +108,7 @@ def command_tables() -> str:
 
 _MACHINES = (("one card", "one-card", 1), ("eight cards, split", "eight-cards", 8))
 _MACHINES += (("eight cards, colocated", "eight-cards-colocated", 8), ("two nodes of eight cards", "two-nodes", 8))
-_MODELS = ("Qwen3-8B", "Qwen3-32B", "Llama-3-70B")
+_MODELS = ("Qwen3-8B", "Qwen3-32B", "Llama-3-70B", "Qwen3-32B-W8A16", "Llama-3-70B-W8A16")
 _TENANTS = 16
 
 

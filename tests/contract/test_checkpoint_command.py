@@ -18,6 +18,7 @@ from tinsmith.backend import ModelState
 from tinsmith.checkpoints.format import read_checkpoint, write_checkpoint
 from tinsmith.checkpoints.tools import rewriting
 from tinsmith.commands.cli import build_group
+from tinsmith.huggingface.model_files import read_model_config
 from tinsmith.huggingface.safetensors_files import StoredTensors
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.operations import Array, LoraConfig
@@ -25,6 +26,7 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import CheckpointRecord, StoreContext
+from tinsmith.testing.int8_model import write_int8_model
 
 RANK = 4
 LORA = LoraConfig(rank=RANK, seed=0)
@@ -222,6 +224,20 @@ def test_merging_rounds_once_to_the_dtype_asked_for(tmp_path: Path, bases: dict[
     assert half.dtype == torch.bfloat16
     for name, exact in StoredTensors.of(tmp_path / "full", "model").items():
         assert torch.equal(half.get_parameter(name), torch.tensor(exact).bfloat16())
+
+
+def test_an_adapter_merges_into_a_model_of_8_bit_integers(tmp_path: Path, bases: dict[bool, Path]) -> None:
+    """What comes out is unquantised, and loads as such."""
+    write_int8_model(bases[False], tmp_path / "int8", tmp_path / "plain")
+    merged = {}
+    for name in ("int8", "plain"):
+        base = tmp_path / name
+        directory = saved(tmp_path / f"of-{name}", state(base), base)
+        ok("merge", directory, tmp_path / f"merged-{name}")
+        merged[name] = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"merged-{name}").state_dict()
+    for name, tensor in merged["plain"].items():
+        torch.testing.assert_close(merged["int8"][name], tensor, rtol=0, atol=0)
+    assert "quantization_config" not in read_model_config(tmp_path / "merged-int8")
 
 
 def test_adapters_in_peft_are_the_same_bits(tmp_path: Path, bases: dict[bool, Path]) -> None:

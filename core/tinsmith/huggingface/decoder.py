@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tinsmith.errors import ConfigError
+from tinsmith.huggingface.int8 import Int8, read_int8
 
 ATTENTION: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP: Final = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -44,6 +45,7 @@ class DecoderShape:
     max_position: int
     tied: bool  # the output head is the embedding
     experts: ExpertShape | None = None  # None: a dense model
+    int8: Int8 | None = None  # how the layers' matrices are quantised; None: they are not
 
     @property
     def q_size(self) -> int:
@@ -70,7 +72,8 @@ _WITH_EXPERTS: Final = ("Qwen3MoeForCausalLM",)
 def decoder_shape(config: Mapping[str, Any], path: Path, *, supported: Collection[str]) -> DecoderShape:  # Any: JSON
     """Read the sizes from a parsed config.json. `path` names the file in errors.
 
-    Raise ConfigError if the architecture is not among the supported ones, or if a size is missing.
+    Raise ConfigError if the architecture is not among the supported ones, if a size is missing, or if the weights are
+    quantised other than to 8-bit integers.
     """
     class_name = next(iter(config.get("architectures") or ["(none named)"]))
     if class_name not in supported:
@@ -90,6 +93,7 @@ def decoder_shape(config: Mapping[str, Any], path: Path, *, supported: Collectio
             max_position=int(config["max_position_embeddings"]),
             tied=bool(config.get("tie_word_embeddings", False)),
             experts=_expert_shape(config, path) if class_name in _WITH_EXPERTS else None,
+            int8=read_int8(config, path),
         )
     except KeyError as error:
         msg = f"{path}: {error.args[0]!r} is missing"

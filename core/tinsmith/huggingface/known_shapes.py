@@ -5,6 +5,8 @@ Sizes are facts from the models' published config.json.
 
 from typing import Any, Final
 
+from tinsmith.huggingface.int8 import W8A16
+
 _QWEN3: Final = {"vocab_size": 151_936, "max_position_embeddings": 40_960, "num_key_value_heads": 8, "head_dim": 128}
 _LLAMA: Final = {"vocab_size": 128_256, "max_position_embeddings": 131_072, "num_key_value_heads": 8}
 
@@ -38,6 +40,7 @@ _SIZES: Final = {  # kind, hidden, intermediate, layers, heads, tied
     "Llama-3.3-70B": ("llama", 8192, 28_672, 80, 64, False),
 }
 
+_QUANTISED: Final = "-w8a16"
 _SHORT_CONTEXT: Final = {"Llama-3-8B": 8192, "Llama-3-70B": 8192}
 
 KNOWN_SHAPES: Final = tuple(_SIZES)
@@ -46,9 +49,13 @@ KNOWN_SHAPES: Final = tuple(_SIZES)
 def known_config(name: str) -> dict[str, Any] | None:  # Any: parsed JSON
     """Return the config.json of a model, as far as its sizes go, or None if the name is not known.
 
-    An owner in front of the name and an ending such as `-Instruct` do not matter, nor does the case.
+    An owner in front of the name and an ending such as `-Instruct` do not matter, nor does the case. The ending
+    `-W8A16` means the model quantised to 8-bit integers.
     """
     wanted = name.rpartition("/")[2].partition("@")[0].lower().removeprefix("meta-")
+    if wanted.endswith(_QUANTISED):
+        unquantised = known_config(wanted.removesuffix(_QUANTISED))
+        return None if unquantised is None else {**unquantised, "quantization_config": W8A16}
     for known, (kind, hidden, intermediate, layers, heads, tied) in _SIZES.items():
         if wanted in {known.lower(), f"{known}-instruct".lower(), f"{known}-base".lower()}:
             class_name, common = _KINDS[kind]

@@ -41,9 +41,10 @@ def missing_files(directory: Path) -> list[str]:
 
 
 def copy_model_files(source: Path, target: Path, *, dtype: str, tied: bool | None = None) -> None:
-    """Copy configuration and tokenizer, so that the target loads on its own. Set the new dtype in config.json."""
+    """Copy configuration and tokenizer, so that the target loads on its own, with unquantised weights of this dtype."""
     config = read_model_config(source)
     config.pop("torch_dtype", None)
+    config.pop("quantization_config", None)
     config["dtype"] = dtype
     if tied is not None:
         config["tie_word_embeddings"] = tied

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith.errors import ServerError
+from tinsmith.huggingface import int8
 from tinsmith.operations import Array, FloatArray
 
 DTYPES: Final[Mapping[str, tuple[str, str]]] = {
@@ -73,7 +74,18 @@ class StoredTensor:
         if self.dtype not in _STORED:
             msg = f"{self.file.name}: tensor {self.name!r} is {self.dtype}; known are {', '.join(sorted(_STORED))}"
             raise ServerError(msg)
-        stored = np.dtype(_STORED[self.dtype])
+        return _from_stored(self._raw(first, count, np.dtype(_STORED[self.dtype])), self.dtype)
+
+    def load_packed(self, start: int, stop: int) -> npt.NDArray[np.int32]:
+        """Read some rows of an int32 tensor as they are. Raise ServerError as `load` does."""
+        row = math.prod(self.shape[1:])
+        return self._raw(start * row, (stop - start) * row, np.dtype("<i4")).reshape(stop - start, *self.shape[1:])
+
+    def load_integers(self) -> list[int]:
+        """Read a small tensor of int64."""
+        return [int(number) for number in self._raw(0, math.prod(self.shape), np.dtype("<i8"))]
+
+    def _raw(self, first: int, count: int, stored: np.dtype[Any]) -> npt.NDArray[Any]:
         whole = math.prod(self.shape) * stored.itemsize == self.num_bytes
         try:
             with self.file.open("rb") as opened:
@@ -88,7 +100,23 @@ class StoredTensor:
         if not whole or raw.size != count:
             msg = f"{self.file.name} is damaged: tensor {self.name!r} is cut short"
             raise ServerError(msg)
-        return _from_stored(raw, self.dtype)
+        return raw
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int8Tensor(StoredTensor):
+    """A matrix of 8-bit integers: what its tensors stand for, as if it were stored in the dtype of its scales."""
+
+    packed: StoredTensor
+    scale: StoredTensor
+
+    def load(self) -> FloatArray:
+        return self.load_rows(0, self.shape[0])
+
+    def load_rows(self, start: int, stop: int) -> FloatArray:
+        columns = slice(0, self.shape[1])
+        integers = int8.unpacked(self.packed.load_packed(start, stop), columns)
+        return int8.dequantised(integers, self.scale.load_rows(start, stop), columns, self.shape[1])
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -145,10 +173,12 @@ class StoredTensors(Mapping[str, Array]):
 
     @classmethod
     def of(cls, directory: Path, stem: str) -> Self:
-        """Open `<stem>.safetensors` or the shards listed in `<stem>.safetensors.index.json`; else empty."""
-        return cls(
-            {name: tensor for file in shard_files(directory, stem) for name, tensor in read_header(file).items()}
-        )
+        """Open `<stem>.safetensors` or the shards listed in `<stem>.safetensors.index.json`; else empty.
+
+        Matrices of 8-bit integers are listed as what they stand for.
+        """
+        found = {name: tensor for file in shard_files(directory, stem) for name, tensor in read_header(file).items()}
+        return cls(_with_int8(found))
 
     def __getitem__(self, name: str) -> Array:
         tensor = self.stored[name]
@@ -179,6 +209,39 @@ class StoredTensors(Mapping[str, Array]):
         """Return the tensors whose names start with `prefix`, with the prefix removed."""
         found = {name.removeprefix(prefix): each for name, each in self.stored.items() if name.startswith(prefix)}
         return StoredTensors(found, wait=self.wait)
+
+
+def _with_int8(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Put one entry in the place of each matrix's three."""
+    whole = {name: _int8_tensor(name, found) for name in int8.quantised_matrices(found)}
+    parts = {f"{name}{end}" for name in whole for end in (int8.PACKED, int8.SCALE, int8.SHAPE)}
+    return {name: tensor for name, tensor in found.items() if name not in parts} | whole
+
+
+def _int8_tensor(name: str, found: Mapping[str, StoredTensor]) -> Int8Tensor:
+    packed, scale = found[f"{name}{int8.PACKED}"], found[f"{name}{int8.SCALE}"]
+    try:
+        rows, columns = found[f"{name}{int8.SHAPE}"].load_integers()
+    except KeyError as error:
+        msg = f"{packed.file.name} is damaged: {name}{int8.SHAPE} is missing"
+        raise ServerError(msg) from error
+    if packed.dtype != "I32" or packed.shape != (rows, -(-columns // 4)) or scale.shape[:1] != (rows,):
+        msg = (
+            f"{packed.file.name}: {name} is stored as {packed.dtype} {list(packed.shape)} with scales "
+            f"{list(scale.shape)}; 8-bit integers of its shape {[rows, columns]} are I32 {[rows, -(-columns // 4)]} "
+            f"with scales for each of the {rows} rows"
+        )
+        raise ServerError(msg)
+    return Int8Tensor(
+        name=name,
+        file=packed.file,
+        dtype=scale.dtype,
+        shape=(rows, columns),
+        start=packed.start,
+        num_bytes=columns * scale.num_bytes // scale.shape[1],
+        packed=packed,
+        scale=scale,
+    )
 
 
 def tensor_files(directory: Path, stem: str) -> dict[str, Path]:

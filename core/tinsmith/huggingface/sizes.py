@@ -1,5 +1,6 @@
-"""How many weights a decoder has, by part, and how many an adapter on it has. No bytes: those are the backends'."""
+"""How many weights a decoder has, by part, and how many an adapter on it has."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinsmith.huggingface.decoder import ATTENTION, HEAD, MLP, DecoderShape
@@ -11,6 +12,8 @@ class WeightCounts:
 
     embedding: int
     layer: int  # of one layer, experts included
+    matrices: int  # of those, the ones that may be 8-bit integers: all linear layers but the head
+    scales: int  # of these integers; 0 if the model is not quantised
     experts: int  # of those of one layer; 0 for a dense model
     num_layers: int
     norm: int  # the last one
@@ -24,17 +27,28 @@ class WeightCounts:
     def total(self) -> int:
         return self.outside_layers + self.num_layers * self.layer
 
+    def layer_bytes(self, item: int) -> int:
+        """Return the size of a layer: `item` bytes for a weight, 1 for one that is an integer, 4 for a scale."""
+        if not self.scales:
+            return self.layer * item
+        return self.matrices + 4 * self.scales + (self.layer - self.matrices) * item
+
+    def total_bytes(self, item: int) -> int:
+        return self.outside_layers * item + self.num_layers * self.layer_bytes(item)
+
 
 def weight_counts(shape: DecoderShape) -> WeightCounts:
     """Count the weights of a Qwen2, Qwen3, Qwen3-MoE, Llama or Mistral model."""
     linear = shape.linear_shapes()
-    attention = sum(inputs * outputs for inputs, outputs in (linear[path] for path in ATTENTION))
     experts = _expert_weights(shape)
-    dense = 0 if experts else sum(inputs * outputs for inputs, outputs in (linear[path] for path in MLP))
+    shared = [linear[path] for path in (ATTENTION if experts else (*ATTENTION, *MLP))]
+    matrices = sum(inputs * outputs for inputs, outputs in shared) + experts
     router = 0 if shape.experts is None else shape.hidden_size * shape.experts.num_experts
     return WeightCounts(
         embedding=shape.vocab_size * shape.hidden_size,
-        layer=attention + _beside_the_matrices(shape) + dense + router + experts,
+        layer=matrices + _beside_the_matrices(shape) + router,
+        matrices=matrices,
+        scales=_scales(shape, shared),
         experts=experts,
         num_layers=shape.num_layers,
         norm=shape.hidden_size,
@@ -46,6 +60,18 @@ def _expert_weights(shape: DecoderShape) -> int:
     if shape.experts is None:
         return 0
     return shape.experts.num_experts * 3 * shape.hidden_size * shape.experts.intermediate_size
+
+
+def _scales(shape: DecoderShape, shared: Sequence[tuple[int, int]]) -> int:
+    """Count the scales of a layer's matrices; `shared`: (in, out) of those that are not an expert's."""
+    if shape.int8 is None:
+        return 0
+    found = sum(outputs * shape.int8.num_scales(inputs) for inputs, outputs in shared)
+    if shape.experts is not None:
+        hidden, inner = shape.hidden_size, shape.experts.intermediate_size
+        each = 2 * inner * shape.int8.num_scales(hidden) + hidden * shape.int8.num_scales(inner)
+        found += shape.experts.num_experts * each
+    return found
 
 
 def _beside_the_matrices(shape: DecoderShape) -> int:

@@ -5,9 +5,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from tinsmith.errors import ConfigError, ServerError
+from tinsmith.huggingface.int8 import PACKED, SCALE, Int8, dequantised, packed_columns, unpacked
 from tinsmith.huggingface.safetensors_files import tensor_files
 
 # Any below: the arrays of the framework, and safetensors' handles, which are untyped.
@@ -19,9 +22,11 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
     Every error is a ConfigError that names the directory or file, and the tensor.
     """
 
-    def __init__(self, directory: Path, *, framework: Literal["numpy", "pt"]) -> None:
+    def __init__(self, directory: Path, *, framework: Literal["numpy", "pt"], int8: Int8 | None = None) -> None:
+        """With `int8` and `numpy`, matrices of 8-bit integers are read as the float32 numbers that they stand for."""
         self._directory = directory
         self._framework = framework
+        self._int8 = int8
         self._handles: dict[Path, Any] = {}
         self._open = ExitStack()
         try:
@@ -40,11 +45,26 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Any:
         """Read a tensor, which must have the given shape."""
-        return self._read(name, shape, ())
+        return self.part(name, shape, ())
 
     def part(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...]) -> Any:
         """Read the rows, or rows and columns, of a tensor whose whole shape must be the given one."""
+        if self._int8 is not None and name not in self._files and f"{name}{PACKED}" in self._files:
+            return self._dequantised(name, shape, cut, self._int8)
         return self._read(name, shape, cut)
+
+    def _dequantised(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...], how: Int8) -> Any:
+        rows = cut[0] if cut else slice(0, shape[0])
+        columns = cut[1] if len(cut) > 1 else slice(0, shape[1])
+        scales = self._read(f"{name}{SCALE}", (shape[0], how.num_scales(shape[1])), (rows,))
+        return dequantised(self.integers(name, shape, (rows, columns)), scales, columns, shape[1])
+
+    def integers(self, name: str, shape: tuple[int, ...], cut: tuple[slice, slice]) -> npt.NDArray[np.int8]:
+        """Read rows and columns of a matrix of 8-bit integers, as a NumPy array."""
+        rows, columns = cut
+        stored = (rows, packed_columns(columns))
+        packed = self._read(f"{name}{PACKED}", (shape[0], -(-shape[1] // 4)), stored)
+        return unpacked(np.asarray(packed, np.int32), columns)
 
     def _read(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...]) -> Any:
         if name not in self._files:

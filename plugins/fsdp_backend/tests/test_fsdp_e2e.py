@@ -17,6 +17,7 @@ from fsdp_harness import forking
 from tinsmith.settings import ModelSettings
 from tinsmith.testing import TinyShape, write_tiny_model
 from tinsmith.testing.harness import running_server
+from tinsmith.testing.int8_model import write_int8_model
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,7 +53,11 @@ def test_all_weights_are_trained_through_the_sdk(tmp_path: Path, model: dict[str
 
 @pytest.mark.thorough  # above, the server and its engine in this process
 @pytest.mark.timeout(900)
-def test_scripts_on_two_ranks_and_the_jax_sampler(tmp_path: Path, model: dict[str, object]) -> None:
+@pytest.mark.parametrize("int8", [False, True])
+def test_scripts_on_two_ranks_and_the_jax_sampler(int8: bool, tmp_path: Path, model: dict[str, object]) -> None:
+    if int8:
+        write_int8_model(tmp_path / "model", tmp_path / "int8", group_size=32)
+        model = {**model, "path": str(tmp_path / "int8")}
     settings = {"server": {"port": 0, "data_dir": str(tmp_path / "data")}, "models": [model]}
     (tmp_path / "tinsmith.yaml").write_text(yaml.safe_dump(settings))
     command = [sys.executable, "-m", "tinsmith", "serve", "--config", str(tmp_path / "tinsmith.yaml")]
@@ -60,7 +65,7 @@ def test_scripts_on_two_ranks_and_the_jax_sampler(tmp_path: Path, model: dict[st
         server = subprocess.Popen(command, stderr=log, env=environment(), start_new_session=True)
         try:
             url = wait_for_url(server, tmp_path / "data")
-            for script in (SCRIPT, FULL_SCRIPT):
+            for script in (SCRIPT,) if int8 else (SCRIPT, FULL_SCRIPT):
                 arguments = [url] if script == FULL_SCRIPT else ["--base-url", url, "--base-model", "tiny"]
                 done = subprocess.run(
                     [sys.executable, str(script), *arguments],

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith import ConfigError
-from tinsmith.huggingface import DecoderShape, decoder_shape, read_model_config
+from tinsmith.huggingface import HEAD, DecoderShape, decoder_shape, read_model_config
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """transformers classes that are a plain chain of embedding, layers, norm and head, and whose layers use the same names
@@ -25,11 +25,21 @@ def read_architecture(directory: Path) -> DecoderShape:
 def architecture_of(config: Mapping[str, Any], path: Path) -> DecoderShape:  # Any: parsed JSON
     """Do the same with what has been read. `path` names the file in errors."""
     shape = decoder_shape(config, path, supported=ARCHITECTURES)
-    if config.get("quantization_config"):
-        msg = f"{path}: quantization_config is not supported by the fsdp backend; give it unquantised weights"
-        raise ConfigError(msg)
+    _check_groups(shape, path)
     window = _sliding_window(config, shape.class_name)
     return replace(shape, max_position=min(shape.max_position, window or shape.max_position))
+
+
+def _check_groups(shape: DecoderShape, path: Path) -> None:
+    if shape.int8 is None or shape.int8.group_size is None:
+        return
+    for module, (columns, _) in shape.linear_shapes().items():
+        if module != HEAD and columns % shape.int8.group_size:
+            msg = (
+                f"{path}: group_size of the 8-bit integers ({shape.int8.group_size}) must divide the {columns} columns "
+                f"of {module}; quantise with the strategy channel, or with another group_size"
+            )
+            raise ConfigError(msg)
 
 
 def _sliding_window(config: Mapping[str, Any], class_name: str) -> int | None:  # Any: parsed JSON

@@ -16,6 +16,7 @@ from tinsmith import (
     Placement,
     ServerError,
 )
+from tinsmith.huggingface import DecoderShape
 from tinsmith.workers import (
     AdapterModelState,
     MakeLauncher,
@@ -54,11 +55,12 @@ class FsdpBackend(SleepableWorkersBackend):
     def __init__(self, config: FsdpConfig, context: BackendContext, launch_with: MakeLauncher | None = None) -> None:
         self.architecture = read_architecture(context.model_directory)
         self._config = config
+        self._max_full_models = _max_full_models(config, self.architecture)
         super().__init__(
             _start(config, context, launch_with),
             context.losses,
             max_models=config.max_models,
-            max_full_models=config.max_full_models,
+            max_full_models=self._max_full_models,
             max_lora_rank=config.max_lora_rank,
         )
         try:
@@ -82,6 +84,7 @@ class FsdpBackend(SleepableWorkersBackend):
             if size % tp:
                 msg = f"{what} of the model ({size}) must be a multiple of tensor_parallel ({tp})"
                 raise ConfigError(msg)
+        _check_scales(arch, tp)
 
     def _admitted(self, device: WorkerDevice, placement: Placement) -> Budget:
         """Divide a rank's memory. Raise ConfigError if it is not enough for one model."""
@@ -118,10 +121,10 @@ class FsdpBackend(SleepableWorkersBackend):
             max_context_tokens=self._budget.context_tokens,
             max_batch_tokens=self._rank_tokens * self._dp_size,
             max_models=self._budget.max_models,
-            max_full_models=self._config.max_full_models,
+            max_full_models=self._max_full_models,
             losses=frozenset(self._losses),
             max_lora_rank=self._config.max_lora_rank,
-            full_fine_tuning=self._config.max_full_models > 0,
+            full_fine_tuning=self._max_full_models > 0,
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
             max_targets_per_token=_MAX_TARGETS,
             deterministic=on_cpu,
@@ -199,6 +202,32 @@ class FsdpBackend(SleepableWorkersBackend):
         """Give each rank its part of every micro-batch. Ranks of one tp group get the same part."""
         tp = self._config.tensor_parallel
         return [[micro[rank // tp] for micro in micros] for rank in range(len(self.ranks))]
+
+
+def _check_scales(arch: DecoderShape, tp: int) -> None:
+    """Raise ConfigError if columns that have one scale would be on two ranks."""
+    if arch.int8 is None or arch.int8.group_size is None:
+        return
+    for what, size in (("the width of attention", arch.q_size), ("intermediate_size", arch.intermediate_size)):
+        if size // tp % arch.int8.group_size:
+            msg = (
+                f"{what} of the model ({size}) / tensor_parallel ({tp}) must be a multiple of group_size of the 8-bit "
+                f"integers ({arch.int8.group_size})"
+            )
+            raise ConfigError(msg)
+
+
+def _max_full_models(config: FsdpConfig, architecture: DecoderShape) -> int:
+    """Return the setting, or 0 for a model of 8-bit integers: nothing can be trained in them."""
+    if architecture.int8 is None:
+        return config.max_full_models
+    if config.max_full_models and "max_full_models" in config.model_fields_set:
+        msg = (
+            f"max_full_models is {config.max_full_models}, and the base model's matrices are 8-bit integers, which "
+            "cannot be trained; set it to 0, or use the unquantised model"
+        )
+        raise ConfigError(msg)
+    return 0
 
 
 def _start(config: FsdpConfig, context: BackendContext, launch_with: MakeLauncher | None) -> WorkerGroup:

@@ -29,6 +29,7 @@ from tinsmith_fsdp.streams import Stream
 
 _HEAD_NORMS = (".q_norm.weight", ".k_norm.weight")  # one weight for all heads, while tp divides the heads
 _COLUMN = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})  # the others are row-parallel
+_KINDS = ("weight", "weight_scale", "bias")  # of a linear layer's parameters
 Report = Callable[[float], None]
 
 
@@ -68,8 +69,9 @@ class BaseModel:
         config._attn_implementation = attention.NAME  # noqa: SLF001  (where transformers' layers look)
         causal_lm.eval().requires_grad_(requires_grad=trainable)
         rotary = type(causal_lm.model.rotary_emb)(config=config)  # not on meta: it has buffers, which would be empty
-        shapes = {name: tuple(p.shape) for name, p in causal_lm.named_parameters()}
         self._adapt(causal_lm)
+        shapes = {name: tuple(p.shape) for name, p in causal_lm.named_parameters()}
+        self._divide(causal_lm)
         self.model = PackedModel(causal_lm, checkpointing=setup.checkpointing)
         self.model.counts_head = mesh.tp_rank == 0
         self.all_meta = all(parameter.is_meta for parameter in self.model.parameters())
@@ -91,20 +93,31 @@ class BaseModel:
         self.model.set_rotary(rotary.to(self._mesh.device))
 
     def _adapt(self, causal_lm: nn.Module) -> None:
-        """Replace every linear layer by an adaptable one whose matrix is divided over the tp axis."""
-        tp = self._mesh.tp_size
+        """Replace every linear layer by an adaptable one."""
+        int8 = self._setup.architecture.int8
         for index, layer in enumerate(causal_lm.model.layers):  # type: ignore[union-attr, arg-type]  # a ModuleList
             for path in (*ATTENTION, *MLP):
                 parent_path, _, leaf = path.rpartition(".")
                 parent = layer.get_submodule(parent_path)
                 cut = 0 if leaf in _COLUMN else 1
-                linear = MultiLoraLinear(getattr(parent, leaf), f"model.layers.{index}.{path}", cut)
-                if tp > 1:
-                    linear.group, linear.tp_rank = self._mesh.tp.get_group(), self._mesh.tp_rank
-                    linear.weight = self._divided(linear.weight, cut)
-                    if linear.bias is not None and cut == 0:
-                        linear.bias = self._divided(linear.bias, 0)
-                setattr(parent, leaf, linear)
+                module = f"model.layers.{index}.{path}"
+                linear = getattr(parent, leaf)
+                scales = None if int8 is None else int8.num_scales(linear.in_features)
+                setattr(parent, leaf, MultiLoraLinear(linear, module, cut, num_scales=scales))
+
+    def _divide(self, causal_lm: nn.Module) -> None:
+        """Divide the matrices over the tp axis."""
+        if self._mesh.tp_size == 1:
+            return
+        for linear in causal_lm.modules():
+            if isinstance(linear, MultiLoraLinear):
+                assert linear.cut is not None
+                linear.group, linear.tp_rank = self._mesh.tp.get_group(), self._mesh.tp_rank
+                linear.weight = self._divided(linear.weight, linear.cut)
+                if linear.bias is not None and linear.cut == 0:
+                    linear.bias = self._divided(linear.bias, 0)
+                if linear.weight_scale is not None and (linear.cut == 0 or linear.weight_scale.shape[1] > 1):
+                    linear.weight_scale = self._divided(linear.weight_scale, linear.cut)
 
     def _divided(self, parameter: torch.Tensor, dim: int) -> nn.Parameter:
         local = torch.chunk(parameter.detach(), self._mesh.tp_size, dim)[self._mesh.tp_rank].contiguous()
@@ -150,13 +163,13 @@ class BaseModel:
             f"{linear.module}.{kind}": linear.cut
             for linear in self.model.modules()
             if isinstance(linear, MultiLoraLinear) and linear.group is not None
-            for kind in ("weight", "bias")
+            for kind in _KINDS
         }
         for name, parameter in self.model.named_parameters():
             full = canonical_name(name)
             shape = shapes[full]
             cut = cuts.get(full)
-            if full.endswith(".bias") and cut == 1:
+            if cut == 1 and (full.endswith(".bias") or (full.endswith(".weight_scale") and shape[1] == 1)):
                 cut = None  # whole on every tp rank
             first, last = self._range(shape[0]) if cut == 0 else (0, shape[0])
             chunk = -(-(last - first) // shards)
@@ -225,6 +238,10 @@ class BaseModel:
         if part.rows.start == part.rows.stop:
             return
         cut = (part.rows,) if part.columns is None else (part.rows, part.columns)
-        piece = files.part(part.name, part.shape, cut)
+        if part.parameter.dtype == torch.int8:
+            columns = part.columns or slice(0, part.shape[1])
+            piece = torch.from_numpy(files.integers(part.name, part.shape, (part.rows, columns)))
+        else:
+            piece = files.part(part.name, part.shape, cut)
         self.read_bytes += piece.numel() * piece.element_size()
         part.local.copy_(piece)

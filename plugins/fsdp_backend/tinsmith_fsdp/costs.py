@@ -8,7 +8,7 @@ that the GPU's driver, NCCL and the allocator's gaps take is an allowance, not m
 from dataclasses import dataclass
 from typing import Final
 
-from tinsmith.huggingface import DecoderShape, WeightCounts, weight_counts
+from tinsmith.huggingface import ATTENTION, MLP, DecoderShape, WeightCounts, weight_counts
 from tinsmith_fsdp.config import FsdpConfig
 
 ADAPTER_BYTES: Final = 16  # per weight: itself, its gradient and two moments, in float32
@@ -53,7 +53,7 @@ class Costs:
     """Bytes on one rank."""
 
     base: int  # its shards of the frozen model
-    gathered: int  # layers of all ranks, while they compute
+    gathered: int  # layers of all ranks, while they compute, and a matrix of integers that has been converted
     runtime: int
     saved: int  # per token of a micro-batch, by all layers, for the backward pass
     layer: int  # per token, by the layer that is differentiated
@@ -81,12 +81,12 @@ class Costs:
 def costs_of(config: FsdpConfig, shape: DecoderShape, ranks: Ranks) -> Costs:
     """Count for one rank. Of unequal shards, the largest."""
     item, weights = ITEM[ranks.dtype], weight_counts(shape)
-    layer = weights.layer * item // ranks.tp
+    layer = weights.layer_bytes(item) // ranks.tp
     gathered = _gathered(config, weights, ranks, layer, item)
     kept, more = (_of_layer(each[ranks.dtype], shape, config.max_lora_rank) for each in (_KEPT, _DIFFERENTIATED))
     return Costs(
         base=-(-(weights.outside_layers * item + weights.num_layers * layer) // ranks.shards),
-        gathered=gathered if ranks.shards > 1 else 0,
+        gathered=(gathered if ranks.shards > 1 else 0) + _converted(shape) * item // ranks.tp,
         trained=gathered if ranks.shards == 1 else 0,
         runtime=0 if ranks.on_cpu else _RUNTIME,
         saved=shape.num_layers * (shape.hidden_size * item if ranks.checkpointing else kept),
@@ -104,6 +104,15 @@ def _gathered(config: FsdpConfig, weights: WeightCounts, ranks: Ranks, layer: in
     held = 1 if ranks.shards == 1 else 3
     held = min(held, weights.num_layers) if config.reshard_after_forward else weights.num_layers
     return weights.outside_layers * item + held * layer
+
+
+def _converted(shape: DecoderShape) -> int:
+    """Count the largest matrix of integers: it is converted to compute with it."""
+    if shape.int8 is None:
+        return 0
+    linear = shape.linear_shapes()
+    largest = max(inputs * outputs for inputs, outputs in (linear[path] for path in (*ATTENTION, *MLP)))
+    return largest if shape.int8.group_size is None else 2 * largest  # before and after its scales
 
 
 def _of_layer(factors: tuple[int, ...], shape: DecoderShape, lora_rank: int) -> int:

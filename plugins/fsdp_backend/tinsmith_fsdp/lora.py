@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tinsmith_fsdp.grouped import grouped
+from tinsmith_fsdp.int8 import int8_linear
 from tinsmith_fsdp.tensor_parallel import copy_to_ranks, reduce_from_ranks
 
 
@@ -32,9 +33,18 @@ class MultiLoraLinear(nn.Module):
     adapter's gradient: anything that every rank computes identically is counted only by the first.
     """
 
-    def __init__(self, linear: nn.Linear, module: str, cut: int | None = None) -> None:
+    def __init__(
+        self, linear: nn.Linear, module: str, cut: int | None = None, *, num_scales: int | None = None
+    ) -> None:
+        """num_scales: of each row, if in place of the layer's matrix comes one of 8-bit integers."""
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
+        self.weight_scale: nn.Parameter | None = None  # [out, G] of 8-bit integers
+        if num_scales is not None:
+            integers = torch.empty_like(linear.weight, dtype=torch.int8)
+            self.weight = nn.Parameter(integers, requires_grad=False)
+            scale = torch.empty(linear.weight.shape[0], num_scales, device=linear.weight.device)
+            self.weight_scale = nn.Parameter(scale, requires_grad=False)
         self.module = module
         self.cut = cut
         self.group: dist.ProcessGroup | None = None  # of the tp axis, if it has more than one rank
@@ -43,14 +53,21 @@ class MultiLoraLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [1, T, in] to [1, T, out]."""
-        weight, bias = _local(self.weight), None if self.bias is None else _local(self.bias)
+        bias = None if self.bias is None else _local(self.bias)
         if self.group is None:
-            return self._with_adapters(x, F.linear(x, weight, bias))
+            return self._with_adapters(x, self._product(x, bias))
         if self.cut == 0:
             x = copy_to_ranks(x, self.group)
-            return self._with_adapters(x, F.linear(x, weight, bias))
-        y = reduce_from_ranks(F.linear(x, weight), self.group)
+            return self._with_adapters(x, self._product(x, bias))
+        y = reduce_from_ranks(self._product(x, None), self.group)
         return self._with_adapters(x, y if bias is None else y + bias)
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        weight = _local(self.weight)
+        if self.weight_scale is None:
+            return F.linear(x, weight, bias)
+        y = int8_linear(x, weight, _local(self.weight_scale))
+        return y if bias is None else y + bias
 
     def _with_adapters(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         if self.factors is None:

@@ -107,8 +107,9 @@ def on_more_cards(row: Row, cards: int) -> Row:
     They are taken to be equal, as they are if the number of cards divides all rows of the weights.
     """
     ratio = row.work.cards / cards
-    whole = weight_counts(architecture_of(_config_of(row.work), Path("config.json"))).total
-    shards = whole * (ITEM["bfloat16"] + (FULL_BYTES if row.work.rank == 0 else 0)) // row.work.cards
+    weights = weight_counts(architecture_of(_config_of(row.work), Path("config.json")))
+    trained = FULL_BYTES * weights.total if row.work.rank == 0 else 0
+    shards = (weights.total_bytes(ITEM["bfloat16"]) + trained) // row.work.cards
     resident = row.resident - shards + round(shards * ratio)
     stepping = (row.step - row.resident) * (ratio if row.work.rank == 0 else 1)
     return row.model_copy(

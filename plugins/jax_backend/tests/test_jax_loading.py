@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from jax_harness import LOSSES, add_model, make_backend, make_op
@@ -15,8 +16,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tinsmith import BackendContext, ConfigError, Forward, LoraConfig
 from tinsmith.huggingface import read_rope
+from tinsmith.huggingface.int8 import Int8
+from tinsmith.testing.int8_model import write_int8_model
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
+from tinsmith_jax.model_config import read_config
+from tinsmith_jax.weights import load_base
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -73,6 +78,21 @@ def test_sharded_files_hold_the_same_model(directory: Path, jax_cache: Path, tin
         (output,) = backend.forward([Forward(model_id="m", data=make_op("m", 0, (9,)).data)])
         results.append(output.loss_fn_outputs[0]["logprobs"])
     np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_8_bit_integers_are_read_as_what_they_stand_for(
+    kind: str, tiny_models: Mapping[str, Path], tmp_path: Path
+) -> None:
+    write_int8_model(tiny_models[kind], tmp_path / "int8", tmp_path / "plain", group_size=16)
+    bases = [
+        load_base(tmp_path / name, read_config(tmp_path / name), "float32", lambda *_: None)
+        for name in ("int8", "plain")
+    ]
+    assert read_config(tmp_path / "int8").int8 == Int8(16)
+    left, right = (jax.tree.leaves_with_path(base) for base in bases)
+    for (name, one), (_, other) in zip(left, right, strict=True):
+        np.testing.assert_array_equal(one, other, err_msg=jax.tree_util.keystr(name))
 
 
 def _drop_tensor(directory: Path) -> None:

@@ -48,7 +48,7 @@ def config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:  # Any: par
 
 
 def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:  # Any: parsed JSON
-    for key in ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config"):
+    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if config.get(key):
             msg = f"{path}: {key} = {config[key]!r} is not supported by the jax backend"
             raise ConfigError(msg)

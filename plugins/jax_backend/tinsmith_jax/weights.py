@@ -57,7 +57,7 @@ def load_base(
 
     Raise ConfigError for missing files or tensors, or wrong shapes.
     """
-    with WeightFiles(directory, framework="numpy") as files:
+    with WeightFiles(directory, framework="numpy", int8=config.int8) as files:
 
         def read(name: str, shape: tuple[int, ...], index: Index) -> Array:
             whole = all(part == slice(0, size) for part, size in zip(index, shape, strict=True))

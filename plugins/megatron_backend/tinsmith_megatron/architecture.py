@@ -29,8 +29,8 @@ def read_architecture(directory: Path) -> Architecture:
 
 def architecture_of(config: Mapping[str, Any], path: Path) -> Architecture:  # Any: parsed JSON
     """Understand a config.json. `path` is for messages."""
-    shape = decoder_shape(config, path, supported=ARCHITECTURES)
     _refuse_unsupported(config, path)
+    shape = decoder_shape(config, path, supported=ARCHITECTURES)
     rope = read_rope(config, shape.head_dim, str(path))
     if rope.factor != 1.0:
         msg = f"{path}: rotary embeddings with an attention factor (yarn) are not supported by the megatron backend"

@@ -338,6 +338,22 @@ def model_of(directory: Path, name: str) -> Path:
     return directory
 
 
+def test_models_of_8_bit_integers_need_a_gpu_and_are_not_merged_into(tmp_path: Path) -> None:
+    directory = model_of(tmp_path, "Qwen3-8B-W8A16")
+    (launch,) = launches(VllmConfig.model_validate(settings()), directory, tmp_path)
+    assert "no kernels on CPUs: sample with the jax sampler" in launch.start.impossible_on_cpu
+    with pytest.raises(ConfigError, match="8-bit integers, into which nothing can be merged"):
+        list(launches(VllmConfig.model_validate(settings(adapters="merge")), directory, tmp_path))
+
+
+def test_models_that_vllm_alone_knows_are_left_to_it(tmp_path: Path) -> None:
+    config = {**(known_config("Qwen3-8B") or {}), "quantization_config": {"quant_method": "awq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (launch,) = launches(VllmConfig.model_validate(settings()), tmp_path, tmp_path)
+    assert not launch.start.impossible_on_cpu
+    assert "base weights" not in demand(VllmConfig(), config, Placement()).fixed
+
+
 def test_steps_overlap_unless_routing_is_replayed(tmp_path: Path) -> None:
     config = VllmConfig.model_validate(settings(engine_args={"async_scheduling": True}))
     (overlapping,) = launches(config, Path("/model"), tmp_path)

@@ -58,7 +58,7 @@ def layout_of(config: VllmConfig, shape: DecoderShape | None, placement: Placeme
 def _smallest(config: VllmConfig, shape: DecoderShape | None, placement: Placement) -> int:
     if shape is None or placement.device_bytes is None:
         return 1
-    weights, size = weight_counts(shape).total * _item(config, placement), 1
+    weights, size = weight_counts(shape).total_bytes(_item(config, placement)), 1
     while 2 * size <= len(placement.devices) and weights / size > _ROOM * placement.device_bytes:
         size *= 2
     return size
@@ -101,7 +101,10 @@ def known_shape(model: Mapping[str, Any] | None) -> DecoderShape | None:  # Any:
     """Return the sizes of the model. None: its weights cannot be counted here; vLLM may serve it all the same."""
     if model is None or next(iter(model.get("architectures") or [""])) not in _KNOWN:
         return None
-    return decoder_shape(model, Path("config.json"), supported=_KNOWN)
+    try:
+        return decoder_shape(model, Path("config.json"), supported=_KNOWN)
+    except ConfigError:  # quantised in a way that vLLM may know: it checks the configuration itself
+        return None
 
 
 def context_that_fits(config: VllmConfig, model: Mapping[str, Any] | None, placement: Placement) -> int | None:
@@ -125,7 +128,7 @@ def _fixed(config: VllmConfig, shape: DecoderShape, layout: Layout, placement: P
     item = _item(config, placement)
     number = 0 if merges(config, shape, on_cpu=not placement.devices) else config.max_loras
     return {
-        "base weights": weight_counts(shape).total * item // layout.tensor_parallel,
+        "base weights": weight_counts(shape).total_bytes(item) // layout.tensor_parallel,
         f"{number} adapters of rank {config.max_lora_rank}": number
         * adapter_weights(shape, config.max_lora_rank)
         * item,

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from tinsmith import ConfigError, Placement
-from tinsmith.huggingface import read_model_config
+from tinsmith.huggingface import DecoderShape, read_model_config
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.demand import (
     Layout,
@@ -26,6 +26,14 @@ _NOWHERE: Final = Placement()
 _NO_KERNELS: Final = (
     "the sampler's setting `adapters` is 'apply', but the model has experts, and on CPUs vllm has no kernels for their "
     "adapters: set it to 'auto' or 'merge'"
+)
+_NO_INT8: Final = (
+    "the model's matrices are 8-bit integers, for which vllm has no kernels on CPUs: sample with the jax sampler, or "
+    "serve the unquantised model"
+)
+_CANNOT_MERGE: Final = (
+    "the sampler's setting `adapters` is 'merge', but the model's matrices are 8-bit integers, into which nothing can "
+    "be merged: set it to 'auto' or 'apply'"
 )
 _NOT_EAGER: Final = (
     "routing_replay is enabled, but the sampler's setting enforce_eager is false, and compiled graphs do not tell the "
@@ -51,6 +59,8 @@ def launches(
         raise ConfigError(_NOT_EAGER)
     model = read_model_config(model_path) if (model_path / "config.json").exists() else None
     shape = known_shape(model)
+    if config.adapters == "merge" and shape is not None and shape.int8 is not None:
+        raise ConfigError(_CANNOT_MERGE)
     layout = layout_of(config, shape, placement)
     sizes = {
         "max_model_len": config.max_model_len or context_that_fits(config, model, placement),
@@ -70,7 +80,7 @@ def launches(
         eager_on_cpu=config.enforce_eager is None and not routed_experts,
         merge_on_cpu=merges(config, shape, on_cpu=True),
         half_the_memory_on_cpu=config.gpu_memory_utilization is None and placement.share is None,
-        impossible_on_cpu=_NO_KERNELS if config.adapters == "apply" and has_experts(shape) else "",
+        impossible_on_cpu=_impossible_on_cpu(config, shape),
         routed_experts=routed_experts,
     )
     package = package_path(cache_dir)
@@ -85,6 +95,13 @@ def launches(
             start_timeout_s=config.start_timeout_s,
             step_timeout_s=config.step_timeout_s,
         )
+
+
+def _impossible_on_cpu(config: VllmConfig, shape: DecoderShape | None) -> str:
+    """Return why the model cannot be sampled without a GPU, or an empty string."""
+    if shape is not None and shape.int8 is not None:
+        return _NO_INT8
+    return _NO_KERNELS if config.adapters == "apply" and has_experts(shape) else ""
 
 
 def _engine_args(config: VllmConfig, model_path: Path, layout: Layout, placement: Placement) -> dict[str, object]:
