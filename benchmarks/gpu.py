@@ -6,6 +6,7 @@
 
     limits          a large product of matrices, a copy of memory: what the others are compared with
     training        the fsdp backend: 1 and 16 tenants with the same tokens, and packings that compile nothing new
+    experts         the megatron backend: the same on a mixture of experts, Qwen3-30B-A3B with twelve of its layers
     peft_training   the same tokens through transformers and PEFT, one adapter
     sampling        the vllm sampler: 256 seeded sequences of an adapter, and the way of an adapter to its first token
     plain_vllm      the same sequences through vLLM alone
@@ -28,7 +29,7 @@ from pathlib import Path
 
 from gpu_parts.common import NotInstalledError, Options, Report
 
-PARTS = ("limits", "training", "peft_training", "sampling", "plain_vllm", "served")
+PARTS = ("limits", "training", "experts", "peft_training", "sampling", "plain_vllm", "served")
 
 
 def main() -> int:
