@@ -32,12 +32,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "use-the-cookbook.md"
 PYTHON = os.environ.get("TINSMITH_COOKBOOK_PYTHON", sys.executable)
 JAX = {"plugin": "jax", "max_lora_rank": 8, "warm_up": False}
 MEGATRON = {"plugin": "megatron", "device": "cpu", "tensor_parallel": 2, "isolation": "fast", "max_lora_rank": 8}
+VLLM = {"plugin": "vllm", "max_model_len": 512, "max_num_seqs": 64, "kv_cache_bytes": 32 << 20, "max_lora_rank": 8}
 DENSE, EXPERTS = TinyShape(num_layers=2), TinyShape(num_layers=2, family="qwen3_moe")
 CASES: dict[str, tuple[TinyShape, dict[str, dict[str, Any]]]] = {
     "jax": (DENSE, {"backend": JAX}),
     "experts on jax": (EXPERTS, {"backend": JAX}),
     "megatron": (DENSE, {"backend": MEGATRON, "sampler": JAX}),
     "experts on megatron": (EXPERTS, {"backend": {**MEGATRON, "expert_parallel": 2}, "sampler": JAX}),
+    "megatron and vllm": (DENSE, {"backend": MEGATRON, "sampler": VLLM}),
+    "experts on megatron and vllm": (EXPERTS, {"backend": {**MEGATRON, "expert_parallel": 2}, "sampler": VLLM}),
 }
 MESHES = {
     "2 processes": {"mesh": {"fsdp": 2, "tensor": 2}, "nproc_per_node": 2, "simulated_devices": 2},
@@ -59,7 +62,9 @@ pytestmark = pytest.mark.slow
 def serving(directory: Path, shape: TinyShape, sections: dict[str, dict[str, Any]]) -> Iterator[RunningServer]:
     if not installed():
         pytest.skip(f"tinker-cookbook is not installed for {PYTHON}; {PAGE.name} says how")
-    if missing := {section["plugin"] for section in sections.values()} - Plugins.load().backends.unambiguous().keys():
+    plugins = Plugins.load()
+    installed_here = plugins.backends.unambiguous().keys() | plugins.samplers.unambiguous().keys()
+    if missing := {section["plugin"] for section in sections.values()} - installed_here:
         pytest.skip(f"tinsmith-{' and tinsmith-'.join(missing)} is not installed")
     model = directory / "model"
     write_tiny_model(model, shape)

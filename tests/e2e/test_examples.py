@@ -80,7 +80,7 @@ def ended(process: "subprocess.Popen[Any]") -> bool:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("script", ["tutorial_pig_latin.py", "rl_group.py"])
+@pytest.mark.parametrize("script", ["tutorial_pig_latin.py", "pig_latin.py", "rl_group.py"])
 def test_example(server: tuple[str, str], script: str) -> None:
     url, name = server
     command = [sys.executable, "-W", "error::FutureWarning", str(EXAMPLES / script)]
