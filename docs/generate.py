@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from itertools import groupby
@@ -29,11 +29,11 @@ from tinsmith.failpoints import BOUNDARIES
 from tinsmith.placement.machine import Machine
 from tinsmith.placement.placing import Placed
 from tinsmith.placement.plan import make_plan
-from tinsmith.placement.report import described
+from tinsmith.placement.report import described, memory_rows
 from tinsmith.plugins.hook_caller import HOOK_NAMES
 from tinsmith.plugins.loading import Plugins
 from tinsmith.protocol import field_status
-from tinsmith.settings import DeviceSettings, PluginSection, Settings
+from tinsmith.settings import DeviceSettings, ModelSettings, PluginSection, Settings
 from tinsmith.settings.sources import Flag
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -109,6 +109,14 @@ def command_tables() -> str:
 _MACHINES = (("one card", "one-card", 1), ("eight cards, split", "eight-cards", 8))
 _MACHINES += (("eight cards, colocated", "eight-cards-colocated", 8), ("two nodes of eight cards", "two-nodes", 8))
 _MODELS = ("Qwen3-8B", "Qwen3-32B", "Llama-3-70B", "Qwen3-32B-W8A16", "Llama-3-70B-W8A16")
+_JAX_MACHINES: tuple[tuple[int, str, dict[str, int]], ...] = (
+    (1, "Qwen3-8B", {}),
+    (1, "Qwen3-32B", {}),
+    (8, "Qwen3-8B", {"fsdp": 8}),
+    (8, "Qwen3-32B", {"fsdp": 8}),
+    (8, "Qwen3-32B", {"fsdp": 4, "tensor": 2}),
+    (8, "Llama-3-70B", {"fsdp": 4, "tensor": 2}),
+)
 _TENANTS = 16
 
 
@@ -137,6 +145,34 @@ def _fitting(name: str, model: str, cards: int) -> tuple[str, ...]:
         f"{min(models, _TENANTS)} of {_TENANTS}",
         sampler.demand.layout,
         f"{sampler.demand.batch_tokens * sampler.demand.replicas:,}",
+    )
+
+
+def what_fits_with_jax() -> str:
+    """Return what there is room for if the jax backend trains and samples."""
+    rows = ["| Cards | Model | Mesh | Tokens in a micro-batch | Tenants | GiB of each card |", "|" + "---|" * 6]
+    return "\n".join([*rows, *(f"| {' | '.join(_fitting_with_jax(*each))} |" for each in _JAX_MACHINES)])
+
+
+def _fitting_with_jax(cards: int, model: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    divided = ", ".join(f"`{axis}: {size}`" for axis, size in mesh.items()) or "none"
+    backend = {"plugin": "jax", **({"mesh": mesh} if mesh else {})}
+    settings = Settings(models=(ModelSettings.model_validate({"name": model, "backend": backend}),))
+    try:
+        (trainer,) = make_plan(settings, Plugins.load(), _machine(cards), [model])
+    except ConfigError as error:
+        needed = str(error).partition("needs at least ")[2].partition(":")[0]
+        return str(cards), model, divided, f"does not fit: needs {needed}", "", ""
+    models = trainer.demand.max_models
+    assert models is not None
+    rows = memory_rows(trainer, _TENANTS)
+    return (
+        str(cards),
+        model,
+        divided,
+        f"{trainer.demand.batch_tokens:,}",
+        f"{min(models, _TENANTS)} of {_TENANTS}",
+        "; ".join(f"{name} {size / 2**30:.1f}" for name, size in rows),
     )
 
 
@@ -343,6 +379,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "comparison": comparison,
     "failpoints": failpoint_table,
     "plans": what_fits,
+    "plans-jax": what_fits_with_jax,
     "plan-in-full": plan_in_full,
     "fields": field_status.markdown,
     **{f"tpu-{kind}": partial(tpu_table, kind) for kind in ("tenants", "slices", "recompute", "scaling", "sampling")},

@@ -180,6 +180,7 @@ class Placement:
     devices: tuple[str, ...] = ()  # ids for CUDA_VISIBLE_DEVICES; empty: none assigned
     memory_bytes: int | None = None  # of each device, all that the backend may take; None: not known
     device_bytes: int | None = None  # of each device, all that it has; None: not known
+    samples: bool = True  # False: for a trainer that has a separate sampler beside it
 
     @property
     def share(self) -> float | None:

@@ -48,6 +48,10 @@ def demand(config: Wants, model: object, placement: tinsmith.Placement) -> tinsm
     return tinsmith.Demand(num_devices=config.count, least_bytes=each, asleep_bytes=asleep, fixed={"weights": each})
 
 
+def demand_as_told(config: Wants, model: object, placement: tinsmith.Placement) -> tinsmith.Demand:
+    return tinsmith.Demand(layout="samples as well" if placement.samples else "only trains")
+
+
 def demand_nothing(config: Faulty, model: object, placement: tinsmith.Placement) -> tinsmith.Demand:
     raise ConfigError(config.fault)
 
@@ -68,6 +72,9 @@ class Offers:
             tinsmith.BackendSpec(name="learns", config=Wants, create=refuse, demand=demand, needs_model_path=False),
             tinsmith.BackendSpec(
                 name="faulty", config=Faulty, create=refuse, demand=demand_nothing, needs_model_path=False
+            ),
+            tinsmith.BackendSpec(
+                name="asks", config=Wants, create=refuse, demand=demand_as_told, needs_model_path=False
             ),
             tinsmith.BackendSpec(name="stranger", config=Stranger, create=refuse, needs_model_path=False),
         ]
@@ -109,6 +116,16 @@ def test_what_starts_with_no_setting_on_one_card_and_on_eight() -> None:
     assert placed(cards(8), pair) == [("0,1,2,3", 92), ("4,5,6,7", 92)]
     assert placed(cards(3), pair) == [("0,1", 92), ("2", 92)]
     assert placed(cards(8), a_model({"least": 20})) == [("0,1,2,3,4,5,6,7", 92)]
+
+
+@pytest.mark.parametrize(("sampler", "told"), [(None, "samples as well"), ({}, "only trains")])
+def test_a_trainer_is_told_whether_it_samples(sampler: object, told: str) -> None:
+    settings = Settings(models=(a_model({"plugin": "asks"}, sampler),))
+    plan = make_plan(settings, PLUGINS, cards(1), ["m"])
+    assert plan[0].demand.layout == told
+    with pytest.raises(Made) as made:
+        make_trainer(settings.models[0], PLUGINS, settings.data_dir, lambda *_: None, samples=sampler is None)
+    assert made.value.context.placement.samples is (sampler is None)
 
 
 def test_settings_choose_to_split_or_to_share() -> None:
@@ -231,7 +248,7 @@ def test_the_engine_finds_its_part_in_its_settings(tmp_path: Path, monkeypatch: 
     with pytest.raises(Made) as made:
         make_trainer(again, PLUGINS, settings.data_dir.at(tmp_path), lambda *_: None, samples=False)
     given = made.value.context.placement
-    assert given == tinsmith.Placement(devices=("0",), memory_bytes=92 * GIB, device_bytes=CARD)
+    assert given == tinsmith.Placement(devices=("0",), memory_bytes=92 * GIB, device_bytes=CARD, samples=False)
     assert given.share == 0.92
     assert made.value.config == Wants(least=7)
 
@@ -244,7 +261,7 @@ def test_a_backend_that_knows_nothing_of_it_keeps_its_own_settings(tmp_path: Pat
     with pytest.raises(Made) as made:
         make_trainer(model, PLUGINS, settings.data_dir.at(tmp_path), lambda *_: None, samples=False)
     assert made.value.config == Stranger(devices="mine", memory="too")
-    assert made.value.context.placement == tinsmith.Placement()
+    assert made.value.context.placement == tinsmith.Placement(samples=False)
 
 
 def test_an_engine_that_cannot_work_as_configured_stops_no_other(

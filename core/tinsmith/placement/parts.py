@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tinsmith.backend import BackendConfig, Demand, Placement
@@ -34,6 +34,7 @@ class Part:
     spec: AnySpec
     config: BackendConfig
     wanted: DeviceSettings
+    samples: bool  # False: a trainer with a separate sampler beside it
     by_turns: bool = False  # shares its devices by turns with the other part of its model
     shape: Mapping[str, Any] | None  # the model's parsed config.json (Any: JSON); None: not known yet
 
@@ -45,7 +46,7 @@ class Part:
         """Ask the plugin. Raise PartError with the part's name."""
         assert self.spec.demand is not None
         try:
-            return self.spec.demand(self.config, self.shape, placement)
+            return self.spec.demand(self.config, self.shape, replace(placement, samples=self.samples))
         except ConfigError as error:
             msg = f"{self.name}: {error}"
             raise PartError(msg, self.model) from error
@@ -71,6 +72,7 @@ def _parts_of_model(index: int, model: ModelSettings, plugins: Plugins) -> Itera
                 spec=spec,
                 config=spec.config.model_validate(own_options(section, spec)),
                 wanted=device_settings(section, spec),
+                samples=role == "sampler" or model.sampler is None,
                 by_turns=model.turns.enabled,
                 shape=shape,
             )

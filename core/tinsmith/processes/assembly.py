@@ -146,7 +146,7 @@ def _context(
         cache_dir=cache_dir,
         losses=plugins.losses.all(),
         samples=samples,
-        placement=_placement(section, spec),
+        placement=_placement(section, spec, samples=samples),
         progress=progress,
         checkpoint_shard_bytes=model.checkpoint_shard_bytes,
         routing_replay=model.routing_replay.enabled,
@@ -176,12 +176,12 @@ def check_routing_replay(
         raise ConfigError(msg)
 
 
-def _placement(section: PluginSection | None, spec: AnySpec) -> Placement:
+def _placement(section: PluginSection | None, spec: AnySpec, *, samples: bool) -> Placement:
     """Return what the plan has written into the section."""
     given = device_settings(section, spec)
     devices = given.devices if isinstance(given.devices, tuple) else ()
     known = this_machine().device_bytes if devices and given.memory is not None else None
-    return Placement(devices=devices, memory_bytes=given.memory, device_bytes=known)
+    return Placement(devices=devices, memory_bytes=given.memory, device_bytes=known, samples=samples)
 
 
 def capabilities_of(backend: TrainingBackend, sampler: SamplingBackend | None) -> Capabilities:

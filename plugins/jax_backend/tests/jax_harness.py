@@ -18,6 +18,7 @@ from tinsmith import (
     LoraConfig,
     ModelState,
     OptimStep,
+    Placement,
 )
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
@@ -30,13 +31,21 @@ LOSSES = {spec.name: spec for spec in sorted(BUILTIN_LOSSES, key=lambda spec: sp
 """In the order in which servers have them: it is compiled into the programs."""
 
 
-def make_backend(directory: Path, cache_dir: Path, *, routing_replay: bool = False, **settings: object) -> JaxBackend:
+def make_backend(
+    directory: Path,
+    cache_dir: Path,
+    *,
+    routing_replay: bool = False,
+    placement: Placement | None = None,
+    **settings: object,
+) -> JaxBackend:
     config = JaxConfig.model_validate(
         {"max_context_tokens": 320, "max_batch_tokens": 512, "max_lora_rank": 16, "warm_up": False, **settings}
     )
     context = BackendContext(
-        model_name="tiny", model_path=directory, cache_dir=cache_dir, losses=LOSSES, routing_replay=routing_replay
-    )
+        model_name="tiny", model_path=directory, cache_dir=cache_dir, losses=LOSSES, routing_replay=routing_replay,
+        placement=placement or Placement(),
+    )  # fmt: skip
     return JaxBackend(config, context)
 
 

@@ -37,6 +37,7 @@ class JaxBackend(Trainer, SamplingBackend):
             losses=dict(context.losses),
             samples=context.samples,
             routing_replay=context.routing_replay,
+            memory_bytes=context.placement.memory_bytes,
         )
         self.model_config = read_config(context.model_directory)
         self.devices: Devices | RemoteDevices
@@ -50,7 +51,7 @@ class JaxBackend(Trainer, SamplingBackend):
             facts.limits,
             facts.buckets,
             losses,
-            max_models=config.max_models,
+            budget=facts.budget,
             experts=_replayed_experts(self.model_config),
             always_replays=context.routing_replay,
         )
@@ -76,7 +77,7 @@ class JaxBackend(Trainer, SamplingBackend):
             vocab_size=self.model_config.vocab_size,
             max_context_tokens=self.limits.max_context_tokens,
             max_batch_tokens=self.limits.max_batch_tokens * facts.buckets.num_streams,
-            max_models=config.max_models,
+            max_models=facts.budget.max_models,
             losses=frozenset(losses.kinds),
             max_lora_rank=config.max_lora_rank,
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
@@ -91,7 +92,7 @@ class JaxBackend(Trainer, SamplingBackend):
             max_topk_logprobs=min(config.max_topk_logprobs, self.model_config.vocab_size),
             stop_strings=rules.tokenizer is not None,
             returns_routed_experts=sampling is not None and sampling.shape.returns_experts,
-            max_sequences=config.decode_slots * facts.buckets.num_streams,
+            max_sequences=facts.budget.slots * facts.buckets.num_streams,
         )
 
     @property

@@ -30,12 +30,17 @@ class JaxConfig(WorkersConfig):
         None, description="of base weights and activations; default float32 on CPU, else bfloat16"
     )
     max_lora_rank: int = Field(32, ge=1, le=512)
-    max_models: int = Field(64, ge=1, description="models in training at a time")
+    max_models: int = Field(64, ge=1, description="models in training at a time, at most; fewer if memory is short")
     max_context_tokens: int | None = Field(
-        None, ge=64, description="of one sequence; default the model's, at most 2048 on CPU, else 8192"
+        None,
+        ge=64,
+        description="of one sequence; default the model's, at most 2048 on CPU, else 8192, less if memory is short",
     )
     max_batch_tokens: int | None = Field(
-        None, ge=64, description="of one training micro-batch, padding included; default 2048 on CPU, else 16384"
+        None,
+        ge=64,
+        description="of one training micro-batch, padding included; default 2048 on CPU, else 16384, less if "
+        "memory is short",
     )
     mesh: MeshConfig | None = Field(None, description="several devices, on which worker processes run; default one")
     simulated_devices: int | None = Field(
@@ -48,7 +53,11 @@ class JaxConfig(WorkersConfig):
         "what it replaces, and has not been written yet, fits",
     )
     decode_slots: int = Field(
-        16, ge=1, le=1024, description="sequences sampled at a time, by each of data x fsdp shards; more wait in line"
+        16,
+        ge=1,
+        le=1024,
+        description="sequences sampled at a time, by each of data x fsdp shards; more wait in line; "
+        "unless set, fewer if memory is short",
     )
     decode_steps: int | None = Field(
         None, ge=1, le=64, description="tokens per sampling dispatch, after which others join; default 4 on CPU, else 8"
@@ -88,11 +97,17 @@ class JaxSamplerConfig(BackendConfig):
     )
     max_lora_rank: int = Field(32, ge=1, le=512, description="at least that of the trainer")
     max_context_tokens: int | None = Field(
-        None, ge=64, description="of one sequence; default the model's, at most 2048 on CPU, else 8192"
+        None,
+        ge=64,
+        description="of one sequence; default the model's, at most 2048 on CPU, else 8192, less if memory is short",
     )
     mesh: MeshConfig | None = Field(None, description="several devices of this machine; default one")
     decode_slots: int = Field(
-        16, ge=1, le=1024, description="sequences sampled at a time, by each of data x fsdp shards; more wait in line"
+        16,
+        ge=1,
+        le=1024,
+        description="sequences sampled at a time, by each of data x fsdp shards; more wait in line; "
+        "unless set, fewer if memory is short",
     )
     decode_steps: int | None = Field(
         None, ge=1, le=64, description="tokens per sampling dispatch, after which others join; default 4 on CPU, else 8"
@@ -107,3 +122,8 @@ class JaxSamplerConfig(BackendConfig):
     )
     max_topk_logprobs: int = Field(128, ge=1, description="alternatives per token that a sample may ask for")
     warm_up: bool = Field(default=True, description="compile everything in the background after the start")
+
+
+def as_trainer(config: JaxSamplerConfig) -> JaxConfig:
+    """Return the same settings as a trainer's. What is not set stays open."""
+    return JaxConfig.model_validate(config.model_dump(exclude_unset=True))

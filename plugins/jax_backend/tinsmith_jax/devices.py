@@ -11,10 +11,12 @@ import jax
 
 from tinsmith import LossSpec, Progress, Turns
 from tinsmith_jax import runtime
+from tinsmith_jax.admission import Budget
 from tinsmith_jax.buckets import Buckets
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.loss_table import LossTable
+from tinsmith_jax.memory import usable_bytes
 from tinsmith_jax.mesh import device_name, make_layout
 from tinsmith_jax.model_config import read_config
 from tinsmith_jax.runtime import Limits
@@ -34,6 +36,7 @@ class Setup:
     losses: Mapping[str, LossSpec]
     samples: bool
     routing_replay: bool = False
+    memory_bytes: int | None = None  # of each device, that may be taken; None: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,7 @@ class Facts:
     name: str
     limits: Limits
     buckets: Buckets
+    budget: Budget
 
 
 class Devices:
@@ -54,7 +58,9 @@ class Devices:
         runtime.prepare(setup.cache_dir)
         config = setup.config
         model = read_config(setup.model_directory)
-        limits = runtime.decide(config, model)
+        memory = usable_bytes(setup.memory_bytes)
+        budget = runtime.divided(config, model, memory, trains=True, samples=setup.samples)
+        limits = runtime.decide(config, model, budget=budget)
         layout = None if config.mesh is None else make_layout(config.mesh, model, exact=limits.exact)
         base = load_base(setup.model_directory, model, limits.dtype, progress, layout)
         shapes = jax.tree.map(partial(_shape_of, on_mesh=layout is not None), base)
@@ -73,10 +79,10 @@ class Devices:
         self.sampling: SamplingDevice | None = None
         if setup.samples:
             self.sampling = sampling_device(
-                config, limits, model, base, layout,
+                budget, limits, model, base, layout,
                 programs=self.programs, turns=turns, routing_replay=setup.routing_replay,
             )  # fmt: skip
-        self.facts = Facts(name=device_name(layout), limits=limits, buckets=self.train_programs.buckets)
+        self.facts = Facts(name=device_name(layout), limits=limits, buckets=self.train_programs.buckets, budget=budget)
 
     def start_warm_up(self) -> None:
         """Compile all programs in the background."""

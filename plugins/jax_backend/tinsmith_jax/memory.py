@@ -1,4 +1,4 @@
-"""Host memory that the compiler is done with, and device memory that has run out."""
+"""Host memory that the compiler is done with, and device memory: how much there is, and that it has run out."""
 
 import ctypes
 from collections.abc import Iterator
@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from typing import Final
 
 import jax
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 
 from tinsmith import OutOfMemoryError
 
@@ -22,6 +24,19 @@ def give_back_free_memory() -> None:
     trim = getattr(_libc, "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def usable_bytes(placed: int | None) -> int | None:
+    """Return what may be taken of each device: what the server has placed, or else all that JAX has. None: not known.
+
+    The processes of a mesh agree on the least that any has, as all run the same programs.
+    """
+    known = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if placed is not None or known is None:
+        return placed
+    if jax.process_count() == 1:
+        return int(known)
+    return int(process_allgather(np.int32(known >> 20)).min()) << 20
 
 
 @contextmanager

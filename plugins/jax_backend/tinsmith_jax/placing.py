@@ -5,48 +5,87 @@ from pathlib import Path
 from typing import Any, Final
 
 from tinsmith import Demand, Placement
-from tinsmith.huggingface import adapter_weights, decoder_shape, weight_counts
-from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
+from tinsmith.huggingface import decoder_shape
+from tinsmith_jax.admission import Budget, budget_of, computing_of, least_bytes
+from tinsmith_jax.config import JaxConfig, JaxSamplerConfig, as_trainer
+from tinsmith_jax.costs import Computing
+from tinsmith_jax.model_config import ARCHITECTURES
 
-_ARCHITECTURES: Final = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-_STATE_BYTES: Final = 16  # per weight of an adapter: itself, its gradient and two moments, in float32
 _ELSEWHERE: Final = ("scheduler", "ray")  # launchers that choose the devices themselves
 
 
 def trainer_demand(config: JaxConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:  # Any: JSON
-    """See `tinsmith.BackendSpec`. Activations and compiled programs' buffers are not counted."""
-    if config.simulated_devices is not None or config.launcher in _ELSEWHERE:
-        return _demand(config, model, placement, num_devices=0)
-    return _demand(config, model, placement, num_devices=-(-_size(config) // config.nnodes))
+    """See `tinsmith.BackendSpec`."""
+    simulated, elsewhere = config.simulated_devices is not None, config.launcher in _ELSEWHERE
+    num_devices = 0 if simulated or elsewhere else -(-_size(config) // config.nnodes)
+    if model is None:
+        return Demand(num_devices=num_devices)
+    computing = computing_of(config, on_cpu=simulated or not (placement.devices or elsewhere))
+    least, budget = _budget(config, model, computing, placement, trains=True, samples=placement.samples)
+    return Demand(
+        num_devices=num_devices,
+        least_bytes=least,
+        fixed=_fixed(budget, f"a micro-batch of {budget.micro_tokens} tokens"),
+        per_model={"weights, gradients, moments, a snapshot": budget.model},
+        max_models=budget.max_models,
+        batch_tokens=budget.micro_tokens,
+        layout=_layout(config),
+    )
 
 
 def sampler_demand(
     config: JaxSamplerConfig, model: Mapping[str, Any] | None, placement: Placement
 ) -> Demand:  # Any: as above
-    return _demand(config, model, placement, num_devices=_size(config))
+    if model is None:
+        return Demand(num_devices=_size(config))
+    whole = as_trainer(config)
+    computing = computing_of(whole, on_cpu=not placement.devices)
+    least, budget = _budget(whole, model, computing, placement, trains=False, samples=True)
+    fixed, snapshot = _fixed(budget, "a dispatch"), budget.costs.weights(config.max_lora_rank)
+    memory = placement.memory_bytes
+    return Demand(
+        num_devices=_size(config),
+        least_bytes=least,
+        fixed=fixed,
+        per_model={"weights": snapshot},
+        max_models=None if memory is None else max(0, memory - sum(fixed.values())) // snapshot,
+        batch_tokens=budget.slots * budget.context_tokens * computing.data * computing.fsdp,
+        layout=_layout(config),
+    )
 
 
 def _size(config: JaxConfig | JaxSamplerConfig) -> int:
     return 1 if config.mesh is None else config.mesh.data * config.mesh.fsdp * config.mesh.tensor
 
 
-def _demand(
-    config: JaxConfig | JaxSamplerConfig, model: Mapping[str, Any] | None, placement: Placement, *, num_devices: int
-) -> Demand:  # Any: as above
-    if model is None:
-        return Demand(num_devices=num_devices)
-    shape = decoder_shape(model, Path("config.json"), supported=_ARCHITECTURES)
-    item = 4 if config.dtype == "float32" or (config.dtype is None and not placement.devices) else 2
-    shards = 1 if config.mesh is None else config.mesh.fsdp * config.mesh.tensor
-    base = weight_counts(shape).total * item // shards
-    adapter = adapter_weights(shape, config.max_lora_rank) * (_STATE_BYTES if isinstance(config, JaxConfig) else 4)
-    return Demand(
-        num_devices=num_devices,
-        least_bytes=base + adapter,
-        fixed={"base weights": base},
-        per_model={"weights, gradients, moments" if isinstance(config, JaxConfig) else "weights": adapter},
-        layout="" if config.mesh is None else f"a mesh of {_size(config)} devices",
-    )
+def _layout(config: JaxConfig | JaxSamplerConfig) -> str:
+    return "" if config.mesh is None else f"a mesh of {_size(config)} devices"
+
+
+def _budget(
+    config: JaxConfig,
+    model: Mapping[str, Any],
+    computing: Computing,
+    placement: Placement,
+    *,
+    trains: bool,
+    samples: bool,
+) -> tuple[int, Budget]:  # Any: as above
+    """Return the least memory that is enough, and what becomes of that which there is."""
+    shape = decoder_shape(model, Path("config.json"), supported=ARCHITECTURES)
+    least = least_bytes(config, shape, computing, trains=trains, samples=samples)
+    return least, budget_of(config, shape, computing, placement.memory_bytes, trains=trains, samples=samples)
+
+
+def _fixed(budget: Budget, program: str) -> dict[str, int]:
+    """Return what each device's memory is for besides models, with as many of them as there is room for."""
+    return {
+        "base weights": budget.costs.base,
+        f"pages and adapters of {budget.slots} slots": budget.sampler,
+        "zeros for absent gradients and moments": budget.costs.zeros if budget.trains else 0,
+        program: budget.working(budget.max_models),
+        "the driver, and gaps": budget.costs.runtime,
+    }
 
 
 def tell_jax(placement: Placement, environment: MutableMapping[str, str]) -> None:

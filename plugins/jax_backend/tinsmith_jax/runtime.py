@@ -13,6 +13,7 @@ from jax._src.compilation_cache import (  # no public API writes or unpacks entr
     put_executable_and_time,
 )
 
+from tinsmith_jax.admission import Budget, budget_of, computing_of, require_enough, targets_of
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.kernels.choice import Kernels, choose
 from tinsmith_jax.model_config import ModelConfig
@@ -20,7 +21,6 @@ from tinsmith_jax.model_config import ModelConfig
 logger = logging.getLogger(__name__)
 
 _COMPILE_TIME_BYTES: Final = 4  # at the start of an entry, before the program
-_FEWEST_TARGETS: Final = 64  # per token, even if fewer alternatives are sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,20 +109,27 @@ def _is_whole(entry: Path) -> bool:
     return len(unpacked) > _COMPILE_TIME_BYTES
 
 
-def decide(config: JaxConfig, model: ModelConfig, platform: str | None = None) -> Limits:
+def divided(config: JaxConfig, model: ModelConfig, memory: int | None, *, trains: bool, samples: bool) -> Budget:
+    """Divide the memory of this process's devices. Raise ConfigError if it is not enough."""
+    computing = computing_of(config, on_cpu=jax.default_backend() == "cpu")
+    budget = budget_of(config, model, computing, memory, trains=trains, samples=samples)
+    require_enough(budget)
+    return budget
+
+
+def decide(config: JaxConfig, model: ModelConfig, platform: str | None = None, budget: Budget | None = None) -> Limits:
     """Resolve the settings that are left open, for this machine's devices or those of another platform."""
     platform = platform or jax.default_backend()
     on_cpu = platform == "cpu"
-    context = config.max_context_tokens or min(model.max_position, 2048 if on_cpu else 8192)
-    batch = max(context, config.max_batch_tokens or (2048 if on_cpu else 16384))
+    budget = budget or budget_of(config, model, computing_of(config, on_cpu=on_cpu), None)
     return Limits(
         platform=platform,
-        dtype=config.dtype or ("float32" if on_cpu else "bfloat16"),
+        dtype=budget.costs.computing.dtype,
         max_lora_rank=config.max_lora_rank,
-        max_context_tokens=context,
-        max_batch_tokens=1 << max(7, (batch - 1).bit_length()),  # a power of two, at least 128
-        max_targets=max(_FEWEST_TARGETS, config.max_topk_logprobs),  # sampled alternatives can be trained on
+        max_context_tokens=budget.context_tokens,
+        max_batch_tokens=budget.micro_tokens,
+        max_targets=targets_of(config),
         reference_kernels=config.kernels == "reference",
-        recompute=not on_cpu if config.recompute is None else config.recompute,
+        recompute=budget.costs.computing.recompute,
         call_tokens=32 if on_cpu else 4096,  # a few thousand tokens are needed to keep an accelerator busy
     )

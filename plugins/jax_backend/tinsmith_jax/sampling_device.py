@@ -3,20 +3,20 @@
 Takes and returns NumPy arrays. One thread calls it, and every dispatch takes a turn on the device.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import jax
 import numpy as np
 
 from tinsmith import FloatArray, IntArray, Turns
 from tinsmith_jax import adapters, decode
+from tinsmith_jax.admission import Budget
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.layers import TILE
-from tinsmith_jax.mesh import Axes, Layout, put
+from tinsmith_jax.mesh import Layout, put
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.sampling_programs import TARGET_COLUMNS, Kind, SamplingPrograms, decode_arguments, no_tiles
@@ -24,7 +24,6 @@ from tinsmith_jax.sampling_values import Drawn, ExpertsOfPages, PageCopy, Prompt
 from tinsmith_jax.weights import Base
 
 # Any below: compiled programs, which jax does not type.
-_SHARE_OF_GATHERED: Final = 4  # the part of a device's memory that gathered weights may take unasked
 
 
 class SamplingDevice:
@@ -136,7 +135,7 @@ class SamplingDevice:
 
 
 def sampling_device(
-    config: JaxConfig,
+    budget: Budget,
     limits: Limits,
     model: ModelConfig,
     base: Base,
@@ -147,21 +146,15 @@ def sampling_device(
     routing_replay: bool = False,
 ) -> SamplingDevice:
     """Prepare the sampler's slots. With `routing_replay`, samples come with their experts if the model has any."""
-    shape = sampling_shape(config, limits, model, num_shards=1 if layout is None else layout.axes.num_streams)
-    shape = replace(shape, returns_experts=routing_replay and model.experts is not None)
-    if layout is not None:
-        memory = jax.local_devices()[0].memory_stats() or {}
-        shape = replace(shape, gathers_once=gathers_once(config, base, layout.axes, memory.get("bytes_limit")))
+    num_shards = 1 if layout is None else layout.axes.num_streams
+    shape = replace(
+        sampling_shape(budget.config, limits, model, num_shards=num_shards),
+        slots_per_shard=budget.slots,
+        returns_experts=routing_replay and model.experts is not None,
+        gathers_once=budget.gathers_once,
+    )
     sampling_programs = SamplingPrograms(config=model, shape=shape, base_shapes=base, layout=layout)
     return SamplingDevice(base, sampling_programs, programs=programs, turns=turns)
-
-
-def gathers_once(config: JaxConfig, base_shapes: Any, axes: Axes, device_bytes: int | None) -> bool:
-    """Return whether a decoding dispatch gathers all weights at its start."""
-    if axes.fsdp == 1 or config.gather_once is not None:
-        return axes.fsdp > 1 and bool(config.gather_once)
-    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(base_shapes)) // axes.tensor
-    return device_bytes is not None and whole <= device_bytes // _SHARE_OF_GATHERED
 
 
 def sampling_shape(config: JaxConfig, limits: Limits, model: ModelConfig, *, num_shards: int) -> SamplingShape:

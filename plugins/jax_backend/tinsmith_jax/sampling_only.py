@@ -3,7 +3,8 @@
 from tinsmith import BackendContext, Capabilities, StopRules, Turns
 from tinsmith_jax import runtime
 from tinsmith_jax.compilation import Programs
-from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
+from tinsmith_jax.config import JaxSamplerConfig, as_trainer
+from tinsmith_jax.memory import usable_bytes
 from tinsmith_jax.mesh import device_name, make_layout
 from tinsmith_jax.model_config import read_config
 from tinsmith_jax.sampler import Sampler
@@ -18,13 +19,15 @@ class JaxSampler(Sampler):
         context.progress("starting jax", None)
         runtime.prepare(context.cache_dir)
         model = read_config(context.model_directory)
-        whole = JaxConfig.model_validate(config.model_dump())
-        limits = runtime.decide(whole, model)
+        whole = as_trainer(config)
+        memory = usable_bytes(context.placement.memory_bytes)
+        budget = runtime.divided(whole, model, memory, trains=False, samples=True)
+        limits = runtime.decide(whole, model, budget=budget)
         layout = None if config.mesh is None else make_layout(config.mesh, model, exact=limits.exact)
         base = load_base(context.model_directory, model, limits.dtype, context.progress, layout)
         self._programs = Programs(context.progress)
         device = sampling_device(
-            whole, limits, model, base, layout,
+            budget, limits, model, base, layout,
             programs=self._programs, turns=Turns(), routing_replay=context.routing_replay,
         )  # fmt: skip
         rules = StopRules.of_model(context.model_directory)

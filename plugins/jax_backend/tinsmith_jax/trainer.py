@@ -24,6 +24,7 @@ from tinsmith import (
     Snapshot,
     TrainingBackend,
 )
+from tinsmith_jax.admission import Budget
 from tinsmith_jax.buckets import MAX_ADAPTERS, PASSES, Bucket, Buckets, Pass
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.loss_table import LossTable
@@ -46,7 +47,7 @@ class Trainer(TrainingBackend):
         buckets: Buckets,
         losses: LossTable,
         *,
-        max_models: int,
+        budget: Budget,
         experts: ReplayedExperts | None = None,
         always_replays: bool = False,
     ) -> None:
@@ -58,7 +59,7 @@ class Trainer(TrainingBackend):
         self.limits = limits
         self._buckets = buckets
         self._losses = losses
-        self._max_models = max_models
+        self._budget = budget
         self._experts, self._always_replays = experts, always_replays
         self._models: dict[str, LoraConfig] = {}
         self._room: dict[Pass, int] = dict.fromkeys(PASSES, buckets.max_tokens)  # tokens of a stream that fit
@@ -66,9 +67,11 @@ class Trainer(TrainingBackend):
     # Life of a model --------------------------------------------------------------------------------------------------
 
     def create_model(self, op: CreateModel) -> None:
-        if len(self._models) >= self._max_models:
-            msg = f"all {self._max_models} models are in use: end a session, or raise the backend's max_models"
+        most = self._budget.config.max_models
+        if len(self._models) >= most:
+            msg = f"all {most} models are in use: end a session, or raise the backend's max_models"
             raise CapacityError(msg)
+        self._budget.check(op.lora, list(self._models.values()))
         self.device.create(op.model_id, op.lora)
         self._models[op.model_id] = op.lora
 

@@ -12,6 +12,7 @@ from tinsmith import BUILTIN_LOSSES, ConfigError
 from tinsmith.huggingface import HEAD
 from tinsmith_jax import adapters, runtime
 from tinsmith_jax.adapters import HF_MODULES
+from tinsmith_jax.admission import budget_of, computing_of
 from tinsmith_jax.buckets import MAX_ADAPTERS, Bucket
 from tinsmith_jax.compilation import Program
 from tinsmith_jax.compile_check.chips import read_slice
@@ -24,7 +25,7 @@ from tinsmith_jax.mesh import CACHE, Layout, Spec, adapter_specs, base_specs, ma
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.rank_classes import rank_classes
 from tinsmith_jax.runtime import Limits
-from tinsmith_jax.sampling_device import gathers_once, sampling_shape
+from tinsmith_jax.sampling_device import sampling_shape
 from tinsmith_jax.sampling_programs import SamplingPrograms
 from tinsmith_jax.sampling_values import SamplingShape
 from tinsmith_jax.train_step import TrainPrograms
@@ -175,8 +176,8 @@ def make_case(options: Options, config: ModelConfig, devices: Sequence[Any], pla
     )
     layout = make_layout(options.mesh, config, exact=limits.exact, devices=devices)
     shape = sampling_shape(settings, limits, config, num_shards=layout.axes.num_streams)
-    base = base_shapes(config, limits.dtype, layout)
-    once = gathers_once(settings, base, layout.axes, read_slice(options.topology).chip.hbm_bytes)
+    computing, memory = computing_of(settings, on_cpu=False), read_slice(options.topology).chip.hbm_bytes
+    once = budget_of(settings, config, computing, memory).gathers_once
     shape = replace(shape, slots_per_shard=options.slots, gathers_once=once)
     return Case(config=config, limits=limits, layout=layout, bucket=bucket, shape=shape, tenants=options.tenants)
 
