@@ -7,11 +7,15 @@ known. Of CUDA it needs streams and events, which have nothing to do here.
 import runpy
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tinsmith_vllm import compat
+
+UNDER_WAY = Path(sys.argv[2])
+"""This file appears if weights are loaded while a step is under way."""
 
 
 class Nothing:
@@ -55,10 +59,18 @@ def make_engine(engine_args: Any) -> Any:
     core = engine.engine_core.engine_core
     assert type(core.scheduler).__name__ == "AsyncScheduler"
     assert core.batch_queue_size == 2
+    call = engine.collective_rpc
+
+    def watched(method: str, *arguments: Any, **named: Any) -> Any:
+        if method == "tinsmith_load_weights" and core.batch_queue:
+            UNDER_WAY.touch()
+        return call(method, *arguments, **named)
+
+    engine.collective_rpc = watched
     return engine
 
 
 prepare, make = compat.prepare_environment, compat.make_engine
 compat.prepare_environment, compat.make_engine = prepare_environment, make_engine
-sys.argv = ["child", sys.argv[-1]]
+sys.argv = ["child", sys.argv[1]]
 runpy.run_module("tinsmith_vllm.child", run_name="__main__")

@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough]  # it starts vLLM
 def overlapping(tmp_path: Path) -> dict[str, object]:
     """Settings. There is room for eight sequences: they push each other out."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).with_name("asynchronous.py")}" "$3"\n')
+    program, under_way = Path(__file__).with_name("asynchronous.py"), tmp_path / "under way"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}" "$3" "{under_way}"\n')
     python.chmod(0o755)
     return {"python": python, "kv_cache_bytes": 1 << 20}
 
@@ -53,6 +54,7 @@ async def test_the_bits_are_those_of_synchronous_scheduling(
             answers.append(await drawn(sampler, adapters, asked))
     for wanted, found in zip(*answers, strict=True):
         assert_same_bits(found, wanted)
+    assert not (tmp_path / "under way").exists(), "weights were loaded while a step was under way"
 
 
 async def drawn(sampler: VllmSampler, adapters: Sequence[Snapshot], asked: Sequence[Sample]) -> list[SampleOutput]:
@@ -63,6 +65,11 @@ async def drawn(sampler: VllmSampler, adapters: Sequence[Snapshot], asked: Seque
     await asyncio.sleep(0)
     given_up.cancel()
     found = await drawing
+    for number, adapter in enumerate([*adapters, *adapters]):
+        # ended by a token, after the next step was prepared; then come other weights
+        stops = tuple(range(0, VOCAB, 2))
+        found.append(await draw(sampler, op(prompt(number), adapter.snapshot_id, max_tokens=60, stop_tokens=stops)))
+        assert found[-1].sequences[0].stop_reason == "stop"
     assert await sampler.num_running() == 0
     for adapter in adapters:
         await sampler.drop_snapshot(adapter.snapshot_id)

@@ -81,11 +81,18 @@ def computed(start: TokenArray, sequence: SampledSequence) -> TokenArray:
 @pytest.mark.thorough  # it starts vLLM
 @in_one_loop
 async def test_the_experts_are_those_of_transformers(sampler: VllmSampler, transformer: Any) -> None:
-    """Prompts that take several steps, that share pages of the cache, and samples of one prompt."""
+    """Prompts that take several steps, that share pages of the cache, and samples of one prompt.
+
+    With a stop string, tokens come one by one, and their experts with them.
+    """
     assert sampler.capabilities.returns_routed_experts
     starts = [prompt(0, 70), prompt(0, 70)[:40], prompt(1, 5), prompt(2, 90), prompt(3, 1)]
+    stops = [(), ("never said",), ("never said",), (), ()]
+    asked = [
+        op(start, max_tokens=12, num_samples=2, stop_strings=stop) for start, stop in zip(starts, stops, strict=True)
+    ]
     for _turn in range(2):  # the second time, prompts are in the cache
-        outputs = await asyncio.gather(*(draw(sampler, op(start, max_tokens=12, num_samples=2)) for start in starts))
+        outputs = await asyncio.gather(*(draw(sampler, each) for each in asked))
         for start, output in zip(starts, outputs, strict=True):
             for sequence in output.sequences:
                 tokens = computed(start, sequence)
@@ -163,10 +170,11 @@ class _StopsAt:
         return "stop" if token == self.token else ""
 
 
-def test_compiled_graphs_are_refused(tmp_path: Path) -> None:
+def test_vllm_computes_step_by_step_without_compiled_graphs(tmp_path: Path) -> None:
     (launch,) = launches(VllmConfig(replicas=1), Path("/model"), tmp_path, routed_experts=True)
     assert launch.start.routed_experts
     assert launch.start.engine_args["enforce_eager"] is True
+    assert launch.start.engine_args["async_scheduling"] is False, "a step may give away pages that are still to be read"
     assert not launch.start.eager_on_cpu
     with pytest.raises(ConfigError, match="enforce_eager is false"):
         list(launches(VllmConfig(replicas=1, enforce_eager=False), Path("/model"), tmp_path, routed_experts=True))
