@@ -80,6 +80,7 @@ class Capabilities:
     stop_strings: bool = False
     returns_routed_experts: bool = False  # with sampled sequences, if `BackendContext.routing_replay` asks for them
     max_sequences: int = 256  # drawn at a time; the engine holds back the rest, so that tenants take turns
+    max_snapshots: int | None = None  # loaded at a time, besides one that is being loaded; None: as many as core likes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -430,15 +430,19 @@ def adapter_bytes(backend: ToyBackend) -> int:
     return size
 
 
-@pytest.mark.parametrize("limit", ["number", "bytes"])
+@pytest.mark.parametrize("limit", ["number", "bytes", "sampler"])
 async def test_snapshots_beyond_the_limit_go_to_disk_and_come_back(
     setup: Setup, client: EngineDriver, limit: str
 ) -> None:
     """Whoever kept an old sampling client samples from the same weights as ever."""
     size = adapter_bytes(setup.backend)
-    keeping = (
-        Keeping(max_resident=2, max_bytes=100 * size) if limit == "number" else Keeping(100, max_bytes=3 * size - 1)
-    )
+    keeping = {
+        "number": Keeping(max_resident=2, max_bytes=100 * size),
+        "bytes": Keeping(max_resident=100, max_bytes=3 * size - 1),
+        "sampler": Keeping(max_resident=100, max_bytes=100 * size),
+    }[limit]
+    if limit == "sampler":
+        setup.backend._capabilities = replace(setup.backend.capabilities, max_snapshots=2)
     async with setup.running(keeping=keeping):
         await client.create_model()
         wanted = []

@@ -270,8 +270,10 @@ class Snapshots:
         """Move those to disk that were used longest ago, until number and bytes are within their limits."""
         resident = [(name, held, held.snapshot) for name, held in self._held.items() if held.snapshot is not None]
         number, size = len(resident), sum(snapshot.num_bytes for _, _, snapshot in resident)
+        room = self._sampler.capabilities.max_snapshots
+        most = self._keeping.max_resident if room is None else min(room, self._keeping.max_resident)
         for name, held, snapshot in resident:
-            if number <= self._keeping.max_resident and size <= self._keeping.max_bytes:
+            if number <= most and size <= self._keeping.max_bytes:
                 return
             if held.users == 0 and not held.loading.locked():
                 await self._spill(name, held)

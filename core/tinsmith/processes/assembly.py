@@ -203,4 +203,5 @@ def capabilities_of(backend: TrainingBackend, sampler: SamplingBackend | None) -
         stop_strings=sampling.stop_strings,
         returns_routed_experts=sampling.returns_routed_experts,
         max_sequences=sampling.max_sequences,
+        max_snapshots=sampling.max_snapshots,
     )

@@ -91,6 +91,17 @@ def test_one_model_alone_needs_room_for_one_adapter_in_a_pass() -> None:
     assert budget(73 * GIB, on_cpu=True).working(1) == budget(73 * GIB, on_cpu=True).working(2)
 
 
+def test_every_model_in_training_may_have_a_snapshot() -> None:
+    assert budget(None, on_cpu=False).max_snapshots is None
+    for memory in (26, 36, 73):
+        found = budget(memory * GIB, on_cpu=False)
+        assert found.max_snapshots is not None
+        assert found.max_snapshots >= found.max_models - 1
+        weights = found.costs.weights(32)
+        models = found.needed(found.max_models) - found.max_models * weights
+        assert models + (found.max_snapshots + 1) * weights <= memory * GIB
+
+
 def test_what_does_not_fit_on_a_card_fits_a_mesh() -> None:
     assert asked("Qwen3-32B").least_bytes > 73 * GIB
     divided = asked("Qwen3-32B", mesh={"fsdp": 8})
@@ -108,7 +119,8 @@ def test_a_sampler_divides_its_memory_between_pages_and_snapshots() -> None:
     assert large.batch_tokens == 16 * 8192
     assert 0 < small.batch_tokens < large.batch_tokens
     for found, memory in ((large, 73), (small, 26)):
-        assert taken(found) <= memory * GIB < taken(found) + sum(found.per_model.values())
+        one_more = sum(found.per_model.values())  # which is being loaded
+        assert taken(found) + one_more <= memory * GIB < taken(found) + 2 * one_more
     assert sampled(73, decode_slots=4).batch_tokens == 4 * 8192
     assert sampled(26).least_bytes < asked("Qwen3-8B").least_bytes
 

@@ -64,6 +64,16 @@ class Budget:
             return most
         return next((models for models in range(most, 0, -1) if self.needed(models) <= memory), 0)
 
+    @property
+    def max_snapshots(self) -> int | None:
+        """As many of the largest rank as fit beside `max_models` models, besides one that is being loaded."""
+        if self.memory is None:
+            return None
+        models = self.max_models
+        own = models * self.costs.model(self.config.max_lora_rank) if self.trains else 0
+        left = self.memory - self.resident - self.working(models) - own
+        return max(1, left // self.costs.weights(self.config.max_lora_rank) - 1)
+
     def check(self, lora: LoraConfig, others: Sequence[LoraConfig]) -> None:
         """Raise OutOfMemoryError if such a model does not fit beside these, and UserError if its rank is not served."""
         need, held = self._model(lora.rank), sum(self._model(each.rank) for each in others)

@@ -93,6 +93,7 @@ class JaxBackend(Trainer, SamplingBackend):
             stop_strings=rules.tokenizer is not None,
             returns_routed_experts=sampling is not None and sampling.shape.returns_experts,
             max_sequences=facts.budget.slots * facts.buckets.num_streams,
+            max_snapshots=facts.budget.max_snapshots,
         )
 
     @property

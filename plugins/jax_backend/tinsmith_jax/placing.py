@@ -41,14 +41,12 @@ def sampler_demand(
     whole = as_trainer(config)
     computing = computing_of(whole, on_cpu=not placement.devices)
     least, budget = _budget(whole, model, computing, placement, trains=False, samples=True)
-    fixed, snapshot = _fixed(budget, "a dispatch"), budget.costs.weights(config.max_lora_rank)
-    memory = placement.memory_bytes
     return Demand(
         num_devices=_size(config),
         least_bytes=least,
-        fixed=fixed,
-        per_model={"weights": snapshot},
-        max_models=None if memory is None else max(0, memory - sum(fixed.values())) // snapshot,
+        fixed=_fixed(budget, "a dispatch"),
+        per_model={"weights": budget.costs.weights(config.max_lora_rank)},
+        max_models=budget.max_snapshots,
         batch_tokens=budget.slots * budget.context_tokens * computing.data * computing.fsdp,
         layout=_layout(config),
     )

@@ -47,6 +47,7 @@ class JaxSampler(Sampler):
             stop_strings=rules.tokenizer is not None,
             returns_routed_experts=device.shape.returns_experts,
             max_sequences=device.shape.num_slots,
+            max_snapshots=budget.max_snapshots,
         )
         super().__init__(device, model, capabilities=capabilities, rules=rules, prefill_tokens=config.prefill_tokens)
         if config.warm_up:
