@@ -1,9 +1,11 @@
 """One rank's computation in this process: against transformers, and its modes against each other."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +15,13 @@ import transformers
 from fsdp_harness import LOSSES, VOCAB
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tinsmith import AdamParams, Array, ForwardBackward, LoraConfig
 from tinsmith.huggingface import Kind
 from tinsmith.huggingface.state_files import lay_out
 from tinsmith.testing import assert_close_arrays, ragged_data
+from tinsmith.torch_workers import to_device
 from tinsmith.workers import AdapterLayout, AdapterState, ModelStep, alone, deal, one_by_one, segments
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.adapter_pack import AdapterPack
@@ -25,6 +29,7 @@ from tinsmith_fsdp.architecture import ARCHITECTURES, read_architecture
 from tinsmith_fsdp.backend import FAST_ISOLATION_ERROR
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.config import FsdpConfig
+from tinsmith_fsdp.head import Scores
 from tinsmith_fsdp.lora import MultiLoraLinear
 from tinsmith_fsdp.mesh import Mesh, join_mesh
 from tinsmith_fsdp.messages import Setup
@@ -252,6 +257,52 @@ def test_layers_are_compiled_once_for_all_packings(
     for lengths, who in packings if backend == "aot_eager" else ():
         for left, right in zip(*(train(each, lengths, who) for each in (trainer, plain)), strict=True):
             np.testing.assert_allclose(left, right, rtol=0, atol=1e-5 if dtype == "float32" else 0.1)
+
+
+HOST_READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "repeat_interleave.Tensor", "is_nonzero")
+"""Operators for whose result the host waits: numbers that Python asks for, and shapes that depend on the data."""
+
+
+class HostReads(TorchDispatchMode):
+    """Lists what a GPU would be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).removeprefix("aten.")
+        if name.startswith(HOST_READS):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("num_models", [1, 3])
+def test_the_host_waits_for_nothing_inside_a_micro_batch(
+    num_models: int, mesh: Mesh, fsdp_models: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It used to copy and wait for each group and linear layer. Scores are read once for each stream, at the end."""
+    trainer = make_trainer(fsdp_models["qwen3"], mesh, strict=False, checkpointing=True, dtype="bfloat16")
+    add_tenants(trainer)
+    copies, read = Counter[str](), Scores.on_host
+
+    def counted(scores: Scores) -> Scores:
+        assert not reads.found, "only what comes after the copy is on the host"
+        copies["scores"] += 1
+        return read(scores)
+
+    def sent(array: Array, device: torch.device) -> torch.Tensor:
+        copies["to the device"] += 1
+        return to_device(array, device)
+
+    monkeypatch.setattr(Scores, "on_host", counted)
+    for module in ("tinsmith_fsdp.streams", "tinsmith.torch_workers.loss_table"):
+        monkeypatch.setattr(f"{module}.to_device", sent)
+    with HostReads() as reads:
+        run(trainer, backward=True, num_models=num_models)
+    streams = copies["scores"]
+    assert streams == {1: 1, 3: 2}[num_models], "one for each class of ranks"
+    assert copies["to the device"] <= 10 * streams
 
 
 def test_a_pack_equals_its_adapters(fsdp_models: Mapping[str, Path]) -> None:
