@@ -130,9 +130,9 @@ def test_a_sampler_divides_its_memory_between_pages_and_snapshots() -> None:
 RANK = FEW_PROGRAMS["max_lora_rank"]
 
 
-def room_for(directory: Path, models: int) -> int:
-    """Return the memory in which so many models of the largest rank fit, and half of one more."""
-    config = JaxConfig.model_validate(FEW_PROGRAMS)
+def room_for(directory: Path, models: int, **settings: object) -> int:
+    """Return the memory of a device in which so many models of the largest rank fit, and half of one more."""
+    config = JaxConfig.model_validate({**FEW_PROGRAMS, **settings})
     shape, computing = read_config(directory), computing_of(config, on_cpu=True)
     least = least_bytes(config, shape, computing)
     return least + (2 * models - 1) * budget_of(config, shape, computing, least).model // 2 - least % 2
@@ -167,3 +167,17 @@ def test_memory_that_holds_no_model_at_all_is_refused_at_the_start(contract_mode
     told = r"each device has 0\.\d+ GiB, and needs 0\.\d+ to train one model of LoRA rank 8; use a mesh of more devices"
     with pytest.raises(ConfigError, match=told):
         make_backend(contract_model, jax_cache, placement=placement, **FEW_PROGRAMS)
+
+
+@pytest.mark.slow
+def test_the_workers_of_a_mesh_divide_their_memory(contract_model: Path, jax_cache: Path) -> None:
+    mesh = {"mesh": {"fsdp": 2}, "simulated_devices": 2}
+    placement = Placement(memory_bytes=room_for(contract_model, 3, **mesh))
+    backend = make_backend(contract_model, jax_cache, placement=placement, **FEW_PROGRAMS, **mesh)
+    try:
+        assert backend.capabilities.max_models == 3
+    finally:
+        backend.close()
+    placement = Placement(memory_bytes=room_for(contract_model, 0, **mesh))
+    with pytest.raises(ConfigError, match=r"each device has 0\.\d+ GiB, and needs 0\.\d+ to train one model"):
+        make_backend(contract_model, jax_cache, placement=placement, **FEW_PROGRAMS, **mesh)
