@@ -13,7 +13,7 @@ from tinsmith.testing import ModelDriver, ragged_data
 from tinsmith.testing.int8_model import int8_config
 from tinsmith_fsdp.architecture import architecture_of
 from tinsmith_fsdp.config import FsdpConfig
-from tinsmith_fsdp.costs import ADAPTER_BYTES, PASS_BYTES, Ranks, costs_of
+from tinsmith_fsdp.costs import ADAPTER_BYTES, PASS_BYTES, STRICT_SEQUENCES, Ranks, costs_of
 from tinsmith_fsdp.demand import resolved_ranks
 from tinsmith_fsdp.rehearsal import rehearse
 
@@ -41,9 +41,11 @@ def counted(
     """Return what is there between passes, and what a pass adds, as the budget counts them."""
     shape = architecture_of(model, Path("config.json"))
     costs, weights = costs_of(config, shape, ranks), tenants * adapter_weights(shape, lora)
-    own = 4 * len(lengths) * weights if ranks.strict else 0
+    share = len(lengths) / STRICT_SEQUENCES if ranks.strict else 0  # with fast, packs and layers are gone by then
+    own, exchanged = (int(share * each * weights // tenants) for each in (costs.own_gradients, costs.exchanged))
     adapters = weights * (PASS_BYTES + costs.copies)
-    return costs.base + ADAPTER_BYTES * weights, costs.gathered + adapters + own + costs.micro_batch(sum(lengths))
+    passing = max(costs.micro_batch(sum(lengths)) + own, exchanged)
+    return costs.base + ADAPTER_BYTES * weights, costs.gathered + adapters + passing
 
 
 @pytest.mark.parametrize(
@@ -55,6 +57,8 @@ def counted(
         ({**FAST, "activation_checkpointing": False}, 1, 1, SMALL),
         ({**STRICT, "activation_checkpointing": False}, 1, 1, SMALL),
         ({**FAST, "activation_checkpointing": True, "shard_size": 1}, 8, 4, SMALL),
+        ({**FAST, "activation_checkpointing": True, "tensor_parallel": 4}, 8, 1, SMALL),
+        ({**FAST, "activation_checkpointing": False, "tensor_parallel": 2}, 2, 1, SMALL),
     ],
 )
 def test_what_is_counted_is_within_a_tenth_of_what_the_program_takes(
@@ -78,11 +82,27 @@ def test_a_matrix_of_integers_is_counted_when_it_is_converted() -> None:
     assert added == pytest.approx(found.peak - found.resident, rel=0.05)
 
 
+@pytest.mark.parametrize(("world", "tp"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+def test_gradients_of_single_sequences_are_counted_on_any_number_of_ranks(world: int, tp: int) -> None:
+    """Each rank gets those of all others before it adds them up: two were counted."""
+    config = FsdpConfig.model_validate({**STRICT, "max_lora_rank": 64, "tensor_parallel": tp, "shard_size": 1})
+    ranks, lengths = resolved_ranks(config, world, on_cpu=True), [8] * 4
+    model = {**SMALL, "num_hidden_layers": 1}
+    found = rehearse(config, model, ranks, [LoraConfig(rank=64, seed=0)], lengths)
+    _, added = counted(config, model, ranks, 64, lengths)
+    assert added == pytest.approx(found.peak - found.resident, rel=0.1)
+
+
 @pytest.mark.slow
-def test_a_rank_takes_what_the_rehearsal_says(fsdp_models: dict[str, Path], tmp_path: Path) -> None:
-    """With real tensors of a tiny model. For one so small, too much is counted."""
-    lengths = [128] * 4
-    backend = limited_backend(fsdp_models["qwen3"], tmp_path, nproc_per_node=1, max_lora_rank=4)
+@pytest.mark.parametrize(("lengths", "bound"), [([128] * 4, 1.5), ([512], 1.1)])
+def test_a_rank_takes_what_the_rehearsal_says(
+    lengths: list[int], bound: float, fsdp_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """With real tensors of a tiny model, and what is counted for one long sequence.
+
+    For four, it is two fifths too much: each goes through the head by itself, which then has fewer logits at a time.
+    """
+    backend = limited_backend(fsdp_models["qwen3"], tmp_path, nproc_per_node=1, max_lora_rank=4, max_context_tokens=512)
     try:
         driver = ModelDriver(backend)
         model_id = driver.create(rank=4)
@@ -97,4 +117,4 @@ def test_a_rank_takes_what_the_rehearsal_says(fsdp_models: dict[str, Path], tmp_
     model = json.loads((fsdp_models["qwen3"] / "config.json").read_text())
     found = rehearse(config, model, ranks, [LoraConfig(rank=4, seed=0)], lengths)
     assert peak == pytest.approx(found.peak - found.resident, rel=0.03)
-    assert peak < counted(config, model, ranks, 4, lengths)[1] < 1.6 * peak
+    assert peak < counted(config, model, ranks, 4, lengths)[1] < bound * peak

@@ -38,15 +38,11 @@ class Budget:
         return adapter_weights(self.shape, lora.rank) * (ADAPTER_BYTES + PASS_BYTES + self.costs.copies)
 
     @property
-    def own_gradients(self) -> int:
-        """What gradients take before they are added up."""
-        return self.costs.own_gradients * adapter_weights(self.shape, self.config.max_lora_rank)
-
-    @property
     def micro_batch(self) -> int:
-        """What it takes at most. With fast isolation, gradients are added up when all else of it is gone."""
-        passing = self.costs.micro_batch(self.micro_tokens)
-        return passing + self.own_gradients if self.ranks.strict else max(passing, self.own_gradients)
+        """What it takes at most. Gradients are added up when all else of it is gone."""
+        weights = adapter_weights(self.shape, self.config.max_lora_rank)
+        passing = self.costs.micro_batch(self.micro_tokens) + self.costs.own_gradients * weights
+        return max(passing, self.costs.exchanged * weights)
 
     @property
     def fixed(self) -> int:

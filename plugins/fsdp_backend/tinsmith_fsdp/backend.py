@@ -80,7 +80,11 @@ class FsdpBackend(SleepableWorkersBackend):
 
     def _check_tensor_parallel(self) -> None:
         tp, arch = self._config.tensor_parallel, self.architecture
-        for what, size in (("num_key_value_heads", arch.num_kv_heads), ("intermediate_size", arch.intermediate_size)):
+        for what, size in (
+            ("num_key_value_heads", arch.num_kv_heads),
+            ("intermediate_size", arch.intermediate_size),
+            ("vocab_size", arch.vocab_size),
+        ):
             if size % tp:
                 msg = f"{what} of the model ({size}) must be a multiple of tensor_parallel ({tp})"
                 raise ConfigError(msg)

@@ -19,15 +19,17 @@ from torch.distributed.tensor import DTensor, Shard
 from tinsmith.huggingface import ATTENTION, MLP, WeightFiles
 from tinsmith.torch_workers import LossTable
 from tinsmith_fsdp import attention
-from tinsmith_fsdp.head import Scores
+from tinsmith_fsdp.head import Scores, Vocabulary
 from tinsmith_fsdp.lora import MultiLoraLinear
 from tinsmith_fsdp.mesh import Mesh
 from tinsmith_fsdp.messages import Loaded, Setup
 from tinsmith_fsdp.packed_model import PackedModel, canonical_name
 from tinsmith_fsdp.shortage import RECOVERS, Shortage
 from tinsmith_fsdp.streams import Stream
+from tinsmith_fsdp.tensor_parallel import gather_tokens
 
-_HEAD_NORMS = (".q_norm.weight", ".k_norm.weight")  # one weight for all heads, while tp divides the heads
+_NORMS = ("input_layernorm", "post_attention_layernorm")  # of a layer: attention and MLP take what they return
+_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _COLUMN = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})  # the others are row-parallel
 _KINDS = ("weight", "weight_scale", "bias")  # of a linear layer's parameters
 Report = Callable[[float], None]
@@ -42,7 +44,7 @@ class Part:
     shape: tuple[int, ...]  # of the whole tensor
     rows: slice
     columns: slice | None
-    across_tp: Literal["divided", "alike", "partial"]  # partial: each tp rank sees its heads' part of the gradient
+    across_tp: Literal["divided", "alone", "partial"]  # partial: each tp rank has a part of the gradient
 
     @property
     def local(self) -> torch.Tensor:
@@ -73,7 +75,8 @@ class BaseModel:
         shapes = {name: tuple(p.shape) for name, p in causal_lm.named_parameters()}
         self._divide(causal_lm)
         self.model = PackedModel(causal_lm, checkpointing=setup.checkpointing)
-        self.model.counts_head = mesh.tp_rank == 0
+        if mesh.tp_size > 1:
+            self.model.vocabulary = Vocabulary(self._range(config.vocab_size)[0], mesh.tp.get_group())
         self.all_meta = all(parameter.is_meta for parameter in self.model.parameters())
         self._shard()
         self._allocate(rotary)
@@ -106,7 +109,7 @@ class BaseModel:
                 setattr(parent, leaf, MultiLoraLinear(linear, module, cut, num_scales=scales))
 
     def _divide(self, causal_lm: nn.Module) -> None:
-        """Divide the matrices over the tp axis."""
+        """Divide the matrices, the vocabulary and the tokens between layers over the tp axis."""
         if self._mesh.tp_size == 1:
             return
         for linear in causal_lm.modules():
@@ -118,6 +121,21 @@ class BaseModel:
                     linear.bias = self._divided(linear.bias, 0)
                 if linear.weight_scale is not None and (linear.cut == 0 or linear.weight_scale.shape[1] > 1):
                     linear.weight_scale = self._divided(linear.weight_scale, linear.cut)
+        for name, module in causal_lm.named_modules():
+            if name.endswith(_NORMS):
+                module.register_forward_hook(self._gather_tokens)
+        self._divide_vocabulary(causal_lm)
+
+    def _gather_tokens(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        """Let all tokens follow a norm, which computes those of this rank."""
+        del module, args
+        return gather_tokens(output, self._mesh.tp.get_group())
+
+    def _divide_vocabulary(self, causal_lm: nn.Module) -> None:
+        embedding, head = causal_lm.get_submodule("model.embed_tokens"), causal_lm.get_submodule("lm_head")
+        tied = head.weight is embedding.weight
+        embedding.weight = self._divided(embedding.weight, 0)  # type: ignore[arg-type]  # a parameter
+        head.weight = embedding.weight if tied else self._divided(head.weight, 0)  # type: ignore[arg-type]
 
     def _divided(self, parameter: torch.Tensor, dim: int) -> nn.Parameter:
         local = torch.chunk(parameter.detach(), self._mesh.tp_size, dim)[self._mesh.tp_rank].contiguous()
@@ -164,7 +182,7 @@ class BaseModel:
             for linear in self.model.modules()
             if isinstance(linear, MultiLoraLinear) and linear.group is not None
             for kind in _KINDS
-        }
+        } | (dict.fromkeys(_VOCABULARY, 0) if self._mesh.tp_size > 1 else {})
         for name, parameter in self.model.named_parameters():
             full = canonical_name(name)
             shape = shapes[full]
@@ -176,17 +194,17 @@ class BaseModel:
             start = min(first + shard * chunk, last)
             rows = slice(start, min(start + chunk, last))
             columns = slice(*self._range(shape[1])) if cut == 1 else None
-            part = Part(full, parameter, shape, rows, columns, self._across_tp(full, cut))
+            part = Part(full, parameter, shape, rows, columns, self._across_tp(cut))
             width = part.local.numel() // max(1, part.local.shape[0])
             assert part.local.shape[0] == rows.stop - rows.start, (full, part.local.shape, rows)
             assert len(shape) == 1 or columns is None or width == columns.stop - columns.start, full
             yield part
 
-    def _across_tp(self, name: str, cut: int | None) -> Literal["divided", "alike", "partial"]:
+    def _across_tp(self, cut: int | None) -> Literal["divided", "alone", "partial"]:
+        """Norms, and biases of row-parallel layers, see the heads or the tokens of their rank."""
         if cut is not None:
             return "divided"
-        per_head = self._mesh.tp_size > 1 and name.endswith(_HEAD_NORMS)
-        return "partial" if per_head else "alike"
+        return "partial" if self._mesh.tp_size > 1 else "alone"
 
     def _range(self, size: int) -> tuple[int, int]:
         each = size // self._mesh.tp_size

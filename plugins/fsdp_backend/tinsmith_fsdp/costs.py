@@ -18,7 +18,7 @@ FULL_BYTES: Final = 16  # per fully trained weight, including its gradient and m
 _RUNTIME: Final = 1 << 30  # of a GPU
 _GPU_LOGITS: Final = 1 << 27  # of one chunk, as in head.py
 _CPU_LOGITS: Final = 1 << 22
-_PER_LOGIT: Final = 14  # logits and their gradient in float32, a copy in the dtype, and an adapter's part
+_PER_LOGIT: Final = 12  # logits, and an adapter's part before and after it is scaled, in float32
 STRICT_SEQUENCES: Final = 8
 """Sequences that run together on a rank if each has a gradient of its own, and memory is counted."""
 
@@ -30,7 +30,8 @@ _KEPT: Final = {"bfloat16": (12, 8, 10, 8, 14), "float32": (19, 16, 14, 10, 28)}
 _DIFFERENTIATED: Final = {"bfloat16": (2, 4, 0, 0, 0), "float32": (8, 2, 4, 3, 2)}
 """What it takes in addition while it is differentiated."""
 
-_TOP: Final = 16  # bytes per token and hidden size, at the head
+_TOP: Final = {"bfloat16": (4, 6), "float32": (8, 8)}
+"""Bytes per token and hidden size at the head: of all tokens, and of those of a tensor-parallel rank."""
 _PER_TOKEN: Final = 500  # ids, positions, rotations
 
 
@@ -62,7 +63,8 @@ class Costs:
     head: int  # all logits of one chunk: more are not made at once
     copies: int  # for each weight of every adapter in a micro-batch: weight and gradient in its dtype
     trained: int  # layers of a fully trained model while they compute, if those of the base are never gathered
-    own_gradients: int  # for each weight of the largest adapter: of single sequences, or on their way to the sums
+    own_gradients: int  # for each weight of the largest adapter: of single sequences, while they are computed
+    exchanged: int  # for each of these: what is added to the sums, with what it takes to get it from other ranks
 
     @property
     def fixed(self) -> int:
@@ -82,28 +84,39 @@ def costs_of(config: FsdpConfig, shape: DecoderShape, ranks: Ranks) -> Costs:
     """Count for one rank. Of unequal shards, the largest."""
     item, weights = ITEM[ranks.dtype], weight_counts(shape)
     layer = weights.layer_bytes(item) // ranks.tp
-    gathered = _gathered(config, weights, ranks, layer, item)
-    kept, more = (_of_layer(each[ranks.dtype], shape, config.max_lora_rank) for each in (_KEPT, _DIFFERENTIATED))
+    outside = weights.outside_layers * item // ranks.tp
+    gathered = _gathered(config, weights, ranks, layer, outside)
+    kept = _of_layer(_KEPT[ranks.dtype], shape, ranks, config.max_lora_rank, whole=2 * item)
+    more = _of_layer(_DIFFERENTIATED[ranks.dtype], shape, ranks, config.max_lora_rank, whole=item)
+    (whole, divided), vocabulary = _TOP[ranks.dtype], shape.vocab_size // ranks.tp
     return Costs(
-        base=-(-(weights.outside_layers * item + weights.num_layers * layer) // ranks.shards),
+        base=-(-(outside + weights.num_layers * layer) // ranks.shards),
         gathered=(gathered if ranks.shards > 1 else 0) + _converted(shape) * item // ranks.tp,
         trained=gathered if ranks.shards == 1 else 0,
         runtime=0 if ranks.on_cpu else _RUNTIME,
-        saved=shape.num_layers * (shape.hidden_size * item if ranks.checkpointing else kept),
+        saved=shape.num_layers * (shape.hidden_size * item // ranks.tp if ranks.checkpointing else kept),
         layer=_PER_TOKEN + more + (kept if ranks.checkpointing else 0),
-        top=_PER_TOKEN + _TOP * shape.hidden_size,
-        logits=_PER_LOGIT * shape.vocab_size,
-        head=_PER_LOGIT * max(64 * shape.vocab_size, _CPU_LOGITS if ranks.on_cpu else _GPU_LOGITS),
+        top=_PER_TOKEN + (whole + divided // ranks.tp) * shape.hidden_size,
+        logits=_PER_LOGIT * vocabulary,
+        head=_PER_LOGIT * max(64 * vocabulary, _CPU_LOGITS if ranks.on_cpu else _GPU_LOGITS),
         copies=0 if ranks.strict else 2 * item,
-        own_gradients=(4 if ranks.dp == 1 else 8) * STRICT_SEQUENCES if ranks.strict else 4,
+        own_gradients=4 * STRICT_SEQUENCES if ranks.strict else 0,
+        exchanged=4 * STRICT_SEQUENCES * _copies_of_gradients(ranks) if ranks.strict else 4,
     )
 
 
-def _gathered(config: FsdpConfig, weights: WeightCounts, ranks: Ranks, layer: int, item: int) -> int:
+def _copies_of_gradients(ranks: Ranks) -> int:
+    """Count those of all ranks, and a rank's own before they are one tensor, or three in which parts are added up."""
+    if ranks.dp * ranks.tp == 1:
+        return 1
+    return ranks.dp + (3 if ranks.tp > 1 else 1)
+
+
+def _gathered(config: FsdpConfig, weights: WeightCounts, ranks: Ranks, layer: int, outside: int) -> int:
     """Count what is outside of the layers, and of these the one that computes, the next one and what is received."""
     held = 1 if ranks.shards == 1 else 3
     held = min(held, weights.num_layers) if config.reshard_after_forward else weights.num_layers
-    return weights.outside_layers * item + held * layer
+    return outside + held * layer
 
 
 def _converted(shape: DecoderShape) -> int:
@@ -115,6 +128,12 @@ def _converted(shape: DecoderShape) -> int:
     return largest if shape.int8.group_size is None else 2 * largest  # before and after its scales
 
 
-def _of_layer(factors: tuple[int, ...], shape: DecoderShape, lora_rank: int) -> int:
-    sizes = (shape.hidden_size, shape.intermediate_size, shape.q_size, shape.kv_size, lora_rank)
-    return sum(factor * size for factor, size in zip(factors, sizes, strict=True))
+def _of_layer(factors: tuple[int, ...], shape: DecoderShape, ranks: Ranks, lora_rank: int, *, whole: int) -> int:
+    """Count for a token. Tensor-parallel ranks divide everything but adapters' products and what linear layers take.
+
+    whole: bytes per hidden size of the latter, of which every rank has all tokens.
+    """
+    hidden, inner, q, kv, rank = factors
+    divided = (hidden - whole) * shape.hidden_size
+    divided += inner * shape.intermediate_size + q * shape.q_size + kv * shape.kv_size
+    return divided // ranks.tp + whole * shape.hidden_size + rank * lora_rank

@@ -62,9 +62,10 @@ class FullModel(FullModelOfWorker):
         scored = []
         for segments in micros:
             if segments:
-                stream = make_stream(segments, [None] * len(segments), self._losses, self._mesh.device)
+                leaves, tp = [None] * len(segments), self._mesh.tp_size
+                stream = make_stream(segments, leaves, self._losses, self._mesh.device, multiple=tp)
             else:
-                stream = empty_stream(self._losses, self._mesh.device)
+                stream = empty_stream(self._losses, self._mesh.device, length=self._mesh.tp_size)
             with torch.set_grad_enabled(backward):
                 totals, (scores,) = self._base.run([stream], self._losses, backward=backward)
             if backward:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tinsmith_fsdp.grouped import grouped
 from tinsmith_fsdp.int8 import int8_linear
-from tinsmith_fsdp.tensor_parallel import copy_to_ranks, reduce_from_ranks
+from tinsmith_fsdp.tensor_parallel import scatter_sums
 
 
 class Factors(NamedTuple):
@@ -29,8 +29,8 @@ class MultiLoraLinear(nn.Module):
     """y = W x + b + scale * B (A x), with A and B of each token's own adapter.
 
     With tensor parallelism, `cut` is the dimension of W that is divided: 0 (out, a column-parallel layer) or 1 (in, a
-    row-parallel one). Adapters are whole on every rank, which uses its part. The gradients of all ranks add up to the
-    adapter's gradient: anything that every rank computes identically is counted only by the first.
+    row-parallel one). A column-parallel layer takes all tokens, a row-parallel one returns this rank's. Adapters are
+    whole on every rank, which uses its part. The gradients of all ranks add up to the adapter's gradient.
     """
 
     def __init__(
@@ -52,21 +52,18 @@ class MultiLoraLinear(nn.Module):
         self.factors: Factors | None = None  # of the current stream
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [1, T, in] to [1, T, out]."""
-        bias = None if self.bias is None else _local(self.bias)
-        if self.group is None:
+        """Map [1, T, in] to [1, T, out]; a row-parallel layer, to the rank's tokens."""
+        bias = None if self.bias is None else local(self.bias)
+        if self.group is None or self.cut == 0:
             return self._with_adapters(x, self._product(x, bias))
-        if self.cut == 0:
-            x = copy_to_ranks(x, self.group)
-            return self._with_adapters(x, self._product(x, bias))
-        y = reduce_from_ranks(self._product(x, None), self.group)
+        y = scatter_sums(self._product(x, None), self.group)
         return self._with_adapters(x, y if bias is None else y + bias)
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        weight = _local(self.weight)
+        weight = local(self.weight)
         if self.weight_scale is None:
             return F.linear(x, weight, bias)
-        y = int8_linear(x, weight, _local(self.weight_scale))
+        y = int8_linear(x, weight, local(self.weight_scale))
         return y if bias is None else y + bias
 
     def _with_adapters(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -75,7 +72,8 @@ class MultiLoraLinear(nn.Module):
         A, B = self._own(self.factors, x.shape[-1], y.shape[-1])
         ends, scale = self.factors.ends, self.factors.scale
         if ends is not None:
-            return y + grouped(self._narrow(grouped(x[0], A, ends)), B, ends).unsqueeze(0)
+            h = self._narrow(grouped(x[0], A, ends))
+            return y + grouped(h, B, self._own_ends(ends, h.shape[0])).unsqueeze(0)
         assert scale is not None
         return y + ((self._narrow(x.float() @ A.T) @ B.T) * scale).to(x.dtype)
 
@@ -85,12 +83,19 @@ class MultiLoraLinear(nn.Module):
             B = B[..., self.tp_rank * d_out : (self.tp_rank + 1) * d_out, :]
         elif self.group is not None:
             A = A[..., self.tp_rank * d_in : (self.tp_rank + 1) * d_in]
-            B = B if self.tp_rank == 0 else B.detach()
         return A, B
 
     def _narrow(self, h: torch.Tensor) -> torch.Tensor:
-        return reduce_from_ranks(h, self.group) if self.cut == 1 else h
+        return scatter_sums(h, self.group) if self.cut == 1 else h
+
+    def _own_ends(self, ends: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Return where the groups end among the rank's tokens, if it has a part of them."""
+        if self.group is None or self.cut == 0:
+            return ends
+        return (ends - self.tp_rank * num_tokens).clamp(0, num_tokens)
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
+def local(parameter: object) -> torch.Tensor:
+    """Return a parameter's part on this rank."""
+    assert isinstance(parameter, torch.Tensor)
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -6,14 +6,16 @@ A pass takes several streams. Each goes through a layer by itself, while the lay
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F  # noqa: N812  (its name everywhere)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tinsmith.torch_workers import LossTable
 from tinsmith_fsdp import head
-from tinsmith_fsdp.head import Scores
-from tinsmith_fsdp.lora import MultiLoraLinear
+from tinsmith_fsdp.head import Scores, Vocabulary
+from tinsmith_fsdp.lora import MultiLoraLinear, local
 from tinsmith_fsdp.streams import Stream
+from tinsmith_fsdp.tensor_parallel import gather_tokens, scatter_sums
 
 
 class PackedLayer(nn.Module):
@@ -53,7 +55,7 @@ class PackedModel(nn.Module):
         self.layers = nn.ModuleList(PackedLayer(layer, checkpointing=checkpointing) for layer in trunk.layers)  # type: ignore[union-attr]  # a ModuleList
         self.norm = _module(trunk.norm)
         self.lm_head = _module(causal_lm.lm_head)
-        self.counts_head = True  # whether this rank counts the head adapters' gradients
+        self.vocabulary = Vocabulary(0, None)
 
     def set_rotary(self, rotary: nn.Module) -> None:
         """Set the rotary embedding, which has no parameters and is not sharded."""
@@ -65,7 +67,7 @@ class PackedModel(nn.Module):
         """Return each stream's scores, and with `backward` its summed loss, on which to call backward."""
         hiddens = []
         for stream in streams:
-            hidden = self.embed_tokens(stream.tokens_T[None])
+            hidden = self._embedded(stream.tokens_T[None])
             if backward:
                 hidden.requires_grad_()  # a frozen base model must still pass on gradients, for the adapters
             stream.rope = self._rotary[0](hidden, stream.positions_T[None])
@@ -73,17 +75,24 @@ class PackedModel(nn.Module):
         for layer in self.layers:
             hiddens = layer(hiddens, streams)
         totals, scores = [], []
-        weight = self.lm_head.weight
-        assert isinstance(weight, torch.Tensor)
+        weight = local(self.lm_head.weight)
         for hidden, stream in zip(hiddens, streams, strict=True):
-            normed = self.norm(hidden)[0]
+            normed = gather_tokens(self.norm(hidden), self.vocabulary.group)[0]
             if backward:
-                total, score = head.score_with_gradients(normed, weight, stream, losses, counts=self.counts_head)
+                total, score = head.score_with_gradients(normed, weight, self.vocabulary, stream, losses)
                 totals.append(total)
             else:
-                score = head.score(normed, weight, stream, losses)
+                score = head.score(normed, weight, self.vocabulary, stream, losses)
             scores.append(score)
         return totals, scores
+
+    def _embedded(self, tokens_1T: torch.Tensor) -> torch.Tensor:
+        """Look up the tokens: with tensor parallelism, this rank's part of them."""
+        if self.vocabulary.group is None:
+            return self.embed_tokens(tokens_1T)  # type: ignore[no-any-return]
+        weight = local(self.embed_tokens.weight)
+        own_1T, index_1T = self.vocabulary.own(tokens_1T, len(weight))
+        return scatter_sums(F.embedding(index_1T, weight) * own_1T[..., None], self.vocabulary.group)
 
 
 def _module(child: object) -> nn.Module:

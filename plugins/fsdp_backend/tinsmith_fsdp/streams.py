@@ -67,7 +67,7 @@ class Stream:
 
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
-    bounds: tuple[tuple[int, int], ...]  # of the sequences
+    bounds: tuple[tuple[int, int], ...]  # of the sequences; the last one may have tokens more
     ends: torch.Tensor  # int32 [sequences + 1], from 0
     longest: int  # tokens of the longest sequence, or somewhat more
     groups: tuple[Group, ...]
@@ -83,13 +83,17 @@ def make_stream(
     device: torch.device,
     *,
     pack: AdapterPack | None = None,
+    multiple: int = 1,
 ) -> Stream:
     """Concatenate segments. Those with the same leaves must be adjacent; leaves None: the model has no adapter.
 
-    `pack`: the adapters of the groups, in order. Without one, all segments have the same leaves.
+    `pack`: the adapters of the groups, in order. Without one, all segments have the same leaves. `multiple`: of which
+    the number of tokens is one: the last sequence gets further tokens without a loss, which no token before them sees.
     """
     lengths = [segment.num_tokens for segment in segments]
-    ends = np.cumsum([0, *lengths])
+    padding = -sum(lengths) % multiple
+    lengths[-1] += padding
+    ends, tokens = np.cumsum([0, *lengths]), [segment.tokens_T for segment in segments]
     groups = _groups(ends.tolist(), leaves)
     if pack is not None:
         factors = pack.factors(to_device(np.array([group.stop for group in groups], np.int32), device))
@@ -97,24 +101,24 @@ def make_stream(
         (group,) = groups
         factors = {} if group.leaves is None else group.leaves.factors()
     return Stream(
-        tokens_T=to_device(np.concatenate([segment.tokens_T for segment in segments], dtype=np.int64), device),
+        tokens_T=to_device(np.concatenate([*tokens, np.zeros(padding, np.int64)], dtype=np.int64), device),
         positions_T=to_device(np.concatenate([np.arange(length) for length in lengths], dtype=np.int64), device),
         bounds=tuple(pairwise(ends.tolist())),
         ends=to_device(ends.astype(np.int32), device),
         longest=_at_least(max(lengths)),
         groups=groups,
         factors=factors,
-        batch=losses.batch(segments, device),
+        batch=losses.batch(segments, device, padding=padding),
     )
 
 
-def empty_stream(losses: LossTable, device: torch.device) -> Stream:
-    """Make a stream of one token without a loss, for a rank that only helps to gather the layers."""
-    zero = torch.zeros(1, dtype=torch.long, device=device)
-    ends = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    group = Group(0, 1, None)
-    batch = losses.batch([], device, padding=1)
-    return Stream(zero, zero, ((0, 1),), ends, 1, (group,), {}, batch)
+def empty_stream(losses: LossTable, device: torch.device, *, length: int = 1) -> Stream:
+    """Make a stream of a few tokens without a loss, for a rank that only helps to gather the layers."""
+    zeros = torch.zeros(length, dtype=torch.long, device=device)
+    ends = torch.tensor([0, length], dtype=torch.int32, device=device)
+    group = Group(0, length, None)
+    batch = losses.batch([], device, padding=length)
+    return Stream(zeros, zeros, ((0, length),), ends, _at_least(length), (group,), {}, batch)
 
 
 def _groups(ends: Sequence[int], leaves: Sequence[Leaves | None]) -> tuple[Group, ...]:

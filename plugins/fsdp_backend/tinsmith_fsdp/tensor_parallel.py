@@ -1,4 +1,11 @@
-"""The two collectives of a tensor-parallel layer (Megatron-LM, arXiv 1909.08053, section 3), as autograd functions."""
+"""What tensor-parallel ranks exchange, as autograd functions.
+
+Each rank has a part of each matrix, and between the layers a part of the tokens (sequence parallelism, arXiv
+2205.05198, section 4.2.2). Each function is the other one's derivative. The number of tokens is a multiple of the
+number of ranks.
+
+Legend: T = tokens, S = tokens of a rank.
+"""
 
 from typing import Any
 
@@ -6,40 +13,45 @@ import torch
 import torch.distributed as dist
 
 
-class _CopyToRanks(torch.autograd.Function):
-    """Forward: identity. Backward: the sum of all ranks' gradients."""
-
+class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return x.view_as(x)
+        return _gathered(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _summed(grad, ctx.group), None
+        return _scattered(grad, ctx.group), None
 
 
-class _ReduceFromRanks(torch.autograd.Function):
-    """Forward: the sum of all ranks' parts. Backward: every part gets the gradient of the sum."""
+class _ScatterSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _scattered(x, group)
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # noqa: ARG004
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ARG004
-        return grad, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _gathered(grad, ctx.group), None
 
 
-def copy_to_ranks(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    return x if group is None else _CopyToRanks.apply(x, group)  # type: ignore[no-untyped-call]
+def gather_tokens(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Map each rank's [..., S, width] to all tokens' [..., T, width]. Leading dimensions are 1."""
+    return x if group is None else _GatherTokens.apply(x, group)  # type: ignore[no-untyped-call]
 
 
-def reduce_from_ranks(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    return x if group is None else _ReduceFromRanks.apply(x, group)  # type: ignore[no-untyped-call]
+def scatter_sums(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Add up the ranks' [..., T, width], and return this rank's tokens of the sum, [..., S, width]."""
+    return x if group is None else _ScatterSums.apply(x, group)  # type: ignore[no-untyped-call]
 
 
-def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
+def _gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    whole = x.new_empty(*x.shape[:-2], x.shape[-2] * group.size(), x.shape[-1])
+    dist.all_gather_single(whole.view(-1, x.shape[-1]), x.contiguous().view(-1, x.shape[-1]), group=group)
+    return whole
+
+
+def _scattered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    part = x.new_empty(*x.shape[:-2], x.shape[-2] // group.size(), x.shape[-1])
+    dist.reduce_scatter_single(part.view(-1, x.shape[-1]), x.contiguous().view(-1, x.shape[-1]), group=group)
+    return part

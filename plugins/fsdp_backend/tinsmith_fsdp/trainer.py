@@ -280,10 +280,10 @@ class Trainer(ModelsOfWorker[FullModel]):
         return AdapterPack(adapters, getattr(torch, self._setup.dtype), backward=backward)
 
     def _stream(self, segments: Sequence[Segment], leaves: Sequence[Leaves], pack: AdapterPack | None = None) -> Stream:
-        return make_stream(segments, leaves, self._losses, self._mesh.device, pack=pack)
+        return make_stream(segments, leaves, self._losses, self._mesh.device, pack=pack, multiple=self._mesh.tp_size)
 
     def _pass(self, streams: Sequence[Stream], *, backward: bool) -> list[Scores]:
-        streams = streams or [empty_stream(self._losses, self._mesh.device)]
+        streams = streams or [empty_stream(self._losses, self._mesh.device, length=self._mesh.tp_size)]
         with torch.set_grad_enabled(backward):
             totals, scores = self._base.run(streams, self._losses, backward=backward)
         if backward:
