@@ -32,6 +32,8 @@ from tinsmith_vllm.messages import (
     PromptScores,
     Ready,
     Refused,
+    Rest,
+    Rested,
     Start,
     ToVllm,
     Unload,
@@ -126,6 +128,7 @@ class EngineLoop:
         self._reading: set[int] = set()
         self._requests: dict[str, Generate] = {}  # running sequences, by vLLM's name for them
         self._asked: set[int] = set()  # requests whose prompt scores are still to be sent
+        self._asleep = False
         self._beat = time.monotonic()
 
     def run(self) -> None:
@@ -157,22 +160,48 @@ class EngineLoop:
             case Abort():
                 self._abort(message)
             case Load():
-                self._adapters[message.adapter_id] = message
-                if message.prepare:
-                    self._engine.collective_rpc(
-                        "tinsmith_prepare", args=(message.adapter_id, message.name, message.path)
-                    )
-                    self._reading.add(message.adapter_id)
+                self._load(message)
             case Unload():
-                self._adapters.pop(message.adapter_id, None)
-                if self._line is None:
-                    self._engine.remove_lora(message.adapter_id)
+                self._unload(message)
             case Count():
                 number = int(self._engine.get_num_unfinished_requests())
                 number += 0 if self._line is None else self._line.num_sequences
                 self._channel.send(Counted(request_id=message.request_id, num_sequences=number))
+            case Rest():
+                self._rest(asleep=message.asleep)
+                self._channel.send(Rested(request_id=message.request_id))
             case Start():
                 raise AssertionError(message)
+
+    def _load(self, message: Load) -> None:
+        self._adapters[message.adapter_id] = message
+        if message.prepare:
+            self._engine.collective_rpc("tinsmith_prepare", args=(message.adapter_id, message.name, message.path))
+            self._reading.add(message.adapter_id)
+
+    def _unload(self, message: Unload) -> None:
+        self._adapters.pop(message.adapter_id, None)
+        if self._line is None:
+            self._engine.remove_lora(message.adapter_id)
+
+    def _rest(self, *, asleep: bool) -> None:
+        if asleep == self._asleep:
+            return
+        if asleep:
+            while self._reading:  # adapters whose load was given up
+                self._report_adapters()
+                time.sleep(_POLL_S)
+            compat.end_steps(self._engine)
+            self._drop_prefixes()
+            self._engine.sleep(level=1)  # the weights go to the host, keys and values are dropped
+        else:
+            self._engine.wake_up()
+        self._asleep = asleep
+
+    def _drop_prefixes(self) -> None:
+        if not self._engine.reset_prefix_cache():
+            msg = "vllm keeps a prefix cache that would be of other weights, or of memory that is gone"
+            raise RuntimeError(msg)
 
     def _admit(self) -> None:
         """Start what waits in the line and may start now, after loading its weights if need be."""
@@ -189,9 +218,7 @@ class EngineLoop:
         path = self._adapters[adapter_id].path if adapter_id else ""
         compat.end_steps(self._engine)
         self._engine.collective_rpc("tinsmith_load_weights", args=(path,))
-        if not self._engine.reset_prefix_cache():
-            msg = "vllm keeps a prefix cache of other weights"
-            raise RuntimeError(msg)
+        self._drop_prefixes()
 
     def _generate(self, message: Generate) -> None:
         prompt = np.frombuffer(message.prompt, np.int32).tolist()

@@ -72,8 +72,9 @@ def demand(config: VllmConfig, model: Mapping[str, Any] | None, placement: Place
     further = f" and {layout.full_replicas} for fully trained models," if layout.full_replicas else ""
     told = f"{_counted(layout.replicas, 'replica')}{further} of {_counted(layout.tensor_parallel, 'GPU')}"
     told = told if placement.devices else ""
+    asleep = _ALLOWANCE if placement.devices else 0  # at most: part of it is given back
     if shape is None:
-        return Demand(num_devices=num_devices, layout=told)
+        return Demand(num_devices=num_devices, asleep_bytes=asleep, layout=told)
     fixed = _fixed(config, shape, layout, placement)
     each, longest = key_value_bytes(config, shape, layout, placement), _least_tokens(config, shape)
     tokens = 0
@@ -85,6 +86,7 @@ def demand(config: VllmConfig, model: Mapping[str, Any] | None, placement: Place
     return Demand(
         num_devices=num_devices,
         least_bytes=least,
+        asleep_bytes=asleep,
         fixed={**fixed, "keys and values": (tokens or longest) * each},
         max_models=config.max_loras,
         batch_tokens=tokens or longest,

@@ -35,6 +35,9 @@ _CANNOT_MERGE: Final = (
     "the sampler's setting `adapters` is 'merge', but the model's matrices are 8-bit integers, into which nothing can "
     "be merged: set it to 'auto' or 'apply'"
 )
+_NO_SLEEP: Final = (
+    "turns of the model are enabled, and vllm for CPUs cannot sleep: disable them, or give the sampler a GPU"
+)
 _NOT_EAGER: Final = (
     "routing_replay is enabled, but the sampler's setting enforce_eager is false, and compiled graphs do not tell the "
     "experts that they used: leave it out or set it to true"
@@ -49,11 +52,12 @@ def launches(
     placement: Placement = _NOWHERE,
     *,
     routed_experts: bool = False,
+    sleeps: bool = False,
 ) -> Iterator[Launch]:
     """Describe the process of each replica, at last of those for fully trained models.
 
-    `routed_experts`: sequences come with the experts that computed them. Raise ConfigError if the placement does not
-    suffice for the settings, or settings exclude each other.
+    `routed_experts`: sequences come with the experts that computed them. `sleeps`: vLLM will be asked to. Raise
+    ConfigError if the placement does not suffice for the settings, or settings exclude each other.
     """
     if routed_experts and config.enforce_eager is False:
         raise ConfigError(_NOT_EAGER)
@@ -73,6 +77,7 @@ def launches(
             "enforce_eager": bool(config.enforce_eager) or routed_experts,
             **{name: size for name, size in sizes.items() if size is not None},
             **config.engine_args,
+            **({"enable_sleep_mode": True} if sleeps else {}),
             # else a step may give away a sequence's pages before its experts are read
             **({"async_scheduling": False} if routed_experts else {}),
         },
@@ -80,7 +85,7 @@ def launches(
         eager_on_cpu=config.enforce_eager is None and not routed_experts,
         merge_on_cpu=merges(config, shape, on_cpu=True),
         half_the_memory_on_cpu=config.gpu_memory_utilization is None and placement.share is None,
-        impossible_on_cpu=_impossible_on_cpu(config, shape),
+        impossible_on_cpu=_impossible_on_cpu(config, shape, sleeps=sleeps),
         routed_experts=routed_experts,
     )
     package = package_path(cache_dir)
@@ -97,8 +102,10 @@ def launches(
         )
 
 
-def _impossible_on_cpu(config: VllmConfig, shape: DecoderShape | None) -> str:
+def _impossible_on_cpu(config: VllmConfig, shape: DecoderShape | None, *, sleeps: bool) -> str:
     """Return why the model cannot be sampled without a GPU, or an empty string."""
+    if sleeps:
+        return _NO_SLEEP
     if shape is not None and shape.int8 is not None:
         return _NO_INT8
     return _NO_KERNELS if config.adapters == "apply" and has_experts(shape) else ""

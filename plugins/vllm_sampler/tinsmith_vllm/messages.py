@@ -101,6 +101,13 @@ class Count(Message, frozen=True):
     request_id: int
 
 
+class Rest(Message, frozen=True):
+    """Give the device's memory away, or take it again. Comes when no request runs but what was aborted."""
+
+    request_id: int
+    asleep: bool
+
+
 # From vLLM
 
 
@@ -162,5 +169,11 @@ class Counted(Message, frozen=True):
     num_sequences: int
 
 
-ToVllm = Start | Load | Unload | Generate | Abort | Count
-FromVllm = Ready | Unstartable | Beat | Loaded | Drawn | Refused | Counted
+class Rested(Message, frozen=True):
+    """The process sleeps, or is awake, as it was asked."""
+
+    request_id: int
+
+
+ToVllm = Start | Load | Unload | Generate | Abort | Count | Rest
+FromVllm = Ready | Unstartable | Beat | Loaded | Drawn | Refused | Counted | Rested

@@ -86,6 +86,8 @@ class Replica:
         self._outbox: queue.SimpleQueue[msgspec.Struct | None] = queue.SimpleQueue()
         self._gone = ""
         self._closing = False
+        self._may_start = threading.Event()
+        self._may_start.set()
         self._is_silent = False  # whether the last process was ended because it fell silent
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths: deque[float] = deque(maxlen=_MAX_DEATHS)
@@ -134,6 +136,13 @@ class Replica:
         elif isinstance(message, Unload):
             self._adapters.pop(message.adapter_id, None)
 
+    def hold_back(self) -> None:
+        """Start no new process until `go_on`: it would take memory that is lent."""
+        self._may_start.clear()
+
+    def go_on(self) -> None:
+        self._may_start.set()
+
     def forget(self, key: tuple[str, int]) -> None:
         with self._lock:
             self._calls.pop(key, None)
@@ -143,6 +152,7 @@ class Replica:
         with self._lock:
             self._closing = True
             process = self._process
+        self.go_on()
         if process is not None:
             process.kill()  # it holds nothing that needs an orderly shutdown
         self._thread.join(_END_TIMEOUT_S)
@@ -183,6 +193,7 @@ class Replica:
 
     def _one_life(self) -> tuple[str, bool]:
         """Run the process until it ends. Return how it ended, and whether to start it again."""
+        self._may_start.wait()
         ours, theirs = socket.socketpair()
         with ours, theirs, self._launch.log.open("wb") as log:
             with self._lock:

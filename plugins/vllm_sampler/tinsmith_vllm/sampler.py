@@ -90,6 +90,7 @@ class VllmSampler(SamplingBackend):
                     context.cache_dir,
                     context.placement,
                     routed_experts=self._experts is not None,
+                    sleeps=context.sleeps,
                 )
             )
         ]
