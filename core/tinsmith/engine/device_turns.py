@@ -94,8 +94,7 @@ class DeviceTurns:
         """Do as `turn`; what has begun must be told to `end`."""
         if self._broken is not None:
             raise self._broken
-        if self._side == side and self._changing is None and not self._waiting[side] and not self._is_over():
-            self._running += 1
+        if self.begins_at_once(side):
             return
         waiter: Waiter = asyncio.get_running_loop().create_future()
         self._waiting[side].append(waiter)
@@ -107,6 +106,14 @@ class DeviceTurns:
         except asyncio.CancelledError:
             self._forget(waiter, side)
             raise
+
+    def begins_at_once(self, side: Side) -> bool:
+        """Begin if it is the side's turn, and none of it waits. Return whether it was so."""
+        waits = self._side != side or self._changing is not None or self._broken is not None or self._waiting[side]
+        if waits or self._is_over():
+            return False
+        self._running += 1
+        return True
 
     def _forget(self, waiter: Waiter, side: Side) -> None:
         """Somebody who waited was cancelled, perhaps just when its turn had come."""
@@ -214,12 +221,18 @@ async def _wake(sleeper: Sleeper) -> None:
 
 def submit_in_turn(turns: DeviceTurns, executor: Executor, function: Callable[[], T]) -> asyncio.Future[T]:
     """Call the trainer in its thread, in its turn. If the caller is cancelled, the turn lasts as long as the call."""
+    if turns.begins_at_once("training"):
+        return _submitted(turns, executor, function)
     return asyncio.ensure_future(_in_turn(turns, executor, function))
 
 
 async def _in_turn(turns: DeviceTurns, executor: Executor, function: Callable[[], T]) -> T:
-    loop = asyncio.get_running_loop()
     await turns.begin("training")
+    return await _submitted(turns, executor, function)
+
+
+def _submitted(turns: DeviceTurns, executor: Executor, function: Callable[[], T]) -> asyncio.Future[T]:
+    loop = asyncio.get_running_loop()
     running = executor.submit(function)
     running.add_done_callback(lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(turns.end))
-    return await asyncio.wrap_future(running)
+    return asyncio.wrap_future(running)

@@ -12,7 +12,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import Snapshot
 from tinsmith.engine.checkpoint_files import CheckpointWriter
 from tinsmith.engine.claimed import Outcome
-from tinsmith.engine.consistency_gate import ConsistencyGate, refusal
+from tinsmith.engine.consistency_gate import ConsistencyGate, Scoring, refusal
 from tinsmith.engine.models import Models
 from tinsmith.engine.sampling_snapshots import Snapshots
 from tinsmith.engine.snapshot_checks import SnapshotChecks
@@ -73,8 +73,9 @@ class SaveForSampler:
         if why_not is not None:
             raise why_not
         snapshot = await self._models.publish(operation.model_id, session_id)
-        await self._snapshots.add(snapshot, model_id=operation.model_id)
-        comparing = self._checks.start(operation.model_id, snapshot)
+        with self._scored(operation.model_id) as scoring:
+            await self._snapshots.add(snapshot, model_id=operation.model_id)
+            comparing = self._checks.start(operation.model_id, snapshot, scoring)
         saved = ops.WeightsSaved(sampling_session_id=session_id)
         return Outcome(result=saved, effects=(_session(operation.model_id, session_id, record),), comparing=comparing)
 
@@ -117,9 +118,21 @@ class SaveForSampler:
 
     async def _load(self, snapshot: Snapshot, written: CheckpointRecord, model_id: str) -> ops.Consistency | None:
         """Load the snapshot into the sampler, and compare it with the model, which does not train meanwhile."""
-        await self._snapshots.add(snapshot, model_id=model_id, checkpoint=written)
-        async with self._snapshots.use(snapshot.snapshot_id):
-            return await self._gate.check(model_id, snapshot.snapshot_id, snapshot.lora)
+        with self._scored(model_id) as scoring:
+            await self._snapshots.add(snapshot, model_id=model_id, checkpoint=written)
+            async with self._snapshots.use(snapshot.snapshot_id):
+                return await self._gate.check(model_id, snapshot.snapshot_id, snapshot.lora, scoring)
+
+    @contextmanager
+    def _scored(self, model_id: str) -> Iterator[Scoring | None]:
+        """Have the trainer score a model while it has the devices, before the sampler loads the snapshot."""
+        scoring = self._gate.score_soon(model_id)
+        try:
+            yield scoring
+        except BaseException:
+            if scoring is not None:
+                scoring.cancel()
+            raise
 
     async def _take_back(self, path: str) -> None:
         """No client knows the snapshot yet, because its result has not been recorded."""

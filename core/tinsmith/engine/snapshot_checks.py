@@ -41,9 +41,11 @@ class SnapshotChecks:
         self._running: dict[str, tuple[str, Comparing]] = {}  # model_id and task, by snapshot_id
         self._refused: dict[str, _Refused] = {}  # by snapshot_id
 
-    def start(self, model_id: str, snapshot: Snapshot) -> Comparing:
-        """Compare a snapshot that was just loaded, in the background. Its model may train at once."""
-        scoring = self._gate.score_soon(model_id)
+    def start(self, model_id: str, snapshot: Snapshot, scoring: Scoring | None) -> Comparing:
+        """Compare a snapshot that was just loaded, in the background. Its model may train at once.
+
+        `scoring` is what the gate's `score_soon` returned.
+        """
         comparing = self._tasks.create_task(self._in_background(model_id, snapshot, scoring))
         self._running[snapshot.snapshot_id] = model_id, comparing
         comparing.add_done_callback(partial(self._ended, snapshot.snapshot_id))

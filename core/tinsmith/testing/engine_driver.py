@@ -4,6 +4,7 @@ import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import SamplingBackend, TrainingBackend
 from tinsmith.builtin.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.engine.assembly import EngineOptions, EngineParts, assemble_engine
+from tinsmith.engine.device_turns import DeviceTurns
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.sampling_snapshots import Keeping
 from tinsmith.hook_values import OperationFinished
@@ -51,6 +53,8 @@ async def make_engine(
     sampler: SamplingBackend | None,
     lease: Lease | None = None,
     on_finished: Callable[[OperationFinished], None] = lambda _: None,
+    thread: ThreadPoolExecutor | None = None,
+    turns: DeviceTurns | None = None,
     **options: Any,  # Any: fields of EngineOptions
 ) -> Engine:
     """Build an engine of base model "toy" with the default scheduler and the built-in losses.
@@ -66,6 +70,8 @@ async def make_engine(
         scheduler=FairScheduler(FairConfig()),
         losses={loss.name: loss for loss in BUILTIN_LOSSES},
         on_finished=on_finished,
+        thread=thread,
+        turns=turns,
     )
     keeping = options.pop("keeping", Keeping(max_resident=8, max_bytes=1 << 30))
     return assemble_engine(parts, EngineOptions(**{"gap_timeout_s": 600.0, "keeping": keeping, **options}))
