@@ -18,6 +18,7 @@ from tinsmith import (
     AdamParams,
     Failed,
     ForwardBackwardOutput,
+    HostSnapshot,
     LoraConfig,
     ModelState,
     OptimStep,
@@ -156,6 +157,18 @@ def test_a_model_that_does_not_fit_is_not_there(backend: JaxBackend, monkeypatch
         add_model(backend, "c", LoraConfig(rank=4, seed=1))
     monkeypatch.undo()
     add_model(backend, "c", LoraConfig(rank=4, seed=1))
+
+
+async def test_a_snapshot_that_does_not_fit_is_not_loaded(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was an error of XLA's, not of the request."""
+    published = backend.publish("a", "published")
+    read = HostSnapshot("read", published.lora, published.adapter_weights())
+    monkeypatch.setattr("tinsmith_jax.sampling_device.put", lambda *_: too_much())
+    with pytest.raises(OutOfMemoryError, match=r"no memory left for the adapter of a snapshot: RESOURCE_EXHAUSTED"):
+        await backend.load_snapshot(read)
+    monkeypatch.undo()
+    await backend.load_snapshot(read)
+    await backend.drop_snapshot("read")
 
 
 def resident_bytes() -> int:

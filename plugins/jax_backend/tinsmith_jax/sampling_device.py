@@ -16,6 +16,7 @@ from tinsmith_jax.admission import Budget
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.layers import TILE
+from tinsmith_jax.memory import out_of_memory_named
 from tinsmith_jax.mesh import Layout, put
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.runtime import Limits
@@ -41,8 +42,9 @@ class SamplingDevice:
         self._hidden: dict[tuple[int, int], jax.Array] = {}  # of the tiles read last, by shard and page
 
     def put_adapter(self, adapter: adapters.Adapter) -> adapters.Adapter:
-        """Put an adapter from the host onto the device, or divided onto the mesh."""
-        return put(adapter, self._sampling.layout, self._sampling.adapter_specs)
+        """Put an adapter from the host onto the device, or divided onto the mesh. Raise OutOfMemoryError."""
+        with out_of_memory_named("the adapter of a snapshot", "lower the model's resident_snapshots"):
+            return jax.block_until_ready(put(adapter, self._sampling.layout, self._sampling.adapter_specs))
 
     def write_adapter(self, row: int, adapter: adapters.Adapter, scale: float) -> None:
         """Write an adapter of any rank class to a row, counted over all shards."""
