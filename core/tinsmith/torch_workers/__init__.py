@@ -4,6 +4,7 @@ Nothing else in the core imports it. The names exported here are public: a backe
 module in its workers, besides `tinsmith` and `tinsmith.workers`.
 """
 
+from tinsmith.torch_workers.collectives import all_gather_single, reduce_scatter_single
 from tinsmith.torch_workers.loss_table import LossBatch, LossTable
 from tinsmith.torch_workers.models import Adapter, FullModelOfWorker, ModelsOfWorker, free_what_is_unused
 from tinsmith.torch_workers.process_group import find_device, join_process_group, local_devices, worker_device
@@ -18,10 +19,12 @@ __all__ = [
     "LossTable",
     "ModelsOfWorker",
     "SleepingTensors",
+    "all_gather_single",
     "find_device",
     "free_what_is_unused",
     "join_process_group",
     "local_devices",
+    "reduce_scatter_single",
     "storage_bytes",
     "to_device",
     "to_host",

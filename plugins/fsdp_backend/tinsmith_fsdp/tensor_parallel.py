@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tinsmith.torch_workers import all_gather_single, reduce_scatter_single
+
 
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
@@ -47,11 +49,11 @@ def scatter_sums(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
 
 def _gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     whole = x.new_empty(*x.shape[:-2], x.shape[-2] * group.size(), x.shape[-1])
-    dist.all_gather_single(whole.view(-1, x.shape[-1]), x.contiguous().view(-1, x.shape[-1]), group=group)
+    all_gather_single(whole.view(-1, x.shape[-1]), x.contiguous().view(-1, x.shape[-1]), group=group)
     return whole
 
 
 def _scattered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     part = x.new_empty(*x.shape[:-2], x.shape[-2] // group.size(), x.shape[-1])
-    dist.reduce_scatter_single(part.view(-1, x.shape[-1]), x.contiguous().view(-1, x.shape[-1]), group=group)
+    reduce_scatter_single(part.view(-1, x.shape[-1]), x.contiguous().view(-1, x.shape[-1]), group=group)
     return part

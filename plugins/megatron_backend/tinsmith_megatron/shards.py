@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from torch import nn
 
 from tinsmith.huggingface import DecoderShape
+from tinsmith.torch_workers import all_gather_single, reduce_scatter_single
 from tinsmith.workers import ModelPart
 from tinsmith_megatron.parallel import Place
 from tinsmith_megatron.stage import Stage
@@ -98,7 +99,7 @@ class Shard:
         whole, self.passing = self.passing, None
         if self.group.size() > 1:
             found = whole.new_empty(self.height, whole.shape[1])
-            dist.reduce_scatter_tensor(found, self._padded(whole), group=self.group)
+            reduce_scatter_single(found, self._padded(whole), group=self.group)
             whole = found[: len(self.rows)]
         self.gradient = whole if self.gradient is None else self.gradient.add_(whole)
 
@@ -108,7 +109,7 @@ class Shard:
         own = self.weights.to(matrix.dtype)
         if self.group.size() > 1:
             gathered = matrix.new_empty(self.height * self.group.size(), matrix.shape[1])
-            dist.all_gather_into_tensor(gathered, self._padded(own, self.height), group=self.group)
+            all_gather_single(gathered, self._padded(own, self.height), group=self.group)
             matrix.copy_(gathered[: len(matrix)])
         else:
             matrix.copy_(own)
