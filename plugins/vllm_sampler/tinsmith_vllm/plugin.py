@@ -9,10 +9,14 @@ from tinsmith_vllm.config import VllmConfig
 
 def create(config: VllmConfig, context: BackendContext) -> SamplingBackend:
     """Start vLLM and wait until it answers."""
-    from tinsmith_vllm.sampler import VllmSampler
-    from tinsmith_vllm.sleepy_sampler import SleepyVllmSampler
+    if context.sleeps:
+        from tinsmith_vllm.sleepy_sampler import SleepyVllmSampler
 
-    return (SleepyVllmSampler if context.sleeps else VllmSampler)(config, context)
+        return SleepyVllmSampler(config, context)
+
+    from tinsmith_vllm.sampler import VllmSampler
+
+    return VllmSampler(config, context)
 
 
 def demand(config: VllmConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:  # Any: JSON
