@@ -17,6 +17,8 @@ from tinsmith import BackendConfig, BackendContext, Placement
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.commands.load_settings import load_settings
 from tinsmith.huggingface import known_config
+from tinsmith.placement.machine import Machine
+from tinsmith.placement.plan import make_plan
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes import serve
 from tinsmith.settings.sources import Flag
@@ -121,3 +123,18 @@ def documented() -> str:
     found = re.search(r"```console\n(placement\n.*?)\n```", page, re.DOTALL)
     assert found is not None
     return found.group(1)
+
+
+def test_the_page_says_what_turns_make_room_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(known_config(MODEL)))
+    plugins, machine = Plugins.load(), Machine(devices=("0",), device_bytes=CARD)
+    rows: list[list[int | None]] = [[], [], []]
+    for turns in ("false", "true"):
+        flags = [Flag("models.0.path", str(tmp_path)), Flag("models.0.turns.enabled", turns)]
+        settings = load_settings(plugins, file=ROOT / "deploy" / "gpus" / "one-card.yaml", environ={}, flags=flags)
+        trainer, sampler = (each.demand for each in make_plan(settings, plugins, machine, [MODEL]))
+        for row, figure in zip(rows, (trainer.batch_tokens, trainer.max_models, sampler.batch_tokens), strict=True):
+            row.append(figure)
+    page = (ROOT / "docs" / "how-to" / "use-several-gpus.md").read_text(encoding="utf-8")
+    table = page.partition("| | Memory divided | Turns |\n|---|---|---|\n")[2].partition("\n\n")[0]
+    assert [[int(cell.replace(",", "")) for cell in line.split("|")[2:4]] for line in table.splitlines()] == rows
