@@ -42,6 +42,11 @@ def backend(
     backend.close()
 
 
+def data_of(backend: FsdpBackend) -> list[Datum]:
+    """Return several sequences for each rank."""
+    return [*DATA, *DATA] if len(backend.ranks) > 2 else list(DATA)
+
+
 @contextmanager
 def limited(backend: FsdpBackend, rank: int, **limits: int) -> Iterator[list[int]]:
     """Limit one rank. Yields how many micro-batches each attempt at a pass has. Undoes the halving at the end."""
@@ -88,13 +93,13 @@ def assert_close(found: Any, expected: Any, backend: FsdpBackend) -> None:
 def test_a_pass_may_fail_anywhere_on_a_rank(backend: FsdpBackend, points: int) -> None:
     """The others used to wait for ever, or all ended."""
     driver, pids, last = ModelDriver(backend), backend.ranks.pids, len(backend.ranks) - 1
-    model_id = driver.create_trained(rank=3, seed=1)
-    expected = driver.gradient(model_id, DATA)
-    allocations, _ = counted(backend, model_id, DATA)
+    model_id, data = driver.create_trained(rank=3, seed=1), data_of(backend)
+    expected = driver.gradient(model_id, data)
+    allocations, _ = counted(backend, model_id, data)
     assert allocations > 100
     for point in sorted({1 + number * (allocations - 1) // (points - 1) for number in range(points)}):
         with limited(backend, last, fails_at=point) as runs:
-            found = driver.gradient(model_id, DATA)
+            found = driver.gradient(model_id, data)
         assert len(runs) == 2, f"allocation {point}: {runs}"
         assert runs[0] < runs[1]
         assert_close(found, expected, backend)
@@ -104,16 +109,16 @@ def test_a_pass_may_fail_anywhere_on_a_rank(backend: FsdpBackend, points: int) -
 
 def test_a_micro_batch_that_does_not_fit_is_halved_until_the_end(backend: FsdpBackend) -> None:
     driver, pids, last = ModelDriver(backend), backend.ranks.pids, len(backend.ranks) - 1
-    model_id = driver.create_trained(rank=3, seed=2)
-    expected = driver.gradient(model_id, DATA)
-    _, whole = counted(backend, model_id, DATA)
-    _, half = counted(backend, model_id, DATA, tokens=100 // (last + 1) // 2)
+    model_id, data = driver.create_trained(rank=3, seed=2), data_of(backend)
+    expected = driver.gradient(model_id, data)
+    _, whole = counted(backend, model_id, data)
+    _, half = counted(backend, model_id, data, tokens=25 * len(data) // (last + 1) // 2)
     assert half < whole
     with limited(backend, last, room=(half + whole) // 2) as runs:
-        found = driver.gradient(model_id, DATA)
+        found = driver.gradient(model_id, data)
         assert len(runs) > 1
         runs.clear()
-        assert_close(driver.gradient(model_id, DATA), found, backend)
+        assert_close(driver.gradient(model_id, data), found, backend)
         assert len(runs) == 1  # nothing fails twice
     assert_close(found, expected, backend)
     assert backend.ranks.pids == pids
@@ -123,7 +128,7 @@ def test_a_micro_batch_that_does_not_fit_is_halved_until_the_end(backend: FsdpBa
 def test_a_sequence_that_does_not_fit_fails_and_changes_nothing(backend: FsdpBackend) -> None:
     driver, pids, number = ModelDriver(backend), backend.ranks.pids, len(backend.ranks)
     failing, beside = (driver.create_trained(rank=3, seed=3) for _ in "ab")
-    small, long = ragged_data(2, VOCAB, (4, 3)), ragged_data(3, VOCAB, (3, 128, 2))
+    small, long = ragged_data(2, VOCAB, (4, 3)), ragged_data(3, VOCAB, (*[3] * max(1, number - 1), 128, 2))
     for model_id in (failing, beside):
         driver.forward_backward(model_id, small)
     _, peak = counted(backend, beside, ragged_data(3, VOCAB, (60,) * number))
