@@ -31,7 +31,9 @@ def test_a_server_without_systemd_starts(
 ) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     Plugins.load().server_started(STARTED)
-    assert caplog.text == ""
+    assert not [
+        record for record in caplog.records if record.name.startswith("tinsmith")
+    ]  # SDKs of other tests may log
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
     Plugins.load().server_started(STARTED)
     assert "failed in tinsmith_server_started" in caplog.text

@@ -106,11 +106,15 @@ def trained(backend: FsdpBackend) -> tuple[list[Array], dict[str, Array]]:
     ("kind", "settings"),
     [
         ("", {"nproc_per_node": 2}),
-        ("", {"nproc_per_node": 2, "tensor_parallel": 2}),
+        pytest.param("", {"nproc_per_node": 2, "tensor_parallel": 2}, marks=pytest.mark.thorough),
         ("-groups", {"nproc_per_node": 2, "tensor_parallel": 2}),
         pytest.param("-groups", {"nproc_per_node": 2}, marks=pytest.mark.thorough),
         pytest.param("", {"nproc_per_node": 1}, marks=pytest.mark.thorough),
-        ("", {"nproc_per_node": 2, "isolation": "fast", "activation_checkpointing": True}),
+        pytest.param(
+            "",
+            {"nproc_per_node": 2, "isolation": "fast", "activation_checkpointing": True},
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_it_trains_as_the_unquantised_model(

@@ -86,6 +86,7 @@ def test_one_replica_writes_a_state_and_any_layout_reads_it(two_ranks: FsdpBacke
         driver.unload_all()
 
 
+@pytest.mark.thorough
 def test_replicas_of_tensor_parallel_ranks(
     two_ranks: FsdpBackend, fsdp_models: Mapping[str, Path], tmp_path: Path
 ) -> None:
