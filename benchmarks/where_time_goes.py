@@ -1,6 +1,7 @@
 """Where the time of an operation goes: its stages on the host and on the device, one operation at a time.
 
     python benchmarks/where_time_goes.py [--backend jax|toy] [--model tiny|small|medium] [--rounds 20] [--json FILE]
+        [--only OPERATION ...]
 
 Server, engine and client run in one process, so that one clock sees all of them. They share the interpreter, but not
 the moment: while one works on a lone operation, the others wait for it. Each stage is a function whose calls are
@@ -147,6 +148,7 @@ def main() -> int:
     parser.add_argument("--model", default="tiny", choices=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="+", metavar="OPERATION", help="those whose names begin so; default all")
     options = parser.parse_args()
     shape = SHAPES[options.model]
     found: dict[str, Any] = {"backend": options.backend, "model": options.model, "operations": {}}
@@ -161,6 +163,8 @@ def main() -> int:
                 rank=_RANK,
             )
             for name, call in _operations(bench).items():
+                if options.only and not name.startswith(tuple(options.only)):
+                    continue
                 total_ms, rows = _measure(trace, call, options.rounds)
                 found["operations"][name] = {"total_ms": total_ms, "stages": [asdict(row) for row in rows]}
                 _show(name, total_ms, rows)
@@ -263,7 +267,7 @@ def _bounds(shape: TinyShape, operations: dict[str, Any]) -> dict[str, float]:
     print("bounds count the base's matrices alone, without attention and adapters")
     shares = {}
     for (operation, stage), bound_ms in rows.items():
-        for each in operations[operation]["stages"]:
+        for each in operations.get(operation, {"stages": ()})["stages"]:
             if each["stage"] == stage:
                 shares[operation] = bound_ms / each["takes_ms"]
                 print(f"  {operation:28} {stage:20} {each['takes_ms']:8.1f} ms, bound {bound_ms:8.1f} ms")

@@ -336,17 +336,17 @@ def tpu_table(kind: str) -> str:
             return tables.sampling(alone)
 
 
-def comparison() -> str:
-    """Return what benchmarks/compare.py measured; docs/reference/comparison.md says how."""
-    figures = REFERENCE / "comparison.json"
-    if not figures.is_file():
+def measured(figures: str, page: str) -> str:
+    """Return what a program in benchmarks/ measured, as its page module renders it; the page itself says how."""
+    found = REFERENCE / figures
+    if not found.is_file():
         return "No run on an idle machine has been published yet."
-    spec = importlib.util.spec_from_file_location("comparison_page", BENCHMARKS / "comparison" / "page.py")
+    spec = importlib.util.spec_from_file_location(page, BENCHMARKS / "comparison" / f"{page}.py")
     assert spec is not None
     assert spec.loader is not None
-    page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
-    rendered: str = page.render(json.loads(figures.read_text(encoding="utf-8")))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rendered: str = module.render(json.loads(found.read_text(encoding="utf-8")))
     return rendered
 
 
@@ -376,7 +376,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "settings": settings_tables,
     "plugin-options": plugin_tables,
     "commands": command_tables,
-    "comparison": comparison,
+    "comparison": partial(measured, "comparison.json", "page"),
+    "where-time-goes": partial(measured, "where-time-goes.json", "split_page"),
     "failpoints": failpoint_table,
     "plans": what_fits,
     "plans-jax": what_fits_with_jax,
