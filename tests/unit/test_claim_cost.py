@@ -24,13 +24,16 @@ from tinsmith.testing.store_records import LORA, a_sample, an_operation
 BASE = "org/base-model"
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 LEASE = Lease(base_model=BASE, engine_id="engine-1", epoch=1, duration_s=3600.0)
+OTHER_LEASE = Lease(base_model="org/other", engine_id="engine-2", epoch=1, duration_s=3600.0)
 ROOM = ClaimRoom(operations=32, num_bytes=1 << 30)
 
 
 def fill(connection: Connection, *, waiting: int, missing: int) -> None:
     """Let a hog and a mouse have models and samples, the hog with so many waiting, and so many behind a missing one."""
     until = NOW + timedelta(days=36500)
-    connection.execute(LEASES.insert(), {"base_model": BASE, "epoch": 1, "engine_id": "engine-1", "expires_at": until})
+    for lease in (LEASE, OTHER_LEASE):
+        values = {"base_model": lease.base_model, "epoch": lease.epoch, "engine_id": lease.engine_id}
+        connection.execute(LEASES.insert(), {**values, "expires_at": until})
     rows: list[dict[str, Any]] = []
     for tenant, number in (("hog", waiting), ("mouse", 5)):
         connection.execute(SESSIONS.insert(), _session(tenant))
@@ -93,10 +96,9 @@ def _operation(tenant: str, name: str, seq_id: int, *, ordered: bool = True, ear
 
 def claim(session: Session) -> None:
     """Do what a store does for `claim_shares`."""
-    queues = claiming.queues(session, BASE)
-    assert set(queues) == {(ordered, tenant) for ordered in (True, False) for tenant in ("hog", "mouse")}
-    limits = claiming.limits_of_shares(queues, ROOM, ROOM)
-    claimed = claiming.claim(Transaction(session, NOW), LEASE, limits, claiming.by_shares(ROOM, ROOM))
+    everyone = {(ordered, tenant) for ordered in (True, False) for tenant in ("hog", "mouse")}
+    assert set(claiming.queues(session, BASE)) == everyone
+    claimed = claiming.claim(Transaction(session, NOW), LEASE, claiming.by_shares(ROOM, ROOM))
     assert len(claimed.records) == 2 * ROOM.operations  # the mouse has 5 of each sort, the hog uses what is left
 
 
@@ -148,6 +150,10 @@ def ask_why_a_hog_waits(session: Session) -> None:
     assert waiting.waiting(session, session.connection().execute(last).scalar_one()).num_ahead == MANY_AHEAD
 
 
+def tx(session: Session) -> Transaction:
+    return Transaction(session, NOW)
+
+
 WORK = [claim, look_for_suspects, look_for_gaps, submit, count_pending, ask_why_it_waits]
 
 
@@ -181,7 +187,7 @@ def create_tables(engine: Engine, *, last_index_first: bool) -> None:
             connection.exec_driver_sql(sql)
 
 
-def in_sqlite(work: Callable[[Session], None], *, waiting: int, missing: int, last_index_first: bool = False) -> Seen:
+def in_sqlite(work: Callable[[Session], object], *, waiting: int, missing: int, last_index_first: bool = False) -> Seen:
     engine = create_engine("sqlite://")
     create_tables(engine, last_index_first=last_index_first)
     with engine.connect() as connection, Session(connection) as session:
@@ -197,6 +203,20 @@ def in_sqlite(work: Callable[[Session], None], *, waiting: int, missing: int, la
             assert scans == [], statement
     engine.dispose()
     return found
+
+
+STATEMENTS: list[tuple[Callable[[Session], object], int]] = [
+    (lambda session: submitting.submit(tx(session), an_operation("mouse:ready", 6, tenant="mouse")), 6),
+    (lambda session: submitting.submit(tx(session), a_sample(6, "mouse:sampling", tenant="mouse")), 4),
+    (lambda session: claiming.claim(tx(session), LEASE, claiming.by_shares(ROOM, ROOM)), 6),
+    (lambda session: claiming.claim(tx(session), OTHER_LEASE, claiming.by_shares(ROOM, ROOM)), 2),
+]
+
+
+@pytest.mark.parametrize(("work", "number"), STATEMENTS, ids=["optim_step", "sample", "claim", "claim of nothing"])
+def test_hot_transactions_take_few_statements(work: Callable[[Session], object], number: int) -> None:
+    """Python takes longer for a statement than SQLite does."""
+    assert len(in_sqlite(work, waiting=5, missing=0).statements) == number
 
 
 @pytest.mark.parametrize("last_index_first", [False, True])

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
@@ -29,22 +28,15 @@ class SqlEngineLog(Connections, EngineLog):
             return []
         if alone:
             return await self._claim_suspects(lease, max_operations)
-        queues = await self._reader.read(claiming.queues, lease.base_model, ordered=ordered)
-        limits = dict.fromkeys(queues, max_operations)
-        return (await self._claim(lease, limits, claiming.in_turns(max_operations))).records
+        return (await self._claim(lease, claiming.in_turns(max_operations, ordered=ordered))).records
 
     async def claim_shares(self, lease: Lease, *, training: ClaimRoom, samples: ClaimRoom) -> Claim:
         self._subscribed(log.work_topic(lease.base_model))
-        queues = await self._reader.read(claiming.queues, lease.base_model)
-        limits = claiming.limits_of_shares(queues, training, samples)
-        claim = await self._claim(lease, limits, claiming.by_shares(training, samples))
-        return replace(claim, left_some=claim.left_some or len(limits) < len(queues))
+        return await self._claim(lease, claiming.by_shares(training, samples))
 
-    async def _claim(self, lease: Lease, limits: claiming.Limits, choose: claiming.Choose) -> Claim:
-        if not limits:
-            return Claim(records=[], left_some=False)
-        models = partial(claiming.models_to_claim, base_model=lease.base_model, limits=limits)
-        return await self._write_claim(models, claiming.claim, lease, limits, choose)
+    async def _claim(self, lease: Lease, choice: claiming.Choice) -> Claim:
+        models = partial(claiming.models_to_claim, base_model=lease.base_model, choice=choice)
+        return await self._write_claim(models, claiming.claim, lease, choice)
 
     async def _claim_suspects(self, lease: Lease, max_operations: int) -> list[OperationRecord]:
         if not await self._reader.read(claiming.any_alone, lease.base_model):

@@ -8,13 +8,23 @@ the session has ended, everything behind the model's `unload_seq_id` stays early
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import sqlalchemy
 from sqlalchemy import Integer, bindparam, case, func
 from sqlmodel import Session
 
-from tinsmith.sql_store.tables import EARLY, OPERATIONS, RunRow
+from tinsmith.sql_store.tables import EARLY, OPERATIONS
+
+
+class Arrivals(Protocol):
+    """What a model's row says about arrival. The caller writes what changes."""
+
+    model_id: str
+    next_seq_id: int
+    arrived_seq_id: int
+    unload_seq_id: int | None
+
 
 _NEWEST = sqlalchemy.select(func.coalesce(func.max(OPERATIONS.c.id), 0) + 1).scalar_subquery()
 _LEAST = bindparam("least_turn", type_=Integer)
@@ -55,16 +65,16 @@ def insert(session: Session, values: Mapping[str, Any], *, least_turn: int = 0) 
     return id_
 
 
-def is_early(run: RunRow, seq_id: int) -> bool:
+def is_early(run: Arrivals, seq_id: int) -> bool:
     """Return whether an operation would have to wait for a missing one."""
     return seq_id > run.arrived_seq_id + 1 or fails_a_gap(run)
 
 
-def fails_a_gap(run: RunRow) -> bool:
+def fails_a_gap(run: Arrivals) -> bool:
     return run.arrived_seq_id + 1 < run.next_seq_id
 
 
-def note(session: Session, run: RunRow, seq_id: int, *, followed: bool) -> None:
+def note(session: Session, run: Arrivals, seq_id: int, *, followed: bool) -> None:
     """Note that an operation has arrived; `followed`, that the next one was there before it."""
     if seq_id != run.arrived_seq_id + 1 or fails_a_gap(run):
         return
@@ -73,7 +83,7 @@ def note(session: Session, run: RunRow, seq_id: int, *, followed: bool) -> None:
         let_follow(session, run)
 
 
-def let_follow(session: Session, run: RunRow) -> None:
+def let_follow(session: Session, run: Arrivals) -> None:
     """Move `arrived_seq_id` over everything that is there behind it."""
     last = last_before_a_gap(session, run, run.arrived_seq_id + 1)
     if run.unload_seq_id is not None:  # what comes after the UnloadModel stays early, and fails
@@ -85,7 +95,7 @@ def let_follow(session: Session, run: RunRow) -> None:
         run.arrived_seq_id = last
 
 
-def last_before_a_gap(session: Session, run: RunRow, first: int) -> int:
+def last_before_a_gap(session: Session, run: Arrivals, first: int) -> int:
     """Return the last of the seq_ids that are there from `first` on without a gap; `first` - 1 if there is none."""
     values = {"model": run.model_id, "first": first}
     if session.connection().execute(_IS_THERE, values).first() is None:

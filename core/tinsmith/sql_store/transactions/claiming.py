@@ -5,7 +5,8 @@ operations of each as may be claimed. Its cost depends neither on what else is w
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -66,7 +67,11 @@ def _tenants(*, ordered: bool) -> sqlalchemy.Select[Any]:  # Any: its columns
     return sqlalchemy.select(sqlalchemy.literal(ordered, Boolean), found.c.tenant).where(found.c.tenant.is_not(None))
 
 
-_TENANTS = {ordered: _tenants(ordered=ordered) for ordered in (True, False)}
+_QUEUES: Final[Mapping[bool | None, sqlalchemy.Executable]] = {
+    True: _tenants(ordered=True),
+    False: _tenants(ordered=False),
+    None: sqlalchemy.union_all(_tenants(ordered=True), _tenants(ordered=False)),
+}
 _ANY_ALONE = sqlalchemy.select(OPERATIONS.c.id).where(_OURS, ALONE).order_by(OPERATIONS.c.id).limit(1)
 _before = OPERATIONS.alias("before")
 _FIRST_OF_ITS_MODEL = ~sqlalchemy.exists().where(
@@ -109,10 +114,9 @@ _ADVANCE = RUNS.update().where(RUNS.c.model_id == bindparam("model")).values(nex
 
 
 def queues(session: Session, base_model: str, *, ordered: bool | None = None) -> list[Queue]:
-    """Return the queues from which something can be claimed. Reads only, so an idle engine costs no transaction."""
-    sorts = (True, False) if ordered is None else (ordered,)
-    connection, values = session.connection(), {"base_model": base_model}
-    return [Queue(*row) for each in sorts for row in connection.execute(_TENANTS[each], values)]
+    """Return the queues from which something can be claimed: of models (`ordered`), of samples, or of both (None)."""
+    found = session.connection().execute(_QUEUES[ordered], {"base_model": base_model})
+    return [Queue(*row) for row in found]
 
 
 def any_alone(session: Session, base_model: str) -> bool:
@@ -126,7 +130,16 @@ Choose = Callable[[Sequence[Head]], Sequence[Head]]
 """Chooses from heads, which are in order for each queue. Must not pass one over and take a later one of its queue."""
 
 
-def in_turns(max_operations: int) -> Choose:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What a claim takes: first how many of which queues it looks at, then which of these."""
+
+    ordered: bool | None = None  # of models, samples, or both
+    limits: Callable[[Sequence[Queue]], Limits]
+    choose: Choose
+
+
+def in_turns(max_operations: int, *, ordered: bool | None = None) -> Choice:
     """Take turns between queues, up to a number."""
 
     def choose(heads: Sequence[Head]) -> Sequence[Head]:
@@ -138,10 +151,10 @@ def in_turns(max_operations: int) -> Choose:
         placed.sort(key=lambda each: each[:2])  # stable, so a model's operations stay in order
         return [head for _, _, head in placed[:max_operations]]
 
-    return choose
+    return Choice(ordered=ordered, limits=lambda queues: dict.fromkeys(queues, max_operations), choose=choose)
 
 
-def by_shares(training: ClaimRoom, samples: ClaimRoom) -> Choose:
+def by_shares(training: ClaimRoom, samples: ClaimRoom) -> Choice:
     """Give each tenant its share."""
 
     def choose(heads: Sequence[Head]) -> Sequence[Head]:
@@ -154,28 +167,34 @@ def by_shares(training: ClaimRoom, samples: ClaimRoom) -> Choose:
             chosen += room.choose(waiting)
         return chosen
 
-    return choose
+    def limits(queues: Sequence[Queue]) -> Limits:
+        found: dict[Queue, int] = {}
+        for ordered, room in ((True, training), (False, samples)):
+            places = room.places(queue.tenant for queue in queues if queue.ordered is ordered)
+            found |= {Queue(ordered, tenant): number for tenant, number in places.items()}
+        return found
+
+    return Choice(limits=limits, choose=choose)
 
 
-def limits_of_shares(queues: Iterable[Queue], training: ClaimRoom, samples: ClaimRoom) -> Limits:
-    waiting = list(queues)
-    limits: dict[Queue, int] = {}
-    for ordered, room in ((True, training), (False, samples)):
-        places = room.places(queue.tenant for queue in waiting if queue.ordered is ordered)
-        limits |= {Queue(ordered, tenant): number for tenant, number in places.items()}
-    return limits
-
-
-def models_to_claim(session: Session, base_model: str, limits: Limits) -> set[str]:
+def models_to_claim(session: Session, base_model: str, choice: Choice) -> set[str]:
+    limits = choice.limits(queues(session, base_model, ordered=choice.ordered))
     return {head.subject_id for head in _heads(session, base_model, limits) if head.ordered}
 
 
-def claim(tx: Transaction, lease: Lease, limits: Limits, choose: Choose) -> Claim:
+def claim(tx: Transaction, lease: Lease, choice: Choice) -> Claim:
+    """Look and take in one transaction: an engine is woken when there is something, so that few claims find nothing."""
     leases.fence(tx, lease)
+    waiting = queues(tx.session, lease.base_model, ordered=choice.ordered)
+    limits = choice.limits(waiting)
     heads = _heads(tx.session, lease.base_model, limits)
-    started = _start(tx, lease, choose(heads))
+    started = _start(tx, lease, choice.choose(heads))
     seen = Counter(head.queue for head in heads)
-    left_some = len(started) < len(heads) or any(seen[queue] == limit for queue, limit in limits.items())
+    left_some = (
+        len(limits) < len(waiting)
+        or len(started) < len(heads)
+        or any(seen[queue] == limit for queue, limit in limits.items())
+    )
     return Claim(records=started, left_some=left_some)
 
 

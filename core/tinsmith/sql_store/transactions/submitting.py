@@ -1,6 +1,7 @@
 """Submitting operations: one row for each (subject_id, seq_id). A repeat finds the first row."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple
 
 import sqlalchemy
@@ -9,7 +10,7 @@ from sqlmodel import Session
 
 from tinsmith.errors import ConflictError, NotFoundError, ResultExpiredError, UserError
 from tinsmith.operations import Failed
-from tinsmith.sql_store.tables import ENGINES, OPERATIONS, PAYLOADS, SESSIONS, RunRow
+from tinsmith.sql_store.tables import ENGINES, OPERATIONS, PAYLOADS, RUNS, SESSIONS
 from tinsmith.sql_store.transactions import arriving, log
 from tinsmith.sql_store.transactions.request_ids import new_request_id
 from tinsmith.sql_store.transactions.writer import Transaction
@@ -26,6 +27,21 @@ class Neighbour(NamedTuple):
 
 
 Neighbours = Mapping[int, Neighbour]  # by seq_id
+
+
+@dataclass(slots=True)
+class _Run:
+    """What a submit reads of a model's row."""
+
+    model_id: str
+    session_id: str
+    state: RunState
+    state_reason: str | None
+    next_seq_id: int
+    arrived_seq_id: int
+    pruned_seq_id: int
+    unload_seq_id: int | None
+
 
 _LARGEST: Final = (1 << 63) - 1
 _NEAR = sqlalchemy.select(OPERATIONS.c.seq_id, OPERATIONS.c.request_id, OPERATIONS.c.digest, OPERATIONS.c.turn).where(
@@ -44,26 +60,52 @@ _END = sqlalchemy.select(SESSIONS.c.ended, SESSIONS.c.end_detail).where(
 )
 _END_LOCKED = _END.with_for_update(read=True)
 _INSERT_PAYLOAD = PAYLOADS.insert()
+_RUN = (
+    sqlalchemy.select(*(RUNS.c[each.name] for each in fields(_Run)))
+    .where(RUNS.c.model_id == bindparam("model"))
+    .with_for_update()
+)
+_CHANGE_RUN = (
+    RUNS.update()
+    .where(RUNS.c.model_id == bindparam("model"))
+    .values(
+        last_request_at=bindparam("now"),
+        arrived_seq_id=bindparam("arrived"),
+        state=bindparam("new_state"),
+        state_reason=bindparam("reason"),
+    )
+)
 
 
 def submit(tx: Transaction, operation: NewOperation) -> str:
-    run = log.locked_run(tx.session, operation.subject_id) if operation.ordered else None
-    if operation.ordered and run is None:
-        msg = f"no model {operation.subject_id!r}"
-        raise NotFoundError(msg)
+    run = _locked_run(tx.session, operation.subject_id) if operation.ordered else None
     near = neighbours(tx.session, operation)
     if (same := near.get(operation.seq_id)) is not None:
         return _repeat(tx.session, operation, run, same.request_id, same.digest)
     failed = _hopeless(tx.session, operation, run) or operation.refused
-    if run is not None:
-        run.last_request_at = tx.now
     request_id = insert(tx, operation, run, near, with_payload=failed is None)
     if failed is not None:
         log.finish(tx, [log.find(tx.session, request_id)], failed)
         if run is not None and run.state == RunState.CREATING and operation.seq_id == 0:
             run.state, run.state_reason = RunState.LOST, failed.message
+    if run is not None:
+        _write_run(tx, run)
     tx.wake.append(log.work_topic(operation.base_model))
     return request_id
+
+
+def _locked_run(session: Session, model_id: str) -> _Run:
+    """Lock the model's row, as `log.locked_run` does, and read it without mapping it: this is the hottest path."""
+    row = session.connection().execute(_RUN, {"model": model_id}).first()
+    if row is None:
+        msg = f"no model {model_id!r}"
+        raise NotFoundError(msg)
+    return _Run(*row)
+
+
+def _write_run(tx: Transaction, run: _Run) -> None:
+    changed = {"arrived": run.arrived_seq_id, "new_state": run.state, "reason": run.state_reason, "now": tx.now}
+    tx.session.connection().execute(_CHANGE_RUN, {"model": run.model_id, **changed})
 
 
 def neighbours(session: Session, operation: NewOperation) -> Neighbours:
@@ -84,7 +126,7 @@ def refuse_ended_session(session: Session, session_id: str, *, lock: bool = Fals
         raise UserError(msg)
 
 
-def _repeat(session: Session, operation: NewOperation, run: RunRow | None, request_id: str, digest: bytes) -> str:
+def _repeat(session: Session, operation: NewOperation, run: _Run | None, request_id: str, digest: bytes) -> str:
     if digest != operation.digest:
         if run is not None:  # the end of the session may have queued an UnloadModel under this seq_id
             refuse_ended_session(session, run.session_id)
@@ -96,7 +138,7 @@ def _repeat(session: Session, operation: NewOperation, run: RunRow | None, reque
     return request_id
 
 
-def _hopeless(session: Session, operation: NewOperation, run: RunRow | None) -> Failed | None:
+def _hopeless(session: Session, operation: NewOperation, run: _Run | None) -> Failed | None:
     """Return why an operation can never run, or None. Raise if it cannot even be recorded."""
     if run is not None:
         if operation.seq_id <= run.pruned_seq_id:
@@ -131,9 +173,17 @@ def no_engine(base_model: str, detail: str) -> Failed:
 
 
 def insert(
-    tx: Transaction, operation: NewOperation, run: RunRow | None, near: Neighbours, *, with_payload: bool = True
+    tx: Transaction,
+    operation: NewOperation,
+    run: arriving.Arrivals | None,
+    near: Neighbours,
+    *,
+    with_payload: bool = True,
 ) -> str:
-    """Insert the row of an operation, and note its arrival. Return its request_id. What cannot run needs no payload."""
+    """Insert the row of an operation, and note its arrival. Return its request_id. What cannot run needs no payload.
+
+    The caller writes what changes of `run`.
+    """
     request_id = new_request_id(tx.now)
     values: dict[str, Any] = {  # Any: values of the columns
         "request_id": request_id,
