@@ -70,7 +70,8 @@ class Programs:
         bucket = Bucket(num_tokens=limits.max_batch_tokens, num_adapters=MAX_ADAPTERS, num_targets=1, padded_rank=rank)
         held = costs.base + MAX_ADAPTERS * (costs.weights(rank) + costs.state(rank))
         counted = costs.micro_batch(limits.max_batch_tokens, MAX_ADAPTERS)
-        return Taken(_bytes(programs.gradients(bucket).compile(), held), counted, held)
+        program: Any = programs.gradients(bucket).compile()  # of a partial of jax.stages.Compiled
+        return Taken(_bytes(program.func, held), counted, held)
 
     def sampling(self, kind: Any) -> Taken:  # Any: Kind
         shape, costs = self._shape, self.costs

@@ -1,9 +1,11 @@
 """After the warm-up nothing compiles; before it, what is missing compiles on demand and says so."""
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +16,7 @@ from jax_harness import LOSSES, add_model, assert_same_bits, assert_same_state, 
 
 from tinsmith import AdamParams, Array, BackendContext, Forward, LoraConfig, ModelState, OptimStep
 from tinsmith_jax.backend import JaxBackend
-from tinsmith_jax.buckets import Pass
+from tinsmith_jax.buckets import Bucket, Pass
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
 
@@ -97,6 +99,18 @@ def test_the_set_of_programs_is_small(tiny_models: Mapping[str, Path], jax_cache
     keys = [program.key for program in (*local(backend).train_programs.all(), *sampling.all_programs())]
     assert len(keys) == len(set(keys))
     assert len(keys) <= MOST_PROGRAMS
+
+
+def test_room_for_more_adapters_takes_no_more_kernels(contract_model: Path, jax_cache: Path) -> None:
+    """XLA:CPU compiles a kernel once if all that differs between its uses are arguments. Slices are the case."""
+    train = local(make_backend(contract_model, jax_cache, **FEW_PROGRAMS)).train_programs
+
+    def slices(num_adapters: int) -> int:
+        bucket = Bucket(num_tokens=128, num_adapters=num_adapters, num_targets=1, padded_rank=8)
+        program: Any = train.gradients(bucket).compile()  # of a partial of jax.stages.Compiled
+        return len(re.findall(r" slice\(", program.func.as_text()))
+
+    assert slices(8) == slices(2)
 
 
 def test_the_smallest_of_every_kind_comes_first_and_then_what_holds_everything(

@@ -8,7 +8,7 @@ Of a model with experts, the factors that face the experts' inner values are eac
 [L, E, r, I], A of down is [L, E, I, r]. The experts share the other ones.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -255,8 +255,13 @@ def stack(adapters: Sequence[Adapter]) -> Adapter:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=-3), *adapters)
 
 
-def unstack(stacked: Adapter, k: int) -> tuple[Adapter, ...]:
-    return tuple(jax.tree.map(lambda leaf, i=i: leaf[..., i, :, :], stacked) for i in range(k))
+def unstack(stacked: Adapter, rows: Iterable[Any]) -> tuple[Adapter, ...]:
+    """Take the adapters of these rows apart. Rows are integers, or scalars that are known when the program runs."""
+    return tuple(jax.tree.map(lambda leaf, row=row: _row(leaf, row), stacked) for row in rows)
+
+
+def _row(stacked: Any, row: Any) -> Any:
+    return jax.lax.dynamic_index_in_dim(stacked, row, stacked.ndim - 3, keepdims=False)
 
 
 def _f32(*shape: int) -> jax.ShapeDtypeStruct:

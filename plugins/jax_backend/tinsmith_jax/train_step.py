@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tinsmith_jax import adapters, head, optimizer
 from tinsmith_jax.buckets import Bucket, Buckets
@@ -76,9 +77,14 @@ class TrainPrograms:
         return self._program(("score", bucket, replays), run, shapes, _SCORED)
 
     def gradients(self, bucket: Bucket, *, replays: bool = False) -> Program:
-        """Return the program (base, weights, sums, tokens, positions, tiles, batch) -> (logp, loss, new sums)."""
+        """Return the program (base, weights, sums, tokens, positions, tiles, batch) -> (logp, loss, new sums).
 
-        def run(
+        The sums are computed in a stack. On a CPU, the numbers of its rows are arguments as well, bound to the program:
+        of slices that differ in an argument, XLA compiles one, but of those that differ in a constant, every one.
+        """
+
+        def run(  # noqa: PLR0913 - what a compiled program works on
+            rows: Any,
             base: Base,
             weights: Any,
             sums: Any,
@@ -105,12 +111,16 @@ class TrainPrograms:
             (layer_sums,) = pull_back(scores.d_hidden_TH)
             new = self.axes.folded(totals, {"layers": layer_sums, "head": scores.sums})
             scored = self.axes.complete(scores.logp_TK), self.axes.complete(scores.loss_TK)
-            return *scored, adapters.unstack(new, bucket.num_adapters)
+            return *scored, adapters.unstack(new, rows)
 
         weights, sums = self._adapters(bucket), (self._state(bucket.padded_rank),) * bucket.num_adapters
         shapes = (self.base_shapes, weights, sums, *self._stream(bucket, replays=replays))
         out = (*_SCORED, (self.state_specs(bucket.padded_rank),) * bucket.num_adapters)
-        return self._program(("gradients", bucket, replays), run, shapes, out)
+        key, rows = ("gradients", bucket, replays), range(bucket.num_adapters)
+        if self.layout is not None or self.limits.platform != "cpu":
+            return self._program(key, partial(run, rows), shapes, out)
+        numbers = tuple(map(np.uint32, rows))
+        return Program(key, lambda: partial(jax.jit(run).lower(numbers, *shapes).compile(), numbers))
 
     def step(self, padded_rank: int) -> Program:
         """Return the program (state, gradients, hyper) -> (state, norm) of one adapter."""
