@@ -254,11 +254,20 @@ async def test_an_engine_that_was_killed_for_memory_has_crashed(
         assert "was killed by signal SIGKILL, while this machine was out of memory" in failed.detail
 
 
+@pytest.mark.parametrize(
+    ("tunables", "of_engine"),
+    [
+        ("", "glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.check=0", "glibc.malloc.check=0:glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+    ],
+)
 async def test_the_settings_reach_the_engine_privately_and_without_keys(
-    tmp_path: Path, store: SqlStore, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store: SqlStore, monkeypatch: pytest.MonkeyPatch, tunables: str, of_engine: str
 ) -> None:
     monkeypatch.setenv("TINSMITH_SERVER__PORT", "1")
     monkeypatch.setenv("TINSMITH_OTHER", "2")
+    monkeypatch.setenv("GLIBC_TUNABLES", tunables)
     seen = tmp_path / "seen.json"
     script = f"""
 import json, os
@@ -281,6 +290,7 @@ input()
         environment = json.loads(seen.read_text())
         assert "TINSMITH_SERVER__PORT" not in environment
         assert environment["TINSMITH_OTHER"] == "2"
+        assert environment["GLIBC_TUNABLES"] == of_engine
     assert not file.exists()
 
 

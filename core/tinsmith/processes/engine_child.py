@@ -27,6 +27,14 @@ The value is the Cause of the previous engine's death, empty if this supervisor 
 ENGINE_ID: Final = "_TINSMITH_ENGINE_ID"
 """Set in an engine's environment: the name under which it takes its lease."""
 
+_TUNABLES: Final = "GLIBC_TUNABLES"
+_HUGE_PAGES: Final = "glibc.malloc.hugetlb=1"
+"""Ask Linux for huge pages under what malloc gets.
+
+XLA on a CPU allocates what a pass needs when it starts, and frees it at the end. The system clears each page anew: with
+pages of 4 KiB, a sixth of the CPU time of a training step.
+"""
+
 _LAST_WORDS_S: Final = 2.0
 _LINE_BYTES: Final = 1 << 16
 
@@ -131,10 +139,18 @@ def _settings_file(settings: Settings, model: ModelSettings) -> Path:
 
 
 def _environment() -> dict[str, str]:
-    """Return our environment without the settings in it: the settings file contains them all."""
+    """Return our environment with huge pages, and without the settings in it: the settings file contains them all."""
     sections = set(Settings.model_fields)
-    return {
+    kept = {
         name: value
         for name, value in os.environ.items()
         if (path := environment_path(name)) is None or path[0] not in sections
     }
+    return kept | {_TUNABLES: _with_huge_pages(kept.get(_TUNABLES, ""))}
+
+
+def _with_huge_pages(tunables: str) -> str:
+    """Add them to settings of the C library, unless these decide it themselves."""
+    if "glibc.malloc.hugetlb=" in tunables:
+        return tunables
+    return ":".join(filter(None, [tunables, _HUGE_PAGES]))
