@@ -53,6 +53,13 @@ def test_dear_calls_are_not_multiplied() -> None:
     assert padded_tokens(list(plan(pieces, BUCKETS, 4096))) == [1024]
 
 
+@pytest.mark.parametrize("lengths", [[1024], [700, 300], [128] * 8, [64] * 16, [256] * 4])
+def test_scoring_of_half_the_room_costs_half(lengths: list[int]) -> None:
+    sizes = Buckets(max_tokens=2048, max_targets=128, kind="score")
+    batches = plan([piece(index, "m", length) for index, length in enumerate(lengths)], sizes, 32)
+    assert sum(batch.bucket(sizes).num_tokens for batch in batches) == 1024
+
+
 def test_less_room_makes_smaller_batches() -> None:
     """A sequence that is longer than that runs by itself."""
     pieces = [piece(index, "m", length) for index, length in enumerate([64, 128, 200, 600, 30, 64])]
