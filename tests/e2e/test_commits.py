@@ -1,24 +1,29 @@
-"""How many commits an operation costs, counted on a running server. The number depends on nothing but the code.
+"""How many commits an operation costs, and what is read for it, on a running server: it depends on the code alone.
 
 A submit is durable before it is acknowledged, and a result before anybody sees it. A claim is committed before
 anything runs, so that no two engines run it; losing it costs nothing, so it need not be on the disk.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import tinker
 from sqlmodel import Session
 
 from tinsmith import operations as ops
+from tinsmith.sql_store.databases.database import Database
 from tinsmith.sql_store.grouping import Call
+from tinsmith.sql_store.reader import Reader
 from tinsmith.sql_store.transactions.writer import Writer
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.harness import RunningServer
 
 OF_OPERATIONS = {"submit", "claim", "complete"}
 DURABILITY = {1: "relaxed", 2: "durable"}  # what SQLite calls normal and full
+OF_REQUESTS = {"runs", "sessions", "sampling_sessions", "checkpoints", "claiming", "log", "finished_samples"}
 FEWEST = [["durable submit"], ["relaxed claim"], ["durable complete"]]
 
 
@@ -73,3 +78,41 @@ def test_an_operation_costs_three_commits(
         result = toy_server.call(driver.run(make(driver.model_id())))
         assert not isinstance(result, ops.Failed)
     assert commits == FEWEST * 3
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of each read for a request, its module and function; not those that are done now and then, for all requests."""
+    seen: list[str] = []
+    run = Reader._run
+
+    async def noting(reader: Reader, database: Database, calls: list[Call]) -> Any:
+        functions = [getattr(call.function, "func", call.function) for call in calls]  # of a partial
+        names = [(each.__module__.rpartition(".")[2], each.__name__) for each in functions]
+        seen.extend(f"{module}.{name}" for module, name in names if module in OF_REQUESTS)
+        return await run(reader, database, calls)
+
+    monkeypatch.setattr(Reader, "_run", noting)
+    return seen
+
+
+def test_for_an_operation_only_its_result_is_read(client: tinker.ServiceClient, reads: list[str]) -> None:
+    """Neither whose model it is, which never changes, nor for whom there is work, which the claim finds by itself."""
+    training = client.create_lora_training_client("toy", rank=8).result()
+    training.optim_step(tinker.AdamParams()).result()
+    reads.clear()
+    for _ in range(3):
+        training.optim_step(tinker.AdamParams()).result()
+    assert set(reads) == {"log.get"}
+
+
+def test_for_a_sample_its_session_and_its_result_are_read(client: tinker.ServiceClient, reads: list[str]) -> None:
+    """The session may have ended since the last one."""
+    sampler = client.create_sampling_client(base_model="toy").result()
+    prompt, params = tinker.ModelInput.from_ints([3, 4, 5]), tinker.SamplingParams(max_tokens=2, seed=1)
+    sampler.sample(prompt, 1, params).result()
+    reads.clear()
+    for _ in range(3):
+        sampler.sample(prompt, 1, params).result()
+    assert set(reads) - {"finished_samples.after"} == {"sessions.get", "log.get"}
+    assert Counter(reads)["sessions.get"] == 3

@@ -1,5 +1,6 @@
 """The unmodified SDK exchanges its key for a token, and goes on when that one ends or is refused."""
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import tinker
 
 from tinsmith.hook_values import Principal
 from tinsmith.hookspecs import hookimpl
+from tinsmith.server.api_keys import ApiKeys
 from tinsmith.server.key_tokens import KeyTokens
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.sdk_data import datum, step
@@ -131,6 +133,27 @@ def test_what_a_plugin_goes_by_is_not_exchanged(tmp_path: Path) -> None:
         assert (refused.status_code, "API keys only" in refused.json()["detail"]) == (400, True)
         rest = tinker.RestClient(base_url=server.url, api_key="tml-ann")
         assert rest.get_server_capabilities().result().supported_models
+
+
+@pytest.mark.parametrize("plugins", [[], [Directory()]])
+def test_callers_are_identified_in_a_thread_only_if_a_plugin_is_asked_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugins: list[object]
+) -> None:
+    """A plugin may have to ask elsewhere, the configured keys never do."""
+    threads: set[str] = set()
+    principal = ApiKeys.principal
+
+    def noting(keys: ApiKeys, credential: str) -> Principal:
+        threads.add(threading.current_thread().name)
+        return principal(keys, credential)
+
+    monkeypatch.setattr(ApiKeys, "principal", noting)
+    options: dict[str, Any] = {"engines": False, "server": {"api_keys": KEYS}, "extra_plugins": plugins}
+    with running_server(tmp_path, **options) as server:
+        answer = httpx.get(f"{server.url}/api/v1/get_server_capabilities", headers={"x-api-key": KEY})
+    assert answer.status_code == 200
+    assert len(threads) == 1
+    assert ("tinsmith-server" in threads) is (not plugins)
 
 
 def test_a_token_is_a_jwt_of_the_expected_age(tmp_path: Path) -> None:

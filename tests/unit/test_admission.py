@@ -1,6 +1,7 @@
 """A tenant with too much in progress, or too fast, is refused before its body is read. Others notice nothing."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -140,3 +141,20 @@ async def test_the_body_of_a_refused_request_is_not_read(
     assert read == 0
     assert answer.headers.get("connection") == (None if length == 100 else "close")
     await finish(service, task)
+
+
+@pytest.mark.parametrize("in_thread", [True, False])
+async def test_a_plugin_that_asks_elsewhere_is_asked_in_a_thread(service: Service, *, in_thread: bool) -> None:
+    """The configured keys answer at once, and a thread for each request would cost more than they do."""
+    threads: list[int] = []
+
+    def noting(scope: Scope) -> Principal:
+        threads.append(threading.get_ident())
+        return identify(scope)
+
+    app = Admission(
+        service, quotas=service.quotas, identify=noting, key_id=lambda _caller, _headers: None, in_thread=in_thread
+    )
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+        await finish(service, await begin(service, client, OTHER, "ann"))
+    assert [each != threading.get_ident() for each in threads] == [in_thread]

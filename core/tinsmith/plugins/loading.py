@@ -119,6 +119,10 @@ class Plugins:
         """Ask one plugin after the other. AuthenticationError passes through; any other failure is a PluginError."""
         return self._first("tinsmith_authenticate", Principal, headers=headers)
 
+    def authenticators(self) -> list[object]:
+        """Return the plugins that `authenticate` asks, in order."""
+        return self._hooks.implementers("tinsmith_authenticate")
+
     def resolve_base_model(self, name: str) -> Path | None:
         return self._first("tinsmith_resolve_base_model", Path, name=name)
 

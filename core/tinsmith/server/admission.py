@@ -25,7 +25,7 @@ OPEN: Final = frozenset({f"{API_PREFIX}/healthz"})
 """Routes that need no key, and answer everybody at any time."""
 
 Identify = Callable[[Scope], Principal]
-"""Raises TinsmithError if the caller is unknown. Called in a thread, because a plugin may have to ask elsewhere."""
+"""Raises TinsmithError if the caller is unknown."""
 
 KeyId = Callable[[Principal, Mapping[str, str]], str | None]
 """Takes a caller and headers. Returns the id of the caller's API key, or None if another credential was used."""
@@ -34,10 +34,14 @@ KeyId = Callable[[Principal, Mapping[str, str]], str | None]
 class Admission:
     """ASGI middleware. A request whose sender is unknown goes on: its route refuses it, unless it needs no key."""
 
-    def __init__(self, app: ASGIApp, *, quotas: Quotas, identify: Identify, key_id: KeyId) -> None:
+    def __init__(
+        self, app: ASGIApp, *, quotas: Quotas, identify: Identify, key_id: KeyId, in_thread: bool = True
+    ) -> None:
+        """`in_thread`: whether `identify` may block, as a plugin does that asks elsewhere."""
         self._app = app
         self._quotas = quotas
         self._identify = identify
+        self._in_thread = in_thread
         self._key_id = key_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,7 +62,7 @@ class Admission:
         if scope["type"] != "http" or not scope["path"].startswith(f"{API_PREFIX}/") or scope["path"] in OPEN:
             return None
         try:
-            return await run_in_threadpool(self._identify, scope)
+            return await run_in_threadpool(self._identify, scope) if self._in_thread else self._identify(scope)
         except TinsmithError:
             return None
 

@@ -75,7 +75,13 @@ async def create_app(
         heavy=context.heavy,
         authenticate=identify,
     )
-    app.add_middleware(Admission, quotas=context.quotas, identify=identify, key_id=api_keys.id_used)
+    app.add_middleware(
+        Admission,
+        quotas=context.quotas,
+        identify=identify,
+        key_id=api_keys.id_used,
+        in_thread=plugins.authenticators() != [api_keys],
+    )
     app.add_middleware(Gate, names=names_of(settings.server))
     app.add_middleware(_Measured, metrics=context.metrics)
     return app

@@ -16,11 +16,12 @@ from tinsmith.errors import AuthenticationError, NotFoundError
 from tinsmith.hook_values import Principal
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.context import Context
+from tinsmith.server.known import KnownRun
 from tinsmith.store import CheckpointRecord, OperationRecord, RunRecord, SamplingSessionRecord, SessionRecord
 from tinsmith.store.revocation import revoked, usable_checkpoint
 from tinsmith.store.unknown import no_such
 
-Owned = TypeVar("Owned", SessionRecord, RunRecord, SamplingSessionRecord, CheckpointRecord, OperationRecord)
+Owned = TypeVar("Owned", SessionRecord, RunRecord, KnownRun, SamplingSessionRecord, CheckpointRecord, OperationRecord)
 
 _CALLER: Final = "tinsmith.caller"
 """Key of the scope: who sent the request, once that is known."""
@@ -92,12 +93,16 @@ async def own_run(context: Context, caller: Principal, model_id: str) -> RunReco
     return _owned(await context.store.get_run(model_id), caller, "model", model_id)
 
 
+async def own_known_run(context: Context, caller: Principal, model_id: str) -> KnownRun:
+    return _owned(await context.runs.get(model_id), caller, "model", model_id)
+
+
 async def readable_run(context: Context, caller: Principal, model_id: str) -> RunRecord:
     return _readable(await context.store.get_run(model_id), caller, "model", model_id)
 
 
 async def own_sampler(context: Context, caller: Principal, sampler_id: str) -> SamplingSessionRecord:
-    return _owned(await context.store.get_sampling_session(sampler_id), caller, "sampling session", sampler_id)
+    return _owned(await context.samplers.get(sampler_id), caller, "sampling session", sampler_id)
 
 
 async def usable_sampler(context: Context, caller: Principal, sampler_id: str) -> SamplingSessionRecord:
@@ -111,6 +116,11 @@ async def usable_sampler(context: Context, caller: Principal, sampler_id: str) -
 
 async def readable_sampler(context: Context, caller: Principal, sampler_id: str) -> SamplingSessionRecord:
     return _readable(await context.store.get_sampling_session(sampler_id), caller, "sampling session", sampler_id)
+
+
+async def polled_sampler(context: Context, caller: Principal, sampler_id: str) -> SamplingSessionRecord:
+    """As `readable_sampler`, from memory if it is known."""
+    return _readable(await context.samplers.get(sampler_id), caller, "sampling session", sampler_id)
 
 
 async def own_operation(context: Context, caller: Principal, request_id: str) -> OperationRecord:

@@ -17,11 +17,12 @@ from tinsmith.losses import LossSpec
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.api_keys import ApiKeys
 from tinsmith.server.heavy_work import HeavyWork
+from tinsmith.server.known import Known, KnownRun
 from tinsmith.server.large_answers import LargeAnswers
 from tinsmith.server.quotas import Quotas
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import Settings
-from tinsmith.store import EngineRecord, EngineState, RequestStore
+from tinsmith.store import EngineRecord, EngineState, RequestStore, SamplingSessionRecord
 
 API_PREFIX = "/api/v1"
 _ENGINES_STALE_AFTER_S = 1.0
@@ -106,6 +107,15 @@ class ServerContext:
     heavy: HeavyWork = field(default_factory=HeavyWork)
     large_answers: LargeAnswers = field(default_factory=LargeAnswers)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    runs: Known[KnownRun] = field(init=False)
+    samplers: Known[SamplingSessionRecord] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.runs = Known(self._run)
+        self.samplers = Known(self.store.get_sampling_session)
+
+    async def _run(self, model_id: str) -> KnownRun:
+        return KnownRun.of(await self.store.get_run(model_id))
 
     @property
     def checkpoint_root(self) -> Path:

@@ -13,7 +13,8 @@ import numpy as np
 
 from tinsmith import operations as ops
 from tinsmith.server.context import ServerContext
-from tinsmith.store import NewOperation, RunRecord
+from tinsmith.server.known import KnownRun
+from tinsmith.store import NewOperation
 from tinsmith.store.codec import decode_operation, decoded_bytes, encode_operation
 from tinsmith.store.routed_experts import decode_experts, digest_of
 
@@ -30,7 +31,7 @@ def is_replayed(context: ServerContext, new: NewOperation) -> bool:
     return on and new.refused is None and new.kind in {"forward", "forward_backward"}
 
 
-async def with_routed_experts(context: ServerContext, run: RunRecord, new: NewOperation) -> NewOperation:
+async def with_routed_experts(context: ServerContext, run: KnownRun, new: NewOperation) -> NewOperation:
     """Return the operation with the experts that are found. Its digest stays that of what the client has sent."""
     size = new.num_bytes
     digests = await context.heavy.run(run.tenant, size, partial(_digests, new))

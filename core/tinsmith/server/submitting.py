@@ -13,15 +13,16 @@ from tinsmith.failpoints import durable_boundary
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
 from tinsmith.server.context import ServerContext
+from tinsmith.server.known import KnownRun
 from tinsmith.server.routing_replay import is_replayed, with_routed_experts
 from tinsmith.server.value_limits import refuse_large_payload, refuse_unstorable
-from tinsmith.store import NewOperation, RunRecord
+from tinsmith.store import NewOperation
 from tinsmith.store.codec import decoded_bytes, encode_operation, kind_of
 
 
 async def submit_training(
     context: ServerContext,
-    run: RunRecord,
+    run: KnownRun,
     seq_id: int,
     operation: ops.TrainingOperation,
     *,
@@ -33,7 +34,7 @@ async def submit_training(
 
 async def submit_decoded(
     context: ServerContext,
-    run: RunRecord,
+    run: KnownRun,
     seq_id: int,
     decode: Callable[[], ops.TrainingOperation],
     *,
@@ -57,7 +58,7 @@ async def submit_decoded(
 
 def _prepared(
     context: ServerContext,
-    run: RunRecord,
+    run: KnownRun,
     seq_id: int,
     decode: Callable[[], ops.TrainingOperation],
     capabilities: Capabilities | None,
@@ -88,9 +89,7 @@ def _if_it_fits(context: ServerContext, new: NewOperation) -> NewOperation:
     return new
 
 
-async def submit_refusal(
-    context: ServerContext, run: RunRecord, seq_id: int, kind: str, message: str
-) -> wire.Submitted:
+async def submit_refusal(context: ServerContext, run: KnownRun, seq_id: int, kind: str, message: str) -> wire.Submitted:
     """Record a request that became no operation, as failed. Its message stands in for its content when it repeats."""
     return await _submit(
         context,
@@ -111,14 +110,14 @@ async def submit_refusal(
 
 
 @durable_boundary("server.submit")
-async def _submit(context: ServerContext, run: RunRecord, operation: NewOperation) -> wire.Submitted:
+async def _submit(context: ServerContext, run: KnownRun, operation: NewOperation) -> wire.Submitted:
     request_id = await context.store.submit(operation)
     count(context, operation)
     return wire.Submitted(request_id=request_id, model_id=run.model_id)
 
 
 def new_training_operation(
-    run: RunRecord, seq_id: int, operation: ops.TrainingOperation, *, refused: ops.Failed | None = None
+    run: KnownRun, seq_id: int, operation: ops.TrainingOperation, *, refused: ops.Failed | None = None
 ) -> NewOperation:
     return NewOperation(
         base_model=run.base_model,

@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from tinsmith.errors import ServerError, TinsmithError
 from tinsmith.operations import Failed
 from tinsmith.protocol import answers, wire
-from tinsmith.server.auth import Caller, own_operation, readable_operation, readable_sampler
+from tinsmith.server.auth import Caller, own_operation, polled_sampler, readable_operation
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.waiting_reasons import explain
@@ -63,7 +63,7 @@ async def retrieve_futures(
 ) -> wire.FuturesRetrieved:
     """List which of a sampling client's requests have finished since its last poll. The cursor moves only with them."""
     target = body.target
-    await readable_sampler(context, caller, target.sampling_session_id)
+    await polled_sampler(context, caller, target.sampling_session_id)
     find = partial(
         context.store.finished_samples,
         target.sampling_session_id,

@@ -10,8 +10,9 @@ from tinsmith.checks import check_operation
 from tinsmith.errors import UserError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import training_request, translate, wire
-from tinsmith.server.auth import Caller, own_run, own_session, readable_run
+from tinsmith.server.auth import Caller, own_known_run, own_session, readable_run
 from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.known import KnownRun
 from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import count, new_training_operation, submit_decoded, submit_training
@@ -60,7 +61,7 @@ async def submit_creation(
         user_metadata=user_metadata or None,
         next_seq_id=WAITS_FOR_PLACE if context.store.holds_models else 0,
     )
-    creation = new_training_operation(run, 0, operation)
+    creation = new_training_operation(KnownRun.of(run), 0, operation)
     await context.quotas.admit_model(caller.tenant)
     await context.quotas.admit_operation(creation)
     request_id = await context.store.create_run(run, creation)
@@ -92,7 +93,7 @@ async def forward_backward(request: Request, caller: Caller, context: Context) -
         raise UserError(msg)
     body = await request.body()
     parsed = await context.heavy.run(caller.tenant, _WORK_PER_BYTE * len(body), partial(training_request.parse, body))
-    run = await own_run(context, caller, parsed.head.model_id)
+    run = await own_known_run(context, caller, parsed.head.model_id)
     num_bytes = max(_WORK_PER_BYTE * len(body), len(body) + _SPARSE_ELEMENT_BYTES * parsed.sparse_elements)
     decode = partial(translate.forward_backward, parsed)
     return await submit_decoded(context, run, parsed.head.seq_id, decode, body_bytes=num_bytes)
@@ -100,5 +101,5 @@ async def forward_backward(request: Request, caller: Caller, context: Context) -
 
 @router.post("/optim_step", response_model_exclude_none=True)
 async def optim_step(body: wire.OptimStepRequest, caller: Caller, context: Context) -> wire.Submitted:
-    run = await own_run(context, caller, body.model_id)
+    run = await own_known_run(context, caller, body.model_id)
     return await submit_training(context, run, body.seq_id, translate.optim_step(body))

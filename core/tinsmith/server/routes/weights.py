@@ -7,12 +7,13 @@ from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
-from tinsmith.server.auth import Caller, own_run, own_session, readable_checkpoint
+from tinsmith.server.auth import Caller, own_known_run, own_session, readable_checkpoint
 from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.known import KnownRun
 from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.routes.training import submit_creation
 from tinsmith.server.submitting import submit_training
-from tinsmith.store import CheckpointRecord, RunRecord
+from tinsmith.store import CheckpointRecord
 from tinsmith.store.sampling_sessions import taken
 
 router = APIRouter(tags=["weights"], route_class=NumberedRoute)
@@ -20,7 +21,7 @@ router = APIRouter(tags=["weights"], route_class=NumberedRoute)
 
 @router.post("/save_weights", response_model_exclude_none=True)
 async def save_weights(body: wire.SaveWeightsRequest, caller: Caller, context: Context) -> wire.Submitted:
-    run = await own_run(context, caller, body.model_id)
+    run = await own_known_run(context, caller, body.model_id)
     operation = translate.save_weights(body)
     return await submit_training(
         context, run, body.seq_id, operation, problem=await context.quotas.why_no_checkpoint(caller.tenant)
@@ -31,7 +32,7 @@ async def save_weights(body: wire.SaveWeightsRequest, caller: Caller, context: C
 async def save_weights_for_sampler(
     body: wire.SaveWeightsForSamplerRequest, caller: Caller, context: Context
 ) -> wire.Submitted:
-    run = await own_run(context, caller, body.model_id)
+    run = await own_known_run(context, caller, body.model_id)
     operation = translate.save_weights_for_sampler(body, run.session_id)
     if operation.path is not None:
         problem = await context.quotas.why_no_checkpoint(caller.tenant)
@@ -56,7 +57,7 @@ async def _why_taken(context: ServerContext, sampling_session_id: str | None) ->
 async def save_weights_external(
     body: wire.SaveWeightsExternalRequest, caller: Caller, context: Context
 ) -> wire.Submitted:
-    run = await own_run(context, caller, body.model_id)
+    run = await own_known_run(context, caller, body.model_id)
     operation = translate.save_weights_external(body)
     return await submit_training(
         context, run, body.seq_id, operation, problem=await context.quotas.why_no_checkpoint(caller.tenant)
@@ -70,7 +71,7 @@ async def load_weights(body: wire.LoadWeightsRequest, caller: Caller, context: C
     if body.model_id is None or body.seq_id is None or body.session_id is not None:
         msg = "send either session_id and model_seq_id, for a new model, or model_id and seq_id, for an existing one"
         raise UserError(msg)
-    run = await own_run(context, caller, body.model_id)
+    run = await own_known_run(context, caller, body.model_id)
     operation = translate.load_weights(body)
     problem = await _why_not_loadable(context, caller, body.path, run)
     return await submit_training(context, run, body.seq_id, operation, problem=problem)
@@ -97,7 +98,7 @@ async def _create_from_checkpoint(
     )
 
 
-async def _why_not_loadable(context: ServerContext, caller: Principal, path: str, run: RunRecord) -> UserError | None:
+async def _why_not_loadable(context: ServerContext, caller: Principal, path: str, run: KnownRun) -> UserError | None:
     """A checkpoint of the model itself is left to the engine: a request that is still queued may write it."""
     try:
         if TinkerPath.parse(path).model_id == run.model_id:
