@@ -260,6 +260,31 @@ def test_programs_move_with_their_directory(contract_model: Path, cache_of_its_o
     assert {entry.name for entry in (moved / "compiled").iterdir()} == programs
 
 
+def test_the_warm_up_takes_next_what_a_request_does_without() -> None:
+    started, go_on = threading.Event(), threading.Event()
+    compiled: list[str] = []
+
+    def program(name: str) -> Program:
+        def compile_slowly() -> Callable[..., object]:
+            if name == "slow":
+                started.set()
+                assert go_on.wait(600)
+            compiled.append(name)
+            return len
+
+        return Program(name, compile_slowly)
+
+    small, large = program("small"), program("large")
+    programs = Programs(_ignore)
+    programs.start_warm_up([large, program("slow"), program("medium"), small])
+    assert started.wait(600)
+    assert [programs.pick([small, large]) for _ in range(2)] == [1, 1]
+    assert programs.pick([large, small]) == 0
+    go_on.set()
+    assert programs.wait_until_warm(600)
+    assert compiled == ["large", "slow", "small", "medium"]
+
+
 def test_two_askers_wait_for_one_compilation() -> None:
     started, go_on = threading.Event(), threading.Event()
     made: list[int] = []

@@ -34,6 +34,7 @@ class Programs:
         self._alone = alone
         self._lock = threading.Lock()
         self._made: dict[Hashable, Future[Compiled]] = {}
+        self._to_warm: dict[Hashable, Program] = {}  # in the order in which the warm-up takes them
         self._stop = threading.Event()
         self._warm = threading.Event()
         self._thread: threading.Thread | None = None
@@ -48,18 +49,23 @@ class Programs:
         """Choose one of several programs that can do the same work: the first, which is the cheapest to run.
 
         During the warm-up, choose the first one that is ready, if any. Running a larger program takes less time than
-        compiling, and the warm-up compiles the better one anyway. Several processes must choose alike, and what is
-        ready in one need not be in another.
+        compiling, and the warm-up compiles the best one next. Several processes must choose alike, and what is ready in
+        one need not be in another.
         """
         if not self._alone or self._thread is None or not self._thread.is_alive():
             return 0
         with self._lock:
             made = [self._made.get(program.key) for program in programs]
-        return next((index for index, one in enumerate(made) if one is not None and one.done()), 0)
+            index = next((index for index, one in enumerate(made) if one is not None and one.done()), 0)
+            best = programs[0]
+            if index > 0 and best.key in self._to_warm:
+                self._to_warm = {best.key: best, **self._to_warm}
+        return index
 
     def start_warm_up(self, programs: Sequence[Program]) -> None:
-        """Compile the programs in the background, in the given order."""
-        self._thread = threading.Thread(target=self._warm_up, args=(programs,), name="jax-warm-up", daemon=True)
+        """Compile the programs in the background, in the given order, but those first that requests do without."""
+        self._to_warm = {program.key: program for program in programs}
+        self._thread = threading.Thread(target=self._warm_up, name="jax-warm-up", daemon=True)
         self._thread.start()
 
     def wait_until_warm(self, timeout_s: float) -> bool:
@@ -96,17 +102,21 @@ class Programs:
             self.compile_count += 1
             self.compile_seconds += time.monotonic() - start
 
-    def _warm_up(self, programs: Sequence[Program]) -> None:
-        start = time.monotonic()
+    def _warm_up(self) -> None:
+        start, total = time.monotonic(), len(self._to_warm)
         try:
-            for number, program in enumerate(programs):
-                if self._stop.is_set():
-                    return
-                self._progress("warming up", number / len(programs))
+            while not self._stop.is_set() and (program := self._next_to_warm()) is not None:
+                self._progress("warming up", (total - len(self._to_warm) - 1) / total)
                 self._get(program, announce=False)
         except Exception:
             logger.exception("warm-up stopped; remaining programs are compiled when first needed")
             return
+        if self._stop.is_set():
+            return
         self._progress("warming up", 1.0)
-        logger.info("compiled %d programs in %.1f s", len(programs), time.monotonic() - start)
+        logger.info("compiled %d programs in %.1f s", total, time.monotonic() - start)
         self._warm.set()
+
+    def _next_to_warm(self) -> Program | None:
+        with self._lock:
+            return self._to_warm.pop(next(iter(self._to_warm), None), None)

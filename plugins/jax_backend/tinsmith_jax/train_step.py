@@ -136,7 +136,7 @@ class TrainPrograms:
         """Return every possible program, in the order that lets most requests run soonest.
 
         The smallest of each kind come first, then those that hold everything. Until its own program is ready, a request
-        uses the smallest one that is.
+        uses the smallest one that is, and its own is compiled next.
         """
         ranks = rank_classes(self.limits.max_lora_rank)
         n = len(ranks)
