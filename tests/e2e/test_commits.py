@@ -104,6 +104,7 @@ def test_for_an_operation_only_its_result_is_read(client: tinker.ServiceClient, 
     for _ in range(3):
         training.optim_step(tinker.AdamParams()).result()
     assert set(reads) == {"log.get"}
+    assert len(reads) <= 2 * 3  # when its client begins to wait, and when it is done
 
 
 def test_for_a_sample_its_session_and_its_result_are_read(client: tinker.ServiceClient, reads: list[str]) -> None:

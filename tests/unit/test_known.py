@@ -41,3 +41,12 @@ async def test_what_was_asked_for_longest_ago_makes_room() -> None:
     for name in ("a", "b", "a", "c", "a", "b"):
         assert await known.get(name) == name.upper()
     assert store.asked == ["a", "b", "c", "b"]
+
+
+async def test_what_was_noted_is_not_looked_up() -> None:
+    store = Store()
+    known = Known(store.find, most=2)
+    known.note("x", "X")
+    known.note("y", "Y")
+    assert [await known.get(name) for name in ("x", "y", "a", "y")] == ["X", "Y", "A", "Y"]
+    assert store.asked == ["a"]

@@ -16,12 +16,21 @@ from tinsmith.errors import AuthenticationError, NotFoundError
 from tinsmith.hook_values import Principal
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.context import Context
-from tinsmith.server.known import KnownRun
+from tinsmith.server.known import KnownRequest, KnownRun
 from tinsmith.store import CheckpointRecord, OperationRecord, RunRecord, SamplingSessionRecord, SessionRecord
 from tinsmith.store.revocation import revoked, usable_checkpoint
 from tinsmith.store.unknown import no_such
 
-Owned = TypeVar("Owned", SessionRecord, RunRecord, KnownRun, SamplingSessionRecord, CheckpointRecord, OperationRecord)
+Owned = TypeVar(
+    "Owned",
+    SessionRecord,
+    RunRecord,
+    KnownRun,
+    SamplingSessionRecord,
+    CheckpointRecord,
+    OperationRecord,
+    KnownRequest,
+)
 
 _CALLER: Final = "tinsmith.caller"
 """Key of the scope: who sent the request, once that is known."""
@@ -127,8 +136,8 @@ async def own_operation(context: Context, caller: Principal, request_id: str) ->
     return _owned(await context.store.get_operation(request_id), caller, "request", request_id)
 
 
-async def readable_operation(context: Context, caller: Principal, request_id: str) -> OperationRecord:
-    return _readable(await context.store.get_operation(request_id), caller, "request", request_id)
+async def expect_readable_operation(context: Context, caller: Principal, request_id: str) -> None:
+    _readable(await context.requests.get(request_id), caller, "request", request_id)
 
 
 async def own_checkpoint(context: Context, caller: Principal, path: str) -> CheckpointRecord:

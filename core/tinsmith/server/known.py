@@ -26,6 +26,13 @@ class KnownRun:
         return cls(model_id=run.model_id, session_id=run.session_id, tenant=run.tenant, base_model=run.base_model)
 
 
+@dataclass(frozen=True, slots=True)
+class KnownRequest:
+    """What never changes of an operation."""
+
+    tenant: str
+
+
 class Known(Generic[T]):
     """Looks each name up once; the one that nobody has asked for longest is looked up again.
 
@@ -40,10 +47,13 @@ class Known(Generic[T]):
 
     async def get(self, name: str) -> T:
         if name not in self._found:
-            found = await self._find(name)
-            self._found[name] = found
-            if len(self._found) > self._most:
-                self._found.popitem(last=False)
+            self.note(name, found := await self._find(name))
             return found
         self._found.move_to_end(name)
         return self._found[name]
+
+    def note(self, name: str, found: T) -> None:
+        """Remember what need not be looked up at all."""
+        self._found[name] = found
+        if len(self._found) > self._most:
+            self._found.popitem(last=False)

@@ -13,7 +13,7 @@ from tinsmith.failpoints import durable_boundary
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
 from tinsmith.server.context import ServerContext
-from tinsmith.server.known import KnownRun
+from tinsmith.server.known import KnownRequest, KnownRun
 from tinsmith.server.routing_replay import is_replayed, with_routed_experts
 from tinsmith.server.value_limits import refuse_large_payload, refuse_unstorable
 from tinsmith.store import NewOperation
@@ -112,7 +112,7 @@ async def submit_refusal(context: ServerContext, run: KnownRun, seq_id: int, kin
 @durable_boundary("server.submit")
 async def _submit(context: ServerContext, run: KnownRun, operation: NewOperation) -> wire.Submitted:
     request_id = await context.store.submit(operation)
-    count(context, operation)
+    accepted(context, operation, request_id)
     return wire.Submitted(request_id=request_id, model_id=run.model_id)
 
 
@@ -153,7 +153,9 @@ def new_sample(
     )
 
 
-def count(context: ServerContext, operation: NewOperation) -> None:
+def accepted(context: ServerContext, operation: NewOperation, request_id: str) -> None:
+    """Count an operation that has been submitted. Its client asks for its result next, most likely here."""
+    context.requests.note(request_id, KnownRequest(operation.tenant))
     labels = {"base_model": operation.base_model, "kind": operation.kind}
     context.metrics.submitted.labels(**labels).inc()
     context.metrics.tokens.labels(**labels).inc(operation.num_tokens)

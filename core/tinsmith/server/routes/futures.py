@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from tinsmith.errors import ServerError, TinsmithError
 from tinsmith.operations import Failed
 from tinsmith.protocol import answers, wire
-from tinsmith.server.auth import Caller, own_operation, polled_sampler, readable_operation
+from tinsmith.server.auth import Caller, expect_readable_operation, own_operation, polled_sampler
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.waiting_reasons import explain
@@ -41,9 +41,8 @@ _FINISHED = {OperationState.SUCCEEDED, OperationState.FAILED, OperationState.CAN
 @router.post("/retrieve_future")
 async def retrieve_future(body: wire.RetrieveFutureRequest, caller: Caller, context: Context) -> Response:
     try:
-        operation = await readable_operation(context, caller, body.request_id)
-        if operation.state not in _FINISHED:
-            operation = await _wait(context, body.request_id)
+        await expect_readable_operation(context, caller, body.request_id)
+        operation = await _wait(context, body.request_id)
         if operation.state not in _FINISHED:
             return await _still_pending(context, operation)
     except ServerError as error:

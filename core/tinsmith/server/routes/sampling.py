@@ -16,7 +16,7 @@ from tinsmith.server.body_budget import hold_decoded
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.routes.sessions import refuse_ended
-from tinsmith.server.submitting import count, new_sample
+from tinsmith.server.submitting import accepted, new_sample
 from tinsmith.server.value_limits import refuse_large_payload, refuse_unstorable
 from tinsmith.store import SEQ_IDS_PER_CLONE, CheckpointRecord, NewOperation, SamplingSessionRecord
 from tinsmith.store.sampling_sessions import taken
@@ -134,7 +134,7 @@ async def asample(request: Request, body: wire.SampleRequest, caller: Caller, co
     new = await context.heavy.run(caller.tenant, body.num_bytes, prepare)
     await context.quotas.admit_sample(new)
     request_id = await context.store.submit(new)
-    count(context, new)
+    accepted(context, new, request_id)
     sequences = [f"{request_id}:{index}" for index in range(body.num_samples)]
     return wire.Submitted(request_id=request_id, sample_sequence_ids=sequences)
 

@@ -15,7 +15,7 @@ from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.known import KnownRun
 from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.routes.sessions import refuse_ended
-from tinsmith.server.submitting import count, new_training_operation, submit_decoded, submit_training
+from tinsmith.server.submitting import accepted, new_training_operation, submit_decoded, submit_training
 from tinsmith.store import WAITS_FOR_PLACE, RunRecord, SessionRecord
 
 router = APIRouter(tags=["training"], route_class=NumberedRoute)
@@ -65,7 +65,7 @@ async def submit_creation(
     await context.quotas.admit_model(caller.tenant)
     await context.quotas.admit_operation(creation)
     request_id = await context.store.create_run(run, creation)
-    count(context, creation)
+    accepted(context, creation, request_id)
     return wire.Submitted(request_id=request_id, model_id=run.model_id)
 
 

@@ -1,6 +1,7 @@
 """Recording the results of operations and their effects, in one transaction."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import sqlalchemy
 from sqlalchemy import bindparam
@@ -12,9 +13,8 @@ from tinsmith.sql_store.tables import (
     RESULTS,
     RUNNING,
     RUNS,
+    SAMPLING_SESSIONS,
     RunRow,
-    SamplingSessionRow,
-    to_row,
 )
 from tinsmith.sql_store.transactions import checkpoints, leases, log, recovery_points, routed_experts
 from tinsmith.sql_store.transactions.finished_samples import Finished
@@ -70,6 +70,10 @@ _APPLY = (
     .values(applied_seq_id=bindparam("applied"))
 )
 _INSERT = RESULTS.insert()
+_SAMPLING_SESSION = sqlalchemy.select(SAMPLING_SESSIONS.c.snapshot_id, SAMPLING_SESSIONS.c.base_model).where(
+    SAMPLING_SESSIONS.c.sampling_session_id == bindparam("wanted")
+)
+_INSERT_SAMPLING_SESSION = SAMPLING_SESSIONS.insert()
 
 
 def models_of(session: Session, completions: Sequence[Completion]) -> set[str]:
@@ -121,9 +125,10 @@ def _unless_taken(session: Session, completion: Completion) -> Completion:
     """Return the completion, or a failure if it creates a sampling session that exists."""
     for effect in completion.effects:
         if isinstance(effect, SamplingSessionCreated):
-            first = session.get(SamplingSessionRow, effect.record.sampling_session_id)
+            wanted = effect.record.sampling_session_id
+            first = session.connection().execute(_SAMPLING_SESSION, {"wanted": wanted}).first()
             if first is not None:
-                error = taken(first.sampling_session_id, first.snapshot_id or first.base_model)
+                error = taken(wanted, first.snapshot_id or first.base_model)
                 return Completion(
                     request_id=completion.request_id, result=Failed(message=str(error), category=error.category)
                 )
@@ -148,8 +153,8 @@ def _apply(tx: Transaction, effect: Effect) -> None:
         case CheckpointWritten():
             checkpoints.write(tx, effect.record)
         case SamplingSessionCreated():
-            session.add(to_row(effect.record, SamplingSessionRow))
-            session.flush()  # another completion may create it, too
+            values = {each.name: getattr(effect.record, each.name) for each in fields(effect.record)}
+            session.connection().execute(_INSERT_SAMPLING_SESSION, values)
         case RecoveryPointTaken():
             recovery_points.keep_newest(session, effect.record, effect.keep)
         case ExpertsSampled():
