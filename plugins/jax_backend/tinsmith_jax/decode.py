@@ -297,26 +297,26 @@ def _layers(
         x_NTH, cache = carry
         index, weights = scanned
 
-        def delta(name: str, x_NTi: jax.Array) -> jax.Array:
-            return lora.delta(x_NTi, lora.resident["layers"][name], index)
+        def deltas(x_NTi: jax.Array, *names: str) -> tuple[jax.Array, ...]:
+            return lora.deltas(x_NTi, [lora.resident["layers"][name] for name in names], index)
 
         h_NTH = norm(x_NTH, weights["input_norm"])
         qkv_NTo = _dense(h_NTH, axes.whole(weights["qkv"], 0))
-        deltas = (delta("q", h_NTH), delta("k", h_NTH), delta("v", h_NTH))
-        q_NThD, k_NTJD, v_NTJD = split_qkv(qkv_NTo, deltas, config)
+        q_NThD, k_NTJD, v_NTJD = split_qkv(qkv_NTo, deltas(h_NTH, "q", "k", "v"), config)
         q_NThD, k_NTJD = qk_norm(q_NThD, k_NTJD, weights, config, apply=by_tile)
         q_NThD, k_NTJD = rope(q_NThD, *cos_sin), rope(k_NTJD, *cos_sin)
         cache = _write(cache, index, tiles, count, k_NTJD, v_NTJD, axes)
         out_NTo = _attend(q_NThD, cache, index, tiles, count, axes)
-        x_NTH = _add(x_NTH, _dense(out_NTo, axes.whole(weights["o"], 1)), delta("o", out_NTo), axes)
+        x_NTH = _add(x_NTH, _dense(out_NTo, axes.whole(weights["o"], 1)), deltas(out_NTo, "o")[0], axes)
         h_NTH = norm(x_NTH, weights["post_norm"])
         if experts is not None:
             mlp_NTH, chosen = _expert_mlp(h_NTH, index, weights, experts, config, lora, axes)
             return (x_NTH + mlp_NTH, cache), chosen.astype(expert_dtype(config)) if returns_experts else None
         gate_NTo, up_NTo = jnp.split(_dense(h_NTH, axes.whole(weights["gate_up"], 0)), 2, axis=-1)
-        gate_NTo, up_NTo = gate_NTo + delta("gate", h_NTH), up_NTo + delta("up", h_NTH)
+        d_gate_NTo, d_up_NTo = deltas(h_NTH, "gate", "up")
+        gate_NTo, up_NTo = gate_NTo + d_gate_NTo, up_NTo + d_up_NTo
         inner_NTo = jax.nn.silu(gate_NTo) * up_NTo
-        x_NTH = _add(x_NTH, _dense(inner_NTo, axes.whole(weights["down"], 1)), delta("down", inner_NTo), axes)
+        x_NTH = _add(x_NTH, _dense(inner_NTo, axes.whole(weights["down"], 1)), deltas(inner_NTo, "down")[0], axes)
         return (x_NTH, cache), None
 
     scanned = (jnp.arange(config.num_layers), layers)

@@ -6,6 +6,7 @@ holds may be anything, even NaN, so the products of others with it are dropped, 
 Suffixes: N = tiles, T = tokens of a tile, R = rows of adapters; i, r, o = in, rank, out of a LoRA.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,8 @@ BASE_MODEL = -1
 
 # Any: nested dictionaries of arrays (described in adapters.py).
 Tree = Any
+Pair = tuple[jax.Array, jax.Array]
+"""An adapter's A and B."""
 
 
 class AdapterRows(NamedTuple):
@@ -50,39 +53,69 @@ class AdapterRows(NamedTuple):
     def adapted_N(self) -> jax.Array:
         return self.row_N != BASE_MODEL
 
-    def delta(self, x_NTi: jax.Array, pair: tuple[jax.Array, jax.Array], layer: jax.Array | None = None) -> jax.Array:
+    def delta(self, x_NTi: jax.Array, pair: Pair, layer: jax.Array | None = None) -> jax.Array:
         """Compute x A B, with 0 for tiles of the base model. If all tiles are, the adapters are not even read."""
-        low_NTr = self.product(x_NTi, pair[0], layer)
-        return self.product(low_NTr, pair[1], layer)
+        return self.deltas(x_NTi, (pair,), layer)[0]
+
+    def deltas(self, x_NTi: jax.Array, pairs: Sequence[Pair], layer: jax.Array | None = None) -> tuple[jax.Array, ...]:
+        """Do as `delta` for several modules that read the same input."""
+        if self.used_N is None:
+            return tuple(self.product(self.product(x_NTi, A, layer), B, layer) for A, B in pairs)
+
+        def of(row: jax.Array) -> tuple[jax.Array, ...]:
+            lows = [_dot(x_NTi, _factor(A, layer, row)) for A, _ in pairs]
+            return tuple(_dot(low, _factor(B, layer, row)) for low, (_, B) in zip(lows, pairs, strict=True))
+
+        return self._each_adapter(of, x_NTi, [B.shape[-1] for _, B in pairs])
 
     def product(self, x_NTi: jax.Array, factors: jax.Array, layer: jax.Array | None = None) -> jax.Array:
         """Multiply each tile with its own adapter's factor, of [R, i, o] or [L, R, i, o]: [N, T, o]."""
-        stacked = factors[None] if layer is None else factors
-        place = jnp.int32(0) if layer is None else layer
-        if self.used_N is not None:
-            return self._by_adapter(x_NTi, stacked, place)
-        return self._by_tile(x_NTi, stacked, place)
+        if self.used_N is None:
+            return self._by_tile(x_NTi, factors, layer)
 
-    def _by_adapter(self, x_NTi: jax.Array, factors: jax.Array, layer: jax.Array) -> jax.Array:
+        def of(row: jax.Array) -> tuple[jax.Array, ...]:
+            return (_dot(x_NTi, _factor(factors, layer, row)),)
+
+        return self._each_adapter(of, x_NTi, [factors.shape[-1]])[0]
+
+    def _each_adapter(
+        self, compute: Callable[[jax.Array], tuple[jax.Array, ...]], x_NTi: jax.Array, sizes_out: Sequence[int]
+    ) -> tuple[jax.Array, ...]:
+        """Compute all tiles with one adapter after the other, and keep each tile's own results: [N, T, o] of each."""
         assert self.used_N is not None, "the rows in use are listed"
-        used_N, (N, T, _), size_out = self.used_N, x_NTi.shape, factors.shape[-1]
+        used_N, (N, T, _) = self.used_N, x_NTi.shape
 
-        def one(n: jax.Array, out_NTo: jax.Array) -> jax.Array:
+        def one(n: jax.Array, kept: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             row = used_N[n]
-            factor_io = lax.dynamic_slice(factors, (layer, row, 0, 0), (1, 1, *factors.shape[2:]))[0, 0]
-            product = jnp.dot(x_NTi.reshape(N * T, -1), factor_io, preferred_element_type=jnp.float32)
             own_N11 = (self.row_N == row)[:, None, None]
-            return jnp.where(own_N11, product.reshape(N, T, size_out).astype(x_NTi.dtype), out_NTo)
+            return tuple(jnp.where(own_N11, new, old) for new, old in zip(compute(row), kept, strict=True))
 
-        out: jax.Array = lax.fori_loop(0, self.num_used, one, jnp.zeros((N, T, size_out), x_NTi.dtype))
+        nothing = tuple(jnp.zeros((N, T, size), x_NTi.dtype) for size in sizes_out)
+        out: tuple[jax.Array, ...] = lax.fori_loop(0, self.num_used, one, nothing)
         return out
 
-    def _by_tile(self, x_NTi: jax.Array, factors: jax.Array, layer: jax.Array) -> jax.Array:
+    def _by_tile(self, x_NTi: jax.Array, factors: jax.Array, layer: jax.Array | None) -> jax.Array:
         def product() -> jax.Array:
-            factor_Nio = lax.dynamic_index_in_dim(factors, layer, keepdims=False)[jnp.maximum(self.row_N, 0)]
+            of_layer = factors if layer is None else lax.dynamic_index_in_dim(factors, layer, keepdims=False)
+            factor_Nio = of_layer[jnp.maximum(self.row_N, 0)]
             out_NTo = jnp.einsum("nti,nio->nto", x_NTi, factor_Nio, preferred_element_type=jnp.float32)
             return jnp.where(self.adapted_N[:, None, None], out_NTo, 0).astype(x_NTi.dtype)
 
         shape = (*x_NTi.shape[:2], factors.shape[-1])
         out: jax.Array = lax.cond(jnp.any(self.adapted_N), product, lambda: jnp.zeros(shape, x_NTi.dtype))
         return out
+
+
+def _factor(factors: jax.Array, layer: jax.Array | None, row: jax.Array) -> jax.Array:
+    """Return one adapter's factor [i, o] out of [R, i, o] or [L, R, i, o]."""
+    stacked = factors[None] if layer is None else factors
+    place = jnp.int32(0) if layer is None else layer
+    factor_io: jax.Array = lax.dynamic_slice(stacked, (place, row, 0, 0), (1, 1, *stacked.shape[2:]))[0, 0]
+    return factor_io
+
+
+def _dot(x_NTi: jax.Array, factor_io: jax.Array) -> jax.Array:
+    """Multiply all tokens, whatever their tiles: [N, T, o]."""
+    N, T, _ = x_NTi.shape
+    product = jnp.dot(x_NTi.reshape(N * T, -1), factor_io, preferred_element_type=jnp.float32)
+    return product.reshape(N, T, -1).astype(x_NTi.dtype)

@@ -102,7 +102,7 @@ def lora_of(names: tuple[str, ...], adapter: Any, sums: Any) -> Lora:
     return Lora(A, B, (tuple(sums[name][0] for name in names), tuple(sums[name][1] for name in names)))
 
 
-def split_qkv(qkv: Any, deltas: tuple[Any, Any, Any], config: ModelConfig) -> tuple[Any, Any, Any]:
+def split_qkv(qkv: Any, deltas: tuple[Any, ...], config: ModelConfig) -> tuple[Any, Any, Any]:
     """Split the fused projection and add the LoRA parts: [..., heads or kv heads, d] each."""
     parts = jnp.split(qkv, (config.q_size, config.q_size + config.kv_size), axis=-1)
     q, k, v = (
