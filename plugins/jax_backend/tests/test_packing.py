@@ -60,6 +60,13 @@ def test_scoring_of_half_the_room_costs_half(lengths: list[int]) -> None:
     assert sum(batch.bucket(sizes).num_tokens for batch in batches) == 1024
 
 
+def test_scoring_a_few_tokens_costs_little() -> None:
+    """A save for sampling scores the gate's probes."""
+    sizes = Buckets(max_tokens=2048, max_targets=128, kind="score")
+    (batch,) = plan([piece(index, "m", 32) for index in range(2)], sizes, 32)
+    assert batch.bucket(sizes).num_tokens == 128
+
+
 def test_less_room_makes_smaller_batches() -> None:
     """A sequence that is longer than that runs by itself."""
     pieces = [piece(index, "m", length) for index, length in enumerate([64, 128, 200, 600, 30, 64])]
