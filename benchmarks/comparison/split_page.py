@@ -35,23 +35,24 @@ def _machine(figures: Figures) -> str:
 
 def _totals(before: Run, after: Run) -> str:
     rows = [
-        "| Operation | before, ms | after, ms | faster | share of the bound, before | after |",
-        "|---|--:|--:|--:|--:|--:|",
+        "| Operation | before, ms | after, ms | faster | share of the bound, before | after | its products alone, ms |",
+        "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for name, found in after["operations"].items():
         earlier = before["operations"].get(name)
         if earlier is None:
             continue
         old, new = earlier["total_ms"], found["total_ms"]
-        shares = (_share(run, name) for run in (before, after))
-        rows.append(f"| {name} | {old:,.1f} | {new:,.1f} | {old / new:.1f}x | {' | '.join(shares)} |")
+        bounds = (_share(before, name), _share(after, name), _products(after, name))
+        rows.append(f"| {name} | {old:,.1f} | {new:,.1f} | {old / new:.1f}x | {' | '.join(bounds)} |")
     return "\n".join(rows)
 
 
 def _alone(run: Run) -> str:
-    rows = ["| Operation | ms | share of the bound |", "|---|--:|--:|"]
+    rows = ["| Operation | ms | share of the bound | its products alone, ms |", "|---|--:|--:|--:|"]
     rows += [
-        f"| {name} | {found['total_ms']:,.1f} | {_share(run, name)} |" for name, found in run["operations"].items()
+        f"| {name} | {found['total_ms']:,.1f} | {_share(run, name)} | {_products(run, name)} |"
+        for name, found in run["operations"].items()
     ]
     return "\n".join(rows)
 
@@ -59,6 +60,11 @@ def _alone(run: Run) -> str:
 def _share(run: Run, name: str) -> str:
     share = run["bounds"].get(name)
     return "" if share is None else f"{share:.0%}"
+
+
+def _products(run: Run, name: str) -> str:
+    alone_ms = run["bounds"].get(f"{name}, products alone, ms")
+    return "" if alone_ms is None else f"{alone_ms:,.0f}"
 
 
 def _stages(runs: Mapping[str, Run]) -> str:
