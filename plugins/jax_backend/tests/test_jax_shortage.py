@@ -43,9 +43,11 @@ def starved() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+@pytest.mark.parametrize("side_by_side", [False, True], ids=["one pass", "two side by side"])
 def test_a_pass_without_memory_is_halved_and_its_bits_are_the_same(
-    backend: JaxBackend, caplog: pytest.LogCaptureFixture
+    backend: JaxBackend, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, *, side_by_side: bool
 ) -> None:
+    monkeypatch.setattr(backend, "_side_by_side", side_by_side)
     add_model(backend, "a", LoraConfig(rank=4, seed=1), random_B=True)
     add_model(backend, "b", LoraConfig(rank=4, seed=2), random_B=True)
     whole = [make_op("a", 1, [500]), make_op("b", 2, [500])]
@@ -58,7 +60,8 @@ def test_a_pass_without_memory_is_halved_and_its_bits_are_the_same(
         backend.restore_state(name, state)
     with starved():
         backend.forward_backward(whole)
-    assert "halved a pass over 2 sequences" in caplog.text
+    told = "two passes side by side will run one after the other" if side_by_side else "halved a pass over 2 sequences"
+    assert told in caplog.text
     assert "RESOURCE_EXHAUSTED: Out of memory allocating" in caplog.text
     for name, state in expected.items():
         assert_same_state(backend.capture_state(name), state)

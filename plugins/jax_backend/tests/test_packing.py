@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tinsmith import Datum, ForwardBackward
 from tinsmith_jax.buckets import MAX_ADAPTERS, Bucket, Buckets
 from tinsmith_jax.layers import TILE
-from tinsmith_jax.packing import MicroBatch, Piece, plan
+from tinsmith_jax.packing import MicroBatch, Piece, plan, room_beside
 
 BUCKETS = Buckets(max_tokens=1024, max_targets=64)
 
@@ -73,6 +73,30 @@ def test_less_room_makes_smaller_batches() -> None:
     batches = list(plan(pieces, BUCKETS, 32, 256))
     assert [[each.op_index for each in batch.pieces] for batch in batches] == [[0, 1], [2], [3], [4, 5]]
     assert padded_tokens(batches) == [256, 256, 1024, 128]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "room", "expected"),
+    [
+        ([128] * 8, 2048, 512),
+        ([64] * 4, 2048, 128),
+        ([64] * 5, 2048, 256),
+        ([1], 2048, 128),
+        ([2048], 2048, 512),  # as many tiles as there are rows
+        ([128] * 8, 512, 256),
+        ([128] * 8, 192, 192),  # too little for two
+    ],
+)
+def test_two_passes_share_the_room_and_the_work(lengths: list[int], room: int, expected: int) -> None:
+    assert room_beside([piece(index, "m", length) for index, length in enumerate(lengths)], room) == expected
+
+
+def test_tiles_apart_have_rows_of_their_own() -> None:
+    batch = MicroBatch()
+    for index, (model, length) in enumerate([("a", 100), ("b", 64), ("a", 1), ("b", 65), ("c", 10)]):
+        batch.add(piece(index, model, length))
+    assert batch.rows() == (["a", "b", "c"], [[0, 0], [1], [0], [1, 1], [2]])
+    assert batch.rows({"a", "c"}) == (["a", "a", "b", "a", "c"], [[0, 1], [2], [3], [2, 2], [4]])
 
 
 @settings(deadline=None, derandomize=True)

@@ -54,6 +54,7 @@ class JaxBackend(Trainer, SamplingBackend):
             budget=facts.budget,
             experts=_replayed_experts(self.model_config),
             always_replays=context.routing_replay,
+            side_by_side=facts.limits.platform == "cpu" and config.mesh is None and self.model_config.experts is None,
         )
         rules = StopRules.of_model(context.model_directory)
         self._capabilities = self._describe(config, losses, rules)

@@ -12,7 +12,7 @@ Pass = Literal["score", "gradients"]
 PASSES: Final[tuple[Pass, ...]] = ("score", "gradients")
 
 MAX_ADAPTERS = 8  # in a micro-batch
-_SMALLEST = 2 * TILE  # XLA computes a batch of one tile in a different order than a batch of several
+SMALLEST = 2 * TILE  # XLA computes a batch of one tile in a different order than a batch of several
 _WIDE_FROM = 256  # tokens: several tenants together rarely have fewer, nor do several targets
 
 
@@ -88,7 +88,7 @@ class Buckets:
         return (MAX_ADAPTERS,) if self.on_cpu or targets > 1 else (1, MAX_ADAPTERS)
 
     def _token_sizes(self, adapters: int, targets: int) -> list[int]:
-        sizes = [_SMALLEST << i for i in range((self.max_tokens // _SMALLEST).bit_length())]
+        sizes = [SMALLEST << i for i in range((self.max_tokens // SMALLEST).bit_length())]
         wide = min(_WIDE_FROM, sizes[-1])
         if self.kind == "score":  # takes a third of the time: fewer sizes
             # on a CPU the smallest, because each save for sampling scores a few tokens, and the largest

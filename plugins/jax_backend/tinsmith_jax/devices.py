@@ -91,8 +91,9 @@ class Devices:
         self.programs.start_warm_up([program for program in in_turn if program is not None])
 
     def close(self) -> None:
-        """End the warm-up. The arrays are freed with the object."""
+        """End the threads. The arrays are freed with the object."""
         self.programs.close()
+        self.training.close()
 
 
 def _shape_of(array: Any, *, on_mesh: bool) -> jax.ShapeDtypeStruct:

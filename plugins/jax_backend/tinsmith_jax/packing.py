@@ -7,13 +7,13 @@ Legend: T = tokens of the stream, n = tiles, K = targets per token, I = loss inp
 of tokens: L = layers, C = experts of a token.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tinsmith import Array, Datum, ForwardBackward
-from tinsmith_jax.buckets import MAX_ADAPTERS, Bucket, Buckets
+from tinsmith_jax.buckets import MAX_ADAPTERS, SMALLEST, Bucket, Buckets
 from tinsmith_jax.layers import TILE, Tiles
 from tinsmith_jax.loss_table import LossBatch, LossTable
 
@@ -42,7 +42,7 @@ class Piece:
         return int(self.targets_TK.shape[1])
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class MicroBatch:
     """Pieces that run together. `models` are distinct, in order of appearance: the rows of the adapter stack."""
 
@@ -61,6 +61,24 @@ class MicroBatch:
             num_targets=max(piece.num_targets for piece in self.pieces),
             padded_rank=self.pieces[0].padded_rank,
         )
+
+    def rows(self, apart: Collection[str] = ()) -> tuple[list[str], list[list[int]]]:
+        """Return the model of each row of the adapter stack, and of each piece the rows of its tiles.
+
+        A model has one row, to which all its tiles are added. One that is `apart` has a row for each tile.
+        """
+        models: list[str] = []
+        of_pieces = []
+        for piece in self.pieces:
+            model_id, number = piece.op.model_id, piece.num_tiles
+            if model_id in apart:
+                of_pieces.append(list(range(len(models), len(models) + number)))
+                models += [model_id] * number
+                continue
+            if model_id not in models:
+                models.append(model_id)
+            of_pieces.append([models.index(model_id)] * number)
+        return models, of_pieces
 
     def halves(self) -> tuple["MicroBatch", "MicroBatch"]:
         """Cut between two pieces, so that the larger half has as few tiles as possible. There are at least two."""
@@ -132,6 +150,19 @@ def plan(pieces: Iterable[Piece], buckets: Buckets, call_tokens: int, room: int 
         yield from _cut(batch.pieces, buckets, call_tokens)
 
 
+def room_beside(pieces: Iterable[Piece], room: int) -> int:
+    """Return the tokens of a micro-batch with which two share the pieces evenly, and fit into `room` side by side.
+
+    Each tile of the second may need a row of its own, so there are no more than rows. Return `room` if it is too small
+    for two.
+    """
+    half = sum(piece.num_tiles for piece in pieces) * TILE // 2
+    most = min(MAX_ADAPTERS * TILE, room // 2)
+    if most < SMALLEST:
+        return room
+    return next(size for size in (SMALLEST << i for i in range(most.bit_length())) if size >= min(half, most))
+
+
 def _fits(batch: MicroBatch, piece: Piece, num_tiles: int, num_streams: int) -> bool:
     same_targets = (batch.pieces[0].num_targets > 1) == (piece.num_targets > 1)
     has_row = piece.op.model_id in batch.models or len(batch.models) < MAX_ADAPTERS
@@ -171,15 +202,16 @@ def pack(
     num_streams: int = 1,
     *,
     experts: tuple[int, int] | None = None,
+    apart: Collection[str] = (),
 ) -> Stream:
     """Lay out a micro-batch. Unused rows are token 0 at position 0 without a loss.
 
-    `experts` are the layers and the experts of a token, if routing is replayed.
+    `experts` are the layers and the experts of a token, if routing is replayed. `apart` as for MicroBatch.rows.
     """
     stream = _empty(bucket, losses, num_streams, experts)
-    rows = {model: row for row, model in enumerate(micro.models)}
-    for start, piece in zip(micro.starts(bucket), micro.pieces, strict=True):
-        _write(stream, piece, start, rows[piece.op.model_id], losses)
+    _, rows_of_pieces = micro.rows(apart)
+    for start, piece, rows in zip(micro.starts(bucket), micro.pieces, rows_of_pieces, strict=True):
+        _write(stream, piece, start, rows, losses)
     return stream
 
 
@@ -199,7 +231,7 @@ def _empty(bucket: Bucket, losses: LossTable, num_streams: int, experts: tuple[i
     )
 
 
-def _write(stream: Stream, piece: Piece, start: int, row: int, losses: LossTable) -> None:
+def _write(stream: Stream, piece: Piece, start: int, adapter_rows: Sequence[int], losses: LossTable) -> None:
     length, K = piece.targets_TK.shape
     rows = slice(start, start + length)
     tiles = slice(start // TILE, start // TILE + piece.num_tiles)
@@ -209,7 +241,7 @@ def _write(stream: Stream, piece: Piece, start: int, row: int, losses: LossTable
     if stream.experts_LTC is not None and (replayed := piece.datum.routed_experts) is not None and len(replayed):
         # in order of their numbers, in which the router takes equally probable ones
         stream.experts_LTC[:, start : start + len(replayed)] = np.sort(replayed, axis=-1).swapaxes(0, 1)
-    stream.tiles.adapter_n[tiles] = row
+    stream.tiles.adapter_n[tiles] = adapter_rows
     stream.tiles.scale_n[tiles] = piece.scale
     loss = piece.op.loss_fn
     stream.batch.targets_TK[rows, :K] = piece.targets_TK

@@ -33,8 +33,8 @@ from tinsmith_jax.devices import Facts, Setup
 from tinsmith_jax.mesh import check_shape
 from tinsmith_jax.mesh_worker import SIMULATED, Refused, Started, owner_of
 from tinsmith_jax.model_config import ModelConfig, read_config
-from tinsmith_jax.packing import Stream
 from tinsmith_jax.sampling_values import Drawn, ExpertsOfPages, PageCopy, PromptTile, SamplingShape, SlotInput
+from tinsmith_jax.training_device import Scored, TrainingPass
 
 # Any below: arguments and results of the devices' methods.
 
@@ -201,12 +201,12 @@ class RemoteTraining:
         bucket: Bucket = self._workers.run("training", "prepare", kind, buckets, replays=replays)
         return bucket
 
-    def score(self, bucket: Bucket, models: Sequence[str], stream: Stream) -> tuple[Array, Array]:
-        scored: tuple[Array, Array] = self._run("score", bucket, models, stream)
+    def score(self, one: TrainingPass) -> Scored:
+        scored: Scored = self._run("score", one)
         return scored
 
-    def gradients(self, bucket: Bucket, models: Sequence[str], stream: Stream) -> tuple[Array, Array]:
-        scored: tuple[Array, Array] = self._run("gradients", bucket, models, stream)
+    def gradients(self, passes: Sequence[TrainingPass]) -> list[Scored]:
+        scored: list[Scored] = self._run("gradients", passes)
         return scored
 
     def begin(self, models: Sequence[str]) -> None:

@@ -2,12 +2,11 @@
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from tinsmith import (
-    Array,
     CapacityError,
     CreateModel,
     Failed,
@@ -28,11 +27,11 @@ from tinsmith_jax.admission import Budget
 from tinsmith_jax.buckets import MAX_ADAPTERS, PASSES, Bucket, Buckets, Pass
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.loss_table import LossTable
-from tinsmith_jax.packing import MicroBatch, Piece, pack, plan
+from tinsmith_jax.packing import MicroBatch, Piece, pack, plan, room_beside
 from tinsmith_jax.rank_classes import class_of
 from tinsmith_jax.remote import RemoteTraining
 from tinsmith_jax.runtime import Limits
-from tinsmith_jax.training_device import TrainingDevice
+from tinsmith_jax.training_device import Scored, TrainingDevice, TrainingPass
 
 _log = logging.getLogger(__name__)
 
@@ -50,10 +49,12 @@ class Trainer(TrainingBackend):
         budget: Budget,
         experts: ReplayedExperts | None = None,
         always_replays: bool = False,
+        side_by_side: bool = False,
     ) -> None:
         """`experts`: what can be replayed of routing; None if the model has no experts.
 
         `always_replays`: passes without any run the same programs, so that company changes no bits.
+        `side_by_side`: the device runs two passes at a time.
         """
         self.device = device
         self.limits = limits
@@ -61,6 +62,7 @@ class Trainer(TrainingBackend):
         self._losses = losses
         self._budget = budget
         self._experts, self._always_replays = experts, always_replays
+        self._side_by_side = side_by_side
         self._models: dict[str, LoraConfig] = {}
         self._room: dict[Pass, int] = dict.fromkeys(PASSES, buckets.max_tokens)  # tokens of a stream that fit
 
@@ -118,11 +120,14 @@ class Trainer(TrainingBackend):
     def _score(self, ops: Sequence[ForwardBackward], kind: Pass) -> list[ForwardBackwardOutput | Failed]:
         failed = {index: failure for index, op in enumerate(ops) if (failure := self._refusal(op)) is not None}
         pieces = [piece for index, op in enumerate(ops) if index not in failed for piece in self._pieces(index, op)]
-        outputs: list[list[tuple[Array, Array]]] = [[] for _ in ops]
+        outputs: list[list[Scored]] = [[] for _ in ops]
         self.device.begin(list(dict.fromkeys(piece.op.model_id for piece in pieces)))
         before = self._room[kind]
+        beside = self._side_by_side and kind == "gradients"
         try:
-            self._run_in_what_fits(plan(pieces, self._buckets.of(kind), self.limits.call_tokens, before), kind, outputs)
+            room = room_beside(pieces, before) if beside else before
+            micros = plan(pieces, self._buckets.of(kind), self.limits.call_tokens, room)
+            self._run_in_what_fits(micros, kind, outputs, beside=beside)
         except OutOfMemoryError:
             self.device.roll_back()  # a failed call adds nothing
             self._room[kind] = before
@@ -130,19 +135,50 @@ class Trainer(TrainingBackend):
         return [failed.get(index) or _output(op, outputs[index]) for index, op in enumerate(ops)]
 
     def _run_in_what_fits(
-        self, micros: Iterable[MicroBatch], kind: Pass, outputs: list[list[tuple[Array, Array]]]
+        self, micros: Iterable[MicroBatch], kind: Pass, outputs: list[list[Scored]], *, beside: bool
     ) -> None:
         """Run micro-batches. One for which the device has no memory runs in halves, and later ones are as small."""
         work = deque(micros)
         while work:
-            micro = work.popleft()
+            together = self._next(work, kind, beside=beside)
             try:
-                self._run(micro, kind, outputs)
+                self._run(together, kind, outputs)
             except OutOfMemoryError as error:
                 lacking = str(error)
             else:
                 continue
-            work.extendleft(reversed(self._halved(micro, kind, lacking)))  # the error kept the pass's arrays alive
+            if len(together) > 1:
+                self._lower_room(kind, sum(each.bucket.num_tokens for each in together.values()))
+                _log.warning("two passes side by side will run one after the other: %s", lacking)
+                left: Iterable[MicroBatch] = together
+            else:
+                (micro,) = together
+                left = self._halved(micro, kind, lacking)  # the error kept the pass's arrays alive
+            work.extendleft(reversed(list(left)))
+
+    def _next(self, work: deque[MicroBatch], kind: Pass, *, beside: bool) -> dict[MicroBatch, TrainingPass]:
+        """Take the next micro-batch, and with `beside` the one after it if both fit."""
+        micro = work.popleft()
+        first = self._pass(micro, self._prepared(micro, kind))
+        if not beside or not work:
+            return {micro: first}
+        other = work[0]
+        apart = frozenset(first.models).intersection(other.models)
+        bucket = self._prepared(other, kind)
+        room = self._room[kind] - first.bucket.num_tokens
+        if bucket.num_tokens > room or len(other.rows(apart)[0]) > MAX_ADAPTERS:
+            return {micro: first}
+        return {micro: first, work.popleft(): self._pass(other, bucket, apart)}
+
+    def _run(self, together: Mapping[MicroBatch, TrainingPass], kind: Pass, outputs: list[list[Scored]]) -> None:
+        """Run micro-batches, and append each result to its operation's outputs."""
+        passes = list(together.values())
+        ran = [self.device.score(passes[0])] if kind == "score" else self.device.gradients(passes)
+        for (micro, one), (logp_TK, loss_TK) in zip(together.items(), ran, strict=True):
+            for start, piece in zip(micro.starts(one.bucket), micro.pieces, strict=True):
+                rows = slice(start, start + piece.num_tokens)
+                cells = (logp_TK[rows, : piece.num_targets], loss_TK[rows, : piece.num_targets])
+                outputs[piece.op_index].append(cells)
 
     def _halved(self, micro: MicroBatch, kind: Pass, lacking: str) -> Sequence[MicroBatch]:
         """Raise OutOfMemoryError if it is one sequence.
@@ -152,22 +188,21 @@ class Trainer(TrainingBackend):
         if len(micro.pieces) == 1:
             msg = f"no memory for a sequence of {micro.pieces[0].num_tokens} tokens, alone in its pass: {lacking}"
             raise OutOfMemoryError(msg)
-        tokens = micro.bucket(self._buckets.of(kind)).num_tokens
-        self._room[kind] = max(TILE, tokens // 2)  # what was too much once would be again
+        self._lower_room(kind, micro.bucket(self._buckets.of(kind)).num_tokens)
         _log.warning("halved a pass over %d sequences: %s", len(micro.pieces), lacking)
         return micro.halves()
 
-    def _run(self, micro: MicroBatch, kind: Pass, outputs: list[list[tuple[Array, Array]]]) -> None:
-        """Run a micro-batch, and append each result to its operation's outputs."""
-        experts = self._replayed(micro)
-        bucket = self.device.prepare(kind, self._candidates(micro, kind), replays=experts is not None)
-        stream = pack(micro, bucket, self._losses, self._buckets.num_streams, experts=experts)
-        run = self.device.score if kind == "score" else self.device.gradients
-        logp_TK, loss_TK = run(bucket, micro.models, stream)
-        for start, piece in zip(micro.starts(bucket), micro.pieces, strict=True):
-            rows = slice(start, start + piece.num_tokens)
-            cells = (logp_TK[rows, : piece.num_targets], loss_TK[rows, : piece.num_targets])
-            outputs[piece.op_index].append(cells)
+    def _lower_room(self, kind: Pass, too_many: int) -> None:
+        """Remember how many tokens were too many once: they would be again."""
+        self._room[kind] = max(TILE, too_many // 2)
+
+    def _prepared(self, micro: MicroBatch, kind: Pass) -> Bucket:
+        return self.device.prepare(kind, self._candidates(micro, kind), replays=self._replayed(micro) is not None)
+
+    def _pass(self, micro: MicroBatch, bucket: Bucket, apart: frozenset[str] = frozenset()) -> TrainingPass:
+        experts, streams = self._replayed(micro), self._buckets.num_streams
+        stream = pack(micro, bucket, self._losses, streams, experts=experts, apart=apart)
+        return TrainingPass(bucket=bucket, models=micro.rows(apart)[0], stream=stream, apart=apart)
 
     def _candidates(self, micro: MicroBatch, kind: Pass) -> list[Bucket]:
         """Return the micro-batch's own bucket, and larger ones if the size changes no bits."""
@@ -220,7 +255,7 @@ def _unknown(model_id: str) -> Failed:
     return Failed(message=f"no model {model_id!r} in training: it was never created, or has been unloaded")
 
 
-def _output(op: ForwardBackward, cells: Sequence[tuple[Array, Array]]) -> ForwardBackwardOutput:
+def _output(op: ForwardBackward, cells: Sequence[Scored]) -> ForwardBackwardOutput:
     """Give each datum's logprobs the shape of its targets; sum the losses in float64."""
     logprobs = tuple(
         {"logprobs": np.ascontiguousarray(logp.reshape(np.shape(datum.loss_inputs["target_tokens"])))}

@@ -7,6 +7,7 @@ current weights; later training makes new arrays.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -30,6 +31,9 @@ from tinsmith_jax.weights import Base
 _ALL: Final[frozenset[Kind]] = frozenset({"weights", "adam_m", "adam_v", "gradients"})
 _GRADIENTS: Final[frozenset[Kind]] = frozenset({"gradients"})
 
+Scored = tuple[Array, Array]
+"""Logprobs and losses [T, K]."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
@@ -51,6 +55,19 @@ class Loaded:
 
 def _nothing(model_id: str, kinds: Collection[Kind]) -> None:
     pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPass:
+    """A micro-batch as the device takes it. `models` are its rows.
+
+    Of models `apart`, each tile has a row: its gradient comes alone, and is added to the model's afterwards.
+    """
+
+    bucket: Bucket
+    models: Sequence[str]
+    stream: Stream
+    apart: Collection[str] = ()
 
 
 @dataclass(slots=True)
@@ -77,8 +94,12 @@ class TrainingDevice:
         self.before_replacing: Callable[[str, Collection[Kind]], None] = _nothing
         """Called with a model and kinds of arrays, before others take the place of these."""
         self._before: dict[str, Adapter | None] = {}
+        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jax-pass")
         ranks = rank_classes(train_programs.limits.max_lora_rank)
         self._zeros = {rank: self._zero_state(rank) for rank in ranks}  # moments: fresh ones, and absent gradients
+
+    def close(self) -> None:
+        self._beside.shutdown()
 
     # Life of a model --------------------------------------------------------------------------------------------------
 
@@ -161,26 +182,58 @@ class TrainingDevice:
             self._programs.get(programs[index])
         return buckets[index]
 
-    def score(self, bucket: Bucket, models: Sequence[str], stream: Stream) -> tuple[Array, Array]:
-        """Return the logprobs and losses [T, K] of a micro-batch, T over all its streams. `models` are its rows."""
-        run = self._programs.get(self._program("score", bucket, replays=stream.replays))
-        weights, _ = self._rows(models, bucket.num_adapters)
-        with self._pass_named(bucket), self._turns.turn():
-            logp, loss = run(self._base, weights, *self._arguments(stream))
+    def score(self, one: TrainingPass) -> Scored:
+        """Return the logprobs and losses [T, K] of a micro-batch, T over all its streams."""
+        run = self._programs.get(self._program("score", one.bucket, replays=one.stream.replays))
+        weights, _ = self._rows(one)
+        with self._pass_named(one.bucket), self._turns.turn():
+            logp, loss = run(self._base, weights, *self._arguments(one.stream))
             return np.asarray(logp), np.asarray(loss)
 
-    def gradients(self, bucket: Bucket, models: Sequence[str], stream: Stream) -> tuple[Array, Array]:
-        """Do as `score`, and add the gradients of the summed losses to those of the models."""
-        run = self._programs.get(self._program("gradients", bucket, replays=stream.replays))
-        weights, sums = self._rows(models, bucket.num_adapters)
-        with self._pass_named(bucket), self._turns.turn():
-            logp, loss, new_sums = run(self._base, weights, sums, *self._arguments(stream))
-            results = np.asarray(logp), np.asarray(loss)
-        for model_id in models:
+    def gradients(self, passes: Sequence[TrainingPass]) -> list[Scored]:
+        """Do as `score`, side by side, and add the gradients of the summed losses to those of the models.
+
+        There are one or two. A model of the first is `apart` in the second. Raise OutOfMemoryError, and change nothing,
+        if there is no memory for all.
+        """
+        with self._turns.turn():
+            others = [self._beside.submit(self._run_gradients, each) for each in passes[1:]]
+            try:
+                ran = [self._run_gradients(passes[0])]
+            finally:
+                wait(others)
+        ran += [other.result() for other in others]
+        for one, (_, sums) in zip(passes, ran, strict=True):
+            self._take_sums(one, sums)
+        return [scored for scored, _ in ran]
+
+    def _run_gradients(self, one: TrainingPass) -> tuple[Scored, Sequence[Adapter]]:
+        """Return the results, and the new sums of each row."""
+        run = self._programs.get(self._program("gradients", one.bucket, replays=one.stream.replays))
+        weights, sums = self._rows(one)
+        with self._pass_named(one.bucket):
+            logp, loss, new_sums = run(self._base, weights, sums, *self._arguments(one.stream))
+            return (np.asarray(logp), np.asarray(loss)), new_sums
+
+    def _take_sums(self, one: TrainingPass, sums: Sequence[Adapter]) -> None:
+        for model_id in one.models:
             self.before_replacing(model_id, _GRADIENTS)
-        for model_id, new in zip(models, new_sums, strict=False):
-            self._models[model_id].gradients = new
-        return results
+        for model_id in dict.fromkeys(one.models):
+            model = self._models[model_id]
+            own = [new for row, new in zip(one.models, sums, strict=False) if row == model_id]
+            model.gradients = self._added(model, own) if model_id in one.apart else own[0]
+
+    def _added(self, model: _Model, tiles: Sequence[Adapter]) -> Adapter:
+        """Add the gradients of tiles to those of a model, one after the other, as a pass does."""
+
+        def add(total: jax.Array, *parts: jax.Array) -> Array:
+            added = np.array(total)
+            for part in parts:
+                added += np.asarray(part)
+            return added
+
+        before = self._zeros[model.padded_rank].m if model.gradients is None else model.gradients
+        return jax.device_put(jax.tree.map(add, before, *tiles))
 
     def begin(self, models: Sequence[str]) -> None:
         """Remember the gradients of these models until the next call of this method."""
@@ -224,11 +277,15 @@ class TrainingDevice:
         make = self._train.score if kind == "score" else self._train.gradients
         return make(bucket, replays=replays)
 
-    def _rows(self, model_ids: Sequence[str], num_adapters: int) -> tuple[tuple[Adapter, ...], tuple[Adapter, ...]]:
-        models = [self._models[model_id] for model_id in model_ids]
+    def _rows(self, one: TrainingPass) -> tuple[tuple[Adapter, ...], tuple[Adapter, ...]]:
+        """Return the weights and the sums of each row."""
+        models = [self._models[model_id] for model_id in one.models]
         zeros = self._zeros[models[0].padded_rank]
-        unused = num_adapters - len(models)
-        sums = [zeros.m if model.gradients is None else model.gradients for model in models]
+        unused = one.bucket.num_adapters - len(models)
+        sums = [
+            zeros.m if model.gradients is None or model_id in one.apart else model.gradients
+            for model_id, model in zip(one.models, models, strict=True)
+        ]
         return (*(model.state.weights for model in models), *[zeros.weights] * unused), (*sums, *[zeros.m] * unused)
 
     # Onto the devices -------------------------------------------------------------------------------------------------
