@@ -14,6 +14,7 @@ import sqlalchemy
 from sqlalchemy import Integer, bindparam, case, func
 from sqlmodel import Session
 
+from tinsmith.sql_store.prepared import Prepared
 from tinsmith.sql_store.tables import EARLY, OPERATIONS
 
 
@@ -28,7 +29,7 @@ class Arrivals(Protocol):
 
 _NEWEST = sqlalchemy.select(func.coalesce(func.max(OPERATIONS.c.id), 0) + 1).scalar_subquery()
 _LEAST = bindparam("least_turn", type_=Integer)
-_INSERT = OPERATIONS.insert().values(turn=case((_NEWEST > _LEAST, _NEWEST), else_=_LEAST))
+_INSERT = Prepared(OPERATIONS.insert().values(turn=case((_NEWEST > _LEAST, _NEWEST), else_=_LEAST)))
 
 _Of = OPERATIONS.c.subject_id == bindparam("model")
 _From = OPERATIONS.c.seq_id >= bindparam("first")
@@ -59,10 +60,7 @@ _NO_LONGER_EARLY = (
 
 def insert(session: Session, values: Mapping[str, Any], *, least_turn: int = 0) -> int:  # Any: values of the columns
     """Insert an operation, and return its id. Its turn comes after everything else, and is at least `least_turn`."""
-    key = session.connection().execute(_INSERT, {**values, "least_turn": least_turn}).inserted_primary_key
-    assert key is not None
-    id_: int = key[0]
-    return id_
+    return _INSERT.insert(session.connection(), {**values, "least_turn": least_turn})
 
 
 def is_early(run: Arrivals, seq_id: int) -> bool:

@@ -14,6 +14,7 @@ import sqlalchemy
 from sqlalchemy import Boolean, Integer, String, bindparam
 from sqlmodel import Session
 
+from tinsmith.sql_store.prepared import Prepared
 from tinsmith.sql_store.tables import ALONE, OPERATIONS, PAYLOADS, QUEUED, RUNS
 from tinsmith.sql_store.transactions import leases, log
 from tinsmith.sql_store.transactions.writer import Transaction
@@ -67,10 +68,10 @@ def _tenants(*, ordered: bool) -> sqlalchemy.Select[Any]:  # Any: its columns
     return sqlalchemy.select(sqlalchemy.literal(ordered, Boolean), found.c.tenant).where(found.c.tenant.is_not(None))
 
 
-_QUEUES: Final[Mapping[bool | None, sqlalchemy.Executable]] = {
-    True: _tenants(ordered=True),
-    False: _tenants(ordered=False),
-    None: sqlalchemy.union_all(_tenants(ordered=True), _tenants(ordered=False)),
+_QUEUES: Final[Mapping[bool | None, Prepared]] = {
+    True: Prepared(_tenants(ordered=True)),
+    False: Prepared(_tenants(ordered=False)),
+    None: Prepared(sqlalchemy.union_all(_tenants(ordered=True), _tenants(ordered=False))),
 }
 _ANY_ALONE = sqlalchemy.select(OPERATIONS.c.id).where(_OURS, ALONE).order_by(OPERATIONS.c.id).limit(1)
 _before = OPERATIONS.alias("before")
@@ -95,7 +96,7 @@ _LOCK_MODELS = (
     .with_for_update(skip_locked=True)
 )
 _LOCK = sqlalchemy.select(OPERATIONS.c.id).where(_AMONG, QUEUED).with_for_update(skip_locked=True)
-_START = (
+_START = Prepared(
     OPERATIONS.update()
     .where(_AMONG)
     .values(
@@ -105,17 +106,17 @@ _START = (
         attempts=OPERATIONS.c.attempts + 1,
     )
 )
-_CLAIMED = (
+_CLAIMED = Prepared(
     sqlalchemy.select(OPERATIONS.c.id.label("key"), *log.RECORD_COLUMNS, PAYLOADS.c.payload)
     .join_from(OPERATIONS, PAYLOADS, PAYLOADS.c.operation_id == OPERATIONS.c.id)
     .where(_AMONG)
 )
-_ADVANCE = RUNS.update().where(RUNS.c.model_id == bindparam("model")).values(next_seq_id=bindparam("next"))
+_ADVANCE = Prepared(RUNS.update().where(RUNS.c.model_id == bindparam("model")).values(next_seq_id=bindparam("next")))
 
 
 def queues(session: Session, base_model: str, *, ordered: bool | None = None) -> list[Queue]:
     """Return the queues from which something can be claimed: of models (`ordered`), of samples, or of both (None)."""
-    found = session.connection().execute(_QUEUES[ordered], {"base_model": base_model})
+    found = _QUEUES[ordered].all(session.connection(), {"base_model": base_model})
     return [Queue(*row) for row in found]
 
 
@@ -223,15 +224,15 @@ def _heads(session: Session, base_model: str, limits: Limits) -> list[Head]:
         for number, queue in enumerate(part):
             values |= {f"ordered{number}": queue.ordered, f"tenant{number}": queue.tenant}
             values[f"limit{number}"] = limits[queue]
-        heads += [Head(*row) for row in session.connection().execute(_first_of(len(part)), values)]
+        heads += [Head(*row) for row in _first_of(len(part)).all(session.connection(), values)]
     return heads
 
 
 @cache
-def _first_of(num_queues: int) -> sqlalchemy.Executable:
+def _first_of(num_queues: int) -> Prepared:
     """Return the statement that reads the heads of so many queues."""
     parts = [_first_of_queue(number) for number in range(num_queues)]
-    return sqlalchemy.union_all(*(sqlalchemy.select(part.subquery()) for part in parts))
+    return Prepared(sqlalchemy.union_all(*(sqlalchemy.select(part.subquery()) for part in parts)))
 
 
 def _first_of_queue(number: int) -> sqlalchemy.Select[Any]:  # Any: its columns
@@ -250,9 +251,9 @@ def _start(tx: Transaction, lease: Lease, heads: Sequence[Head]) -> list[Operati
     for start in range(0, len(heads), _PART):
         ids = [head.id for head in heads[start : start + _PART]]
         connection = tx.session.connection()
-        connection.execute(_START, {"ids": ids, "now": tx.now, "engine": lease.engine_id})
-        for row in connection.execute(_CLAIMED, {"ids": ids}).mappings():
-            values = dict(row)
+        _START.run(connection, {"ids": ids, "now": tx.now, "engine": lease.engine_id})
+        for row in _CLAIMED.all(connection, {"ids": ids}):
+            values = row._asdict()
             key = values.pop("key")
             started[key] = OperationRecord(**values)
     claimed = [started[head.id] for head in heads]
@@ -291,4 +292,4 @@ def _advance_models(session: Session, claimed: Sequence[OperationRecord]) -> Non
             last[record.subject_id] = max(last.get(record.subject_id, -1), record.seq_id)
     if last:
         values = [{"model": model_id, "next": seq_id + 1} for model_id, seq_id in last.items()]
-        session.connection().execute(_ADVANCE, values)
+        _ADVANCE.run(session.connection(), *values)

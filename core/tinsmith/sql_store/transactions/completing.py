@@ -8,6 +8,7 @@ from sqlalchemy import bindparam
 from sqlmodel import Session
 
 from tinsmith.operations import Failed
+from tinsmith.sql_store.prepared import Prepared
 from tinsmith.sql_store.tables import (
     OPERATIONS,
     RESULTS,
@@ -36,7 +37,7 @@ from tinsmith.store.codec import encode_result
 from tinsmith.store.sampling_sessions import taken
 
 _PART = 500  # values of one IN list
-_RUNNING = (
+_RUNNING = Prepared(
     sqlalchemy.select(
         OPERATIONS.c.id,
         OPERATIONS.c.request_id,
@@ -59,17 +60,17 @@ _RUNNING = (
 _MODELS = sqlalchemy.select(OPERATIONS.c.subject_id).where(
     OPERATIONS.c.request_id.in_(bindparam("request_ids", expanding=True)), OPERATIONS.c.ordered
 )
-_FINISH = (
+_FINISH = Prepared(
     OPERATIONS.update()
     .where(OPERATIONS.c.id == bindparam("key"))
     .values(state=bindparam("new_state"), finished_at=bindparam("now"))
 )
-_APPLY = (
+_APPLY = Prepared(
     RUNS.update()
     .where(RUNS.c.model_id == bindparam("model"), RUNS.c.applied_seq_id < bindparam("applied"))
     .values(applied_seq_id=bindparam("applied"))
 )
-_INSERT = RESULTS.insert()
+_INSERT = Prepared(RESULTS.insert())
 _SAMPLING_SESSION = sqlalchemy.select(SAMPLING_SESSIONS.c.snapshot_id, SAMPLING_SESSIONS.c.base_model).where(
     SAMPLING_SESSIONS.c.sampling_session_id == bindparam("wanted")
 )
@@ -95,7 +96,7 @@ def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion
     finished, results = [], []
     applied: dict[str, int] = {}
     used = Counting()
-    for row in connection.execute(_RUNNING, {"request_ids": list(completions), "engine": engine_id}).all():
+    for row in _RUNNING.all(connection, {"request_ids": list(completions), "engine": engine_id}):
         completion = _unless_taken(tx.session, completions[row.request_id])
         kind, encoded = encode_result(completion.result)
         has_failed = isinstance(completion.result, Failed) and not completion.applied
@@ -115,10 +116,10 @@ def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion
     tx.session.flush()
     used.write(tx)
     if finished:
-        connection.execute(_FINISH, finished)
-        connection.execute(_INSERT, results)
+        _FINISH.run(connection, *finished)
+        _INSERT.run(connection, *results)
     if applied:
-        connection.execute(_APPLY, [{"model": model_id, "applied": seq_id} for model_id, seq_id in applied.items()])
+        _APPLY.run(connection, *({"model": model_id, "applied": seq_id} for model_id, seq_id in applied.items()))
 
 
 def _unless_taken(session: Session, completion: Completion) -> Completion:

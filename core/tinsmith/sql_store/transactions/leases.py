@@ -12,6 +12,7 @@ from sqlmodel import Session
 
 from tinsmith.errors import LeaseLostError
 from tinsmith.sql_store.columns import DatabaseNow
+from tinsmith.sql_store.prepared import Prepared
 from tinsmith.sql_store.tables import LEASES
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import Lease, LeaseHeld
@@ -21,7 +22,7 @@ _OURS = LEASES.c.base_model == bindparam("base_model")
 _FIND = sqlalchemy.select(LEASES.c.epoch, LEASES.c.engine_id, LEASES.c.expires_at, DatabaseNow().label("now")).where(
     _OURS
 )
-_LOCK, _SHARE = _FIND.with_for_update(), _FIND.with_for_update(read=True)
+_LOCK, _SHARE = _FIND.with_for_update(), Prepared(_FIND.with_for_update(read=True))
 _INSERT = LEASES.insert().values(base_model=bindparam("base_model"), epoch=0, engine_id=None, expires_at=_LONG_AGO)
 _UPDATE = (
     LEASES.update()
@@ -65,7 +66,7 @@ def release(tx: Transaction, base_model: str, engine_id: str) -> None:
 
 def fence(tx: Transaction, lease: Lease) -> None:
     """Raise LeaseLostError if another engine has taken the lease over. Renew the lease if it has expired."""
-    row = tx.session.connection().execute(_SHARE, {"base_model": lease.base_model}).first()
+    row = _SHARE.first(tx.session.connection(), {"base_model": lease.base_model})
     _refuse_superseded(lease, row)
     assert row is not None
     if row.expires_at <= row.now:

@@ -10,6 +10,7 @@ from sqlmodel import Session, col, select
 
 from tinsmith.errors import NotFoundError, ResultExpiredError
 from tinsmith.operations import Failed, Result
+from tinsmith.sql_store.prepared import Prepared
 from tinsmith.sql_store.tables import (
     OPERATIONS,
     RESULTS,
@@ -29,7 +30,7 @@ RECORD_COLUMNS = tuple(
     for field in fields(OperationRecord)
     if field.name not in {"payload", "result_kind", "result"}
 )
-_GET = (
+_GET = Prepared(
     sqlalchemy.select(*RECORD_COLUMNS, RESULTS.c.result_kind, RESULTS.c.result)
     .join_from(OPERATIONS, RESULTS, OPERATIONS.c.id == RESULTS.c.operation_id, isouter=True)
     .where(OPERATIONS.c.request_id == bindparam("request_id"))
@@ -81,10 +82,10 @@ def request_of(topic: str) -> str | None:
 
 
 def get(session: Session, request_id: str) -> OperationRecord:
-    found = session.connection().execute(_GET, {"request_id": request_id}).first()
+    found = _GET.first(session.connection(), {"request_id": request_id})
     if found is None:
         raise _missing(session, request_id)
-    return OperationRecord(**found._mapping)  # noqa: SLF001 - the public name of a row's mapping
+    return OperationRecord(**found._asdict())
 
 
 def find(session: Session, request_id: str, *, lock: bool = False) -> OperationRow:

@@ -14,13 +14,16 @@ import sqlalchemy
 from sqlalchemy import bindparam
 from sqlmodel import Session
 
+from tinsmith.sql_store.prepared import Prepared
 from tinsmith.sql_store.tables import PENDING_WORK
 from tinsmith.store import PendingCounts
 
-_ADD = sqlalchemy.text(
-    "INSERT INTO pending_work (tenant, kind, finished, number, num_bytes) "
-    "VALUES (:tenant, :kind, :finished, :number, :num_bytes) ON CONFLICT (tenant, kind, finished) DO UPDATE SET "
-    "number = pending_work.number + excluded.number, num_bytes = pending_work.num_bytes + excluded.num_bytes"
+_ADD = Prepared(
+    sqlalchemy.text(
+        "INSERT INTO pending_work (tenant, kind, finished, number, num_bytes) "
+        "VALUES (:tenant, :kind, :finished, :number, :num_bytes) ON CONFLICT (tenant, kind, finished) DO UPDATE SET "
+        "number = pending_work.number + excluded.number, num_bytes = pending_work.num_bytes + excluded.num_bytes"
+    )
 )
 _OF = sqlalchemy.select(
     PENDING_WORK.c.kind, PENDING_WORK.c.finished, PENDING_WORK.c.number, PENDING_WORK.c.num_bytes
@@ -65,7 +68,7 @@ class PendingChanges:
             for num_bytes in (self.num_bytes[tenant, kind, finished],)
         ]
         if rows:
-            session.connection().execute(_ADD, rows)
+            _ADD.run(session.connection(), *rows)
 
 
 def pending(session: Session, tenant: str) -> PendingCounts:

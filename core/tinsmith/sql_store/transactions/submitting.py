@@ -10,6 +10,7 @@ from sqlmodel import Session
 
 from tinsmith.errors import ConflictError, NotFoundError, ResultExpiredError, UserError
 from tinsmith.operations import Failed
+from tinsmith.sql_store.prepared import Prepared
 from tinsmith.sql_store.tables import ENGINES, OPERATIONS, PAYLOADS, RUNS, SESSIONS
 from tinsmith.sql_store.transactions import arriving, log
 from tinsmith.sql_store.transactions.request_ids import new_request_id
@@ -44,10 +45,12 @@ class _Run:
 
 
 _LARGEST: Final = (1 << 63) - 1
-_NEAR = sqlalchemy.select(OPERATIONS.c.seq_id, OPERATIONS.c.request_id, OPERATIONS.c.digest, OPERATIONS.c.turn).where(
-    OPERATIONS.c.subject_id == bindparam("subject_id"),
-    OPERATIONS.c.seq_id >= bindparam("first"),
-    OPERATIONS.c.seq_id <= bindparam("last"),
+_NEAR = Prepared(
+    sqlalchemy.select(OPERATIONS.c.seq_id, OPERATIONS.c.request_id, OPERATIONS.c.digest, OPERATIONS.c.turn).where(
+        OPERATIONS.c.subject_id == bindparam("subject_id"),
+        OPERATIONS.c.seq_id >= bindparam("first"),
+        OPERATIONS.c.seq_id <= bindparam("last"),
+    )
 )
 # The lock only waits for `engine_states.report` giving the engine up, which fails everything submitted before it.
 _ENGINE = (
@@ -55,17 +58,17 @@ _ENGINE = (
     .where(ENGINES.c.base_model == bindparam("base_model"))
     .with_for_update(read=True, key_share=True)
 )
-_END = sqlalchemy.select(SESSIONS.c.ended, SESSIONS.c.end_detail).where(
+_FIND_END = sqlalchemy.select(SESSIONS.c.ended, SESSIONS.c.end_detail).where(
     SESSIONS.c.session_id == bindparam("session_id")
 )
-_END_LOCKED = _END.with_for_update(read=True)
-_INSERT_PAYLOAD = PAYLOADS.insert()
-_RUN = (
+_END, _END_LOCKED = Prepared(_FIND_END), Prepared(_FIND_END.with_for_update(read=True))
+_INSERT_PAYLOAD = Prepared(PAYLOADS.insert())
+_RUN = Prepared(
     sqlalchemy.select(*(RUNS.c[each.name] for each in fields(_Run)))
     .where(RUNS.c.model_id == bindparam("model"))
     .with_for_update()
 )
-_CHANGE_RUN = (
+_CHANGE_RUN = Prepared(
     RUNS.update()
     .where(RUNS.c.model_id == bindparam("model"))
     .values(
@@ -96,7 +99,7 @@ def submit(tx: Transaction, operation: NewOperation) -> str:
 
 def _locked_run(session: Session, model_id: str) -> _Run:
     """Lock the model's row, as `log.locked_run` does, and read it without mapping it: this is the hottest path."""
-    row = session.connection().execute(_RUN, {"model": model_id}).first()
+    row = _RUN.first(session.connection(), {"model": model_id})
     if row is None:
         msg = f"no model {model_id!r}"
         raise NotFoundError(msg)
@@ -105,7 +108,7 @@ def _locked_run(session: Session, model_id: str) -> _Run:
 
 def _write_run(tx: Transaction, run: _Run) -> None:
     changed = {"arrived": run.arrived_seq_id, "new_state": run.state, "reason": run.state_reason, "now": tx.now}
-    tx.session.connection().execute(_CHANGE_RUN, {"model": run.model_id, **changed})
+    _CHANGE_RUN.run(tx.session.connection(), {"model": run.model_id, **changed})
 
 
 def neighbours(session: Session, operation: NewOperation) -> Neighbours:
@@ -113,13 +116,13 @@ def neighbours(session: Session, operation: NewOperation) -> Neighbours:
     reach = 1 if operation.ordered else 0
     first, last = operation.seq_id - reach, min(operation.seq_id + reach, _LARGEST)
     values = {"subject_id": operation.subject_id, "first": first, "last": last}
-    found = [Neighbour(*row) for row in session.connection().execute(_NEAR, values)]
+    found = [Neighbour(*row) for row in _NEAR.all(session.connection(), values)]
     return {each.seq_id: each for each in found}
 
 
 def refuse_ended_session(session: Session, session_id: str, *, lock: bool = False) -> None:
     """With `lock`, the session cannot end before the transaction does."""
-    row = session.connection().execute(_END_LOCKED if lock else _END, {"session_id": session_id}).first()
+    row = (_END_LOCKED if lock else _END).first(session.connection(), {"session_id": session_id})
     if row is not None and row.ended is not None:
         detail = f": {row.end_detail}" if row.end_detail else ""
         msg = f"session {session_id!r} has ended ({row.ended}{detail}); create a new one"
@@ -209,7 +212,7 @@ def insert(
     key = arriving.insert(tx.session, values, least_turn=0 if before is None else before.turn)
     tx.pending.arrived(operation.tenant, operation.kind, values["payload_bytes"])
     if with_payload:
-        tx.session.connection().execute(_INSERT_PAYLOAD, {"operation_id": key, "payload": operation.payload})
+        _INSERT_PAYLOAD.run(tx.session.connection(), {"operation_id": key, "payload": operation.payload})
     if run is not None:
         arriving.note(tx.session, run, operation.seq_id, followed=operation.seq_id + 1 in near)
     return request_id

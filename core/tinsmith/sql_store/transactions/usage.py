@@ -7,17 +7,20 @@ import sqlalchemy
 from sqlalchemy import bindparam, func
 from sqlmodel import Session
 
+from tinsmith.sql_store.prepared import Prepared
 from tinsmith.sql_store.tables import CHECKPOINTS, KEPT, RUNS, SESSIONS, USAGE
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import CheckpointWritten, Completion, StoredCheckpoints, UsageRecord
 
 _COUNTS = ("trained_tokens", "prefilled_tokens", "sampled_tokens", "checkpoints", "stored_bytes", "engine_us")
 _HOUR = "%Y-%m-%dT%H"
-_ADD = sqlalchemy.text(
-    f"INSERT INTO usage (hour, tenant, base_model, {', '.join(_COUNTS)}) "
-    f"VALUES (:hour, :tenant, :base_model, {', '.join(f':{name}' for name in _COUNTS)}) "
-    "ON CONFLICT (hour, tenant, base_model) DO UPDATE SET "
-    + ", ".join(f"{name} = usage.{name} + excluded.{name}" for name in _COUNTS)
+_ADD = Prepared(
+    sqlalchemy.text(
+        f"INSERT INTO usage (hour, tenant, base_model, {', '.join(_COUNTS)}) "
+        f"VALUES (:hour, :tenant, :base_model, {', '.join(f':{name}' for name in _COUNTS)}) "
+        "ON CONFLICT (hour, tenant, base_model) DO UPDATE SET "
+        + ", ".join(f"{name} = usage.{name} + excluded.{name}" for name in _COUNTS)
+    )
 )
 _HOURLY = (
     sqlalchemy.select(USAGE)
@@ -57,7 +60,7 @@ class Counting:
             if any(counts.values())
         ]
         if rows:
-            tx.session.connection().execute(_ADD, rows)
+            _ADD.run(tx.session.connection(), *rows)
 
 
 def hourly(session: Session, tenant: str | None, *, first: datetime, last: datetime) -> list[UsageRecord]:
