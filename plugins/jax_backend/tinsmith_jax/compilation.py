@@ -68,6 +68,11 @@ class Programs:
         self._thread = threading.Thread(target=self._warm_up, name="jax-warm-up", daemon=True)
         self._thread.start()
 
+    @property
+    def warm(self) -> bool:
+        """Whether the warm-up has compiled everything."""
+        return self._warm.is_set()
+
     def wait_until_warm(self, timeout_s: float) -> bool:
         """Wait for the warm-up to end. Return False if it did not end in time."""
         return self._warm.wait(timeout_s)

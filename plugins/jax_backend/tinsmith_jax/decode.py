@@ -286,8 +286,17 @@ def _layers(
     layers, experts = take_apart(base["layers"], axes)
 
     def by_tile(compute: Callable[[jax.Array], jax.Array], x_N: jax.Array) -> jax.Array:
-        """Reduce each tile of a prompt by itself: XLA:CPU compiles a reduction of many otherwise than of few."""
-        result: jax.Array = compute(x_N) if T == 1 else _each(compute, count, (x_N,), axes)
+        """Reduce each tile of a prompt by itself: XLA:CPU compiles a reduction of many otherwise than of few.
+
+        So if there is another program for more rows of decoding, few are reduced as if there were as many.
+        """
+        if T > 1:
+            result: jax.Array = _each(compute, count, (x_N,), axes)
+        elif len(x_N) < axes.kernels.normed_rows:
+            rest = jnp.zeros((axes.kernels.normed_rows - len(x_N), *x_N.shape[1:]), x_N.dtype)
+            result = compute(jnp.concatenate((x_N, rest)))[: len(x_N)]
+        else:
+            result = compute(x_N)
         return result
 
     def norm(x_NTH: jax.Array, weight_H: jax.Array) -> jax.Array:

@@ -44,7 +44,8 @@ class SamplingPrograms:
     @property
     def axes(self) -> Axes:
         axes = ONE if self.layout is None else self.layout.axes
-        return replace(axes, kernels=Kernels(equal_blocks=self.shape.one_by_one))
+        normed_rows = self.shape.slots_per_shard if self.shape.few_rows else 0
+        return replace(axes, kernels=Kernels(equal_blocks=self.shape.one_by_one, normed_rows=normed_rows))
 
     def all(self) -> list[Program]:
         """Every program that can be needed, likely ones first."""
@@ -55,13 +56,15 @@ class SamplingPrograms:
             ("score", 0),
             ("copy", 0),
         ]
+        if self.shape.few_rows:
+            kinds.append(("decode", self.shape.few_rows))
         return [self.named(kind, size) for kind, size in kinds]
 
     def named(self, kind: Kind, size: int = 0) -> Program:
-        """Return a program; `size` is a number of tiles, or a padded rank."""
+        """Return a program; `size` is a number of tiles, a padded rank, or few rows to decode (0 = all slots')."""
         match kind:
             case "decode":
-                compiled: Callable[[], Any] = self._decode
+                compiled: Callable[[], Any] = functools.partial(self._decode, size or self.shape.num_slots)
             case "prefill":
                 compiled = functools.partial(self._prefill, size)
             case "write_adapter":
@@ -81,7 +84,7 @@ class SamplingPrograms:
         cache = decode.Cache(*(zeros(part, CACHE) for part in self.cache))
         return cache, jax.tree.map(zeros, self.resident, self._resident_specs)
 
-    def _decode(self) -> Any:
+    def _decode(self, num_rows: int) -> Any:
         shape = self.shape
         function = functools.partial(
             decode.decode,
@@ -92,7 +95,7 @@ class SamplingPrograms:
             returns_experts=shape.returns_experts,
             axes=self.axes,
         )
-        arguments = decode_arguments(SlotInput.idle(shape), shape.max_steps)
+        arguments = decode_arguments(SlotInput.idle(shape).part(slice(num_rows)), shape.max_steps)
         into = (*self._held_specs, ROWS, ROWS, _HERE)
         return self._build(function, (*self._held, *arguments), into, (CACHE, _HERE), donated=2)
 
