@@ -11,13 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
+from sqlalchemy import Connection
 from sqlmodel import Session
 
 from tinsmith import operations as ops
 from tinsmith.sql_store.databases.database import Database
 from tinsmith.sql_store.grouping import Call
 from tinsmith.sql_store.reader import Reader
+from tinsmith.sql_store.transactions import log
 from tinsmith.sql_store.transactions.writer import Writer
+from tinsmith.store import OperationRecord
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.harness import RunningServer
 
@@ -96,15 +99,33 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_for_an_operation_only_its_result_is_read(client: tinker.ServiceClient, reads: list[str]) -> None:
+@pytest.fixture
+def glances(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of each operation that was looked up without a reader, its name."""
+    seen: list[str] = []
+    glance = log.glance
+
+    def noting(connection: Connection, request_id: str) -> OperationRecord | None:
+        seen.append(request_id)
+        return glance(connection, request_id)
+
+    monkeypatch.setattr(log, "glance", noting)
+    return seen
+
+
+def test_for_an_operation_only_its_result_is_looked_up(
+    client: tinker.ServiceClient, reads: list[str], glances: list[str]
+) -> None:
     """Neither whose model it is, which never changes, nor for whom there is work, which the claim finds by itself."""
     training = client.create_lora_training_client("toy", rank=8).result()
     training.optim_step(tinker.AdamParams()).result()
     reads.clear()
+    glances.clear()
     for _ in range(3):
         training.optim_step(tinker.AdamParams()).result()
-    assert set(reads) == {"log.get"}
-    assert len(reads) <= 2 * 3  # when its client begins to wait, and when it is done
+    assert reads == []
+    assert len(set(glances)) == 3
+    assert len(glances) <= 2 * 3  # when its client begins to wait, and when it is done
 
 
 def test_for_a_sample_its_session_and_its_result_are_read(client: tinker.ServiceClient, reads: list[str]) -> None:
@@ -115,5 +136,5 @@ def test_for_a_sample_its_session_and_its_result_are_read(client: tinker.Service
     reads.clear()
     for _ in range(3):
         sampler.sample(prompt, 1, params).result()
-    assert set(reads) - {"finished_samples.after"} == {"sessions.get", "log.get"}
+    assert set(reads) - {"finished_samples.after"} == {"sessions.get"}
     assert Counter(reads)["sessions.get"] == 3

@@ -2,6 +2,8 @@
 
 from abc import ABC, abstractmethod
 
+from sqlalchemy import Connection
+
 from tinsmith.sql_store.databases.database import Database
 from tinsmith.sql_store.databases.wakeups import WakeUps
 
@@ -17,6 +19,10 @@ class Dialect(ABC):
     @abstractmethod
     def reader(self) -> Database:
         """Make a connection for reading."""
+
+    def glances(self) -> Connection | None:
+        """Open a connection whose reads of a few rows never wait, so that they need no thread; None if they may."""
+        return None
 
     @abstractmethod
     def writer(self, *, durable: bool) -> Database:

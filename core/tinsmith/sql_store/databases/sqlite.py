@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
-from sqlalchemy import Connection, event
+from sqlalchemy import Connection, Engine, event
 from sqlalchemy.dialects import registry
 from sqlalchemy.dialects.sqlite.pysqlite import SQLiteDialect_pysqlite
 from sqlalchemy.engine import URL
@@ -28,6 +28,7 @@ from tinsmith.turns import Turns
 
 _STRENGTH: Final = ("off", "normal", "full")
 _TRY_MS: Final = 4
+_MMAP: Final = "mmap_size = 268435456"
 
 T = TypeVar("T")
 
@@ -64,6 +65,11 @@ class SqliteDialect(Dialect):
     def reader(self) -> Database:
         return SqliteDatabase(self.path, begin=_begin_reading, pragmas=self._pragmas("normal"))
 
+    def glances(self) -> Connection:
+        """Readers wait for nobody in WAL mode, but while the log is recovered: then a glance fails."""
+        pragmas = (_busy_timeout(0), "query_only = ON", _MMAP)
+        return _engine(self.path, pragmas).connect()
+
     def writer(self, *, durable: bool) -> Database:
         mode = self._config.synchronous
         if durable:
@@ -84,7 +90,7 @@ class SqliteDialect(Dialect):
             "journal_mode = WAL",
             f"synchronous = {synchronous}",
             "foreign_keys = ON",
-            "mmap_size = 268435456",
+            _MMAP,
             "journal_size_limit = 67108864",
         )
 
@@ -100,11 +106,9 @@ class SqliteDatabase(Database):
         pragmas: tuple[str, ...],
         turns: Turns | None = None,
     ) -> None:
-        url = URL.create("sqlite+tinsmith", database=str(path))
-        super().__init__(make_engine(url, poolclass=StaticPool, connect_args={"check_same_thread": False}))
+        super().__init__(_engine(path, pragmas))
         self._path = path
         self._turns = turns
-        event.listen(self._engine, "connect", partial(_prepare, pragmas))
         event.listen(self._engine, "begin", begin)
 
     def _transact(self, work: Callable[[Session], T], commit: Callable[[Session], None]) -> T:
@@ -136,6 +140,13 @@ class SqliteDatabase(Database):
             raise StoreError(msg) from error
         finally:
             connection.close()
+
+
+def _engine(path: Path, pragmas: tuple[str, ...]) -> Engine:
+    url = URL.create("sqlite+tinsmith", database=str(path))
+    engine = make_engine(url, poolclass=StaticPool, connect_args={"check_same_thread": False})
+    event.listen(engine, "connect", partial(_prepare, pragmas))
+    return engine
 
 
 def _refuse_network(path: Path) -> None:

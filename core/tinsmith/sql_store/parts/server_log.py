@@ -23,7 +23,8 @@ class SqlServerLog(Connections, ServerLog):
         return await self._durable.write_locking(models, submitting.submit, operation)
 
     async def get_operation(self, request_id: str) -> OperationRecord:
-        return await self._reader.read(log.get, request_id)
+        found = self._glance(log.glance, request_id)
+        return await self._reader.read(log.get, request_id) if found is None else found
 
     async def wait_for(self, request_id: str, timeout_s: float) -> OperationRecord:
         return await self._read_until(

@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any, Final
 
 import sqlalchemy
-from sqlalchemy import bindparam
+from sqlalchemy import Connection, bindparam, func
 from sqlmodel import Session, col, select
 
 from tinsmith.errors import NotFoundError, ResultExpiredError
@@ -25,16 +25,20 @@ from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import OperationRecord, OperationState, RunState
 from tinsmith.store.codec import encode_result
 
+SMALL_BYTES: Final = 1 << 14
+"""Larger results are read by a reader."""
 RECORD_COLUMNS = tuple(
     OPERATIONS.c[field.name]
     for field in fields(OperationRecord)
     if field.name not in {"payload", "result_kind", "result"}
 )
-_GET = Prepared(
+_FIND = (
     sqlalchemy.select(*RECORD_COLUMNS, RESULTS.c.result_kind, RESULTS.c.result)
     .join_from(OPERATIONS, RESULTS, OPERATIONS.c.id == RESULTS.c.operation_id, isouter=True)
     .where(OPERATIONS.c.request_id == bindparam("request_id"))
 )
+_GET = Prepared(_FIND)
+_GLANCE = Prepared(_FIND.where(func.coalesce(func.length(RESULTS.c.result), 0) <= SMALL_BYTES))
 _ADVISORY_LOCK = sqlalchemy.text("SELECT pg_advisory_xact_lock(hashtextextended(:what, 0))")
 PART: Final = 500  # values of one IN list
 COUNTED = (
@@ -86,6 +90,12 @@ def get(session: Session, request_id: str) -> OperationRecord:
     if found is None:
         raise _missing(session, request_id)
     return OperationRecord(**found._asdict())
+
+
+def glance(connection: Connection, request_id: str) -> OperationRecord | None:
+    """Return the operation as `get` does, unless it does not exist or its result is large."""
+    found = _GLANCE.first(connection, {"request_id": request_id})
+    return None if found is None else OperationRecord(**found._asdict())
 
 
 def find(session: Session, request_id: str, *, lock: bool = False) -> OperationRow:
