@@ -11,8 +11,9 @@ from pydantic import SecretStr
 
 from tinsmith.errors import AuthenticationError, InvalidTokenError
 from tinsmith.hook_values import Principal
+from tinsmith.server import key_tokens
 from tinsmith.server.api_keys import ApiKeys
-from tinsmith.server.key_tokens import KeyTokens
+from tinsmith.server.key_tokens import KeyToken, KeyTokens
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.settings import ApiKey
 
@@ -104,3 +105,39 @@ def test_a_wrong_key_is_no_invalid_token() -> None:
         with pytest.raises(AuthenticationError) as refusal:
             keys(ONE).principal(credential)
         assert not isinstance(refusal.value, InvalidTokenError)
+
+
+def test_a_signature_is_checked_once_and_the_time_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[str] = []
+    decode = jwt.decode
+
+    def noting(token: str, *arguments: Any, **options: Any) -> Any:
+        decoded.append(token)
+        return decode(token, *arguments, **options)
+
+    monkeypatch.setattr(jwt, "decode", noting)
+    tokens = KeyTokens(SECRET, 3600)
+    token = tokens.issue(Principal(tenant="one", name="one"), "id", not_after=int(time.time()) + 100)
+    assert [tokens.read(token) for _ in range(3)] == [tokens.read(token)] * 3
+    assert decoded == [token]
+    time_s = time.time() + 100
+    monkeypatch.setattr(time, "time", lambda: time_s)
+    tokens.read(token)
+    assert decoded == [token, token]  # which knows how much clocks may differ
+
+
+def test_few_tokens_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_tokens, "_MOST_KNOWN", 2)
+    decoded: list[str] = []
+    decode = KeyTokens._decoded
+
+    def noting(tokens: KeyTokens, token: str) -> KeyToken:
+        decoded.append(token)
+        return decode(tokens, token)
+
+    monkeypatch.setattr(KeyTokens, "_decoded", noting)
+    tokens = KeyTokens(SECRET, 3600)
+    first, second, third = (tokens.issue(Principal(tenant=name, name=name), "id") for name in ("a", "b", "c"))
+    for token in (first, second, third, third, second, first):
+        assert tokens.read(token).tenant == {first: "a", second: "b", third: "c"}[token]
+    assert decoded == [first, second, third, first]

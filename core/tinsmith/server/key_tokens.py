@@ -19,6 +19,7 @@ AUDIENCE: Final = "tinsmith"
 _ALGORITHM: Final = "HS256"
 _CLAIMS: Final = ("aud", "exp", "iat", "sub", "key")
 _SKEW_S: Final = 30  # between the clocks of servers that share a store
+_MOST_KNOWN: Final = 1000
 _RENEW: Final = "exchange the API key for a new one (the SDK does)"
 
 
@@ -37,6 +38,7 @@ class KeyTokens:
     def __init__(self, secret: bytes, lifetime_s: int) -> None:
         self._secret = secret
         self._lifetime_s = lifetime_s
+        self._read_before: dict[str, KeyToken] = {}  # the oldest first
 
     def key_id(self, key: str) -> str:
         """Return an id of a key that does not reveal it, not even by trying out keys."""
@@ -58,7 +60,20 @@ class KeyTokens:
         return jwt.encode(claims, self._secret, algorithm=_ALGORITHM)
 
     def read(self, token: str) -> KeyToken:
-        """Raises InvalidTokenError if the token has expired, is for another audience, or has a wrong signature."""
+        """Raises InvalidTokenError if the token has expired, is for another audience, or has a wrong signature.
+
+        What does not change with time is checked once: decoding takes as long as several statements of the store.
+        """
+        known = self._read_before.get(token)
+        if known is not None and time.time() < known.expires_at:
+            return known
+        found = self._decoded(token)
+        self._read_before[token] = found
+        for oldest in list(self._read_before)[:-_MOST_KNOWN]:
+            self._read_before.pop(oldest, None)  # another thread may have been faster
+        return found
+
+    def _decoded(self, token: str) -> KeyToken:
         try:
             claims: dict[str, Any] = jwt.decode(  # Any: JSON
                 token,
