@@ -172,8 +172,8 @@ def main() -> int:
                 _show(name, total_ms, rows)
             for service in bench.services:
                 done(service.close("success"))
-    if with_jax:
-        found["bounds"] = _bounds(shape, found["operations"])
+        if with_jax:  # while there is the directory in which JAX keeps programs
+            found["bounds"] = _bounds(shape, found["operations"])
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
@@ -292,7 +292,6 @@ def _products_ms(shape: TinyShape, operation: str) -> float:
     """Return how long the operation's products take by themselves, of as many rows, one after the other."""
     import jax
 
-    jax.config.update("jax_enable_compilation_cache", False)  # the server's directory is gone
     draws = operation.startswith("sample")
     x_TH, layers, head_VH = _random_matrices(shape, num_rows=16 if draws else _BATCH * _LENGTH)
     queries, inner = shape.num_heads * shape.head_dim, shape.intermediate_size
