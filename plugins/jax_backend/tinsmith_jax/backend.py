@@ -18,6 +18,7 @@ from tinsmith_jax.devices import Devices, Setup
 from tinsmith_jax.loss_table import LossTable
 from tinsmith_jax.model_config import ModelConfig, read_config
 from tinsmith_jax.remote import RemoteDevices
+from tinsmith_jax.runtime import Limits
 from tinsmith_jax.sampler import Sampler
 from tinsmith_jax.trainer import Trainer
 
@@ -54,7 +55,7 @@ class JaxBackend(Trainer, SamplingBackend):
             budget=facts.budget,
             experts=_replayed_experts(self.model_config),
             always_replays=context.routing_replay,
-            side_by_side=facts.limits.platform == "cpu" and config.mesh is None and self.model_config.experts is None,
+            side_by_side=_half_busy(facts.limits, config, self.model_config),
         )
         rules = StopRules.of_model(context.model_directory)
         self._capabilities = self._describe(config, losses, rules)
@@ -122,6 +123,11 @@ class JaxBackend(Trainer, SamplingBackend):
         if self._own_sampler is not None:
             self._own_sampler.close()
         self.devices.close()
+
+
+def _half_busy(limits: Limits, config: JaxConfig, model: ModelConfig) -> bool:
+    """Return whether a pass leaves a part of the CPU to another: XLA's goes through attention tile by tile."""
+    return limits.platform == "cpu" and config.mesh is None and model.experts is None and not limits.kernels.native
 
 
 def _replayed_experts(config: ModelConfig) -> ReplayedExperts | None:

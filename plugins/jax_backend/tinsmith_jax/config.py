@@ -75,7 +75,9 @@ class JaxConfig(WorkersConfig):
         None, description="recompute activations in the backward pass to save memory; default off on CPU, else on"
     )
     kernels: Literal["device", "reference"] = Field(
-        "device", description="of training: those for the device, or the reference, to compare with if results look off"
+        "device",
+        description="those for the device, or the reference, to compare with if results look off: XLA's own on a CPU, "
+        "and in training on accelerators",
     )
     warm_up: bool = Field(default=True, description="compile everything in the background after the start")
 

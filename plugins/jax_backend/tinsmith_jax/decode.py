@@ -29,11 +29,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tinsmith_jax import expert_sampling
+from tinsmith_jax import expert_sampling, native_sampling
 from tinsmith_jax.experts import Stacked, of_layer, route, take_apart
 from tinsmith_jax.layers import TILE, rms_norm, rope, rope_angles
 from tinsmith_jax.mesh import ONE, Axes, gathered
 from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.native_sampling import Rows
 from tinsmith_jax.sampling_adapters import BASE_MODEL, AdapterRows
 from tinsmith_jax.sampling_head import RowParams, draw, prompt_scores, top_logprobs
 from tinsmith_jax.trunk import embed, qk_norm, split_qkv
@@ -57,7 +58,7 @@ class Cache(NamedTuple):
 class TokenTiles(NamedTuple):
     """Runs of consecutive tokens, each of one sequence. The last tiles may be padding."""
 
-    tokens_NT: Any
+    tokens_NT: Any  # -1 past the end of a prompt
     start_N: Any  # position of a tile's first token, in padding -1
     table_NG: Any  # the pages of its sequence; a tile of a prompt fills one, and those of one prompt come in order
     adapter_N: Any  # row of its adapter, or BASE_MODEL
@@ -131,6 +132,12 @@ def prefill(
     [N T, L, C]. Positions past a prompt's end hold garbage until decoding overwrites them; no query reads them before
     that.
     """
+    if axes.kernels.native:
+        place_T = jnp.arange(tiles.tokens_NT.shape[1])
+        position_NT = jnp.where(tiles.tokens_NT >= 0, tiles.start_N[:, None] + place_T, -1)
+        rows = Rows(jnp.maximum(tiles.tokens_NT, 0), position_NT, tiles.table_NG, tiles.adapter_N)
+        written, hidden_NH = native_sampling.hidden_states(config, base, resident, cache, rows)
+        return Cache(*written), tuple(hidden_NH.reshape(*tiles.tokens_NT.shape, -1)), None
     lora = AdapterRows.of_tiles(resident, tiles.adapter_N)
     count = jnp.sum(tiles.start_N >= 0)
     cache, hidden_NTH, experts = _layers(config, base, lora, cache, tiles, count, axes, returns_experts=returns_experts)
@@ -199,9 +206,8 @@ def decode(  # noqa: PLR0913 - a compiled program's arguments
         token_B, logprob_B, logp_BV = draw(logits_BV, params, position_B, any_truncated=switches.any_truncated)
         return token_B, logprob_B, *top_logprobs(logp_BV, num_top=num_top, wanted=switches.any_top)
 
-    def step(carry: tuple[Cache, SlotState, jax.Array, Steps]) -> tuple[Cache, SlotState, jax.Array, Steps]:
-        cache, now, _, steps = carry
-        active_B = now.left_B > 0
+    def draw_next(cache: Cache, now: SlotState) -> tuple[Cache, tuple[jax.Array, ...], jax.Array | None]:
+        """Return the tokens, their logprobs, the alternatives and theirs, and which experts have computed them."""
         # A row that has ended is computed on. Its result is dropped, and it writes where nothing is read before its
         # sequence's page is written by another.
         tiles = TokenTiles(now.token_B[:, None], now.position_B, now.table_BG, now.adapter_B)
@@ -210,7 +216,23 @@ def decode(  # noqa: PLR0913 - a compiled program's arguments
         )
         logits_BV = _logits(head_VH, lora, hidden_BTH, axes)[:, 0]
         given = (logits_BV, params, now.position_B + 1)
-        token_B, logprob_B, top_ids_BK, top_logprobs_BK = _each(draw_rows, num_used, given, axes)
+        return cache, _each(draw_rows, num_used, given, axes), experts_BLC
+
+    def draw_next_natively(cache: Cache, now: SlotState) -> tuple[Cache, tuple[jax.Array, ...], None]:
+        position_B = jnp.where(jnp.arange(num_rows) < num_used, now.position_B, -1)
+        rows = Rows(now.token_B, position_B, now.table_BG, now.adapter_B)
+        written, logits_BV = native_sampling.logits(config, base, resident, cache, rows)
+        token_B, logprob_B, logp_BV = native_sampling.draw(
+            logits_BV, params, now.position_B + 1, num_used, any_truncated=switches.any_truncated
+        )
+        top = top_logprobs(logp_BV, num_top=num_top, wanted=switches.any_top)
+        return Cache(*written), (token_B, logprob_B, *top), None
+
+    def step(carry: tuple[Cache, SlotState, jax.Array, Steps]) -> tuple[Cache, SlotState, jax.Array, Steps]:
+        cache, now, _, steps = carry
+        active_B = now.left_B > 0
+        compute = draw_next_natively if axes.kernels.native else draw_next
+        cache, (token_B, logprob_B, top_ids_BK, top_logprobs_BK), experts_BLC = compute(cache, now)
         stopped_B = jnp.any(token_B[:, None] == now.stop_BX, axis=-1)
         here = steps.num_steps
         drawn = Steps(
@@ -286,17 +308,8 @@ def _layers(
     layers, experts = take_apart(base["layers"], axes)
 
     def by_tile(compute: Callable[[jax.Array], jax.Array], x_N: jax.Array) -> jax.Array:
-        """Reduce each tile of a prompt by itself: XLA:CPU compiles a reduction of many otherwise than of few.
-
-        So if there is another program for more rows of decoding, few are reduced as if there were as many.
-        """
-        if T > 1:
-            result: jax.Array = _each(compute, count, (x_N,), axes)
-        elif len(x_N) < axes.kernels.normed_rows:
-            rest = jnp.zeros((axes.kernels.normed_rows - len(x_N), *x_N.shape[1:]), x_N.dtype)
-            result = compute(jnp.concatenate((x_N, rest)))[: len(x_N)]
-        else:
-            result = compute(x_N)
+        """Reduce each tile of a prompt by itself: XLA:CPU compiles a reduction of many otherwise than of few."""
+        result: jax.Array = _each(compute, count, (x_N,), axes) if T > 1 else compute(x_N)
         return result
 
     def norm(x_NTH: jax.Array, weight_H: jax.Array) -> jax.Array:

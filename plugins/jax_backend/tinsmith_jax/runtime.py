@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from jax._src.compilation_cache import (  # no public API writes or unpacks entr
 
 from tinsmith_jax.admission import Budget, budget_of, computing_of, require_enough, targets_of
 from tinsmith_jax.config import JaxConfig
+from tinsmith_jax.kernels import native
 from tinsmith_jax.kernels.choice import Kernels, choose
 from tinsmith_jax.model_config import ModelConfig
 
@@ -35,6 +36,7 @@ class Limits:
     max_targets: int  # per token
     recompute: bool
     reference_kernels: bool = False
+    native: bool = False  # the kernels in C++ are there, and compute such a model
     call_tokens: int = 32  # the cost of starting a call, in tokens of work; weighs padding against more calls
 
     @property
@@ -44,7 +46,8 @@ class Limits:
 
     @property
     def kernels(self) -> Kernels:
-        return choose(self.platform, longest=self.max_context_tokens, reference=self.reference_kernels)
+        chosen = choose(self.platform, longest=self.max_context_tokens, reference=self.reference_kernels)
+        return replace(chosen, native=self.native and not self.recompute)
 
 
 def prepare(cache_dir: Path) -> None:
@@ -58,6 +61,7 @@ def prepare(cache_dir: Path) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if jax.default_backend() == "cpu":
+        native.load(cache_dir / "native")
         # XLA keeps autotuning results, which only GPUs have, in a directory beside the programs. Its path is part of
         # every program's cache key: if the directory moved, no program would be found again.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
@@ -122,14 +126,21 @@ def decide(config: JaxConfig, model: ModelConfig, platform: str | None = None, b
     platform = platform or jax.default_backend()
     on_cpu = platform == "cpu"
     budget = budget or budget_of(config, model, computing_of(config, on_cpu=on_cpu), None)
+    dtype = budget.costs.computing.dtype
     return Limits(
         platform=platform,
-        dtype=budget.costs.computing.dtype,
+        dtype=dtype,
         max_lora_rank=config.max_lora_rank,
         max_context_tokens=budget.context_tokens,
         max_batch_tokens=budget.micro_tokens,
         max_targets=targets_of(config),
         reference_kernels=config.kernels == "reference",
+        native=_suits_native(config, model, dtype, platform),
         recompute=budget.costs.computing.recompute,
         call_tokens=32 if on_cpu else 4096,  # a few thousand tokens are needed to keep an accelerator busy
     )
+
+
+def _suits_native(config: JaxConfig, model: ModelConfig, dtype: str, platform: str) -> bool:
+    suits = platform == "cpu" and dtype == "float32" and config.mesh is None and model.experts is None
+    return suits and config.kernels != "reference" and native.loaded()

@@ -26,7 +26,7 @@ from tinsmith import (
     UserError,
 )
 from tinsmith.workers import WorkerDiedError
-from tinsmith_jax import adapters, few_rows
+from tinsmith_jax import adapters
 from tinsmith_jax.decode import STOP_TABLE
 from tinsmith_jax.expert_pages import ExpertPages
 from tinsmith_jax.layers import TILE
@@ -254,7 +254,6 @@ class Sampler(SamplingBackend):
         self._fill_slots()
         self._read_prompts()
         self._decode()
-        self._try_few_rows()
 
     def _drop_cancelled(self) -> None:
         cancelled = [request for request in self._waiting if request.cancelled]
@@ -412,18 +411,6 @@ class Sampler(SamplingBackend):
             self._harvest(slot, drawn, row)
         for request in {slot.draw.request for slot in running if slot.draw is not None}:
             self._release_ended(request)
-
-    def _try_few_rows(self) -> None:
-        """Once everything is compiled and nobody is waiting, find out whether few rows have a program of their own."""
-        device = self._device
-        if self._waiting or not isinstance(device, SamplingDevice) or not device.may_try_few_rows:
-            return
-        agree = False  # also if the trial fails
-        try:
-            agree = few_rows.agree(device)
-        finally:
-            self._pages, self._rows = self._nothing_held()
-            device.use_few_rows(agree=agree)
 
     def _in_rows(self, running: list[Slot]) -> dict[int, Slot]:
         """Give each slot a row, the first ones of its shard."""

@@ -5,12 +5,12 @@ Takes and returns NumPy arrays. One thread calls it, and every dispatch takes a 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import jax
 import numpy as np
 
-from tinsmith import Array, FloatArray, IntArray, Turns
+from tinsmith import FloatArray, IntArray, Turns
 from tinsmith_jax import adapters, decode
 from tinsmith_jax.admission import Budget
 from tinsmith_jax.compilation import Program, Programs
@@ -26,9 +26,6 @@ from tinsmith_jax.weights import Base
 
 # Any below: compiled programs, which jax does not type.
 
-_FEW_ROWS: Final = 4
-"""A lone sequence takes a quarter to a third less time in 4 rows than in 16. A single row would have other bits."""
-
 
 class SamplingDevice:
     """Owns the cache and the resident adapters. Its arrays are donated, so nothing else may hold them."""
@@ -37,7 +34,6 @@ class SamplingDevice:
         self.shape = sampling_programs.shape
         self._base, self._sampling = base, sampling_programs
         self._programs, self._turns = programs, turns
-        self._few_rows_agree: bool | None = None  # None: nobody has tried
         self.config = sampling_programs.config
         self.reset()
 
@@ -120,17 +116,9 @@ class SamplingDevice:
             self._cache = jax.block_until_ready(program(self._cache, source, target))
 
     def decode(self, slots: SlotInput, num_steps: int) -> Drawn:
-        """Draw up to `num_steps` tokens for each row that has some left. If few have, only few come back."""
-        few = self.shape.few_rows
-        if self._few_rows_agree and not (slots.left[few:] > 0).any():
-            return self.decode_rows(slots.part(slice(few)), num_steps)
-        return self.decode_rows(slots, num_steps)
-
-    def decode_rows(self, slots: SlotInput, num_steps: int) -> Drawn:
-        """Do so with the program for as many rows as are given."""
-        num_rows = len(slots.left)
+        """Draw up to `num_steps` tokens for each row that has some left."""
         arguments = decode_arguments(slots, min(num_steps, self.shape.max_steps))
-        program = self._program("decode", 0 if num_rows == self.shape.num_slots else num_rows)
+        program = self._program("decode")
         with self._turns.turn():
             self._cache, steps = program(self._base, self._resident, self._cache, *arguments)
             made = int(steps.num_steps)
@@ -141,20 +129,6 @@ class SamplingDevice:
             top_logprobs_XBK=np.asarray(steps.top_logprobs_XBK)[:made] if slots.any_top else None,
             experts_XBLC=None if steps.experts_XBLC is None else np.asarray(steps.experts_XBLC)[:made],
         )
-
-    @property
-    def may_try_few_rows(self) -> bool:
-        """Whether few rows can be compared with all rows, and have not been."""
-        return self.shape.few_rows > 0 and self._few_rows_agree is None and self._programs.warm
-
-    def use_few_rows(self, *, agree: bool) -> None:
-        """Say whether few rows have the bits of all rows. If not, all rows are always decoded."""
-        self._few_rows_agree = agree
-
-    def read_pages(self, pages: slice) -> dict[str, Array]:
-        """Copy some pages to the host."""
-        keys, values = (np.asarray(part)[:, pages].copy() for part in self._cache)
-        return {"keys": keys, "values": values}
 
     def all_programs(self) -> list[Program]:
         return self._sampling.all()
@@ -179,7 +153,7 @@ def sampling_device(
     shape = replace(
         sampling_shape(budget.config, limits, model, num_shards=num_shards),
         slots_per_shard=budget.slots,
-        few_rows=_few_rows(budget, limits, model, layout),
+        native=limits.native,
         returns_experts=routing_replay and model.experts is not None,
         gathers_once=budget.gathers_once,
     )
@@ -205,17 +179,6 @@ def sampling_shape(config: JaxConfig, limits: Limits, model: ModelConfig, *, num
         prefill_tiles=((1, 2) if model.experts is None else (2,)) if on_cpu else (2, 4, 8),
         dtype=limits.dtype,
     )
-
-
-def _few_rows(budget: Budget, limits: Limits, model: ModelConfig, layout: Layout | None) -> int:
-    """Return how many rows a second decoding program has, 0 if there is none.
-
-    Accelerators and meshes decode all rows: they claim no bitwise isolation, and their shards step together. So do
-    models with experts, where which matrices a dispatch multiplies depends on all of its tokens. The comparison needs
-    two pages of each sequence.
-    """
-    suits = limits.platform == "cpu" and layout is None and model.experts is None
-    return _FEW_ROWS if suits and budget.slots >= 2 * _FEW_ROWS and budget.context_tokens > TILE else 0
 
 
 def _pack(of_shards: Sequence[Sequence[PromptTile]], num_places: int, shape: SamplingShape) -> decode.TokenTiles:

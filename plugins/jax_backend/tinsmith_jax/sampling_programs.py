@@ -44,8 +44,7 @@ class SamplingPrograms:
     @property
     def axes(self) -> Axes:
         axes = ONE if self.layout is None else self.layout.axes
-        normed_rows = self.shape.slots_per_shard if self.shape.few_rows else 0
-        return replace(axes, kernels=Kernels(equal_blocks=self.shape.one_by_one, normed_rows=normed_rows))
+        return replace(axes, kernels=Kernels(equal_blocks=self.shape.one_by_one, native=self.shape.native))
 
     def all(self) -> list[Program]:
         """Every program that can be needed, likely ones first."""
@@ -56,15 +55,13 @@ class SamplingPrograms:
             ("score", 0),
             ("copy", 0),
         ]
-        if self.shape.few_rows:
-            kinds.append(("decode", self.shape.few_rows))
         return [self.named(kind, size) for kind, size in kinds]
 
     def named(self, kind: Kind, size: int = 0) -> Program:
-        """Return a program; `size` is a number of tiles, a padded rank, or few rows to decode (0 = all slots')."""
+        """Return a program; `size` is a number of tiles or a padded rank, if there is a choice."""
         match kind:
             case "decode":
-                compiled: Callable[[], Any] = functools.partial(self._decode, size or self.shape.num_slots)
+                compiled: Callable[[], Any] = self._decode
             case "prefill":
                 compiled = functools.partial(self._prefill, size)
             case "write_adapter":
@@ -84,7 +81,7 @@ class SamplingPrograms:
         cache = decode.Cache(*(zeros(part, CACHE) for part in self.cache))
         return cache, jax.tree.map(zeros, self.resident, self._resident_specs)
 
-    def _decode(self, num_rows: int) -> Any:
+    def _decode(self) -> Any:
         shape = self.shape
         function = functools.partial(
             decode.decode,
@@ -95,7 +92,7 @@ class SamplingPrograms:
             returns_experts=shape.returns_experts,
             axes=self.axes,
         )
-        arguments = decode_arguments(SlotInput.idle(shape).part(slice(num_rows)), shape.max_steps)
+        arguments = decode_arguments(SlotInput.idle(shape), shape.max_steps)
         into = (*self._held_specs, ROWS, ROWS, _HERE)
         return self._build(function, (*self._held, *arguments), into, (CACHE, _HERE), donated=2)
 
@@ -185,7 +182,7 @@ def no_tiles(shape: SamplingShape, num_tiles: int) -> decode.TokenTiles:
     """Return arrays for `num_tiles` tiles of each shard, all padding."""
     count = shape.num_shards * num_tiles
     return decode.TokenTiles(
-        np.zeros((count, TILE), np.int32),
+        np.full((count, TILE), -1, np.int32),
         np.full(count, -1, np.int32),
         np.zeros((count, shape.pages_per_sequence), np.int32),
         np.full(count, BASE_MODEL, np.int32),

@@ -1,7 +1,7 @@
 """What the sampler asks of its device, and what comes back: NumPy arrays in plain values."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ class SamplingShape:
     max_top: int  # alternatives per token
     prefill_tiles: tuple[int, ...]  # of each shard, in ascending order
     dtype: str
-    few_rows: int = 0  # of a second decoding program, for dispatches that need no more; 0: there is none
+    native: bool = False  # by the kernels in C++, in which a row costs the same in any company
     gathers_once: bool = False  # all weights for a decoding dispatch, instead of a layer's for each layer and step
     returns_experts: bool = False  # that compute each token
 
@@ -111,11 +111,6 @@ class SlotInput:
             top_p=np.ones(num_slots, np.float32),
             any_top=False,
         )
-
-    def part(self, rows: slice) -> "SlotInput":
-        """Return some of the rows, as a view."""
-        whole = {field.name: getattr(self, field.name) for field in fields(self)}
-        return SlotInput(**{name: value if name == "any_top" else value[rows] for name, value in whole.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

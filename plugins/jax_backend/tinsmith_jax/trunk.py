@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tinsmith_jax import native_training
 from tinsmith_jax.attention import packed_attention
 from tinsmith_jax.expert_training import expert_mlp
 from tinsmith_jax.experts import ExpertLora, Stacked, of_layer, route, take_apart
@@ -52,6 +53,19 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     n = tokens_T.shape[0] // TILE
     first_n = jnp.arange(n, dtype=jnp.int32) - positions_T.reshape(n, TILE)[:, 0] // TILE
     angles = rope_angles(positions_T, config.rope.inv_freq, config.rope.factor)
+    if axes.kernels.native:
+        used_n = positions_T.reshape(n, TILE)[:, 1] > 0
+        x_TH = native_training.layers(
+            embed(base["embed"], tokens_T, axes),
+            base["layers"],
+            config,
+            adapters["layers"],
+            tiles,
+            angles,
+            jnp.where(used_n, first_n, -1),
+            sums,
+        )
+        return rms_norm(x_TH, base["final_norm"], config.rms_norm_eps)
     config = config.divided(axes.tensor)
     layers, experts = take_apart(base["layers"], axes)
     if replayed_LTC is not None:

@@ -19,8 +19,8 @@ class Kernels:
     products: Products = "by_tile"
     equal_blocks: bool = True
     """Compute norms of heads in blocks of one size, which XLA:CPU needs to round them alike."""
-    normed_rows: int = 0
-    """Rows of decoding that are normed at least, of which some may be zeros: few would be rounded in another way."""
+    native: bool = False
+    """Run the layers by the kernels in C++ (native.py)."""
     longest: int | None = None
     """Tokens of the longest sequence; None if it may fill the stream."""
     interpret: bool = False

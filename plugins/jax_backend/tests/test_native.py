@@ -1,0 +1,189 @@
+"""The kernels in C++: against XLA's, with equal bits in any company, and on machines that cannot compile them."""
+
+import asyncio
+import logging
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jax_harness import add_model, assert_same_state, local, make_backend, make_op
+from sampling_harness import assert_same_sequences, make_sample, prompt, sample
+
+from tinsmith import LoraConfig, ModelState, Sample, SampleOutput
+from tinsmith_jax.backend import JaxBackend
+from tinsmith_jax.kernels import native
+
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+
+KINDS = ("qwen3", "llama3")  # with norms of heads and a tied head, and with neither
+LORAS = {"a": LoraConfig(rank=3, seed=1, alpha=9), "b": LoraConfig(rank=16, seed=2)}
+LIMITS: Mapping[str, Any] = {"max_context_tokens": 320, "max_batch_tokens": 512, "decode_slots": 4}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(
+    request: pytest.FixtureRequest, tiny_models: dict[str, Path], jax_cache: Path
+) -> Iterator[tuple[JaxBackend, JaxBackend]]:
+    """Backends of one model, with the kernels in C++ and without."""
+    backends = [
+        make_backend(tiny_models[request.param], jax_cache, **LIMITS, kernels=k) for k in ("device", "reference")
+    ]
+    for backend in backends:
+        for name, lora in LORAS.items():
+            add_model(backend, name, lora, random_B=True)
+    assert backends[0].limits.kernels.native
+    assert not backends[1].limits.kernels.native
+    yield backends[0], backends[1]
+    for backend in backends:
+        backend.close()
+
+
+def gradients(backend: JaxBackend, ops: list[Any]) -> dict[str, ModelState]:
+    """Add the gradients of the operations to none; return the states."""
+    for name in LORAS:
+        state = backend.capture_state(name)
+        backend.restore_state(name, ModelState(lora=state.lora, weights=state.weights))
+    backend.forward_backward(ops)
+    return {name: backend.capture_state(name) for name in LORAS}
+
+
+def test_gradients_are_those_of_xla(pair: tuple[JaxBackend, JaxBackend]) -> None:
+    ops = [make_op("a", 1, [5, 64, 200]), make_op("b", 2, [130, 1]), make_op("a", 3, [65])]
+    mine, reference = (gradients(backend, ops) for backend in pair)
+    for name in LORAS:
+        for path, expected in reference[name].gradients.items():
+            scale = float(np.abs(expected).max())
+            assert scale > 0 or "lora_A" in path
+            np.testing.assert_allclose(mine[name].gradients[path], expected, atol=1e-5 * max(scale, 1), err_msg=path)
+    for op in ops:
+        (found,), (expected,) = (backend.forward([op]) for backend in pair)
+        for left, right in zip(found.loss_fn_outputs, expected.loss_fn_outputs, strict=True):
+            np.testing.assert_allclose(left["logprobs"], right["logprobs"], atol=1e-4)
+
+
+async def test_samples_are_those_of_xla(pair: tuple[JaxBackend, JaxBackend]) -> None:
+    """Tokens, as random numbers are the same, and all logprobs that can be asked for."""
+    for backend in pair:
+        for name in LORAS:
+            await backend.load_snapshot(backend.publish(name, name))
+    for number, (length, adapter) in enumerate([(1, None), (64, "a"), (150, "b"), (65, "a")]):
+        for given in ({"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 9, "top_p": 0.8}):
+            asked = {"max_tokens": 9, "seed": number, "prompt_logprobs": True, "topk_sample_logprobs": 3, **given}
+            op = make_sample(prompt(length, seed=length), adapter, num_samples=2, **asked)
+            found, expected = [await sample(backend, op) for backend in pair]
+            np.testing.assert_allclose(found.prompt_logprobs, expected.prompt_logprobs, atol=1e-4)
+            for left, right in zip(found.sequences, expected.sequences, strict=True):
+                assert left.tokens.tolist() == right.tokens.tolist()
+                np.testing.assert_allclose(left.logprobs, right.logprobs, atol=1e-4)
+                assert left.top_logprobs is not None
+                assert right.top_logprobs is not None
+                assert left.top_logprobs.token_ids.tolist() == right.top_logprobs.token_ids.tolist()
+
+
+@pytest.mark.parametrize("repetitions", [3, pytest.param(100, marks=pytest.mark.thorough)])
+async def test_a_sequence_has_the_bits_that_it_has_alone(
+    tiny_models: dict[str, Path], jax_cache: Path, repetitions: int
+) -> None:
+    """Beside any number of others up to all slots, with whatever adapters, truncation and alternatives these have."""
+    backend = make_backend(tiny_models["qwen3"], jax_cache, max_context_tokens=128, decode_slots=16)
+    for name, lora in LORAS.items():
+        add_model(backend, name, lora, random_B=True)
+        await backend.load_snapshot(backend.publish(name, name))
+    rng = np.random.default_rng(0)
+    ops = [
+        make_sample(
+            prompt(int(rng.choice([1, 20, 64, 65, 80])), seed=n),
+            [None, "a", "b"][n % 3],
+            session=str(n % 5),
+            max_tokens=int(rng.integers(1, 40)),
+            seed=n,
+            temperature=float(rng.choice([0.0, 0.7, 1.0])),
+            top_k=int(rng.choice([-1, 20])),
+            topk_sample_logprobs=int(rng.choice([0, 0, 3])),
+        )
+        for n in range(16)
+    ]
+    expected = [await sample(backend, op) for op in ops]
+    for count in (16, 2, *rng.integers(3, 16, repetitions)):
+        chosen = rng.permutation(16)[:count]
+        for one, output in zip(chosen, await sample_at_once(backend, [ops[n] for n in chosen]), strict=True):
+            assert_same_sequences(output, expected[one])
+            if ops[one].topk_sample_logprobs:
+                found, right = output.sequences[0].top_logprobs, expected[one].sequences[0].top_logprobs
+                assert found.logprobs.tobytes() == right.logprobs.tobytes()
+    backend.close()
+
+
+async def sample_at_once(backend: JaxBackend, ops: list[Sample]) -> list[SampleOutput]:
+    """Let the sampler see none of the requests before all are there."""
+    sampler = backend._sampler
+    with sampler._wake:
+        running = [asyncio.ensure_future(sample(backend, op)) for op in ops]
+        while len(sampler._arrived) < len(ops):  # noqa: ASYNC110 - the sampler's thread waits for the lock
+            await asyncio.sleep(0)
+    return list(await asyncio.gather(*running))
+
+
+def test_gradients_have_the_bits_that_they_have_alone(tiny_models: dict[str, Path], jax_cache: Path) -> None:
+    """Beside others, before and behind them, and in streams of other sizes with unused tiles."""
+    backend = make_backend(tiny_models["qwen3"], jax_cache, **LIMITS)
+    for name, lora in LORAS.items():
+        add_model(backend, name, LoraConfig(rank=16, seed=lora.seed), random_B=True)
+    mine = make_op("a", 1, [70, 30, 128])
+    alone = gradients(backend, [mine])["a"]
+    for lengths in ([9], [64, 64], [200], [1, 1, 1, 100]):
+        for ops in ([make_op("b", 2, lengths), mine], [mine, make_op("b", 2, lengths)]):
+            assert_same_state(gradients(backend, ops)["a"], alone)
+    backend.close()
+
+
+# Machines that cannot compile them ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_loaded", False)
+
+
+def test_without_a_compiler_xla_does_it(
+    not_loaded: None,
+    tiny_models: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "absent"))
+    with caplog.at_level(logging.WARNING, "tinsmith_jax"):
+        backend = make_backend(tiny_models["qwen3"], tmp_path, **LIMITS)
+    assert not backend.limits.kernels.native
+    assert local(backend).sampling is not None
+    assert "no C++ compiler" in caplog.text
+    backend.close()
+
+
+def test_a_compiler_that_fails_is_named(
+    not_loaded: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "old-compiler"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit\necho "x.cc:1: error: no vectors" >&2\nexit 1\n')
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CXX", str(compiler))
+    with caplog.at_level(logging.WARNING, "tinsmith_jax"):
+        assert not native.load(tmp_path / "kernels")
+    assert str(compiler) in caplog.text
+    assert "no vectors" in caplog.text
+    assert not any((tmp_path / "kernels").iterdir())
+
+
+def test_they_are_compiled_once(tmp_path: Path) -> None:
+    compiler = shutil.which("c++")
+    assert compiler is not None
+    library = native._compiled(tmp_path, compiler)
+    made = library.stat().st_mtime_ns
+    assert list(tmp_path.iterdir()) == [library]
+    assert native._compiled(tmp_path, compiler) == library
+    assert library.stat().st_mtime_ns == made

@@ -1,0 +1,414 @@
+// The layers of a dense model over rows, each a token of some sequence, and the draw of tokens from logits.
+//
+// decode.py documents the arguments, and computes the same for what these do not support. A row's bits depend on its
+// own sequence alone: every number is one sum in a fixed order, however many rows and threads there are.
+//
+// N = rows, H = hidden, V = vocabulary, L = layers, P = pages, G = pages of a sequence, C = positions of a page, J =
+// heads of keys and values, D = head dim, R = adapters.
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <numeric>
+#include <optional>
+#include <vector>
+
+#include "team.h"
+#include "vectors.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace tinsmith {
+namespace {
+
+namespace ffi = xla::ffi;
+using Floats = ffi::Buffer<ffi::F32>;
+using Ints = ffi::Buffer<ffi::S32>;
+
+constexpr int64_t kRowBlock = 8;
+
+// A LoRA module of all layers and adapters: A [L, R, inputs, rank] and B [L, R, rank, outputs], scaled.
+struct Module {
+  const float* a;
+  const float* b;
+  int64_t adapters, inputs, rank, outputs;
+
+  Module(const Floats& A, const Floats& B)
+      : a(A.typed_data()), b(B.typed_data()), adapters(A.dimensions()[A.dimensions().size() - 3]),
+        inputs(A.dimensions()[A.dimensions().size() - 2]), rank(A.dimensions().back()),
+        outputs(B.dimensions().back()) {}
+  const float* down(int64_t layer, int64_t row) const { return a + (layer * adapters + row) * inputs * rank; }
+  const float* up(int64_t layer, int64_t row) const { return b + (layer * adapters + row) * rank * outputs; }
+};
+
+// Rows that follow each other and have one adapter.
+struct RowBlock {
+  int64_t first, count;
+  int32_t adapter;
+};
+
+// Columns of a module, and where they are among those of modules that are multiplied together.
+struct Columns {
+  int module;
+  int64_t first, count, place;
+};
+
+struct Row {
+  int64_t number;  // among all rows
+  int64_t position;
+  const int32_t* pages;
+  int32_t adapter;
+  const float *cos, *sin;
+};
+
+// What a token passes through, and what is beside it.
+struct Model {
+  Floats input_norm, qkv, q_norm, k_norm, o, post_norm, gate_up, down, final_norm, head;
+  std::array<Module, 8> lora;  // q, k, v, o, gate, up, down, head
+  float eps;
+};
+enum { kQ, kK, kV, kO, kGate, kUp, kDown, kHead };
+
+class Pass {
+ public:
+  Pass(Team& team, const Model& model, std::vector<Row> rows, float* keys, float* values, ffi::Span<const int64_t> cache)
+      : team_(team), m_(model), rows_(std::move(rows)), keys_(keys), values_(values), pages_(cache[1]), J_(cache[2]),
+        D_(cache[3]), C_(cache[4]), H_(model.final_norm.dimensions()[0]), Q_(model.o.dimensions()[1]), KV_(J_ * D_),
+        I_(model.down.dimensions()[1]), N_(static_cast<int64_t>(rows_.size())), normed_(N_ * H_),
+        low_(N_ * 3 * model.lora[kQ].rank) {
+    for (int64_t n = 0; n < N_; ++n) {
+      const bool begins = blocks_.empty() || blocks_.back().adapter != rows_[n].adapter || blocks_.back().count == kRowBlock;
+      if (begins) blocks_.push_back({n, 0, rows_[n].adapter});
+      ++blocks_.back().count;
+    }
+  }
+
+  // x [N, H] becomes the normed hidden states.
+  void layers(float* x) {
+    std::vector<float> qkv(N_ * (Q_ + 2 * KV_)), attended(N_ * Q_), inner(N_ * I_);
+    const auto of_layer = [](const Floats& all, int64_t layer) {
+      return all.typed_data() + layer * (all.element_count() / all.dimensions()[0]);
+    };
+    for (int64_t layer = 0; layer < m_.qkv.dimensions()[0]; ++layer) {
+      norm(x, of_layer(m_.input_norm, layer));
+      lower(normed_.data(), H_, layer, {kQ, kK, kV});
+      const auto projections = split({{kQ, Q_}, {kK, KV_}, {kV, KV_}});
+      team_.each(projections.size(), [&](int64_t at) {
+        const Columns& c = projections[at];
+        multiply(normed_.data(), H_, of_layer(m_.qkv, layer), Q_ + 2 * KV_, c, layer, c.module - kQ, qkv.data() + c.place,
+                 Q_ + 2 * KV_, false);
+      });
+      const bool norms_heads = m_.q_norm.element_count() > 0;
+      team_.each(N_ * J_, [&](int64_t at) {
+        write(rows_[at / J_], layer, at % J_, qkv.data() + at / J_ * (Q_ + 2 * KV_) + Q_,
+              norms_heads ? of_layer(m_.k_norm, layer) : nullptr);
+      });
+      team_.each(N_ * J_, [&](int64_t at) {
+        attend(rows_[at / J_], layer, at % J_, qkv.data() + at / J_ * (Q_ + 2 * KV_),
+               norms_heads ? of_layer(m_.q_norm, layer) : nullptr, attended.data() + at / J_ * Q_);
+      });
+      lower(attended.data(), Q_, layer, {kO});
+      add(attended.data(), Q_, of_layer(m_.o, layer), kO, layer, x);
+      norm(x, of_layer(m_.post_norm, layer));
+      lower(normed_.data(), H_, layer, {kGate, kUp});
+      const auto gates = split({{kGate, I_}});
+      team_.each(gates.size(), [&](int64_t at) {
+        const Columns& c = gates[at];
+        std::vector<float>& up = of_thread();
+        up.resize(N_ * c.count);
+        float* gate = inner.data() + c.first;
+        multiply(normed_.data(), H_, of_layer(m_.gate_up, layer), 2 * I_, c, layer, 0, gate, I_, false);
+        const Columns same_of_up{kUp, c.first, c.count, I_ + c.first};
+        multiply(normed_.data(), H_, of_layer(m_.gate_up, layer), 2 * I_, same_of_up, layer, 1, up.data(), c.count, false);
+        for (int64_t n = 0; n < N_; ++n) gated(gate + n * I_, up.data() + n * c.count, c.count);
+      });
+      lower(inner.data(), I_, layer, {kDown});
+      add(inner.data(), I_, of_layer(m_.down, layer), kDown, layer, x);
+    }
+    norm(x, m_.final_norm.typed_data());
+    std::copy(normed_.begin(), normed_.end(), x);
+  }
+
+  // The logits of all rows: those of `rows()[n]` go to row `number` of [_, V].
+  void logits(const float* hidden, float* logits_NV) {
+    const int64_t V = m_.head.dimensions()[0];
+    lower(hidden, H_, 0, {kHead});
+    const auto parts = split({{kHead, V}});
+    team_.each(parts.size(), [&](int64_t at) {
+      const Columns& c = parts[at];
+      std::vector<float>& found = of_thread();
+      found.resize(N_ * c.count);
+      dots(hidden, H_, N_, m_.head.typed_data() + c.first * H_, H_, H_, found.data(), c.count, c.count);
+      adapt(c, 0, 0, found.data(), c.count);
+      for (int64_t n = 0; n < N_; ++n) {
+        std::copy_n(found.data() + n * c.count, c.count, logits_NV + rows_[n].number * V + c.first);
+      }
+    });
+  }
+
+ private:
+  static std::vector<float>& of_thread() {
+    thread_local std::vector<float> floats;
+    return floats;
+  }
+
+  void norm(const float* x, const float* weight) {
+    team_.each(N_, [&](int64_t n) { normed(x + n * H_, weight, H_, m_.eps, normed_.data() + n * H_); });
+  }
+
+  // Multiplies with A of modules that read the same input: low_ [modules, N, rank].
+  void lower(const float* x, int64_t size, int64_t layer, std::initializer_list<int> modules) {
+    const int64_t number = static_cast<int64_t>(modules.size());
+    team_.each(number * static_cast<int64_t>(blocks_.size()), [&](int64_t at) {
+      const RowBlock& rows = blocks_[at / number];
+      const Module& module = m_.lora[*(modules.begin() + at % number)];
+      if (rows.adapter < 0) return;
+      product({x + rows.first * size, size}, rows.count, module.down(layer, rows.adapter), module.rank, size,
+              low_.data() + (at % number * N_ + rows.first) * module.rank, module.rank, module.rank);
+    });
+  }
+
+  // Adds to y what B makes of what `lower` left, for some columns of its `which`-th module.
+  void adapt(const Columns& c, int64_t layer, int which, float* y, int64_t y_row) {
+    const Module& module = m_.lora[c.module];
+    for (const RowBlock& rows : blocks_) {
+      if (rows.adapter < 0) continue;
+      product({low_.data() + (which * N_ + rows.first) * module.rank, module.rank}, rows.count,
+              module.up(layer, rows.adapter) + c.first, module.outputs, module.rank, y + rows.first * y_row, y_row,
+              c.count, true);
+    }
+  }
+
+  // y (+)= x w + x A B for some columns, which are at `place` of w.
+  void multiply(const float* x, int64_t size, const float* w, int64_t w_row, const Columns& c, int64_t layer, int which,
+                float* y, int64_t y_row, bool adds) {
+    product({x, size}, N_, w + c.place, w_row, size, y, y_row, c.count, adds);
+    adapt(c, layer, which, y, y_row);
+  }
+
+  void add(const float* from, int64_t size, const float* w, int module, int64_t layer, float* x) {
+    const auto parts = split({{module, H_}});
+    team_.each(parts.size(), [&](int64_t at) {
+      multiply(from, size, w, H_, parts[at], layer, 0, x + parts[at].first, H_, true);
+    });
+  }
+
+  // Divides the columns of modules that lie beside each other.
+  static std::vector<Columns> split(std::initializer_list<std::pair<int, int64_t>> modules) {
+    std::vector<Columns> parts;
+    int64_t place = 0;
+    for (const auto& [module, size] : modules) {
+      const int64_t width = size > 2048 ? 512 : size > 1024 ? 384 : size > 512 ? 256: 64;
+      for (int64_t first = 0; first < size; first += width) {
+        parts.push_back({module, first, std::min(width, size - first), place + first});
+      }
+      place += size;
+    }
+    return parts;
+  }
+
+  static void gated(float* gate, const float* up, int64_t count) {
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const Vec value = load(gate + i, count - i);
+      store(gate + i, value / (exp(-value) + 1.0f) * load(up + i, count - i), count - i);
+    }
+  }
+
+  int64_t page_of(const Row& row, int64_t layer, int64_t head, int64_t page) const {
+    return ((layer * pages_ + row.pages[page]) * J_ + head) * D_ * C_;
+  }
+
+  // Writes a head's key and value: keys are [D, C] in a page, values [C, D].
+  void write(const Row& row, int64_t layer, int64_t head, float* keys, const float* weight) {
+    float* key = keys + head * D_;
+    const float* value = keys + KV_ + head * D_;
+    if (weight != nullptr) normed(key, weight, D_, m_.eps, key);
+    rotate(key, row.cos, row.sin, D_);
+    const int64_t page = page_of(row, layer, head, row.position / C_), place = row.position % C_;
+    for (int64_t d = 0; d < D_; ++d) keys_[page + d * C_ + place] = key[d];
+    std::copy_n(value, D_, values_ + page + place * D_);
+  }
+
+  // Attends from the queries that share a head of keys and values. What is past the row's position is not read.
+  void attend(const Row& row, int64_t layer, int64_t head, float* queries, const float* weight, float* to) {
+    const int64_t group = Q_ / KV_, seen = row.position + 1, num_pages = (seen + C_ - 1) / C_, room = num_pages * C_;
+    queries += head * group * D_;
+    for (int64_t q = 0; q < group; ++q) {
+      float* query = queries + q * D_;
+      if (weight != nullptr) normed(query, weight, D_, m_.eps, query);
+      rotate(query, row.cos, row.sin, D_);
+      for (int64_t d = 0; d < D_; ++d) query[d] /= std::sqrt(static_cast<float>(D_));
+    }
+    std::vector<float>& scores = of_thread();
+    scores.resize(group * room);
+    for (int64_t page = 0; page < num_pages; ++page) {
+      product({queries, D_}, group, keys_ + page_of(row, layer, head, page), C_, D_, scores.data() + page * C_, room, C_);
+    }
+    to += head * group * D_;
+    for (int64_t q = 0; q < group; ++q) softmax(scores.data() + q * room, seen, room);
+    for (int64_t page = 0; page < num_pages; ++page) {
+      product({scores.data() + page * C_, room}, group, values_ + page_of(row, layer, head, page), D_,
+              std::min(C_, seen - page * C_), to, D_, D_, page > 0);
+    }
+  }
+
+  // `room` is a multiple of kLanes.
+  static void softmax(float* scores, int64_t seen, int64_t room) {
+    std::fill(scores + seen, scores + room, -std::numeric_limits<float>::infinity());
+    const float highest = *std::max_element(scores, scores + seen);
+    Vec total{};
+    for (int64_t i = 0; i < room; i += kLanes) {
+      const Vec weight = exp(load(scores + i) - of(highest));
+      store(scores + i, weight);
+      total += weight;
+    }
+    const float scale = 1.0f / sum(total);
+    for (int64_t i = 0; i < room; i += kLanes) store(scores + i, load(scores + i) * scale);
+  }
+
+  Team& team_;
+  const Model& m_;
+  const std::vector<Row> rows_;
+  float *const keys_, *const values_;
+  const int64_t pages_, J_, D_, C_, H_, Q_, KV_, I_, N_;
+  std::vector<RowBlock> blocks_;
+  std::vector<float> normed_, low_;
+};
+
+ffi::Error Layers(ffi::ThreadPool pool, float eps, bool gives_logits, Floats x, Ints positions, Ints tables, Ints adapters,
+                  Floats cos, Floats sin, ffi::RemainingArgs rest, ffi::Result<Floats> keys, ffi::Result<Floats> values,
+                  ffi::Result<Floats> out) {
+  return with_memory([&]() -> ffi::Error {
+    std::vector<Floats> more;
+    for (size_t index = 0; index < rest.size(); ++index) {
+      auto each = rest.get<Floats>(index);
+      if (each.has_error()) return each.error();
+      more.push_back(*each);
+    }
+    const auto lora = [&](int module) { return Module(more[10 + 2 * module], more[11 + 2 * module]); };
+    const Model model{more[0], more[1], more[2], more[3], more[4], more[5], more[6], more[7], more[8], more[9],
+                      {lora(kQ), lora(kK), lora(kV), lora(kO), lora(kGate), lora(kUp), lora(kDown), lora(kHead)}, eps};
+    const int64_t every = x.dimensions()[0], H = x.dimensions()[1], half = cos.dimensions()[1];
+    const int64_t of_table = every / tables.dimensions()[0], G = tables.dimensions()[1];
+    std::vector<Row> rows;
+    for (int64_t n = 0; n < every; ++n) {
+      const int32_t position = positions.typed_data()[n];
+      if (position < 0) continue;
+      rows.push_back({n, position, tables.typed_data() + n / of_table * G, adapters.typed_data()[n / of_table],
+                      cos.typed_data() + n * half, sin.typed_data() + n * half});
+    }
+    std::stable_sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.adapter < b.adapter; });
+    std::vector<float> hidden(rows.size() * H);
+    for (size_t n = 0; n < rows.size(); ++n) std::copy_n(x.typed_data() + rows[n].number * H, H, hidden.data() + n * H);
+    Team team(pool);
+    Pass pass(team, model, rows, keys->typed_data(), values->typed_data(), keys->dimensions());
+    pass.layers(hidden.data());
+    if (gives_logits) {
+      pass.logits(hidden.data(), out->typed_data());
+    } else {
+      std::fill_n(out->typed_data(), out->element_count(), 0.0f);
+      for (size_t n = 0; n < rows.size(); ++n) {
+        std::copy_n(hidden.data() + n * H, H, out->typed_data() + rows[n].number * H);
+      }
+    }
+    return ffi::Error::Success();
+  });
+}
+
+constexpr int64_t kBlock = 512;
+
+// The first token whose running sum of weights exceeds `level`, in two steps: blocks, then tokens. Never one of weight 0.
+int64_t search(const float* weights, int64_t size, float uniform) {
+  const int64_t num_blocks = (size + kBlock - 1) / kBlock;
+  std::vector<float> ends(num_blocks);
+  float total = 0;
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    Vec sums{};
+    for (int64_t i = block * kBlock; i < std::min(size, (block + 1) * kBlock); i += kLanes) {
+      sums += load(weights + i, size - i);
+    }
+    ends[block] = total += sum(sums);
+  }
+  const float level = uniform * total;
+  const auto first_above = [](const float* sums, int64_t count, float wanted) {
+    // Rounding may raise the level to the last sum, above which there is none: it is kept just below. NaN is above none.
+    wanted = std::clamp(wanted, 0.0f, std::nextafter(sums[count - 1], 0.0f));
+    return std::min<int64_t>(std::upper_bound(sums, sums + count, wanted) - sums, count - 1);
+  };
+  const int64_t block = first_above(ends.data(), num_blocks, level);
+  const int64_t begin = block * kBlock, count = std::min(kBlock, size - begin);
+  std::array<float, kBlock> inside;
+  std::partial_sum(weights + begin, weights + begin + count, inside.begin());
+  return begin + first_above(inside.data(), count, level - (block > 0 ? ends[block - 1] : 0.0f));
+}
+
+// Draws a token from one row of logits, of which `scale` times is at least `floor`; the best one if `greedy`. `logp` gets
+// the log-probabilities of the vocabulary.
+int64_t draw(const float* logits, int64_t size, bool greedy, float scale, float floor, float uniform, float* logp,
+             float* logprob) {
+  thread_local std::vector<float> weights;
+  const int64_t room = (size + kLanes - 1) / kLanes * kLanes;
+  weights.assign(room, 0.0f);
+  for (int64_t i = 0; i < size; i += kLanes) store(logp + i, load(logits + i, size - i) * scale, size - i);
+  const float highest = *std::max_element(logp, logp + size);
+  Vec total{};
+  for (int64_t i = 0; i < size; i += kLanes) {
+    Vec scaled = of(-std::numeric_limits<float>::infinity());
+    std::memcpy(&scaled, logp + i, std::min<int64_t>(kLanes, size - i) * sizeof(float));
+    const Vec weight = exp(scaled - of(highest));
+    total += weight;
+    store(weights.data() + i, scaled >= of(floor) ? weight : Vec{});
+  }
+  const float normalizer = highest + std::log(sum(total));
+  for (int64_t i = 0; i < size; ++i) logp[i] -= normalizer;
+  const int64_t token = greedy ? std::max_element(logits, logits + size) - logits : search(weights.data(), size, uniform);
+  *logprob = logp[token];
+  return token;
+}
+
+ffi::Error Draw(ffi::ThreadPool pool, Floats logits, Ints count, Floats temperature, Floats scale, Floats floor,
+                Floats uniform, ffi::Result<Ints> tokens, ffi::Result<Floats> logprobs, ffi::Result<Floats> logp) {
+  return with_memory([&]() -> ffi::Error {
+    const int64_t every = logits.dimensions()[0], V = logits.dimensions()[1], used = count.typed_data()[0];
+    std::fill_n(tokens->typed_data(), every, 0);
+    std::fill_n(logprobs->typed_data(), every, 0.0f);
+    Team team(pool);
+    team.each(used, [&](int64_t n) {
+      tokens->typed_data()[n] = static_cast<int32_t>(
+          draw(logits.typed_data() + n * V, V, temperature.typed_data()[n] <= 0, scale.typed_data()[n],
+               floor.typed_data()[n], uniform.typed_data()[n], logp->typed_data() + n * V, logprobs->typed_data() + n));
+    });
+    return ffi::Error::Success();
+  });
+}
+
+}  // namespace
+}  // namespace tinsmith
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(tinsmith_layers, tinsmith::Layers,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Attr<float>("eps")
+                                  .Attr<bool>("gives_logits")
+                                  .Arg<tinsmith::Floats>()
+                                  .Arg<tinsmith::Ints>()
+                                  .Arg<tinsmith::Ints>()
+                                  .Arg<tinsmith::Ints>()
+                                  .Arg<tinsmith::Floats>()
+                                  .Arg<tinsmith::Floats>()
+                                  .RemainingArgs()
+                                  .Ret<tinsmith::Floats>()
+                                  .Ret<tinsmith::Floats>()
+                                  .Ret<tinsmith::Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(tinsmith_draw, tinsmith::Draw,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<tinsmith::Floats>()
+                                  .Arg<tinsmith::Ints>()
+                                  .Arg<tinsmith::Floats>()
+                                  .Arg<tinsmith::Floats>()
+                                  .Arg<tinsmith::Floats>()
+                                  .Arg<tinsmith::Floats>()
+                                  .Ret<tinsmith::Ints>()
+                                  .Ret<tinsmith::Floats>()
+                                  .Ret<tinsmith::Floats>());

@@ -1,0 +1,632 @@
+// The layers of a dense model over a packed stream of sequences, forwards and backwards, with the gradients of adapters.
+//
+// native_training.py documents the arguments; trunk.py computes the same for what these do not support. A stream
+// consists of tiles of 64 tokens, each of one sequence and one adapter. A tile's numbers depend on its own sequence
+// alone, and gradients are added tile by tile in order, as by tile_products.py: neither the other tenants in the stream
+// nor how a tenant's data were split into streams, nor the number of threads, changes a bit.
+//
+// T = tokens, n = tiles, H = hidden, I = inner, Q and K = queries and keys of all heads, D = head dim, L = layers, k =
+// adapters, r = rank.
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "team.h"
+#include "vectors.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace tinsmith {
+namespace {
+
+namespace ffi = xla::ffi;
+using Floats = ffi::Buffer<ffi::F32>;
+using Ints = ffi::Buffer<ffi::S32>;
+
+constexpr int64_t kTile = 64;
+enum { kQ, kK, kV, kO, kGate, kUp, kDown, kModules };
+enum { kInputNorm, kQkv, kQNorm, kKNorm, kOut, kPostNorm, kGateUp, kDownward, kWeights };
+enum { kInputs, kProjections, kAttended, kTotals, kMiddles, kInner, kLow, kSaved };
+
+// The arrays of all layers; each layer's part follows the one before it, or with a stride of 0 takes its place.
+struct Layered {
+  float* all = nullptr;
+  int64_t stride = 0;
+  float* of(int64_t layer) const { return all + layer * stride; }
+};
+
+Layered layered(const Floats& array) { return {array.typed_data(), array.element_count() / array.dimensions()[0]}; }
+
+// A LoRA module of one layer: A [k, inputs, r] and B [k, r, outputs].
+struct Module {
+  Layered A, B;
+  int64_t inputs, outputs, rank;
+
+  Module(const Floats& A, const Floats& B)
+      : A(layered(A)), B(layered(B)), inputs(A.dimensions()[2]), outputs(B.dimensions()[3]), rank(A.dimensions()[3]) {}
+  float* down(int64_t layer, int64_t adapter) const { return A.of(layer) + adapter * inputs * rank; }
+  float* up(int64_t layer, int64_t adapter) const { return B.of(layer) + adapter * rank * outputs; }
+};
+
+// What both passes are given.
+struct Stream {
+  Team& team;
+  float eps;
+  const int32_t *first_tile, *adapter;  // [n]; first tile of the sequence, -1 for unused tiles
+  const float *scale, *cos, *sin;       // [n], [T, D / 2]
+  std::array<Layered, kWeights> weights;
+  std::vector<Module> lora;
+  std::array<Layered, kSaved> saved;
+  int64_t layers, tokens, H, I, Q, K, D;
+
+  int64_t tiles() const { return tokens / kTile; }
+  int64_t heads() const { return Q / D; }
+  int64_t rank() const { return lora[0].rank; }
+  bool norms_heads() const { return weights[kQNorm].stride > 0; }
+  bool used(int64_t tile) const { return first_tile[tile] >= 0; }
+  const float* weight(int which, int64_t layer) const { return weights[which].of(layer); }
+  float* rows(int which, int64_t layer, int64_t tile, int64_t width) const {
+    return saved[which].of(layer) + tile * kTile * width;
+  }
+  float* low(int64_t layer, int64_t tile, int module) const {
+    return saved[kLow].of(layer) + (tile * kModules + module) * kTile * rank();
+  }
+};
+
+std::vector<float>& of_thread(int which) {
+  thread_local std::array<std::vector<float>, 6> floats;
+  return floats[which];
+}
+
+float* scratch(int which, int64_t size) {
+  std::vector<float>& floats = of_thread(which);
+  if (static_cast<int64_t>(floats.size()) < size) floats.resize(size);
+  return floats.data();
+}
+
+void norm_rows(const float* x, const float* weight, int64_t size, float eps, float* to) {
+  for (int64_t t = 0; t < kTile; ++t) normed(x + t * size, weight, size, eps, to + t * size);
+}
+
+// y [kTile, width] = x [kTile, inputs] times w [width, inputs] transposed: by way of the transposed tile, because a
+// product of rows that are broadcast needs no sums across lanes.
+void times_transposed(const float* x, int64_t x_row, const float* w, int64_t inputs, float* y, int64_t width) {
+  float* turned = scratch(4, kTile * inputs);
+  float* result = scratch(5, kTile * width);
+  transpose(x, x_row, kTile, inputs, turned, kTile);
+  product({w, inputs}, width, turned, kTile, inputs, result, kTile, kTile);
+  transpose(result, kTile, width, kTile, y, width);
+}
+
+// Differentiates RMSNorm of one row by its input and adds to `d_x`.
+void add_norm_backward(const float* d, const float* x, const float* weight, int64_t size, float eps, float* d_x) {
+  const float scale = norm_scale(x, size, eps);
+  Vec along{};
+  for (int64_t i = 0; i < size; i += kLanes) {
+    along += load(d + i, size - i) * load(weight + i, size - i) * load(x + i, size - i);
+  }
+  const float back = sum(along) * scale * scale * scale / static_cast<float>(size);
+  for (int64_t i = 0; i < size; ++i) d_x[i] += d[i] * weight[i] * scale - x[i] * back;
+}
+
+// y += scale x A B for one tile. z = scale x A stays, [kTile, r].
+void adapt(const Stream& s, int64_t layer, int64_t tile, int module, const float* x, int64_t x_row, float* y,
+           int64_t y_row) {
+  const Module& lora = s.lora[module];
+  float* z = s.low(layer, tile, module);
+  product({x, x_row}, kTile, lora.down(layer, s.adapter[tile]), lora.rank, lora.inputs, z, lora.rank, lora.rank);
+  for (int64_t i = 0; i < kTile * lora.rank; ++i) z[i] *= s.scale[tile];
+  product({z, lora.rank}, kTile, lora.up(layer, s.adapter[tile]), lora.outputs, lora.rank, y, y_row, lora.outputs, true);
+}
+
+// The queries, scaled, and the keys of one tile as attention wants them: normed and rotated. Queries are [kTile, Q];
+// keys [kTile, K], and head by head transposed, [D, kTile].
+void prepare_heads(const Stream& s, int64_t layer, int64_t tile, float* queries, float* keys, float* turned) {
+  const float* from = s.rows(kProjections, layer, tile, s.Q + 2 * s.K);
+  const float shrink = 1.0f / std::sqrt(static_cast<float>(s.D));
+  for (int64_t t = 0; t < kTile; ++t, from += s.Q + 2 * s.K) {
+    const int64_t angle = (tile * kTile + t) * s.D / 2;
+    const auto prepare = [&](const float* head, int norm, float* to) {
+      if (s.norms_heads()) {
+        normed(head, s.weight(norm, layer), s.D, s.eps, to);
+      } else {
+        std::copy_n(head, s.D, to);
+      }
+      rotate(to, s.cos + angle, s.sin + angle, s.D);
+    };
+    for (int64_t at = 0; at < s.Q; at += s.D) {
+      float* query = queries + t * s.Q + at;
+      prepare(from + at, kQNorm, query);
+      for (int64_t d = 0; d < s.D; ++d) query[d] *= shrink;
+    }
+    for (int64_t at = 0; at < s.K; at += s.D) {
+      float* key = keys + t * s.K + at;
+      prepare(from + s.Q + at, kKNorm, key);
+    }
+  }
+  transpose(keys, s.K, kTile, s.K, turned, kTile);
+}
+
+// Keys and values as all tiles see them.
+struct Heads {
+  explicit Heads(const Stream& s) : queries(s.tokens * s.Q), keys(s.tokens * s.K), turned(s.tokens * s.K) {}
+  void prepare(const Stream& s, int64_t layer, int64_t tile) {
+    const int64_t t = tile * kTile;
+    prepare_heads(s, layer, tile, queries.data() + t * s.Q, keys.data() + t * s.K, turned.data() + t * s.K);
+  }
+  // The scores of a tile's queries for its sequence's keys up to its own: [kTile, number of keys].
+  void scores(const Stream& s, int64_t tile, int64_t head, float* to) const {
+    const int64_t first = s.first_tile[tile], seen = (tile - first + 1) * kTile, shared = s.Q / s.K;
+    const float* from = queries.data() + tile * kTile * s.Q + head * s.D;
+    for (int64_t of = first; of <= tile; ++of) {
+      product({from, s.Q}, kTile, turned.data() + of * kTile * s.K + head / shared * s.D * kTile, kTile, s.D,
+              to + (of - first) * kTile, seen, kTile);
+    }
+    for (int64_t t = 0; t < kTile; ++t) {  // a token does not see those after it
+      std::fill(to + t * seen + seen - kTile + t + 1, to + (t + 1) * seen, -std::numeric_limits<float>::infinity());
+    }
+  }
+  std::vector<float> queries, keys, turned;
+};
+
+void attend(const Stream& s, const Heads& heads, int64_t layer, int64_t tile, int64_t head) {
+  const int64_t first = s.first_tile[tile], seen = (tile - first + 1) * kTile, width = s.Q + 2 * s.K;
+  float* scores = scratch(0, kTile * seen);
+  heads.scores(s, tile, head, scores);
+  float* totals = s.rows(kTotals, layer, tile, s.heads());
+  for (int64_t t = 0; t < kTile; ++t) {
+    float* row = scores + t * seen;
+    Vec high = load(row);
+    for (int64_t i = kLanes; i < seen; i += kLanes) {
+      const Vec part = load(row + i);
+      high = part > high ? part : high;
+    }
+    float lanes[kLanes];
+    store(lanes, high);
+    const float highest = *std::max_element(lanes, lanes + kLanes);
+    Vec total{};
+    for (int64_t i = 0; i < seen; i += kLanes) {
+      const Vec weight = exp(load(row + i) - highest);
+      store(row + i, weight);
+      total += weight;
+    }
+    const float whole = sum(total);
+    for (int64_t i = 0; i < seen; i += kLanes) store(row + i, load(row + i) / whole);
+    totals[t * s.heads() + head] = highest + std::log(whole);
+  }
+  const float* values = s.rows(kProjections, layer, first, width) + s.Q + s.K + head / (s.Q / s.K) * s.D;
+  float* to = s.rows(kAttended, layer, tile, s.Q) + head * s.D;
+  product({scores, seen}, kTile, values, width, seen, to, s.Q, s.D);
+}
+
+void before_attention(const Stream& s, int64_t layer, int64_t tile, Heads& heads) {
+  const int64_t width = s.Q + 2 * s.K;
+  float* normed = scratch(0, kTile * s.H);
+  float* to = s.rows(kProjections, layer, tile, width);
+  norm_rows(s.rows(kInputs, layer, tile, s.H), s.weight(kInputNorm, layer), s.H, s.eps, normed);
+  product({normed, s.H}, kTile, s.weight(kQkv, layer), width, s.H, to, width, width);
+  adapt(s, layer, tile, kQ, normed, s.H, to, width);
+  adapt(s, layer, tile, kK, normed, s.H, to + s.Q, width);
+  adapt(s, layer, tile, kV, normed, s.H, to + s.Q + s.K, width);
+  heads.prepare(s, layer, tile);
+}
+
+// inner = silu(gate) up, of rows [gate | up].
+void gate(const Stream& s, const float* gate_up, float* inner) {
+  for (int64_t t = 0; t < kTile; ++t, gate_up += 2 * s.I, inner += s.I) {
+    for (int64_t i = 0; i < s.I; i += kLanes) {
+      const Vec value = load(gate_up + i, s.I - i);
+      store(inner + i, value / (exp(-value) + 1.0f) * load(gate_up + s.I + i, s.I - i), s.I - i);
+    }
+  }
+}
+
+void after_attention(const Stream& s, int64_t layer, int64_t tile, float* out) {
+  float* normed = scratch(0, kTile * s.H);
+  float* inner = scratch(1, kTile * s.I);
+  const float* attended = s.rows(kAttended, layer, tile, s.Q);
+  float* middle = s.rows(kMiddles, layer, tile, s.H);
+  std::copy_n(s.rows(kInputs, layer, tile, s.H), kTile * s.H, middle);
+  product({attended, s.Q}, kTile, s.weight(kOut, layer), s.H, s.Q, middle, s.H, s.H, true);
+  adapt(s, layer, tile, kO, attended, s.Q, middle, s.H);
+  norm_rows(middle, s.weight(kPostNorm, layer), s.H, s.eps, normed);
+  float* gate_up = s.rows(kInner, layer, tile, 2 * s.I);
+  product({normed, s.H}, kTile, s.weight(kGateUp, layer), 2 * s.I, s.H, gate_up, 2 * s.I, 2 * s.I);
+  adapt(s, layer, tile, kGate, normed, s.H, gate_up, 2 * s.I);
+  adapt(s, layer, tile, kUp, normed, s.H, gate_up + s.I, 2 * s.I);
+  gate(s, gate_up, inner);
+  std::copy_n(middle, kTile * s.H, out);
+  product({inner, s.I}, kTile, s.weight(kDownward, layer), s.H, s.I, out, s.H, s.H, true);
+  adapt(s, layer, tile, kDown, inner, s.I, out, s.H);
+}
+
+void forward(const Stream& s, const float* x, float* out) {
+  Heads heads(s);
+  s.team.each(s.tiles(), [&](int64_t tile) {
+    const int64_t at = tile * kTile * s.H;
+    if (s.used(tile)) std::copy_n(x + at, kTile * s.H, s.rows(kInputs, 0, tile, s.H));
+    if (!s.used(tile)) std::fill_n(out + at, kTile * s.H, 0.0f);
+  });
+  for (int64_t layer = 0; layer < s.layers; ++layer) {
+    s.team.each(s.tiles(), [&](int64_t tile) {
+      if (s.used(tile)) before_attention(s, layer, tile, heads);
+    });
+    s.team.each(s.tiles() * s.heads(), [&](int64_t at) {
+      const int64_t tile = s.tiles() - 1 - at / s.heads();  // the last tiles of long sequences take longest
+      if (s.used(tile)) attend(s, heads, layer, tile, at % s.heads());
+    });
+    s.team.each(s.tiles(), [&](int64_t tile) {
+      if (!s.used(tile)) return;
+      const bool last = layer == s.layers - 1;
+      after_attention(s, layer, tile, last ? out + tile * kTile * s.H : s.rows(kInputs, layer + 1, tile, s.H));
+    });
+  }
+}
+
+// The backward pass of one layer after the other.
+class Backward {
+ public:
+  Backward(const Stream& s, std::vector<Module> sums, float* d_x)
+      : s_(s), sums_(std::move(sums)), d_x_(d_x), heads_(s), normed_in_(s.tokens * s.H), normed_middle_(s.tokens * s.H),
+        inner_(s.tokens * s.I), d_out_(s.tokens * s.H), d_middle_(s.tokens * s.H), d_inner_(s.tokens * 2 * s.I),
+        d_attended_(s.tokens * s.Q), d_heads_(s.tokens * (s.Q + 2 * s.K)), d_low_(s.tokens * kModules * s.rank()),
+        tiles_of_(s.lora[0].A.stride / (s.lora[0].inputs * s.rank())), turned_(kModules) {
+    for (int64_t tile = 0; tile < s.tiles(); ++tile) {
+      if (!s.used(tile)) continue;
+      if (s.first_tile[tile] == tile) sequences_.push_back({tile, tile});
+      sequences_.back().second = tile + 1;
+      tiles_of_[s.adapter[tile]].push_back(tile);
+    }
+    for (int module = 0; module < kModules; ++module) turned_[module].resize(s.lora[module].A.stride);
+  }
+
+  void run() {
+    for (int64_t layer = s_.layers - 1; layer >= 0; --layer) {
+      s_.team.each(kModules * tiles_of_.size(), [&](int64_t at) { turn(layer, at % kModules, at / kModules); });
+      s_.team.each(s_.tiles(), [&](int64_t tile) {
+        if (s_.used(tile)) down_to_attention(layer, tile);
+      });
+      s_.team.each(sequences_.size() * s_.K / s_.D, [&](int64_t at) {
+        const auto& [first, end] = sequences_[at / (s_.K / s_.D)];
+        through_attention(layer, first, end, at % (s_.K / s_.D));
+      });
+      s_.team.each(s_.tiles(), [&](int64_t tile) {
+        if (s_.used(tile)) down_to_inputs(layer, tile);
+      });
+      add_gradients(layer);
+    }
+  }
+
+ private:
+  int64_t width() const { return s_.Q + 2 * s_.K; }
+  float* d_low(int64_t tile, int module) { return d_low_.data() + (tile * kModules + module) * kTile * s_.rank(); }
+
+  // Transposes A of one adapter: [r, inputs].
+  void turn(int64_t layer, int module, int64_t adapter) {
+    if (tiles_of_[adapter].empty()) return;
+    const Module& lora = s_.lora[module];
+    const float* from = lora.down(layer, adapter);
+    float* to = turned_[module].data() + adapter * lora.inputs * lora.rank;
+    for (int64_t i = 0; i < lora.inputs; ++i) {
+      for (int64_t r = 0; r < lora.rank; ++r) to[r * lora.inputs + i] = from[i * lora.rank + r];
+    }
+  }
+
+  // Differentiates `adapt` by z, and from there by x, if `d_x` is not null: d_x += d_z A transposed.
+  void adapt_backward(int64_t layer, int64_t tile, int module, const float* d, int64_t d_row, float* d_x) {
+    const Module& lora = s_.lora[module];
+    float* d_z = d_low(tile, module);
+    times_transposed(d, d_row, lora.up(layer, s_.adapter[tile]), lora.outputs, d_z, lora.rank);
+    for (int64_t i = 0; i < kTile * lora.rank; ++i) d_z[i] *= s_.scale[tile];
+    if (d_x == nullptr) return;
+    const float* turned = turned_[module].data() + s_.adapter[tile] * lora.inputs * lora.rank;
+    product({d_z, lora.rank}, kTile, turned, lora.inputs, lora.rank, d_x, lora.inputs, lora.inputs, true);
+  }
+
+  void down_to_attention(int64_t layer, int64_t tile) {
+    const int64_t t = tile * kTile;
+    heads_.prepare(s_, layer, tile);
+    float* d_out = d_out_.data() + t * s_.H;
+    std::copy_n(d_x_ + t * s_.H, kTile * s_.H, d_out);
+    const float* gate_up = s_.rows(kInner, layer, tile, 2 * s_.I);
+    gate(s_, gate_up, inner_.data() + t * s_.I);
+    float* d_inner = scratch(0, kTile * s_.I);
+    times_transposed(d_out, s_.H, s_.weight(kDownward, layer), s_.H, d_inner, s_.I);
+    adapt_backward(layer, tile, kDown, d_out, s_.H, d_inner);
+    float* d_gate_up = d_inner_.data() + t * 2 * s_.I;
+    gate_backward(gate_up, d_inner, d_gate_up);
+    const float* middle = s_.rows(kMiddles, layer, tile, s_.H);
+    norm_rows(middle, s_.weight(kPostNorm, layer), s_.H, s_.eps, normed_middle_.data() + t * s_.H);
+    float* d_normed = scratch(1, kTile * s_.H);
+    times_transposed(d_gate_up, 2 * s_.I, s_.weight(kGateUp, layer), 2 * s_.I, d_normed, s_.H);
+    adapt_backward(layer, tile, kGate, d_gate_up, 2 * s_.I, d_normed);
+    adapt_backward(layer, tile, kUp, d_gate_up + s_.I, 2 * s_.I, d_normed);
+    float* d_middle = d_middle_.data() + t * s_.H;
+    std::copy_n(d_out, kTile * s_.H, d_middle);
+    for (int64_t row = 0; row < kTile; ++row) {
+      add_norm_backward(d_normed + row * s_.H, middle + row * s_.H, s_.weight(kPostNorm, layer), s_.H, s_.eps,
+                        d_middle + row * s_.H);
+    }
+    float* d_attended = d_attended_.data() + t * s_.Q;
+    times_transposed(d_middle, s_.H, s_.weight(kOut, layer), s_.H, d_attended, s_.Q);
+    adapt_backward(layer, tile, kO, d_middle, s_.H, d_attended);
+  }
+
+  void gate_backward(const float* gate_up, const float* d_inner, float* d) {
+    for (int64_t t = 0; t < kTile; ++t, gate_up += 2 * s_.I, d_inner += s_.I, d += 2 * s_.I) {
+      for (int64_t i = 0; i < s_.I; i += kLanes) {
+        const int64_t left = s_.I - i;
+        const Vec value = load(gate_up + i, left), up = load(gate_up + s_.I + i, left), d_value = load(d_inner + i, left);
+        const Vec sigmoid = 1.0f / (exp(-value) + 1.0f);
+        store(d + i, d_value * up * sigmoid * (1.0f + value * (1.0f - sigmoid)), left);
+        store(d + s_.I + i, d_value * value * sigmoid, left);
+      }
+    }
+  }
+
+  // Differentiates the attention of one sequence by its queries, and by one head of keys and values, which they share.
+  void through_attention(int64_t layer, int64_t first, int64_t end, int64_t kv_head) {
+    const int64_t group = s_.Q / s_.K, W = width(), keys_at = s_.Q + kv_head * s_.D, values_at = keys_at + s_.K;
+    const float shrink = 1.0f / std::sqrt(static_cast<float>(s_.D));
+    float* d = d_heads_.data() + first * kTile * W;
+    for (int64_t t = 0; t < (end - first) * kTile; ++t) {
+      std::fill_n(d + t * W + keys_at, s_.D, 0.0f);
+      std::fill_n(d + t * W + values_at, s_.D, 0.0f);
+    }
+    const float* keys = heads_.keys.data() + first * kTile * s_.K + kv_head * s_.D;
+    const float* values = s_.rows(kProjections, layer, first, W) + values_at;
+    std::vector<float> turned((end - first) * kTile * s_.D);
+    for (int64_t t = 0; t < (end - first) * kTile; t += kTile) {
+      transpose(values + t * W, W, kTile, s_.D, turned.data() + t * s_.D, kTile);
+    }
+    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+      for (int64_t tile = first; tile < end; ++tile) {
+        const int64_t seen = (tile - first + 1) * kTile;
+        float* shares = scratch(0, kTile * seen);
+        float* d_scores = scratch(1, kTile * seen);
+        heads_.scores(s_, tile, head, shares);
+        const float* queries = heads_.queries.data() + tile * kTile * s_.Q + head * s_.D;
+        const float* out = s_.rows(kAttended, layer, tile, s_.Q) + head * s_.D;
+        const float* d_out = d_attended_.data() + tile * kTile * s_.Q + head * s_.D;
+        const float* totals = s_.rows(kTotals, layer, tile, s_.heads());
+        for (int64_t of = 0; of < seen; of += kTile) {
+          product({d_out, s_.Q}, kTile, turned.data() + of * s_.D, kTile, s_.D, d_scores + of, seen, kTile);
+        }
+        for (int64_t t = 0; t < kTile; ++t) {
+          Vec along{};
+          for (int64_t i = 0; i < s_.D; i += kLanes) {
+            along += load(out + t * s_.Q + i, s_.D - i) * load(d_out + t * s_.Q + i, s_.D - i);
+          }
+          const float delta = sum(along), total = totals[t * s_.heads() + head];
+          float *share = shares + t * seen, *d_score = d_scores + t * seen;
+          for (int64_t i = 0; i < seen; i += kLanes) {
+            const Vec weight = exp(load(share + i) - total);
+            store(share + i, weight);
+            store(d_score + i, weight * (load(d_score + i) - delta));
+          }
+        }
+        float* d_queries = d_heads_.data() + tile * kTile * W + head * s_.D;
+        product({d_scores, seen}, kTile, keys, s_.K, seen, d_queries, W, s_.D);
+        for (int64_t t = 0; t < kTile; ++t) {
+          for (int64_t i = 0; i < s_.D; ++i) d_queries[t * W + i] *= shrink;
+        }
+        product({d_scores, 1, seen}, seen, queries, s_.Q, kTile, d + keys_at, W, s_.D, true);
+        product({shares, 1, seen}, seen, d_out, s_.Q, kTile, d + values_at, W, s_.D, true);
+      }
+    }
+  }
+
+  void down_to_inputs(int64_t layer, int64_t tile) {
+    const int64_t t = tile * kTile, W = width();
+    const float* projections = s_.rows(kProjections, layer, tile, W);
+    float* d = d_heads_.data() + t * W;
+    for (int64_t row = 0; row < kTile; ++row) {
+      const int64_t angle = (t + row) * s_.D / 2;
+      for (int64_t at = 0; at < s_.Q + s_.K; at += s_.D) {
+        head_backward(projections + row * W + at, at < s_.Q ? kQNorm : kKNorm, layer, angle, d + row * W + at);
+      }
+    }
+    const float* inputs = s_.rows(kInputs, layer, tile, s_.H);
+    norm_rows(inputs, s_.weight(kInputNorm, layer), s_.H, s_.eps, normed_in_.data() + t * s_.H);
+    float* d_normed = layer > 0 ? scratch(0, kTile * s_.H) : nullptr;  // nobody asks for the embedding's gradient
+    if (layer > 0) times_transposed(d, W, s_.weight(kQkv, layer), W, d_normed, s_.H);
+    adapt_backward(layer, tile, kQ, d, W, d_normed);
+    adapt_backward(layer, tile, kK, d + s_.Q, W, d_normed);
+    adapt_backward(layer, tile, kV, d + s_.Q + s_.K, W, d_normed);
+    if (layer == 0) return;
+    float* d_x = d_x_ + t * s_.H;
+    std::copy_n(d_middle_.data() + t * s_.H, kTile * s_.H, d_x);
+    for (int64_t row = 0; row < kTile; ++row) {
+      add_norm_backward(d_normed + row * s_.H, inputs + row * s_.H, s_.weight(kInputNorm, layer), s_.H, s_.eps,
+                        d_x + row * s_.H);
+    }
+  }
+
+  // Undoes the rotation, and differentiates the norm of a head if there is one; `d` in place.
+  void head_backward(const float* head, int norm, int64_t layer, int64_t angle, float* d) {
+    for (int64_t i = 0; i < s_.D / 2; ++i) {
+      const float first = d[i], second = d[i + s_.D / 2], cos = s_.cos[angle + i], sin = s_.sin[angle + i];
+      d[i] = first * cos + second * sin;
+      d[i + s_.D / 2] = second * cos - first * sin;
+    }
+    if (!s_.norms_heads()) return;
+    float* by_head = scratch(3, s_.D);
+    std::fill_n(by_head, s_.D, 0.0f);
+    add_norm_backward(d, head, s_.weight(norm, layer), s_.D, s_.eps, by_head);
+    std::copy_n(by_head, s_.D, d);
+  }
+
+  // Adds each tile's gradients of A and B to the sums of its adapter, in the order of tiles.
+  void add_gradients(int64_t layer) {
+    struct Inputs {
+      const float* x;
+      int64_t x_row;
+      const float* d;
+      int64_t d_row;
+    };
+    const float* d_inner = d_inner_.data();
+    const float* d_heads = d_heads_.data();
+    const float* attended = s_.saved[kAttended].of(layer);
+    const std::array<Inputs, kModules> all{{
+        {normed_in_.data(), s_.H, d_heads, width()},
+        {normed_in_.data(), s_.H, d_heads + s_.Q, width()},
+        {normed_in_.data(), s_.H, d_heads + s_.Q + s_.K, width()},
+        {attended, s_.Q, d_middle_.data(), s_.H},
+        {normed_middle_.data(), s_.H, d_inner, 2 * s_.I},
+        {normed_middle_.data(), s_.H, d_inner + s_.I, 2 * s_.I},
+        {inner_.data(), s_.I, d_out_.data(), s_.H},
+    }};
+    struct Part {
+      int module;
+      int64_t adapter, first, count;
+      bool of_A;
+    };
+    constexpr int64_t kPart = 256;
+    std::vector<Part> parts;
+    for (int64_t adapter = 0; adapter < static_cast<int64_t>(tiles_of_.size()); ++adapter) {
+      if (tiles_of_[adapter].empty()) continue;
+      for (int module = 0; module < kModules; ++module) {
+        for (const bool of_A : {true, false}) {
+          const int64_t size = of_A ? s_.lora[module].inputs : s_.lora[module].outputs;
+          for (int64_t first = 0; first < size; first += kPart) {
+            parts.push_back({module, adapter, first, std::min(kPart, size - first), of_A});
+          }
+        }
+      }
+    }
+    s_.team.each(parts.size(), [&](int64_t at) {
+      const Part& part = parts[at];
+      const Module& sum = sums_[part.module];
+      const Inputs& in = all[part.module];
+      for (const int64_t tile : tiles_of_[part.adapter]) {
+        const int64_t t = tile * kTile;
+        if (part.of_A) {
+          product({in.x + t * in.x_row + part.first, 1, in.x_row}, part.count, d_low(tile, part.module), sum.rank, kTile,
+                  sum.down(layer, part.adapter) + part.first * sum.rank, sum.rank, sum.rank, true);
+        } else {
+          product({s_.low(layer, tile, part.module), 1, sum.rank}, sum.rank, in.d + t * in.d_row + part.first, in.d_row,
+                  kTile, sum.up(layer, part.adapter) + part.first, sum.outputs, part.count, true);
+        }
+      }
+    });
+  }
+
+  const Stream& s_;
+  const std::vector<Module> sums_;
+  float* const d_x_;
+  Heads heads_;
+  std::vector<float> normed_in_, normed_middle_, inner_, d_out_, d_middle_, d_inner_, d_attended_, d_heads_, d_low_;
+  std::vector<std::vector<int64_t>> tiles_of_;          // of each adapter
+  std::vector<std::vector<float>> turned_;              // A of each module, transposed
+  std::vector<std::pair<int64_t, int64_t>> sequences_;  // first tile, and the one after the last
+};
+
+template <typename Args>
+ffi::ErrorOr<std::vector<Floats>> floats_of(const Args& args, size_t first, size_t count) {
+  std::vector<Floats> found;
+  for (size_t index = first; index < first + count; ++index) {
+    auto each = args.template get<Floats>(index);
+    if (each.has_error()) return ffi::Unexpected(each.error());
+    found.push_back(*each);
+  }
+  return found;
+}
+
+Stream stream_of(Team& team, float eps, const Floats& x, const Ints& first, const Ints& adapter, const Floats& scale,
+                 const Floats& cos, const Floats& sin, const std::vector<Floats>& weights) {
+  Stream s{team, eps, first.typed_data(), adapter.typed_data(), scale.typed_data(), cos.typed_data(), sin.typed_data()};
+  for (int which = 0; which < kWeights; ++which) s.weights[which] = layered(weights[which]);
+  for (int module = 0; module < kModules; ++module) {
+    s.lora.emplace_back(weights[kWeights + 2 * module], weights[kWeights + 2 * module + 1]);
+  }
+  s.layers = weights[kQkv].dimensions()[0];
+  s.tokens = x.dimensions()[0], s.H = x.dimensions()[1];
+  s.I = weights[kDownward].dimensions()[1];
+  s.Q = weights[kOut].dimensions()[1];
+  s.K = (weights[kQkv].dimensions()[2] - s.Q) / 2;
+  s.D = 2 * cos.dimensions()[1];
+  return s;
+}
+
+constexpr size_t kGiven = kWeights + 2 * kModules;
+
+ffi::Error Forward(ffi::ThreadPool pool, float eps, Floats x, Ints first, Ints adapter, Floats scale, Floats cos,
+                   Floats sin, ffi::RemainingArgs rest, ffi::Result<Floats> out, ffi::RemainingRets saved) {
+  return with_memory([&]() -> ffi::Error {
+    auto weights = floats_of(rest, 0, kGiven);
+    if (weights.has_error()) return weights.error();
+    Team team(pool);
+    Stream s = stream_of(team, eps, x, first, adapter, scale, cos, sin, *weights);
+    const int64_t width = s.Q + 2 * s.K;
+    std::vector<float> own;  // of one layer, if nothing is to be saved
+    if (saved.size() == 0) {
+      const std::array<int64_t, kSaved> sizes{s.H, width, s.Q, s.heads(), s.H, 2 * s.I, kModules * s.rank()};
+      int64_t total = 0;
+      for (const int64_t size : sizes) total += size * s.tokens;
+      own.resize(total);
+      int64_t at = 0;
+      for (int which = 0; which < kSaved; at += sizes[which++] * s.tokens) s.saved[which] = {own.data() + at, 0};
+    } else {
+      for (int which = 0; which < kSaved; ++which) {
+        auto each = saved.get<Floats>(which);
+        if (each.has_error()) return each.error();
+        s.saved[which] = layered(**each);
+      }
+    }
+    forward(s, x.typed_data(), out->typed_data());
+    return ffi::Error::Success();
+  });
+}
+
+ffi::Error BackwardPass(ffi::ThreadPool pool, float eps, Floats d_out, Ints first, Ints adapter, Floats scale, Floats cos,
+                        Floats sin, ffi::RemainingArgs rest, ffi::RemainingRets new_sums) {
+  return with_memory([&]() -> ffi::Error {
+    auto given = floats_of(rest, 0, kGiven + kSaved);
+    if (given.has_error()) return given.error();
+    Team team(pool);
+    Stream s = stream_of(team, eps, d_out, first, adapter, scale, cos, sin, *given);
+    for (int which = 0; which < kSaved; ++which) s.saved[which] = layered((*given)[kGiven + which]);
+    std::vector<Module> sums;
+    for (int module = 0; module < kModules; ++module) {
+      auto A = new_sums.get<Floats>(2 * module), B = new_sums.get<Floats>(2 * module + 1);
+      if (A.has_error()) return A.error();
+      if (B.has_error()) return B.error();
+      sums.emplace_back(**A, **B);
+    }
+    std::vector<float> d_x(d_out.typed_data(), d_out.typed_data() + d_out.element_count());
+    Backward(s, std::move(sums), d_x.data()).run();
+    return ffi::Error::Success();
+  });
+}
+
+}  // namespace
+}  // namespace tinsmith
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(tinsmith_forward, tinsmith::Forward,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Attr<float>("eps")
+                                  .Arg<tinsmith::Floats>()
+                                  .Arg<tinsmith::Ints>()
+                                  .Arg<tinsmith::Ints>()
+                                  .Arg<tinsmith::Floats>()
+                                  .Arg<tinsmith::Floats>()
+                                  .Arg<tinsmith::Floats>()
+                                  .RemainingArgs()
+                                  .Ret<tinsmith::Floats>()
+                                  .RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(tinsmith_backward, tinsmith::BackwardPass,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Attr<float>("eps")
+                                  .Arg<tinsmith::Floats>()
+                                  .Arg<tinsmith::Ints>()
+                                  .Arg<tinsmith::Ints>()
+                                  .Arg<tinsmith::Floats>()
+                                  .Arg<tinsmith::Floats>()
+                                  .Arg<tinsmith::Floats>()
+                                  .RemainingArgs()
+                                  .RemainingRets());

@@ -1,0 +1,111 @@
+"""The kernels for CPUs in C++ (cpu/): compiled once with the machine's compiler, then called by XLA's programs.
+
+They belong to the process: once `load` has found or compiled them, programs may be compiled that call them.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import jax
+
+logger = logging.getLogger(__name__)
+
+LAYERS: Final = "tinsmith_layers"
+DRAW: Final = "tinsmith_draw"
+FORWARD: Final = "tinsmith_forward"
+BACKWARD: Final = "tinsmith_backward"
+
+_SOURCES: Final = Path(__file__).with_name("cpu")
+_FLAGS: Final = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fPIC",
+    "-shared",
+    "-w",
+)
+"""Contraction is on everywhere, so that a product's sum is rounded alike in all forms of its loop."""
+_COMPILERS: Final = ("c++", "g++", "clang++")
+
+_loaded = False
+
+
+def loaded() -> bool:
+    """Return whether this process has the kernels."""
+    return _loaded
+
+
+def load(directory: Path) -> bool:
+    """Load the kernels from `directory`, and compile them first if they are not there. Return whether that worked.
+
+    A machine without a C++ compiler does without them.
+    """
+    global _loaded  # noqa: PLW0603 - XLA registers a target once per process, too
+    if _loaded:
+        return True
+    compiler = next((found for found in map(shutil.which, _compilers()) if found), None)
+    if compiler is None:
+        told = "no C++ compiler (%s) is installed: sampling on this CPU takes two to four times as long without one"
+        logger.warning(told, ", ".join(_compilers()))
+        return False
+    try:
+        library = ctypes.CDLL(str(_compiled(directory, compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        told = "cannot compile the kernels for CPUs with %s, so XLA's are used, which are slower: %s"
+        logger.warning(told, compiler, _reason(error))
+        return False
+    for name in (LAYERS, DRAW, FORWARD, BACKWARD):
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    _loaded = True
+    return True
+
+
+def _reason(error: Exception) -> str:
+    """Return the compiler's first error, or what the system says."""
+    lines = str(getattr(error, "stderr", None) or error).splitlines()
+    return next((line for line in lines if "error" in line), lines[-1] if lines else repr(error))
+
+
+def _compilers() -> tuple[str, ...]:
+    chosen = os.environ.get("CXX")
+    return (chosen,) if chosen else _COMPILERS
+
+
+def _compiled(directory: Path, compiler: str) -> Path:
+    """Return the library, which is kept as long as the sources, the compiler and the machine's instructions are."""
+    sources = sorted(_SOURCES.iterdir())
+    command = [
+        compiler,
+        *_FLAGS,
+        f"-I{jax.ffi.include_dir()}",
+        *(str(file) for file in sources if file.suffix == ".cc"),
+    ]
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True).stdout
+    parts = [version, _instructions(), *(file.read_bytes() for file in sources), " ".join(command).encode()]
+    library = directory / f"kernels-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+    if not library.exists():
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+            made = Path(scratch) / library.name
+            subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True)
+            made.replace(library)
+    return library
+
+
+def _instructions() -> bytes:
+    """Return what tells this machine's instructions from those of another that shares the directory."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_bytes().splitlines() if info.exists() else []
+    return b"".join(sorted({line for line in lines if line.startswith((b"flags", b"Features"))})) or os.fsencode(
+        f"{platform.machine()} {platform.processor()}"
+    )

@@ -1,0 +1,85 @@
+"""The layers in training on a CPU, by the kernels in C++. The arithmetic is that of trunk.py.
+
+A pass costs what its tiles cost: unused ones are left out.
+
+Legend: T = tokens, n = T / TILE tiles, H = hidden, Q = queries of all heads, L = layers.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tinsmith_jax.kernels import native
+from tinsmith_jax.layers import Tiles
+from tinsmith_jax.model_config import ModelConfig
+
+# Any below: jax arrays and pytrees of them.
+_ABSENT = np.zeros((1, 0), np.float32)  # in place of norms that a model does not have
+_MATRICES = ("input_norm", "qkv", "q_norm", "k_norm", "o", "post_norm", "gate_up", "down")
+_MODULES = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+def layers(
+    x_TH: Any, weights: Any, config: ModelConfig, adapters: Any, tiles: Tiles, angles: Any, first_n: Any, sums: Any
+) -> Any:
+    """Return what the layers make of `x_TH`, zeros in unused tiles, whose `first_n` is -1.
+
+    If there are `sums`, reverse differentiation by them yields the sums plus the gradients of the adapters, and nothing
+    by anything else.
+    """
+    stream = (first_n, tiles.adapter_n, tiles.scale_n, *angles)
+    given = (*(weights.get(name, _ABSENT) for name in _MATRICES), *_in_order(adapters))
+    if sums is None:
+        (out_TH,) = _forward(config, x_TH, stream, given, ())
+        return out_TH
+    return _summing(config, x_TH, stream, given, sums)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _summing(config: ModelConfig, x_TH: Any, stream: Any, given: Any, sums: Any) -> Any:
+    del sums
+    return _forward(config, x_TH, stream, given, ())[0]
+
+
+def _summing_forward(config: ModelConfig, x_TH: Any, stream: Any, given: Any, sums: Any) -> tuple[Any, Any]:
+    rank = next(iter(sums.values()))[0].shape[-1]
+    out_TH, *saved = _forward(config, x_TH, stream, given, _saved_sizes(config, rank))
+    return out_TH, (stream, given, sums, saved)
+
+
+def _summing_backward(config: ModelConfig, kept: Any, d_TH: Any) -> tuple[None, None, None, Any]:
+    stream, given, sums, saved = kept
+    before = _in_order(sums)
+    arguments = (d_TH, *stream, *given, *saved, *before)
+    first = len(arguments) - len(before)
+    call = jax.ffi.ffi_call(
+        native.BACKWARD,
+        [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in before],
+        input_output_aliases={first + index: index for index in range(len(before))},
+    )
+    after = iter(call(*arguments, eps=np.float32(config.rms_norm_eps)))
+    return None, None, None, {name: (next(after), next(after)) for name in _MODULES}
+
+
+_summing.defvjp(_summing_forward, _summing_backward)
+
+
+def _forward(config: ModelConfig, x_TH: Any, stream: Any, given: Any, saved_sizes: tuple[int, ...]) -> Any:
+    """Return the output [T, H] and what is to be saved of each layer: [L, T, size]."""
+    T, H = x_TH.shape
+    shapes = [(T, H), *((config.num_layers, T, size) for size in saved_sizes)]
+    call = jax.ffi.ffi_call(native.FORWARD, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    return call(x_TH, *stream, *given, eps=np.float32(config.rms_norm_eps))
+
+
+def _saved_sizes(config: ModelConfig, rank: int) -> tuple[int, ...]:
+    """Return the floats per token: inputs, projections, attended, sums of scores, middle, gate and up, low ranks."""
+    H, Q = config.hidden_size, config.q_size
+    return H, Q + 2 * config.kv_size, Q, Q // config.head_dim, H, 2 * config.intermediate_size, len(_MODULES) * rank
+
+
+def _in_order(adapters: Any) -> tuple[Any, ...]:
+    return tuple(factor for name in _MODULES for factor in adapters[name])
