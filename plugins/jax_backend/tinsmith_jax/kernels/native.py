@@ -11,6 +11,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -72,7 +74,8 @@ def load(directory: Path) -> bool:
 
 def _reason(error: Exception) -> str:
     """Return the compiler's first error, or what the system says."""
-    lines = str(getattr(error, "stderr", None) or error).splitlines()
+    said = getattr(error, "stderr", b"")
+    lines = (said.decode(errors="replace") or str(error)).splitlines()
     return next((line for line in lines if "error" in line), lines[-1] if lines else repr(error))
 
 
@@ -83,23 +86,23 @@ def _compilers() -> tuple[str, ...]:
 
 def _compiled(directory: Path, compiler: str) -> Path:
     """Return the library, which is kept as long as the sources, the compiler and the machine's instructions are."""
-    sources = sorted(_SOURCES.iterdir())
-    command = [
-        compiler,
-        *_FLAGS,
-        f"-I{jax.ffi.include_dir()}",
-        *(str(file) for file in sources if file.suffix == ".cc"),
-    ]
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True).stdout
+    sources = sorted(file for file in _SOURCES.iterdir() if file.suffix in {".cc", ".h"})
+    command = [compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}"]
+    version = _run([compiler, "--version"])
     parts = [version, _instructions(), *(file.read_bytes() for file in sources), " ".join(command).encode()]
     library = directory / f"kernels-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
     if not library.exists():
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory) as scratch:
-            made = Path(scratch) / library.name
-            subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True)
-            made.replace(library)
+        with tempfile.TemporaryDirectory(dir=directory) as scratch, ThreadPoolExecutor() as pool:
+            objects = {file: f"{scratch}/{file.stem}.o" for file in sources if file.suffix == ".cc"}
+            list(pool.map(_run, ([*command, "-c", str(file), "-o", made] for file, made in objects.items())))
+            _run([*command, *objects.values(), "-o", f"{scratch}/{library.name}"])
+            Path(scratch, library.name).replace(library)
     return library
+
+
+def _run(command: Sequence[str]) -> bytes:
+    return subprocess.run(command, check=True, capture_output=True).stdout
 
 
 def _instructions() -> bytes:

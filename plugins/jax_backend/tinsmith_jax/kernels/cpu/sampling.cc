@@ -34,8 +34,11 @@ struct Module {
   int64_t adapters, inputs, rank, outputs;
 
   Module(const Floats& A, const Floats& B)
-      : a(A.typed_data()), b(B.typed_data()), adapters(A.dimensions()[A.dimensions().size() - 3]),
-        inputs(A.dimensions()[A.dimensions().size() - 2]), rank(A.dimensions().back()),
+      : a(A.typed_data()),
+        b(B.typed_data()),
+        adapters(A.dimensions()[A.dimensions().size() - 3]),
+        inputs(A.dimensions()[A.dimensions().size() - 2]),
+        rank(A.dimensions().back()),
         outputs(B.dimensions().back()) {}
   const float* down(int64_t layer, int64_t row) const { return a + (layer * adapters + row) * inputs * rank; }
   const float* up(int64_t layer, int64_t row) const { return b + (layer * adapters + row) * rank * outputs; }
@@ -71,13 +74,27 @@ enum { kQ, kK, kV, kO, kGate, kUp, kDown, kHead };
 
 class Pass {
  public:
-  Pass(Team& team, const Model& model, std::vector<Row> rows, float* keys, float* values, ffi::Span<const int64_t> cache)
-      : team_(team), m_(model), rows_(std::move(rows)), keys_(keys), values_(values), pages_(cache[1]), J_(cache[2]),
-        D_(cache[3]), C_(cache[4]), H_(model.final_norm.dimensions()[0]), Q_(model.o.dimensions()[1]), KV_(J_ * D_),
-        I_(model.down.dimensions()[1]), N_(static_cast<int64_t>(rows_.size())), normed_(N_ * H_),
+  Pass(Team& team, const Model& model, std::vector<Row> rows, float* keys, float* values,
+       ffi::Span<const int64_t> cache)
+      : team_(team),
+        m_(model),
+        rows_(std::move(rows)),
+        keys_(keys),
+        values_(values),
+        pages_(cache[1]),
+        J_(cache[2]),
+        D_(cache[3]),
+        C_(cache[4]),
+        H_(model.final_norm.dimensions()[0]),
+        Q_(model.o.dimensions()[1]),
+        KV_(J_ * D_),
+        I_(model.down.dimensions()[1]),
+        N_(static_cast<int64_t>(rows_.size())),
+        normed_(N_ * H_),
         low_(N_ * 3 * model.lora[kQ].rank) {
     for (int64_t n = 0; n < N_; ++n) {
-      const bool begins = blocks_.empty() || blocks_.back().adapter != rows_[n].adapter || blocks_.back().count == kRowBlock;
+      const bool begins =
+          blocks_.empty() || blocks_.back().adapter != rows_[n].adapter || blocks_.back().count == kRowBlock;
       if (begins) blocks_.push_back({n, 0, rows_[n].adapter});
       ++blocks_.back().count;
     }
@@ -95,8 +112,8 @@ class Pass {
       const auto projections = split({{kQ, Q_}, {kK, KV_}, {kV, KV_}});
       team_.each(projections.size(), [&](int64_t at) {
         const Columns& c = projections[at];
-        multiply(normed_.data(), H_, of_layer(m_.qkv, layer), Q_ + 2 * KV_, c, layer, c.module - kQ, qkv.data() + c.place,
-                 Q_ + 2 * KV_, false);
+        multiply(normed_.data(), H_, of_layer(m_.qkv, layer), Q_ + 2 * KV_, c, layer, c.module - kQ,
+                 qkv.data() + c.place, Q_ + 2 * KV_, false);
       });
       const bool norms_heads = m_.q_norm.element_count() > 0;
       team_.each(N_ * J_, [&](int64_t at) {
@@ -119,7 +136,8 @@ class Pass {
         float* gate = inner.data() + c.first;
         multiply(normed_.data(), H_, of_layer(m_.gate_up, layer), 2 * I_, c, layer, 0, gate, I_, false);
         const Columns same_of_up{kUp, c.first, c.count, I_ + c.first};
-        multiply(normed_.data(), H_, of_layer(m_.gate_up, layer), 2 * I_, same_of_up, layer, 1, up.data(), c.count, false);
+        multiply(normed_.data(), H_, of_layer(m_.gate_up, layer), 2 * I_, same_of_up, layer, 1, up.data(), c.count,
+                 false);
         for (int64_t n = 0; n < N_; ++n) gated(gate + n * I_, up.data() + n * c.count, c.count);
       });
       lower(inner.data(), I_, layer, {kDown});
@@ -188,9 +206,8 @@ class Pass {
 
   void add(const float* from, int64_t size, const float* w, int module, int64_t layer, float* x) {
     const auto parts = split({{module, H_}});
-    team_.each(parts.size(), [&](int64_t at) {
-      multiply(from, size, w, H_, parts[at], layer, 0, x + parts[at].first, H_, true);
-    });
+    team_.each(parts.size(),
+               [&](int64_t at) { multiply(from, size, w, H_, parts[at], layer, 0, x + parts[at].first, H_, true); });
   }
 
   // Divides the columns of modules that lie beside each other.
@@ -198,7 +215,7 @@ class Pass {
     std::vector<Columns> parts;
     int64_t place = 0;
     for (const auto& [module, size] : modules) {
-      const int64_t width = size > 2048 ? 512 : size > 1024 ? 384 : size > 512 ? 256: 64;
+      const int64_t width = size > 2048 ? 512 : size > 1024 ? 384 : size > 512 ? 256 : 64;
       for (int64_t first = 0; first < size; first += width) {
         parts.push_back({module, first, std::min(width, size - first), place + first});
       }
@@ -242,7 +259,8 @@ class Pass {
     std::vector<float>& scores = of_thread();
     scores.resize(group * room);
     for (int64_t page = 0; page < num_pages; ++page) {
-      product({queries, D_}, group, keys_ + page_of(row, layer, head, page), C_, D_, scores.data() + page * C_, room, C_);
+      product({queries, D_}, group, keys_ + page_of(row, layer, head, page), C_, D_, scores.data() + page * C_, room,
+              C_);
     }
     to += head * group * D_;
     for (int64_t q = 0; q < group; ++q) softmax(scores.data() + q * room, seen, room);
@@ -275,9 +293,9 @@ class Pass {
   std::vector<float> normed_, low_;
 };
 
-ffi::Error Layers(ffi::ThreadPool pool, float eps, bool gives_logits, Floats x, Ints positions, Ints tables, Ints adapters,
-                  Floats cos, Floats sin, ffi::RemainingArgs rest, ffi::Result<Floats> keys, ffi::Result<Floats> values,
-                  ffi::Result<Floats> out) {
+ffi::Error Layers(ffi::ThreadPool pool, float eps, bool gives_logits, Floats x, Ints positions, Ints tables,
+                  Ints adapters, Floats cos, Floats sin, ffi::RemainingArgs rest, ffi::Result<Floats> keys,
+                  ffi::Result<Floats> values, ffi::Result<Floats> out) {
   return with_memory([&]() -> ffi::Error {
     std::vector<Floats> more;
     for (size_t index = 0; index < rest.size(); ++index) {
@@ -286,8 +304,18 @@ ffi::Error Layers(ffi::ThreadPool pool, float eps, bool gives_logits, Floats x, 
       more.push_back(*each);
     }
     const auto lora = [&](int module) { return Module(more[10 + 2 * module], more[11 + 2 * module]); };
-    const Model model{more[0], more[1], more[2], more[3], more[4], more[5], more[6], more[7], more[8], more[9],
-                      {lora(kQ), lora(kK), lora(kV), lora(kO), lora(kGate), lora(kUp), lora(kDown), lora(kHead)}, eps};
+    const Model model{more[0],
+                      more[1],
+                      more[2],
+                      more[3],
+                      more[4],
+                      more[5],
+                      more[6],
+                      more[7],
+                      more[8],
+                      more[9],
+                      {lora(kQ), lora(kK), lora(kV), lora(kO), lora(kGate), lora(kUp), lora(kDown), lora(kHead)},
+                      eps};
     const int64_t every = x.dimensions()[0], H = x.dimensions()[1], half = cos.dimensions()[1];
     const int64_t of_table = every / tables.dimensions()[0], G = tables.dimensions()[1];
     std::vector<Row> rows;
@@ -317,7 +345,8 @@ ffi::Error Layers(ffi::ThreadPool pool, float eps, bool gives_logits, Floats x, 
 
 constexpr int64_t kBlock = 512;
 
-// The first token whose running sum of weights exceeds `level`, in two steps: blocks, then tokens. Never one of weight 0.
+// The first token whose running sum of weights exceeds `level`, in two steps: blocks, then tokens. Never one of weight
+// 0.
 int64_t search(const float* weights, int64_t size, float uniform) {
   const int64_t num_blocks = (size + kBlock - 1) / kBlock;
   std::vector<float> ends(num_blocks);
@@ -331,7 +360,8 @@ int64_t search(const float* weights, int64_t size, float uniform) {
   }
   const float level = uniform * total;
   const auto first_above = [](const float* sums, int64_t count, float wanted) {
-    // Rounding may raise the level to the last sum, above which there is none: it is kept just below. NaN is above none.
+    // Rounding may raise the level to the last sum, above which there is none: it is kept just below. NaN is above
+    // none.
     wanted = std::clamp(wanted, 0.0f, std::nextafter(sums[count - 1], 0.0f));
     return std::min<int64_t>(std::upper_bound(sums, sums + count, wanted) - sums, count - 1);
   };
@@ -342,8 +372,8 @@ int64_t search(const float* weights, int64_t size, float uniform) {
   return begin + first_above(inside.data(), count, level - (block > 0 ? ends[block - 1] : 0.0f));
 }
 
-// Draws a token from one row of logits, of which `scale` times is at least `floor`; the best one if `greedy`. `logp` gets
-// the log-probabilities of the vocabulary.
+// Draws a token from one row of logits, of which `scale` times is at least `floor`; the best one if `greedy`. `logp`
+// gets the log-probabilities of the vocabulary.
 int64_t draw(const float* logits, int64_t size, bool greedy, float scale, float floor, float uniform, float* logp,
              float* logprob) {
   thread_local std::vector<float> weights;
@@ -361,7 +391,8 @@ int64_t draw(const float* logits, int64_t size, bool greedy, float scale, float 
   }
   const float normalizer = highest + std::log(sum(total));
   for (int64_t i = 0; i < size; ++i) logp[i] -= normalizer;
-  const int64_t token = greedy ? std::max_element(logits, logits + size) - logits : search(weights.data(), size, uniform);
+  const int64_t token =
+      greedy ? std::max_element(logits, logits + size) - logits : search(weights.data(), size, uniform);
   *logprob = logp[token];
   return token;
 }

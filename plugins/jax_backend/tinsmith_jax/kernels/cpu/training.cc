@@ -1,4 +1,5 @@
-// The layers of a dense model over a packed stream of sequences, forwards and backwards, with the gradients of adapters.
+// The layers of a dense model over a packed stream of sequences, forwards and backwards, with the gradients of
+// adapters.
 //
 // native_training.py documents the arguments; trunk.py computes the same for what these do not support. A stream
 // consists of tiles of 64 tokens, each of one sequence and one adapter. A tile's numbers depend on its own sequence
@@ -119,7 +120,8 @@ void adapt(const Stream& s, int64_t layer, int64_t tile, int module, const float
   float* z = s.low(layer, tile, module);
   product({x, x_row}, kTile, lora.down(layer, s.adapter[tile]), lora.rank, lora.inputs, z, lora.rank, lora.rank);
   for (int64_t i = 0; i < kTile * lora.rank; ++i) z[i] *= s.scale[tile];
-  product({z, lora.rank}, kTile, lora.up(layer, s.adapter[tile]), lora.outputs, lora.rank, y, y_row, lora.outputs, true);
+  product({z, lora.rank}, kTile, lora.up(layer, s.adapter[tile]), lora.outputs, lora.rank, y, y_row, lora.outputs,
+          true);
 }
 
 // The queries, scaled, and the keys of one tile as attention wants them: normed and rotated. Queries are [kTile, Q];
@@ -270,10 +272,21 @@ void forward(const Stream& s, const float* x, float* out) {
 class Backward {
  public:
   Backward(const Stream& s, std::vector<Module> sums, float* d_x)
-      : s_(s), sums_(std::move(sums)), d_x_(d_x), heads_(s), normed_in_(s.tokens * s.H), normed_middle_(s.tokens * s.H),
-        inner_(s.tokens * s.I), d_out_(s.tokens * s.H), d_middle_(s.tokens * s.H), d_inner_(s.tokens * 2 * s.I),
-        d_attended_(s.tokens * s.Q), d_heads_(s.tokens * (s.Q + 2 * s.K)), d_low_(s.tokens * kModules * s.rank()),
-        tiles_of_(s.lora[0].A.stride / (s.lora[0].inputs * s.rank())), turned_(kModules) {
+      : s_(s),
+        sums_(std::move(sums)),
+        d_x_(d_x),
+        heads_(s),
+        normed_in_(s.tokens * s.H),
+        normed_middle_(s.tokens * s.H),
+        inner_(s.tokens * s.I),
+        d_out_(s.tokens * s.H),
+        d_middle_(s.tokens * s.H),
+        d_inner_(s.tokens * 2 * s.I),
+        d_attended_(s.tokens * s.Q),
+        d_heads_(s.tokens * (s.Q + 2 * s.K)),
+        d_low_(s.tokens * kModules * s.rank()),
+        tiles_of_(s.lora[0].A.stride / (s.lora[0].inputs * s.rank())),
+        turned_(kModules) {
     for (int64_t tile = 0; tile < s.tiles(); ++tile) {
       if (!s.used(tile)) continue;
       if (s.first_tile[tile] == tile) sequences_.push_back({tile, tile});
@@ -359,7 +372,8 @@ class Backward {
     for (int64_t t = 0; t < kTile; ++t, gate_up += 2 * s_.I, d_inner += s_.I, d += 2 * s_.I) {
       for (int64_t i = 0; i < s_.I; i += kLanes) {
         const int64_t left = s_.I - i;
-        const Vec value = load(gate_up + i, left), up = load(gate_up + s_.I + i, left), d_value = load(d_inner + i, left);
+        const Vec value = load(gate_up + i, left), up = load(gate_up + s_.I + i, left),
+                  d_value = load(d_inner + i, left);
         const Vec sigmoid = 1.0f / (exp(-value) + 1.0f);
         store(d + i, d_value * up * sigmoid * (1.0f + value * (1.0f - sigmoid)), left);
         store(d + s_.I + i, d_value * value * sigmoid, left);
@@ -504,8 +518,8 @@ class Backward {
       for (const int64_t tile : tiles_of_[part.adapter]) {
         const int64_t t = tile * kTile;
         if (part.of_A) {
-          product({in.x + t * in.x_row + part.first, 1, in.x_row}, part.count, d_low(tile, part.module), sum.rank, kTile,
-                  sum.down(layer, part.adapter) + part.first * sum.rank, sum.rank, sum.rank, true);
+          product({in.x + t * in.x_row + part.first, 1, in.x_row}, part.count, d_low(tile, part.module), sum.rank,
+                  kTile, sum.down(layer, part.adapter) + part.first * sum.rank, sum.rank, sum.rank, true);
         } else {
           product({s_.low(layer, tile, part.module), 1, sum.rank}, sum.rank, in.d + t * in.d_row + part.first, in.d_row,
                   kTile, sum.up(layer, part.adapter) + part.first, sum.outputs, part.count, true);
@@ -581,8 +595,8 @@ ffi::Error Forward(ffi::ThreadPool pool, float eps, Floats x, Ints first, Ints a
   });
 }
 
-ffi::Error BackwardPass(ffi::ThreadPool pool, float eps, Floats d_out, Ints first, Ints adapter, Floats scale, Floats cos,
-                        Floats sin, ffi::RemainingArgs rest, ffi::RemainingRets new_sums) {
+ffi::Error BackwardPass(ffi::ThreadPool pool, float eps, Floats d_out, Ints first, Ints adapter, Floats scale,
+                        Floats cos, Floats sin, ffi::RemainingArgs rest, ffi::RemainingRets new_sums) {
   return with_memory([&]() -> ffi::Error {
     auto given = floats_of(rest, 0, kGiven + kSaved);
     if (given.has_error()) return given.error();
