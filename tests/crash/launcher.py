@@ -110,6 +110,8 @@ class Launcher:
 
     def abandoned(self, child: _Child) -> None:
         """Who asked for it is gone. A supervisor kills an engine by killing what stands for it."""
+        if child.pid not in self.children:
+            return  # it has died, too, and that was told of first in the same round
         self.selector.unregister(child.connection)
         os.kill(child.pid, signal.SIGKILL)
 
