@@ -36,6 +36,7 @@ from comparison.workbench import Workbench, adam, done, published, sample
 from tinker import types
 
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith.processes.engine_child import with_pages_that_stay
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import running_server
 
@@ -182,7 +183,7 @@ def main() -> int:
 def _have_huge_pages() -> None:
     """Start this program again with the setting of the C library that a server's engines have."""
     if "GLIBC_TUNABLES" not in os.environ:
-        os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+        os.environ["GLIBC_TUNABLES"] = with_pages_that_stay("")
         os.execv(sys.executable, [sys.executable, *sys.argv])
 
 

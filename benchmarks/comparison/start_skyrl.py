@@ -10,6 +10,7 @@ from its documented start:
 - As many slots for adapters as the scenarios use and two more, and no larger rank than they use: a step costs as much
   as the slots and ranks that are configured, used or not.
 - Compiled programs are kept between runs, as tinsmith's are.
+- The C library is told to keep memory in large pages, as tinsmith tells it in its engines.
 """
 
 import json
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from comparison import launch
+from tinsmith.processes.engine_child import with_pages_that_stay
 
 _UV: Final = """#!/bin/sh
 while [ "$1" != "-m" ]; do shift; done
@@ -77,6 +79,7 @@ def _environ(checkout: Path, work_dir: Path, bin_dir: Path) -> dict[str, str]:
         "PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": f"{bin_dir}{os.pathsep}{checkout.absolute()}",
         "HF_HUB_OFFLINE": "1",
+        "GLIBC_TUNABLES": with_pages_that_stay(""),
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str((work_dir / "cache").absolute()),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -41,6 +41,7 @@ from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import EngineRecord, EngineState, RunState, StoreContext
 from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, take_over
 
+STAY = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184:glibc.malloc.top_pad=268435456"
 TOY = ModelSettings(name="org/toy", backend=PluginSection(plugin="toy"))
 
 
@@ -257,9 +258,9 @@ async def test_an_engine_that_was_killed_for_memory_has_crashed(
 @pytest.mark.parametrize(
     ("tunables", "of_engine"),
     [
-        ("", "glibc.malloc.hugetlb=1"),
-        ("glibc.malloc.check=0", "glibc.malloc.check=0:glibc.malloc.hugetlb=1"),
-        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+        ("", f"glibc.malloc.hugetlb=1:{STAY}"),
+        ("glibc.malloc.check=0", f"glibc.malloc.check=0:glibc.malloc.hugetlb=1:{STAY}"),
+        ("glibc.malloc.hugetlb=0", f"glibc.malloc.hugetlb=0:{STAY}"),
     ],
 )
 async def test_the_settings_reach_the_engine_privately_and_without_keys(
