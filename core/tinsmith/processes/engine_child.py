@@ -37,7 +37,7 @@ _PAGES_STAY: Final = {
 """Ask Linux for huge pages under what malloc gets, and keep what is freed for the next allocation.
 
 XLA on a CPU allocates what a pass needs when it starts, and frees it at the end. The system would clear each page anew,
-and a virtual machine even get it from its host again: a fifth of the time of a training step beside another busy server.
+and a virtual machine get it from its host again: a fifth of the time of a training step beside another busy server.
 """
 
 _LAST_WORDS_S: Final = 2.0

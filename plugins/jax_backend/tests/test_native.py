@@ -4,6 +4,7 @@ import asyncio
 import logging
 import shutil
 import stat
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -85,13 +86,15 @@ async def test_samples_are_those_of_xla(pair: tuple[JaxBackend, JaxBackend]) -> 
 
 
 @pytest.mark.parametrize("repetitions", [3, pytest.param(100, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("max_lora_rank", [16, 8])  # of a whole vector and of half a one, which is compiled otherwise
 async def test_a_sequence_has_the_bits_that_it_has_alone(
-    tiny_models: dict[str, Path], jax_cache: Path, repetitions: int
+    tiny_models: dict[str, Path], jax_cache: Path, max_lora_rank: int, repetitions: int
 ) -> None:
     """Beside any number of others up to all slots, with whatever adapters, truncation and alternatives these have."""
-    backend = make_backend(tiny_models["qwen3"], jax_cache, max_context_tokens=128, decode_slots=16)
+    limits = {"max_context_tokens": 128, "decode_slots": 16, "max_lora_rank": max_lora_rank}
+    backend = make_backend(tiny_models["qwen3"], jax_cache, **limits)
     for name, lora in LORAS.items():
-        add_model(backend, name, lora, random_B=True)
+        add_model(backend, name, LoraConfig(rank=min(lora.rank, max_lora_rank), seed=lora.seed), random_B=True)
         await backend.load_snapshot(backend.publish(name, name))
     rng = np.random.default_rng(0)
     ops = [
@@ -139,6 +142,16 @@ def test_gradients_have_the_bits_that_they_have_alone(tiny_models: dict[str, Pat
         for ops in ([make_op("b", 2, lengths), mine], [mine, make_op("b", 2, lengths)]):
             assert_same_state(gradients(backend, ops)["a"], alone)
     backend.close()
+
+
+def test_products_have_one_rounding_in_all_sizes(tmp_path: Path) -> None:
+    compiler = shutil.which("c++")
+    assert compiler is not None
+    source, program = Path(__file__).with_name("native_bits.cc"), tmp_path / "bits"
+    subprocess.run([*native._command(compiler), f"-I{native._SOURCES}", str(source), "-o", str(program)], check=True)
+    ran = subprocess.run([str(program)], check=False, capture_output=True, text=True)
+    assert ran.stdout == ""
+    assert ran.returncode == 0
 
 
 # Machines that cannot compile them ------------------------------------------------------------------------------------

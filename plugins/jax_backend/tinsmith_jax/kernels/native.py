@@ -33,10 +33,11 @@ _FLAGS: Final = (
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-fPIC",
-    "-shared",
     "-w",
 )
 """Contraction is on everywhere, so that a product's sum is rounded alike in all forms of its loop."""
+_GCC_FLAGS: Final = ("--param=avoid-fma-max-bits=0",)
+"""Without it, GCC contracts some forms only, as it believes that some processors add faster than they contract."""
 _COMPILERS: Final = ("c++", "g++", "clang++")
 
 _loaded = False
@@ -87,8 +88,7 @@ def _compilers() -> tuple[str, ...]:
 def _compiled(directory: Path, compiler: str) -> Path:
     """Return the library, which is kept as long as the sources, the compiler and the machine's instructions are."""
     sources = sorted(file for file in _SOURCES.iterdir() if file.suffix in {".cc", ".h"})
-    command = [compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}"]
-    version = _run([compiler, "--version"])
+    command, version = _command(compiler), _run([compiler, "--version"])
     parts = [version, _instructions(), *(file.read_bytes() for file in sources), " ".join(command).encode()]
     library = directory / f"kernels-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
     if not library.exists():
@@ -96,9 +96,14 @@ def _compiled(directory: Path, compiler: str) -> Path:
         with tempfile.TemporaryDirectory(dir=directory) as scratch, ThreadPoolExecutor() as pool:
             objects = {file: f"{scratch}/{file.stem}.o" for file in sources if file.suffix == ".cc"}
             list(pool.map(_run, ([*command, "-c", str(file), "-o", made] for file, made in objects.items())))
-            _run([*command, *objects.values(), "-o", f"{scratch}/{library.name}"])
+            _run([*command, "-shared", *objects.values(), "-o", f"{scratch}/{library.name}"])
             Path(scratch, library.name).replace(library)
     return library
+
+
+def _command(compiler: str) -> list[str]:
+    own = () if b"clang" in _run([compiler, "--version"]) else _GCC_FLAGS
+    return [compiler, *_FLAGS, *own, f"-I{jax.ffi.include_dir()}"]
 
 
 def _run(command: Sequence[str]) -> bytes:
