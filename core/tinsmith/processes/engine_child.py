@@ -33,6 +33,7 @@ _PAGES_STAY: Final = {
     "glibc.malloc.mmap_max": 0,
     "glibc.malloc.trim_threshold": 1 << 34,
     "glibc.malloc.top_pad": 1 << 28,
+    "glibc.malloc.arena_max": 1,  # other arenas give back each 64 MiB that are free
 }
 """Ask Linux for huge pages under what malloc gets, and keep what is freed for the next allocation.
 
