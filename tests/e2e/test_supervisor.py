@@ -41,7 +41,10 @@ from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import EngineRecord, EngineState, RunState, StoreContext
 from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, take_over
 
-STAY = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184:glibc.malloc.top_pad=268435456:glibc.malloc.arena_max=1"
+STAY = (
+    "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184:glibc.malloc.top_pad=268435456"
+    ":glibc.malloc.arena_max=1"
+)
 TOY = ModelSettings(name="org/toy", backend=PluginSection(plugin="toy"))
 
 

@@ -15,8 +15,10 @@ import pytest
 from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, Capabilities
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
+from tinsmith.engine import snapshot_checks
 from tinsmith.engine.consistency_gate import _PROBE_ID
 from tinsmith.engine.engine import Engine
+from tinsmith.engine.snapshot_checks import MOST_WAITING
 from tinsmith.errors import NotFoundError
 from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES
@@ -72,6 +74,7 @@ class Setup:
         self.data_dir = data_dir
         self.store = store
         self.events: list[OperationFinished] = []
+        self._told = asyncio.Event()
         self.go_on = threading.Event()
         self.start_again()
 
@@ -107,7 +110,7 @@ class Setup:
             self.toy,
             self.data_dir,
             sampler=self.sampler,
-            on_finished=self.events.append,
+            on_finished=self._tell,
             consistency=ConsistencySettings(**consistency),
         )
 
@@ -121,6 +124,17 @@ class Setup:
                 yield client
             finally:
                 self.go_on.set()
+
+    def _tell(self, event: OperationFinished) -> None:
+        self.events.append(event)
+        self._told.set()
+
+    async def told_of(self, number: int) -> None:
+        """Wait for the verdicts on so many saves."""
+        async with asyncio.timeout(WAIT_S):
+            while len(self.verdicts()) < number:
+                self._told.clear()
+                await self._told.wait()
 
     def verdicts(self) -> list[ops.Consistency | None]:
         """Return what the gate found of the saves, in the order in which it ended."""
@@ -391,16 +405,81 @@ def assert_same(left: Any, right: Any) -> None:
             np.testing.assert_array_equal(ours[name], theirs[name])
 
 
-async def test_forward_is_the_only_thing_that_touches_the_model(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    touched: list[str] = []
-    forward = setup.toy.forward
+class Calls:
+    """The calls of a trainer that score or change a model."""
 
-    def noted(operations: Sequence[ops.Forward]) -> Any:
-        touched.extend(each.model_id for each in operations)
-        return forward(operations)
+    def __init__(self, toy: ToyBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[tuple[str, str]] = []
+        for verb in ("forward", "optim_step"):
+            monkeypatch.setattr(toy, verb, self._noting(verb, getattr(toy, verb)))
 
-    monkeypatch.setattr(setup.toy, "forward", noted)
+    def _noting(self, verb: str, call: Any) -> Any:
+        def noted(operations: Sequence[Any]) -> Any:
+            self.made.extend((verb, each.model_id) for each in operations)
+            return call(operations)
+
+        return noted
+
+
+@pytest.fixture
+def nobody_hurries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons begin when they must, and never because time has passed."""
+    monkeypatch.setattr(snapshot_checks, "_LATEST_S", WAIT_S)
+
+
+async def test_saves_between_two_steps_share_the_trainers_scores(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(setup.toy, monkeypatch)
     async with setup.running() as client:
         await client.run(ephemeral(0))
         await client.run(ephemeral(1))
-    assert touched == [MODEL, _PROBE_ID, MODEL]
+        for number in (0, 1):
+            await client.run(sample(number))
+        assert calls.made == [("forward", MODEL), ("forward", _PROBE_ID)]
+        await train(client, steps=1)
+        await client.run(ephemeral(2))
+        await client.run(sample(2))
+    assert calls.made[2:] == [("optim_step", MODEL), ("forward", MODEL)]
+    assert [found is not None and found.verdict for found in setup.verdicts()] == ["consistent"] * 3
+
+
+@pytest.mark.usefixtures("nobody_hurries")
+async def test_a_comparison_waits_for_a_sample(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(setup.toy, monkeypatch)
+    async with setup.running() as client:
+        await client.run(ephemeral(0))
+        await client.run(ephemeral(1))
+        assert calls.made == []
+        await client.run(sample(1))
+        assert ("forward", MODEL) in calls.made
+        assert len(setup.verdicts()) == 1
+        await client.run(sample(0))
+        assert len(setup.verdicts()) == 2
+
+
+@pytest.mark.usefixtures("nobody_hurries")
+async def test_a_model_is_scored_before_it_changes(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(setup.toy, monkeypatch)
+    async with setup.running() as client:
+        await client.run(ephemeral(0))
+        await train(client, steps=2, rate=0.1)
+        assert calls.made == [("forward", MODEL), ("optim_step", MODEL), ("optim_step", MODEL)]
+        await client.run(sample(0))
+    (found,) = setup.verdicts()
+    assert found is not None
+    assert (found.verdict, found.max_difference) == ("consistent", 0.0)
+
+
+@pytest.mark.usefixtures("nobody_hurries")
+async def test_a_few_comparisons_wait_and_an_unload_waits_for_them(setup: Setup) -> None:
+    async with setup.running() as client:
+        for number in range(MOST_WAITING + 1):
+            await client.run(ephemeral(number))
+        await setup.told_of(1)
+        await client.run(ops.UnloadModel(model_id=MODEL))
+        assert len(setup.verdicts()) == MOST_WAITING + 1
+
+
+async def test_a_snapshot_that_nobody_samples_from_is_compared_soon(setup: Setup) -> None:
+    async with setup.running() as client:
+        await client.run(ephemeral(0))
+        await setup.told_of(1)

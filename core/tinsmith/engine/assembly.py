@@ -30,7 +30,7 @@ from tinsmith.engine.sampler_in_turn import SamplerInTurn
 from tinsmith.engine.sampling_lane import SamplingLane
 from tinsmith.engine.sampling_snapshots import Keeping, Snapshots
 from tinsmith.engine.save_for_sampler import SaveForSampler
-from tinsmith.engine.snapshot_checks import SnapshotChecks
+from tinsmith.engine.snapshot_checks import MOST_WAITING, SnapshotChecks
 from tinsmith.engine.training_lane import TrainingLane
 from tinsmith.engine.training_line import TrainingLine
 from tinsmith.engine.training_thread import TrainingThread
@@ -107,7 +107,8 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
     tasks, stopping = asyncio.TaskGroup(), asyncio.Event()
 
     thread = TrainingThread(parts.thread, parts.turns)
-    models = Models(backend, thread)
+    gate = ConsistencyGate(backend, sampler, options.consistency, call=thread.call)
+    models = Models(backend, thread, before_change=gate.before_change)
     reader = CheckpointReader(data_dir.checkpoints, base_model=lease.base_model)
     writer = CheckpointWriter(
         store, data_dir.checkpoints, lease=lease, model_path=options.model_path, shard_bytes=options.shard_bytes
@@ -123,8 +124,7 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         spill_root=data_dir.spilled_snapshots(lease.base_model),
         keeping=options.keeping,
     )
-    gate = ConsistencyGate(backend, sampler, options.consistency, call=thread.call)
-    checks = SnapshotChecks(store, lease, snapshots, gate, tasks)
+    checks = SnapshotChecks(store, lease, snapshots, gate, tasks, most_waiting=_most_waiting(parts, sampler))
 
     decoder = OperationDecoder(training=backend.capabilities, sampling=sampler.capabilities, losses=parts.losses)
     claims = Claims(store, lease, decoder=decoder, settings=options.recovery, gap_timeout_s=options.gap_timeout_s)
@@ -165,6 +165,14 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
     )
     places = Places(store, lease, capabilities=backend.capabilities, settings=options.quotas)
     return Engine(claims, training, sampling, recovery, places, tasks=tasks, stopping=stopping)
+
+
+def _most_waiting(parts: EngineParts, sampler: SamplingBackend) -> int:
+    """Return how many snapshots may wait to be compared: none if that would cost a turn of the devices."""
+    places = sampler.capabilities.max_snapshots
+    if parts.turns is not None:
+        return 0
+    return MOST_WAITING if places is None else min(MOST_WAITING, places // MOST_WAITING)
 
 
 def _sampler(parts: EngineParts) -> SamplingBackend:

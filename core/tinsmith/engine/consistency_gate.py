@@ -6,7 +6,7 @@ that clients will sample from. `consistency_verdict.py` judges the scores. Nothi
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -27,8 +27,7 @@ _SAMPLER_TIMEOUT_S: Final = 60.0  # probes queue behind the samples of all clien
 Call = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Queues a call of the training backend in the backend's thread, at once. Await its result."""
 
-Scoring = asyncio.Future[ops.ForwardBackwardOutput | ops.Failed]
-"""A forward pass of the probes that is queued, or has run."""
+Scored = ops.ForwardBackwardOutput | ops.Failed
 
 _log = logging.getLogger("tinsmith.consistency")
 
@@ -37,12 +36,38 @@ class ProbeError(Exception):
     """The probes could not be scored. The message names the side that failed, and why."""
 
 
+class Scoring:
+    """The trainer's scores of a model as it is now: a forward pass of the probes, which is queued once it has begun.
+
+    It must begin before anything changes the model.
+    """
+
+    def __init__(self, queue: Callable[[], Awaitable[Scored]]) -> None:
+        self._queue = queue
+        self._scored: asyncio.Future[Scored] | None = None
+
+    def begin(self) -> asyncio.Future[Scored]:
+        """Return the scores to wait for."""
+        if self._scored is None:
+            self._scored = asyncio.ensure_future(self._queue())
+        return self._scored
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended without scores."""
+        ended = self._scored
+        if ended is None or not ended.done():
+            return False
+        return ended.cancelled() or ended.exception() is not None or isinstance(ended.result(), ops.Failed)
+
+
 class ConsistencyGate:
     """One per engine. Remembers the scores of the base model, and of the last consistent save of every model."""
 
     def __init__(
         self, backend: TrainingBackend, sampler: SamplingBackend, settings: ConsistencySettings, *, call: Call
     ) -> None:
+        """`before_change` must be called before anything changes a model."""
         self._backend = backend
         self._sampler = sampler
         self._settings = settings
@@ -53,25 +78,37 @@ class ConsistencyGate:
         self._impossible = _why_impossible(training, sampling)
         self._base: Scores | None = None
         self._last: dict[str, Scores] = {}
+        self._scorings: dict[str, Scoring] = {}  # by model_id, of models that have not changed since
 
     def refuses(self, found: Consistency) -> bool:
         """Tell whether a save with this verdict must fail."""
         return found.verdict == "inconsistent" and self._settings.action == "refuse"
 
-    def score_soon(self, model_id: str) -> Scoring | None:
-        """Queue the trainer's scoring of a model as it is now: whatever is queued after it may change the model.
+    def scoring(self, model_id: str) -> Scoring | None:
+        """Return the trainer's scoring of a model as it is now. It begins before the next change of the model.
 
-        Return None if nothing will be compared.
+        Saves between two changes share it. Return None if nothing will be compared.
         """
-        nothing = self._settings.action == "off" or self._impossible is not None
-        return None if nothing else asyncio.ensure_future(self._call(partial(self._score, model_id)))
+        if self._settings.action == "off" or self._impossible is not None:
+            return None
+        found = self._scorings.get(model_id)
+        if found is None or found.failed:
+            queue = partial(self._call, partial(self._score, model_id))
+            found = self._scorings[model_id] = Scoring(queue)
+        return found
+
+    def before_change(self, models: Iterable[str]) -> None:
+        """Queue the scorings that have not begun, ahead of what is queued next."""
+        for model_id in models:
+            if (scoring := self._scorings.pop(model_id, None)) is not None:
+                scoring.begin()
 
     async def check(
         self, model_id: str, snapshot_id: str, lora: ops.LoraConfig, scoring: Scoring | None = None
     ) -> Consistency | None:
         """Compare a loaded snapshot with the model it was taken from. Return None if the gate is off.
 
-        `scoring` is what `score_soon` returned when the model was as the snapshot is; without it the model must not
+        `scoring` is what `self.scoring` returned when the model was as the snapshot is; without it the model must not
         train meanwhile.
         """
         if self._settings.action == "off":
@@ -90,17 +127,16 @@ class ConsistencyGate:
     async def _compare(
         self, model_id: str, snapshot_id: str, lora: ops.LoraConfig, scoring: Scoring | None
     ) -> Consistency:
-        by_trainer = scoring or asyncio.ensure_future(self._call(partial(self._score, model_id)))
+        by_trainer = (scoring or Scoring(partial(self._call, partial(self._score, model_id)))).begin()
         by_sampler = asyncio.ensure_future(self._by_sampler(snapshot_id))
         try:
             base = await self._base_scores(lora)
-            trainer_N = _trainer_scores(await by_trainer)
+            trainer_N = _trainer_scores(await asyncio.shield(by_trainer))  # other saves may wait for it, too
             if not np.isfinite(trainer_N).all():
                 return not_compared("the logprobs of the model are not finite: it has diverged")
             now = Scores(trainer_N=trainer_N, sampler_N=await by_sampler)
         finally:
-            by_trainer.cancel()  # whichever is still running
-            by_sampler.cancel()
+            by_sampler.cancel()  # if it still runs
         found = compare(now, base=base, last=self._last.get(model_id), bounds=self._bounds)
         if found.verdict == "consistent":
             self._last[model_id] = now
@@ -109,6 +145,7 @@ class ConsistencyGate:
     def forget(self, model_id: str) -> None:
         """Drop what is remembered of a model that has been unloaded."""
         self._last.pop(model_id, None)
+        self._scorings.pop(model_id, None)
 
     async def _base_scores(self, lora: ops.LoraConfig) -> Scores:
         """Score the base model once: with the sampler now, with the trainer once it has room for a new adapter."""
@@ -123,7 +160,7 @@ class ConsistencyGate:
                 self._base = replace(self._base, trainer_N=_trainer_scores(result))
         return self._base
 
-    def _score_fresh(self, lora: ops.LoraConfig) -> ops.ForwardBackwardOutput | ops.Failed:
+    def _score_fresh(self, lora: ops.LoraConfig) -> Scored:
         """Score with an untrained adapter, which changes nothing. The same LoRA shape reuses compiled programs."""
         self._backend.create_model(ops.CreateModel(model_id=_PROBE_ID, lora=lora))
         try:
@@ -131,7 +168,7 @@ class ConsistencyGate:
         finally:
             self._backend.unload_model(_PROBE_ID)
 
-    def _score(self, model_id: str) -> ops.ForwardBackwardOutput | ops.Failed:
+    def _score(self, model_id: str) -> Scored:
         (result,) = self._backend.forward([self._forward(model_id)])
         return result
 
@@ -223,7 +260,7 @@ def _sample(probe: ops.TokenArray, snapshot_id: str | None) -> ops.Sample:
     )
 
 
-def _trainer_scores(result: ops.ForwardBackwardOutput | ops.Failed) -> ScoresN:
+def _trainer_scores(result: Scored) -> ScoresN:
     if isinstance(result, ops.Failed):
         msg = f"the trainer could not score the probes: {result.message}"
         raise ProbeError(msg)

@@ -1,6 +1,6 @@
 """The models on one training backend, and what can be done to them: all that a replay needs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tinsmith import operations as ops
@@ -22,9 +22,17 @@ class Models:
     Methods raise BackendFailedError if the backend breaks its contract.
     """
 
-    def __init__(self, backend: TrainingBackend, thread: TrainingThread) -> None:
+    def __init__(
+        self,
+        backend: TrainingBackend,
+        thread: TrainingThread,
+        *,
+        before_change: Callable[[Iterable[str]], None] = lambda _: None,
+    ) -> None:
+        """`before_change` is told which models the next call in the thread changes."""
         self._backend = backend
         self._thread = thread
+        self._before_change = before_change
         self._loras: dict[str, ops.LoraConfig] = {}  # by model_id
         self._why_gone: dict[str, str] = {}  # by model_id
 
@@ -42,6 +50,8 @@ class Models:
     async def run_batch(self, operations: Sequence[BatchOperation]) -> Sequence[BatchResult]:
         """Run passes, or optimizer steps, together. All must be of one kind."""
         kind = kind_of(operations[0])
+        if isinstance(operations[0], ops.OptimStep):
+            self._before_change(each.model_id for each in operations)
         try:
             results = await self._thread.call(self._verb(operations[0]), operations)
         except OutOfMemoryError as error:
@@ -83,6 +93,7 @@ class Models:
         self._loras[operation.model_id] = operation.lora
 
     async def restore(self, model_id: str, state: ModelState) -> None:
+        self._before_change([model_id])
         await self._thread.call(self._backend.restore_state, model_id, state)
 
     async def capture(self, model_id: str) -> ModelState:
@@ -97,6 +108,7 @@ class Models:
 
     async def unload(self, model_id: str) -> None:
         if self._loras.pop(model_id, None) is not None:
+            self._before_change([model_id])
             await self._thread.call(self._backend.unload_model, model_id)
         self._why_gone.pop(model_id, None)
 

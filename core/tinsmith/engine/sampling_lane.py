@@ -113,6 +113,7 @@ class SamplingLane:
     @durable_boundary("engine.sample")
     async def _sample(self, operation: ops.Sample) -> ops.Result:
         self._checks.expect_not_refused(operation.snapshot_id)
+        self._checks.hurry(operation.snapshot_id)
         async with self._snapshots.for_sample(operation):
             result = await self._sampler.sample(operation)
         await self._checks.expect_passed(operation.snapshot_id)

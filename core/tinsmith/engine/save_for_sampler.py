@@ -12,7 +12,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import Snapshot
 from tinsmith.engine.checkpoint_files import CheckpointWriter
 from tinsmith.engine.claimed import Outcome
-from tinsmith.engine.consistency_gate import ConsistencyGate, Scoring, refusal
+from tinsmith.engine.consistency_gate import ConsistencyGate, refusal
 from tinsmith.engine.models import Models
 from tinsmith.engine.sampling_snapshots import Snapshots
 from tinsmith.engine.snapshot_checks import SnapshotChecks
@@ -73,9 +73,11 @@ class SaveForSampler:
         if why_not is not None:
             raise why_not
         snapshot = await self._models.publish(operation.model_id, session_id)
-        with self._scored(operation.model_id) as scoring:
-            await self._snapshots.add(snapshot, model_id=operation.model_id)
-            comparing = self._checks.start(operation.model_id, snapshot, scoring)
+        scoring = self._gate.scoring(operation.model_id)
+        if scoring is not None and self._checks.at_once:
+            scoring.begin()
+        await self._snapshots.add(snapshot, model_id=operation.model_id)
+        comparing = self._checks.start(operation.model_id, snapshot, scoring)
         saved = ops.WeightsSaved(sampling_session_id=session_id)
         return Outcome(result=saved, effects=(_session(operation.model_id, session_id, record),), comparing=comparing)
 
@@ -118,21 +120,11 @@ class SaveForSampler:
 
     async def _load(self, snapshot: Snapshot, written: CheckpointRecord, model_id: str) -> ops.Consistency | None:
         """Load the snapshot into the sampler, and compare it with the model, which does not train meanwhile."""
-        with self._scored(model_id) as scoring:
-            await self._snapshots.add(snapshot, model_id=model_id, checkpoint=written)
-            async with self._snapshots.use(snapshot.snapshot_id):
-                return await self._gate.check(model_id, snapshot.snapshot_id, snapshot.lora, scoring)
-
-    @contextmanager
-    def _scored(self, model_id: str) -> Iterator[Scoring | None]:
-        """Have the trainer score a model while it has the devices, before the sampler loads the snapshot."""
-        scoring = self._gate.score_soon(model_id)
-        try:
-            yield scoring
-        except BaseException:
-            if scoring is not None:
-                scoring.cancel()
-            raise
+        if (scoring := self._gate.scoring(model_id)) is not None:
+            scoring.begin()  # while the trainer has the devices, before the sampler loads the snapshot
+        await self._snapshots.add(snapshot, model_id=model_id, checkpoint=written)
+        async with self._snapshots.use(snapshot.snapshot_id):
+            return await self._gate.check(model_id, snapshot.snapshot_id, snapshot.lora, scoring)
 
     async def _take_back(self, path: str) -> None:
         """No client knows the snapshot yet, because its result has not been recorded."""
