@@ -1,4 +1,7 @@
-"""The models that are measured: random weights, so that anyone can make them."""
+"""The models that are measured: random weights, so that anyone can make them.
+
+They are stored as bfloat16, as published checkpoints are; the configuration asks for float32, in which servers compute.
+"""
 
 from typing import Final
 
@@ -6,10 +9,19 @@ from tinsmith.huggingface.tiny_model import TinyShape
 
 SHAPES: Final = {
     # 4.2 million parameters
-    "tiny": TinyShape(vocab_size=4096, hidden_size=256, intermediate_size=768, num_heads=8, num_kv_heads=4),
+    "tiny": TinyShape(
+        vocab_size=4096, hidden_size=256, intermediate_size=768, num_heads=8, num_kv_heads=4, stored="bfloat16"
+    ),
     # 29 million
     "small": TinyShape(
-        vocab_size=8192, hidden_size=512, intermediate_size=1536, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=64
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_layers=8,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+        stored="bfloat16",
     ),
     # 120 million
     "medium": TinyShape(
@@ -20,5 +32,6 @@ SHAPES: Final = {
         num_heads=14,
         num_kv_heads=7,
         head_dim=64,
+        stored="bfloat16",
     ),
 }

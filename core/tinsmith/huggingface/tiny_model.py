@@ -15,6 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tinsmith.errors import UserError
+from tinsmith.huggingface.safetensors_files import ShardWriter
 from tinsmith.huggingface.tiny_tokenizer import chat_template, special_tokens, train_tokenizer
 from tinsmith.operations import FloatArray
 
@@ -26,6 +27,7 @@ _ARCHITECTURES: Final = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 _ROPE_THETA: Final = {"qwen3": 1_000_000.0, "llama": 500_000.0, "qwen3_moe": 1_000_000.0}
+_ONE_SHARD: Final = 1 << 40  # bytes
 _EMBEDDING_STD: Final = 0.02  # small relative to the layers' outputs, so that hidden states mix the whole context
 
 
@@ -45,10 +47,12 @@ class TinyShape:
     num_experts: int = 8  # of each layer, for families that have experts
     experts_per_token: int = 2
     tied: bool = True  # the output head is the embedding
+    stored: Literal["float32", "bfloat16"] = "float32"  # in the file; the configuration asks for float32
     seed: int = 0
 
     def __post_init__(self) -> None:
-        sizes = {name: getattr(self, name) for name in self.__slots__ if name not in ("family", "tied", "seed")}
+        others = {"family", "tied", "stored", "seed"}
+        sizes = {name: getattr(self, name) for name in self.__slots__ if name not in others}
         for name, size in sizes.items():
             if size < 1:
                 msg = f"{name} is {size}; it must be at least 1"
@@ -81,7 +85,14 @@ def write_tiny_model(directory: Path, shape: TinyShape, *, overwrite: bool = Fal
     vocabulary = tokenizer.get_vocab()
     ids = {name: vocabulary[token] for name, token in special_tokens(_like(shape.family)).items()}
     weights = dict(_weights(shape))
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    for stale in directory.glob("*.safetensors*"):
+        stale.unlink()
+    if shape.stored == "float32":
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    else:
+        with ShardWriter(directory, "model", weights, shard_bytes=_ONE_SHARD, dtype=shape.stored) as writer:
+            for name, array in weights.items():
+                writer.add(name, array)
     _write_json(directory / "config.json", _config(shape, ids))
     _write_json(directory / "generation_config.json", _generation_config(ids))
     _write_json(directory / "tokenizer_config.json", _tokenizer_config(shape))

@@ -1,5 +1,7 @@
-// Products of many sizes: each number must be the sum by fused multiply-adds in the order of the inputs, however many rows
-// there are and however they lie; those of `dots` must be the ones that a row has by itself. Prints what is not so.
+// Products of many sizes: each number must be the sum by fused multiply-adds in
+// the order of the inputs, however many rows there are and however they lie;
+// those of `dots` must be the ones that a row has by itself. Prints what is not
+// so.
 
 #include <cmath>
 #include <cstdio>
@@ -29,8 +31,23 @@ Floats turned(const Floats& from, int64_t rows, int64_t width) {
 
 bool differ(const Floats& a, const Floats& b) { return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) != 0; }
 
+// The upper halves of numbers whose lower halves become zero.
+std::vector<Narrow> narrowed(Floats& values) {
+  std::vector<Narrow> upper;
+  for (float& value : values) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    upper.push_back(bits >> 16);
+    bits &= 0xffff0000;
+    std::memcpy(&value, &bits, sizeof(bits));
+  }
+  return upper;
+}
+
 int wrong(int64_t rows, int64_t inputs, int64_t width) {
-  const Floats x = random(rows * inputs), w = random(inputs * width);
+  const Floats x = random(rows * inputs);
+  Floats w = random(inputs * width);
+  const std::vector<Narrow> narrow = narrowed(w);
   const Floats x_turned = turned(x, rows, inputs), w_turned = turned(w, inputs, width);
   Floats expected(rows * width), found(rows * width), alone(rows * width);
   for (int64_t r = 0; r < rows; ++r) {
@@ -43,6 +60,8 @@ int wrong(int64_t rows, int64_t inputs, int64_t width) {
   product({x.data(), inputs}, rows, w.data(), width, inputs, found.data(), width, width);
   int count = differ(found, expected);
   product({x_turned.data(), 1, rows}, rows, w.data(), width, inputs, found.data(), width, width);
+  count += differ(found, expected);
+  product({x.data(), inputs}, rows, narrow.data(), width, inputs, found.data(), width, width);
   count += differ(found, expected);
   dots(x.data(), inputs, rows, w_turned.data(), inputs, inputs, found.data(), width, width);
   for (int64_t r = 0; r < rows; ++r) {

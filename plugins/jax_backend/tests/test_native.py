@@ -15,24 +15,33 @@ from jax_harness import add_model, assert_same_state, local, make_backend, make_
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample
 
 from tinsmith import LoraConfig, ModelState, Sample, SampleOutput
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.kernels import native
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 
-KINDS = ("qwen3", "llama3")  # with norms of heads and a tied head, and with neither
+# With norms of heads and a tied head, and with neither; with matrices that are bfloat16 in float32.
+KINDS = ("qwen3", "llama3", "narrow")
 LORAS = {"a": LoraConfig(rank=3, seed=1, alpha=9), "b": LoraConfig(rank=16, seed=2)}
 LIMITS: Mapping[str, Any] = {"max_context_tokens": 320, "max_batch_tokens": 512, "decode_slots": 4}
 
 
+@pytest.fixture(scope="module")
+def models(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Sizes of `narrow` are no multiples of the kernels' blocks."""
+    directory = tmp_path_factory.mktemp("narrow")
+    write_tiny_model(directory, TinyShape(stored="bfloat16", hidden_size=72, intermediate_size=200, num_layers=2))
+    return {**tiny_models, "narrow": directory}
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def pair(
-    request: pytest.FixtureRequest, tiny_models: dict[str, Path], jax_cache: Path
+    request: pytest.FixtureRequest, models: dict[str, Path], jax_cache: Path
 ) -> Iterator[tuple[JaxBackend, JaxBackend]]:
     """Backends of one model, with the kernels in C++ and without."""
-    backends = [
-        make_backend(tiny_models[request.param], jax_cache, **LIMITS, kernels=k) for k in ("device", "reference")
-    ]
+    backends = [make_backend(models[request.param], jax_cache, **LIMITS, kernels=k) for k in ("device", "reference")]
+    assert ("narrow" in local(backends[0]).training._base) == (request.param == "narrow")
     for backend in backends:
         for name, lora in LORAS.items():
             add_model(backend, name, lora, random_B=True)
@@ -86,13 +95,16 @@ async def test_samples_are_those_of_xla(pair: tuple[JaxBackend, JaxBackend]) -> 
 
 
 @pytest.mark.parametrize("repetitions", [3, pytest.param(100, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("max_lora_rank", [16, 8])  # of a whole vector and of half a one, which is compiled otherwise
+@pytest.mark.parametrize(
+    ("kind", "max_lora_rank"),
+    [("qwen3", 16), ("qwen3", 8), ("narrow", 16)],  # a rank of half a vector is compiled otherwise
+)
 async def test_a_sequence_has_the_bits_that_it_has_alone(
-    tiny_models: dict[str, Path], jax_cache: Path, max_lora_rank: int, repetitions: int
+    models: dict[str, Path], jax_cache: Path, kind: str, max_lora_rank: int, repetitions: int
 ) -> None:
     """Beside any number of others up to all slots, with whatever adapters, truncation and alternatives these have."""
     limits = {"max_context_tokens": 128, "decode_slots": 16, "max_lora_rank": max_lora_rank}
-    backend = make_backend(tiny_models["qwen3"], jax_cache, **limits)
+    backend = make_backend(models[kind], jax_cache, **limits)
     for name, lora in LORAS.items():
         add_model(backend, name, LoraConfig(rank=min(lora.rank, max_lora_rank), seed=lora.seed), random_B=True)
         await backend.load_snapshot(backend.publish(name, name))

@@ -283,7 +283,11 @@ def write_adapter(resident: Tree, adapter: Tree, row: jax.Array, scale: jax.Arra
         B = jnp.pad(B * scale, [(0, 0)] * (B.ndim - 2) + [(0, missing), (0, 0)]).astype(rows_B.dtype)
         return rows_A.at[..., row, :, :].set(A), rows_B.at[..., row, :, :].set(B)
 
-    return jax.tree.map(put, resident, adapter, is_leaf=lambda node: isinstance(node, tuple))
+    pairs = {name: resident[name] for name in adapter}
+    written: Tree = jax.tree.map(put, pairs, adapter, is_leaf=lambda node: isinstance(node, tuple))
+    if "rank" in resident:
+        written["rank"] = resident["rank"].at[row].set(adapter["head"][0].shape[-1])
+    return written
 
 
 def _layers(

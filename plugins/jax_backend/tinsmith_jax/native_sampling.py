@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax import lax
 
@@ -20,6 +21,7 @@ from tinsmith_jax.mesh import ONE
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.sampling_head import RowParams, truncation_floor, uniform
 from tinsmith_jax.trunk import LAYER_MODULES, embed
+from tinsmith_jax.weights import NARROW
 
 # Any: nested dictionaries of arrays (described in weights.py and adapters.py), and jax or NumPy arrays.
 Tree = Any
@@ -28,6 +30,7 @@ Parts = Sequence[jax.Array]
 
 _MATRICES = ("input_norm", "qkv", "q_norm", "k_norm", "o", "post_norm", "gate_up", "down")
 _ABSENT = np.zeros((1, 0), np.float32)  # in place of norms that a model does not have
+_ABSENT_NARROW = np.zeros((1, 0), ml_dtypes.bfloat16)
 
 
 class Rows:
@@ -88,9 +91,10 @@ def _layers(
     cos_ND, sin_ND = rope_angles(rows.position_N, config.rope.inv_freq, config.rope.factor)
     weights = [base["layers"].get(name, _ABSENT) for name in _MATRICES]
     adapters = [factor for name in LAYER_MODULES for factor in resident["layers"][name]]
+    narrow = [base.get("narrow", {}).get(name, _ABSENT_NARROW) for name in NARROW]
     arguments = (
-        *(x_NH, rows.position_N, rows.table_BG, rows.adapter_B, cos_ND, sin_ND, *weights),
-        *(base["final_norm"], base["head"], *adapters, *resident["head"], *cache),
+        *(x_NH, rows.position_N, rows.table_BG, rows.adapter_B, resident["rank"], cos_ND, sin_ND, *weights),
+        *(base["final_norm"], base["head"], *adapters, *resident["head"], *narrow, *cache),
     )
     results = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in cache]
     call = jax.ffi.ffi_call(

@@ -135,7 +135,8 @@ class SamplingPrograms:
 
     @property
     def _resident_specs(self) -> Any:
-        return resident_specs(LAYER_MODULES, experts=self.config.experts is not None)
+        specs = resident_specs(LAYER_MODULES, experts=self.config.experts is not None)
+        return {**specs, "rank": Spec()} if self.shape.native else specs
 
     @property
     def adapter_specs(self) -> Any:
@@ -150,10 +151,11 @@ class SamplingPrograms:
 
     @property
     def resident(self) -> adapters.Adapter:
-        """Return the shapes of the rows of adapters."""
+        """Return the shapes of the rows of adapters, and for the kernels in C++ of their ranks, padded to a class."""
         one = adapters.shapes(self.config, self.shape.max_lora_rank)
         rows, dtype = self.shape.num_shards * self.shape.adapters_per_shard, self.shape.dtype
-        return jax.tree.map(lambda leaf: _shape((*leaf.shape[:-2], rows, *leaf.shape[-2:]), dtype), one)
+        pairs = jax.tree.map(lambda leaf: _shape((*leaf.shape[:-2], rows, *leaf.shape[-2:]), dtype), one)
+        return {**pairs, "rank": _shape((rows,), jnp.int32)} if self.shape.native else pairs
 
     def _build(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], into: Any, out: Any, donated: int | None = None

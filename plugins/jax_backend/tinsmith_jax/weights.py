@@ -8,6 +8,9 @@ as gate|up. Legend: L = layers, H = hidden, I = intermediate, V = vocabulary, d 
      "layers": {"input_norm": [L, H], "qkv": [L, H, q + 2 kv], "q_norm", "k_norm": [L, d] (Qwen3 only),
                 "o": [L, q, H], "post_norm": [L, H], "gate_up": [L, H, 2 I], "down": [L, I, H]}}
 
+A dense model whose matrices are all bfloat16 in float32 has them also as such, under "narrow", if that is asked for:
+{"qkv", "o", "gate_up", "down"} in the shapes above, and "head" as [H, V].
+
 A model with E experts has, in place of the last two, "router" [L, H, E], "expert_gate_up" [L, E, H, 2 I] and
 "expert_down" [L, E, I, H].
 """
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16)
 import numpy as np
 
@@ -47,10 +51,22 @@ _NORMS: Mapping[str, str] = {"input_norm": "input_layernorm", "post_norm": "post
 _QK_NORMS: Mapping[str, str] = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 
 
+NARROW = ("qkv", "o", "gate_up", "down", "head")
+"""The matrices that are kept in a narrow form as well."""
+
+
 def load_base(
-    directory: Path, config: ModelConfig, dtype: str, progress: Progress, layout: Layout | None = None
+    directory: Path,
+    config: ModelConfig,
+    dtype: str,
+    progress: Progress,
+    layout: Layout | None = None,
+    *,
+    narrow: bool = False,
 ) -> Base:
     """Read all weights as `dtype` and put them on the default device, or divided on a mesh.
+
+    With `narrow`, add the narrow forms if they are exact.
 
     On a mesh, the joined matrices are laid out shard by shard: q, k and v of the first, then those of the second. Each
     device's part of a tensor is read by itself.
@@ -64,7 +80,18 @@ def load_base(
             tensor: Array = files.whole(name, shape) if whole else files.part(name, shape, index)
             return tensor.astype(np.dtype(dtype), copy=False)
 
-        return _Loader(read, config, layout).load(progress)
+        base = _Loader(read, config, layout).load(progress)
+    return with_narrow(base) if narrow else base
+
+
+def with_narrow(base: Base) -> Base:
+    """Add the matrices as bfloat16, if that loses nothing: published checkpoints are mostly of that type."""
+    matrices = {name: np.asarray(base["head"] if name == "head" else base["layers"][name]) for name in NARROW}
+    if any((matrix.view(np.uint32) & 0xFFFF).any() for matrix in matrices.values()):
+        return base
+    matrices["head"] = matrices["head"].T
+    narrow = {name: np.ascontiguousarray(each.astype(jnp.bfloat16)) for name, each in matrices.items()}
+    return {**base, "narrow": jax.device_put(narrow)}
 
 
 class _Loader:

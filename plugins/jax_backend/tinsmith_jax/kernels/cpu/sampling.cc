@@ -23,11 +23,14 @@ namespace {
 
 namespace ffi = xla::ffi;
 using Floats = ffi::Buffer<ffi::F32>;
+using Narrows = ffi::Buffer<ffi::BF16>;
 using Ints = ffi::Buffer<ffi::S32>;
 
 constexpr int64_t kRowBlock = 8;
+constexpr int64_t kFewRows = 32;  // reading a matrix takes longer than multiplying so many rows with it
 
-// A LoRA module of all layers and adapters: A [L, R, inputs, rank] and B [L, R, rank, outputs], scaled.
+// A LoRA module of all layers and adapters: A [L, R, inputs, rank] and B [L, R, rank, outputs], scaled. Each adapter
+// has a rank of its own, beyond which there are zeros.
 struct Module {
   const float* a;
   const float* b;
@@ -64,10 +67,26 @@ struct Row {
   const float *cos, *sin;
 };
 
+// A matrix of all layers. `narrow` has the same numbers in half of the memory, or is null.
+struct Matrix {
+  Floats wide;
+  const Narrow* narrow;
+
+  int64_t of_layer(int64_t layer) const { return layer * (wide.element_count() / wide.dimensions()[0]); }
+};
+
 // What a token passes through, and what is beside it.
 struct Model {
-  Floats input_norm, qkv, q_norm, k_norm, o, post_norm, gate_up, down, final_norm, head;
+  Floats input_norm;
+  Matrix qkv;
+  Floats q_norm, k_norm;
+  Matrix o;
+  Floats post_norm;
+  Matrix gate_up, down;
+  Floats final_norm, head;
+  const Narrow* narrow_head;   // transposed, or null
   std::array<Module, 8> lora;  // q, k, v, o, gate, up, down, head
+  const int32_t* rank;         // of each adapter
   float eps;
 };
 enum { kQ, kK, kV, kO, kGate, kUp, kDown, kHead };
@@ -86,9 +105,9 @@ class Pass {
         D_(cache[3]),
         C_(cache[4]),
         H_(model.final_norm.dimensions()[0]),
-        Q_(model.o.dimensions()[1]),
+        Q_(model.o.wide.dimensions()[1]),
         KV_(J_ * D_),
-        I_(model.down.dimensions()[1]),
+        I_(model.down.wide.dimensions()[1]),
         N_(static_cast<int64_t>(rows_.size())),
         normed_(N_ * H_),
         low_(N_ * 3 * model.lora[kQ].rank) {
@@ -106,14 +125,14 @@ class Pass {
     const auto of_layer = [](const Floats& all, int64_t layer) {
       return all.typed_data() + layer * (all.element_count() / all.dimensions()[0]);
     };
-    for (int64_t layer = 0; layer < m_.qkv.dimensions()[0]; ++layer) {
+    for (int64_t layer = 0; layer < m_.qkv.wide.dimensions()[0]; ++layer) {
       norm(x, of_layer(m_.input_norm, layer));
       lower(normed_.data(), H_, layer, {kQ, kK, kV});
       const auto projections = split({{kQ, Q_}, {kK, KV_}, {kV, KV_}});
       team_.each(projections.size(), [&](int64_t at) {
         const Columns& c = projections[at];
-        multiply(normed_.data(), H_, of_layer(m_.qkv, layer), Q_ + 2 * KV_, c, layer, c.module - kQ,
-                 qkv.data() + c.place, Q_ + 2 * KV_, false);
+        multiply(normed_.data(), H_, m_.qkv, Q_ + 2 * KV_, c, layer, c.module - kQ, qkv.data() + c.place, Q_ + 2 * KV_,
+                 false);
       });
       const bool norms_heads = m_.q_norm.element_count() > 0;
       team_.each(N_ * J_, [&](int64_t at) {
@@ -125,7 +144,7 @@ class Pass {
                norms_heads ? of_layer(m_.q_norm, layer) : nullptr, attended.data() + at / J_ * Q_);
       });
       lower(attended.data(), Q_, layer, {kO});
-      add(attended.data(), Q_, of_layer(m_.o, layer), kO, layer, x);
+      add(attended.data(), Q_, m_.o, kO, layer, x);
       norm(x, of_layer(m_.post_norm, layer));
       lower(normed_.data(), H_, layer, {kGate, kUp});
       const auto gates = split({{kGate, I_}});
@@ -134,14 +153,13 @@ class Pass {
         std::vector<float>& up = of_thread();
         up.resize(N_ * c.count);
         float* gate = inner.data() + c.first;
-        multiply(normed_.data(), H_, of_layer(m_.gate_up, layer), 2 * I_, c, layer, 0, gate, I_, false);
+        multiply(normed_.data(), H_, m_.gate_up, 2 * I_, c, layer, 0, gate, I_, false);
         const Columns same_of_up{kUp, c.first, c.count, I_ + c.first};
-        multiply(normed_.data(), H_, of_layer(m_.gate_up, layer), 2 * I_, same_of_up, layer, 1, up.data(), c.count,
-                 false);
+        multiply(normed_.data(), H_, m_.gate_up, 2 * I_, same_of_up, layer, 1, up.data(), c.count, false);
         for (int64_t n = 0; n < N_; ++n) gated(gate + n * I_, up.data() + n * c.count, c.count);
       });
       lower(inner.data(), I_, layer, {kDown});
-      add(inner.data(), I_, of_layer(m_.down, layer), kDown, layer, x);
+      add(inner.data(), I_, m_.down, kDown, layer, x);
     }
     norm(x, m_.final_norm.typed_data());
     std::copy(normed_.begin(), normed_.end(), x);
@@ -156,7 +174,11 @@ class Pass {
       const Columns& c = parts[at];
       std::vector<float>& found = of_thread();
       found.resize(N_ * c.count);
-      dots(hidden, H_, N_, m_.head.typed_data() + c.first * H_, H_, H_, found.data(), c.count, c.count);
+      if (m_.narrow_head != nullptr) {  // in any number of rows, as its sums have another order
+        product({hidden, H_}, N_, m_.narrow_head + c.first, V, H_, found.data(), c.count, c.count);
+      } else {
+        dots(hidden, H_, N_, m_.head.typed_data() + c.first * H_, H_, H_, found.data(), c.count, c.count);
+      }
       adapt(c, 0, 0, found.data(), c.count);
       for (int64_t n = 0; n < N_; ++n) {
         std::copy_n(found.data() + n * c.count, c.count, logits_NV + rows_[n].number * V + c.first);
@@ -182,7 +204,7 @@ class Pass {
       const Module& module = m_.lora[*(modules.begin() + at % number)];
       if (rows.adapter < 0) return;
       product({x + rows.first * size, size}, rows.count, module.down(layer, rows.adapter), module.rank, size,
-              low_.data() + (at % number * N_ + rows.first) * module.rank, module.rank, module.rank);
+              low_.data() + (at % number * N_ + rows.first) * module.rank, module.rank, m_.rank[rows.adapter]);
     });
   }
 
@@ -192,19 +214,27 @@ class Pass {
     for (const RowBlock& rows : blocks_) {
       if (rows.adapter < 0) continue;
       product({low_.data() + (which * N_ + rows.first) * module.rank, module.rank}, rows.count,
-              module.up(layer, rows.adapter) + c.first, module.outputs, module.rank, y + rows.first * y_row, y_row,
-              c.count, true);
+              module.up(layer, rows.adapter) + c.first, module.outputs, m_.rank[rows.adapter], y + rows.first * y_row,
+              y_row, c.count, true);
     }
   }
 
+  // Calls `use` with the numbers of a matrix from `at` on, in the form that takes less time to read for these rows.
+  template <typename Use>
+  void read(const Matrix& matrix, int64_t at, Use use) const {
+    if (matrix.narrow != nullptr && N_ <= kFewRows) return use(matrix.narrow + at);
+    use(static_cast<const float*>(matrix.wide.typed_data()) + at);
+  }
+
   // y (+)= x w + x A B for some columns, which are at `place` of w.
-  void multiply(const float* x, int64_t size, const float* w, int64_t w_row, const Columns& c, int64_t layer, int which,
-                float* y, int64_t y_row, bool adds) {
-    product({x, size}, N_, w + c.place, w_row, size, y, y_row, c.count, adds);
+  void multiply(const float* x, int64_t size, const Matrix& w, int64_t w_row, const Columns& c, int64_t layer,
+                int which, float* y, int64_t y_row, bool adds) {
+    read(w, w.of_layer(layer) + c.place,
+         [&](const auto* from) { product({x, size}, N_, from, w_row, size, y, y_row, c.count, adds); });
     adapt(c, layer, which, y, y_row);
   }
 
-  void add(const float* from, int64_t size, const float* w, int module, int64_t layer, float* x) {
+  void add(const float* from, int64_t size, const Matrix& w, int module, int64_t layer, float* x) {
     const auto parts = split({{module, H_}});
     team_.each(parts.size(),
                [&](int64_t at) { multiply(from, size, w, H_, parts[at], layer, 0, x + parts[at].first, H_, true); });
@@ -293,28 +323,38 @@ class Pass {
   std::vector<float> normed_, low_;
 };
 
+constexpr size_t kNarrow = 10 + 2 * 8;  // where the narrow forms begin, after the weights and the modules
+
 ffi::Error Layers(ffi::ThreadPool pool, float eps, bool gives_logits, Floats x, Ints positions, Ints tables,
-                  Ints adapters, Floats cos, Floats sin, ffi::RemainingArgs rest, ffi::Result<Floats> keys,
+                  Ints adapters, Ints rank, Floats cos, Floats sin, ffi::RemainingArgs rest, ffi::Result<Floats> keys,
                   ffi::Result<Floats> values, ffi::Result<Floats> out) {
   return with_memory([&]() -> ffi::Error {
     std::vector<Floats> more;
-    for (size_t index = 0; index < rest.size(); ++index) {
+    std::vector<const Narrow*> narrow;
+    for (size_t index = 0; index < kNarrow; ++index) {
       auto each = rest.get<Floats>(index);
       if (each.has_error()) return each.error();
       more.push_back(*each);
     }
+    for (size_t index = kNarrow; index < kNarrow + 5; ++index) {
+      auto each = rest.get<Narrows>(index);
+      if (each.has_error()) return each.error();
+      narrow.push_back(each->element_count() > 0 ? reinterpret_cast<const Narrow*>(each->typed_data()) : nullptr);
+    }
     const auto lora = [&](int module) { return Module(more[10 + 2 * module], more[11 + 2 * module]); };
     const Model model{more[0],
-                      more[1],
+                      {more[1], narrow[0]},
                       more[2],
                       more[3],
-                      more[4],
+                      {more[4], narrow[1]},
                       more[5],
-                      more[6],
-                      more[7],
+                      {more[6], narrow[2]},
+                      {more[7], narrow[3]},
                       more[8],
                       more[9],
+                      narrow[4],
                       {lora(kQ), lora(kK), lora(kV), lora(kO), lora(kGate), lora(kUp), lora(kDown), lora(kHead)},
+                      rank.typed_data(),
                       eps};
     const int64_t every = x.dimensions()[0], H = x.dimensions()[1], half = cos.dimensions()[1];
     const int64_t of_table = every / tables.dimensions()[0], G = tables.dimensions()[1];
@@ -422,6 +462,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tinsmith_layers, tinsmith::Layers,
                                   .Attr<float>("eps")
                                   .Attr<bool>("gives_logits")
                                   .Arg<tinsmith::Floats>()
+                                  .Arg<tinsmith::Ints>()
                                   .Arg<tinsmith::Ints>()
                                   .Arg<tinsmith::Ints>()
                                   .Arg<tinsmith::Ints>()

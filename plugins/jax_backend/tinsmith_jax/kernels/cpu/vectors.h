@@ -21,6 +21,27 @@ inline Vec load(const float* from) {
   return vec;
 }
 inline void store(float* to, Vec vec) { std::memcpy(to, &vec, sizeof(vec)); }
+
+// The upper half of a float32 number whose lower half is zero: bfloat16.
+typedef uint16_t Narrow;
+
+// L numbers from memory.
+template <int L>
+[[gnu::always_inline]] inline auto lanes(const float* from) {
+  float __attribute__((vector_size(L * sizeof(float)))) lanes;
+  std::memcpy(&lanes, from, sizeof(lanes));
+  return lanes;
+}
+template <int L>
+[[gnu::always_inline]] inline auto lanes(const Narrow* from) {
+  typedef uint32_t Words __attribute__((vector_size(L * sizeof(uint32_t))));
+  Narrow __attribute__((vector_size(L * sizeof(Narrow)))) halves;
+  std::memcpy(&halves, from, sizeof(halves));
+  const Words words = __builtin_convertvector(halves, Words) << 16;
+  float __attribute__((vector_size(L * sizeof(float)))) lanes;
+  std::memcpy(&lanes, &words, sizeof(lanes));
+  return lanes;
+}
 // The first `count` lanes; zeros in the others.
 inline Vec load(const float* from, int64_t count) {
   if (count >= kLanes) return load(from);
@@ -91,9 +112,9 @@ struct Strided {
 };
 
 // R rows by V vectors of L lanes of `product`.
-template <int R, int V, int L>
-[[gnu::always_inline]] inline void block(Strided x, const float* w, int64_t w_row, int64_t inputs, float* y,
-                                         int64_t y_row, bool adds, int64_t ahead) {
+template <int R, int V, int L, typename W>
+[[gnu::always_inline]] inline void block(Strided x, const W* w, int64_t w_row, int64_t inputs, float* y, int64_t y_row,
+                                         bool adds, int64_t ahead) {
   typedef float Lanes __attribute__((vector_size(L * sizeof(float))));
   Lanes sums[R][V];
 #pragma GCC unroll 16
@@ -102,12 +123,12 @@ template <int R, int V, int L>
     for (int v = 0; v < V; ++v) sums[r][v] = Lanes{};
   }
   for (int64_t i = 0; i < inputs; ++i) {
-    const float* from = w + i * w_row;
+    const W* from = w + i * w_row;
     Lanes weights[V];
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) {
       __builtin_prefetch(from + ahead + v * L);
-      std::memcpy(&weights[v], from + v * L, sizeof(Lanes));
+      weights[v] = lanes<L>(from + v * L);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -132,8 +153,8 @@ template <int R, int V, int L>
 }
 
 // R rows of `product`: by V vectors as long as these fit, the rest by fewer and shorter ones.
-template <int R, int V, int L = kLanes>
-inline void columns(Strided x, const float* w, int64_t w_row, int64_t inputs, float* y, int64_t y_row, int64_t width,
+template <int R, int V, int L = kLanes, typename W>
+inline void columns(Strided x, const W* w, int64_t w_row, int64_t inputs, float* y, int64_t y_row, int64_t width,
                     bool adds, int64_t ahead) {
   int64_t j = 0;
   for (; j + V * L <= width; j += V * L) block<R, V, L>(x, w + j, w_row, inputs, y + j, y_row, adds, ahead);
@@ -146,8 +167,8 @@ inline void columns(Strided x, const float* w, int64_t w_row, int64_t inputs, fl
 }
 
 // `rows` of at most R, which are known when the program runs.
-template <int R, int V>
-inline void few_rows(int64_t rows, Strided x, const float* w, int64_t w_row, int64_t inputs, float* y, int64_t y_row,
+template <int R, int V, typename W>
+inline void few_rows(int64_t rows, Strided x, const W* w, int64_t w_row, int64_t inputs, float* y, int64_t y_row,
                      int64_t width, bool adds, int64_t ahead) {
   if (rows == R) return columns<R, V>(x, w, w_row, inputs, y, y_row, width, adds, ahead);
   if constexpr (R > 1) few_rows<R - 1, R == 3 ? 8 : V>(rows, x, w, w_row, inputs, y, y_row, width, adds, ahead);
@@ -158,7 +179,8 @@ inline void few_rows(int64_t rows, Strided x, const float* w, int64_t w_row, int
 //
 // Six rows and four vectors use the registers best; then come five, and fewer only for what is left. A panel of w stays
 // in the cache for all rows.
-inline void product(Strided x, int64_t rows, const float* w, int64_t w_row, int64_t inputs, float* y, int64_t y_row,
+template <typename W>
+inline void product(Strided x, int64_t rows, const W* w, int64_t w_row, int64_t inputs, float* y, int64_t y_row,
                     int64_t width, bool adds = false) {
   const int64_t fives = (6 - rows % 6) % 6, sixes = rows >= 5 * fives ? rows - 5 * fives : rows / 6 * 6;
   const int64_t panel = rows > 5 ? 4 * kLanes : width;
