@@ -305,6 +305,36 @@ def test_two_askers_wait_for_one_compilation() -> None:
     assert (made, programs.compile_count) == ([1], 1)
 
 
+def test_the_warm_up_begins_nothing_while_a_request_waits() -> None:
+    began = {name: threading.Event() for name in ("first", "wanted", "other")}
+    first_may_end = threading.Event()
+    beside: list[bool] = []
+
+    def first() -> object:
+        began["first"].set()
+        assert began["wanted"].wait(600)
+        first_may_end.set()
+        return len
+
+    def wanted() -> object:
+        began["wanted"].set()
+        assert first_may_end.wait(600)
+        beside.append(began["other"].wait(0.2))
+        return len
+
+    def other() -> object:
+        began["other"].set()
+        return len
+
+    programs = Programs(_ignore)
+    programs.start_warm_up([Program("first", first), Program("other", other)])  # type: ignore[arg-type]
+    assert began["first"].wait(600)
+    programs.get(Program("wanted", wanted))  # type: ignore[arg-type]
+    assert programs.wait_until_warm(600)
+    assert beside == [False]
+    assert began["other"].is_set()
+
+
 def test_a_failed_compilation_is_tried_again() -> None:
     outcomes = iter([ValueError("no"), len])
 

@@ -29,9 +29,9 @@ LIMITS: Mapping[str, Any] = {"max_context_tokens": 320, "max_batch_tokens": 512,
 
 @pytest.fixture(scope="module")
 def models(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Sizes of `narrow` are no multiples of the kernels' blocks."""
+    """Sizes of `narrow` are multiples of a vector, but not of the kernels' blocks."""
     directory = tmp_path_factory.mktemp("narrow")
-    write_tiny_model(directory, TinyShape(stored="bfloat16", hidden_size=72, intermediate_size=200, num_layers=2))
+    write_tiny_model(directory, TinyShape(stored="bfloat16", hidden_size=80, intermediate_size=208, num_layers=2))
     return {**tiny_models, "narrow": directory}
 
 

@@ -33,6 +33,8 @@ class Programs:
         self._progress = progress
         self._alone = alone
         self._lock = threading.Lock()
+        self._nobody_waits = threading.Condition(self._lock)
+        self._num_waiting = 0  # requests that wait for a program
         self._made: dict[Hashable, Future[Compiled]] = {}
         self._to_warm: dict[Hashable, Program] = {}  # in the order in which the warm-up takes them
         self._stop = threading.Event()
@@ -63,7 +65,10 @@ class Programs:
         return index
 
     def start_warm_up(self, programs: Sequence[Program]) -> None:
-        """Compile the programs in the background, in the given order, but those first that requests do without."""
+        """Compile the programs in the background, in the given order, but those first that requests do without.
+
+        While a request waits for a program, no other one is begun.
+        """
         self._to_warm = {program.key: program for program in programs}
         self._thread = threading.Thread(target=self._warm_up, name="jax-warm-up", daemon=True)
         self._thread.start()
@@ -79,7 +84,9 @@ class Programs:
 
     def close(self) -> None:
         """Stop the warm-up once it has compiled its current program."""
-        self._stop.set()
+        with self._lock:
+            self._stop.set()
+            self._nobody_waits.notify_all()
         if self._thread is not None:
             self._thread.join()
 
@@ -87,11 +94,19 @@ class Programs:
         mine: Future[Compiled] = Future()
         with self._lock:
             made = self._made.setdefault(program.key, mine)
-        if announce and not made.done():
-            self._progress("compiling", None)
-        if made is mine:
-            self._compile(program, mine)
-        return made.result()
+            waits = announce and not made.done()
+            self._num_waiting += waits
+        try:
+            if waits:
+                self._progress("compiling", None)
+            if made is mine:
+                self._compile(program, mine)
+            return made.result()
+        finally:
+            if waits:
+                with self._lock:
+                    self._num_waiting -= 1
+                    self._nobody_waits.notify_all()
 
     def _compile(self, program: Program, made: Future[Compiled]) -> None:
         start = time.monotonic()
@@ -124,4 +139,5 @@ class Programs:
 
     def _next_to_warm(self) -> Program | None:
         with self._lock:
+            self._nobody_waits.wait_for(lambda: self._num_waiting == 0 or self._stop.is_set())
             return self._to_warm.pop(next(iter(self._to_warm), None), None)

@@ -135,15 +135,16 @@ class TrainPrograms:
     def all(self) -> Iterator[Program]:
         """Return every possible program, in the order that lets most requests run soonest.
 
-        The smallest of each kind come first, then those that hold everything. Until its own program is ready, a request
-        uses the smallest one that is, and its own is compiled next.
+        The optimizer steps come first, which every model needs, then the smallest of each kind, then those that hold
+        everything. Until its own program is ready, a request uses the smallest one that is, and its own is compiled
+        next.
         """
         ranks = rank_classes(self.limits.max_lora_rank)
         n = len(ranks)
         gradients, score = (partial(each, replays=self.replays) for each in (self.gradients, self.score))
         trained, scored = (self.buckets.of(kind).soonest(ranks) for kind in ("gradients", "score"))
-        yield from map(gradients, trained[:n])
         yield from map(self.step, ranks)
+        yield from map(gradients, trained[:n])
         yield from map(score, scored[:n])
         yield from map(gradients, trained[n : 2 * n])
         yield from map(score, scored[n : 2 * n])

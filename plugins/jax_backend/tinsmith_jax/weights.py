@@ -54,6 +54,8 @@ _QK_NORMS: Mapping[str, str] = {"q_norm": "self_attn.q_norm", "k_norm": "self_at
 NARROW = ("qkv", "o", "gate_up", "down", "head")
 """The matrices that are kept in a narrow form as well."""
 
+_VECTOR = 16
+
 
 def load_base(
     directory: Path,
@@ -81,11 +83,17 @@ def load_base(
             return tensor.astype(np.dtype(dtype), copy=False)
 
         base = _Loader(read, config, layout).load(progress)
-    return with_narrow(base) if narrow else base
+    return with_narrow(base, config) if narrow else base
 
 
-def with_narrow(base: Base) -> Base:
-    """Add the matrices as bfloat16, if that loses nothing: published checkpoints are mostly of that type."""
+def with_narrow(base: Base, config: ModelConfig) -> Base:
+    """Add the matrices as bfloat16, if that loses nothing: published checkpoints are mostly of that type.
+
+    The kernels want columns of each module in multiples of a vector.
+    """
+    columns = (config.q_size, config.kv_size, config.hidden_size, config.intermediate_size, config.vocab_size)
+    if any(size % _VECTOR for size in columns):
+        return base
     matrices = {name: np.asarray(base["head"] if name == "head" else base["layers"][name]) for name in NARROW}
     if any((matrix.view(np.uint32) & 0xFFFF).any() for matrix in matrices.values()):
         return base

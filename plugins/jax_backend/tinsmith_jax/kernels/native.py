@@ -28,7 +28,9 @@ BACKWARD: Final = "tinsmith_backward"
 _SOURCES: Final = Path(__file__).with_name("cpu")
 _FLAGS: Final = (
     "-std=c++17",
-    "-O3",
+    "-O2",
+    "-ftree-vectorize",
+    "-fvect-cost-model=dynamic",
     "-march=native",
     "-ffp-contract=fast",
     "-fno-math-errno",

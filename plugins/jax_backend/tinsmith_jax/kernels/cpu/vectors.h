@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 namespace tinsmith {
 
@@ -22,7 +23,8 @@ inline Vec load(const float* from) {
 }
 inline void store(float* to, Vec vec) { std::memcpy(to, &vec, sizeof(vec)); }
 
-// The upper half of a float32 number whose lower half is zero: bfloat16.
+// The upper half of a float32 number whose lower half is zero: bfloat16. Matrices of them have a multiple of kLanes
+// columns.
 typedef uint16_t Narrow;
 
 // L numbers from memory.
@@ -161,7 +163,7 @@ inline void columns(Strided x, const W* w, int64_t w_row, int64_t inputs, float*
   if (j == width) return;
   if constexpr (V > 1) {
     columns<R, V / 2, L>(x, w + j, w_row, inputs, y + j, y_row, width - j, adds, ahead);
-  } else if constexpr (L > 1) {
+  } else if constexpr (L > 1 && std::is_same_v<W, float>) {
     columns<R, 1, L / 2>(x, w + j, w_row, inputs, y + j, y_row, width - j, adds, ahead);
   }
 }
