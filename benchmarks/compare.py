@@ -33,7 +33,6 @@ _RANK: Final = 8
 _SETTLE_S: Final = 600.0
 _FULL: Final = Effort(rounds=5, fewest=3, limit_s=30.0)
 _SHORT: Final = Effort(rounds=3, fewest=2, limit_s=8.0)
-# those of which every model is measured; the first model is measured in all
 _MAIN: Final = (
     "start",
     "sft",
@@ -46,6 +45,8 @@ _MAIN: Final = (
     "logprobs",
     "optim-step",
 )
+# Of a further model. The others take a peer that compiles for each new size many minutes.
+_FURTHER: Final = ("start", "sft", "sample", "sample-lone", "weight-sync", "logprobs", "optim-step")
 
 
 def main() -> int:
@@ -59,7 +60,8 @@ def main() -> int:
         "models": [],
     }
     for number, name in enumerate(options.models.split(",")):
-        chosen = options.only or (list(_MAIN) if number or options.short else list(SCENARIOS))
+        first = _MAIN if options.short else tuple(SCENARIOS)
+        chosen = options.only or list(_FURTHER if number else first)
         found["models"].append(_measure_model(name, scripts, chosen, options))
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(found, indent=1) + "\n")  # after each model, so that none is lost
@@ -73,7 +75,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sdk", type=Path, help="directory with the Tinker SDK that all clients use")
     parser.add_argument("--models", default="tiny,small", help=f"of {', '.join(SHAPES)}; default tiny,small")
     parser.add_argument("--only", nargs="+", choices=list(SCENARIOS), metavar="NAME", help=", ".join(SCENARIOS))
-    parser.add_argument("--short", action="store_true", help="the main scenarios alone, in fewer rounds")
+    parser.add_argument(
+        "--short",
+        action="store_true",
+        help="the main scenarios alone, in fewer rounds; of a further model, there are fewer in any case",
+    )
     parser.add_argument("--rounds", type=int, help="of each scenario")
     parser.add_argument("--allow-load", action="store_true", help="keep disturbed rounds; the page says so")
     parser.add_argument("--backend", default="jax", help="of tinsmith")
