@@ -13,7 +13,10 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
+#include <memory>
+#include <optional>
 #include <vector>
 
 #include "team.h"
@@ -77,6 +80,17 @@ struct Stream {
   }
 };
 
+// Floats that nobody has set yet: filling them with zeros would take as long as some of the layers' steps.
+class Room {
+ public:
+  explicit Room(int64_t size) : floats_(new float[size]) {}
+  float* data() { return floats_.get(); }
+  const float* data() const { return floats_.get(); }
+
+ private:
+  std::unique_ptr<float[]> floats_;
+};
+
 std::vector<float>& of_thread(int which) {
   thread_local std::array<std::vector<float>, 6> floats;
   return floats[which];
@@ -92,16 +106,6 @@ void norm_rows(const float* x, const float* weight, int64_t size, float eps, flo
   for (int64_t t = 0; t < kTile; ++t) normed(x + t * size, weight, size, eps, to + t * size);
 }
 
-// y [kTile, width] = x [kTile, inputs] times w [width, inputs] transposed: by way of the transposed tile, because a
-// product of rows that are broadcast needs no sums across lanes.
-void times_transposed(const float* x, int64_t x_row, const float* w, int64_t inputs, float* y, int64_t width) {
-  float* turned = scratch(4, kTile * inputs);
-  float* result = scratch(5, kTile * width);
-  transpose(x, x_row, kTile, inputs, turned, kTile);
-  product({w, inputs}, width, turned, kTile, inputs, result, kTile, kTile);
-  transpose(result, kTile, width, kTile, y, width);
-}
-
 // Differentiates RMSNorm of one row by its input and adds to `d_x`.
 void add_norm_backward(const float* d, const float* x, const float* weight, int64_t size, float eps, float* d_x) {
   const float scale = norm_scale(x, size, eps);
@@ -113,13 +117,14 @@ void add_norm_backward(const float* d, const float* x, const float* weight, int6
   for (int64_t i = 0; i < size; ++i) d_x[i] += d[i] * weight[i] * scale - x[i] * back;
 }
 
-// y += scale x A B for one tile. z = scale x A stays, [kTile, r].
-void adapt(const Stream& s, int64_t layer, int64_t tile, int module, const float* x, int64_t x_row, float* y,
-           int64_t y_row) {
+// y (+)= x w + scale x A B for one tile and the columns of one module. z = scale x A stays, [kTile, r].
+void adapted(const Stream& s, int64_t layer, int64_t tile, int module, const float* x, const float* w, int64_t w_row,
+             float* y, int64_t y_row, bool adds = false) {
   const Module& lora = s.lora[module];
   float* z = s.low(layer, tile, module);
-  product({x, x_row}, kTile, lora.down(layer, s.adapter[tile]), lora.rank, lora.inputs, z, lora.rank, lora.rank);
+  product({x, lora.inputs}, kTile, lora.down(layer, s.adapter[tile]), lora.rank, lora.inputs, z, lora.rank, lora.rank);
   for (int64_t i = 0; i < kTile * lora.rank; ++i) z[i] *= s.scale[tile];
+  product({x, lora.inputs}, kTile, w, w_row, lora.inputs, y, y_row, lora.outputs, adds);
   product({z, lora.rank}, kTile, lora.up(layer, s.adapter[tile]), lora.outputs, lora.rank, y, y_row, lora.outputs,
           true);
 }
@@ -171,7 +176,7 @@ struct Heads {
       std::fill(to + t * seen + seen - kTile + t + 1, to + (t + 1) * seen, -std::numeric_limits<float>::infinity());
     }
   }
-  std::vector<float> queries, keys, turned;
+  Room queries, keys, turned;
 };
 
 void attend(const Stream& s, const Heads& heads, int64_t layer, int64_t tile, int64_t head) {
@@ -209,10 +214,10 @@ void before_attention(const Stream& s, int64_t layer, int64_t tile, Heads& heads
   float* normed = scratch(0, kTile * s.H);
   float* to = s.rows(kProjections, layer, tile, width);
   norm_rows(s.rows(kInputs, layer, tile, s.H), s.weight(kInputNorm, layer), s.H, s.eps, normed);
-  product({normed, s.H}, kTile, s.weight(kQkv, layer), width, s.H, to, width, width);
-  adapt(s, layer, tile, kQ, normed, s.H, to, width);
-  adapt(s, layer, tile, kK, normed, s.H, to + s.Q, width);
-  adapt(s, layer, tile, kV, normed, s.H, to + s.Q + s.K, width);
+  const float* qkv = s.weight(kQkv, layer);
+  adapted(s, layer, tile, kQ, normed, qkv, width, to, width);
+  adapted(s, layer, tile, kK, normed, qkv + s.Q, width, to + s.Q, width);
+  adapted(s, layer, tile, kV, normed, qkv + s.Q + s.K, width, to + s.Q + s.K, width);
   heads.prepare(s, layer, tile);
 }
 
@@ -232,17 +237,14 @@ void after_attention(const Stream& s, int64_t layer, int64_t tile, float* out) {
   const float* attended = s.rows(kAttended, layer, tile, s.Q);
   float* middle = s.rows(kMiddles, layer, tile, s.H);
   std::copy_n(s.rows(kInputs, layer, tile, s.H), kTile * s.H, middle);
-  product({attended, s.Q}, kTile, s.weight(kOut, layer), s.H, s.Q, middle, s.H, s.H, true);
-  adapt(s, layer, tile, kO, attended, s.Q, middle, s.H);
+  adapted(s, layer, tile, kO, attended, s.weight(kOut, layer), s.H, middle, s.H, true);
   norm_rows(middle, s.weight(kPostNorm, layer), s.H, s.eps, normed);
   float* gate_up = s.rows(kInner, layer, tile, 2 * s.I);
-  product({normed, s.H}, kTile, s.weight(kGateUp, layer), 2 * s.I, s.H, gate_up, 2 * s.I, 2 * s.I);
-  adapt(s, layer, tile, kGate, normed, s.H, gate_up, 2 * s.I);
-  adapt(s, layer, tile, kUp, normed, s.H, gate_up + s.I, 2 * s.I);
+  adapted(s, layer, tile, kGate, normed, s.weight(kGateUp, layer), 2 * s.I, gate_up, 2 * s.I);
+  adapted(s, layer, tile, kUp, normed, s.weight(kGateUp, layer) + s.I, 2 * s.I, gate_up + s.I, 2 * s.I);
   gate(s, gate_up, inner);
   std::copy_n(middle, kTile * s.H, out);
-  product({inner, s.I}, kTile, s.weight(kDownward, layer), s.H, s.I, out, s.H, s.H, true);
-  adapt(s, layer, tile, kDown, inner, s.I, out, s.H);
+  adapted(s, layer, tile, kDown, inner, s.weight(kDownward, layer), s.H, out, s.H, true);
 }
 
 void forward(const Stream& s, const float* x, float* out) {
@@ -285,20 +287,17 @@ class Backward {
         d_attended_(s.tokens * s.Q),
         d_heads_(s.tokens * (s.Q + 2 * s.K)),
         d_low_(s.tokens * kModules * s.rank()),
-        tiles_of_(s.lora[0].A.stride / (s.lora[0].inputs * s.rank())),
-        turned_(kModules) {
+        tiles_of_(s.lora[0].A.stride / (s.lora[0].inputs * s.rank())) {
     for (int64_t tile = 0; tile < s.tiles(); ++tile) {
       if (!s.used(tile)) continue;
       if (s.first_tile[tile] == tile) sequences_.push_back({tile, tile});
       sequences_.back().second = tile + 1;
       tiles_of_[s.adapter[tile]].push_back(tile);
     }
-    for (int module = 0; module < kModules; ++module) turned_[module].resize(s.lora[module].A.stride);
   }
 
   void run() {
     for (int64_t layer = s_.layers - 1; layer >= 0; --layer) {
-      s_.team.each(kModules * tiles_of_.size(), [&](int64_t at) { turn(layer, at % kModules, at / kModules); });
       s_.team.each(s_.tiles(), [&](int64_t tile) {
         if (s_.used(tile)) down_to_attention(layer, tile);
       });
@@ -317,26 +316,31 @@ class Backward {
   int64_t width() const { return s_.Q + 2 * s_.K; }
   float* d_low(int64_t tile, int module) { return d_low_.data() + (tile * kModules + module) * kTile * s_.rank(); }
 
-  // Transposes A of one adapter: [r, inputs].
-  void turn(int64_t layer, int module, int64_t adapter) {
-    if (tiles_of_[adapter].empty()) return;
-    const Module& lora = s_.lora[module];
-    const float* from = lora.down(layer, adapter);
-    float* to = turned_[module].data() + adapter * lora.inputs * lora.rank;
-    for (int64_t i = 0; i < lora.inputs; ++i) {
-      for (int64_t r = 0; r < lora.rank; ++r) to[r * lora.inputs + i] = from[i * lora.rank + r];
+  // Differentiates `adapted` of modules that read the same x and write beside each other: d_x [kTile, inputs] = d w^T +
+  // d_z A^T of each module, if `d_x` is not null, and d_z = scale d B^T stays.
+  //
+  // All of it is transposed, with a token in each lane: no sum goes across lanes then.
+  void adapted_backward(int64_t layer, int64_t tile, std::initializer_list<int> modules, const float* d, const float* w,
+                        float* d_x) {
+    const int64_t inputs = s_.lora[*modules.begin()].inputs, rank = s_.rank();
+    int64_t outputs = 0;
+    for (const int module : modules) outputs += s_.lora[module].outputs;
+    float* turned = scratch(4, outputs * kTile);
+    float* result = scratch(5, inputs * kTile);
+    float* low = scratch(2, rank * kTile);
+    transpose(d, outputs, kTile, outputs, turned, kTile);
+    if (d_x != nullptr) product({w, outputs}, inputs, turned, kTile, outputs, result, kTile, kTile);
+    for (const int module : modules) {
+      const Module& lora = s_.lora[module];
+      product({lora.up(layer, s_.adapter[tile]), lora.outputs}, rank, turned, kTile, lora.outputs, low, kTile, kTile);
+      for (int64_t i = 0; i < rank * kTile; ++i) low[i] *= s_.scale[tile];
+      transpose(low, kTile, rank, kTile, d_low(tile, module), rank);
+      if (d_x != nullptr) {
+        product({lora.down(layer, s_.adapter[tile]), rank}, inputs, low, kTile, rank, result, kTile, kTile, true);
+      }
+      turned += lora.outputs * kTile;
     }
-  }
-
-  // Differentiates `adapt` by z, and from there by x, if `d_x` is not null: d_x += d_z A transposed.
-  void adapt_backward(int64_t layer, int64_t tile, int module, const float* d, int64_t d_row, float* d_x) {
-    const Module& lora = s_.lora[module];
-    float* d_z = d_low(tile, module);
-    times_transposed(d, d_row, lora.up(layer, s_.adapter[tile]), lora.outputs, d_z, lora.rank);
-    for (int64_t i = 0; i < kTile * lora.rank; ++i) d_z[i] *= s_.scale[tile];
-    if (d_x == nullptr) return;
-    const float* turned = turned_[module].data() + s_.adapter[tile] * lora.inputs * lora.rank;
-    product({d_z, lora.rank}, kTile, turned, lora.inputs, lora.rank, d_x, lora.inputs, lora.inputs, true);
+    if (d_x != nullptr) transpose(result, kTile, inputs, kTile, d_x, inputs);
   }
 
   void down_to_attention(int64_t layer, int64_t tile) {
@@ -347,16 +351,13 @@ class Backward {
     const float* gate_up = s_.rows(kInner, layer, tile, 2 * s_.I);
     gate(s_, gate_up, inner_.data() + t * s_.I);
     float* d_inner = scratch(0, kTile * s_.I);
-    times_transposed(d_out, s_.H, s_.weight(kDownward, layer), s_.H, d_inner, s_.I);
-    adapt_backward(layer, tile, kDown, d_out, s_.H, d_inner);
+    adapted_backward(layer, tile, {kDown}, d_out, s_.weight(kDownward, layer), d_inner);
     float* d_gate_up = d_inner_.data() + t * 2 * s_.I;
     gate_backward(gate_up, d_inner, d_gate_up);
     const float* middle = s_.rows(kMiddles, layer, tile, s_.H);
     norm_rows(middle, s_.weight(kPostNorm, layer), s_.H, s_.eps, normed_middle_.data() + t * s_.H);
     float* d_normed = scratch(1, kTile * s_.H);
-    times_transposed(d_gate_up, 2 * s_.I, s_.weight(kGateUp, layer), 2 * s_.I, d_normed, s_.H);
-    adapt_backward(layer, tile, kGate, d_gate_up, 2 * s_.I, d_normed);
-    adapt_backward(layer, tile, kUp, d_gate_up + s_.I, 2 * s_.I, d_normed);
+    adapted_backward(layer, tile, {kGate, kUp}, d_gate_up, s_.weight(kGateUp, layer), d_normed);
     float* d_middle = d_middle_.data() + t * s_.H;
     std::copy_n(d_out, kTile * s_.H, d_middle);
     for (int64_t row = 0; row < kTile; ++row) {
@@ -364,8 +365,7 @@ class Backward {
                         d_middle + row * s_.H);
     }
     float* d_attended = d_attended_.data() + t * s_.Q;
-    times_transposed(d_middle, s_.H, s_.weight(kOut, layer), s_.H, d_attended, s_.Q);
-    adapt_backward(layer, tile, kO, d_middle, s_.H, d_attended);
+    adapted_backward(layer, tile, {kO}, d_middle, s_.weight(kOut, layer), d_attended);
   }
 
   void gate_backward(const float* gate_up, const float* d_inner, float* d) {
@@ -446,10 +446,7 @@ class Backward {
     const float* inputs = s_.rows(kInputs, layer, tile, s_.H);
     norm_rows(inputs, s_.weight(kInputNorm, layer), s_.H, s_.eps, normed_in_.data() + t * s_.H);
     float* d_normed = layer > 0 ? scratch(0, kTile * s_.H) : nullptr;  // nobody asks for the embedding's gradient
-    if (layer > 0) times_transposed(d, W, s_.weight(kQkv, layer), W, d_normed, s_.H);
-    adapt_backward(layer, tile, kQ, d, W, d_normed);
-    adapt_backward(layer, tile, kK, d + s_.Q, W, d_normed);
-    adapt_backward(layer, tile, kV, d + s_.Q + s_.K, W, d_normed);
+    adapted_backward(layer, tile, {kQ, kK, kV}, d, s_.weight(kQkv, layer), d_normed);
     if (layer == 0) return;
     float* d_x = d_x_ + t * s_.H;
     std::copy_n(d_middle_.data() + t * s_.H, kTile * s_.H, d_x);
@@ -532,9 +529,8 @@ class Backward {
   const std::vector<Module> sums_;
   float* const d_x_;
   Heads heads_;
-  std::vector<float> normed_in_, normed_middle_, inner_, d_out_, d_middle_, d_inner_, d_attended_, d_heads_, d_low_;
+  Room normed_in_, normed_middle_, inner_, d_out_, d_middle_, d_inner_, d_attended_, d_heads_, d_low_;
   std::vector<std::vector<int64_t>> tiles_of_;          // of each adapter
-  std::vector<std::vector<float>> turned_;              // A of each module, transposed
   std::vector<std::pair<int64_t, int64_t>> sequences_;  // first tile, and the one after the last
 };
 
@@ -575,14 +571,14 @@ ffi::Error Forward(ffi::ThreadPool pool, float eps, Floats x, Ints first, Ints a
     Team team(pool);
     Stream s = stream_of(team, eps, x, first, adapter, scale, cos, sin, *weights);
     const int64_t width = s.Q + 2 * s.K;
-    std::vector<float> own;  // of one layer, if nothing is to be saved
+    std::optional<Room> own;  // of one layer, if nothing is to be saved
     if (saved.size() == 0) {
       const std::array<int64_t, kSaved> sizes{s.H, width, s.Q, s.heads(), s.H, 2 * s.I, kModules * s.rank()};
       int64_t total = 0;
       for (const int64_t size : sizes) total += size * s.tokens;
-      own.resize(total);
+      own.emplace(total);
       int64_t at = 0;
-      for (int which = 0; which < kSaved; at += sizes[which++] * s.tokens) s.saved[which] = {own.data() + at, 0};
+      for (int which = 0; which < kSaved; at += sizes[which++] * s.tokens) s.saved[which] = {own->data() + at, 0};
     } else {
       for (int which = 0; which < kSaved; ++which) {
         auto each = saved.get<Floats>(which);
