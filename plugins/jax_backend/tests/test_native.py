@@ -2,9 +2,12 @@
 
 import asyncio
 import logging
+import os
+import platform
 import shutil
 import stat
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -154,6 +157,24 @@ def test_gradients_have_the_bits_that_they_have_alone(tiny_models: dict[str, Pat
         for ops in ([make_op("b", 2, lengths), mine], [mine, make_op("b", 2, lengths)]):
             assert_same_state(gradients(backend, ops)["a"], alone)
     backend.close()
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc to fill memory")
+def test_what_lay_in_memory_before_changes_nothing() -> None:
+    """Rooms are not cleared, and neither are the ends of tiles: nothing of them may be read, not even to multiply by 0."""
+    tests = [
+        f"{__file__}::{test.__name__}" for test in (test_gradients_are_those_of_xla, test_samples_are_those_of_xla)
+    ]
+    filled = "glibc.malloc.perturb=128:glibc.malloc.mmap_max=0:glibc.malloc.arena_max=1"  # with huge numbers
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "GLIBC_TUNABLES": filled},
+    )
+    assert ran.returncode == 0, ran.stdout
 
 
 def test_products_have_one_rounding_in_all_sizes(tmp_path: Path) -> None:

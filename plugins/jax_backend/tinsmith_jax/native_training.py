@@ -1,6 +1,6 @@
 """The layers in training on a CPU, by the kernels in C++. The arithmetic is that of trunk.py.
 
-A pass costs what its tiles cost: unused ones are left out.
+A pass costs what its tokens cost: unused tiles and the ends of others are left out.
 
 Legend: T = tokens, n = T / TILE tiles, H = hidden, Q = queries of all heads, L = layers.
 """
@@ -23,14 +23,23 @@ _MODULES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 def layers(
-    x_TH: Any, weights: Any, config: ModelConfig, adapters: Any, tiles: Tiles, angles: Any, first_n: Any, sums: Any
+    x_TH: Any,
+    weights: Any,
+    config: ModelConfig,
+    adapters: Any,
+    tiles: Tiles,
+    angles: Any,
+    place_n: tuple[Any, Any],
+    sums: Any,
 ) -> Any:
-    """Return what the layers make of `x_TH`, zeros in unused tiles, whose `first_n` is -1.
+    """Return what the layers make of `x_TH`, zeros where there is no token.
+
+    `place_n` says how many tokens each tile has, and which tile is the first of its sequence.
 
     If there are `sums`, reverse differentiation by them yields the sums plus the gradients of the adapters, and nothing
     by anything else.
     """
-    stream = (first_n, tiles.adapter_n, tiles.scale_n, *angles)
+    stream = (*place_n, tiles.adapter_n, tiles.scale_n, *angles)
     given = (*(weights.get(name, _ABSENT) for name in _MATRICES), *_in_order(adapters))
     if sums is None:
         (out_TH,) = _forward(config, x_TH, stream, given, ())

@@ -65,8 +65,9 @@ class TrainPrograms:
         ) -> Any:
             stack = adapters.stack(weights)
             hidden = packed_forward(
-                base, self.config, tokens, positions, stack, tiles, replayed_LTC=replayed, axes=self.axes
-            )
+                base, self.config, tokens, positions, stack, tiles,
+                count_n=_counts(batch), replayed_LTC=replayed, axes=self.axes,
+            )  # fmt: skip
             scores = head.score(
                 base["head"], stack["head"], hidden, tiles, batch, self.losses, self._rows(bucket), axes=self.axes
             )
@@ -99,7 +100,8 @@ class TrainPrograms:
             def trunk(layer_sums: Any) -> Any:
                 return packed_forward(
                     base, self.config, tokens, positions, stack, tiles,
-                    sums=layer_sums, replayed_LTC=replayed, recompute=self.limits.recompute, axes=self.axes,
+                    sums=layer_sums, count_n=_counts(batch), replayed_LTC=replayed,
+                    recompute=self.limits.recompute, axes=self.axes,
                 )  # fmt: skip
 
             start = self.axes.fold_start(totals, stack)
@@ -220,6 +222,11 @@ _STREAM_SPECS = (
 def stream_specs(*, replays: bool) -> tuple[Any, ...]:
     """Return how the arrays of a stream are divided: by rows."""
     return (*_STREAM_SPECS, Spec(None, STREAMS)) if replays else _STREAM_SPECS
+
+
+def _counts(batch: LossBatch) -> Any:
+    """Return how many tokens each tile has. All of them have a loss."""
+    return (batch.kind_T >= 0).reshape(-1, TILE).sum(axis=1, dtype=jnp.int32)
 
 
 def _i32(*shape: int) -> Any:

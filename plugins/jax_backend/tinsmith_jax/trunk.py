@@ -36,17 +36,19 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     tiles: Tiles,
     *,
     sums: Any = None,
+    count_n: Any = None,
     replayed_LTC: Any = None,
     recompute: bool = False,
     axes: Axes = ONE,
 ) -> Any:
-    """Return the normed hidden states [T, H].
+    """Return the normed hidden states [T, H], which mean nothing where there is no token.
 
     On a mesh, all arrays are this shard's parts, and the hidden states are whole.
 
     A sequence starts on a tile boundary with position 0 and occupies consecutive tiles. Tokens that pad its last tile,
     and unused tiles (position 0), do not attend to other tokens and no other token attends to them. `sums` is the
-    "layers" part of a stack of gradients to which reverse differentiation adds. `replayed_LTC` are the experts of the
+    "layers" part of a stack of gradients to which reverse differentiation adds. `count_n` are the tokens of each tile,
+    by default all of a used one; only the kernels for CPUs leave out what pads. `replayed_LTC` are the experts of the
     tokens for `experts.route`. `recompute` trades memory for a second forward pass. Without it, what takes little time
     to compute again is not kept either: on a CPU, writing it to memory and reading it takes longer.
     """
@@ -54,7 +56,8 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     first_n = jnp.arange(n, dtype=jnp.int32) - positions_T.reshape(n, TILE)[:, 0] // TILE
     angles = rope_angles(positions_T, config.rope.inv_freq, config.rope.factor)
     if axes.kernels.native:
-        used_n = positions_T.reshape(n, TILE)[:, 1] > 0
+        if count_n is None:
+            count_n = TILE * (positions_T.reshape(n, TILE)[:, 1] > 0).astype(jnp.int32)
         x_TH = native_training.layers(
             embed(base["embed"], tokens_T, axes),
             base["layers"],
@@ -62,7 +65,7 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
             adapters["layers"],
             tiles,
             angles,
-            jnp.where(used_n, first_n, -1),
+            (count_n, first_n),
             sums,
         )
         return rms_norm(x_TH, base["final_norm"], config.rms_norm_eps)

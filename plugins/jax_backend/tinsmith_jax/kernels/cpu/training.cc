@@ -59,8 +59,8 @@ struct Module {
 struct Stream {
   Team& team;
   float eps;
-  const int32_t *first_tile, *adapter;  // [n]; first tile of the sequence, -1 for unused tiles
-  const float *scale, *cos, *sin;       // [n], [T, D / 2]
+  const int32_t *count, *first_tile, *adapter;  // [n]; tokens in the tile, first tile of the sequence
+  const float *scale, *cos, *sin;               // [n], [T, D / 2]
   std::array<Layered, kWeights> weights;
   std::vector<Module> lora;
   std::array<Layered, kSaved> saved;
@@ -70,7 +70,7 @@ struct Stream {
   int64_t heads() const { return Q / D; }
   int64_t rank() const { return lora[0].rank; }
   bool norms_heads() const { return weights[kQNorm].stride > 0; }
-  bool used(int64_t tile) const { return first_tile[tile] >= 0; }
+  bool used(int64_t tile) const { return count[tile] > 0; }
   const float* weight(int which, int64_t layer) const { return weights[which].of(layer); }
   float* rows(int which, int64_t layer, int64_t tile, int64_t width) const {
     return saved[which].of(layer) + tile * kTile * width;
@@ -102,8 +102,8 @@ float* scratch(int which, int64_t size) {
   return floats.data();
 }
 
-void norm_rows(const float* x, const float* weight, int64_t size, float eps, float* to) {
-  for (int64_t t = 0; t < kTile; ++t) normed(x + t * size, weight, size, eps, to + t * size);
+void norm_rows(const float* x, int64_t rows, const float* weight, int64_t size, float eps, float* to) {
+  for (int64_t t = 0; t < rows; ++t) normed(x + t * size, weight, size, eps, to + t * size);
 }
 
 // Differentiates RMSNorm of one row by its input and adds to `d_x`.
@@ -121,12 +121,12 @@ void add_norm_backward(const float* d, const float* x, const float* weight, int6
 void adapted(const Stream& s, int64_t layer, int64_t tile, int module, const float* x, const float* w, int64_t w_row,
              float* y, int64_t y_row, bool adds = false) {
   const Module& lora = s.lora[module];
+  const int64_t rows = s.count[tile];
   float* z = s.low(layer, tile, module);
-  product({x, lora.inputs}, kTile, lora.down(layer, s.adapter[tile]), lora.rank, lora.inputs, z, lora.rank, lora.rank);
-  for (int64_t i = 0; i < kTile * lora.rank; ++i) z[i] *= s.scale[tile];
-  product({x, lora.inputs}, kTile, w, w_row, lora.inputs, y, y_row, lora.outputs, adds);
-  product({z, lora.rank}, kTile, lora.up(layer, s.adapter[tile]), lora.outputs, lora.rank, y, y_row, lora.outputs,
-          true);
+  product({x, lora.inputs}, rows, lora.down(layer, s.adapter[tile]), lora.rank, lora.inputs, z, lora.rank, lora.rank);
+  for (int64_t i = 0; i < rows * lora.rank; ++i) z[i] *= s.scale[tile];
+  product({x, lora.inputs}, rows, w, w_row, lora.inputs, y, y_row, lora.outputs, adds);
+  product({z, lora.rank}, rows, lora.up(layer, s.adapter[tile]), lora.outputs, lora.rank, y, y_row, lora.outputs, true);
 }
 
 // The queries, scaled, and the keys of one tile as attention wants them: normed and rotated. Queries are [kTile, Q];
@@ -134,7 +134,7 @@ void adapted(const Stream& s, int64_t layer, int64_t tile, int module, const flo
 void prepare_heads(const Stream& s, int64_t layer, int64_t tile, float* queries, float* keys, float* turned) {
   const float* from = s.rows(kProjections, layer, tile, s.Q + 2 * s.K);
   const float shrink = 1.0f / std::sqrt(static_cast<float>(s.D));
-  for (int64_t t = 0; t < kTile; ++t, from += s.Q + 2 * s.K) {
+  for (int64_t t = 0; t < s.count[tile]; ++t, from += s.Q + 2 * s.K) {
     const int64_t angle = (tile * kTile + t) * s.D / 2;
     const auto prepare = [&](const float* head, int norm, float* to) {
       if (s.norms_heads()) {
@@ -154,6 +154,7 @@ void prepare_heads(const Stream& s, int64_t layer, int64_t tile, float* queries,
       prepare(from + s.Q + at, kKNorm, key);
     }
   }
+  std::fill(keys + s.count[tile] * s.K, keys + kTile * s.K, 0.0f);
   transpose(keys, s.K, kTile, s.K, turned, kTile);
 }
 
@@ -169,10 +170,10 @@ struct Heads {
     const int64_t first = s.first_tile[tile], seen = (tile - first + 1) * kTile, shared = s.Q / s.K;
     const float* from = queries.data() + tile * kTile * s.Q + head * s.D;
     for (int64_t of = first; of <= tile; ++of) {
-      product({from, s.Q}, kTile, turned.data() + of * kTile * s.K + head / shared * s.D * kTile, kTile, s.D,
+      product({from, s.Q}, s.count[tile], turned.data() + of * kTile * s.K + head / shared * s.D * kTile, kTile, s.D,
               to + (of - first) * kTile, seen, kTile);
     }
-    for (int64_t t = 0; t < kTile; ++t) {  // a token does not see those after it
+    for (int64_t t = 0; t < s.count[tile]; ++t) {  // a token does not see those after it
       std::fill(to + t * seen + seen - kTile + t + 1, to + (t + 1) * seen, -std::numeric_limits<float>::infinity());
     }
   }
@@ -184,7 +185,7 @@ void attend(const Stream& s, const Heads& heads, int64_t layer, int64_t tile, in
   float* scores = scratch(0, kTile * seen);
   heads.scores(s, tile, head, scores);
   float* totals = s.rows(kTotals, layer, tile, s.heads());
-  for (int64_t t = 0; t < kTile; ++t) {
+  for (int64_t t = 0; t < s.count[tile]; ++t) {
     float* row = scores + t * seen;
     Vec high = load(row);
     for (int64_t i = kLanes; i < seen; i += kLanes) {
@@ -206,24 +207,25 @@ void attend(const Stream& s, const Heads& heads, int64_t layer, int64_t tile, in
   }
   const float* values = s.rows(kProjections, layer, first, width) + s.Q + s.K + head / (s.Q / s.K) * s.D;
   float* to = s.rows(kAttended, layer, tile, s.Q) + head * s.D;
-  product({scores, seen}, kTile, values, width, seen, to, s.Q, s.D);
+  product({scores, seen}, s.count[tile], values, width, seen, to, s.Q, s.D);
 }
 
 void before_attention(const Stream& s, int64_t layer, int64_t tile, Heads& heads) {
   const int64_t width = s.Q + 2 * s.K;
   float* normed = scratch(0, kTile * s.H);
   float* to = s.rows(kProjections, layer, tile, width);
-  norm_rows(s.rows(kInputs, layer, tile, s.H), s.weight(kInputNorm, layer), s.H, s.eps, normed);
+  norm_rows(s.rows(kInputs, layer, tile, s.H), s.count[tile], s.weight(kInputNorm, layer), s.H, s.eps, normed);
   const float* qkv = s.weight(kQkv, layer);
   adapted(s, layer, tile, kQ, normed, qkv, width, to, width);
   adapted(s, layer, tile, kK, normed, qkv + s.Q, width, to + s.Q, width);
   adapted(s, layer, tile, kV, normed, qkv + s.Q + s.K, width, to + s.Q + s.K, width);
+  std::fill(to + s.count[tile] * width, to + kTile * width, 0.0f);  // values of no token, which are multiplied by 0
   heads.prepare(s, layer, tile);
 }
 
 // inner = silu(gate) up, of rows [gate | up].
-void gate(const Stream& s, const float* gate_up, float* inner) {
-  for (int64_t t = 0; t < kTile; ++t, gate_up += 2 * s.I, inner += s.I) {
+void gate(const Stream& s, int64_t rows, const float* gate_up, float* inner) {
+  for (int64_t t = 0; t < rows; ++t, gate_up += 2 * s.I, inner += s.I) {
     for (int64_t i = 0; i < s.I; i += kLanes) {
       const Vec value = load(gate_up + i, s.I - i);
       store(inner + i, value / (exp(-value) + 1.0f) * load(gate_up + s.I + i, s.I - i), s.I - i);
@@ -232,18 +234,19 @@ void gate(const Stream& s, const float* gate_up, float* inner) {
 }
 
 void after_attention(const Stream& s, int64_t layer, int64_t tile, float* out) {
+  const int64_t rows = s.count[tile];
   float* normed = scratch(0, kTile * s.H);
   float* inner = scratch(1, kTile * s.I);
   const float* attended = s.rows(kAttended, layer, tile, s.Q);
   float* middle = s.rows(kMiddles, layer, tile, s.H);
-  std::copy_n(s.rows(kInputs, layer, tile, s.H), kTile * s.H, middle);
+  std::copy_n(s.rows(kInputs, layer, tile, s.H), rows * s.H, middle);
   adapted(s, layer, tile, kO, attended, s.weight(kOut, layer), s.H, middle, s.H, true);
-  norm_rows(middle, s.weight(kPostNorm, layer), s.H, s.eps, normed);
+  norm_rows(middle, rows, s.weight(kPostNorm, layer), s.H, s.eps, normed);
   float* gate_up = s.rows(kInner, layer, tile, 2 * s.I);
   adapted(s, layer, tile, kGate, normed, s.weight(kGateUp, layer), 2 * s.I, gate_up, 2 * s.I);
   adapted(s, layer, tile, kUp, normed, s.weight(kGateUp, layer) + s.I, 2 * s.I, gate_up + s.I, 2 * s.I);
-  gate(s, gate_up, inner);
-  std::copy_n(middle, kTile * s.H, out);
+  gate(s, rows, gate_up, inner);
+  std::copy_n(middle, rows * s.H, out);
   adapted(s, layer, tile, kDown, inner, s.weight(kDownward, layer), s.H, out, s.H, true);
 }
 
@@ -251,8 +254,8 @@ void forward(const Stream& s, const float* x, float* out) {
   Heads heads(s);
   s.team.each(s.tiles(), [&](int64_t tile) {
     const int64_t at = tile * kTile * s.H;
-    if (s.used(tile)) std::copy_n(x + at, kTile * s.H, s.rows(kInputs, 0, tile, s.H));
-    if (!s.used(tile)) std::fill_n(out + at, kTile * s.H, 0.0f);
+    std::copy_n(x + at, s.count[tile] * s.H, s.rows(kInputs, 0, tile, s.H));
+    std::fill(out + at + s.count[tile] * s.H, out + at + kTile * s.H, 0.0f);
   });
   for (int64_t layer = 0; layer < s.layers; ++layer) {
     s.team.each(s.tiles(), [&](int64_t tile) {
@@ -322,45 +325,46 @@ class Backward {
   // All of it is transposed, with a token in each lane: no sum goes across lanes then.
   void adapted_backward(int64_t layer, int64_t tile, std::initializer_list<int> modules, const float* d, const float* w,
                         float* d_x) {
-    const int64_t inputs = s_.lora[*modules.begin()].inputs, rank = s_.rank();
+    const int64_t inputs = s_.lora[*modules.begin()].inputs, rank = s_.rank(), rows = s_.count[tile];
+    const int64_t lanes = (rows + kLanes - 1) / kLanes * kLanes;  // those past the tokens hold anything
     int64_t outputs = 0;
     for (const int module : modules) outputs += s_.lora[module].outputs;
     float* turned = scratch(4, outputs * kTile);
     float* result = scratch(5, inputs * kTile);
     float* low = scratch(2, rank * kTile);
-    transpose(d, outputs, kTile, outputs, turned, kTile);
-    if (d_x != nullptr) product({w, outputs}, inputs, turned, kTile, outputs, result, kTile, kTile);
+    transpose(d, outputs, rows, outputs, turned, kTile);
+    if (d_x != nullptr) product({w, outputs}, inputs, turned, kTile, outputs, result, kTile, lanes);
     for (const int module : modules) {
       const Module& lora = s_.lora[module];
-      product({lora.up(layer, s_.adapter[tile]), lora.outputs}, rank, turned, kTile, lora.outputs, low, kTile, kTile);
+      product({lora.up(layer, s_.adapter[tile]), lora.outputs}, rank, turned, kTile, lora.outputs, low, kTile, lanes);
       for (int64_t i = 0; i < rank * kTile; ++i) low[i] *= s_.scale[tile];
-      transpose(low, kTile, rank, kTile, d_low(tile, module), rank);
+      transpose(low, kTile, rank, rows, d_low(tile, module), rank);
       if (d_x != nullptr) {
-        product({lora.down(layer, s_.adapter[tile]), rank}, inputs, low, kTile, rank, result, kTile, kTile, true);
+        product({lora.down(layer, s_.adapter[tile]), rank}, inputs, low, kTile, rank, result, kTile, lanes, true);
       }
       turned += lora.outputs * kTile;
     }
-    if (d_x != nullptr) transpose(result, kTile, inputs, kTile, d_x, inputs);
+    if (d_x != nullptr) transpose(result, kTile, inputs, rows, d_x, inputs);
   }
 
   void down_to_attention(int64_t layer, int64_t tile) {
-    const int64_t t = tile * kTile;
+    const int64_t t = tile * kTile, rows = s_.count[tile];
     heads_.prepare(s_, layer, tile);
     float* d_out = d_out_.data() + t * s_.H;
-    std::copy_n(d_x_ + t * s_.H, kTile * s_.H, d_out);
+    std::copy_n(d_x_ + t * s_.H, rows * s_.H, d_out);
     const float* gate_up = s_.rows(kInner, layer, tile, 2 * s_.I);
-    gate(s_, gate_up, inner_.data() + t * s_.I);
+    gate(s_, rows, gate_up, inner_.data() + t * s_.I);
     float* d_inner = scratch(0, kTile * s_.I);
     adapted_backward(layer, tile, {kDown}, d_out, s_.weight(kDownward, layer), d_inner);
     float* d_gate_up = d_inner_.data() + t * 2 * s_.I;
-    gate_backward(gate_up, d_inner, d_gate_up);
+    gate_backward(rows, gate_up, d_inner, d_gate_up);
     const float* middle = s_.rows(kMiddles, layer, tile, s_.H);
-    norm_rows(middle, s_.weight(kPostNorm, layer), s_.H, s_.eps, normed_middle_.data() + t * s_.H);
+    norm_rows(middle, rows, s_.weight(kPostNorm, layer), s_.H, s_.eps, normed_middle_.data() + t * s_.H);
     float* d_normed = scratch(1, kTile * s_.H);
     adapted_backward(layer, tile, {kGate, kUp}, d_gate_up, s_.weight(kGateUp, layer), d_normed);
     float* d_middle = d_middle_.data() + t * s_.H;
-    std::copy_n(d_out, kTile * s_.H, d_middle);
-    for (int64_t row = 0; row < kTile; ++row) {
+    std::copy_n(d_out, rows * s_.H, d_middle);
+    for (int64_t row = 0; row < rows; ++row) {
       add_norm_backward(d_normed + row * s_.H, middle + row * s_.H, s_.weight(kPostNorm, layer), s_.H, s_.eps,
                         d_middle + row * s_.H);
     }
@@ -368,8 +372,8 @@ class Backward {
     adapted_backward(layer, tile, {kO}, d_middle, s_.weight(kOut, layer), d_attended);
   }
 
-  void gate_backward(const float* gate_up, const float* d_inner, float* d) {
-    for (int64_t t = 0; t < kTile; ++t, gate_up += 2 * s_.I, d_inner += s_.I, d += 2 * s_.I) {
+  void gate_backward(int64_t rows, const float* gate_up, const float* d_inner, float* d) {
+    for (int64_t t = 0; t < rows; ++t, gate_up += 2 * s_.I, d_inner += s_.I, d += 2 * s_.I) {
       for (int64_t i = 0; i < s_.I; i += kLanes) {
         const int64_t left = s_.I - i;
         const Vec value = load(gate_up + i, left), up = load(gate_up + s_.I + i, left),
@@ -398,7 +402,7 @@ class Backward {
     }
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       for (int64_t tile = first; tile < end; ++tile) {
-        const int64_t seen = (tile - first + 1) * kTile;
+        const int64_t seen = (tile - first + 1) * kTile, rows = s_.count[tile];
         float* shares = scratch(0, kTile * seen);
         float* d_scores = scratch(1, kTile * seen);
         heads_.scores(s_, tile, head, shares);
@@ -407,9 +411,9 @@ class Backward {
         const float* d_out = d_attended_.data() + tile * kTile * s_.Q + head * s_.D;
         const float* totals = s_.rows(kTotals, layer, tile, s_.heads());
         for (int64_t of = 0; of < seen; of += kTile) {
-          product({d_out, s_.Q}, kTile, turned.data() + of * s_.D, kTile, s_.D, d_scores + of, seen, kTile);
+          product({d_out, s_.Q}, rows, turned.data() + of * s_.D, kTile, s_.D, d_scores + of, seen, kTile);
         }
-        for (int64_t t = 0; t < kTile; ++t) {
+        for (int64_t t = 0; t < rows; ++t) {
           Vec along{};
           for (int64_t i = 0; i < s_.D; i += kLanes) {
             along += load(out + t * s_.Q + i, s_.D - i) * load(d_out + t * s_.Q + i, s_.D - i);
@@ -423,34 +427,34 @@ class Backward {
           }
         }
         float* d_queries = d_heads_.data() + tile * kTile * W + head * s_.D;
-        product({d_scores, seen}, kTile, keys, s_.K, seen, d_queries, W, s_.D);
-        for (int64_t t = 0; t < kTile; ++t) {
+        product({d_scores, seen}, rows, keys, s_.K, seen, d_queries, W, s_.D);
+        for (int64_t t = 0; t < rows; ++t) {
           for (int64_t i = 0; i < s_.D; ++i) d_queries[t * W + i] *= shrink;
         }
-        product({d_scores, 1, seen}, seen, queries, s_.Q, kTile, d + keys_at, W, s_.D, true);
-        product({shares, 1, seen}, seen, d_out, s_.Q, kTile, d + values_at, W, s_.D, true);
+        product({d_scores, 1, seen}, seen, queries, s_.Q, rows, d + keys_at, W, s_.D, true);
+        product({shares, 1, seen}, seen, d_out, s_.Q, rows, d + values_at, W, s_.D, true);
       }
     }
   }
 
   void down_to_inputs(int64_t layer, int64_t tile) {
-    const int64_t t = tile * kTile, W = width();
+    const int64_t t = tile * kTile, W = width(), rows = s_.count[tile];
     const float* projections = s_.rows(kProjections, layer, tile, W);
     float* d = d_heads_.data() + t * W;
-    for (int64_t row = 0; row < kTile; ++row) {
+    for (int64_t row = 0; row < rows; ++row) {
       const int64_t angle = (t + row) * s_.D / 2;
       for (int64_t at = 0; at < s_.Q + s_.K; at += s_.D) {
         head_backward(projections + row * W + at, at < s_.Q ? kQNorm : kKNorm, layer, angle, d + row * W + at);
       }
     }
     const float* inputs = s_.rows(kInputs, layer, tile, s_.H);
-    norm_rows(inputs, s_.weight(kInputNorm, layer), s_.H, s_.eps, normed_in_.data() + t * s_.H);
+    norm_rows(inputs, rows, s_.weight(kInputNorm, layer), s_.H, s_.eps, normed_in_.data() + t * s_.H);
     float* d_normed = layer > 0 ? scratch(0, kTile * s_.H) : nullptr;  // nobody asks for the embedding's gradient
     adapted_backward(layer, tile, {kQ, kK, kV}, d, s_.weight(kQkv, layer), d_normed);
     if (layer == 0) return;
     float* d_x = d_x_ + t * s_.H;
-    std::copy_n(d_middle_.data() + t * s_.H, kTile * s_.H, d_x);
-    for (int64_t row = 0; row < kTile; ++row) {
+    std::copy_n(d_middle_.data() + t * s_.H, rows * s_.H, d_x);
+    for (int64_t row = 0; row < rows; ++row) {
       add_norm_backward(d_normed + row * s_.H, inputs + row * s_.H, s_.weight(kInputNorm, layer), s_.H, s_.eps,
                         d_x + row * s_.H);
     }
@@ -513,13 +517,13 @@ class Backward {
       const Module& sum = sums_[part.module];
       const Inputs& in = all[part.module];
       for (const int64_t tile : tiles_of_[part.adapter]) {
-        const int64_t t = tile * kTile;
+        const int64_t t = tile * kTile, rows = s_.count[tile];
         if (part.of_A) {
-          product({in.x + t * in.x_row + part.first, 1, in.x_row}, part.count, d_low(tile, part.module), sum.rank,
-                  kTile, sum.down(layer, part.adapter) + part.first * sum.rank, sum.rank, sum.rank, true);
+          product({in.x + t * in.x_row + part.first, 1, in.x_row}, part.count, d_low(tile, part.module), sum.rank, rows,
+                  sum.down(layer, part.adapter) + part.first * sum.rank, sum.rank, sum.rank, true);
         } else {
           product({s_.low(layer, tile, part.module), 1, sum.rank}, sum.rank, in.d + t * in.d_row + part.first, in.d_row,
-                  kTile, sum.up(layer, part.adapter) + part.first, sum.outputs, part.count, true);
+                  rows, sum.up(layer, part.adapter) + part.first, sum.outputs, part.count, true);
         }
       }
     });
@@ -545,9 +549,16 @@ ffi::ErrorOr<std::vector<Floats>> floats_of(const Args& args, size_t first, size
   return found;
 }
 
-Stream stream_of(Team& team, float eps, const Floats& x, const Ints& first, const Ints& adapter, const Floats& scale,
-                 const Floats& cos, const Floats& sin, const std::vector<Floats>& weights) {
-  Stream s{team, eps, first.typed_data(), adapter.typed_data(), scale.typed_data(), cos.typed_data(), sin.typed_data()};
+Stream stream_of(Team& team, float eps, const Floats& x, const Ints& count, const Ints& first, const Ints& adapter,
+                 const Floats& scale, const Floats& cos, const Floats& sin, const std::vector<Floats>& weights) {
+  Stream s{team,
+           eps,
+           count.typed_data(),
+           first.typed_data(),
+           adapter.typed_data(),
+           scale.typed_data(),
+           cos.typed_data(),
+           sin.typed_data()};
   for (int which = 0; which < kWeights; ++which) s.weights[which] = layered(weights[which]);
   for (int module = 0; module < kModules; ++module) {
     s.lora.emplace_back(weights[kWeights + 2 * module], weights[kWeights + 2 * module + 1]);
@@ -563,13 +574,13 @@ Stream stream_of(Team& team, float eps, const Floats& x, const Ints& first, cons
 
 constexpr size_t kGiven = kWeights + 2 * kModules;
 
-ffi::Error Forward(ffi::ThreadPool pool, float eps, Floats x, Ints first, Ints adapter, Floats scale, Floats cos,
-                   Floats sin, ffi::RemainingArgs rest, ffi::Result<Floats> out, ffi::RemainingRets saved) {
+ffi::Error Forward(ffi::ThreadPool pool, float eps, Floats x, Ints count, Ints first, Ints adapter, Floats scale,
+                   Floats cos, Floats sin, ffi::RemainingArgs rest, ffi::Result<Floats> out, ffi::RemainingRets saved) {
   return with_memory([&]() -> ffi::Error {
     auto weights = floats_of(rest, 0, kGiven);
     if (weights.has_error()) return weights.error();
     Team team(pool);
-    Stream s = stream_of(team, eps, x, first, adapter, scale, cos, sin, *weights);
+    Stream s = stream_of(team, eps, x, count, first, adapter, scale, cos, sin, *weights);
     const int64_t width = s.Q + 2 * s.K;
     std::optional<Room> own;  // of one layer, if nothing is to be saved
     if (saved.size() == 0) {
@@ -591,13 +602,13 @@ ffi::Error Forward(ffi::ThreadPool pool, float eps, Floats x, Ints first, Ints a
   });
 }
 
-ffi::Error BackwardPass(ffi::ThreadPool pool, float eps, Floats d_out, Ints first, Ints adapter, Floats scale,
-                        Floats cos, Floats sin, ffi::RemainingArgs rest, ffi::RemainingRets new_sums) {
+ffi::Error BackwardPass(ffi::ThreadPool pool, float eps, Floats d_out, Ints count, Ints first, Ints adapter,
+                        Floats scale, Floats cos, Floats sin, ffi::RemainingArgs rest, ffi::RemainingRets new_sums) {
   return with_memory([&]() -> ffi::Error {
     auto given = floats_of(rest, 0, kGiven + kSaved);
     if (given.has_error()) return given.error();
     Team team(pool);
-    Stream s = stream_of(team, eps, d_out, first, adapter, scale, cos, sin, *given);
+    Stream s = stream_of(team, eps, d_out, count, first, adapter, scale, cos, sin, *given);
     for (int which = 0; which < kSaved; ++which) s.saved[which] = layered((*given)[kGiven + which]);
     std::vector<Module> sums;
     for (int module = 0; module < kModules; ++module) {
@@ -622,6 +633,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tinsmith_forward, tinsmith::Forward,
                                   .Arg<tinsmith::Floats>()
                                   .Arg<tinsmith::Ints>()
                                   .Arg<tinsmith::Ints>()
+                                  .Arg<tinsmith::Ints>()
                                   .Arg<tinsmith::Floats>()
                                   .Arg<tinsmith::Floats>()
                                   .Arg<tinsmith::Floats>()
@@ -633,6 +645,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tinsmith_backward, tinsmith::BackwardPass,
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Attr<float>("eps")
                                   .Arg<tinsmith::Floats>()
+                                  .Arg<tinsmith::Ints>()
                                   .Arg<tinsmith::Ints>()
                                   .Arg<tinsmith::Ints>()
                                   .Arg<tinsmith::Floats>()
