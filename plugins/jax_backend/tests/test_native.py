@@ -162,7 +162,7 @@ def test_gradients_have_the_bits_that_they_have_alone(tiny_models: dict[str, Pat
 @pytest.mark.thorough
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc to fill memory")
 def test_what_lay_in_memory_before_changes_nothing() -> None:
-    """Rooms are not cleared, and neither are the ends of tiles: nothing of them may be read, not even to multiply by 0."""
+    """Rooms are not cleared, and neither are the ends of tiles: nothing of them may be read, not even times 0."""
     tests = [
         f"{__file__}::{test.__name__}" for test in (test_gradients_are_those_of_xla, test_samples_are_those_of_xla)
     ]
