@@ -120,9 +120,10 @@ class SnapshotChecks:
     ) -> Consistency | None:
         try:
             async with self._snapshots.use(snapshot.snapshot_id):
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_LATEST_S):
-                        await (due.wait() if due is not None else asyncio.sleep(0))
+                if due is not None:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_LATEST_S):
+                            await due.wait()
                 return await self._gate.check(model_id, snapshot.snapshot_id, snapshot.lora, scoring)
         except TinsmithError as error:  # it had left the sampler's memory, and cannot be read from the disk
             return Consistency(verdict="inconsistent", reason=str(error))
