@@ -27,7 +27,8 @@ from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import Settings
 from tinsmith.store import RequestStore
 
-_ROUTERS = (not_offered, service, sessions, training, weights, sampling, futures, runs, usage)
+# Each request looks for its route in this order, so those that are asked for most come first.
+_ROUTERS = (futures, training, sampling, weights, sessions, service, not_offered, runs, usage)
 
 
 async def create_app(
