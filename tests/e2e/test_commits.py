@@ -138,3 +138,13 @@ def test_for_a_sample_its_session_and_its_result_are_read(client: tinker.Service
         sampler.sample(prompt, 1, params).result()
     assert set(reads) - {"finished_samples.after"} == {"sessions.get"}
     assert Counter(reads)["sessions.get"] == 3
+
+
+def test_a_save_for_sampling_needs_no_reader(client: tinker.ServiceClient, reads: list[str]) -> None:
+    """But for the tenant's tallies, which are read once a second."""
+    training = client.create_lora_training_client("toy", rank=4).result()
+    training.save_weights_and_get_sampling_client().result()
+    reads.clear()
+    for _ in range(3):
+        training.save_weights_and_get_sampling_client().result()
+    assert reads == []

@@ -87,7 +87,7 @@ class Connections:
     def _glance(self, look: Callable[[Connection, str], T | None], name: str) -> T | None:
         """Look something small up at once: the way to a reader's thread and back takes much longer. None: ask a reader.
 
-        It sees everything that was committed before, as a reader does.
+        It sees everything that was committed before, as a reader does. `look` may raise that there is nothing.
         """
         if self._glances is None:
             return None

@@ -12,7 +12,8 @@ class SqlSamplingSessions(Connections, SamplingSessions):
         return await self._durable.write(sampling_sessions.create, sampler)
 
     async def get_sampling_session(self, sampling_session_id: str) -> SamplingSessionRecord:
-        return await self._reader.read(sampling_sessions.get, sampling_session_id)
+        found = self._glance(sampling_sessions.glance, sampling_session_id)
+        return await self._reader.read(sampling_sessions.get, sampling_session_id) if found is None else found
 
     async def count_open_sampling_sessions(self, tenant: str) -> int:
         return await self._reader.read(counting.open_sampling_sessions, tenant)

@@ -3,10 +3,11 @@
 from dataclasses import fields
 
 import sqlalchemy
-from sqlalchemy import bindparam
+from sqlalchemy import Connection, bindparam
 from sqlmodel import Session, col, select
 
 from tinsmith.errors import NotFoundError
+from tinsmith.sql_store.prepared import Prepared
 from tinsmith.sql_store.tables import SAMPLING_SESSIONS, SamplingSessionRow, to_record, to_row
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import SamplingSessionRecord
@@ -15,6 +16,8 @@ from tinsmith.store.unknown import no_such
 _GET = sqlalchemy.select(*(SAMPLING_SESSIONS.c[field.name] for field in fields(SamplingSessionRecord))).where(
     SAMPLING_SESSIONS.c.sampling_session_id == bindparam("wanted")
 )
+
+_GLANCE = Prepared(_GET)
 
 _IDS = (
     sqlalchemy.select(SAMPLING_SESSIONS.c.sampling_session_id)
@@ -36,6 +39,14 @@ def get(session: Session, sampling_session_id: str) -> SamplingSessionRecord:
     if found is None:
         raise NotFoundError(no_such("sampling session", sampling_session_id))
     return SamplingSessionRecord(**found._mapping)  # noqa: SLF001 - the public name of a row's mapping
+
+
+def glance(connection: Connection, sampling_session_id: str) -> SamplingSessionRecord:
+    """Return the sampling session as `get` does."""
+    found = _GLANCE.first(connection, {"wanted": sampling_session_id})
+    if found is None:
+        raise NotFoundError(no_such("sampling session", sampling_session_id))
+    return SamplingSessionRecord(**found._asdict())
 
 
 def list_of(session: Session, session_id: str) -> list[SamplingSessionRecord]:
