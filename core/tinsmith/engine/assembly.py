@@ -51,6 +51,9 @@ from tinsmith.settings import (
 from tinsmith.store import Lease, RequestStore
 
 _SHARE_OF_SNAPSHOTS: Final = 4  # snapshots take this part of the host's memory, unless configured otherwise
+_SHARE_OF_WAITING: Final = (
+    4  # of a sampler's places for snapshots, those that wait to be compared take at most this part
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +127,9 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         spill_root=data_dir.spilled_snapshots(lease.base_model),
         keeping=options.keeping,
     )
-    checks = SnapshotChecks(store, lease, snapshots, gate, tasks, most_waiting=_most_waiting(parts, sampler))
+    checks = SnapshotChecks(
+        store, lease, snapshots, gate, tasks, most_waiting=_most_waiting(parts, sampler, options.keeping)
+    )
 
     decoder = OperationDecoder(training=backend.capabilities, sampling=sampler.capabilities, losses=parts.losses)
     claims = Claims(store, lease, decoder=decoder, settings=options.recovery, gap_timeout_s=options.gap_timeout_s)
@@ -167,12 +172,12 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
     return Engine(claims, training, sampling, recovery, places, tasks=tasks, stopping=stopping)
 
 
-def _most_waiting(parts: EngineParts, sampler: SamplingBackend) -> int:
-    """Return how many snapshots may wait to be compared: none if that would cost a turn of the devices."""
-    places = sampler.capabilities.max_snapshots
+def _most_waiting(parts: EngineParts, sampler: SamplingBackend, keeping: Keeping) -> int:
+    """Return how many snapshots may wait to be compared, in the sampler: none if that would cost a turn of devices."""
     if parts.turns is not None:
         return 0
-    return MOST_WAITING if places is None else min(MOST_WAITING, places // MOST_WAITING)
+    most, places = min(MOST_WAITING, keeping.max_resident - 1), sampler.capabilities.max_snapshots
+    return most if places is None else min(most, places // _SHARE_OF_WAITING)
 
 
 def _sampler(parts: EngineParts) -> SamplingBackend:

@@ -50,6 +50,7 @@ class Scoring:
         """Return the scores to wait for."""
         if self._scored is None:
             self._scored = asyncio.ensure_future(self._queue())
+            self._scored.add_done_callback(_noticed)
         return self._scored
 
     @property
@@ -59,6 +60,12 @@ class Scoring:
         if ended is None or not ended.done():
             return False
         return ended.cancelled() or ended.exception() is not None or isinstance(ended.result(), ops.Failed)
+
+
+def _noticed(ended: asyncio.Future[Scored]) -> None:
+    """A comparison may fail before it asks for the scores: nobody else would look at what went wrong with them."""
+    if not ended.cancelled() and (error := ended.exception()) is not None:
+        _log.warning("the trainer could not score the probes: %s", error)
 
 
 class ConsistencyGate:

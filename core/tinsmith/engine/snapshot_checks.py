@@ -58,7 +58,7 @@ class SnapshotChecks:
         *,
         most_waiting: int = MOST_WAITING,
     ) -> None:
-        """`most_waiting`: comparisons that wait until somebody samples; the oldest of more begins."""
+        """`most_waiting`: how many comparisons may wait for a sample; beyond that, the oldest begin."""
         self._store = store
         self._lease = lease
         self._snapshots = snapshots
@@ -78,12 +78,12 @@ class SnapshotChecks:
 
         `scoring` is what the gate's `scoring` returned.
         """
-        running = self._running[snapshot.snapshot_id] = _Running(model_id)
+        running = _Running(model_id)
+        running.comparing = comparing = self._tasks.create_task(self._in_background(running, snapshot, scoring))
+        self._running[snapshot.snapshot_id] = running
         waiting = [each for each in self._running.values() if not each.due.is_set()]
         for each in waiting[: max(0, len(waiting) - self._most_waiting)]:
             each.due.set()
-        comparing = self._tasks.create_task(self._in_background(running, snapshot, scoring))
-        running.comparing = comparing
         comparing.add_done_callback(partial(self._ended, snapshot.snapshot_id))
         return comparing
 

@@ -85,7 +85,7 @@ def write_tiny_model(directory: Path, shape: TinyShape, *, overwrite: bool = Fal
     vocabulary = tokenizer.get_vocab()
     ids = {name: vocabulary[token] for name, token in special_tokens(_like(shape.family)).items()}
     weights = dict(_weights(shape))
-    for stale in directory.glob("*.safetensors*"):
+    for stale in directory.glob("model*.safetensors*"):
         stale.unlink()
     if shape.stored == "float32":
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

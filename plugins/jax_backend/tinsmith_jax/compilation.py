@@ -140,4 +140,6 @@ class Programs:
     def _next_to_warm(self) -> Program | None:
         with self._lock:
             self._nobody_waits.wait_for(lambda: self._num_waiting == 0 or self._stop.is_set())
+            if self._stop.is_set():
+                return None
             return self._to_warm.pop(next(iter(self._to_warm), None), None)

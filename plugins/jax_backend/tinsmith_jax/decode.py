@@ -273,7 +273,10 @@ def copy_pages(cache: Cache, source_X: jax.Array, target_X: jax.Array) -> Cache:
 
 
 def write_adapter(resident: Tree, adapter: Tree, row: jax.Array, scale: jax.Array, *, axes: Axes = ONE) -> Tree:
-    """Put an adapter into a row of all shards', padding its rank with zeros and folding its scale into B."""
+    """Put an adapter into a row of all shards', padding its rank with zeros and folding its scale into B.
+
+    If ranks are kept, note its rank class.
+    """
     row = axes.own_row(row, resident["head"][0].shape[0])  # past the end on other shards, where nothing is set
 
     def put(rows: tuple[jax.Array, jax.Array], pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

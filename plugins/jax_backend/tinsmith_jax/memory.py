@@ -18,8 +18,9 @@ _libc: Final = ctypes.CDLL(None)
 def give_back_free_memory() -> None:
     """Return to the system what the C library keeps after it was freed; only glibc offers that.
 
-    A compilation allocates in small pieces, in many threads, and frees most of it. glibc keeps these pieces apart, per
-    thread, and the next compilation finds few of them: without this, fifteen programs leave 350 MiB behind.
+    A compilation allocates in small pieces, in many threads, and frees most of it. glibc keeps these pieces, by default
+    for each thread apart, and the next compilation finds few of them: without this, fifteen programs leave 350 MiB
+    behind.
     """
     trim = getattr(_libc, "malloc_trim", None)
     if trim is not None:

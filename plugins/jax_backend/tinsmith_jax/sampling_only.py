@@ -24,7 +24,8 @@ class JaxSampler(Sampler):
         budget = runtime.divided(whole, model, memory, trains=False, samples=True)
         limits = runtime.decide(whole, model, budget=budget)
         layout = None if config.mesh is None else make_layout(config.mesh, model, exact=limits.exact)
-        base = load_base(context.model_directory, model, limits.dtype, context.progress, layout, narrow=limits.native)
+        narrow = limits.native and memory is None  # what is counted of a memory leaves no room for more
+        base = load_base(context.model_directory, model, limits.dtype, context.progress, layout, narrow=narrow)
         self._programs = Programs(context.progress)
         device = sampling_device(
             budget, limits, model, base, layout,

@@ -151,7 +151,7 @@ class SamplingPrograms:
 
     @property
     def resident(self) -> adapters.Adapter:
-        """Return the shapes of the rows of adapters, and for the kernels in C++ of their ranks, padded to a class."""
+        """Return the shapes of the rows of adapters. The kernels in C++ also need the rank class of each."""
         one = adapters.shapes(self.config, self.shape.max_lora_rank)
         rows, dtype = self.shape.num_shards * self.shape.adapters_per_shard, self.shape.dtype
         pairs = jax.tree.map(lambda leaf: _shape((*leaf.shape[:-2], rows, *leaf.shape[-2:]), dtype), one)

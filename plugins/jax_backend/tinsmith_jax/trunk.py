@@ -47,10 +47,10 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
 
     A sequence starts on a tile boundary with position 0 and occupies consecutive tiles. Tokens that pad its last tile,
     and unused tiles (position 0), do not attend to other tokens and no other token attends to them. `sums` is the
-    "layers" part of a stack of gradients to which reverse differentiation adds. `count_n` are the tokens of each tile,
-    by default all of a used one; only the kernels for CPUs leave out what pads. `replayed_LTC` are the experts of the
-    tokens for `experts.route`. `recompute` trades memory for a second forward pass. Without it, what takes little time
-    to compute again is not kept either: on a CPU, writing it to memory and reading it takes longer.
+    "layers" part of a stack of gradients to which reverse differentiation adds. `count_n` is the number of tokens in
+    each tile, by default all of a used one; only the kernels for CPUs leave out what pads. `replayed_LTC` are the
+    experts of the tokens for `experts.route`. `recompute` trades memory for a second forward pass. Without it, what
+    takes little time to compute again is not kept either: on a CPU, writing it to memory and reading it takes longer.
     """
     n = tokens_T.shape[0] // TILE
     first_n = jnp.arange(n, dtype=jnp.int32) - positions_T.reshape(n, TILE)[:, 0] // TILE

@@ -29,8 +29,6 @@ _SOURCES: Final = Path(__file__).with_name("cpu")
 _FLAGS: Final = (
     "-std=c++17",
     "-O2",
-    "-ftree-vectorize",
-    "-fvect-cost-model=dynamic",
     "-march=native",
     "-ffp-contract=fast",
     "-fno-math-errno",
@@ -38,8 +36,8 @@ _FLAGS: Final = (
     "-w",
 )
 """Contraction is on everywhere, so that a product's sum is rounded alike in all forms of its loop."""
-_GCC_FLAGS: Final = ("--param=avoid-fma-max-bits=0",)
-"""Without it, GCC contracts some forms only, as it believes that some processors add faster than they contract."""
+_GCC_FLAGS: Final = ("-ftree-vectorize", "-fvect-cost-model=dynamic", "--param=avoid-fma-max-bits=0")
+"""Without the last, GCC contracts some forms only: it believes that some processors add faster than they contract."""
 _COMPILERS: Final = ("c++", "g++", "clang++")
 
 _loaded = False
