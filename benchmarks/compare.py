@@ -45,7 +45,7 @@ _MAIN: Final = (
     "logprobs",
     "optim-step",
 )
-# Of a further model. The others take a peer that compiles for each new size many minutes.
+# Of a further model. A peer that compiles for each new size would take many minutes for the others.
 _FURTHER: Final = ("start", "sft", "sample", "sample-lone", "weight-sync", "logprobs", "optim-step")
 
 

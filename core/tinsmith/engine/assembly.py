@@ -51,9 +51,7 @@ from tinsmith.settings import (
 from tinsmith.store import Lease, RequestStore
 
 _SHARE_OF_SNAPSHOTS: Final = 4  # snapshots take this part of the host's memory, unless configured otherwise
-_SHARE_OF_WAITING: Final = (
-    4  # of a sampler's places for snapshots, those that wait to be compared take at most this part
-)
+_SHARE_OF_WAITING: Final = 4  # snapshots that wait to be compared take at most this part of a sampler's places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

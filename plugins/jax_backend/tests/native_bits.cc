@@ -1,7 +1,5 @@
-// Products of many sizes: each number must be the sum by fused multiply-adds in
-// the order of the inputs, however many rows there are and however they lie;
-// those of `dots` must be the ones that a row has by itself. Prints what is not
-// so.
+// Products of many sizes: each number must be the sum by fused multiply-adds in the order of the inputs, however many rows
+// there are and however they lie; those of `dots` must be the ones that a row has by itself. Prints what is not so.
 
 #include <cmath>
 #include <cstdio>

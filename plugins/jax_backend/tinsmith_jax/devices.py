@@ -62,9 +62,8 @@ class Devices:
         budget = runtime.divided(config, model, memory, trains=True, samples=setup.samples)
         limits = runtime.decide(config, model, budget=budget)
         layout = None if config.mesh is None else make_layout(config.mesh, model, exact=limits.exact)
-        narrow = (
-            limits.native and setup.samples and memory is None
-        )  # what is counted of a memory leaves no room for more
+        # Where a memory is counted, there is no room for what is not.
+        narrow = limits.native and setup.samples and memory is None
         base = load_base(setup.model_directory, model, limits.dtype, progress, layout, narrow=narrow)
         shapes = jax.tree.map(partial(_shape_of, on_mesh=layout is not None), base)
         losses = LossTable(setup.losses)

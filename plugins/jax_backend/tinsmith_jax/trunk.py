@@ -35,8 +35,8 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     adapters: Any,
     tiles: Tiles,
     *,
+    count_n: Any,
     sums: Any = None,
-    count_n: Any = None,
     replayed_LTC: Any = None,
     recompute: bool = False,
     axes: Axes = ONE,
@@ -48,7 +48,7 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     A sequence starts on a tile boundary with position 0 and occupies consecutive tiles. Tokens that pad its last tile,
     and unused tiles (position 0), do not attend to other tokens and no other token attends to them. `sums` is the
     "layers" part of a stack of gradients to which reverse differentiation adds. `count_n` is the number of tokens in
-    each tile, by default all of a used one; only the kernels for CPUs leave out what pads. `replayed_LTC` are the
+    each tile; only the kernels for CPUs leave out what pads. `replayed_LTC` are the
     experts of the tokens for `experts.route`. `recompute` trades memory for a second forward pass. Without it, what
     takes little time to compute again is not kept either: on a CPU, writing it to memory and reading it takes longer.
     """
@@ -56,8 +56,6 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     first_n = jnp.arange(n, dtype=jnp.int32) - positions_T.reshape(n, TILE)[:, 0] // TILE
     angles = rope_angles(positions_T, config.rope.inv_freq, config.rope.factor)
     if axes.kernels.native:
-        if count_n is None:
-            count_n = TILE * (positions_T.reshape(n, TILE)[:, 1] > 0).astype(jnp.int32)
         x_TH = native_training.layers(
             embed(base["embed"], tokens_T, axes),
             base["layers"],

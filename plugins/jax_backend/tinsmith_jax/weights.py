@@ -83,10 +83,10 @@ def load_base(
             return tensor.astype(np.dtype(dtype), copy=False)
 
         base = _Loader(read, config, layout).load(progress)
-    return with_narrow(base, config) if narrow else base
+    return _with_narrow(base, config) if narrow else base
 
 
-def with_narrow(base: Base, config: ModelConfig) -> Base:
+def _with_narrow(base: Base, config: ModelConfig) -> Base:
     """Add the matrices as bfloat16, if that loses nothing: published checkpoints are mostly of that type.
 
     The kernels want columns of each module in multiples of a vector.
