@@ -268,7 +268,7 @@ def _bounds(shape: TinyShape, operations: dict[str, Any]) -> dict[str, float]:
     )
     parameters = _matrix_parameters(shape)
     forward_ms = 1000 * 2 * parameters * _BATCH * _LENGTH / product
-    num_bytes = parameters * (2 if shape.stored == "bfloat16" else 4)
+    num_bytes = parameters * (2 if shape.dtype == "bfloat16" else 4)
     draws_ms = 1000 * _SLOTS_TOKENS * max(2 * parameters * 16 / product, num_bytes / read)
     rows = {
         (f"forward {_BATCH}x{_LENGTH}", "device: score"): forward_ms,

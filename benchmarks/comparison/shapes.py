@@ -1,6 +1,6 @@
 """The models that are measured: random weights, so that anyone can make them.
 
-They are stored as bfloat16, as published checkpoints are; the configuration asks for float32, in which servers compute.
+They are of bfloat16, as published checkpoints are.
 """
 
 from typing import Final
@@ -10,7 +10,7 @@ from tinsmith.huggingface.tiny_model import TinyShape
 SHAPES: Final = {
     # 4.2 million parameters
     "tiny": TinyShape(
-        vocab_size=4096, hidden_size=256, intermediate_size=768, num_heads=8, num_kv_heads=4, stored="bfloat16"
+        vocab_size=4096, hidden_size=256, intermediate_size=768, num_heads=8, num_kv_heads=4, dtype="bfloat16"
     ),
     # 29 million
     "small": TinyShape(
@@ -21,7 +21,7 @@ SHAPES: Final = {
         num_heads=8,
         num_kv_heads=4,
         head_dim=64,
-        stored="bfloat16",
+        dtype="bfloat16",
     ),
     # 120 million
     "medium": TinyShape(
@@ -32,6 +32,6 @@ SHAPES: Final = {
         num_heads=14,
         num_kv_heads=7,
         head_dim=64,
-        stored="bfloat16",
+        dtype="bfloat16",
     ),
 }

@@ -47,11 +47,11 @@ class TinyShape:
     num_experts: int = 8  # of each layer, for families that have experts
     experts_per_token: int = 2
     tied: bool = True  # the output head is the embedding
-    stored: Literal["float32", "bfloat16"] = "float32"  # in the file; the configuration asks for float32
+    dtype: Literal["float32", "bfloat16"] = "float32"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        others = {"family", "tied", "stored", "seed"}
+        others = {"family", "tied", "dtype", "seed"}
         sizes = {name: getattr(self, name) for name in self.__slots__ if name not in others}
         for name, size in sizes.items():
             if size < 1:
@@ -87,10 +87,10 @@ def write_tiny_model(directory: Path, shape: TinyShape, *, overwrite: bool = Fal
     weights = dict(_weights(shape))
     for stale in directory.glob("model*.safetensors*"):
         stale.unlink()
-    if shape.stored == "float32":
+    if shape.dtype == "float32":
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     else:
-        with ShardWriter(directory, "model", weights, shard_bytes=_ONE_SHARD, dtype=shape.stored) as writer:
+        with ShardWriter(directory, "model", weights, shard_bytes=_ONE_SHARD, dtype=shape.dtype) as writer:
             for name, array in weights.items():
                 writer.add(name, array)
     _write_json(directory / "config.json", _config(shape, ids))
@@ -159,7 +159,7 @@ def _config(shape: TinyShape, ids: dict[str, int]) -> dict[str, Any]:  # Any: JS
         "attention_dropout": 0.0,
         "tie_word_embeddings": shape.tied,
         "initializer_range": _EMBEDDING_STD,
-        "torch_dtype": "float32",
+        "torch_dtype": shape.dtype,
         "use_cache": True,
         "bos_token_id": ids["bos_token"],
         "eos_token_id": ids["eos_token"],

@@ -39,6 +39,12 @@ def need(capable: object, what: str) -> None:
         pytest.skip(f"the backend's capabilities do not claim {what}")
 
 
+def need_float32(capabilities: Capabilities) -> None:
+    """Skip the test if results are rounded so much that it cannot tell a fault from rounding."""
+    if capabilities.dtype == "bfloat16":
+        pytest.skip("the backend computes in bfloat16, whose rounding would hide what the test looks for")
+
+
 def assert_same_numbers(capabilities: Capabilities, actual: Array, expected: Array, what: str) -> None:
     """Compare results that must not depend on other tenants, as strictly as `isolation` promises."""
     need(capabilities.isolation != "none", "isolation")

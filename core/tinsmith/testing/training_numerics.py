@@ -10,7 +10,14 @@ import pytest
 from tinsmith.huggingface import peft_layout
 from tinsmith.operations import Datum
 from tinsmith.testing import reference
-from tinsmith.testing.contract import assert_close_arrays, assert_same_arrays, assert_same_state, need, norm
+from tinsmith.testing.contract import (
+    assert_close_arrays,
+    assert_same_arrays,
+    assert_same_state,
+    need,
+    need_float32,
+    norm,
+)
 from tinsmith.testing.model_driver import (
     ModelDriver,
     logprobs_of,
@@ -126,6 +133,7 @@ class NumericsContract(TrainingSuite):
     def test_several_targets_per_token(self, driver: ModelDriver) -> None:
         """[T, K] targets give the logprobs and gradient of K data with [T] targets, in one pass."""
         need(driver.capabilities.max_targets_per_token >= 3, "three targets per token")
+        need_float32(driver.capabilities)
         datum = random_datum(5, 33, driver.capabilities.vocab_size, targets_per_token=3)
         columns = [
             replace(datum, loss_inputs={name: array[:, k] for name, array in datum.loss_inputs.items()})
@@ -201,6 +209,7 @@ class NumericsContract(TrainingSuite):
 
     def test_gradient_is_that_of_the_loss(self, driver: ModelDriver) -> None:
         """Move the weights along the gradient and see the loss change by its norm, tensor by tensor and as a whole."""
+        need_float32(driver.capabilities)
         data = ragged_data(11, driver.capabilities.vocab_size)
         model_id = driver.create_trained()
         gradient = driver.gradient(model_id, data)
@@ -215,6 +224,7 @@ class NumericsContract(TrainingSuite):
     @each_loss
     def test_gradient_of_every_loss(self, driver: ModelDriver, loss_fn: str) -> None:
         """It equals that of cross_entropy with -d loss / d logprob as weights, computed by the oracle."""
+        need_float32(driver.capabilities)
         data, model_id = self._loss_data(driver, loss_fn)
         linear = []
         for datum, logp in zip(data, logprobs_of(driver.forward(model_id, data, loss_fn)), strict=True):

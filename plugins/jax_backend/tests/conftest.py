@@ -135,6 +135,14 @@ def contract_model_with_experts(tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture(scope="session")
+def contract_model_of_bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of sizes that the kernels for CPUs multiply in bfloat16."""
+    directory = tmp_path_factory.mktemp("contract") / "bfloat16"
+    write_shape(directory, replace(SHAPE, dtype="bfloat16", intermediate_size=64))
+    return directory
+
+
+@pytest.fixture(scope="session")
 def jax_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One compile cache for all backends of the run: JAX keeps the first directory that it has used."""
     return tmp_path_factory.mktemp("jax_cache")

@@ -44,13 +44,13 @@ class Taken(NamedTuple):
 
 
 class Programs:
-    """The programs for a CPU, of a model that differs from SMALL in some sizes."""
+    """XLA's programs for a CPU, of a model that differs from SMALL in some sizes."""
 
     def __init__(self, *, tokens: int, context: int, rank: int, slots: int, recompute: bool, **sizes: Any) -> None:
         self._config = config_of({**SMALL, **sizes}, Path("config.json"))
         settings = JaxConfig(
             dtype="float32", max_lora_rank=rank, max_context_tokens=context, max_batch_tokens=tokens,
-            decode_slots=slots, recompute=recompute,
+            decode_slots=slots, recompute=recompute, kernels="reference",
         )  # fmt: skip
         self._limits = runtime.decide(settings, self._config, "cpu")
         layout = make_layout(MeshConfig(), self._config, exact=True, devices=jax.devices()[:1])

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from few_programs import FEW_PROGRAMS
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.slow  # it compiles some thirty programs
 
 @dataclass(frozen=True)
 class Case:
-    options: Mapping[str, int]
+    options: Mapping[str, Any]
     model: str = "contract_model"
 
 
@@ -28,6 +29,7 @@ class Case:
         pytest.param(Case(FEW_PROGRAMS), id="few programs"),
         pytest.param(Case({"max_context_tokens": 128}), id="many programs", marks=pytest.mark.thorough),
         pytest.param(Case(FEW_PROGRAMS, "contract_model_with_experts"), id="experts", marks=pytest.mark.thorough),
+        pytest.param(Case({**FEW_PROGRAMS, "dtype": "bfloat16"}, "contract_model_of_bfloat16"), id="bfloat16"),
     ],
 )
 def case(request: pytest.FixtureRequest) -> Case:

@@ -1,4 +1,4 @@
-"""Bit for bit on CPU in float32: alone or in company, merged or apart, before and after a slot was somebody else's."""
+"""Bit for bit on CPU: alone or in company, merged or apart, before and after a slot was somebody else's."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -41,12 +41,18 @@ def with_experts(tiny_models: Mapping[str, Path], jax_cache: Path, shipped_compi
     return make_backend(tiny_models["qwen3_moe"], jax_cache, max_context_tokens=256, max_batch_tokens=256)
 
 
+@pytest.fixture(scope="module")
+def in_bfloat16(tiny_models: Mapping[str, Path], jax_cache: Path, shipped_compilation: None) -> JaxBackend:
+    limits = {"max_context_tokens": 256, "max_batch_tokens": 256}
+    return make_backend(tiny_models["qwen3"], jax_cache, **limits, dtype="bfloat16")
+
+
 @pytest.fixture(
     params=[
         "few_programs",
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("many_programs", "with_experts")),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("many_programs", "with_experts", "in_bfloat16")),
     ],
-    ids=["few", "many", "experts"],
+    ids=["few", "many", "experts", "bfloat16"],
 )
 def backend(request: pytest.FixtureRequest) -> Iterator[JaxBackend]:
     shared: JaxBackend = request.getfixturevalue(request.param)
@@ -72,7 +78,9 @@ def solo_curve(backend: JaxBackend, number: int) -> tuple[list[float], list[list
 
 @pytest.mark.thorough  # the short form is the next test, and the suites' tests of company
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["many_programs", "with_experts"], indirect=True)  # some sequences are long
+@pytest.mark.parametrize(
+    "backend", ["many_programs", "with_experts", "in_bfloat16"], indirect=True
+)  # some sequences are long
 def test_eight_tenants_together_have_their_solo_curves(backend: JaxBackend) -> None:
     solo = [solo_curve(backend, number) for number in range(len(TENANTS))]
     for number, (lora, _, _) in enumerate(TENANTS):

@@ -9,33 +9,41 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from jax_harness import add_model, assert_same_state, local, make_backend, make_op
-from sampling_harness import assert_same_sequences, make_sample, prompt, sample
+from sampling_harness import assert_same_sequences, make_sample, prompt, sample, trainer_logprobs
 
 from tinsmith import LoraConfig, ModelState, Sample, SampleOutput
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith_jax import runtime
 from tinsmith_jax.backend import JaxBackend
+from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.kernels import native
+from tinsmith_jax.model_config import read_config
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 
 # With norms of heads and a tied head, and with neither; with matrices that are bfloat16 in float32.
 KINDS = ("qwen3", "llama3", "narrow")
+BFLOAT16 = ("bfloat16", "bfloat16_untied")
 LORAS = {"a": LoraConfig(rank=3, seed=1, alpha=9), "b": LoraConfig(rank=16, seed=2)}
 LIMITS: Mapping[str, Any] = {"max_context_tokens": 320, "max_batch_tokens": 512, "decode_slots": 4}
 
 
 @pytest.fixture(scope="module")
 def models(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Sizes of `narrow` are multiples of a vector, but not of the kernels' blocks."""
-    directory = tmp_path_factory.mktemp("narrow")
-    write_tiny_model(directory, TinyShape(stored="bfloat16", hidden_size=80, intermediate_size=208, num_layers=2))
-    return {**tiny_models, "narrow": directory}
+    """Sizes of `narrow` are multiples of a vector, but not of the kernels' blocks. Those of others suit bfloat16."""
+    directory = tmp_path_factory.mktemp("models")
+    shape = TinyShape(dtype="bfloat16", hidden_size=96, intermediate_size=224, num_layers=2, vocab_size=4098)
+    write_tiny_model(directory / "narrow", replace(shape, hidden_size=80, intermediate_size=208, vocab_size=512))
+    write_tiny_model(directory / "bfloat16", shape)
+    write_tiny_model(directory / "bfloat16_untied", replace(shape, tied=False, family="llama"))
+    return {**tiny_models, **{path.name: path for path in directory.iterdir()}}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -43,7 +51,8 @@ def pair(
     request: pytest.FixtureRequest, models: dict[str, Path], jax_cache: Path
 ) -> Iterator[tuple[JaxBackend, JaxBackend]]:
     """Backends of one model, with the kernels in C++ and without."""
-    backends = [make_backend(models[request.param], jax_cache, **LIMITS, kernels=k) for k in ("device", "reference")]
+    settings = {**LIMITS, "dtype": "float32"}
+    backends = [make_backend(models[request.param], jax_cache, **settings, kernels=k) for k in ("device", "reference")]
     assert ("narrow" in local(backends[0]).training._base) == (request.param == "narrow")
     for backend in backends:
         for name, lora in LORAS.items():
@@ -97,16 +106,67 @@ async def test_samples_are_those_of_xla(pair: tuple[JaxBackend, JaxBackend]) -> 
                 assert left.top_logprobs.token_ids.tolist() == right.top_logprobs.token_ids.tolist()
 
 
+@pytest.mark.parametrize("kind", BFLOAT16)
+async def test_bfloat16_is_near_float32(models: dict[str, Path], jax_cache: Path, kind: str) -> None:
+    """Of all modules: what rounding changes is small, in any direction, and the same in training as in sampling."""
+    exact, rounding = (make_backend(models[kind], jax_cache, **LIMITS, dtype=d) for d in ("float32", "bfloat16"))
+    assert rounding.limits.kernels.native
+    assert rounding.capabilities.isolation == "bitwise"
+    for backend in (exact, rounding):
+        for name, lora in LORAS.items():
+            add_model(backend, name, lora, random_B=True)
+            await backend.load_snapshot(backend.publish(name, name))
+    ops = [make_op("a", 1, [5, 64, 200]), make_op("b", 2, [130, 1]), make_op("a", 3, [65])]
+    expected, found = (gradients(backend, ops) for backend in (exact, rounding))
+    for name in LORAS:
+        for path, right in expected[name].gradients.items():
+            error = np.linalg.norm(found[name].gradients[path] - right)
+            assert 0 < error < 0.02 * np.linalg.norm(right) or not right.any(), path
+    tokens = prompt(150, seed=1)
+    of_training = trainer_logprobs(rounding, "a", tokens)
+    asked = make_sample(tokens, "a", max_tokens=1, prompt_logprobs=True)
+    of_sampling = (await sample(rounding, asked)).prompt_logprobs[1:]
+    right = (await sample(exact, asked)).prompt_logprobs[1:]
+    assert 0 < np.abs(of_sampling - right).mean() < 0.02
+    assert np.abs(of_sampling - of_training).mean() < 0.1 * np.abs(of_sampling - right).mean()
+    for backend in (exact, rounding):
+        backend.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "dtype"),
+    [
+        ("bfloat16", {}, "bfloat16"),
+        ("bfloat16", {"dtype": "float32"}, "float32"),
+        ("bfloat16", {"kernels": "reference"}, "float32"),
+        ("bfloat16", {"recompute": True}, "float32"),
+        ("narrow", {}, "float32"),  # of sizes that the kernels do not multiply in bfloat16
+        ("qwen3", {}, "float32"),  # a model of float32
+    ],
+)
+def test_a_model_of_bfloat16_is_computed_as_such(
+    models: dict[str, Path], jax_cache: Path, kind: str, settings: dict[str, Any], dtype: str
+) -> None:
+    assert native.load(jax_cache / "native")
+    if not native.multiplies_bfloat16():
+        pytest.skip("this CPU has no instruction for products of bfloat16")
+    limits = runtime.decide(JaxConfig(**settings), read_config(models[kind]))
+    assert limits.dtype == dtype
+    assert limits.exact
+
+
 @pytest.mark.parametrize("repetitions", [3, pytest.param(100, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("kind", "max_lora_rank"),
-    [("qwen3", 16), ("qwen3", 8), ("narrow", 16)],  # a rank of half a vector is compiled otherwise
+    # a rank of half a vector is compiled otherwise
+    [("qwen3", 16), ("qwen3", 8), ("narrow", 16), ("bfloat16", 16)],
 )
 async def test_a_sequence_has_the_bits_that_it_has_alone(
     models: dict[str, Path], jax_cache: Path, kind: str, max_lora_rank: int, repetitions: int
 ) -> None:
     """Beside any number of others up to all slots, with whatever adapters, truncation and alternatives these have."""
-    limits = {"max_context_tokens": 128, "decode_slots": 16, "max_lora_rank": max_lora_rank}
+    limits: dict[str, Any] = {"max_context_tokens": 128, "decode_slots": 16, "max_lora_rank": max_lora_rank}
+    limits["dtype"] = "bfloat16" if kind in BFLOAT16 else "float32"
     backend = make_backend(models[kind], jax_cache, **limits)
     for name, lora in LORAS.items():
         add_model(backend, name, LoraConfig(rank=min(lora.rank, max_lora_rank), seed=lora.seed), random_B=True)
@@ -146,9 +206,13 @@ async def sample_at_once(backend: JaxBackend, ops: list[Sample]) -> list[SampleO
     return list(await asyncio.gather(*running))
 
 
-def test_gradients_have_the_bits_that_they_have_alone(tiny_models: dict[str, Path], jax_cache: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_have_the_bits_that_they_have_alone(
+    tiny_models: dict[str, Path], jax_cache: Path, dtype: str
+) -> None:
     """Beside others, before and behind them, and in streams of other sizes with unused tiles."""
-    backend = make_backend(tiny_models["qwen3"], jax_cache, **LIMITS)
+    backend = make_backend(tiny_models["qwen3"], jax_cache, **LIMITS, dtype=dtype)
+    assert backend.limits.kernels.native
     for name, lora in LORAS.items():
         add_model(backend, name, LoraConfig(rank=16, seed=lora.seed), random_B=True)
     mine = make_op("a", 1, [70, 30, 128])
@@ -181,7 +245,8 @@ def test_products_have_one_rounding_in_all_sizes(tmp_path: Path) -> None:
     compiler = shutil.which("c++")
     assert compiler is not None
     source, program = Path(__file__).with_name("native_bits.cc"), tmp_path / "bits"
-    subprocess.run([*native._command(compiler), f"-I{native._SOURCES}", str(source), "-o", str(program)], check=True)
+    sources = [str(source), str(native._SOURCES / "products.cc")]
+    subprocess.run([*native._command(compiler), f"-I{native._SOURCES}", *sources, "-o", str(program)], check=True)
     ran = subprocess.run([str(program)], check=False, capture_output=True, text=True)
     assert ran.stdout == ""
     assert ran.returncode == 0
@@ -192,7 +257,7 @@ def test_products_have_one_rounding_in_all_sizes(tmp_path: Path) -> None:
 
 @pytest.fixture
 def not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_loaded", False)
+    monkeypatch.setattr(native, "_library", None)
 
 
 def test_without_a_compiler_xla_does_it(

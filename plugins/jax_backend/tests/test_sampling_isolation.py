@@ -18,9 +18,12 @@ def forget_all(backend: JaxBackend) -> None:
     backend._sampler._pages, backend._sampler._rows = backend._sampler._nothing_held()
 
 
-async def test_bits_of_random_layouts_are_those_alone(tiny_models: dict[str, Path], jax_cache: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_bits_of_random_layouts_are_those_alone(
+    tiny_models: dict[str, Path], jax_cache: Path, dtype: str
+) -> None:
     """Two hundred layouts of requests that share prefixes or do not, on a cache in any state."""
-    backend = make_backend(tiny_models["qwen3"], jax_cache, decode_slots=6)
+    backend = make_backend(tiny_models["qwen3"], jax_cache, decode_slots=6, dtype=dtype)
     for name, rank in (("a", 4), ("b", 16)):
         add_model(backend, name, LoraConfig(rank=rank, seed=rank), random_B=True)
         await backend.load_snapshot(backend.publish(name, name))

@@ -27,7 +27,9 @@ class JaxConfig(WorkersConfig):
     )
 
     dtype: Literal["float32", "bfloat16"] | None = Field(
-        None, description="of base weights and activations; default float32 on CPU, else bfloat16"
+        None,
+        description="of base weights, and of what they are multiplied with; default bfloat16, on a CPU only if that is "
+        "the model's own and the CPU has an instruction for it, else float32",
     )
     max_lora_rank: int = Field(32, ge=1, le=512)
     max_models: int = Field(64, ge=1, description="models in training at a time, at most; fewer if memory is short")
@@ -95,7 +97,9 @@ class JaxSamplerConfig(BackendConfig):
     """Settings of the jax sampler when another backend trains: the sampling settings of JaxConfig."""
 
     dtype: Literal["float32", "bfloat16"] | None = Field(
-        None, description="of base weights and activations; default float32 on CPU, else bfloat16"
+        None,
+        description="of base weights, and of what they are multiplied with; default bfloat16, on a CPU only if that is "
+        "the model's own and the CPU has an instruction for it, else float32",
     )
     max_lora_rank: int = Field(32, ge=1, le=512, description="at least that of the trainer")
     max_context_tokens: int | None = Field(

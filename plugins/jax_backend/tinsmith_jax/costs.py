@@ -38,7 +38,7 @@ _SIDE_BY_SIDE: Final = 200  # per token of an accelerator and rank of all adapte
 _VOCABULARY: Final = 2.4  # copies of the head and the embedding in the layout that an accelerator wants
 _GATHERED_VOCABULARY: Final = 1.25
 _CPU_LOGITS: Final = 1 << 22  # of one chunk, as in head.py
-_PER_LOGIT: Final = 5  # bytes
+_PER_LOGIT: Final = {"float32": 5, "bfloat16": 6}  # bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,11 @@ class Computing:
     @property
     def item(self) -> int:
         return ITEM[self.dtype]
+
+    @property
+    def value_item(self) -> int:
+        """Bytes of a number that the model computes. On a CPU, at most."""
+        return FLOAT if self.on_cpu else self.item
 
     @property
     def num_devices(self) -> int:
@@ -117,13 +122,13 @@ class Costs:
 
     def rows(self, slots: int) -> int:
         """The adapters of a shard's slots, and one row that stays empty."""
-        return (slots + 1) * self.weights(self.max_lora_rank) // FLOAT * self.computing.item
+        return (slots + 1) * self.weights(self.max_lora_rank) // FLOAT * self.computing.value_item
 
     def pages(self, slots: int, context: int) -> int:
         """Keys and values: of a sequence in each slot, and a page to copy from; one page is nobody's."""
         number = 1 + slots * (-(-context // TILE) + 1)
         values = 2 * self.shape.num_layers * self.shape.kv_size // self.computing.tensor
-        return number * TILE * values * self.computing.item
+        return number * TILE * values * self.computing.value_item
 
     # While a program runs
 
@@ -136,14 +141,15 @@ class Costs:
         kept, layer = self._of_layer(_KEPT), self._of_layer(_DIFFERENTIATED)
         on_cpu, num_layers = self.computing.on_cpu, self.shape.num_layers
         if self.computing.recompute:
-            saved = num_layers * self.shape.hidden_size * self.computing.item
+            saved = num_layers * self.shape.hidden_size * self.computing.value_item
             layer += kept if on_cpu else 0
         else:
             saved = num_layers * kept
         at_most = tokens * layer + self._stacked(adapters)
         if on_cpu:
             logits = min(max(_CPU_LOGITS, TILE * self.shape.vocab_size), tokens * self.shape.vocab_size)
-            at_most = max(at_most, self._stacked(adapters, head=True) + logits * _PER_LOGIT // self.computing.tensor)
+            of_head = logits * _PER_LOGIT[self.computing.dtype] // self.computing.tensor
+            at_most = max(at_most, self._stacked(adapters, head=True) + of_head)
         results = adapters * self.state(self.max_lora_rank) + tokens * _TARGET * targets
         return tokens * saved + at_most + self._copied_base(tokens, adapters) + results
 

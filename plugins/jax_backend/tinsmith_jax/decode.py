@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tinsmith_jax import expert_sampling, native_sampling
+from tinsmith_jax import expert_sampling, native_head, native_sampling
 from tinsmith_jax.experts import Stacked, of_layer, route, take_apart
 from tinsmith_jax.layers import TILE, rms_norm, rope, rope_angles
 from tinsmith_jax.mesh import ONE, Axes, gathered
@@ -161,8 +161,11 @@ def score_prompt(
     result is everyone's.
     """
     shard, row = place
-    lora = AdapterRows.of_tiles(resident, row[None])
-    logits_TV = _logits(axes.whole(base["head"], 1), lora, hidden_TH[None], axes)[0]
+    if axes.kernels.native:
+        logits_TV = native_head.logits(base["head"], resident["head"], hidden_TH, row[None])
+    else:
+        lora = AdapterRows.of_tiles(resident, row[None])
+        logits_TV = _logits(axes.whole(base["head"], 1), lora, hidden_TH[None], axes)[0]
     scores = prompt_scores(logits_TV, targets_TK, num_top=num_top, want_top=want_top)
     found: tuple[jax.Array, jax.Array, jax.Array] = axes.of_owner(scores, own=axes.own_row(shard, 1) == 0)
     return found

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tinsmith_jax import native_head
 from tinsmith_jax.layers import TILE, Tiles, products_of
 from tinsmith_jax.loss_table import LossBatch, LossTable
 from tinsmith_jax.mesh import ONE, Axes
@@ -56,8 +57,11 @@ def score(
     head_VH = axes.whole(head_VH, 1)
 
     def step(carry: None, chunk: _Chunk) -> tuple[None, tuple[Any, Any]]:
-        logits_CV, _ = _logits(head_VH, adapters, chunk, axes)
-        logp_CK, _ = _logprobs(logits_CV, chunk.batch.targets_TK, axes)
+        if axes.kernels.native:
+            _, logp_CK = native_head.forward(_native_rows(head_VH, adapters, chunk))
+        else:
+            logits_CV, _ = _logits(head_VH, adapters, chunk, axes)
+            logp_CK, _ = _logprobs(logits_CV, chunk.batch.targets_TK, axes)
         return carry, (logp_CK, losses.per_token(logp_CK, chunk.batch)[0])
 
     _, (logp, loss) = jax.lax.scan(step, None, _chunks(hidden_TH, tiles, batch, rows))
@@ -82,6 +86,13 @@ def score_with_gradients(  # noqa: PLR0913 - what a compiled program works on
         hidden_TH, tiles, by_row = axes.every_stream((hidden_TH, tiles, _swapped(batch)))
         batch = _swapped(by_row)
 
+    def native_step(sums: Any, chunk: _Chunk) -> tuple[Any, tuple[Any, Any, Any]]:
+        given = _native_rows(head_VH, adapters, chunk)
+        logits, logp_CK = native_head.forward(given)
+        loss_CK, d_logp_CK = losses.per_token(logp_CK, chunk.batch)
+        d_hidden, sums = native_head.backward(given, logits, d_logp_CK, sums)
+        return sums, (logp_CK, loss_CK, d_hidden)
+
     def step(sums: Any, chunk: _Chunk) -> tuple[Any, tuple[Any, Any, Any]]:
         logits_CV, z = _logits(head_VH, adapters, chunk, axes)
         logp_CK, p_CV = _logprobs(logits_CV, chunk.batch.targets_TK, axes)
@@ -90,7 +101,8 @@ def score_with_gradients(  # noqa: PLR0913 - what a compiled program works on
         d_hidden, sums = _backward(head_VH, adapters, sums, chunk, z, d_logits, axes)
         return sums, (logp_CK, loss_CK, d_hidden)
 
-    sums, per_row = jax.lax.scan(step, sums, _chunks(hidden_TH, tiles, batch, rows))
+    one = native_step if axes.kernels.native else step
+    sums, per_row = jax.lax.scan(one, sums, _chunks(hidden_TH, tiles, batch, rows))
     logp, loss, d_hidden = (axes.own_stream(_unchunk(x)) for x in per_row)
     return Scores(logp, loss, d_hidden, sums)
 
@@ -111,6 +123,16 @@ def _chunks(hidden_TH: Any, tiles: Tiles, batch: LossBatch, rows: int) -> _Chunk
         Tiles(*(cut(x, 0, rows // TILE) for x in tiles)),
         LossBatch(*(cut(x, axis, rows) for x, axis in zip(batch, axes, strict=True))),
     )
+
+
+def _native_rows(head_VH: Any, adapters: Any, chunk: _Chunk) -> native_head.Rows:
+    count_n = token_counts(chunk.batch.kind_T)
+    return native_head.rows(head_VH, adapters, chunk.hidden_CH, chunk.tiles, count_n, chunk.batch.targets_TK)
+
+
+def token_counts(kind_T: Any) -> Any:
+    """Return how many tokens each tile has. All of them have a loss."""
+    return (kind_T >= 0).reshape(-1, TILE).sum(axis=1, dtype=jnp.int32)
 
 
 def _unchunk(x: Any) -> Any:

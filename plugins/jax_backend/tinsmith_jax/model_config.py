@@ -17,6 +17,7 @@ class ModelConfig(DecoderShape):
 
     rms_norm_eps: float
     rope: Rope
+    dtype: str | None  # of the weights, as config.json has it
 
     @property
     def qk_norm(self) -> bool:
@@ -44,6 +45,7 @@ def config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:  # Any: par
         **{each.name: getattr(shape, each.name) for each in fields(shape)},
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope=read_rope(config, shape.head_dim, str(path)),
+        dtype=config.get("dtype", config.get("torch_dtype")),
     )
 
 

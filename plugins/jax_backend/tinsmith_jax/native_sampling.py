@@ -28,7 +28,8 @@ Tree = Any
 Parts = Sequence[jax.Array]
 """The cache's keys and values."""
 
-_MATRICES = ("input_norm", "qkv", "q_norm", "k_norm", "o", "post_norm", "gate_up", "down")
+_NORMS = ("input_norm", "q_norm", "k_norm", "post_norm")
+_MATRICES = ("qkv", "o", "gate_up", "down")
 _ABSENT = np.zeros((1, 0), np.float32)  # in place of norms that a model does not have
 _ABSENT_NARROW = np.zeros((1, 0), ml_dtypes.bfloat16)
 
@@ -87,14 +88,16 @@ def draw(
 def _layers(
     config: ModelConfig, base: Tree, resident: Tree, cache: Parts, rows: Rows, width: int, *, gives_logits: bool
 ) -> tuple[Parts, jax.Array]:
-    x_NH = embed(base["embed"], rows.token_N, ONE)
+    x_NH = embed(base["embed"], rows.token_N, ONE).astype(jnp.float32)
     cos_ND, sin_ND = rope_angles(rows.position_N, config.rope.inv_freq, config.rope.factor)
-    weights = [base["layers"].get(name, _ABSENT) for name in _MATRICES]
+    norms = [*(base["layers"].get(name, _ABSENT) for name in _NORMS), base["final_norm"]]
+    matrices = [*(base["layers"][name] for name in _MATRICES), base["head"]]
     adapters = [factor for name in LAYER_MODULES for factor in resident["layers"][name]]
     narrow = [base.get("narrow", {}).get(name, _ABSENT_NARROW) for name in NARROW]
     arguments = (
-        *(x_NH, rows.position_N, rows.table_BG, rows.adapter_B, resident["rank"], cos_ND, sin_ND, *weights),
-        *(base["final_norm"], base["head"], *adapters, *resident["head"], *narrow, *cache),
+        *(x_NH, rows.position_N, rows.table_BG, rows.adapter_B, resident["rank"], cos_ND, sin_ND),
+        *(norm.astype(np.float32) for norm in norms),
+        *(*matrices, *adapters, *resident["head"], *narrow, *cache),
     )
     results = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in cache]
     call = jax.ffi.ffi_call(

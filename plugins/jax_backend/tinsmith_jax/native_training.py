@@ -18,7 +18,8 @@ from tinsmith_jax.model_config import ModelConfig
 
 # Any below: jax arrays and pytrees of them.
 _ABSENT = np.zeros((1, 0), np.float32)  # in place of norms that a model does not have
-_MATRICES = ("input_norm", "qkv", "q_norm", "k_norm", "o", "post_norm", "gate_up", "down")
+_MATRICES = ("qkv", "o", "gate_up", "down")
+_NORMS = ("input_norm", "q_norm", "k_norm", "post_norm")
 _MODULES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -40,7 +41,9 @@ def layers(
     by anything else.
     """
     stream = (*place_n, tiles.adapter_n, tiles.scale_n, *angles)
-    given = (*(weights.get(name, _ABSENT) for name in _MATRICES), *_in_order(adapters))
+    norms = (weights.get(name, _ABSENT).astype(np.float32) for name in _NORMS)
+    given = (*(weights[name] for name in _MATRICES), *norms, *_in_order(adapters))
+    x_TH = x_TH.astype(jnp.float32)
     if sums is None:
         (out_TH,) = _forward(config, x_TH, stream, given, ())
         return out_TH

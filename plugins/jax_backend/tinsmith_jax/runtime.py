@@ -15,12 +15,14 @@ from jax._src.compilation_cache import (  # no public API writes or unpacks entr
 
 from tinsmith_jax.admission import Budget, budget_of, computing_of, require_enough, targets_of
 from tinsmith_jax.config import JaxConfig
+from tinsmith_jax.costs import Computing
 from tinsmith_jax.kernels import native
 from tinsmith_jax.kernels.choice import Kernels, choose
 from tinsmith_jax.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
+_BFLOAT16_COLUMNS: Final = 32  # of which kernels/cpu wants a multiple
 _COMPILE_TIME_BYTES: Final = 4  # at the start of an entry, before the program
 
 
@@ -41,8 +43,16 @@ class Limits:
 
     @property
     def exact(self) -> bool:
-        """Return whether other tenants are known not to change a tenant's bits: tested for XLA on CPU in float32."""
-        return self.platform == "cpu" and self.dtype == "float32"
+        """Return whether other tenants are known not to change a tenant's bits.
+
+        That is tested on CPUs, for XLA in float32 and for the kernels in C++.
+        """
+        return self.platform == "cpu" and (self.dtype == "float32" or self.kernels.native)
+
+    @property
+    def value_dtype(self) -> str:
+        """Return the type of what sampling computes and keeps. The kernels in C++ round for products alone."""
+        return "float32" if self.native else self.dtype
 
     @property
     def kernels(self) -> Kernels:
@@ -115,7 +125,7 @@ def _is_whole(entry: Path) -> bool:
 
 def divided(config: JaxConfig, model: ModelConfig, memory: int | None, *, trains: bool, samples: bool) -> Budget:
     """Divide the memory of this process's devices. Raise ConfigError if it is not enough."""
-    computing = computing_of(config, on_cpu=jax.default_backend() == "cpu")
+    computing = _computing(config, model, jax.default_backend())
     budget = budget_of(config, model, computing, memory, trains=trains, samples=samples)
     require_enough(budget)
     return budget
@@ -125,7 +135,7 @@ def decide(config: JaxConfig, model: ModelConfig, platform: str | None = None, b
     """Resolve the settings that are left open, for this machine's devices or those of another platform."""
     platform = platform or jax.default_backend()
     on_cpu = platform == "cpu"
-    budget = budget or budget_of(config, model, computing_of(config, on_cpu=on_cpu), None)
+    budget = budget or budget_of(config, model, _computing(config, model, platform), None)
     dtype = budget.costs.computing.dtype
     return Limits(
         platform=platform,
@@ -141,6 +151,18 @@ def decide(config: JaxConfig, model: ModelConfig, platform: str | None = None, b
     )
 
 
+def _computing(config: JaxConfig, model: ModelConfig, platform: str) -> Computing:
+    """Resolve how the devices compute: in bfloat16 on a CPU as well, if the model is of that type and it pays."""
+    computing = computing_of(config, on_cpu=platform == "cpu")
+    pays = config.dtype is None and not computing.recompute and native.multiplies_bfloat16()
+    if pays and model.dtype == "bfloat16" and _suits_native(config, model, "bfloat16", platform):
+        return replace(computing, dtype="bfloat16")
+    return computing
+
+
 def _suits_native(config: JaxConfig, model: ModelConfig, dtype: str, platform: str) -> bool:
-    suits = platform == "cpu" and dtype == "float32" and config.mesh is None and model.experts is None
-    return suits and config.kernels != "reference" and native.loaded()
+    suits = platform == "cpu" and config.mesh is None and model.experts is None and config.kernels != "reference"
+    if dtype == "bfloat16":
+        columns = (model.hidden_size, model.intermediate_size, model.q_size, model.kv_size)
+        suits = suits and not any(size % _BFLOAT16_COLUMNS for size in columns) and model.vocab_size % 2 == 0
+    return suits and native.loaded()

@@ -177,7 +177,7 @@ def sampling_shape(config: JaxConfig, limits: Limits, model: ModelConfig, *, num
         max_steps=config.decode_steps or (4 if on_cpu else 8),
         max_top=min(config.max_topk_logprobs, model.vocab_size),
         prefill_tiles=((1, 2) if model.experts is None else (2,)) if on_cpu else (2, 4, 8),
-        dtype=limits.dtype,
+        dtype=limits.value_dtype,
     )
 
 

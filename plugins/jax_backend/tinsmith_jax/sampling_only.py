@@ -24,7 +24,8 @@ class JaxSampler(Sampler):
         budget = runtime.divided(whole, model, memory, trains=False, samples=True)
         limits = runtime.decide(whole, model, budget=budget)
         layout = None if config.mesh is None else make_layout(config.mesh, model, exact=limits.exact)
-        narrow = limits.native and memory is None  # where a memory is counted, there is no room for what is not
+        # Where a memory is counted, there is no room for what is not.
+        narrow = limits.native and limits.dtype == "float32" and memory is None
         base = load_base(context.model_directory, model, limits.dtype, context.progress, layout, narrow=narrow)
         self._programs = Programs(context.progress)
         device = sampling_device(

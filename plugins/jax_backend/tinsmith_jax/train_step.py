@@ -66,7 +66,7 @@ class TrainPrograms:
             stack = adapters.stack(weights)
             hidden = packed_forward(
                 base, self.config, tokens, positions, stack, tiles,
-                count_n=_counts(batch), replayed_LTC=replayed, axes=self.axes,
+                count_n=head.token_counts(batch.kind_T), replayed_LTC=replayed, axes=self.axes,
             )  # fmt: skip
             scores = head.score(
                 base["head"], stack["head"], hidden, tiles, batch, self.losses, self._rows(bucket), axes=self.axes
@@ -100,7 +100,7 @@ class TrainPrograms:
             def trunk(layer_sums: Any) -> Any:
                 return packed_forward(
                     base, self.config, tokens, positions, stack, tiles,
-                    sums=layer_sums, count_n=_counts(batch), replayed_LTC=replayed,
+                    sums=layer_sums, count_n=head.token_counts(batch.kind_T), replayed_LTC=replayed,
                     recompute=self.limits.recompute, axes=self.axes,
                 )  # fmt: skip
 
@@ -222,11 +222,6 @@ _STREAM_SPECS = (
 def stream_specs(*, replays: bool) -> tuple[Any, ...]:
     """Return how the arrays of a stream are divided: by rows."""
     return (*_STREAM_SPECS, Spec(None, STREAMS)) if replays else _STREAM_SPECS
-
-
-def _counts(batch: LossBatch) -> Any:
-    """Return how many tokens each tile has. All of them have a loss."""
-    return (batch.kind_T >= 0).reshape(-1, TILE).sum(axis=1, dtype=jnp.int32)
 
 
 def _i32(*shape: int) -> Any:

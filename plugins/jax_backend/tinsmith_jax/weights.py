@@ -8,8 +8,8 @@ as gate|up. Legend: L = layers, H = hidden, I = intermediate, V = vocabulary, d 
      "layers": {"input_norm": [L, H], "qkv": [L, H, q + 2 kv], "q_norm", "k_norm": [L, d] (Qwen3 only),
                 "o": [L, q, H], "post_norm": [L, H], "gate_up": [L, H, 2 I], "down": [L, I, H]}}
 
-A dense model whose matrices are all bfloat16 in float32 has them also as such, under "narrow", if that is asked for:
-{"qkv", "o", "gate_up", "down"} in the shapes above, and "head" as [H, V].
+A dense model that is loaded as float32, but whose matrices are all bfloat16, has them also as such, under "narrow", if
+that is asked for: {"qkv", "o", "gate_up", "down"} in the shapes above, and "head" as [H, V].
 
 A model with E experts has, in place of the last two, "router" [L, H, E], "expert_gate_up" [L, E, H, 2 I] and
 "expert_down" [L, E, I, H].

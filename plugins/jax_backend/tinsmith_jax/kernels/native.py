@@ -24,6 +24,8 @@ LAYERS: Final = "tinsmith_layers"
 DRAW: Final = "tinsmith_draw"
 FORWARD: Final = "tinsmith_forward"
 BACKWARD: Final = "tinsmith_backward"
+HEAD_FORWARD: Final = "tinsmith_head_forward"
+HEAD_BACKWARD: Final = "tinsmith_head_backward"
 
 _SOURCES: Final = Path(__file__).with_name("cpu")
 _FLAGS: Final = (
@@ -32,6 +34,7 @@ _FLAGS: Final = (
     "-march=native",
     "-ffp-contract=fast",
     "-fno-math-errno",
+    "-fno-strict-aliasing",
     "-fPIC",
     "-w",
 )
@@ -40,12 +43,17 @@ _GCC_FLAGS: Final = ("-ftree-vectorize", "-fvect-cost-model=dynamic", "--param=a
 """Without the last, GCC contracts some forms only: it believes that some processors add faster than they contract."""
 _COMPILERS: Final = ("c++", "g++", "clang++")
 
-_loaded = False
+_library: ctypes.CDLL | None = None
 
 
 def loaded() -> bool:
     """Return whether this process has the kernels."""
-    return _loaded
+    return _library is not None
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether the kernels are there, and this CPU has an instruction for products of bfloat16."""
+    return _library is not None and bool(_library.tinsmith_multiplies_bfloat16())
 
 
 def load(directory: Path) -> bool:
@@ -53,8 +61,8 @@ def load(directory: Path) -> bool:
 
     A machine without a C++ compiler does without them.
     """
-    global _loaded  # noqa: PLW0603 - XLA registers a target once per process, too
-    if _loaded:
+    global _library  # noqa: PLW0603 - XLA registers a target once per process, too
+    if _library is not None:
         return True
     compiler = next((found for found in map(shutil.which, _compilers()) if found), None)
     if compiler is None:
@@ -67,9 +75,9 @@ def load(directory: Path) -> bool:
         told = "cannot compile the kernels for CPUs with %s, so XLA's are used, which are slower: %s"
         logger.warning(told, compiler, _reason(error))
         return False
-    for name in (LAYERS, DRAW, FORWARD, BACKWARD):
+    for name in (LAYERS, DRAW, FORWARD, BACKWARD, HEAD_FORWARD, HEAD_BACKWARD):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
-    _loaded = True
+    _library = library
     return True
 
 

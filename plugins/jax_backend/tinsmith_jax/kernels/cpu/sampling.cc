@@ -14,6 +14,8 @@
 #include <optional>
 #include <vector>
 
+#include "frozen.h"
+#include "products.h"
 #include "team.h"
 #include "vectors.h"
 #include "xla/ffi/api/ffi.h"
@@ -67,27 +69,27 @@ struct Row {
   const float *cos, *sin;
 };
 
-// A matrix of all layers. `narrow` has the same numbers in half of the memory, or is null.
+// A matrix of all layers [L, inputs, outputs]. `copy` has the same numbers as one of float32 in half of the memory, or
+// is null.
 struct Matrix {
-  Floats wide;
-  const Narrow* narrow;
+  ffi::AnyBuffer array;
+  const Narrow* copy;
 
-  int64_t of_layer(int64_t layer) const { return layer * (wide.element_count() / wide.dimensions()[0]); }
+  int64_t inputs() const { return array.dimensions()[1]; }
+  int64_t of_layer(int64_t layer) const { return layer * (array.element_count() / array.dimensions()[0]); }
 };
 
 // What a token passes through, and what is beside it.
 struct Model {
-  Floats input_norm;
-  Matrix qkv;
-  Floats q_norm, k_norm;
-  Matrix o;
-  Floats post_norm;
-  Matrix gate_up, down;
-  Floats final_norm, head;
-  const Narrow* narrow_head;   // transposed, or null
+  Floats input_norm, q_norm, k_norm, post_norm, final_norm;
+  Matrix qkv, o, gate_up, down;
+  ffi::AnyBuffer head;         // [V, H]
+  const Narrow* copy_of_head;  // transposed, or null
   std::array<Module, 8> lora;  // q, k, v, o, gate, up, down, head
   const int32_t* rank;         // of each adapter
   float eps;
+
+  bool rounds() const { return frozen(head).narrow != nullptr; }
 };
 enum { kQ, kK, kV, kO, kGate, kUp, kDown, kHead };
 
@@ -105,11 +107,12 @@ class Pass {
         D_(cache[3]),
         C_(cache[4]),
         H_(model.final_norm.dimensions()[0]),
-        Q_(model.o.wide.dimensions()[1]),
+        Q_(model.o.inputs()),
         KV_(J_ * D_),
-        I_(model.down.wide.dimensions()[1]),
+        I_(model.down.inputs()),
         N_(static_cast<int64_t>(rows_.size())),
         normed_(N_ * H_),
+        packed_(model.rounds() ? N_ * std::max({H_, Q_, I_}) / 2 : 0),
         low_(N_ * 3 * model.lora[kQ].rank) {
     for (int64_t n = 0; n < N_; ++n) {
       const bool begins =
@@ -125,14 +128,14 @@ class Pass {
     const auto of_layer = [](const Floats& all, int64_t layer) {
       return all.typed_data() + layer * (all.element_count() / all.dimensions()[0]);
     };
-    for (int64_t layer = 0; layer < m_.qkv.wide.dimensions()[0]; ++layer) {
+    for (int64_t layer = 0; layer < m_.qkv.array.dimensions()[0]; ++layer) {
       norm(x, of_layer(m_.input_norm, layer));
-      lower(normed_.data(), H_, layer, {kQ, kK, kV});
+      const Inputs before = inputs(normed_.data(), H_);
+      lower(before, layer, {kQ, kK, kV});
       const auto projections = split({{kQ, Q_}, {kK, KV_}, {kV, KV_}});
       team_.each(projections.size(), [&](int64_t at) {
         const Columns& c = projections[at];
-        multiply(normed_.data(), H_, m_.qkv, Q_ + 2 * KV_, c, layer, c.module - kQ, qkv.data() + c.place, Q_ + 2 * KV_,
-                 false);
+        multiply(before, m_.qkv, Q_ + 2 * KV_, c, layer, c.module - kQ, qkv.data() + c.place, Q_ + 2 * KV_, false);
       });
       const bool norms_heads = m_.q_norm.element_count() > 0;
       team_.each(N_ * J_, [&](int64_t at) {
@@ -143,23 +146,22 @@ class Pass {
         attend(rows_[at / J_], layer, at % J_, qkv.data() + at / J_ * (Q_ + 2 * KV_),
                norms_heads ? of_layer(m_.q_norm, layer) : nullptr, attended.data() + at / J_ * Q_);
       });
-      lower(attended.data(), Q_, layer, {kO});
-      add(attended.data(), Q_, m_.o, kO, layer, x);
+      add(inputs(attended.data(), Q_), m_.o, kO, layer, x);
       norm(x, of_layer(m_.post_norm, layer));
-      lower(normed_.data(), H_, layer, {kGate, kUp});
+      const Inputs middle = inputs(normed_.data(), H_);
+      lower(middle, layer, {kGate, kUp});
       const auto gates = split({{kGate, I_}});
       team_.each(gates.size(), [&](int64_t at) {
         const Columns& c = gates[at];
         std::vector<float>& up = of_thread();
         up.resize(N_ * c.count);
         float* gate = inner.data() + c.first;
-        multiply(normed_.data(), H_, m_.gate_up, 2 * I_, c, layer, 0, gate, I_, false);
+        multiply(middle, m_.gate_up, 2 * I_, c, layer, 0, gate, I_, false);
         const Columns same_of_up{kUp, c.first, c.count, I_ + c.first};
-        multiply(normed_.data(), H_, m_.gate_up, 2 * I_, same_of_up, layer, 1, up.data(), c.count, false);
+        multiply(middle, m_.gate_up, 2 * I_, same_of_up, layer, 1, up.data(), c.count, false);
         for (int64_t n = 0; n < N_; ++n) gated(gate + n * I_, up.data() + n * c.count, c.count);
       });
-      lower(inner.data(), I_, layer, {kDown});
-      add(inner.data(), I_, m_.down, kDown, layer, x);
+      add(inputs(inner.data(), I_), m_.down, kDown, layer, x);
     }
     norm(x, m_.final_norm.typed_data());
     std::copy(normed_.begin(), normed_.end(), x);
@@ -168,16 +170,21 @@ class Pass {
   // The logits of all rows: those of `rows()[n]` go to row `number` of [_, V].
   void logits(const float* hidden, float* logits_NV) {
     const int64_t V = m_.head.dimensions()[0];
-    lower(hidden, H_, 0, {kHead});
+    const Inputs x = inputs(hidden, H_);
+    const Frozen head = frozen(m_.head);
+    lower(x, 0, {kHead});
     const auto parts = split({{kHead, V}});
     team_.each(parts.size(), [&](int64_t at) {
       const Columns& c = parts[at];
       std::vector<float>& found = of_thread();
       found.resize(N_ * c.count);
-      if (m_.narrow_head != nullptr) {  // in any number of rows, as its sums have another order
-        product({hidden, H_}, N_, m_.narrow_head + c.first, V, H_, found.data(), c.count, c.count);
+      if (head.narrow != nullptr) {
+        const auto* rows = reinterpret_cast<const Pair*>(head.narrow + c.first * H_);
+        dots(x.pairs, H_ / 2, N_, rows, H_ / 2, H_ / 2, found.data(), c.count, c.count);
+      } else if (m_.copy_of_head != nullptr) {  // in any number of rows, as its sums have another order
+        product({hidden, H_}, N_, m_.copy_of_head + c.first, V, H_, found.data(), c.count, c.count);
       } else {
-        dots(hidden, H_, N_, m_.head.typed_data() + c.first * H_, H_, H_, found.data(), c.count, c.count);
+        dots(hidden, H_, N_, head.wide + c.first * H_, H_, H_, found.data(), c.count, c.count);
       }
       adapt(c, 0, 0, found.data(), c.count);
       for (int64_t n = 0; n < N_; ++n) {
@@ -196,15 +203,22 @@ class Pass {
     team_.each(N_, [&](int64_t n) { normed(x + n * H_, weight, H_, m_.eps, normed_.data() + n * H_); });
   }
 
+  // Prepares x [N, size] for products, until others are prepared.
+  Inputs inputs(const float* x, int64_t size) {
+    if (!m_.rounds()) return {x, nullptr, size};
+    team_.each(N_, [&](int64_t n) { pack(x + n * size, size, packed_.data() + n * size / 2); });
+    return {x, packed_.data(), size};
+  }
+
   // Multiplies with A of modules that read the same input: low_ [modules, N, rank].
-  void lower(const float* x, int64_t size, int64_t layer, std::initializer_list<int> modules) {
+  void lower(const Inputs& x, int64_t layer, std::initializer_list<int> modules) {
     const int64_t number = static_cast<int64_t>(modules.size());
     team_.each(number * static_cast<int64_t>(blocks_.size()), [&](int64_t at) {
       const RowBlock& rows = blocks_[at / number];
       const Module& module = m_.lora[*(modules.begin() + at % number)];
       if (rows.adapter < 0) return;
-      product({x + rows.first * size, size}, rows.count, module.down(layer, rows.adapter), module.rank, size,
-              low_.data() + (at % number * N_ + rows.first) * module.rank, module.rank, m_.rank[rows.adapter]);
+      product({x.floats + rows.first * x.size, x.size}, rows.count, module.down(layer, rows.adapter), module.rank,
+              x.size, low_.data() + (at % number * N_ + rows.first) * module.rank, module.rank, m_.rank[rows.adapter]);
     });
   }
 
@@ -219,25 +233,23 @@ class Pass {
     }
   }
 
-  // Calls `use` with the numbers of a matrix from `at` on, in the form that takes less time to read for these rows.
-  template <typename Use>
-  void read(const Matrix& matrix, int64_t at, Use use) const {
-    if (matrix.narrow != nullptr && N_ <= kFewRows) return use(matrix.narrow + at);
-    use(static_cast<const float*>(matrix.wide.typed_data()) + at);
-  }
-
   // y (+)= x w + x A B for some columns, which are at `place` of w.
-  void multiply(const float* x, int64_t size, const Matrix& w, int64_t w_row, const Columns& c, int64_t layer,
-                int which, float* y, int64_t y_row, bool adds) {
-    read(w, w.of_layer(layer) + c.place,
-         [&](const auto* from) { product({x, size}, N_, from, w_row, size, y, y_row, c.count, adds); });
+  void multiply(const Inputs& x, const Matrix& w, int64_t w_row, const Columns& c, int64_t layer, int which, float* y,
+                int64_t y_row, bool adds) {
+    const int64_t at = w.of_layer(layer) + c.place;
+    if (w.copy != nullptr && N_ <= kFewRows) {
+      product({x.floats, x.size}, N_, w.copy + at, w_row, x.size, y, y_row, c.count, adds);
+    } else {
+      product(x, N_, frozen(w.array).from(at), w_row, y, y_row, c.count, adds);
+    }
     adapt(c, layer, which, y, y_row);
   }
 
-  void add(const float* from, int64_t size, const Matrix& w, int module, int64_t layer, float* x) {
+  void add(const Inputs& from, const Matrix& w, int module, int64_t layer, float* x) {
+    lower(from, layer, {module});
     const auto parts = split({{module, H_}});
     team_.each(parts.size(),
-               [&](int64_t at) { multiply(from, size, w, H_, parts[at], layer, 0, x + parts[at].first, H_, true); });
+               [&](int64_t at) { multiply(from, w, H_, parts[at], layer, 0, x + parts[at].first, H_, true); });
   }
 
   // Divides the columns of modules that lie beside each other.
@@ -320,42 +332,47 @@ class Pass {
   float *const keys_, *const values_;
   const int64_t pages_, J_, D_, C_, H_, Q_, KV_, I_, N_;
   std::vector<RowBlock> blocks_;
-  std::vector<float> normed_, low_;
+  std::vector<float> normed_;
+  std::vector<Pair> packed_;  // what a product by bfloat16 reads
+  std::vector<float> low_;
 };
 
-constexpr size_t kNarrow = 10 + 2 * 8;  // where the narrow forms begin, after the weights and the modules
+template <typename T>
+ffi::ErrorOr<std::vector<T>> some_of(const ffi::RemainingArgs& args, size_t first, size_t count) {
+  std::vector<T> found;
+  for (size_t index = first; index < first + count; ++index) {
+    auto each = args.get<T>(index);
+    if (each.has_error()) return ffi::Unexpected(each.error());
+    found.push_back(*each);
+  }
+  return found;
+}
 
 ffi::Error Layers(ffi::ThreadPool pool, float eps, bool gives_logits, Floats x, Ints positions, Ints tables,
                   Ints adapters, Ints rank, Floats cos, Floats sin, ffi::RemainingArgs rest, ffi::Result<Floats> keys,
                   ffi::Result<Floats> values, ffi::Result<Floats> out) {
   return with_memory([&]() -> ffi::Error {
-    std::vector<Floats> more;
-    std::vector<const Narrow*> narrow;
-    for (size_t index = 0; index < kNarrow; ++index) {
-      auto each = rest.get<Floats>(index);
-      if (each.has_error()) return each.error();
-      more.push_back(*each);
-    }
-    for (size_t index = kNarrow; index < kNarrow + 5; ++index) {
-      auto each = rest.get<Narrows>(index);
-      if (each.has_error()) return each.error();
-      narrow.push_back(each->element_count() > 0 ? reinterpret_cast<const Narrow*>(each->typed_data()) : nullptr);
-    }
-    const auto lora = [&](int module) { return Module(more[10 + 2 * module], more[11 + 2 * module]); };
-    const Model model{more[0],
-                      {more[1], narrow[0]},
-                      more[2],
-                      more[3],
-                      {more[4], narrow[1]},
-                      more[5],
-                      {more[6], narrow[2]},
-                      {more[7], narrow[3]},
-                      more[8],
-                      more[9],
-                      narrow[4],
-                      {lora(kQ), lora(kK), lora(kV), lora(kO), lora(kGate), lora(kUp), lora(kDown), lora(kHead)},
-                      rank.typed_data(),
-                      eps};
+    auto norms = some_of<Floats>(rest, 0, 5), factors = some_of<Floats>(rest, 10, 2 * 8);
+    auto matrices = some_of<ffi::AnyBuffer>(rest, 5, 5);
+    auto copies = some_of<Narrows>(rest, 26, 5);
+    if (norms.has_error()) return norms.error();
+    if (factors.has_error()) return factors.error();
+    if (matrices.has_error()) return matrices.error();
+    if (copies.has_error()) return copies.error();
+    const auto copy = [&](int which) {
+      const Narrows& found = (*copies)[which];
+      return found.element_count() > 0 ? reinterpret_cast<const Narrow*>(found.typed_data()) : nullptr;
+    };
+    const auto matrix = [&](int which) { return Matrix{(*matrices)[which], copy(which)}; };
+    const auto lora = [&](int module) { return Module((*factors)[2 * module], (*factors)[2 * module + 1]); };
+    const Model model{
+        (*norms)[0],       (*norms)[1],
+        (*norms)[2],       (*norms)[3],
+        (*norms)[4],       matrix(0),
+        matrix(1),         matrix(2),
+        matrix(3),         (*matrices)[4],
+        copy(4),           {lora(kQ), lora(kK), lora(kV), lora(kO), lora(kGate), lora(kUp), lora(kDown), lora(kHead)},
+        rank.typed_data(), eps};
     const int64_t every = x.dimensions()[0], H = x.dimensions()[1], half = cos.dimensions()[1];
     const int64_t of_table = every / tables.dimensions()[0], G = tables.dimensions()[1];
     std::vector<Row> rows;

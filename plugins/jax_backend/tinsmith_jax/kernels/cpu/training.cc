@@ -15,10 +15,12 @@
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
-#include <memory>
 #include <optional>
 #include <vector>
 
+#include "frozen.h"
+#include "products.h"
+#include "room.h"
 #include "team.h"
 #include "vectors.h"
 #include "xla/ffi/api/ffi.h"
@@ -32,7 +34,8 @@ using Ints = ffi::Buffer<ffi::S32>;
 
 constexpr int64_t kTile = 64;
 enum { kQ, kK, kV, kO, kGate, kUp, kDown, kModules };
-enum { kInputNorm, kQkv, kQNorm, kKNorm, kOut, kPostNorm, kGateUp, kDownward, kWeights };
+enum { kInputNorm, kQNorm, kKNorm, kPostNorm, kNorms };
+enum { kQkv, kOut, kGateUp, kDownward, kMatrices };
 enum { kInputs, kProjections, kAttended, kTotals, kMiddles, kInner, kLow, kSaved };
 
 // The arrays of all layers; each layer's part follows the one before it, or with a stride of 0 takes its place.
@@ -61,7 +64,8 @@ struct Stream {
   float eps;
   const int32_t *count, *first_tile, *adapter;  // [n]; tokens in the tile, first tile of the sequence
   const float *scale, *cos, *sin;               // [n], [T, D / 2]
-  std::array<Layered, kWeights> weights;
+  std::array<Layered, kNorms> norms;
+  std::array<FrozenLayers, kMatrices> matrices;
   std::vector<Module> lora;
   std::array<Layered, kSaved> saved;
   int64_t layers, tokens, H, I, Q, K, D;
@@ -69,9 +73,11 @@ struct Stream {
   int64_t tiles() const { return tokens / kTile; }
   int64_t heads() const { return Q / D; }
   int64_t rank() const { return lora[0].rank; }
-  bool norms_heads() const { return weights[kQNorm].stride > 0; }
+  bool norms_heads() const { return norms[kQNorm].stride > 0; }
   bool used(int64_t tile) const { return count[tile] > 0; }
-  const float* weight(int which, int64_t layer) const { return weights[which].of(layer); }
+  bool rounds() const { return matrices[kQkv].all.narrow != nullptr; }
+  const float* norm(int which, int64_t layer) const { return norms[which].of(layer); }
+  Frozen matrix(int which, int64_t layer) const { return matrices[which].of(layer); }
   float* rows(int which, int64_t layer, int64_t tile, int64_t width) const {
     return saved[which].of(layer) + tile * kTile * width;
   }
@@ -80,26 +86,12 @@ struct Stream {
   }
 };
 
-// Floats that nobody has set yet: filling them with zeros would take as long as some of the layers' steps.
-class Room {
- public:
-  explicit Room(int64_t size) : floats_(new float[size]) {}
-  float* data() { return floats_.get(); }
-  const float* data() const { return floats_.get(); }
-
- private:
-  std::unique_ptr<float[]> floats_;
-};
-
-std::vector<float>& of_thread(int which) {
-  thread_local std::array<std::vector<float>, 6> floats;
-  return floats[which];
-}
-
-float* scratch(int which, int64_t size) {
-  std::vector<float>& floats = of_thread(which);
-  if (static_cast<int64_t>(floats.size()) < size) floats.resize(size);
-  return floats.data();
+// Prepares x [rows, size] for products by frozen matrices, until the same thread prepares others.
+Inputs inputs_of(const Stream& s, const float* x, int64_t rows, int64_t size) {
+  if (!s.rounds()) return {x, nullptr, size};
+  Pair* pairs = pair_scratch(rows * size / 2);
+  pack(x, rows * size, pairs);
+  return {x, pairs, size};
 }
 
 void norm_rows(const float* x, int64_t rows, const float* weight, int64_t size, float eps, float* to) {
@@ -118,14 +110,15 @@ void add_norm_backward(const float* d, const float* x, const float* weight, int6
 }
 
 // y (+)= x w + scale x A B for one tile and the columns of one module. z = scale x A stays, [kTile, r].
-void adapted(const Stream& s, int64_t layer, int64_t tile, int module, const float* x, const float* w, int64_t w_row,
+void adapted(const Stream& s, int64_t layer, int64_t tile, int module, const Inputs& x, Frozen w, int64_t w_row,
              float* y, int64_t y_row, bool adds = false) {
   const Module& lora = s.lora[module];
   const int64_t rows = s.count[tile];
   float* z = s.low(layer, tile, module);
-  product({x, lora.inputs}, rows, lora.down(layer, s.adapter[tile]), lora.rank, lora.inputs, z, lora.rank, lora.rank);
+  const Strided<float> from{x.floats, x.size};
+  product(from, rows, lora.down(layer, s.adapter[tile]), lora.rank, x.size, z, lora.rank, lora.rank);
   for (int64_t i = 0; i < rows * lora.rank; ++i) z[i] *= s.scale[tile];
-  product({x, lora.inputs}, rows, w, w_row, lora.inputs, y, y_row, lora.outputs, adds);
+  product(x, rows, w, w_row, y, y_row, lora.outputs, adds);
   product({z, lora.rank}, rows, lora.up(layer, s.adapter[tile]), lora.outputs, lora.rank, y, y_row, lora.outputs, true);
 }
 
@@ -138,7 +131,7 @@ void prepare_heads(const Stream& s, int64_t layer, int64_t tile, float* queries,
     const int64_t angle = (tile * kTile + t) * s.D / 2;
     const auto prepare = [&](const float* head, int norm, float* to) {
       if (s.norms_heads()) {
-        normed(head, s.weight(norm, layer), s.D, s.eps, to);
+        normed(head, s.norm(norm, layer), s.D, s.eps, to);
       } else {
         std::copy_n(head, s.D, to);
       }
@@ -214,11 +207,12 @@ void before_attention(const Stream& s, int64_t layer, int64_t tile, Heads& heads
   const int64_t width = s.Q + 2 * s.K;
   float* normed = scratch(0, kTile * s.H);
   float* to = s.rows(kProjections, layer, tile, width);
-  norm_rows(s.rows(kInputs, layer, tile, s.H), s.count[tile], s.weight(kInputNorm, layer), s.H, s.eps, normed);
-  const float* qkv = s.weight(kQkv, layer);
-  adapted(s, layer, tile, kQ, normed, qkv, width, to, width);
-  adapted(s, layer, tile, kK, normed, qkv + s.Q, width, to + s.Q, width);
-  adapted(s, layer, tile, kV, normed, qkv + s.Q + s.K, width, to + s.Q + s.K, width);
+  norm_rows(s.rows(kInputs, layer, tile, s.H), s.count[tile], s.norm(kInputNorm, layer), s.H, s.eps, normed);
+  const Frozen qkv = s.matrix(kQkv, layer);
+  const Inputs inputs = inputs_of(s, normed, s.count[tile], s.H);
+  adapted(s, layer, tile, kQ, inputs, qkv, width, to, width);
+  adapted(s, layer, tile, kK, inputs, qkv.from(s.Q), width, to + s.Q, width);
+  adapted(s, layer, tile, kV, inputs, qkv.from(s.Q + s.K), width, to + s.Q + s.K, width);
   std::fill(to + s.count[tile] * width, to + kTile * width, 0.0f);  // values of no token, which are multiplied by 0
   heads.prepare(s, layer, tile);
 }
@@ -240,14 +234,15 @@ void after_attention(const Stream& s, int64_t layer, int64_t tile, float* out) {
   const float* attended = s.rows(kAttended, layer, tile, s.Q);
   float* middle = s.rows(kMiddles, layer, tile, s.H);
   std::copy_n(s.rows(kInputs, layer, tile, s.H), rows * s.H, middle);
-  adapted(s, layer, tile, kO, attended, s.weight(kOut, layer), s.H, middle, s.H, true);
-  norm_rows(middle, rows, s.weight(kPostNorm, layer), s.H, s.eps, normed);
+  adapted(s, layer, tile, kO, inputs_of(s, attended, rows, s.Q), s.matrix(kOut, layer), s.H, middle, s.H, true);
+  norm_rows(middle, rows, s.norm(kPostNorm, layer), s.H, s.eps, normed);
   float* gate_up = s.rows(kInner, layer, tile, 2 * s.I);
-  adapted(s, layer, tile, kGate, normed, s.weight(kGateUp, layer), 2 * s.I, gate_up, 2 * s.I);
-  adapted(s, layer, tile, kUp, normed, s.weight(kGateUp, layer) + s.I, 2 * s.I, gate_up + s.I, 2 * s.I);
+  const Inputs inputs = inputs_of(s, normed, rows, s.H);
+  adapted(s, layer, tile, kGate, inputs, s.matrix(kGateUp, layer), 2 * s.I, gate_up, 2 * s.I);
+  adapted(s, layer, tile, kUp, inputs, s.matrix(kGateUp, layer).from(s.I), 2 * s.I, gate_up + s.I, 2 * s.I);
   gate(s, rows, gate_up, inner);
   std::copy_n(middle, rows * s.H, out);
-  adapted(s, layer, tile, kDown, inner, s.weight(kDownward, layer), s.H, out, s.H, true);
+  adapted(s, layer, tile, kDown, inputs_of(s, inner, rows, s.I), s.matrix(kDownward, layer), s.H, out, s.H, true);
 }
 
 void forward(const Stream& s, const float* x, float* out) {
@@ -323,7 +318,7 @@ class Backward {
   // d_z A^T of each module, if `d_x` is not null, and d_z = scale d B^T stays.
   //
   // All of it is transposed, with a token in each lane: no sum goes across lanes then.
-  void adapted_backward(int64_t layer, int64_t tile, std::initializer_list<int> modules, const float* d, const float* w,
+  void adapted_backward(int64_t layer, int64_t tile, std::initializer_list<int> modules, const float* d, Frozen w,
                         float* d_x) {
     const int64_t inputs = s_.lora[*modules.begin()].inputs, rank = s_.rank(), rows = s_.count[tile];
     const int64_t lanes = (rows + kLanes - 1) / kLanes * kLanes;  // those past the tokens hold anything
@@ -333,7 +328,10 @@ class Backward {
     float* result = scratch(5, inputs * kTile);
     float* low = scratch(2, rank * kTile);
     transpose(d, outputs, rows, outputs, turned, kTile);
-    if (d_x != nullptr) product({w, outputs}, inputs, turned, kTile, outputs, result, kTile, lanes);
+    if (d_x != nullptr) {
+      Pair* packed = s_.rounds() ? pair_scratch(outputs / 2 * kTile) : nullptr;
+      product_of_lanes(w, inputs, outputs, turned, kTile, packed, result, kTile, lanes);
+    }
     for (const int module : modules) {
       const Module& lora = s_.lora[module];
       product({lora.up(layer, s_.adapter[tile]), lora.outputs}, rank, turned, kTile, lora.outputs, low, kTile, lanes);
@@ -355,21 +353,21 @@ class Backward {
     const float* gate_up = s_.rows(kInner, layer, tile, 2 * s_.I);
     gate(s_, rows, gate_up, inner_.data() + t * s_.I);
     float* d_inner = scratch(0, kTile * s_.I);
-    adapted_backward(layer, tile, {kDown}, d_out, s_.weight(kDownward, layer), d_inner);
+    adapted_backward(layer, tile, {kDown}, d_out, s_.matrix(kDownward, layer), d_inner);
     float* d_gate_up = d_inner_.data() + t * 2 * s_.I;
     gate_backward(rows, gate_up, d_inner, d_gate_up);
     const float* middle = s_.rows(kMiddles, layer, tile, s_.H);
-    norm_rows(middle, rows, s_.weight(kPostNorm, layer), s_.H, s_.eps, normed_middle_.data() + t * s_.H);
+    norm_rows(middle, rows, s_.norm(kPostNorm, layer), s_.H, s_.eps, normed_middle_.data() + t * s_.H);
     float* d_normed = scratch(1, kTile * s_.H);
-    adapted_backward(layer, tile, {kGate, kUp}, d_gate_up, s_.weight(kGateUp, layer), d_normed);
+    adapted_backward(layer, tile, {kGate, kUp}, d_gate_up, s_.matrix(kGateUp, layer), d_normed);
     float* d_middle = d_middle_.data() + t * s_.H;
     std::copy_n(d_out, rows * s_.H, d_middle);
     for (int64_t row = 0; row < rows; ++row) {
-      add_norm_backward(d_normed + row * s_.H, middle + row * s_.H, s_.weight(kPostNorm, layer), s_.H, s_.eps,
+      add_norm_backward(d_normed + row * s_.H, middle + row * s_.H, s_.norm(kPostNorm, layer), s_.H, s_.eps,
                         d_middle + row * s_.H);
     }
     float* d_attended = d_attended_.data() + t * s_.Q;
-    adapted_backward(layer, tile, {kO}, d_middle, s_.weight(kOut, layer), d_attended);
+    adapted_backward(layer, tile, {kO}, d_middle, s_.matrix(kOut, layer), d_attended);
   }
 
   void gate_backward(int64_t rows, const float* gate_up, const float* d_inner, float* d) {
@@ -448,14 +446,14 @@ class Backward {
       }
     }
     const float* inputs = s_.rows(kInputs, layer, tile, s_.H);
-    norm_rows(inputs, rows, s_.weight(kInputNorm, layer), s_.H, s_.eps, normed_in_.data() + t * s_.H);
+    norm_rows(inputs, rows, s_.norm(kInputNorm, layer), s_.H, s_.eps, normed_in_.data() + t * s_.H);
     float* d_normed = layer > 0 ? scratch(0, kTile * s_.H) : nullptr;  // nobody asks for the embedding's gradient
-    adapted_backward(layer, tile, {kQ, kK, kV}, d, s_.weight(kQkv, layer), d_normed);
+    adapted_backward(layer, tile, {kQ, kK, kV}, d, s_.matrix(kQkv, layer), d_normed);
     if (layer == 0) return;
     float* d_x = d_x_ + t * s_.H;
     std::copy_n(d_middle_.data() + t * s_.H, rows * s_.H, d_x);
     for (int64_t row = 0; row < rows; ++row) {
-      add_norm_backward(d_normed + row * s_.H, inputs + row * s_.H, s_.weight(kInputNorm, layer), s_.H, s_.eps,
+      add_norm_backward(d_normed + row * s_.H, inputs + row * s_.H, s_.norm(kInputNorm, layer), s_.H, s_.eps,
                         d_x + row * s_.H);
     }
   }
@@ -470,7 +468,7 @@ class Backward {
     if (!s_.norms_heads()) return;
     float* by_head = scratch(3, s_.D);
     std::fill_n(by_head, s_.D, 0.0f);
-    add_norm_backward(d, head, s_.weight(norm, layer), s_.D, s_.eps, by_head);
+    add_norm_backward(d, head, s_.norm(norm, layer), s_.D, s_.eps, by_head);
     std::copy_n(by_head, s_.D, d);
   }
 
@@ -549,8 +547,11 @@ ffi::ErrorOr<std::vector<Floats>> floats_of(const Args& args, size_t first, size
   return found;
 }
 
+using Matrices = std::array<ffi::AnyBuffer, kMatrices>;  // [L, inputs, outputs] each
+
 Stream stream_of(Team& team, float eps, const Floats& x, const Ints& count, const Ints& first, const Ints& adapter,
-                 const Floats& scale, const Floats& cos, const Floats& sin, const std::vector<Floats>& weights) {
+                 const Floats& scale, const Floats& cos, const Floats& sin, const Matrices& matrices,
+                 const std::vector<Floats>& floats) {
   Stream s{team,
            eps,
            count.typed_data(),
@@ -559,28 +560,30 @@ Stream stream_of(Team& team, float eps, const Floats& x, const Ints& count, cons
            scale.typed_data(),
            cos.typed_data(),
            sin.typed_data()};
-  for (int which = 0; which < kWeights; ++which) s.weights[which] = layered(weights[which]);
+  for (int which = 0; which < kMatrices; ++which) s.matrices[which] = frozen_layers(matrices[which]);
+  for (int which = 0; which < kNorms; ++which) s.norms[which] = layered(floats[which]);
   for (int module = 0; module < kModules; ++module) {
-    s.lora.emplace_back(weights[kWeights + 2 * module], weights[kWeights + 2 * module + 1]);
+    s.lora.emplace_back(floats[kNorms + 2 * module], floats[kNorms + 2 * module + 1]);
   }
-  s.layers = weights[kQkv].dimensions()[0];
+  s.layers = matrices[kQkv].dimensions()[0];
   s.tokens = x.dimensions()[0], s.H = x.dimensions()[1];
-  s.I = weights[kDownward].dimensions()[1];
-  s.Q = weights[kOut].dimensions()[1];
-  s.K = (weights[kQkv].dimensions()[2] - s.Q) / 2;
+  s.I = matrices[kDownward].dimensions()[1];
+  s.Q = matrices[kOut].dimensions()[1];
+  s.K = (matrices[kQkv].dimensions()[2] - s.Q) / 2;
   s.D = 2 * cos.dimensions()[1];
   return s;
 }
 
-constexpr size_t kGiven = kWeights + 2 * kModules;
+constexpr size_t kGiven = kNorms + 2 * kModules;
 
 ffi::Error Forward(ffi::ThreadPool pool, float eps, Floats x, Ints count, Ints first, Ints adapter, Floats scale,
-                   Floats cos, Floats sin, ffi::RemainingArgs rest, ffi::Result<Floats> out, ffi::RemainingRets saved) {
+                   Floats cos, Floats sin, ffi::AnyBuffer qkv, ffi::AnyBuffer o, ffi::AnyBuffer gate_up,
+                   ffi::AnyBuffer down, ffi::RemainingArgs rest, ffi::Result<Floats> out, ffi::RemainingRets saved) {
   return with_memory([&]() -> ffi::Error {
-    auto weights = floats_of(rest, 0, kGiven);
-    if (weights.has_error()) return weights.error();
+    auto given = floats_of(rest, 0, kGiven);
+    if (given.has_error()) return given.error();
     Team team(pool);
-    Stream s = stream_of(team, eps, x, count, first, adapter, scale, cos, sin, *weights);
+    Stream s = stream_of(team, eps, x, count, first, adapter, scale, cos, sin, {qkv, o, gate_up, down}, *given);
     const int64_t width = s.Q + 2 * s.K;
     std::optional<Room> own;  // of one layer, if nothing is to be saved
     if (saved.size() == 0) {
@@ -603,12 +606,14 @@ ffi::Error Forward(ffi::ThreadPool pool, float eps, Floats x, Ints count, Ints f
 }
 
 ffi::Error BackwardPass(ffi::ThreadPool pool, float eps, Floats d_out, Ints count, Ints first, Ints adapter,
-                        Floats scale, Floats cos, Floats sin, ffi::RemainingArgs rest, ffi::RemainingRets new_sums) {
+                        Floats scale, Floats cos, Floats sin, ffi::AnyBuffer qkv, ffi::AnyBuffer o,
+                        ffi::AnyBuffer gate_up, ffi::AnyBuffer down, ffi::RemainingArgs rest,
+                        ffi::RemainingRets new_sums) {
   return with_memory([&]() -> ffi::Error {
     auto given = floats_of(rest, 0, kGiven + kSaved);
     if (given.has_error()) return given.error();
     Team team(pool);
-    Stream s = stream_of(team, eps, d_out, count, first, adapter, scale, cos, sin, *given);
+    Stream s = stream_of(team, eps, d_out, count, first, adapter, scale, cos, sin, {qkv, o, gate_up, down}, *given);
     for (int which = 0; which < kSaved; ++which) s.saved[which] = layered((*given)[kGiven + which]);
     std::vector<Module> sums;
     for (int module = 0; module < kModules; ++module) {
@@ -637,6 +642,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tinsmith_forward, tinsmith::Forward,
                                   .Arg<tinsmith::Floats>()
                                   .Arg<tinsmith::Floats>()
                                   .Arg<tinsmith::Floats>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
                                   .RemainingArgs()
                                   .Ret<tinsmith::Floats>()
                                   .RemainingRets());
@@ -651,5 +660,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tinsmith_backward, tinsmith::BackwardPass,
                                   .Arg<tinsmith::Floats>()
                                   .Arg<tinsmith::Floats>()
                                   .Arg<tinsmith::Floats>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
                                   .RemainingArgs()
                                   .RemainingRets());

@@ -1,4 +1,4 @@
-// Products and functions of float32 vectors, with the same bits for a row however many rows there are.
+// Functions of float32 vectors.
 
 #ifndef TINSMITH_VECTORS_H_
 #define TINSMITH_VECTORS_H_
@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <type_traits>
 
 namespace tinsmith {
 
@@ -23,9 +22,13 @@ inline Vec load(const float* from) {
 }
 inline void store(float* to, Vec vec) { std::memcpy(to, &vec, sizeof(vec)); }
 
-// The upper half of a float32 number whose lower half is zero: bfloat16. Matrices of them have a multiple of kLanes
-// columns.
+// A bfloat16 number: the upper half of a float32 number whose lower half is zero. Matrices of them have a multiple of
+// 2 * kLanes columns.
 typedef uint16_t Narrow;
+
+// Two bfloat16 numbers, the first in the lower half.
+typedef uint32_t Pair;
+typedef uint32_t PairVec __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 
 // L numbers from memory.
 template <int L>
@@ -56,6 +59,13 @@ inline void store(float* to, Vec vec, int64_t count) {
   std::memcpy(to, &vec, count * sizeof(float));
 }
 inline Vec of(float value) { return Vec{} + value; }
+
+// Rounds to bfloat16, in the lower halves; to the even one of two that are equally near.
+inline PairVec rounded(Vec x) {
+  PairVec bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return x != x ? PairVec{} + 0x7fc0u : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+}
 
 // Adds neighbouring lanes: those of `a` come first, then those of `b`.
 [[gnu::always_inline]] inline Vec neighbours(Vec a, Vec b) {
@@ -104,155 +114,6 @@ inline Vec exp(Vec x) {
   std::memcpy(&scale, &power, sizeof(scale));
   const Vec result = fraction * scale;
   return x != x ? x : (x < of(-87.0f) ? Vec{} : result);
-}
-
-// Numbers [row, column] that are `row` apart from row to row, and `column` from column to column.
-struct Strided {
-  const float* at;
-  int64_t row, column = 1;
-  Strided from(int64_t r) const { return {at + r * row, row, column}; }
-};
-
-// R rows by V vectors of L lanes of `product`.
-template <int R, int V, int L, typename W>
-[[gnu::always_inline]] inline void block(Strided x, const W* w, int64_t w_row, int64_t inputs, float* y, int64_t y_row,
-                                         bool adds, int64_t ahead) {
-  typedef float Lanes __attribute__((vector_size(L * sizeof(float))));
-  Lanes sums[R][V];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) sums[r][v] = Lanes{};
-  }
-  for (int64_t i = 0; i < inputs; ++i) {
-    const W* from = w + i * w_row;
-    Lanes weights[V];
-#pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) {
-      __builtin_prefetch(from + ahead + v * L);
-      weights[v] = lanes<L>(from + v * L);
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const Lanes input = Lanes{} + x.at[r * x.row + i * x.column];
-#pragma GCC unroll 16
-      for (int v = 0; v < V; ++v) sums[r][v] += input * weights[v];
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) {
-      float* to = y + r * y_row + v * L;
-      if (adds) {
-        Lanes before;
-        std::memcpy(&before, to, sizeof(Lanes));
-        sums[r][v] = before + sums[r][v];
-      }
-      std::memcpy(to, &sums[r][v], sizeof(Lanes));
-    }
-  }
-}
-
-// R rows of `product`: by V vectors as long as these fit, the rest by fewer and shorter ones.
-template <int R, int V, int L = kLanes, typename W>
-inline void columns(Strided x, const W* w, int64_t w_row, int64_t inputs, float* y, int64_t y_row, int64_t width,
-                    bool adds, int64_t ahead) {
-  int64_t j = 0;
-  for (; j + V * L <= width; j += V * L) block<R, V, L>(x, w + j, w_row, inputs, y + j, y_row, adds, ahead);
-  if (j == width) return;
-  if constexpr (V > 1) {
-    columns<R, V / 2, L>(x, w + j, w_row, inputs, y + j, y_row, width - j, adds, ahead);
-  } else if constexpr (L > 1 && std::is_same_v<W, float>) {
-    columns<R, 1, L / 2>(x, w + j, w_row, inputs, y + j, y_row, width - j, adds, ahead);
-  }
-}
-
-// `rows` of at most R, which are known when the program runs.
-template <int R, int V, typename W>
-inline void few_rows(int64_t rows, Strided x, const W* w, int64_t w_row, int64_t inputs, float* y, int64_t y_row,
-                     int64_t width, bool adds, int64_t ahead) {
-  if (rows == R) return columns<R, V>(x, w, w_row, inputs, y, y_row, width, adds, ahead);
-  if constexpr (R > 1) few_rows<R - 1, R == 3 ? 8 : V>(rows, x, w, w_row, inputs, y, y_row, width, adds, ahead);
-}
-
-// y [rows, width] (+)= x [rows, inputs] w [inputs, width]. `w_row` and `y_row` are the distances of their rows. Each
-// number is one sum over the inputs in their order, to which what was there is added at the end.
-//
-// Six rows and four vectors use the registers best; then come five, and fewer only for what is left. A panel of w stays
-// in the cache for all rows.
-template <typename W>
-inline void product(Strided x, int64_t rows, const W* w, int64_t w_row, int64_t inputs, float* y, int64_t y_row,
-                    int64_t width, bool adds = false) {
-  const int64_t fives = (6 - rows % 6) % 6, sixes = rows >= 5 * fives ? rows - 5 * fives : rows / 6 * 6;
-  const int64_t panel = rows > 5 ? 4 * kLanes : width;
-  for (int64_t j = 0; j < width; j += panel) {
-    const int64_t wide = std::min(panel, width - j);
-    int64_t r = 0;
-    const auto ahead = [&] { return r == 0 ? 8 * w_row : panel; };  // what is needed soon: rows of w, the next panel
-    for (; r < sixes; r += 6) {
-      columns<6, 4>(x.from(r), w + j, w_row, inputs, y + r * y_row + j, y_row, wide, adds, ahead());
-    }
-    for (; r < rows; r += 5) {
-      few_rows<5, 4>(std::min<int64_t>(5, rows - r), x.from(r), w + j, w_row, inputs, y + r * y_row + j, y_row, wide,
-                     adds, ahead());
-    }
-  }
-}
-
-// One number of `dots`.
-inline float dot(const float* x, const float* w, int64_t inputs) {
-  Vec found{};
-  int64_t i = 0;
-  for (; i + kLanes <= inputs; i += kLanes) found += load(x + i) * load(w + i);
-  if (i < inputs) found += load(x + i, inputs - i) * load(w + i, inputs - i);
-  return sum(found);
-}
-
-// R by S numbers of `dots`; together 16.
-template <int R, int S>
-inline void dot_block(const float* x, int64_t x_row, const float* w, int64_t w_row, int64_t inputs, float* y,
-                      int64_t y_row) {
-  static_assert(R * S == kLanes);
-  Vec found[R * S];
-#pragma GCC unroll 16
-  for (int each = 0; each < R * S; ++each) found[each] = Vec{};
-  for (int64_t i = 0; i < inputs; i += kLanes) {
-    const bool whole = i + kLanes <= inputs;
-    Vec weights[S];
-#pragma GCC unroll 16
-    for (int s = 0; s < S; ++s) weights[s] = whole ? load(w + s * w_row + i) : load(w + s * w_row + i, inputs - i);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const Vec input = whole ? load(x + r * x_row + i) : load(x + r * x_row + i, inputs - i);
-#pragma GCC unroll 16
-      for (int s = 0; s < S; ++s) found[r * S + s] += input * weights[s];
-    }
-  }
-  float values[R * S];
-  store(values, sums(found));
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) std::memcpy(y + r * y_row, values + r * S, S * sizeof(float));
-}
-
-// y [rows, width] = x [rows, inputs] times w [width, inputs] transposed.
-inline void dots(const float* x, int64_t x_row, int64_t rows, const float* w, int64_t w_row, int64_t inputs, float* y,
-                 int64_t y_row, int64_t width) {
-  const int64_t fours = rows / 4 * 4;
-  int64_t s = 0;
-  for (; s + kLanes <= width; s += kLanes) {
-    for (int64_t part = s; part < s + kLanes; part += 4) {
-      for (int64_t r = 0; r < fours; r += 4) {
-        dot_block<4, 4>(x + r * x_row, x_row, w + part * w_row, w_row, inputs, y + r * y_row + part, y_row);
-      }
-    }
-    for (int64_t r = fours; r < rows; ++r) {
-      dot_block<1, kLanes>(x + r * x_row, x_row, w + s * w_row, w_row, inputs, y + r * y_row + s, y_row);
-    }
-  }
-  for (; s < width; ++s) {
-    for (int64_t r = 0; r < rows; ++r) y[r * y_row + s] = dot(x + r * x_row, w + s * w_row, inputs);
-  }
 }
 
 // Transposes 16 vectors: each step interleaves the first half with the second.

@@ -1,0 +1,97 @@
+// The frozen matrices of a model, and products by them.
+//
+// Those of float32 multiply float32. Those of bfloat16 multiply inputs that are rounded to bfloat16; every sum is
+// float32, and so is all that lies between two products.
+
+#ifndef TINSMITH_FROZEN_H_
+#define TINSMITH_FROZEN_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "products.h"
+#include "vectors.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace tinsmith {
+
+// A matrix [inputs, outputs] of one layer, or a part of it: one of both is null.
+struct Frozen {
+  const float* wide = nullptr;
+  const Narrow* narrow = nullptr;
+
+  Frozen from(int64_t offset) const {
+    return {wide == nullptr ? nullptr : wide + offset, narrow == nullptr ? nullptr : narrow + offset};
+  }
+};
+
+// The matrices of all layers.
+struct FrozenLayers {
+  Frozen all;
+  int64_t stride = 0;
+  Frozen of(int64_t layer) const { return all.from(layer * stride); }
+};
+
+inline Frozen frozen(const xla::ffi::AnyBuffer& array) {
+  if (array.element_type() == xla::ffi::DataType::BF16) {
+    return {nullptr, static_cast<const Narrow*>(array.untyped_data())};
+  }
+  return {static_cast<const float*>(array.untyped_data()), nullptr};
+}
+inline FrozenLayers frozen_layers(const xla::ffi::AnyBuffer& array) {
+  return {frozen(array), static_cast<int64_t>(array.element_count()) / array.dimensions()[0]};
+}
+
+// Rounds numbers that follow each other to pairs; an even number of them.
+inline void pack(const float* from, int64_t count, Pair* to) {
+  int64_t i = 0;
+  Narrow* halves = reinterpret_cast<Narrow*>(to);
+  typedef Narrow Halves __attribute__((vector_size(kLanes * sizeof(Narrow))));
+  for (; i < count; i += kLanes) {
+    const Halves found = __builtin_convertvector(rounded(load(from + i, count - i)), Halves);
+    std::memcpy(halves + i, &found, std::min<int64_t>(kLanes, count - i) * sizeof(Narrow));
+  }
+}
+
+// Rounds [rows, width] to pairs of numbers below each other, [rows / 2, width].
+inline void pack_rows(const float* from, int64_t rows, int64_t width, Pair* to) {
+  for (int64_t r = 0; r < rows; r += 2, from += 2 * width, to += width) {
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const PairVec pairs = rounded(load(from + i)) | rounded(load(from + width + i)) << 16;
+      std::memcpy(to + i, &pairs, sizeof(pairs));
+    }
+  }
+}
+
+// Rows of inputs [rows, size] that follow each other, with what products by bfloat16 want of them.
+struct Inputs {
+  const float* floats;
+  const Pair* pairs;  // [rows, size / 2], or null
+  int64_t size;
+};
+
+// y [rows, width] (+)= x w for columns of w, whose rows are `w_row` apart.
+inline void product(const Inputs& x, int64_t rows, Frozen w, int64_t w_row, float* y, int64_t y_row, int64_t width,
+                    bool adds = false) {
+  if (w.narrow != nullptr) {
+    product({x.pairs, x.size / 2}, rows, w.narrow, w_row, x.size / 2, y, y_row, width, adds);
+  } else {
+    product({x.floats, x.size}, rows, w.wide, w_row, x.size, y, y_row, width, adds);
+  }
+}
+
+// y [inputs, lanes] = w x, for x [outputs, kTile] with a token in each lane. `packed` is room for half of x.
+inline void product_of_lanes(Frozen w, int64_t inputs, int64_t outputs, const float* x, int64_t x_row, Pair* packed,
+                             float* y, int64_t y_row, int64_t lanes) {
+  if (w.narrow != nullptr) {
+    pack_rows(x, outputs, x_row, packed);
+    const Strided<Pair> pairs{reinterpret_cast<const Pair*>(w.narrow), outputs / 2};
+    product(pairs, inputs, static_cast<const Pair*>(packed), x_row, outputs / 2, y, y_row, lanes);
+  } else {
+    product({w.wide, outputs}, inputs, x, x_row, outputs, y, y_row, lanes);
+  }
+}
+
+}  // namespace tinsmith
+
+#endif  // TINSMITH_FROZEN_H_

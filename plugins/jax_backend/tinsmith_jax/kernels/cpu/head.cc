@@ -1,0 +1,238 @@
+// The output head in training, over rows of a packed stream: logits, logprobs of targets, and gradients.
+//
+// native_head.py documents the arguments; head.py computes the same for what these do not support, and explains the
+// order. As in training.cc, a tile's numbers depend on itself alone, and gradients are added tile by tile in order.
+//
+// C = rows, n = tiles, K = targets of a row, H = hidden, V = vocabulary, k = adapters, r = rank.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "frozen.h"
+#include "products.h"
+#include "room.h"
+#include "team.h"
+#include "vectors.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace tinsmith {
+namespace {
+
+namespace ffi = xla::ffi;
+using Floats = ffi::Buffer<ffi::F32>;
+using Ints = ffi::Buffer<ffi::S32>;
+
+constexpr int64_t kTile = 64;
+constexpr int64_t kWords = 512;      // of the vocabulary, that one step computes the logits of
+constexpr int64_t kTogether = 2048;  // words whose matrix rows stay in the cache for a tile
+constexpr int64_t kColumns = 64;     // of the hidden states, that one step differentiates by
+
+struct Rows {
+  const float* hidden;             // [C, H]
+  Frozen head;                     // [V, H]
+  const float *A, *B;              // [k, H, r], [k, r, V]
+  const int32_t *adapter, *count;  // [n]
+  const float* scale;              // [n]
+  const int32_t* targets;          // [C, K]
+  int64_t C, H, V, K, adapters, rank;
+
+  int64_t tiles() const { return C / kTile; }
+  bool used(int64_t row) const { return row % kTile < count[row / kTile]; }
+  const float* A_of(int64_t tile) const { return A + adapter[tile] * H * rank; }
+  const float* B_of(int64_t tile) const { return B + adapter[tile] * rank * V; }
+};
+
+Rows rows_of(const Floats& hidden, const ffi::AnyBuffer& head, const Floats& A, const Floats& B, const Ints& adapter,
+             const Floats& scale, const Ints& count, const Ints& targets) {
+  return {hidden.typed_data(),    frozen(head),           A.typed_data(),       B.typed_data(),
+          adapter.typed_data(),   count.typed_data(),     scale.typed_data(),   targets.typed_data(),
+          hidden.dimensions()[0], hidden.dimensions()[1], head.dimensions()[0], targets.dimensions()[1],
+          A.dimensions()[0],      A.dimensions()[2]};
+}
+
+// The log of the sum of e^x over a row.
+float log_sum(const float* x, int64_t size) {
+  Vec high = of(-std::numeric_limits<float>::infinity());
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    const Vec part = load(x + i);
+    high = part > high ? part : high;
+  }
+  float highest = -std::numeric_limits<float>::infinity();
+  for (int lane = 0; lane < kLanes; ++lane) highest = std::max(highest, high[lane]);
+  for (int64_t rest = i; rest < size; ++rest) highest = std::max(highest, x[rest]);
+  Vec total{};
+  for (i = 0; i + kLanes <= size; i += kLanes) total += exp(load(x + i) - highest);
+  float whole = sum(total);
+  for (; i < size; ++i) whole += std::exp(x[i] - highest);
+  return highest + std::log(whole);
+}
+
+// Logits [C, V], z = scale x A [C, r], and the logs of their sums [C]; logprobs [C, K], 0 where there is no token.
+void forward(Team& team, const Rows& s, float* logits, float* low, float* totals, float* logp) {
+  Room turned(s.C * s.H);  // [n, H, kTile]
+  RoomOf<Pair> packed(s.head.narrow != nullptr ? s.C * s.H / 2 : 0);
+  team.each(s.tiles(), [&](int64_t tile) {
+    const int64_t at = tile * kTile, rows = s.count[tile];
+    if (rows == 0) return;
+    float* to = turned.data() + at * s.H;
+    transpose(s.hidden + at * s.H, s.H, kTile, s.H, to, kTile);
+    if (s.head.narrow != nullptr) pack_rows(to, s.H, kTile, packed.data() + at * s.H / 2);
+    if (s.adapter[tile] < 0) return;
+    float* z = low + at * s.rank;
+    product({s.hidden + at * s.H, s.H}, rows, s.A_of(tile), s.rank, s.H, z, s.rank, s.rank);
+    for (int64_t i = 0; i < rows * s.rank; ++i) z[i] *= s.scale[tile];
+  });
+  const int64_t parts = (s.V + kWords - 1) / kWords;
+  team.each(s.tiles() * parts, [&](int64_t step) {
+    const int64_t tile = step / parts, at = tile * kTile, rows = s.count[tile];
+    if (rows == 0) return;
+    const int64_t first = step % parts * kWords, words = std::min(kWords, s.V - first);
+    const int64_t lanes = (rows + kLanes - 1) / kLanes * kLanes;
+    float* found = scratch(0, kWords * kTile);
+    if (s.head.narrow != nullptr) {
+      const Strided<Pair> from{reinterpret_cast<const Pair*>(s.head.narrow + first * s.H), s.H / 2};
+      product(from, words, packed.data() + at * s.H / 2, kTile, s.H / 2, found, kTile, lanes);
+    } else {
+      product({s.head.wide + first * s.H, s.H}, words, turned.data() + at * s.H, kTile, s.H, found, kTile, lanes);
+    }
+    float* to = logits + at * s.V + first;
+    transpose(found, kTile, words, rows, to, s.V);
+    if (s.adapter[tile] < 0) return;
+    product({low + at * s.rank, s.rank}, rows, s.B_of(tile) + first, s.V, s.rank, to, s.V, words, true);
+  });
+  team.each(s.C, [&](int64_t row) {
+    if (!s.used(row)) {
+      std::fill_n(logp + row * s.K, s.K, 0.0f);
+      return;
+    }
+    const float* of_row = logits + row * s.V;
+    totals[row] = log_sum(of_row, s.V);
+    for (int64_t k = 0; k < s.K; ++k) logp[row * s.K + k] = of_row[s.targets[row * s.K + k]] - totals[row];
+  });
+}
+
+// One row's logits become the derivatives by them: onehot(target) d - softmax times the sum of d.
+void differentiate(const Rows& s, int64_t row, float* logits, float total, const float* d_logp) {
+  float whole = 0;
+  for (int64_t k = 0; k < s.K; ++k) whole += d_logp[k];
+  int64_t i = 0;
+  for (; i + kLanes <= s.V; i += kLanes) store(logits + i, exp(load(logits + i) - total) * -whole);
+  for (; i < s.V; ++i) logits[i] = std::exp(logits[i] - total) * -whole;
+  for (int64_t k = 0; k < s.K; ++k) logits[s.targets[row * s.K + k]] += d_logp[k];
+}
+
+// Turns the logits into the derivatives by them, and adds the gradients of A and B to their sums.
+void backward(Team& team, const Rows& s, const float* d_logp, float* logits, const float* low, const float* totals,
+              float* d_hidden, float* sums_A, float* sums_B) {
+  const bool rounds = s.head.narrow != nullptr;
+  RoomOf<Pair> packed(rounds ? s.C * s.V / 2 : 0);
+  team.each(s.C, [&](int64_t row) {
+    if (!s.used(row)) return std::fill_n(d_hidden + row * s.H, s.H, 0.0f), void();
+    differentiate(s, row, logits + row * s.V, totals[row], d_logp + row * s.K);
+    if (rounds) pack(logits + row * s.V, s.V, packed.data() + row * s.V / 2);
+  });
+  Room d_low(s.C * s.rank);
+  team.each(s.tiles(), [&](int64_t tile) {
+    float* d_z = d_low.data() + tile * kTile * s.rank;
+    dots(logits + tile * kTile * s.V, s.V, s.count[tile], s.B_of(tile), s.V, s.V, d_z, s.rank, s.rank);
+    for (int64_t i = 0; i < s.count[tile] * s.rank; ++i) d_z[i] *= s.scale[tile];
+  });
+  const int64_t parts = (s.H + kColumns - 1) / kColumns;
+  team.each(s.tiles() * parts, [&](int64_t step) {
+    const int64_t tile = step / parts, at = tile * kTile, rows = s.count[tile];
+    const int64_t first = step % parts * kColumns, width = std::min(kColumns, s.H - first);
+    float* to = d_hidden + at * s.H + first;
+    for (int64_t word = 0; word < s.V; word += kTogether) {
+      const int64_t words = std::min(kTogether, s.V - word);
+      const Frozen part = s.head.from(word * s.H + first);
+      if (rounds) {
+        const Strided<Pair> from{packed.data() + (at * s.V + word) / 2, s.V / 2};
+        product(from, rows, part.narrow, s.H, words / 2, to, s.H, width, word > 0);
+      } else {
+        product({logits + at * s.V + word, s.V}, rows, part.wide, s.H, words, to, s.H, width, word > 0);
+      }
+    }
+    float* turned = scratch(0, s.rank * kColumns);
+    transpose(s.A_of(tile) + first * s.rank, s.rank, width, s.rank, turned, kColumns);
+    product({d_low.data() + at * s.rank, s.rank}, rows, turned, kColumns, s.rank, to, s.H, width, true);
+  });
+  // Every part of a sum is added to by one thread, tile after tile.
+  const int64_t of_A = (s.H + kWords - 1) / kWords, of_B = (s.V + kWords - 1) / kWords;
+  team.each(s.adapters * (of_A + of_B), [&](int64_t step) {
+    const int64_t adapter = step / (of_A + of_B), part = step % (of_A + of_B);
+    for (int64_t tile = 0; tile < s.tiles(); ++tile) {
+      const int64_t at = tile * kTile, rows = s.count[tile];
+      if (s.adapter[tile] != adapter || rows == 0) continue;
+      if (part < of_A) {
+        const int64_t first = part * kWords, width = std::min(kWords, s.H - first);
+        product({s.hidden + at * s.H + first, 1, s.H}, width, d_low.data() + at * s.rank, s.rank, rows,
+                sums_A + (adapter * s.H + first) * s.rank, s.rank, s.rank, true);
+      } else {
+        const int64_t first = (part - of_A) * kWords, width = std::min(kWords, s.V - first);
+        product({low + at * s.rank, 1, s.rank}, s.rank, logits + at * s.V + first, s.V, rows,
+                sums_B + adapter * s.rank * s.V + first, s.V, width, true);
+      }
+    }
+  });
+}
+
+ffi::Error Forward(ffi::ThreadPool pool, Floats hidden, ffi::AnyBuffer head, Floats A, Floats B, Ints adapter,
+                   Floats scale, Ints count, Ints targets, ffi::Result<Floats> logits, ffi::Result<Floats> low,
+                   ffi::Result<Floats> totals, ffi::Result<Floats> logp) {
+  return with_memory([&]() -> ffi::Error {
+    Team team(pool);
+    forward(team, rows_of(hidden, head, A, B, adapter, scale, count, targets), logits->typed_data(), low->typed_data(),
+            totals->typed_data(), logp->typed_data());
+    return ffi::Error::Success();
+  });
+}
+
+ffi::Error Backward(ffi::ThreadPool pool, Floats hidden, ffi::AnyBuffer head, Floats A, Floats B, Ints adapter,
+                    Floats scale, Ints count, Ints targets, Floats d_logp, Floats low, Floats totals, Floats, Floats,
+                    Floats, ffi::Result<Floats> d_hidden, ffi::Result<Floats> logits, ffi::Result<Floats> sums_A,
+                    ffi::Result<Floats> sums_B) {
+  return with_memory([&]() -> ffi::Error {
+    Team team(pool);
+    backward(team, rows_of(hidden, head, A, B, adapter, scale, count, targets), d_logp.typed_data(),
+             logits->typed_data(), low.typed_data(), totals.typed_data(), d_hidden->typed_data(), sums_A->typed_data(),
+             sums_B->typed_data());
+    return ffi::Error::Success();
+  });
+}
+
+// What both calls are given.
+auto given() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<Floats>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<Floats>()
+      .Arg<Floats>()
+      .Arg<Ints>()
+      .Arg<Floats>()
+      .Arg<Ints>()
+      .Arg<Ints>();
+}
+
+}  // namespace
+}  // namespace tinsmith
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    tinsmith_head_forward, tinsmith::Forward,
+    tinsmith::given().Ret<tinsmith::Floats>().Ret<tinsmith::Floats>().Ret<tinsmith::Floats>().Ret<tinsmith::Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(tinsmith_head_backward, tinsmith::Backward,
+                              tinsmith::given()
+                                  .Arg<tinsmith::Floats>()
+                                  .Arg<tinsmith::Floats>()
+                                  .Arg<tinsmith::Floats>()
+                                  .Arg<tinsmith::Floats>()
+                                  .Arg<tinsmith::Floats>()
+                                  .Arg<tinsmith::Floats>()
+                                  .Ret<tinsmith::Floats>()
+                                  .Ret<tinsmith::Floats>()
+                                  .Ret<tinsmith::Floats>()
+                                  .Ret<tinsmith::Floats>());

@@ -1,0 +1,72 @@
+"""The output head in training on a CPU, by the kernels in C++. The arithmetic is that of head.py.
+
+Legend: C = rows of a chunk, n = its tiles, K = targets per row, H = hidden, V = vocabulary, r = padded rank, k =
+adapters in the call.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tinsmith_jax.kernels import native
+from tinsmith_jax.layers import TILE, Tiles
+
+# Any below: jax arrays and pytrees of them.
+
+
+class Rows(NamedTuple):
+    """What both passes are given."""
+
+    hidden_CH: Any
+    head_VH: Any
+    A: Any  # [k, H, r]
+    B: Any  # [k, r, V]
+    adapter_n: Any  # below 0: none; not with gradients
+    scale_n: Any
+    count_n: Any  # tokens in each tile
+    targets_CK: Any
+
+
+class Logits(NamedTuple):
+    """What the forward pass leaves; numbers of rows without a token mean nothing."""
+
+    logits_CV: Any
+    z_Cr: Any  # scale x A
+    totals_C: Any  # logs of the sums of e^logit
+
+
+def rows(head_VH: Any, adapters: Any, hidden_CH: Any, tiles: Tiles, count_n: Any, targets_CK: Any) -> Rows:
+    A, B = adapters
+    return Rows(hidden_CH, head_VH, A, B, tiles.adapter_n, tiles.scale_n, count_n, targets_CK)
+
+
+def logits(head_VH: Any, adapters: Any, hidden_CH: Any, adapter_n: Any) -> Any:
+    """Return the logits [C, V] of whole tiles. The adapters are scaled; a tile with a number below 0 has none."""
+    n = len(adapter_n)
+    tiles, count_n = Tiles(adapter_n, np.ones(n, np.float32)), np.full(n, TILE, np.int32)
+    return forward(rows(head_VH, adapters, hidden_CH, tiles, count_n, np.zeros((n * TILE, 1), np.int32)))[0].logits_CV
+
+
+def forward(given: Rows) -> tuple[Logits, Any]:
+    """Return the logits and the logprobs of the targets [C, K], 0 in rows without a token."""
+    C, V, r = len(given.hidden_CH), len(given.head_VH), given.A.shape[-1]
+    shapes = (C, V), (C, r), (C,), given.targets_CK.shape
+    call = jax.ffi.ffi_call(native.HEAD_FORWARD, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    *logits, logp_CK = call(*given)
+    return Logits(*logits), logp_CK
+
+
+def backward(given: Rows, logits: Logits, d_logp_CK: Any, sums: Any) -> tuple[Any, Any]:
+    """Return the derivatives by the hidden states [C, H], and the sums plus the gradients of the adapters."""
+    arguments = (*given, d_logp_CK, logits.z_Cr, logits.totals_C, logits.logits_CV, *sums)
+    results = (given.hidden_CH, logits.logits_CV, *sums)
+    last = len(arguments) - 3
+    call = jax.ffi.ffi_call(
+        native.HEAD_BACKWARD,
+        [jax.ShapeDtypeStruct(each.shape, jnp.float32) for each in results],
+        input_output_aliases={last: 1, last + 1: 2, last + 2: 3},  # the logits are not needed any more
+    )
+    d_hidden_CH, _, sums_A, sums_B = call(*arguments)
+    return d_hidden_CH, (sums_A, sums_B)
