@@ -262,10 +262,12 @@ def _show(name: str, total_ms: float, rows: Sequence[Row]) -> None:
 
 def _bounds(shape: TinyShape, operations: dict[str, Any]) -> dict[str, float]:
     """Print what the device's stages take beside what the machine's rates allow."""
+    from tinsmith_jax.kernels import native
+
     product, read = _product_flops_per_s(), _read_bytes_per_s()
-    print(
-        f"\nthis machine: {product / 1e9:.0f} GFLOP/s in a product of matrices, {read / 1e9:.1f} GB/s read from memory"
-    )
+    print(f"\nthis machine: {product / 1e9:.0f} GFLOP/s in a product of float32, {read / 1e9:.1f} GB/s read from memory")
+    if shape.dtype == "bfloat16" and native.multiplies_bfloat16():
+        product *= 2  # in one instruction of the same time
     parameters = _matrix_parameters(shape)
     forward_ms = 1000 * 2 * parameters * _BATCH * _LENGTH / product
     num_bytes = parameters * (2 if shape.dtype == "bfloat16" else 4)

@@ -173,7 +173,8 @@ void product_of(Strided<X> x, int64_t rows, const W* w, int64_t w_row, int64_t i
   for (int64_t j = 0; j < width; j += panel) {
     const int64_t wide = std::min(panel, width - j);
     int64_t r = 0;
-    const auto ahead = [&] { return r == 0 ? 8 * w_row : panel; };  // what is needed soon: rows of w, the next panel
+    // What is needed soon: rows of w, which pairs come to sooner, or the next panel.
+    const auto ahead = [&] { return r == 0 ? (std::is_same_v<X, Pair> ? 32 : 8) * w_row : panel; };
     for (; r < sixes; r += 6) {
       columns<6, 4>(x.from(r), w + j, w_row, inputs, y + r * y_row + j, y_row, wide, adds, ahead());
     }
