@@ -265,9 +265,12 @@ def _bounds(shape: TinyShape, operations: dict[str, Any]) -> dict[str, float]:
     from tinsmith_jax.kernels import native
 
     product, read = _product_flops_per_s(), _read_bytes_per_s()
-    print(f"\nthis machine: {product / 1e9:.0f} GFLOP/s in a product of float32, {read / 1e9:.1f} GB/s read from memory")
+    print(
+        f"\nthis machine: {product / 1e9:.0f} GFLOP/s in a product of float32, {read / 1e9:.1f} GB/s read from memory"
+    )
+    found = {"flops_per_s": product, "bytes_per_s": read}
     if shape.dtype == "bfloat16" and native.multiplies_bfloat16():
-        product *= 2  # in one instruction of the same time
+        product *= 2  # one instruction does twice as much in the same time
     parameters = _matrix_parameters(shape)
     forward_ms = 1000 * 2 * parameters * _BATCH * _LENGTH / product
     num_bytes = parameters * (2 if shape.dtype == "bfloat16" else 4)
@@ -278,7 +281,6 @@ def _bounds(shape: TinyShape, operations: dict[str, Any]) -> dict[str, float]:
         (f"sample 16x{_SLOTS_TOKENS}", "device: decode"): draws_ms,
     }
     print("bounds count the base's matrices alone, without attention and adapters")
-    found = {"flops_per_s": product, "bytes_per_s": read}
     for (operation, stage), bound_ms in rows.items():
         for each in operations.get(operation, {"stages": ()})["stages"]:
             if each["stage"] == stage:

@@ -35,7 +35,7 @@ def _machine(figures: Figures) -> str:
 
 def _totals(before: Run, after: Run) -> str:
     rows = [
-        "| Operation | before, ms | after, ms | faster | share of the bound, before | after | its products alone in XLA, ms |",
+        "| Operation | before, ms | after, ms | faster | share of the bound, before | after | alone in XLA, ms |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for name, found in after["operations"].items():
@@ -49,7 +49,7 @@ def _totals(before: Run, after: Run) -> str:
 
 
 def _alone(run: Run) -> str:
-    rows = ["| Operation | ms | share of the bound | its products alone in XLA, ms |", "|---|--:|--:|--:|"]
+    rows = ["| Operation | ms | share of the bound | alone in XLA, ms |", "|---|--:|--:|--:|"]
     rows += [
         f"| {name} | {found['total_ms']:,.1f} | {_share(run, name)} | {_products(run, name)} |"
         for name, found in run["operations"].items()

@@ -87,7 +87,7 @@ def _copied(model: Path, dtype: str, work_dir: Path) -> Path:
         (copy / file.name).symlink_to(file)
     config = json.loads((model / "config.json").read_text())
     (copy / "config.json").unlink()
-    (copy / "config.json").write_text(json.dumps({**config, "torch_dtype": dtype}))
+    (copy / "config.json").write_text(json.dumps({**config, "torch_dtype": dtype, "dtype": dtype}))
     return copy.resolve()
 
 

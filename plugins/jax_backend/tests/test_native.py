@@ -19,8 +19,9 @@ from jax_harness import add_model, assert_same_state, local, make_backend, make_
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample, trainer_logprobs
 
 from tinsmith import LoraConfig, ModelState, Sample, SampleOutput
+from tinsmith.huggingface.int8 import Int8
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
-from tinsmith_jax import runtime
+from tinsmith_jax import head, runtime
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.kernels import native
@@ -40,7 +41,7 @@ def models(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
     """Sizes of `narrow` are multiples of a vector, but not of the kernels' blocks. Those of others suit bfloat16."""
     directory = tmp_path_factory.mktemp("models")
     shape = TinyShape(dtype="bfloat16", hidden_size=96, intermediate_size=224, num_layers=2, vocab_size=4098)
-    write_tiny_model(directory / "narrow", replace(shape, hidden_size=80, intermediate_size=208, vocab_size=512))
+    write_tiny_model(directory / "narrow", replace(shape, hidden_size=80, intermediate_size=208, vocab_size=4112))
     write_tiny_model(directory / "bfloat16", shape)
     write_tiny_model(directory / "bfloat16_untied", replace(shape, tied=False, family="llama"))
     return {**tiny_models, **{path.name: path for path in directory.iterdir()}}
@@ -116,7 +117,7 @@ async def test_bfloat16_is_near_float32(models: dict[str, Path], jax_cache: Path
         for name, lora in LORAS.items():
             add_model(backend, name, lora, random_B=True)
             await backend.load_snapshot(backend.publish(name, name))
-    ops = [make_op("a", 1, [5, 64, 200]), make_op("b", 2, [130, 1]), make_op("a", 3, [65])]
+    ops = [make_op("a", 1, [5, 64, 200]), make_op("b", 2, [130, 1]), make_op("a", 3, [65], targets=3)]
     expected, found = (gradients(backend, ops) for backend in (exact, rounding))
     for name in LORAS:
         for path, right in expected[name].gradients.items():
@@ -142,6 +143,7 @@ async def test_bfloat16_is_near_float32(models: dict[str, Path], jax_cache: Path
         ("bfloat16", {"recompute": True}, "float32"),
         ("narrow", {}, "float32"),  # of sizes that the kernels do not multiply in bfloat16
         ("qwen3", {}, "float32"),  # a model of float32
+        ("int8", {}, "float32"),
     ],
 )
 def test_a_model_of_bfloat16_is_computed_as_such(
@@ -150,9 +152,18 @@ def test_a_model_of_bfloat16_is_computed_as_such(
     assert native.load(jax_cache / "native")
     if not native.multiplies_bfloat16():
         pytest.skip("this CPU has no instruction for products of bfloat16")
-    limits = runtime.decide(JaxConfig(**settings), read_config(models[kind]))
+    model = read_config(models["bfloat16" if kind == "int8" else kind])
+    if kind == "int8":
+        model = replace(model, int8=Int8(group_size=None))
+    limits = runtime.decide(JaxConfig(**settings), model)
     assert limits.dtype == dtype
     assert limits.exact
+
+
+def test_what_xla_trains_in_bfloat16_it_samples_as_well(models: dict[str, Path], jax_cache: Path) -> None:
+    assert native.load(jax_cache / "native")
+    limits = runtime.decide(JaxConfig(dtype="bfloat16", recompute=True), read_config(models["bfloat16"]))
+    assert (limits.native, limits.exact, limits.value_dtype) == (False, False, "bfloat16")
 
 
 @pytest.mark.parametrize("repetitions", [3, pytest.param(100, marks=pytest.mark.thorough)])
@@ -221,6 +232,23 @@ def test_gradients_have_the_bits_that_they_have_alone(
         for ops in ([make_op("b", 2, lengths), mine], [mine, make_op("b", 2, lengths)]):
             assert_same_state(gradients(backend, ops)["a"], alone)
     backend.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_head_has_the_same_bits_in_chunks(
+    tiny_models: dict[str, Path], jax_cache: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    ops = [make_op("a", 1, [70, 30, 128]), make_op("b", 2, [64, 9])]
+    found = []
+    for logits in (head._CPU_LOGITS, 1):  # the second gives chunks of a tile
+        monkeypatch.setattr(head, "_CPU_LOGITS", logits)
+        backend = make_backend(tiny_models["qwen3"], jax_cache, **LIMITS, dtype=dtype)
+        for name, lora in LORAS.items():
+            add_model(backend, name, lora, random_B=True)
+        found.append(gradients(backend, ops))
+        backend.close()
+    for name in LORAS:
+        assert_same_state(found[0][name], found[1][name])
 
 
 @pytest.mark.thorough

@@ -24,6 +24,7 @@ async def test_bits_of_random_layouts_are_those_alone(
 ) -> None:
     """Two hundred layouts of requests that share prefixes or do not, on a cache in any state."""
     backend = make_backend(tiny_models["qwen3"], jax_cache, decode_slots=6, dtype=dtype)
+    assert backend.limits.exact
     for name, rank in (("a", 4), ("b", 16)):
         add_model(backend, name, LoraConfig(rank=rank, seed=rank), random_B=True)
         await backend.load_snapshot(backend.publish(name, name))

@@ -29,7 +29,7 @@ class JaxConfig(WorkersConfig):
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None,
         description="of base weights, and of what they are multiplied with; default bfloat16, on a CPU only if that is "
-        "the model's own and the CPU has an instruction for it, else float32",
+        "the model's own and the CPU has an instruction for it (README, Kernels), else float32",
     )
     max_lora_rank: int = Field(32, ge=1, le=512)
     max_models: int = Field(64, ge=1, description="models in training at a time, at most; fewer if memory is short")
@@ -98,8 +98,8 @@ class JaxSamplerConfig(BackendConfig):
 
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None,
-        description="of base weights, and of what they are multiplied with; default bfloat16, on a CPU only if that is "
-        "the model's own and the CPU has an instruction for it, else float32",
+        description="of base weights, and of what they are multiplied with; default float32 on CPU, as other trainers "
+        "have there, else bfloat16",
     )
     max_lora_rank: int = Field(32, ge=1, le=512, description="at least that of the trainer")
     max_context_tokens: int | None = Field(

@@ -45,7 +45,7 @@ def config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:  # Any: par
         **{each.name: getattr(shape, each.name) for each in fields(shape)},
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope=read_rope(config, shape.head_dim, str(path)),
-        dtype=config.get("dtype", config.get("torch_dtype")),
+        dtype=config.get("dtype") or config.get("torch_dtype"),
     )
 
 

@@ -15,7 +15,10 @@ _ELSEWHERE: Final = ("scheduler", "ray")  # launchers that choose the devices th
 
 
 def trainer_demand(config: JaxConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:  # Any: JSON
-    """See `tinsmith.BackendSpec`."""
+    """See `tinsmith.BackendSpec`.
+
+    What the CPU can multiply is not known here: unless `dtype` is set, float32 is counted, which takes more.
+    """
     simulated, elsewhere = config.simulated_devices is not None, config.launcher in _ELSEWHERE
     num_devices = 0 if simulated or elsewhere else -(-_size(config) // config.nnodes)
     if model is None:

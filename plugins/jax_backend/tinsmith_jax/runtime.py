@@ -124,8 +124,12 @@ def _is_whole(entry: Path) -> bool:
 
 
 def divided(config: JaxConfig, model: ModelConfig, memory: int | None, *, trains: bool, samples: bool) -> Budget:
-    """Divide the memory of this process's devices. Raise ConfigError if it is not enough."""
-    computing = _computing(config, model, jax.default_backend())
+    """Divide the memory of this process's devices. Raise ConfigError if it is not enough.
+
+    A sampler for another backend's models keeps to the type that trainers have on a CPU.
+    """
+    platform = jax.default_backend()
+    computing = _computing(config, model, platform) if trains else computing_of(config, on_cpu=platform == "cpu")
     budget = budget_of(config, model, computing, memory, trains=trains, samples=samples)
     require_enough(budget)
     return budget
@@ -154,8 +158,9 @@ def decide(config: JaxConfig, model: ModelConfig, platform: str | None = None, b
 def _computing(config: JaxConfig, model: ModelConfig, platform: str) -> Computing:
     """Resolve how the devices compute: in bfloat16 on a CPU as well, if the model is of that type and it pays."""
     computing = computing_of(config, on_cpu=platform == "cpu")
-    pays = config.dtype is None and not computing.recompute and native.multiplies_bfloat16()
-    if pays and model.dtype == "bfloat16" and _suits_native(config, model, "bfloat16", platform):
+    stored = "float32" if model.int8 is not None else model.dtype  # 8-bit integers stand for more than bfloat16 holds
+    pays = config.dtype is None and native.multiplies_bfloat16()
+    if pays and stored == "bfloat16" and _suits_native(config, model, "bfloat16", platform):
         return replace(computing, dtype="bfloat16")
     return computing
 
@@ -164,5 +169,6 @@ def _suits_native(config: JaxConfig, model: ModelConfig, dtype: str, platform: s
     suits = platform == "cpu" and config.mesh is None and model.experts is None and config.kernels != "reference"
     if dtype == "bfloat16":
         columns = (model.hidden_size, model.intermediate_size, model.q_size, model.kv_size)
-        suits = suits and not any(size % _BFLOAT16_COLUMNS for size in columns) and model.vocab_size % 2 == 0
+        even = model.vocab_size % 2 == 0 and not any(size % _BFLOAT16_COLUMNS for size in columns)
+        suits = suits and even and not config.recompute  # for which XLA trains, and rounds more
     return suits and native.loaded()
