@@ -43,7 +43,7 @@ from tinsmith.testing.harness import running_server
 _RANK: Final = 8
 _BATCH, _LENGTH = 8, 128
 _SLOTS_TOKENS: Final = 64  # tokens of each sampled sequence
-_WARM_UPS: Final = 2
+_WARM_UP_S: Final = 4.0  # in which a program is compiled, beside calls that use a larger one until it is ready
 _TOY_TOKENS: Final = 64
 
 # what is timed: where it is defined (or, for functions that are imported by name, used), what it is called here, depth
@@ -226,7 +226,8 @@ def _iteration(bench: Workbench, training: tinker.TrainingClient) -> None:
 
 def _measure(trace: Trace, call: Callable[[], object], rounds: int) -> tuple[float, list[Row]]:
     """Return the median of the whole in milliseconds, and the stages in the order in which they start."""
-    for _ in range(_WARM_UPS):
+    started = time.monotonic()
+    while time.monotonic() - started < _WARM_UP_S:
         call()
     totals_s, seen = [], []
     for _ in range(rounds):
