@@ -158,7 +158,8 @@ class EngineRun:
         if await unless_stopped(stopping, self._recovered(engine)) is None:
             return
         await self.reports.say(EngineState.READY)
-        _log.info("ready: %s", self.model.name)
+        capabilities = backend.capabilities
+        _log.info("ready: %s, on %s in %s", self.model.name, capabilities.device, capabilities.dtype or "its own type")
         stop = asyncio.create_task(_call_when_set(stopping, engine.stop))
         try:
             await engine.run()
