@@ -15,27 +15,29 @@
 #include "vectors.h"
 
 using namespace tinsmith;
-using Floats = std::vector<float>;
+using Numbers = std::vector<float>;
 
 std::mt19937 generator(1);
 
-Floats random(int64_t size) {
+Numbers random(int64_t size) {
   std::normal_distribution<float> normal;
-  Floats values(size);
+  Numbers values(size);
   for (float& value : values) value = normal(generator);
   return values;
 }
 
-Floats turned(const Floats& from, int64_t rows, int64_t width) {
-  Floats to(from.size());
+Numbers turned(const Numbers& from, int64_t rows, int64_t width) {
+  Numbers to(from.size());
   transpose(from.data(), width, rows, width, to.data(), rows);
   return to;
 }
 
-bool differ(const Floats& a, const Floats& b) { return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) != 0; }
+bool differ(const Numbers& a, const Numbers& b) {
+  return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) != 0;
+}
 
 // The upper halves of numbers whose lower halves become zero.
-std::vector<Narrow> narrowed(Floats& values) {
+std::vector<Narrow> narrowed(Numbers& values) {
   std::vector<Narrow> upper;
   for (float& value : values) {
     uint32_t bits;
@@ -47,7 +49,7 @@ std::vector<Narrow> narrowed(Floats& values) {
   return upper;
 }
 
-int wrong_pairs(const Floats& x, int64_t rows, int64_t inputs, const std::vector<Narrow>& w, int64_t width) {
+int wrong_pairs(const Numbers& x, int64_t rows, int64_t inputs, const std::vector<Narrow>& w, int64_t width) {
   const int64_t half = inputs / 2;
   const auto widened = [](Narrow number) {
     const uint32_t bits = number << 16;
@@ -63,7 +65,7 @@ int wrong_pairs(const Floats& x, int64_t rows, int64_t inputs, const std::vector
     }
   }
   const auto* rounded_x = reinterpret_cast<const Narrow*>(packed.data());
-  Floats found(rows * width), again(rows * width), alone(rows * width);
+  Numbers found(rows * width), again(rows * width), alone(rows * width);
   product({packed.data(), half}, rows, columns.data(), width, half, found.data(), width, width);
   int count = 0;
   for (int64_t r = 0; r < rows; ++r) {
@@ -87,7 +89,7 @@ int wrong_pairs(const Floats& x, int64_t rows, int64_t inputs, const std::vector
   product({packed.data(), half}, rows, columns.data(), width, half, again.data(), width, width, true);
   count += differ(again, alone);
   if (rows % kLanes == 0) {  // pairs of numbers below each other, and what they are of beside each other
-    const Floats x_turned = turned(x, rows, inputs);
+    const Numbers x_turned = turned(x, rows, inputs);
     std::vector<Pair> below(half * rows);
     pack_rows(x_turned.data(), inputs, rows, below.data());
     for (int64_t r = 0; r < rows; ++r) {
@@ -108,11 +110,11 @@ int wrong_pairs(const Floats& x, int64_t rows, int64_t inputs, const std::vector
 }
 
 int wrong(int64_t rows, int64_t inputs, int64_t width) {
-  const Floats x = random(rows * inputs);
-  Floats w = random(inputs * width);
+  const Numbers x = random(rows * inputs);
+  Numbers w = random(inputs * width);
   const std::vector<Narrow> narrow = narrowed(w);
-  const Floats x_turned = turned(x, rows, inputs), w_turned = turned(w, inputs, width);
-  Floats expected(rows * width), found(rows * width), alone(rows * width);
+  const Numbers x_turned = turned(x, rows, inputs), w_turned = turned(w, inputs, width);
+  Numbers expected(rows * width), found(rows * width), alone(rows * width);
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t j = 0; j < width; ++j) {
       float sum = 0;

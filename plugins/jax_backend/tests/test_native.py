@@ -160,6 +160,16 @@ def test_a_model_of_bfloat16_is_computed_as_such(
     assert limits.exact
 
 
+@pytest.mark.parametrize(("trains", "samples"), [(True, True), (True, False), (False, True)])
+def test_two_backends_of_one_model_stay_at_float32(
+    models: dict[str, Path], jax_cache: Path, trains: bool, samples: bool
+) -> None:
+    assert native.load(jax_cache / "native")
+    budget = runtime.divided(JaxConfig(), read_config(models["bfloat16"]), None, trains=trains, samples=samples)
+    rounds = trains and samples and native.multiplies_bfloat16()
+    assert budget.costs.computing.dtype == ("bfloat16" if rounds else "float32")
+
+
 def test_what_xla_trains_in_bfloat16_it_samples_as_well(models: dict[str, Path], jax_cache: Path) -> None:
     assert native.load(jax_cache / "native")
     limits = runtime.decide(JaxConfig(dtype="bfloat16", recompute=True), read_config(models["bfloat16"]))

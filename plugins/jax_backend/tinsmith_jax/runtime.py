@@ -126,10 +126,11 @@ def _is_whole(entry: Path) -> bool:
 def divided(config: JaxConfig, model: ModelConfig, memory: int | None, *, trains: bool, samples: bool) -> Budget:
     """Divide the memory of this process's devices. Raise ConfigError if it is not enough.
 
-    A sampler for another backend's models keeps to the type that trainers have on a CPU.
+    Where trainer and sampler are two backends, each keeps to float32 on a CPU unless it is told otherwise: neither
+    knows how the other rounds.
     """
-    platform = jax.default_backend()
-    computing = _computing(config, model, platform) if trains else computing_of(config, on_cpu=platform == "cpu")
+    platform, alone = jax.default_backend(), trains and samples
+    computing = _computing(config, model, platform) if alone else computing_of(config, on_cpu=platform == "cpu")
     budget = budget_of(config, model, computing, memory, trains=trains, samples=samples)
     require_enough(budget)
     return budget

@@ -38,7 +38,8 @@ _FLAGS: Final = (
     "-fPIC",
     "-w",
 )
-"""Contraction is on everywhere, so that a product's sum is rounded alike in all forms of its loop."""
+"""Contraction is on everywhere, so that a product's sum is rounded alike in all forms of its loop. Pairs of bfloat16
+are read as one number, which strict aliasing would forbid."""
 _GCC_FLAGS: Final = ("-ftree-vectorize", "-fvect-cost-model=dynamic", "--param=avoid-fma-max-bits=0")
 """Without the last, GCC contracts some forms only: it believes that some processors add faster than they contract."""
 _COMPILERS: Final = ("c++", "g++", "clang++")

@@ -6,14 +6,21 @@
 #ifndef TINSMITH_FROZEN_H_
 #define TINSMITH_FROZEN_H_
 
+#include <algorithm>
 #include <cstdint>
-#include <vector>
+#include <cstring>
 
 #include "products.h"
 #include "vectors.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace tinsmith {
+
+namespace ffi = xla::ffi;
+using Floats = ffi::Buffer<ffi::F32>;
+using Ints = ffi::Buffer<ffi::S32>;
+
+constexpr int64_t kTile = 64;  // tokens of a tile, which are of one sequence and one adapter
 
 // A matrix [inputs, outputs] of one layer, or a part of it: one of both is null.
 struct Frozen {
@@ -32,22 +39,21 @@ struct FrozenLayers {
   Frozen of(int64_t layer) const { return all.from(layer * stride); }
 };
 
-inline Frozen frozen(const xla::ffi::AnyBuffer& array) {
-  if (array.element_type() == xla::ffi::DataType::BF16) {
+inline Frozen frozen(const ffi::AnyBuffer& array) {
+  if (array.element_type() == ffi::DataType::BF16) {
     return {nullptr, static_cast<const Narrow*>(array.untyped_data())};
   }
   return {static_cast<const float*>(array.untyped_data()), nullptr};
 }
-inline FrozenLayers frozen_layers(const xla::ffi::AnyBuffer& array) {
+inline FrozenLayers frozen_layers(const ffi::AnyBuffer& array) {
   return {frozen(array), static_cast<int64_t>(array.element_count()) / array.dimensions()[0]};
 }
 
 // Rounds numbers that follow each other to pairs; an even number of them.
 inline void pack(const float* from, int64_t count, Pair* to) {
-  int64_t i = 0;
   Narrow* halves = reinterpret_cast<Narrow*>(to);
   typedef Narrow Halves __attribute__((vector_size(kLanes * sizeof(Narrow))));
-  for (; i < count; i += kLanes) {
+  for (int64_t i = 0; i < count; i += kLanes) {
     const Halves found = __builtin_convertvector(rounded(load(from + i, count - i)), Halves);
     std::memcpy(halves + i, &found, std::min<int64_t>(kLanes, count - i) * sizeof(Narrow));
   }

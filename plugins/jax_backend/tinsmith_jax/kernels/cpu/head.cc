@@ -21,11 +21,6 @@
 namespace tinsmith {
 namespace {
 
-namespace ffi = xla::ffi;
-using Floats = ffi::Buffer<ffi::F32>;
-using Ints = ffi::Buffer<ffi::S32>;
-
-constexpr int64_t kTile = 64;
 constexpr int64_t kWords = 512;      // of the vocabulary, that one step computes the logits of
 constexpr int64_t kTogether = 2048;  // words whose matrix rows stay in the cache for a tile
 constexpr int64_t kColumns = 64;     // of the hidden states, that one step differentiates by
@@ -131,7 +126,10 @@ void backward(Team& team, const Rows& s, const float* d_logp, float* logits, con
   const bool rounds = s.head.narrow != nullptr;
   RoomOf<Pair> packed(rounds ? s.C * s.V / 2 : 0);
   team.each(s.C, [&](int64_t row) {
-    if (!s.used(row)) return std::fill_n(d_hidden + row * s.H, s.H, 0.0f), void();
+    if (!s.used(row)) {
+      std::fill_n(d_hidden + row * s.H, s.H, 0.0f);
+      return;
+    }
     differentiate(s, row, logits + row * s.V, totals[row], d_logp + row * s.K);
     if (rounds) pack(logits + row * s.V, s.V, packed.data() + row * s.V / 2);
   });

@@ -19,7 +19,7 @@ struct Strided {
 
 // y [rows, width] (+)= x [rows, inputs] w [inputs, width]. `w_row` and `y_row` are the distances of their rows. Each
 // number is one sum over the inputs in their order, to which what was there is added at the end. Numbers of bfloat16
-// are widened.
+// are widened, in multiples of 16 columns.
 void product(Strided<float> x, int64_t rows, const float* w, int64_t w_row, int64_t inputs, float* y, int64_t y_row,
              int64_t width, bool adds = false);
 void product(Strided<float> x, int64_t rows, const Narrow* w, int64_t w_row, int64_t inputs, float* y, int64_t y_row,

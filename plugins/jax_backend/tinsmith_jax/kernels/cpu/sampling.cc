@@ -11,7 +11,6 @@
 #include <cmath>
 #include <cstdint>
 #include <numeric>
-#include <optional>
 #include <vector>
 
 #include "frozen.h"
@@ -23,10 +22,7 @@
 namespace tinsmith {
 namespace {
 
-namespace ffi = xla::ffi;
-using Floats = ffi::Buffer<ffi::F32>;
 using Narrows = ffi::Buffer<ffi::BF16>;
-using Ints = ffi::Buffer<ffi::S32>;
 
 constexpr int64_t kRowBlock = 8;
 constexpr int64_t kFewRows = 32;  // reading a matrix takes longer than multiplying so many rows with it

@@ -28,11 +28,6 @@
 namespace tinsmith {
 namespace {
 
-namespace ffi = xla::ffi;
-using Floats = ffi::Buffer<ffi::F32>;
-using Ints = ffi::Buffer<ffi::S32>;
-
-constexpr int64_t kTile = 64;
 enum { kQ, kK, kV, kO, kGate, kUp, kDown, kModules };
 enum { kInputNorm, kQNorm, kKNorm, kPostNorm, kNorms };
 enum { kQkv, kOut, kGateUp, kDownward, kMatrices };

@@ -22,8 +22,7 @@ inline Vec load(const float* from) {
 }
 inline void store(float* to, Vec vec) { std::memcpy(to, &vec, sizeof(vec)); }
 
-// A bfloat16 number: the upper half of a float32 number whose lower half is zero. Matrices of them have a multiple of
-// 2 * kLanes columns.
+// A bfloat16 number: the upper half of a float32 number whose lower half is zero.
 typedef uint16_t Narrow;
 
 // Two bfloat16 numbers, the first in the lower half.
