@@ -11,7 +11,8 @@ from jax_harness import add_model, local, make_op
 from sampling_harness import make_sample, prompt, sample_all
 from where_time_goes import STAGES, find
 
-from tinsmith import AdamParams, Datum, ForwardBackward, LoraConfig, OptimStep
+from tinsmith import AdamParams, Datum, Forward, ForwardBackward, LoraConfig, OptimStep
+from tinsmith_jax import adapters
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.buckets import Buckets
 from tinsmith_jax.layers import TILE
@@ -72,6 +73,23 @@ def test_calls_of_a_pass_grow_with_its_tokens(
     contract_backend.forward_backward([make_op(models[0], 0, [16] * (3 * tiles))])
     contract_backend.forward_backward([make_op(models[1], 1, [tiles * TILE] * 3)])
     assert calls["gradients"] == 2 * 3
+
+
+def test_a_compiled_program_is_found_by_its_key_alone(
+    contract_backend: JaxBackend, models: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To describe its arguments takes as long as an optimizer step."""
+
+    def train() -> None:
+        op = make_op(models[0], 0, [16])
+        contract_backend.forward_backward([op])
+        contract_backend.forward([Forward(model_id=op.model_id, data=op.data, loss_fn=op.loss_fn)])
+        contract_backend.optim_step([OptimStep(model_id=models[0], adam=AdamParams())])
+
+    train()
+    calls = counted(monkeypatch, adapters, "shapes")
+    train()
+    assert calls == {}
 
 
 def test_a_save_for_sampling_copies_nothing(contract_backend: JaxBackend, models: Sequence[str]) -> None:

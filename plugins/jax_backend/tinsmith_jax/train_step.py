@@ -5,7 +5,7 @@ the micro-batch are never touched. Nothing is donated, because a snapshot may ho
 share one array of zeros.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -73,9 +73,10 @@ class TrainPrograms:
             )
             return self.axes.complete(scores.logp_TK), self.axes.complete(scores.loss_TK)
 
-        weights = self._adapters(bucket)
-        shapes = (self.base_shapes, weights, *self._stream(bucket, replays=replays))
-        return self._program(("score", bucket, replays), run, shapes, _SCORED)
+        def shapes() -> tuple[Any, ...]:
+            return self.base_shapes, self._adapters(bucket), *self._stream(bucket, replays=replays)
+
+        return self._program(("score", bucket, replays), run, shapes, lambda: _SCORED)
 
     def gradients(self, bucket: Bucket, *, replays: bool = False) -> Program:
         """Return the program (base, weights, sums, tokens, positions, tiles, batch) -> (logp, loss, new sums).
@@ -115,23 +116,31 @@ class TrainPrograms:
             scored = self.axes.complete(scores.logp_TK), self.axes.complete(scores.loss_TK)
             return *scored, adapters.unstack(new, rows)
 
-        weights, sums = self._adapters(bucket), (self._state(bucket.padded_rank),) * bucket.num_adapters
-        shapes = (self.base_shapes, weights, sums, *self._stream(bucket, replays=replays))
-        out = (*_SCORED, (self.state_specs(bucket.padded_rank),) * bucket.num_adapters)
+        def shapes() -> tuple[Any, ...]:
+            sums = (self._state(bucket.padded_rank),) * bucket.num_adapters
+            return self.base_shapes, self._adapters(bucket), sums, *self._stream(bucket, replays=replays)
+
+        def out() -> tuple[Any, ...]:
+            return *_SCORED, (self.state_specs(bucket.padded_rank),) * bucket.num_adapters
+
         key, rows = ("gradients", bucket, replays), range(bucket.num_adapters)
         if self.layout is not None or self.limits.platform != "cpu":
             return self._program(key, partial(run, rows), shapes, out)
         numbers = tuple(map(np.uint32, rows))
-        return Program(key, lambda: partial(jax.jit(run).lower(numbers, *shapes).compile(), numbers))
+        return Program(key, lambda: partial(jax.jit(run).lower(numbers, *shapes()).compile(), numbers))
 
     def step(self, padded_rank: int) -> Program:
         """Return the program (state, gradients, hyper) -> (state, norm) of one adapter."""
-        weights, part = self._adapter(padded_rank), self._state(padded_rank)
-        scalar = self._small(_f32())
-        hyper = optimizer.Hyper(*[scalar] * len(optimizer.Hyper._fields))._replace(rank=self._small(_i32()))
-        shapes = (optimizer.State(weights, part, part), part, hyper)
-        specs = self.state_specs(padded_rank)
-        out = (optimizer.State(self.adapter_specs, specs, specs), Spec())
+
+        def shapes() -> tuple[Any, ...]:
+            weights, part, scalar = self._adapter(padded_rank), self._state(padded_rank), self._small(_f32())
+            hyper = optimizer.Hyper(*[scalar] * len(optimizer.Hyper._fields))._replace(rank=self._small(_i32()))
+            return optimizer.State(weights, part, part), part, hyper
+
+        def out() -> tuple[Any, ...]:
+            specs = self.state_specs(padded_rank)
+            return optimizer.State(self.adapter_specs, specs, specs), Spec()
+
         return self._program(("step", padded_rank), partial(optimizer.adamw, axes=self.axes), shapes, out)
 
     def all(self) -> Iterator[Program]:
@@ -198,9 +207,16 @@ class TrainPrograms:
             lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place), shapes, placed
         )
 
-    def _program(self, key: Any, run: Any, shapes: tuple[Any, ...], out: Any) -> Program:
-        """`out`: how the results are divided."""
-        return Program(key, lambda: jax.jit(self._on_mesh(run, shapes, out)).lower(*shapes).compile())
+    def _program(
+        self, key: Any, run: Any, shapes: Callable[[], tuple[Any, ...]], out: Callable[[], tuple[Any, ...]]
+    ) -> Program:
+        """`shapes` of the arguments and `out`, how the results are divided, are only needed to compile."""
+
+        def compiled() -> Any:
+            arguments = shapes()
+            return jax.jit(self._on_mesh(run, arguments, out())).lower(*arguments).compile()
+
+        return Program(key, compiled)
 
     def _on_mesh(self, run: Any, shapes: tuple[Any, ...], out: Any) -> Any:
         if self.layout is None:
