@@ -8,11 +8,12 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from jax_harness import add_model, assert_same_state, local, make_backend, make_op
@@ -288,6 +289,22 @@ def test_products_have_one_rounding_in_all_sizes(tmp_path: Path) -> None:
     ran = subprocess.run([str(program)], check=False, capture_output=True, text=True)
     assert ran.stdout == ""
     assert ran.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((np.float32, np.int32, np.float32, np.float32, np.float32), "too few arrays"),
+        ((np.float32, np.int32, *[np.float32] * 4, np.float32), "too many arrays"),
+        ((np.float32, np.float32, *[np.float32] * 4), "array 1 of a kernel for CPUs has a wrong type"),
+    ],
+)
+def test_a_call_with_other_arrays_is_refused(jax_cache: Path, arguments: Sequence[type], told: str) -> None:
+    assert native.load(jax_cache / "native")
+    results = [jax.ShapeDtypeStruct(*each) for each in (((1,), np.int32), ((1,), np.float32), ((1, 4), np.float32))]
+    given = [np.zeros((1, 4) if place == 0 else (1,), each) for place, each in enumerate(arguments)]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=told):
+        jax.block_until_ready(jax.ffi.ffi_call(native.DRAW, results)(*given))
 
 
 # Machines that cannot compile them ------------------------------------------------------------------------------------

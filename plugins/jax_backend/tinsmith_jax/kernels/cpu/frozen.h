@@ -9,16 +9,13 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
 
+#include "call.h"
 #include "products.h"
 #include "vectors.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace tinsmith {
-
-namespace ffi = xla::ffi;
-using Floats = ffi::Buffer<ffi::F32>;
-using Ints = ffi::Buffer<ffi::S32>;
 
 constexpr int64_t kTile = 64;  // tokens of a tile, which are of one sequence and one adapter
 
@@ -39,15 +36,12 @@ struct FrozenLayers {
   Frozen of(int64_t layer) const { return all.from(layer * stride); }
 };
 
-inline Frozen frozen(const ffi::AnyBuffer& array) {
-  if (array.element_type() == ffi::DataType::BF16) {
-    return {nullptr, static_cast<const Narrow*>(array.untyped_data())};
-  }
-  return {static_cast<const float*>(array.untyped_data()), nullptr};
+inline Frozen frozen(const Array& array) {
+  if (array.type == Type::kBFloat16) return {nullptr, static_cast<const Narrow*>(array.data)};
+  if (array.type != Type::kFloat32) throw std::invalid_argument("a matrix must be of float32 or bfloat16");
+  return {static_cast<const float*>(array.data), nullptr};
 }
-inline FrozenLayers frozen_layers(const ffi::AnyBuffer& array) {
-  return {frozen(array), static_cast<int64_t>(array.element_count()) / array.dimensions()[0]};
-}
+inline FrozenLayers frozen_layers(const Array& array) { return {frozen(array), array.count() / array.dims[0]}; }
 
 // Rounds numbers that follow each other to pairs; an even number of them.
 inline void pack(const float* from, int64_t count, Pair* to) {

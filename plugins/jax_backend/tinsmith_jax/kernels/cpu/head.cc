@@ -11,12 +11,12 @@
 #include <limits>
 #include <vector>
 
+#include "call.h"
 #include "frozen.h"
 #include "products.h"
 #include "room.h"
 #include "team.h"
 #include "vectors.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace tinsmith {
 namespace {
@@ -40,12 +40,16 @@ struct Rows {
   const float* B_of(int64_t tile) const { return B + adapter[tile] * rank * V; }
 };
 
-Rows rows_of(const Floats& hidden, const ffi::AnyBuffer& head, const Floats& A, const Floats& B, const Ints& adapter,
-             const Floats& scale, const Ints& count, const Ints& targets) {
-  return {hidden.typed_data(),    frozen(head),           A.typed_data(),       B.typed_data(),
-          adapter.typed_data(),   count.typed_data(),     scale.typed_data(),   targets.typed_data(),
-          hidden.dimensions()[0], hidden.dimensions()[1], head.dimensions()[0], targets.dimensions()[1],
-          A.dimensions()[0],      A.dimensions()[2]};
+// Takes what both passes are given.
+Rows rows_of(Arrays& given) {
+  const Floats hidden = given.floats();
+  const Array head = given.any();
+  const Floats A = given.floats(), B = given.floats();
+  const Ints adapter = given.ints();
+  const Floats scale = given.floats();
+  const Ints count = given.ints(), targets = given.ints();
+  return {hidden.data,  frozen(head),   A.data,         B.data,       adapter.data,    count.data, scale.data,
+          targets.data, hidden.dims[0], hidden.dims[1], head.dims[0], targets.dims[1], A.dims[0],  A.dims[2]};
 }
 
 // The log of the sum of e^x over a row.
@@ -178,59 +182,23 @@ void backward(Team& team, const Rows& s, const float* d_logp, float* logits, con
   });
 }
 
-ffi::Error Forward(ffi::ThreadPool pool, Floats hidden, ffi::AnyBuffer head, Floats A, Floats B, Ints adapter,
-                   Floats scale, Ints count, Ints targets, ffi::Result<Floats> logits, ffi::Result<Floats> low,
-                   ffi::Result<Floats> totals, ffi::Result<Floats> logp) {
-  return with_memory([&]() -> ffi::Error {
-    Team team(pool);
-    forward(team, rows_of(hidden, head, A, B, adapter, scale, count, targets), logits->typed_data(), low->typed_data(),
-            totals->typed_data(), logp->typed_data());
-    return ffi::Error::Success();
-  });
-}
-
-ffi::Error Backward(ffi::ThreadPool pool, Floats hidden, ffi::AnyBuffer head, Floats A, Floats B, Ints adapter,
-                    Floats scale, Ints count, Ints targets, Floats d_logp, Floats low, Floats totals, Floats, Floats,
-                    Floats, ffi::Result<Floats> d_hidden, ffi::Result<Floats> logits, ffi::Result<Floats> sums_A,
-                    ffi::Result<Floats> sums_B) {
-  return with_memory([&]() -> ffi::Error {
-    Team team(pool);
-    backward(team, rows_of(hidden, head, A, B, adapter, scale, count, targets), d_logp.typed_data(),
-             logits->typed_data(), low.typed_data(), totals.typed_data(), d_hidden->typed_data(), sums_A->typed_data(),
-             sums_B->typed_data());
-    return ffi::Error::Success();
-  });
-}
-
-// What both calls are given.
-auto given() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .Arg<Floats>()
-      .Arg<ffi::AnyBuffer>()
-      .Arg<Floats>()
-      .Arg<Floats>()
-      .Arg<Ints>()
-      .Arg<Floats>()
-      .Arg<Ints>()
-      .Arg<Ints>();
-}
-
 }  // namespace
-}  // namespace tinsmith
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    tinsmith_head_forward, tinsmith::Forward,
-    tinsmith::given().Ret<tinsmith::Floats>().Ret<tinsmith::Floats>().Ret<tinsmith::Floats>().Ret<tinsmith::Floats>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(tinsmith_head_backward, tinsmith::Backward,
-                              tinsmith::given()
-                                  .Arg<tinsmith::Floats>()
-                                  .Arg<tinsmith::Floats>()
-                                  .Arg<tinsmith::Floats>()
-                                  .Arg<tinsmith::Floats>()
-                                  .Arg<tinsmith::Floats>()
-                                  .Arg<tinsmith::Floats>()
-                                  .Ret<tinsmith::Floats>()
-                                  .Ret<tinsmith::Floats>()
-                                  .Ret<tinsmith::Floats>()
-                                  .Ret<tinsmith::Floats>());
+void head_forward(Call& call) {
+  Team team(call.threads);
+  const Rows rows = rows_of(call.arguments);
+  const Floats logits = call.results.floats(), low = call.results.floats(), totals = call.results.floats();
+  forward(team, rows, logits.data, low.data, totals.data, call.results.floats().data);
+}
+
+void head_backward(Call& call) {
+  Team team(call.threads);
+  const Rows rows = rows_of(call.arguments);
+  const Floats d_logp = call.arguments.floats(), low = call.arguments.floats(), totals = call.arguments.floats();
+  call.arguments.skip(3);  // logits and sums, which become results
+  const Floats d_hidden = call.results.floats(), logits = call.results.floats(), sums_A = call.results.floats();
+  backward(team, rows, d_logp.data, logits.data, low.data, totals.data, d_hidden.data, sums_A.data,
+           call.results.floats().data);
+}
+
+}  // namespace tinsmith

@@ -13,16 +13,14 @@
 #include <numeric>
 #include <vector>
 
+#include "call.h"
 #include "frozen.h"
 #include "products.h"
 #include "team.h"
 #include "vectors.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace tinsmith {
 namespace {
-
-using Narrows = ffi::Buffer<ffi::BF16>;
 
 constexpr int64_t kRowBlock = 8;
 constexpr int64_t kFewRows = 32;  // reading a matrix takes longer than multiplying so many rows with it
@@ -35,12 +33,7 @@ struct Module {
   int64_t adapters, inputs, rank, outputs;
 
   Module(const Floats& A, const Floats& B)
-      : a(A.typed_data()),
-        b(B.typed_data()),
-        adapters(A.dimensions()[A.dimensions().size() - 3]),
-        inputs(A.dimensions()[A.dimensions().size() - 2]),
-        rank(A.dimensions().back()),
-        outputs(B.dimensions().back()) {}
+      : a(A.data), b(B.data), adapters(A.dims[-3]), inputs(A.dims[-2]), rank(A.dims[-1]), outputs(B.dims[-1]) {}
   const float* down(int64_t layer, int64_t row) const { return a + (layer * adapters + row) * inputs * rank; }
   const float* up(int64_t layer, int64_t row) const { return b + (layer * adapters + row) * rank * outputs; }
 };
@@ -68,20 +61,20 @@ struct Row {
 // A matrix of all layers [L, inputs, outputs]. `copy` has the same numbers as one of float32 in half of the memory, or
 // is null.
 struct Matrix {
-  ffi::AnyBuffer array;
+  Array array;
   const Narrow* copy;
 
-  int64_t inputs() const { return array.dimensions()[1]; }
-  int64_t of_layer(int64_t layer) const { return layer * (array.element_count() / array.dimensions()[0]); }
+  int64_t inputs() const { return array.dims[1]; }
+  int64_t of_layer(int64_t layer) const { return layer * (array.count() / array.dims[0]); }
 };
 
 // What a token passes through, and what is beside it.
 struct Model {
   Floats input_norm, q_norm, k_norm, post_norm, final_norm;
   Matrix qkv, o, gate_up, down;
-  ffi::AnyBuffer head;         // [V, H]
+  Array head;                  // [V, H]
   const Narrow* copy_of_head;  // transposed, or null
-  std::array<Module, 8> lora;  // q, k, v, o, gate, up, down, head
+  std::vector<Module> lora;    // q, k, v, o, gate, up, down, head
   const int32_t* rank;         // of each adapter
   float eps;
 
@@ -91,8 +84,7 @@ enum { kQ, kK, kV, kO, kGate, kUp, kDown, kHead };
 
 class Pass {
  public:
-  Pass(Team& team, const Model& model, std::vector<Row> rows, float* keys, float* values,
-       ffi::Span<const int64_t> cache)
+  Pass(Team& team, const Model& model, std::vector<Row> rows, float* keys, float* values, Dims cache)
       : team_(team),
         m_(model),
         rows_(std::move(rows)),
@@ -102,7 +94,7 @@ class Pass {
         J_(cache[2]),
         D_(cache[3]),
         C_(cache[4]),
-        H_(model.final_norm.dimensions()[0]),
+        H_(model.final_norm.dims[0]),
         Q_(model.o.inputs()),
         KV_(J_ * D_),
         I_(model.down.inputs()),
@@ -122,9 +114,9 @@ class Pass {
   void layers(float* x) {
     std::vector<float> qkv(N_ * (Q_ + 2 * KV_)), attended(N_ * Q_), inner(N_ * I_);
     const auto of_layer = [](const Floats& all, int64_t layer) {
-      return all.typed_data() + layer * (all.element_count() / all.dimensions()[0]);
+      return all.data + layer * (all.count() / all.dims[0]);
     };
-    for (int64_t layer = 0; layer < m_.qkv.array.dimensions()[0]; ++layer) {
+    for (int64_t layer = 0; layer < m_.qkv.array.dims[0]; ++layer) {
       norm(x, of_layer(m_.input_norm, layer));
       const Inputs before = inputs(normed_.data(), H_);
       lower(before, layer, {kQ, kK, kV});
@@ -133,7 +125,7 @@ class Pass {
         const Columns& c = projections[at];
         multiply(before, m_.qkv, Q_ + 2 * KV_, c, layer, c.module - kQ, qkv.data() + c.place, Q_ + 2 * KV_, false);
       });
-      const bool norms_heads = m_.q_norm.element_count() > 0;
+      const bool norms_heads = m_.q_norm.count() > 0;
       team_.each(N_ * J_, [&](int64_t at) {
         write(rows_[at / J_], layer, at % J_, qkv.data() + at / J_ * (Q_ + 2 * KV_) + Q_,
               norms_heads ? of_layer(m_.k_norm, layer) : nullptr);
@@ -159,13 +151,13 @@ class Pass {
       });
       add(inputs(inner.data(), I_), m_.down, kDown, layer, x);
     }
-    norm(x, m_.final_norm.typed_data());
+    norm(x, m_.final_norm.data);
     std::copy(normed_.begin(), normed_.end(), x);
   }
 
   // The logits of all rows: those of `rows()[n]` go to row `number` of [_, V].
   void logits(const float* hidden, float* logits_NV) {
-    const int64_t V = m_.head.dimensions()[0];
+    const int64_t V = m_.head.dims[0];
     const Inputs x = inputs(hidden, H_);
     const Frozen head = frozen(m_.head);
     lower(x, 0, {kHead});
@@ -333,67 +325,11 @@ class Pass {
   std::vector<float> low_;
 };
 
-template <typename T>
-ffi::ErrorOr<std::vector<T>> some_of(const ffi::RemainingArgs& args, size_t first, size_t count) {
-  std::vector<T> found;
-  for (size_t index = first; index < first + count; ++index) {
-    auto each = args.get<T>(index);
-    if (each.has_error()) return ffi::Unexpected(each.error());
-    found.push_back(*each);
-  }
-  return found;
-}
-
-ffi::Error Layers(ffi::ThreadPool pool, float eps, bool gives_logits, Floats x, Ints positions, Ints tables,
-                  Ints adapters, Ints rank, Floats cos, Floats sin, ffi::RemainingArgs rest, ffi::Result<Floats> keys,
-                  ffi::Result<Floats> values, ffi::Result<Floats> out) {
-  return with_memory([&]() -> ffi::Error {
-    auto norms = some_of<Floats>(rest, 0, 5), factors = some_of<Floats>(rest, 10, 2 * 8);
-    auto matrices = some_of<ffi::AnyBuffer>(rest, 5, 5);
-    auto copies = some_of<Narrows>(rest, 26, 5);
-    if (norms.has_error()) return norms.error();
-    if (factors.has_error()) return factors.error();
-    if (matrices.has_error()) return matrices.error();
-    if (copies.has_error()) return copies.error();
-    const auto copy = [&](int which) {
-      const Narrows& found = (*copies)[which];
-      return found.element_count() > 0 ? reinterpret_cast<const Narrow*>(found.typed_data()) : nullptr;
-    };
-    const auto matrix = [&](int which) { return Matrix{(*matrices)[which], copy(which)}; };
-    const auto lora = [&](int module) { return Module((*factors)[2 * module], (*factors)[2 * module + 1]); };
-    const Model model{
-        (*norms)[0],       (*norms)[1],
-        (*norms)[2],       (*norms)[3],
-        (*norms)[4],       matrix(0),
-        matrix(1),         matrix(2),
-        matrix(3),         (*matrices)[4],
-        copy(4),           {lora(kQ), lora(kK), lora(kV), lora(kO), lora(kGate), lora(kUp), lora(kDown), lora(kHead)},
-        rank.typed_data(), eps};
-    const int64_t every = x.dimensions()[0], H = x.dimensions()[1], half = cos.dimensions()[1];
-    const int64_t of_table = every / tables.dimensions()[0], G = tables.dimensions()[1];
-    std::vector<Row> rows;
-    for (int64_t n = 0; n < every; ++n) {
-      const int32_t position = positions.typed_data()[n];
-      if (position < 0) continue;
-      rows.push_back({n, position, tables.typed_data() + n / of_table * G, adapters.typed_data()[n / of_table],
-                      cos.typed_data() + n * half, sin.typed_data() + n * half});
-    }
-    std::stable_sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.adapter < b.adapter; });
-    std::vector<float> hidden(rows.size() * H);
-    for (size_t n = 0; n < rows.size(); ++n) std::copy_n(x.typed_data() + rows[n].number * H, H, hidden.data() + n * H);
-    Team team(pool);
-    Pass pass(team, model, rows, keys->typed_data(), values->typed_data(), keys->dimensions());
-    pass.layers(hidden.data());
-    if (gives_logits) {
-      pass.logits(hidden.data(), out->typed_data());
-    } else {
-      std::fill_n(out->typed_data(), out->element_count(), 0.0f);
-      for (size_t n = 0; n < rows.size(); ++n) {
-        std::copy_n(hidden.data() + n * H, H, out->typed_data() + rows[n].number * H);
-      }
-    }
-    return ffi::Error::Success();
-  });
+const Narrow* copy_of(Arrays& given) {
+  const Array found = given.any();
+  if (found.count() == 0) return nullptr;
+  if (found.type != Type::kBFloat16) throw std::invalid_argument("copies of matrices must be of bfloat16");
+  return static_cast<const Narrow*>(found.data);
 }
 
 constexpr int64_t kBlock = 512;
@@ -450,50 +386,69 @@ int64_t draw(const float* logits, int64_t size, bool greedy, float scale, float 
   return token;
 }
 
-ffi::Error Draw(ffi::ThreadPool pool, Floats logits, Ints count, Floats temperature, Floats scale, Floats floor,
-                Floats uniform, ffi::Result<Ints> tokens, ffi::Result<Floats> logprobs, ffi::Result<Floats> logp) {
-  return with_memory([&]() -> ffi::Error {
-    const int64_t every = logits.dimensions()[0], V = logits.dimensions()[1], used = count.typed_data()[0];
-    std::fill_n(tokens->typed_data(), every, 0);
-    std::fill_n(logprobs->typed_data(), every, 0.0f);
-    Team team(pool);
-    team.each(used, [&](int64_t n) {
-      tokens->typed_data()[n] = static_cast<int32_t>(
-          draw(logits.typed_data() + n * V, V, temperature.typed_data()[n] <= 0, scale.typed_data()[n],
-               floor.typed_data()[n], uniform.typed_data()[n], logp->typed_data() + n * V, logprobs->typed_data() + n));
-    });
-    return ffi::Error::Success();
+}  // namespace
+
+void sampling_layers(Call& call) {
+  Arrays& given = call.arguments;
+  const Floats x = given.floats();
+  const Ints positions = given.ints(), tables = given.ints(), adapters = given.ints(), rank = given.ints();
+  const Floats cos = given.floats(), sin = given.floats();
+  Model model{};
+  model.rank = rank.data, model.eps = call.eps;
+  for (Floats* norm : {&model.input_norm, &model.q_norm, &model.k_norm, &model.post_norm, &model.final_norm}) {
+    *norm = given.floats();
+  }
+  const std::array<Matrix*, 4> matrices{&model.qkv, &model.o, &model.gate_up, &model.down};
+  for (Matrix* matrix : matrices) matrix->array = given.any();
+  model.head = given.any();
+  for (int module = kQ; module <= kHead; ++module) {
+    const Floats A = given.floats();
+    model.lora.emplace_back(A, given.floats());
+  }
+  for (Matrix* matrix : matrices) matrix->copy = copy_of(given);
+  model.copy_of_head = copy_of(given);
+  given.skip(2);  // keys and values, which become results
+  const Floats keys = call.results.floats(), values = call.results.floats(), out = call.results.floats();
+  const int64_t every = x.dims[0], H = x.dims[1], half = cos.dims[1];
+  const int64_t of_table = every / tables.dims[0], G = tables.dims[1];
+  std::vector<Row> rows;
+  for (int64_t n = 0; n < every; ++n) {
+    const int32_t position = positions.data[n];
+    if (position < 0) continue;
+    rows.push_back({n, position, tables.data + n / of_table * G, adapters.data[n / of_table], cos.data + n * half,
+                    sin.data + n * half});
+  }
+  std::stable_sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.adapter < b.adapter; });
+  std::vector<float> hidden(rows.size() * H);
+  for (size_t n = 0; n < rows.size(); ++n) std::copy_n(x.data + rows[n].number * H, H, hidden.data() + n * H);
+  Team team(call.threads);
+  Pass pass(team, model, rows, keys.data, values.data, keys.dims);
+  pass.layers(hidden.data());
+  if (call.gives_logits) {
+    pass.logits(hidden.data(), out.data);
+  } else {
+    std::fill_n(out.data, out.count(), 0.0f);
+    for (size_t n = 0; n < rows.size(); ++n) {
+      std::copy_n(hidden.data() + n * H, H, out.data + rows[n].number * H);
+    }
+  }
+}
+
+void draw(Call& call) {
+  const Floats logits = call.arguments.floats();
+  const Ints count = call.arguments.ints();
+  const Floats temperature = call.arguments.floats(), scale = call.arguments.floats();
+  const Floats floor = call.arguments.floats(), uniform = call.arguments.floats();
+  const Ints tokens = call.results.ints();
+  const Floats logprobs = call.results.floats(), logp = call.results.floats();
+  const int64_t every = logits.dims[0], V = logits.dims[1];
+  std::fill_n(tokens.data, every, 0);
+  std::fill_n(logprobs.data, every, 0.0f);
+  Team team(call.threads);
+  team.each(count.data[0], [&](int64_t n) {
+    tokens.data[n] = static_cast<int32_t>(draw(logits.data + n * V, V, temperature.data[n] <= 0, scale.data[n],
+                                               floor.data[n], uniform.data[n], logp.data + n * V, logprobs.data + n));
   });
 }
 
-}  // namespace
 }  // namespace tinsmith
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(tinsmith_layers, tinsmith::Layers,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Attr<float>("eps")
-                                  .Attr<bool>("gives_logits")
-                                  .Arg<tinsmith::Floats>()
-                                  .Arg<tinsmith::Ints>()
-                                  .Arg<tinsmith::Ints>()
-                                  .Arg<tinsmith::Ints>()
-                                  .Arg<tinsmith::Ints>()
-                                  .Arg<tinsmith::Floats>()
-                                  .Arg<tinsmith::Floats>()
-                                  .RemainingArgs()
-                                  .Ret<tinsmith::Floats>()
-                                  .Ret<tinsmith::Floats>()
-                                  .Ret<tinsmith::Floats>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(tinsmith_draw, tinsmith::Draw,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<tinsmith::Floats>()
-                                  .Arg<tinsmith::Ints>()
-                                  .Arg<tinsmith::Floats>()
-                                  .Arg<tinsmith::Floats>()
-                                  .Arg<tinsmith::Floats>()
-                                  .Arg<tinsmith::Floats>()
-                                  .Ret<tinsmith::Ints>()
-                                  .Ret<tinsmith::Floats>()
-                                  .Ret<tinsmith::Floats>());

@@ -9,7 +9,7 @@
 #include <new>
 #include <thread>
 
-#include "xla/ffi/api/ffi.h"
+#include "call.h"
 
 namespace tinsmith {
 
@@ -18,9 +18,9 @@ namespace tinsmith {
 // than most loops.
 class Team {
  public:
-  explicit Team(xla::ffi::ThreadPool pool) : work_(std::make_shared<Work>()) {
-    for (int64_t helper = 1; helper < pool.num_threads(); ++helper) {
-      pool.Schedule([work = work_] { work->help(); });
+  explicit Team(const Threads& threads) : work_(std::make_shared<Work>()) {
+    for (int64_t helper = 1; helper < threads.count; ++helper) {
+      threads.schedule([work = work_] { work->help(); });
     }
   }
   ~Team() { work_->ticket.store(kClosed, std::memory_order_release); }
@@ -94,16 +94,6 @@ class Team {
   std::shared_ptr<Work> work_;
   uint64_t loop_ = 0;
 };
-
-// Runs a handler, and tells XLA if memory is short, as XLA's own operations do.
-template <typename Handler>
-xla::ffi::Error with_memory(Handler handler) {
-  try {
-    return handler();
-  } catch (const std::bad_alloc&) {
-    return xla::ffi::Error(xla::ffi::ErrorCode::kResourceExhausted, "out of memory in a kernel for CPUs");
-  }
-}
 
 }  // namespace tinsmith
 

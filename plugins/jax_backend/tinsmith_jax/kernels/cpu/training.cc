@@ -18,12 +18,12 @@
 #include <optional>
 #include <vector>
 
+#include "call.h"
 #include "frozen.h"
 #include "products.h"
 #include "room.h"
 #include "team.h"
 #include "vectors.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace tinsmith {
 namespace {
@@ -40,7 +40,7 @@ struct Layered {
   float* of(int64_t layer) const { return all + layer * stride; }
 };
 
-Layered layered(const Floats& array) { return {array.typed_data(), array.element_count() / array.dimensions()[0]}; }
+Layered layered(const Floats& array) { return {array.data, array.count() / array.dims[0]}; }
 
 // A LoRA module of one layer: A [k, inputs, r] and B [k, r, outputs].
 struct Module {
@@ -48,7 +48,7 @@ struct Module {
   int64_t inputs, outputs, rank;
 
   Module(const Floats& A, const Floats& B)
-      : A(layered(A)), B(layered(B)), inputs(A.dimensions()[2]), outputs(B.dimensions()[3]), rank(A.dimensions()[3]) {}
+      : A(layered(A)), B(layered(B)), inputs(A.dims[2]), outputs(B.dims[3]), rank(A.dims[3]) {}
   float* down(int64_t layer, int64_t adapter) const { return A.of(layer) + adapter * inputs * rank; }
   float* up(int64_t layer, int64_t adapter) const { return B.of(layer) + adapter * rank * outputs; }
 };
@@ -531,133 +531,63 @@ class Backward {
   std::vector<std::pair<int64_t, int64_t>> sequences_;  // first tile, and the one after the last
 };
 
-template <typename Args>
-ffi::ErrorOr<std::vector<Floats>> floats_of(const Args& args, size_t first, size_t count) {
-  std::vector<Floats> found;
-  for (size_t index = first; index < first + count; ++index) {
-    auto each = args.template get<Floats>(index);
-    if (each.has_error()) return ffi::Unexpected(each.error());
-    found.push_back(*each);
-  }
-  return found;
+Module module_of(Arrays& given) {
+  const Floats A = given.floats();
+  return {A, given.floats()};
 }
 
-using Matrices = std::array<ffi::AnyBuffer, kMatrices>;  // [L, inputs, outputs] each
-
-Stream stream_of(Team& team, float eps, const Floats& x, const Ints& count, const Ints& first, const Ints& adapter,
-                 const Floats& scale, const Floats& cos, const Floats& sin, const Matrices& matrices,
-                 const std::vector<Floats>& floats) {
-  Stream s{team,
-           eps,
-           count.typed_data(),
-           first.typed_data(),
-           adapter.typed_data(),
-           scale.typed_data(),
-           cos.typed_data(),
-           sin.typed_data()};
-  for (int which = 0; which < kMatrices; ++which) s.matrices[which] = frozen_layers(matrices[which]);
-  for (int which = 0; which < kNorms; ++which) s.norms[which] = layered(floats[which]);
-  for (int module = 0; module < kModules; ++module) {
-    s.lora.emplace_back(floats[kNorms + 2 * module], floats[kNorms + 2 * module + 1]);
+// Takes what both passes are given after the first argument, which is of the tokens [T, H].
+Stream stream_of(Team& team, float eps, const Floats& of_tokens, Arrays& given) {
+  const Ints count = given.ints(), first = given.ints(), adapter = given.ints();
+  const Floats scale = given.floats(), cos = given.floats(), sin = given.floats();
+  Stream s{team, eps, count.data, first.data, adapter.data, scale.data, cos.data, sin.data};
+  std::array<Array, kMatrices> matrices;  // [L, inputs, outputs] each
+  for (int which = 0; which < kMatrices; ++which) {
+    matrices[which] = given.any();
+    s.matrices[which] = frozen_layers(matrices[which]);
   }
-  s.layers = matrices[kQkv].dimensions()[0];
-  s.tokens = x.dimensions()[0], s.H = x.dimensions()[1];
-  s.I = matrices[kDownward].dimensions()[1];
-  s.Q = matrices[kOut].dimensions()[1];
-  s.K = (matrices[kQkv].dimensions()[2] - s.Q) / 2;
-  s.D = 2 * cos.dimensions()[1];
+  for (int which = 0; which < kNorms; ++which) s.norms[which] = layered(given.floats());
+  for (int module = 0; module < kModules; ++module) s.lora.push_back(module_of(given));
+  s.layers = matrices[kQkv].dims[0];
+  s.tokens = of_tokens.dims[0], s.H = of_tokens.dims[1];
+  s.I = matrices[kDownward].dims[1];
+  s.Q = matrices[kOut].dims[1];
+  s.K = (matrices[kQkv].dims[2] - s.Q) / 2;
+  s.D = 2 * cos.dims[1];
   return s;
 }
 
-constexpr size_t kGiven = kNorms + 2 * kModules;
-
-ffi::Error Forward(ffi::ThreadPool pool, float eps, Floats x, Ints count, Ints first, Ints adapter, Floats scale,
-                   Floats cos, Floats sin, ffi::AnyBuffer qkv, ffi::AnyBuffer o, ffi::AnyBuffer gate_up,
-                   ffi::AnyBuffer down, ffi::RemainingArgs rest, ffi::Result<Floats> out, ffi::RemainingRets saved) {
-  return with_memory([&]() -> ffi::Error {
-    auto given = floats_of(rest, 0, kGiven);
-    if (given.has_error()) return given.error();
-    Team team(pool);
-    Stream s = stream_of(team, eps, x, count, first, adapter, scale, cos, sin, {qkv, o, gate_up, down}, *given);
-    const int64_t width = s.Q + 2 * s.K;
-    std::optional<Room> own;  // of one layer, if nothing is to be saved
-    if (saved.size() == 0) {
-      const std::array<int64_t, kSaved> sizes{s.H, width, s.Q, s.heads(), s.H, 2 * s.I, kModules * s.rank()};
-      int64_t total = 0;
-      for (const int64_t size : sizes) total += size * s.tokens;
-      own.emplace(total);
-      int64_t at = 0;
-      for (int which = 0; which < kSaved; at += sizes[which++] * s.tokens) s.saved[which] = {own->data() + at, 0};
-    } else {
-      for (int which = 0; which < kSaved; ++which) {
-        auto each = saved.get<Floats>(which);
-        if (each.has_error()) return each.error();
-        s.saved[which] = layered(**each);
-      }
-    }
-    forward(s, x.typed_data(), out->typed_data());
-    return ffi::Error::Success();
-  });
-}
-
-ffi::Error BackwardPass(ffi::ThreadPool pool, float eps, Floats d_out, Ints count, Ints first, Ints adapter,
-                        Floats scale, Floats cos, Floats sin, ffi::AnyBuffer qkv, ffi::AnyBuffer o,
-                        ffi::AnyBuffer gate_up, ffi::AnyBuffer down, ffi::RemainingArgs rest,
-                        ffi::RemainingRets new_sums) {
-  return with_memory([&]() -> ffi::Error {
-    auto given = floats_of(rest, 0, kGiven + kSaved);
-    if (given.has_error()) return given.error();
-    Team team(pool);
-    Stream s = stream_of(team, eps, d_out, count, first, adapter, scale, cos, sin, {qkv, o, gate_up, down}, *given);
-    for (int which = 0; which < kSaved; ++which) s.saved[which] = layered((*given)[kGiven + which]);
-    std::vector<Module> sums;
-    for (int module = 0; module < kModules; ++module) {
-      auto A = new_sums.get<Floats>(2 * module), B = new_sums.get<Floats>(2 * module + 1);
-      if (A.has_error()) return A.error();
-      if (B.has_error()) return B.error();
-      sums.emplace_back(**A, **B);
-    }
-    std::vector<float> d_x(d_out.typed_data(), d_out.typed_data() + d_out.element_count());
-    Backward(s, std::move(sums), d_x.data()).run();
-    return ffi::Error::Success();
-  });
-}
-
 }  // namespace
-}  // namespace tinsmith
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(tinsmith_forward, tinsmith::Forward,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Attr<float>("eps")
-                                  .Arg<tinsmith::Floats>()
-                                  .Arg<tinsmith::Ints>()
-                                  .Arg<tinsmith::Ints>()
-                                  .Arg<tinsmith::Ints>()
-                                  .Arg<tinsmith::Floats>()
-                                  .Arg<tinsmith::Floats>()
-                                  .Arg<tinsmith::Floats>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<tinsmith::Floats>()
-                                  .RemainingRets());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(tinsmith_backward, tinsmith::BackwardPass,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Attr<float>("eps")
-                                  .Arg<tinsmith::Floats>()
-                                  .Arg<tinsmith::Ints>()
-                                  .Arg<tinsmith::Ints>()
-                                  .Arg<tinsmith::Ints>()
-                                  .Arg<tinsmith::Floats>()
-                                  .Arg<tinsmith::Floats>()
-                                  .Arg<tinsmith::Floats>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .RemainingRets());
+void training_forward(Call& call) {
+  Team team(call.threads);
+  const Floats x = call.arguments.floats(), out = call.results.floats();
+  Stream s = stream_of(team, call.eps, x, call.arguments);
+  std::optional<Room> own;  // of one layer, if nothing is to be saved
+  if (call.results.left() == 0) {
+    const int64_t width = s.Q + 2 * s.K;
+    const std::array<int64_t, kSaved> sizes{s.H, width, s.Q, s.heads(), s.H, 2 * s.I, kModules * s.rank()};
+    int64_t total = 0;
+    for (const int64_t size : sizes) total += size * s.tokens;
+    own.emplace(total);
+    int64_t at = 0;
+    for (int which = 0; which < kSaved; at += sizes[which++] * s.tokens) s.saved[which] = {own->data() + at, 0};
+  } else {
+    for (int which = 0; which < kSaved; ++which) s.saved[which] = layered(call.results.floats());
+  }
+  forward(s, x.data, out.data);
+}
+
+void training_backward(Call& call) {
+  Team team(call.threads);
+  const Floats d_out = call.arguments.floats();
+  Stream s = stream_of(team, call.eps, d_out, call.arguments);
+  for (int which = 0; which < kSaved; ++which) s.saved[which] = layered(call.arguments.floats());
+  call.arguments.skip(2 * kModules);  // sums, which become results
+  std::vector<Module> sums;
+  for (int module = 0; module < kModules; ++module) sums.push_back(module_of(call.results));
+  std::vector<float> d_x(d_out.data, d_out.data + d_out.count());
+  Backward(s, std::move(sums), d_x.data()).run();
+}
+
+}  // namespace tinsmith

@@ -1,0 +1,96 @@
+// A call by a program of XLA, as the kernels see it. xla.cc makes one of XLA's own form, whose headers take longer to
+// compile than any kernel: no other file needs them.
+
+#ifndef TINSMITH_CALL_H_
+#define TINSMITH_CALL_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace tinsmith {
+
+enum class Type { kFloat32, kBFloat16, kInt32, kOther };
+
+// The sizes of an array. Those before 0 count from the last.
+struct Dims {
+  const int64_t* first = nullptr;
+  int64_t size = 0;
+
+  int64_t operator[](int64_t index) const { return first[index < 0 ? size + index : index]; }
+};
+
+template <typename T>
+struct ArrayOf {
+  T* data = nullptr;
+  Dims dims;
+
+  int64_t count() const {
+    int64_t product = 1;
+    for (int64_t i = 0; i < dims.size; ++i) product *= dims[i];
+    return product;
+  }
+};
+using Floats = ArrayOf<float>;
+using Ints = ArrayOf<int32_t>;
+
+struct Array : ArrayOf<void> {
+  Type type = Type::kOther;
+};
+
+// The arguments or the results of a call, which are taken in order. Throws std::invalid_argument if there are no more,
+// or if the next one has another type.
+class Arrays {
+ public:
+  explicit Arrays(std::vector<Array> all) : all_(std::move(all)) {}
+
+  Array any() {
+    if (left() == 0) throw std::invalid_argument("a kernel for CPUs was given too few arrays");
+    return all_[taken_++];
+  }
+  Floats floats() { return typed<float>(Type::kFloat32); }
+  Ints ints() { return typed<int32_t>(Type::kInt32); }
+  void skip(int64_t count) {
+    for (int64_t i = 0; i < count; ++i) any();
+  }
+  int64_t left() const { return static_cast<int64_t>(all_.size()) - taken_; }
+
+ private:
+  template <typename T>
+  ArrayOf<T> typed(Type type) {
+    const Array found = any();
+    if (found.type != type) {
+      throw std::invalid_argument("array " + std::to_string(taken_ - 1) + " of a kernel for CPUs has a wrong type");
+    }
+    return {static_cast<T*>(found.data), found.dims};
+  }
+
+  std::vector<Array> all_;
+  int64_t taken_ = 0;
+};
+
+// XLA's threads. `schedule` has one of them run something, some time.
+struct Threads {
+  int64_t count;
+  std::function<void(std::function<void()>)> schedule;
+};
+
+struct Call {
+  Threads threads;
+  Arrays arguments, results;
+  float eps = 0;              // of RMSNorm
+  bool gives_logits = false;  // rather than hidden states
+};
+
+using Kernel = void(Call&);
+Kernel sampling_layers, draw;                // sampling.cc
+Kernel training_forward, training_backward;  // training.cc
+Kernel head_forward, head_backward;          // head.cc
+
+}  // namespace tinsmith
+
+#endif  // TINSMITH_CALL_H_
