@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tinsmith import operations as ops
-from tinsmith.backend import BackendContext, Capabilities, Snapshot
+from tinsmith.backend import BackendContext, Capabilities, HostSnapshot, Snapshot
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.checkpoints.format import delete_checkpoint, read_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
@@ -465,6 +465,27 @@ async def test_snapshots_beyond_the_limit_go_to_disk_and_come_back(
         gone = await client.run(a_sample(client, "s1:sample:4"))
         assert isinstance(gone, ops.Failed)
         assert "is gone" in gone.message
+
+
+async def test_a_sample_does_not_measure_the_snapshots_in_memory(
+    setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is measured once, when it is loaded: a client may have made hundreds of them."""
+    measured: list[str] = []
+
+    def num_bytes(snapshot: HostSnapshot) -> int:
+        measured.append(snapshot.snapshot_id)
+        return 1
+
+    monkeypatch.setattr(HostSnapshot, "num_bytes", property(num_bytes))
+    async with setup.running(keeping=Keeping(max_resident=100, max_bytes=100)):
+        await client.create_model()
+        ids = [f"s1:sample:{number}" for number in range(3)]
+        for snapshot_id in ids:
+            await client.run(ops.SaveForSampler(model_id="s1:train:0", sampling_session_id=snapshot_id))
+        for snapshot_id in ids:
+            await tokens_of(client, a_sample(client, snapshot_id))
+    assert measured == ids
 
 
 async def test_an_ephemeral_snapshot_is_dropped_before_its_session_ends_only_where_configured(

@@ -32,9 +32,13 @@ class _Held:
     model_id: str | None = None
     created_at: datetime | None = None  # of the checkpoint, if it is known
     snapshot: Snapshot | None = None
+    num_bytes: int = 0  # of the snapshot: to ask each again at every sample would take long
     users: int = 0
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
     last_used: float = field(default_factory=time.monotonic)
+
+    def loaded(self, snapshot: Snapshot) -> None:
+        self.snapshot, self.num_bytes = snapshot, snapshot.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +139,7 @@ class Snapshots:
         async with held.loading:
             await self._sampler.drop_snapshot(snapshot.snapshot_id)  # of a deleted checkpoint of the same name
             await self._sampler.load_snapshot(snapshot)
-            held.snapshot = snapshot
+            held.loaded(snapshot)
         self._held[snapshot.snapshot_id] = held
         await self._make_room()
 
@@ -264,20 +268,20 @@ class Snapshots:
             if held.snapshot is None:
                 snapshot = await asyncio.to_thread(read_snapshot, held.root, held.directory, snapshot_id)
                 await self._sampler.load_snapshot(snapshot)
-                held.snapshot = snapshot
+                held.loaded(snapshot)
 
     async def _make_room(self) -> None:
         """Move those to disk that were used longest ago, until number and bytes are within their limits."""
-        resident = [(name, held, held.snapshot) for name, held in self._held.items() if held.snapshot is not None]
-        number, size = len(resident), sum(snapshot.num_bytes for _, _, snapshot in resident)
+        resident = [each for each in self._held.items() if each[1].snapshot is not None]
+        number, size = len(resident), sum(held.num_bytes for _, held in resident)
         room = self._sampler.capabilities.max_snapshots
         most = self._keeping.max_resident if room is None else min(room, self._keeping.max_resident)
-        for name, held, snapshot in resident:
+        for name, held in resident:
             if number <= most and size <= self._keeping.max_bytes:
                 return
             if held.users == 0 and not held.loading.locked():
                 await self._spill(name, held)
-                number, size = number - 1, size - snapshot.num_bytes
+                number, size = number - 1, size - held.num_bytes
 
     async def _spill(self, snapshot_id: str, held: _Held) -> None:
         async with held.loading:

@@ -127,7 +127,10 @@ class Sampler(SamplingBackend):
             return
         self._serials += 1
         serial = self._serials
-        arrays = await asyncio.to_thread(self._arrays_of, snapshot)
+        if isinstance(snapshot, (adapters.JaxSnapshot, RemoteSnapshot)):
+            arrays = snapshot.arrays
+        else:
+            arrays = await asyncio.to_thread(self._copied, snapshot)
         loaded = LoadedSnapshot(
             snapshot_id=snapshot.snapshot_id, serial=serial, arrays=arrays, scale=snapshot.lora.scale
         )
@@ -197,9 +200,8 @@ class Sampler(SamplingBackend):
                 self._wake.notify()
             raise
 
-    def _arrays_of(self, snapshot: Snapshot) -> adapters.Adapter:
-        if isinstance(snapshot, (adapters.JaxSnapshot, RemoteSnapshot)):
-            return snapshot.arrays
+    def _copied(self, snapshot: Snapshot) -> adapters.Adapter:
+        """Copy host weights to the device."""
         if snapshot.lora.rank == 0:
             msg = (
                 f"snapshot {snapshot.snapshot_id!r} holds all weights of a model; the jax sampler takes LoRA adapters. "
