@@ -16,7 +16,8 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import Connection, create_engine, text
+from sqlalchemy import URL, Connection, create_engine, text
+from sqlalchemy.exc import IntegrityError
 from sqlmodel import Session
 
 from tinsmith.errors import ConfigError, ServerError, UserError
@@ -72,12 +73,30 @@ async def test_statements_are_compiled_once_for_all_connections(
         store = a_store(tmp_path / name)
         await store.open()
         caplog.clear()  # what makes the tables is not kept
-        request_id = await store.submit(a_sample())
-        await store.get_operation(request_id)
+        await store.list_engines()
         await store.close()
     told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("[")]
     assert any(each.startswith("[cached") for each in told)
     assert not [each for each in told if each.startswith("[generated")]
+
+
+async def test_what_a_failed_commit_leaves_open_is_undone(tmp_path: Path) -> None:
+    """SQLite refuses the commit of a deferred violation, and keeps the transaction open."""
+    writer = SqliteDialect(URL.create("sqlite", database=str(tmp_path / "x.db")), SqlStoreConfig()).writer(durable=True)
+
+    def run(*statements: str, session: Session) -> object:
+        return [session.connection().exec_driver_sql(each) for each in statements][-1]
+
+    def count(session: Session) -> int:
+        return int(session.connection().exec_driver_sql("SELECT count(*) FROM child").scalar_one())
+
+    tables = ("CREATE TABLE parent (id INTEGER PRIMARY KEY)", "CREATE TABLE child (of INTEGER REFERENCES parent)")
+    await writer.run(lambda session: run(*tables, session=session))
+    orphan = ("PRAGMA defer_foreign_keys = ON", "INSERT INTO child VALUES (1)")
+    with pytest.raises(IntegrityError):
+        await writer.run(lambda session: run(*orphan, session=session))
+    assert await writer.run(count) == 0
+    await writer.close()
 
 
 def _schema(connection: object) -> dict[str, list[str]]:

@@ -17,6 +17,10 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
+def _commit(session: Session) -> None:
+    session.commit()
+
+
 class Database(ABC):
     """One connection and its thread, used by one task at a time. Creating it does no I/O."""
 
@@ -27,7 +31,7 @@ class Database(ABC):
         self._engine = engine
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=engine.dialect.name)
 
-    async def run(self, work: Callable[[Session], T], *, commit: Callable[[Session], None] = Session.commit) -> T:
+    async def run(self, work: Callable[[Session], T], *, commit: Callable[[Session], None] = _commit) -> T:
         """Run `work` in a transaction and commit it. If it raises, nothing has changed. It may run twice."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, work, commit)
 

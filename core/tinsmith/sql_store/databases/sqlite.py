@@ -77,6 +77,7 @@ class SqliteDialect(Dialect):
         else:
             pragmas = self._pragmas(min("normal", mode, key=_STRENGTH.index))
         begin = partial(_begin_writing, self._config.busy_timeout_s)
+        pragmas = (*pragmas, f"busy_timeout = {_TRY_MS}")  # of BEGIN; after it, a transaction waits for nobody
         return SqliteDatabase(self.path, begin=begin, pragmas=pragmas, turns=self.turns)
 
     def wakeups(self) -> WakeUps:
@@ -95,6 +96,38 @@ class SqliteDialect(Dialect):
         )
 
 
+class _SessionOfConnection(Session):
+    """A session that begins and ends the transaction of a connection, which it was given and does not close.
+
+    Statements that map no objects go straight to the connection: the session's own account of its transactions takes as
+    long as a statement.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection, expire_on_commit=False)
+        self._connection = connection
+
+    def connection(self, *args: Any, **options: Any) -> Connection:  # Any: SQLAlchemy's own; there is one connection
+        del args, options
+        if not self._connection.in_transaction():
+            self._connection.begin()
+        return self._connection
+
+    def commit(self) -> None:
+        if self.in_transaction():  # objects were mapped
+            super().commit()
+        self._connection.commit()
+
+    def rollback(self) -> None:
+        super().rollback()
+        self._connection.rollback()
+
+    def close(self) -> None:
+        super().close()
+        self._connection.rollback()
+        self._connection.connection.rollback()  # SQLite keeps open what it refused to commit; SQLAlchemy does not know
+
+
 class SqliteDatabase(Database):
     """A connection. Connections of one process that write share their `turns`."""
 
@@ -109,14 +142,25 @@ class SqliteDatabase(Database):
         super().__init__(_engine(path, pragmas))
         self._path = path
         self._turns = turns
+        self._connection: Connection | None = None
         event.listen(self._engine, "begin", begin)
 
     def _transact(self, work: Callable[[Session], T], commit: Callable[[Session], None]) -> T:
         turn = nullcontext() if self._turns is None else self._turns.turn()
-        with turn, Session(self._engine, expire_on_commit=False) as session:
+        with turn, _SessionOfConnection(self._connected()) as session:
             result = work(session)
             commit(session)
             return result
+
+    def _connected(self) -> Connection:
+        if self._connection is None:
+            self._connection = self._engine.connect()
+        return self._connection
+
+    async def close(self) -> None:
+        if self._connection is not None:
+            await self._in_thread(self._connection.close)
+        await super().close()
 
     def _migrate(self, work: Callable[[Connection], None]) -> None:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -183,19 +227,15 @@ def _begin_writing(timeout_s: float, connection: Connection) -> None:
     pauses between the transactions of another busy process.
     """
     driver = cast("sqlite3.Connection", connection.connection.driver_connection)
-    driver.execute(f"PRAGMA busy_timeout = {_TRY_MS}")
-    try:
-        give_up_at = time.monotonic() + timeout_s
-        while _others_write(driver) and time.monotonic() < give_up_at:
-            pass
-        if not driver.in_transaction:
-            connection.exec_driver_sql("BEGIN IMMEDIATE")  # raises what is wrong, in SQLAlchemy's form
-    finally:
-        driver.execute(f"PRAGMA {_busy_timeout(timeout_s)}")
+    give_up_at = time.monotonic() + timeout_s
+    while _others_write(driver) and time.monotonic() < give_up_at:
+        pass
+    if not driver.in_transaction:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")  # raises what is wrong, in SQLAlchemy's form
 
 
 def _others_write(driver: sqlite3.Connection) -> bool:
-    """Begin, unless another connection keeps writing for longer than a try takes."""
+    """Begin, unless another connection keeps writing for longer than a try takes (a writer's `busy_timeout`)."""
     try:
         driver.execute("BEGIN IMMEDIATE")
     except sqlite3.OperationalError as error:

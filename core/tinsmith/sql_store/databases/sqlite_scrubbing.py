@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Final
 
 _WAIT_MS: Final = 1000  # for transactions of other processes, which are blocked as long
+_REWRITE_WAIT_MS: Final = 10_000  # for those of the processes of an earlier version, once
 _SLACK: Final = 0.25  # share of the file that may stay free, to be used again
 _SMALL_PAGES: Final = 1024
 _PAGES_AT_A_TIME: Final = 8192  # other processes can write in between
@@ -38,8 +39,9 @@ def convert(connection: sqlite3.Connection) -> None:
     if _number(connection, "auto_vacuum") == _INCREMENTAL:
         return
     try:
-        connection.execute(f"PRAGMA auto_vacuum = {_INCREMENTAL}")
-        connection.execute("VACUUM")
+        with _waiting(connection, _REWRITE_WAIT_MS):
+            connection.execute(f"PRAGMA auto_vacuum = {_INCREMENTAL}")
+            connection.execute("VACUUM")
     except sqlite3.OperationalError as error:  # in use, or no space: the store works all the same
         _log.warning(
             "the database was not rewritten and may still hold rows that an earlier version deleted: %s", error

@@ -16,13 +16,14 @@ from sqlalchemy.exc import IntegrityError
 from sqlmodel import Session
 
 from tinsmith.errors import UserError
+from tinsmith.sql_store.prepared import Prepared
 from tinsmith.sql_store.tables import FINISHED_SAMPLES, SAMPLE_COUNTS
 from tinsmith.store import SEQ_IDS_PER_CLONE, FinishedSample, FinishedSamples
 
 _OURS = (SAMPLE_COUNTS.c.subject_id == bindparam("of_subject"), SAMPLE_COUNTS.c.clone == bindparam("of_clone"))
-_COUNT_UP = SAMPLE_COUNTS.update().where(*_OURS).values(last=SAMPLE_COUNTS.c.last + bindparam("more"))
-_LAST = sqlalchemy.select(SAMPLE_COUNTS.c.last).where(*_OURS)
-_START, _INSERT = SAMPLE_COUNTS.insert(), FINISHED_SAMPLES.insert()
+_COUNT_UP = Prepared(SAMPLE_COUNTS.update().where(*_OURS).values(last=SAMPLE_COUNTS.c.last + bindparam("more")))
+_LAST = Prepared(sqlalchemy.select(SAMPLE_COUNTS.c.last).where(*_OURS))
+_START, _INSERT = SAMPLE_COUNTS.insert(), Prepared(FINISHED_SAMPLES.insert())
 _AFTER = (
     sqlalchemy.select(
         FINISHED_SAMPLES.c.number,
@@ -76,7 +77,7 @@ def announce(session: Session, finished: Iterable[Finished], now: datetime) -> l
             for number, each in enumerate(samples, before + 1)
         ]
     if rows:
-        session.connection().execute(_INSERT, rows)
+        _INSERT.run(session.connection(), *rows)
     return [topic(subject_id, clone) for subject_id, clone in by_client]
 
 
@@ -84,12 +85,15 @@ def _take_numbers(session: Session, subject_id: str, clone: int, count: int) -> 
     """Take `count` numbers, and return the number before the first of them."""
     ours = {"of_subject": subject_id, "of_clone": clone}
     connection = session.connection()
-    if connection.execute(_COUNT_UP, {**ours, "more": count}).rowcount == 0:
+    _COUNT_UP.run(connection, {**ours, "more": count})
+    counted = _LAST.first(connection, ours)
+    if counted is None:
         if _started(session, subject_id, clone, count):
             return 0
-        connection.execute(_COUNT_UP, {**ours, "more": count})
-    last: int = connection.execute(_LAST, ours).scalar_one()
-    return last - count
+        _COUNT_UP.run(connection, {**ours, "more": count})
+        counted = _LAST.first(connection, ours)
+        assert counted is not None
+    return int(counted.last) - count
 
 
 def _started(session: Session, subject_id: str, clone: int, count: int) -> bool:
@@ -105,7 +109,8 @@ def _started(session: Session, subject_id: str, clone: int, count: int) -> bool:
 def after(session: Session, subject_id: str, clone: int, *, cursor: int, limit: int) -> FinishedSamples:
     ours = {"of_subject": subject_id, "of_clone": clone}
     connection = session.connection()
-    last: int = connection.execute(_LAST, ours).scalar() or 0
+    counted = _LAST.first(connection, ours)
+    last = 0 if counted is None else counted.last
     if cursor > last:
         msg = (
             f"cursor {cursor} of {subject_id!r} is ahead of everything that this server has recorded ({last}), so its "

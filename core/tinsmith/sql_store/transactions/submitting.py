@@ -53,7 +53,7 @@ _NEAR = Prepared(
     )
 )
 # The lock only waits for `engine_states.report` giving the engine up, which fails everything submitted before it.
-_ENGINE = (
+_ENGINE = Prepared(
     sqlalchemy.select(ENGINES.c.state, ENGINES.c.detail)
     .where(ENGINES.c.base_model == bindparam("base_model"))
     .with_for_update(read=True, key_share=True)
@@ -157,7 +157,7 @@ def _hopeless(session: Session, operation: NewOperation, run: _Run | None) -> Fa
             return lost(run.model_id, run.state_reason)
         if run.state == RunState.READY:
             return None  # waits for the next engine if this one has been given up
-    engine = session.connection().execute(_ENGINE, {"base_model": operation.base_model}).first()
+    engine = _ENGINE.first(session.connection(), {"base_model": operation.base_model})
     if engine is not None and engine.state == EngineState.FAILED:
         return no_engine(operation.base_model, engine.detail)
     return None

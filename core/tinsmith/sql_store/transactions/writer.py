@@ -139,5 +139,6 @@ def _commit(session: Session) -> None:
 
 def _forget_objects(session: Session) -> None:
     """Leave no objects in the session: the next write may change their rows without it."""
-    session.flush()
-    session.expunge_all()
+    if session.in_transaction():  # else it has none
+        session.flush()
+        session.expunge_all()
