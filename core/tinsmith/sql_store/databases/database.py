@@ -18,7 +18,7 @@ Ts = TypeVarTuple("Ts")
 
 
 def _commit(session: Session) -> None:
-    session.commit()
+    session.commit()  # of the session's own class, which Session.commit as a default would pass over
 
 
 class Database(ABC):

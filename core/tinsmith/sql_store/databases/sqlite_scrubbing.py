@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Final
 
 _WAIT_MS: Final = 1000  # for transactions of other processes, which are blocked as long
-_REWRITE_WAIT_MS: Final = 10_000  # for those of the processes of an earlier version, once
+_REWRITE_WAIT_MS: Final = 10_000  # for other processes that still use the file
 _SLACK: Final = 0.25  # share of the file that may stay free, to be used again
 _SMALL_PAGES: Final = 1024
 _PAGES_AT_A_TIME: Final = 8192  # other processes can write in between

@@ -4,7 +4,6 @@
 #ifndef TINSMITH_CALL_H_
 #define TINSMITH_CALL_H_
 
-#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <stdexcept>
