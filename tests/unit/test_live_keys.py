@@ -124,7 +124,8 @@ def test_a_broken_edit_changes_nothing_and_is_logged_once(
     file.unlink() if text is None else file.write_text(text, encoding="utf-8")
     for _ in range(3):
         assert tenants(keys) == ["ann", "bob"]
-    (record,) = caplog.records
+    ours = [each for each in caplog.records if each.name.startswith("tinsmith.")]  # SDK clients of others warn, too
+    (record,) = ours
     assert record.levelno == logging.ERROR
     assert "the API keys stay as they are" in record.message
     assert problem in record.message
