@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tinsmith_jax import adapters, head, optimizer
+from tinsmith_jax import adapters, head, native_optimizer, optimizer
 from tinsmith_jax.buckets import Bucket, Buckets
 from tinsmith_jax.compilation import Program
 from tinsmith_jax.layers import TILE, Tiles
@@ -141,14 +141,14 @@ class TrainPrograms:
             specs = self.state_specs(padded_rank)
             return optimizer.State(self.adapter_specs, specs, specs), Spec()
 
-        return self._program(("step", padded_rank), partial(optimizer.adamw, axes=self.axes), shapes, out)
+        run = native_optimizer.adamw if self.axes.kernels.native else partial(optimizer.adamw, axes=self.axes)
+        return self._program(("step", padded_rank), run, shapes, out)
 
     def all(self) -> Iterator[Program]:
         """Return every possible program, in the order that lets most requests run soonest.
 
-        The optimizer steps come first, which every model needs, then the smallest of each kind, then those that hold
-        everything. Until its own program is ready, a request uses the smallest one that is, and its own is compiled
-        next.
+        The optimizer steps come first, which every model needs, then those of each kind that hold everything, then the
+        smallest. Until its own program is ready, a request uses the smallest one that is, and its own is compiled next.
         """
         ranks = rank_classes(self.limits.max_lora_rank)
         n = len(ranks)

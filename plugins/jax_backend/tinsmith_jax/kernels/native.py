@@ -26,6 +26,7 @@ FORWARD: Final = "tinsmith_forward"
 BACKWARD: Final = "tinsmith_backward"
 HEAD_FORWARD: Final = "tinsmith_head_forward"
 HEAD_BACKWARD: Final = "tinsmith_head_backward"
+STEP: Final = "tinsmith_step"
 
 _SOURCES: Final = Path(__file__).with_name("cpu")
 _FLAGS: Final = (
@@ -76,7 +77,7 @@ def load(directory: Path) -> bool:
         told = "cannot compile the kernels for CPUs with %s, so XLA's are used, which are slower: %s"
         logger.warning(told, compiler, _reason(error))
         return False
-    for name in (LAYERS, DRAW, FORWARD, BACKWARD, HEAD_FORWARD, HEAD_BACKWARD):
+    for name in (LAYERS, DRAW, FORWARD, BACKWARD, HEAD_FORWARD, HEAD_BACKWARD, STEP):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     _library = library
     return True

@@ -89,6 +89,7 @@ using Kernel = void(Call&);
 Kernel sampling_layers, draw;                // sampling.cc
 Kernel training_forward, training_backward;  // training.cc
 Kernel head_forward, head_backward;          // head.cc
+Kernel adamw_step;                           // optimizer.cc
 
 }  // namespace tinsmith
 

@@ -1,76 +1,129 @@
-// The kernels as XLA calls them.
+// The kernels as XLA calls them: through the C interface of its FFI, since the headers of the one for C++ take longer
+// to compile than any kernel.
 
+#include <cstring>
+#include <functional>
+#include <memory>
 #include <new>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "call.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "xla/ffi/api/c_api.h"
 
 namespace tinsmith {
 namespace {
 
-Type type_of(ffi::DataType type) {
+XLA_FFI_Error* error(const XLA_FFI_Api* api, XLA_FFI_Error_Code code, const char* message) {
+  XLA_FFI_Error_Create_Args args{XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr, message, code};
+  return api->XLA_FFI_Error_Create(&args);
+}
+
+void throw_if(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
+  if (error == nullptr) return;
+  XLA_FFI_Error_GetMessage_Args told{XLA_FFI_Error_GetMessage_Args_STRUCT_SIZE, nullptr, error, nullptr};
+  api->XLA_FFI_Error_GetMessage(&told);
+  const std::string message = told.message;
+  XLA_FFI_Error_Destroy_Args args{XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, nullptr, error};
+  api->XLA_FFI_Error_Destroy(&args);
+  throw std::runtime_error(message);
+}
+
+// Answers XLA when it asks, at the registration, for which version of its interface this was compiled.
+void describe(XLA_FFI_Metadata* metadata) {
+  const size_t size = metadata->struct_size;
+  std::memset(metadata, 0, sizeof(*metadata));
+  metadata->struct_size = size;
+  metadata->api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR};
+}
+
+Type type_of(XLA_FFI_DataType type) {
   switch (type) {
-    case ffi::DataType::F32:
+    case XLA_FFI_DataType_F32:
       return Type::kFloat32;
-    case ffi::DataType::BF16:
+    case XLA_FFI_DataType_BF16:
       return Type::kBFloat16;
-    case ffi::DataType::S32:
+    case XLA_FFI_DataType_S32:
       return Type::kInt32;
     default:
       return Type::kOther;
   }
 }
 
-Array array(const ffi::AnyBuffer& buffer) {
-  const auto dims = buffer.dimensions();
-  return {{buffer.untyped_data(), {dims.begin(), static_cast<int64_t>(dims.size())}}, type_of(buffer.element_type())};
-}
-Array array(ffi::Result<ffi::AnyBuffer> result) { return array(*result); }
-
-template <typename Buffers>
-Arrays arrays(const Buffers& buffers) {
+Arrays arrays(void** buffers, int64_t count) {
   std::vector<Array> all;
-  for (size_t index = 0; index < buffers.size(); ++index) {
-    all.push_back(array(buffers.template get<ffi::AnyBuffer>(index).value()));
+  for (int64_t i = 0; i < count; ++i) {
+    const auto* buffer = static_cast<const XLA_FFI_Buffer*>(buffers[i]);
+    all.push_back({{buffer->data, {buffer->dims, buffer->rank}}, type_of(buffer->dtype)});
   }
   return Arrays(std::move(all));
 }
 
+template <typename T>
+void read(const XLA_FFI_Attrs& attributes, const char* name, T* to) {
+  for (int64_t i = 0; i < attributes.size; ++i) {
+    const XLA_FFI_ByteSpan* found = attributes.names[i];
+    if (std::string(found->ptr, found->len) != name) continue;
+    if (attributes.types[i] != XLA_FFI_AttrType_SCALAR) throw std::invalid_argument("an attribute is no scalar");
+    std::memcpy(to, static_cast<const XLA_FFI_Scalar*>(attributes.attrs[i])->value, sizeof(T));
+  }
+}
+
+Threads threads(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* context) {
+  int64_t count = 0;
+  XLA_FFI_ThreadPool_NumThreads_Args args{XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, nullptr, context, &count};
+  throw_if(api, api->XLA_FFI_ThreadPool_NumThreads(&args));
+  const auto schedule = [=](std::function<void()> work) {
+    auto kept = std::make_unique<std::function<void()>>(std::move(work));
+    const auto run = [](void* given) {
+      auto* work = static_cast<std::function<void()>*>(given);
+      (*work)();
+      delete work;
+    };
+    XLA_FFI_ThreadPool_Schedule_Args args{XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, nullptr, context, run,
+                                          kept.get()};
+    throw_if(api, api->XLA_FFI_ThreadPool_Schedule(&args));
+    kept.release();  // `run` deletes it
+  };
+  return {count, schedule};
+}
+
 // Runs a kernel, and tells XLA if memory is short, as XLA's own operations do.
-template <Kernel* kernel>
-ffi::Error run(ffi::ThreadPool pool, ffi::Dictionary attributes, ffi::RemainingArgs arguments,
-               ffi::RemainingRets results) {
+XLA_FFI_Error* run(Kernel* kernel, XLA_FFI_CallFrame* frame) {
+  const auto* extension = frame->extension_start;
+  if (extension != nullptr && extension->type == XLA_FFI_Extension_Metadata) {
+    describe(reinterpret_cast<const XLA_FFI_Metadata_Extension*>(extension)->metadata);
+    return nullptr;
+  }
   try {
-    Call call{{pool.num_threads(), [&](std::function<void()> work) { pool.Schedule(std::move(work)); }},
-              arrays(arguments),
-              arrays(results)};
-    if (attributes.contains("eps")) call.eps = attributes.get<float>("eps").value();
-    if (attributes.contains("gives_logits")) call.gives_logits = attributes.get<bool>("gives_logits").value();
+    Call call{threads(frame->api, frame->ctx), arrays(frame->args.args, frame->args.size),
+              arrays(frame->rets.rets, frame->rets.size)};
+    read(frame->attrs, "eps", &call.eps);
+    read(frame->attrs, "gives_logits", &call.gives_logits);
     kernel(call);
     if (call.arguments.left() + call.results.left() > 0) {
       throw std::invalid_argument("a kernel for CPUs was given too many arrays");
     }
-    return ffi::Error::Success();
+    return nullptr;
   } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "out of memory in a kernel for CPUs");
-  } catch (const std::invalid_argument& error) {
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument, error.what());
+    return error(frame->api, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "out of memory in a kernel for CPUs");
+  } catch (const std::exception& exception) {
+    return error(frame->api, XLA_FFI_Error_Code_INVALID_ARGUMENT, exception.what());
   }
 }
-
-auto bound() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attrs().RemainingArgs().RemainingRets(); }
 
 }  // namespace
 }  // namespace tinsmith
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(tinsmith_layers, tinsmith::run<tinsmith::sampling_layers>, tinsmith::bound());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(tinsmith_draw, tinsmith::run<tinsmith::draw>, tinsmith::bound());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(tinsmith_forward, tinsmith::run<tinsmith::training_forward>, tinsmith::bound());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(tinsmith_backward, tinsmith::run<tinsmith::training_backward>, tinsmith::bound());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(tinsmith_head_forward, tinsmith::run<tinsmith::head_forward>, tinsmith::bound());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(tinsmith_head_backward, tinsmith::run<tinsmith::head_backward>, tinsmith::bound());
+#define TINSMITH_TARGET(name, kernel) \
+  extern "C" XLA_FFI_Error* name(XLA_FFI_CallFrame* frame) { return tinsmith::run(tinsmith::kernel, frame); }
+
+TINSMITH_TARGET(tinsmith_layers, sampling_layers)
+TINSMITH_TARGET(tinsmith_draw, draw)
+TINSMITH_TARGET(tinsmith_forward, training_forward)
+TINSMITH_TARGET(tinsmith_backward, training_backward)
+TINSMITH_TARGET(tinsmith_head_forward, head_forward)
+TINSMITH_TARGET(tinsmith_head_backward, head_backward)
+TINSMITH_TARGET(tinsmith_step, adamw_step)
