@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Final, cast
 
 from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -25,7 +25,8 @@ from tinsmith.settings import Settings
 from tinsmith.store import EngineRecord, EngineState, RequestStore, SamplingSessionRecord
 
 API_PREFIX = "/api/v1"
-_ENGINES_STALE_AFTER_S = 1.0
+_STALE_AFTER_S: Final = 1.0
+_STALE_STARTING_AFTER_S: Final = 0.1  # while an engine that somebody may wait for is not ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Metrics:
 
 
 class Engines:
-    """The last reports of the engines, read again from the store after a second."""
+    """The last reports of the engines, read again from the store after a second, or sooner while some are not ready."""
 
     def __init__(self, store: RequestStore) -> None:
         self._store = store
@@ -76,7 +77,8 @@ class Engines:
 
     async def records(self) -> dict[str, EngineRecord]:
         async with self._lock:
-            if time.monotonic() - self._read_at > _ENGINES_STALE_AFTER_S:
+            ready = all(record.state is EngineState.READY for record in self._records.values())
+            if time.monotonic() - self._read_at > (_STALE_AFTER_S if ready else _STALE_STARTING_AFTER_S):
                 self._records = {record.base_model: record for record in await self._store.list_engines()}
                 self._read_at = time.monotonic()
         return self._records

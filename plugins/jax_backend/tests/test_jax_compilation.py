@@ -113,14 +113,17 @@ def test_room_for_more_adapters_takes_no_more_kernels(contract_model: Path, jax_
     assert slices(8) == slices(2)
 
 
-def test_the_smallest_of_every_kind_comes_first_and_then_what_holds_everything(
+def test_what_holds_everything_comes_first_and_then_the_smallest_of_every_kind(
     tiny_models: Mapping[str, Path], jax_cache: Path
 ) -> None:
     backend = make_backend(tiny_models["qwen3"], jax_cache, max_context_tokens=512)  # classes 8 and 16
     keys = [program.key for program in local(backend).train_programs.all()]
     small, large = ({program.key for program in programs_for(backend, size, rank=16)} for size in (1, 512))
-    assert small <= set(keys[:6])
-    assert large <= set(keys[:10])
+    assert large <= set(keys[:6])
+    assert small <= set(keys[:10])
+    gradients = [key for key in keys[: local(backend).train_programs.num_of_first_step] if key[0] == "gradients"]
+    assert {key[1].num_tokens for key in gradients} == {512}
+    assert [key[1].padded_rank for key in gradients] == [8, 16]
 
 
 @pytest.mark.parametrize("max_batch_tokens", [256, pytest.param(512, marks=pytest.mark.thorough)])
@@ -283,6 +286,24 @@ def test_the_warm_up_takes_next_what_a_request_does_without() -> None:
     go_on.set()
     assert programs.wait_until_warm(600)
     assert compiled == ["large", "slow", "small", "medium"]
+
+
+def test_a_request_waits_for_a_larger_program_that_is_being_compiled() -> None:
+    """Its own would be ready later, and the compiler would do both at once."""
+    started, go_on = threading.Event(), threading.Event()
+
+    def compile_slowly() -> object:
+        started.set()
+        assert go_on.wait(600)
+        return len
+
+    small, large = Program("small", lambda: len), Program("large", compile_slowly)  # type: ignore[arg-type]
+    programs = Programs(_ignore)
+    programs.start_warm_up([large, small])
+    assert started.wait(600)
+    assert programs.pick([small, large]) == 1
+    go_on.set()
+    assert programs.wait_until_warm(600)
 
 
 def test_two_askers_wait_for_one_compilation() -> None:

@@ -61,10 +61,10 @@ class Buckets:
                         yield Bucket(num_tokens=tokens, num_adapters=adapters, num_targets=targets, padded_rank=rank)
 
     def soonest(self, padded_ranks: tuple[int, ...]) -> list[Bucket]:
-        """List every bucket of every rank: the smallest ones, those with room for most of what comes, the others."""
+        """List every bucket of every rank: those with room for most of what comes, the smallest ones, the others."""
         every, n = list(self.all(padded_ranks)), len(padded_ranks)
         likely = [bucket for bucket in every if bucket.num_targets == every[0].num_targets]
-        return list(dict.fromkeys([*every[:n], *likely[-n:], *every]))
+        return list(dict.fromkeys([*likely[-n:], *every[:n], *every]))
 
     def holding(self, bucket: Bucket) -> list[Bucket]:
         """List the buckets that can hold the contents of `bucket`: first `bucket` itself, then larger ones by size.

@@ -50,15 +50,17 @@ class Programs:
     def pick(self, programs: Sequence[Program]) -> int:
         """Choose one of several programs that can do the same work: the first, which is the cheapest to run.
 
-        During the warm-up, choose the first one that is ready, if any. Running a larger program takes less time than
-        compiling, and the warm-up compiles the best one next. Several processes must choose alike, and what is ready in
-        one need not be in another.
+        During the warm-up, choose the first one that is ready, or if there is none, that is being compiled. Running a
+        larger program takes less time than compiling, and the warm-up compiles the best one next. Several processes
+        must choose alike, and what is ready in one need not be in another.
         """
         if not self._alone or self._thread is None or not self._thread.is_alive():
             return 0
         with self._lock:
             made = [self._made.get(program.key) for program in programs]
-            index = next((index for index, one in enumerate(made) if one is not None and one.done()), 0)
+            ready = (index for index, one in enumerate(made) if one is not None and one.done())
+            begun = (index for index, one in enumerate(made) if one is not None)
+            index = next(ready, next(begun, 0))
             best = programs[0]
             if index > 0 and best.key in self._to_warm:
                 self._to_warm = {best.key: best, **self._to_warm}

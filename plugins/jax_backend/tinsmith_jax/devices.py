@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +87,11 @@ class Devices:
         self.facts = Facts(name=device_name(layout), limits=limits, buckets=self.train_programs.buckets, budget=budget)
 
     def start_warm_up(self) -> None:
-        """Compile all programs in the background."""
+        """Compile all programs in the background: those of a first step, then of training and sampling in turn."""
+        of_training = self.train_programs.all()
         of_sampling = [] if self.sampling is None else self.sampling.all_programs()
-        in_turn: list[Program | None] = list(chain.from_iterable(zip_longest(self.train_programs.all(), of_sampling)))
+        first: list[Program | None] = list(islice(of_training, self.train_programs.num_of_first_step))
+        in_turn = chain(first, chain.from_iterable(zip_longest(of_training, of_sampling)))
         self.programs.start_warm_up([program for program in in_turn if program is not None])
 
     def close(self) -> None:

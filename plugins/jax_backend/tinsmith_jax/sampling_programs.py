@@ -73,13 +73,16 @@ class SamplingPrograms:
         return Program(("sampling", kind, size), compiled)
 
     def empty(self) -> tuple[decode.Cache, adapters.Adapter]:
-        """Make the cache and the rows of the adapters."""
+        """Make the cache and the rows of the adapters, in one program: one for each shape is slow to compile."""
+        shapes = self.cache, self.resident
+        specs: tuple[Any, Any] = jax.tree.map(lambda _: CACHE, self.cache), self._resident_specs
 
-        def zeros(shape: Any, spec: Spec) -> jax.Array:
-            return jnp.zeros(shape.shape, shape.dtype, device=None if self.layout is None else self.layout.placed(spec))
-
-        cache = decode.Cache(*(zeros(part, CACHE) for part in self.cache))
-        return cache, jax.tree.map(zeros, self.resident, self._resident_specs)
+        places = None if self.layout is None else self.layout.placed_tree(specs)
+        zeros = jax.jit(
+            lambda: jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes), out_shardings=places
+        )
+        made: tuple[decode.Cache, adapters.Adapter] = zeros()
+        return made
 
     def _decode(self) -> Any:
         shape = self.shape

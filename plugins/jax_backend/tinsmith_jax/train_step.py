@@ -162,6 +162,11 @@ class TrainPrograms:
         yield from map(gradients, trained[2 * n :])
         yield from map(score, scored[2 * n :])
 
+    @property
+    def num_of_first_step(self) -> int:
+        """Return how many of the programs, the first ones, a model's first step can be taken with, of whatever rank."""
+        return 2 * len(rank_classes(self.limits.max_lora_rank))
+
     def _rows(self, bucket: Bucket) -> int:
         return head.chunk_rows(self.config.vocab_size, self.limits.platform, bucket.num_tokens)
 
