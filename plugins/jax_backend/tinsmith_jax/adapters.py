@@ -250,13 +250,25 @@ def _get(named: Mapping[str, Array], path: str, pair: tuple[Array, Array], rank:
 # Stacks, inside compiled functions ------------------------------------------------------------------------------------
 
 
-def stack(adapters: Sequence[Adapter]) -> Adapter:
-    """Join k adapters along a new axis, the third from the end: [L, k, ...], of an expert's own [L, E, k, ...]."""
+def stack(adapters: Sequence[Adapter], *, layers_apart: bool = False) -> Adapter:
+    """Join k adapters along a new axis, the third from the end: [L, k, ...], of an expert's own [L, E, k, ...].
+
+    With `layers_apart`, "layers" are those of one adapter after the other, as the kernels in C++ take them.
+    """
+    if layers_apart:
+        heads = [{"head": adapter["head"]} for adapter in adapters]
+        return {"layers": tuple(adapter["layers"] for adapter in adapters), **stack(heads)}
     return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=-3), *adapters)
 
 
 def unstack(stacked: Adapter, rows: Iterable[Any]) -> tuple[Adapter, ...]:
-    """Take the adapters of these rows apart. Rows are integers, or scalars that are known when the program runs."""
+    """Take the adapters of these rows apart. Rows are integers, or scalars that are known when the program runs.
+
+    If the layers are apart, the rows must be those of all.
+    """
+    if isinstance(layers := stacked["layers"], tuple):
+        heads = unstack({"layers": {}, "head": stacked["head"]}, rows)
+        return tuple({**head, "layers": own} for own, head in zip(layers, heads, strict=True))
     return tuple(jax.tree.map(lambda leaf, row=row: _row(leaf, row), stacked) for row in rows)
 
 

@@ -5,8 +5,9 @@ A pass costs what its tokens cost: unused tiles and the ends of others are left 
 Legend: T = tokens, n = T / TILE tiles, H = hidden, Q = queries of all heads, L = layers.
 """
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,18 @@ _NORMS = ("input_norm", "q_norm", "k_norm", "post_norm")
 _MODULES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
+class _Weights(NamedTuple):
+    """What the layers multiply with. Each adapter comes as it is: joining them would copy them all."""
+
+    base: tuple[Any, ...]  # matrices and norms
+    adapters: tuple[Any, ...]
+
+
 def layers(
     x_TH: Any,
     weights: Any,
     config: ModelConfig,
-    adapters: Any,
+    adapters: Sequence[Any],
     tiles: Tiles,
     angles: Any,
     place_n: tuple[Any, Any],
@@ -35,14 +43,15 @@ def layers(
 ) -> Any:
     """Return what the layers make of `x_TH`, zeros where there is no token.
 
-    `place_n` says how many tokens each tile has, and which tile is the first of its sequence.
+    `adapters` are the layers of each, and so are `sums`. `place_n` says how many tokens each tile has, and which tile
+    is the first of its sequence.
 
     If there are `sums`, reverse differentiation by them yields the sums plus the gradients of the adapters, and nothing
-    by anything else.
+    by anything else. Of adapters without tokens, it yields whatever lay in memory.
     """
     stream = (*place_n, tiles.adapter_n, tiles.scale_n, *angles)
     norms = (weights.get(name, _ABSENT).astype(np.float32) for name in _NORMS)
-    given = (*(weights[name] for name in _MATRICES), *norms, *_in_order(adapters))
+    given = _Weights((*(weights[name] for name in _MATRICES), *norms), tuple(adapters))
     x_TH = x_TH.astype(jnp.float32)
     if sums is None:
         (out_TH,) = _forward(config, x_TH, stream, given, ())
@@ -51,13 +60,13 @@ def layers(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _summing(config: ModelConfig, x_TH: Any, stream: Any, given: Any, sums: Any) -> Any:
+def _summing(config: ModelConfig, x_TH: Any, stream: Any, given: _Weights, sums: Any) -> Any:
     del sums
     return _forward(config, x_TH, stream, given, ())[0]
 
 
-def _summing_forward(config: ModelConfig, x_TH: Any, stream: Any, given: Any, sums: Any) -> tuple[Any, Any]:
-    rank = next(iter(sums.values()))[0].shape[-1]
+def _summing_forward(config: ModelConfig, x_TH: Any, stream: Any, given: _Weights, sums: Any) -> tuple[Any, Any]:
+    rank = sums[0]["q"][0].shape[-1]
     out_TH, *saved = _forward(config, x_TH, stream, given, _saved_sizes(config, rank))
     return out_TH, (stream, given, sums, saved)
 
@@ -65,26 +74,22 @@ def _summing_forward(config: ModelConfig, x_TH: Any, stream: Any, given: Any, su
 def _summing_backward(config: ModelConfig, kept: Any, d_TH: Any) -> tuple[None, None, None, Any]:
     stream, given, sums, saved = kept
     before = _in_order(sums)
-    arguments = (d_TH, *stream, *given, *saved, *before)
-    first = len(arguments) - len(before)
-    call = jax.ffi.ffi_call(
-        native.BACKWARD,
-        [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in before],
-        input_output_aliases={first + index: index for index in range(len(before))},
+    call = jax.ffi.ffi_call(native.BACKWARD, [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in before])
+    after = iter(
+        call(d_TH, *stream, *given.base, *_in_order(given.adapters), *saved, *before, **_attributes(config, given))
     )
-    after = iter(call(*arguments, eps=np.float32(config.rms_norm_eps)))
-    return None, None, None, {name: (next(after), next(after)) for name in _MODULES}
+    return None, None, None, tuple({name: (next(after), next(after)) for name in _MODULES} for _ in sums)
 
 
 _summing.defvjp(_summing_forward, _summing_backward)
 
 
-def _forward(config: ModelConfig, x_TH: Any, stream: Any, given: Any, saved_sizes: tuple[int, ...]) -> Any:
+def _forward(config: ModelConfig, x_TH: Any, stream: Any, given: _Weights, saved_sizes: tuple[int, ...]) -> Any:
     """Return the output [T, H] and what is to be saved of each layer: [L, T, size]."""
     T, H = x_TH.shape
     shapes = [(T, H), *((config.num_layers, T, size) for size in saved_sizes)]
     call = jax.ffi.ffi_call(native.FORWARD, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
-    return call(x_TH, *stream, *given, eps=np.float32(config.rms_norm_eps))
+    return call(x_TH, *stream, *given.base, *_in_order(given.adapters), **_attributes(config, given))
 
 
 def _saved_sizes(config: ModelConfig, rank: int) -> tuple[int, ...]:
@@ -93,5 +98,9 @@ def _saved_sizes(config: ModelConfig, rank: int) -> tuple[int, ...]:
     return H, Q + 2 * config.kv_size, Q, Q // config.head_dim, H, 2 * config.intermediate_size, len(_MODULES) * rank
 
 
-def _in_order(adapters: Any) -> tuple[Any, ...]:
-    return tuple(factor for name in _MODULES for factor in adapters[name])
+def _attributes(config: ModelConfig, given: _Weights) -> dict[str, Any]:
+    return {"eps": np.float32(config.rms_norm_eps), "adapters": np.int32(len(given.adapters))}
+
+
+def _in_order(adapters: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(factor for each in adapters for name in _MODULES for factor in each[name])

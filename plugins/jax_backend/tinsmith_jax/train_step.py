@@ -1,8 +1,8 @@
 """The compiled programs of training: score, score with gradients, optimizer step. Shapes come from a Bucket.
 
-Each program takes and returns adapters one by one, as the models own them, and stacks them inside, so adapters outside
-the micro-batch are never touched. Nothing is donated, because a snapshot may hold the current weights and unused rows
-share one array of zeros.
+Each program takes and returns adapters one by one, as the models own them, and stacks them inside if it must, so
+adapters outside the micro-batch are never touched. Nothing is donated, because a snapshot may hold the current weights
+and unused rows share one array of zeros.
 """
 
 from collections.abc import Callable, Iterator
@@ -63,7 +63,7 @@ class TrainPrograms:
         def run(
             base: Base, weights: Any, tokens: Any, positions: Any, tiles: Any, batch: Any, replayed: Any = None
         ) -> Any:
-            stack = adapters.stack(weights)
+            stack = self._stacked(weights)
             hidden = packed_forward(
                 base, self.config, tokens, positions, stack, tiles,
                 count_n=head.token_counts(batch.kind_T), replayed_LTC=replayed, axes=self.axes,
@@ -81,8 +81,9 @@ class TrainPrograms:
     def gradients(self, bucket: Bucket, *, replays: bool = False) -> Program:
         """Return the program (base, weights, sums, tokens, positions, tiles, batch) -> (logp, loss, new sums).
 
-        The sums are computed in a stack. On a CPU, the numbers of its rows are arguments as well, bound to the program:
-        of slices that differ in an argument, XLA compiles one, but of those that differ in a constant, every one.
+        Of rows without tokens, the new sums may be anything. They are computed in a stack. On a CPU, the numbers of its
+        rows are arguments as well, bound to the program: of slices that differ in an argument, XLA compiles one, but of
+        those that differ in a constant, every one.
         """
 
         def run(  # noqa: PLR0913 - what a compiled program works on
@@ -96,7 +97,7 @@ class TrainPrograms:
             batch: Any,
             replayed: Any = None,
         ) -> Any:
-            stack, totals = adapters.stack(weights), adapters.stack(sums)
+            stack, totals = self._stacked(weights), self._stacked(sums)
 
             def trunk(layer_sums: Any) -> Any:
                 return packed_forward(
@@ -166,6 +167,9 @@ class TrainPrograms:
     def num_of_first_step(self) -> int:
         """Return how many of the programs, the first ones, a model's first step can be taken with, of whatever rank."""
         return 2 * len(rank_classes(self.limits.max_lora_rank))
+
+    def _stacked(self, each: Any) -> Any:
+        return adapters.stack(each, layers_apart=self.axes.kernels.native)
 
     def _rows(self, bucket: Bucket) -> int:
         return head.chunk_rows(self.config.vocab_size, self.limits.platform, bucket.num_tokens)

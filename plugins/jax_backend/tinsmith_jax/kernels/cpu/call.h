@@ -83,6 +83,7 @@ struct Call {
   Arrays arguments, results;
   float eps = 0;              // of RMSNorm
   bool gives_logits = false;  // rather than hidden states
+  int32_t adapters = 0;       // that come one by one
 };
 
 using Kernel = void(Call&);

@@ -42,16 +42,19 @@ struct Layered {
 
 Layered layered(const Floats& array) { return {array.data, array.count() / array.dims[0]}; }
 
-// A LoRA module of one layer: A [k, inputs, r] and B [k, r, outputs].
+// A LoRA module: A [inputs, r] and B [r, outputs] of each adapter and layer.
 struct Module {
-  Layered A, B;
+  std::vector<Layered> A, B;  // of each adapter
   int64_t inputs, outputs, rank;
 
-  Module(const Floats& A, const Floats& B)
-      : A(layered(A)), B(layered(B)), inputs(A.dims[2]), outputs(B.dims[3]), rank(A.dims[3]) {}
-  float* down(int64_t layer, int64_t adapter) const { return A.of(layer) + adapter * inputs * rank; }
-  float* up(int64_t layer, int64_t adapter) const { return B.of(layer) + adapter * rank * outputs; }
+  void add(const Floats& of_A, const Floats& of_B) {  // with an axis of layers
+    A.push_back(layered(of_A)), B.push_back(layered(of_B));
+    inputs = of_A.dims[1], outputs = of_B.dims[2], rank = of_A.dims[2];
+  }
+  float* down(int64_t layer, int64_t adapter) const { return A[adapter].of(layer); }
+  float* up(int64_t layer, int64_t adapter) const { return B[adapter].of(layer); }
 };
+using Modules = std::array<Module, kModules>;
 
 // What both passes are given.
 struct Stream {
@@ -61,13 +64,14 @@ struct Stream {
   const float *scale, *cos, *sin;               // [n], [T, D / 2]
   std::array<Layered, kNorms> norms;
   std::array<FrozenLayers, kMatrices> matrices;
-  std::vector<Module> lora;
+  Modules lora;
   std::array<Layered, kSaved> saved;
   int64_t layers, tokens, H, I, Q, K, D;
 
   int64_t tiles() const { return tokens / kTile; }
   int64_t heads() const { return Q / D; }
   int64_t rank() const { return lora[0].rank; }
+  int64_t adapters() const { return lora[0].A.size(); }
   bool norms_heads() const { return norms[kQNorm].stride > 0; }
   bool used(int64_t tile) const { return count[tile] > 0; }
   bool rounds() const { return matrices[kQkv].all.narrow != nullptr; }
@@ -266,8 +270,9 @@ void forward(const Stream& s, const float* x, float* out) {
 // The backward pass of one layer after the other.
 class Backward {
  public:
-  Backward(const Stream& s, std::vector<Module> sums, float* d_x)
+  Backward(const Stream& s, Modules before, Modules sums, float* d_x)
       : s_(s),
+        before_(std::move(before)),
         sums_(std::move(sums)),
         d_x_(d_x),
         heads_(s),
@@ -280,7 +285,7 @@ class Backward {
         d_attended_(s.tokens * s.Q),
         d_heads_(s.tokens * (s.Q + 2 * s.K)),
         d_low_(s.tokens * kModules * s.rank()),
-        tiles_of_(s.lora[0].A.stride / (s.lora[0].inputs * s.rank())) {
+        tiles_of_(s.adapters()) {
     for (int64_t tile = 0; tile < s.tiles(); ++tile) {
       if (!s.used(tile)) continue;
       if (s.first_tile[tile] == tile) sequences_.push_back({tile, tile});
@@ -467,7 +472,8 @@ class Backward {
     std::copy_n(by_head, s_.D, d);
   }
 
-  // Adds each tile's gradients of A and B to the sums of its adapter, in the order of tiles.
+  // Adds each tile's gradients of A and B to what the sums of its adapter were before, in the order of tiles. The sums
+  // of adapters without tiles are left as they are: nobody asks for them.
   void add_gradients(int64_t layer) {
     struct Inputs {
       const float* x;
@@ -507,8 +513,17 @@ class Backward {
     }
     s_.team.each(parts.size(), [&](int64_t at) {
       const Part& part = parts[at];
-      const Module& sum = sums_[part.module];
+      const Module &sum = sums_[part.module], &before = before_[part.module];
       const Inputs& in = all[part.module];
+      if (part.of_A) {
+        const int64_t at = part.first * sum.rank;
+        std::copy_n(before.down(layer, part.adapter) + at, part.count * sum.rank, sum.down(layer, part.adapter) + at);
+      } else {
+        for (int64_t row = 0; row < sum.rank; ++row) {
+          const int64_t at = row * sum.outputs + part.first;
+          std::copy_n(before.up(layer, part.adapter) + at, part.count, sum.up(layer, part.adapter) + at);
+        }
+      }
       for (const int64_t tile : tiles_of_[part.adapter]) {
         const int64_t t = tile * kTile, rows = s_.count[tile];
         if (part.of_A) {
@@ -523,7 +538,7 @@ class Backward {
   }
 
   const Stream& s_;
-  const std::vector<Module> sums_;
+  const Modules before_, sums_;
   float* const d_x_;
   Heads heads_;
   Room normed_in_, normed_middle_, inner_, d_out_, d_middle_, d_inner_, d_attended_, d_heads_, d_low_;
@@ -531,23 +546,29 @@ class Backward {
   std::vector<std::pair<int64_t, int64_t>> sequences_;  // first tile, and the one after the last
 };
 
-Module module_of(Arrays& given) {
-  const Floats A = given.floats();
-  return {A, given.floats()};
+Modules modules_of(int64_t adapters, Arrays& given) {
+  Modules modules;
+  for (int64_t adapter = 0; adapter < adapters; ++adapter) {
+    for (Module& module : modules) {
+      const Floats A = given.floats();
+      module.add(A, given.floats());
+    }
+  }
+  return modules;
 }
 
 // Takes what both passes are given after the first argument, which is of the tokens [T, H].
-Stream stream_of(Team& team, float eps, const Floats& of_tokens, Arrays& given) {
+Stream stream_of(Team& team, const Call& call, const Floats& of_tokens, Arrays& given) {
   const Ints count = given.ints(), first = given.ints(), adapter = given.ints();
   const Floats scale = given.floats(), cos = given.floats(), sin = given.floats();
-  Stream s{team, eps, count.data, first.data, adapter.data, scale.data, cos.data, sin.data};
+  Stream s{team, call.eps, count.data, first.data, adapter.data, scale.data, cos.data, sin.data};
   std::array<Array, kMatrices> matrices;  // [L, inputs, outputs] each
   for (int which = 0; which < kMatrices; ++which) {
     matrices[which] = given.any();
     s.matrices[which] = frozen_layers(matrices[which]);
   }
   for (int which = 0; which < kNorms; ++which) s.norms[which] = layered(given.floats());
-  for (int module = 0; module < kModules; ++module) s.lora.push_back(module_of(given));
+  s.lora = modules_of(call.adapters, given);
   s.layers = matrices[kQkv].dims[0];
   s.tokens = of_tokens.dims[0], s.H = of_tokens.dims[1];
   s.I = matrices[kDownward].dims[1];
@@ -562,7 +583,7 @@ Stream stream_of(Team& team, float eps, const Floats& of_tokens, Arrays& given) 
 void training_forward(Call& call) {
   Team team(call.threads);
   const Floats x = call.arguments.floats(), out = call.results.floats();
-  Stream s = stream_of(team, call.eps, x, call.arguments);
+  Stream s = stream_of(team, call, x, call.arguments);
   std::optional<Room> own;  // of one layer, if nothing is to be saved
   if (call.results.left() == 0) {
     const int64_t width = s.Q + 2 * s.K;
@@ -581,13 +602,11 @@ void training_forward(Call& call) {
 void training_backward(Call& call) {
   Team team(call.threads);
   const Floats d_out = call.arguments.floats();
-  Stream s = stream_of(team, call.eps, d_out, call.arguments);
+  Stream s = stream_of(team, call, d_out, call.arguments);
   for (int which = 0; which < kSaved; ++which) s.saved[which] = layered(call.arguments.floats());
-  call.arguments.skip(2 * kModules);  // sums, which become results
-  std::vector<Module> sums;
-  for (int module = 0; module < kModules; ++module) sums.push_back(module_of(call.results));
+  Modules before = modules_of(call.adapters, call.arguments), sums = modules_of(call.adapters, call.results);
   std::vector<float> d_x(d_out.data, d_out.data + d_out.count());
-  Backward(s, std::move(sums), d_x.data()).run();
+  Backward(s, std::move(before), std::move(sums), d_x.data()).run();
 }
 
 }  // namespace tinsmith

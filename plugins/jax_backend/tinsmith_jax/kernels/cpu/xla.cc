@@ -102,6 +102,7 @@ XLA_FFI_Error* run(Kernel* kernel, XLA_FFI_CallFrame* frame) {
               arrays(frame->rets.rets, frame->rets.size)};
     read(frame->attrs, "eps", &call.eps);
     read(frame->attrs, "gives_logits", &call.gives_logits);
+    read(frame->attrs, "adapters", &call.adapters);
     kernel(call);
     if (call.arguments.left() + call.results.left() > 0) {
       throw std::invalid_argument("a kernel for CPUs was given too many arrays");
