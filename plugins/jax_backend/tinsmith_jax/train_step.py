@@ -81,9 +81,9 @@ class TrainPrograms:
     def gradients(self, bucket: Bucket, *, replays: bool = False) -> Program:
         """Return the program (base, weights, sums, tokens, positions, tiles, batch) -> (logp, loss, new sums).
 
-        Of rows without tokens, the new sums may be anything. They are computed in a stack. On a CPU, the numbers of its
-        rows are arguments as well, bound to the program: of slices that differ in an argument, XLA compiles one, but of
-        those that differ in a constant, every one.
+        Of rows without tokens, which are those of no model, the new sums may be anything. They are computed in a stack.
+        On a CPU, the numbers of its rows are arguments as well, bound to the program: of slices that differ in an
+        argument, XLA compiles one, but of those that differ in a constant, every one.
         """
 
         def run(  # noqa: PLR0913 - what a compiled program works on
