@@ -146,14 +146,14 @@ async def _serve(
 ) -> None:
     store = make_store(settings, plugins)
     await store.open()
+    supervisor = Supervisor(settings, store)
     try:
+        await supervisor.start()  # first: engines take longer to start than all that follows
         app = await create_app(settings, store=store, plugins=plugins, keys=keys)
         http = _HttpServer(app)
-        supervisor = Supervisor(settings, store)
         console = Console(stderr=True, emoji=False)
         show_banner(console, settings, plugins, url)
         with _signals(http, supervisor):
-            await supervisor.start()
             gc.collect()
             gc.freeze()  # all this stays: a full collection that looked at it would stop every thread for 100 ms
             try:
@@ -168,8 +168,9 @@ async def _serve(
                         task.cancel()
             finally:
                 plugins.server_stopping(ServerStopping(url=url))
-                await supervisor.stop()
+                await supervisor.stop()  # here, where a second signal ends it at once
     finally:
+        await supervisor.stop()  # if the app could not be made
         await store.close()
 
 

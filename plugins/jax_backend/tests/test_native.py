@@ -25,7 +25,7 @@ from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith_jax import head, runtime
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
-from tinsmith_jax.kernels import native
+from tinsmith_jax.kernels import library, native
 from tinsmith_jax.model_config import read_config
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
@@ -284,8 +284,9 @@ def test_products_have_one_rounding_in_all_sizes(tmp_path: Path) -> None:
     compiler = shutil.which("c++")
     assert compiler is not None
     source, program = Path(__file__).with_name("native_bits.cc"), tmp_path / "bits"
-    sources = [str(source), str(native._SOURCES / "products.cc")]
-    subprocess.run([*native._command(compiler), f"-I{native._SOURCES}", *sources, "-o", str(program)], check=True)
+    sources = [str(source), str(library.SOURCES / "products.cc")]
+    command = library.command(compiler, subprocess.check_output([compiler, "--version"]))
+    subprocess.run([*command, f"-I{library.SOURCES}", *sources, "-o", str(program)], check=True)
     ran = subprocess.run([str(program)], check=False, capture_output=True, text=True)
     assert ran.stdout == ""
     assert ran.returncode == 0
@@ -296,7 +297,7 @@ def test_products_have_one_rounding_in_all_sizes(tmp_path: Path) -> None:
     [
         ((np.float32, np.int32, np.float32, np.float32, np.float32), "too few arrays"),
         ((np.float32, np.int32, *[np.float32] * 4, np.float32), "too many arrays"),
-        ((np.float32, np.float32, *[np.float32] * 4), "array 1 of a kernel for CPUs has a wrong type"),
+        ((np.float32, np.float32, *[np.float32] * 4), "array 1 with a wrong type"),
     ],
 )
 def test_a_call_with_other_arrays_is_refused(jax_cache: Path, arguments: Sequence[type], told: str) -> None:
@@ -348,8 +349,49 @@ def test_a_compiler_that_fails_is_named(
 def test_they_are_compiled_once(tmp_path: Path) -> None:
     compiler = shutil.which("c++")
     assert compiler is not None
-    library = native._compiled(tmp_path, compiler)
-    made = library.stat().st_mtime_ns
-    assert list(tmp_path.iterdir()) == [library]
-    assert native._compiled(tmp_path, compiler) == library
-    assert library.stat().st_mtime_ns == made
+    found = library.compiled(tmp_path, compiler)
+    made = found.stat().st_mtime_ns
+    assert list(tmp_path.iterdir()) == [found]
+    assert library.compiled(tmp_path, compiler) == found
+    assert found.stat().st_mtime_ns == made
+
+
+_BEGINS = """
+import os, sys
+from pathlib import Path
+from tinsmith_jax import plugin
+from tinsmith_jax.kernels import library
+assert library.begins_early(os.environ)
+print(library.begin(Path(sys.argv[1]), sys.argv[2]).result())
+print("jax" in sys.modules)
+"""
+
+
+def test_compiling_begins_before_jax_is_imported(tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done\n')
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    command = [sys.executable, "-c", _BEGINS, str(tmp_path / "kernels"), str(compiler)]
+    made, imported = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert Path(made).parent == tmp_path / "kernels"
+    assert Path(made).exists()
+    assert imported == "False"
+
+
+@pytest.mark.parametrize(("platforms", "begins"), [("", True), ("cpu", True), ("tpu", False), ("cuda,cpu", False)])
+def test_compiling_begins_early_only_if_a_cpu_will_compute(
+    monkeypatch: pytest.MonkeyPatch, platforms: str, begins: bool
+) -> None:
+    monkeypatch.delitem(sys.modules, "jax")
+    assert library.begins_early({"JAX_PLATFORMS": platforms}) == begins
+
+
+def test_compiling_does_not_begin_early_where_jax_has_a_plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delitem(sys.modules, "jax")
+    (tmp_path / "jax_plugins" / "xla_cuda").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not library.begins_early({})
+
+
+def test_once_jax_is_imported_it_is_too_late_to_begin_early() -> None:
+    assert not library.begins_early({"JAX_PLATFORMS": "cpu"})

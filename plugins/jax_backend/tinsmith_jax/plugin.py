@@ -6,12 +6,13 @@ from pathlib import Path
 
 from tinsmith import BackendContext, BackendSpec, Device, SamplerSpec, SamplingBackend, TrainingBackend, hookimpl
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
+from tinsmith_jax.kernels import library
 from tinsmith_jax.placing import sampler_demand, tell_jax, trainer_demand
 
 
 def create(config: JaxConfig, context: BackendContext) -> TrainingBackend:
     """Load the model. Takes as long as reading its files."""
-    tell_jax(context.placement, os.environ)
+    _before_jax(context)
     from tinsmith_jax.backend import JaxBackend
 
     return JaxBackend(config, context)
@@ -27,10 +28,16 @@ def diagnose(config: JaxConfig, model_path: Path | None) -> Sequence[Device]:
 
 def create_sampler(config: JaxSamplerConfig, context: BackendContext) -> SamplingBackend:
     """Load the model for sampling alone."""
-    tell_jax(context.placement, os.environ)
+    _before_jax(context)
     from tinsmith_jax.sampling_only import JaxSampler
 
     return JaxSampler(config, context)
+
+
+def _before_jax(context: BackendContext) -> None:
+    tell_jax(context.placement, os.environ)
+    if library.begins_early(os.environ) and (compiler := library.find_compiler()) is not None:
+        library.begin(context.cache_dir / "native", compiler)
 
 
 @hookimpl

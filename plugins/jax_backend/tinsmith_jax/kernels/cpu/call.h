@@ -1,15 +1,12 @@
-// A call by a program of XLA, as the kernels see it. xla.cc makes one of XLA's own form, whose headers take longer to
-// compile than any kernel: no other file needs them.
+// A call by a program of XLA, as the kernels see it. xla.cc makes one of XLA's own form.
+//
+// The kernels are compiled when a server first starts, and its first client waits for them. So what they include is
+// little: <functional>, <memory>, <string> and <thread> take as long as a small kernel.
 
 #ifndef TINSMITH_CALL_H_
 #define TINSMITH_CALL_H_
 
 #include <cstdint>
-#include <functional>
-#include <stdexcept>
-#include <string>
-#include <utility>
-#include <vector>
 
 namespace tinsmith {
 
@@ -41,41 +38,46 @@ struct Array : ArrayOf<void> {
   Type type = Type::kOther;
 };
 
-// The arguments or the results of a call, which are taken in order. Throws std::invalid_argument if there are no more,
-// or if the next one has another type.
+// Thrown for a call that no kernel can compute. `array` is the one at fault, if one is.
+struct Refused {
+  const char* why;
+  int64_t array = -1;
+};
+
+// The arguments or the results of a call, which are taken in order. Throws Refused if there are no more, or if the next
+// one has another type.
 class Arrays {
  public:
-  explicit Arrays(std::vector<Array> all) : all_(std::move(all)) {}
+  Arrays(const Array* first, int64_t size) : first_(first), size_(size) {}
 
   Array any() {
-    if (left() == 0) throw std::invalid_argument("a kernel for CPUs was given too few arrays");
-    return all_[taken_++];
+    if (left() == 0) throw Refused{"too few arrays"};
+    return first_[taken_++];
   }
   Floats floats() { return typed<float>(Type::kFloat32); }
   Ints ints() { return typed<int32_t>(Type::kInt32); }
   void skip(int64_t count) {
     for (int64_t i = 0; i < count; ++i) any();
   }
-  int64_t left() const { return static_cast<int64_t>(all_.size()) - taken_; }
+  int64_t left() const { return size_ - taken_; }
 
  private:
   template <typename T>
   ArrayOf<T> typed(Type type) {
     const Array found = any();
-    if (found.type != type) {
-      throw std::invalid_argument("array " + std::to_string(taken_ - 1) + " of a kernel for CPUs has a wrong type");
-    }
+    if (found.type != type) throw Refused{"a wrong type", taken_ - 1};
     return {static_cast<T*>(found.data), found.dims};
   }
 
-  std::vector<Array> all_;
-  int64_t taken_ = 0;
+  const Array* first_;
+  int64_t size_, taken_ = 0;
 };
 
-// XLA's threads. `schedule` has one of them run something, some time.
+// XLA's threads. `schedule` has one of them call work(argument), some time. Returns whether one will.
 struct Threads {
   int64_t count;
-  std::function<void(std::function<void()>)> schedule;
+  void* pool;
+  bool (*schedule)(void* pool, void (*work)(void*), void* argument);
 };
 
 struct Call {

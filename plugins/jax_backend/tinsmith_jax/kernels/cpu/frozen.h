@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <stdexcept>
 
 #include "call.h"
 #include "products.h"
@@ -38,7 +37,7 @@ struct FrozenLayers {
 
 inline Frozen frozen(const Array& array) {
   if (array.type == Type::kBFloat16) return {nullptr, static_cast<const Narrow*>(array.data)};
-  if (array.type != Type::kFloat32) throw std::invalid_argument("a matrix must be of float32 or bfloat16");
+  if (array.type != Type::kFloat32) throw Refused{"a matrix that is neither of float32 nor of bfloat16"};
   return {static_cast<const float*>(array.data), nullptr};
 }
 inline FrozenLayers frozen_layers(const Array& array) { return {frozen(array), array.count() / array.dims[0]}; }

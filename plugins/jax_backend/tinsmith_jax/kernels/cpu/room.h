@@ -5,7 +5,6 @@
 
 #include <array>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "vectors.h"
@@ -17,11 +16,14 @@ template <typename T>
 class RoomOf {
  public:
   explicit RoomOf(int64_t size) : numbers_(new T[size]) {}
-  T* data() { return numbers_.get(); }
-  const T* data() const { return numbers_.get(); }
+  ~RoomOf() { delete[] numbers_; }
+  RoomOf(const RoomOf&) = delete;
+  RoomOf& operator=(const RoomOf&) = delete;
+  T* data() { return numbers_; }
+  const T* data() const { return numbers_; }
 
  private:
-  std::unique_ptr<T[]> numbers_;
+  T* numbers_;
 };
 using Room = RoomOf<float>;
 

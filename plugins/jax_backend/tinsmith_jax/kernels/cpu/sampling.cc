@@ -10,7 +10,10 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <initializer_list>
+#include <limits>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "call.h"
@@ -328,7 +331,7 @@ class Pass {
 const Narrow* copy_of(Arrays& given) {
   const Array found = given.any();
   if (found.count() == 0) return nullptr;
-  if (found.type != Type::kBFloat16) throw std::invalid_argument("copies of matrices must be of bfloat16");
+  if (found.type != Type::kBFloat16) throw Refused{"a copy of matrices that is not of bfloat16"};
   return static_cast<const Narrow*>(found.data);
 }
 

@@ -3,11 +3,11 @@
 #ifndef TINSMITH_TEAM_H_
 #define TINSMITH_TEAM_H_
 
+#include <sched.h>
+
 #include <atomic>
 #include <cstdint>
-#include <memory>
 #include <new>
-#include <thread>
 
 #include "call.h"
 
@@ -18,12 +18,17 @@ namespace tinsmith {
 // than most loops.
 class Team {
  public:
-  explicit Team(const Threads& threads) : work_(std::make_shared<Work>()) {
+  explicit Team(const Threads& threads) : work_(new Work) {
+    const auto help = [](void* work) { static_cast<Work*>(work)->help(); };
     for (int64_t helper = 1; helper < threads.count; ++helper) {
-      threads.schedule([work = work_] { work->help(); });
+      work_->owners.fetch_add(1, std::memory_order_relaxed);
+      if (!threads.schedule(threads.pool, help, work_)) work_->leave();
     }
   }
-  ~Team() { work_->ticket.store(kClosed, std::memory_order_release); }
+  ~Team() {
+    work_->ticket.store(kClosed, std::memory_order_release);
+    work_->leave();
+  }
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
@@ -51,11 +56,13 @@ class Team {
       __builtin_ia32_pause();
 #endif
     } else {
-      std::this_thread::yield();
+      sched_yield();
     }
   }
 
+  // Lives until the caller and all helpers have left.
   struct Work {
+    std::atomic<int64_t> owners{1};
     // Number of the loop (15 bits), of its steps (24), and of the next step (24): one word, so that a thread that was
     // held up cannot take a step of another loop than it believes.
     std::atomic<uint64_t> ticket{0};
@@ -88,10 +95,15 @@ class Team {
         }
         pause(spins);
       }
+      leave();
+    }
+
+    void leave() {
+      if (owners.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
     }
   };
 
-  std::shared_ptr<Work> work_;
+  Work* work_;
   uint64_t loop_ = 0;
 };
 

@@ -1,13 +1,10 @@
 // The kernels as XLA calls them: through the C interface of its FFI, since the headers of the one for C++ take longer
 // to compile than any kernel.
 
+#include <cstdint>
 #include <cstring>
-#include <functional>
-#include <memory>
 #include <new>
-#include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "call.h"
@@ -21,14 +18,15 @@ XLA_FFI_Error* error(const XLA_FFI_Api* api, XLA_FFI_Error_Code code, const char
   return api->XLA_FFI_Error_Create(&args);
 }
 
-void throw_if(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
-  if (error == nullptr) return;
-  XLA_FFI_Error_GetMessage_Args told{XLA_FFI_Error_GetMessage_Args_STRUCT_SIZE, nullptr, error, nullptr};
-  api->XLA_FFI_Error_GetMessage(&told);
-  const std::string message = told.message;
+XLA_FFI_Error* error(const XLA_FFI_Api* api, const Refused& refused) {
+  std::string told = "a kernel for CPUs was given ";
+  if (refused.array >= 0) told += "array " + std::to_string(refused.array) + " with ";
+  return error(api, XLA_FFI_Error_Code_INVALID_ARGUMENT, (told + refused.why).c_str());
+}
+
+void destroy(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
   XLA_FFI_Error_Destroy_Args args{XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, nullptr, error};
   api->XLA_FFI_Error_Destroy(&args);
-  throw std::runtime_error(message);
 }
 
 // Answers XLA when it asks, at the registration, for which version of its interface this was compiled.
@@ -52,13 +50,13 @@ Type type_of(XLA_FFI_DataType type) {
   }
 }
 
-Arrays arrays(void** buffers, int64_t count) {
+std::vector<Array> arrays(void** buffers, int64_t count) {
   std::vector<Array> all;
   for (int64_t i = 0; i < count; ++i) {
     const auto* buffer = static_cast<const XLA_FFI_Buffer*>(buffers[i]);
     all.push_back({{buffer->data, {buffer->dims, buffer->rank}}, type_of(buffer->dtype)});
   }
-  return Arrays(std::move(all));
+  return all;
 }
 
 template <typename T>
@@ -66,28 +64,25 @@ void read(const XLA_FFI_Attrs& attributes, const char* name, T* to) {
   for (int64_t i = 0; i < attributes.size; ++i) {
     const XLA_FFI_ByteSpan* found = attributes.names[i];
     if (std::string(found->ptr, found->len) != name) continue;
-    if (attributes.types[i] != XLA_FFI_AttrType_SCALAR) throw std::invalid_argument("an attribute is no scalar");
+    if (attributes.types[i] != XLA_FFI_AttrType_SCALAR) throw Refused{"an attribute that is no scalar"};
     std::memcpy(to, static_cast<const XLA_FFI_Scalar*>(attributes.attrs[i])->value, sizeof(T));
   }
 }
 
-Threads threads(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* context) {
-  int64_t count = 0;
-  XLA_FFI_ThreadPool_NumThreads_Args args{XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, nullptr, context, &count};
-  throw_if(api, api->XLA_FFI_ThreadPool_NumThreads(&args));
-  const auto schedule = [=](std::function<void()> work) {
-    auto kept = std::make_unique<std::function<void()>>(std::move(work));
-    const auto run = [](void* given) {
-      auto* work = static_cast<std::function<void()>*>(given);
-      (*work)();
-      delete work;
-    };
-    XLA_FFI_ThreadPool_Schedule_Args args{XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, nullptr, context, run,
-                                          kept.get()};
-    throw_if(api, api->XLA_FFI_ThreadPool_Schedule(&args));
-    kept.release();  // `run` deletes it
+// Without a pool, the calling thread does everything.
+Threads threads(XLA_FFI_CallFrame* frame) {
+  int64_t count = 1;
+  XLA_FFI_ThreadPool_NumThreads_Args args{XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, nullptr, frame->ctx, &count};
+  if (XLA_FFI_Error* error = frame->api->XLA_FFI_ThreadPool_NumThreads(&args)) destroy(frame->api, error);
+  const auto schedule = [](void* pool, void (*work)(void*), void* argument) {
+    const auto* frame = static_cast<const XLA_FFI_CallFrame*>(pool);
+    XLA_FFI_ThreadPool_Schedule_Args args{XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, nullptr, frame->ctx, work,
+                                          argument};
+    XLA_FFI_Error* error = frame->api->XLA_FFI_ThreadPool_Schedule(&args);
+    if (error != nullptr) destroy(frame->api, error);
+    return error == nullptr;
   };
-  return {count, schedule};
+  return {count, frame, schedule};
 }
 
 // Runs a kernel, and tells XLA if memory is short, as XLA's own operations do.
@@ -98,20 +93,21 @@ XLA_FFI_Error* run(Kernel* kernel, XLA_FFI_CallFrame* frame) {
     return nullptr;
   }
   try {
-    Call call{threads(frame->api, frame->ctx), arrays(frame->args.args, frame->args.size),
-              arrays(frame->rets.rets, frame->rets.size)};
+    const std::vector<Array> arguments = arrays(frame->args.args, frame->args.size);
+    const std::vector<Array> results = arrays(frame->rets.rets, frame->rets.size);
+    Call call{threads(frame), {arguments.data(), frame->args.size}, {results.data(), frame->rets.size}};
     read(frame->attrs, "eps", &call.eps);
     read(frame->attrs, "gives_logits", &call.gives_logits);
     read(frame->attrs, "adapters", &call.adapters);
     kernel(call);
     if (call.arguments.left() + call.results.left() > 0) {
-      throw std::invalid_argument("a kernel for CPUs was given too many arrays");
+      throw Refused{"too many arrays"};
     }
     return nullptr;
   } catch (const std::bad_alloc&) {
     return error(frame->api, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "out of memory in a kernel for CPUs");
-  } catch (const std::exception& exception) {
-    return error(frame->api, XLA_FFI_Error_Code_INVALID_ARGUMENT, exception.what());
+  } catch (const Refused& refused) {
+    return error(frame->api, refused);
   }
 }
 
