@@ -27,6 +27,7 @@ from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.kernels import library, native
 from tinsmith_jax.model_config import read_config
+from tinsmith_jax.sampling_values import Drawn, SlotInput
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 
@@ -226,6 +227,48 @@ async def sample_at_once(backend: JaxBackend, ops: list[Sample]) -> list[SampleO
         while len(sampler._arrived) < len(ops):  # noqa: ASYNC110 - the sampler's thread waits for the lock
             await asyncio.sleep(0)
     return list(await asyncio.gather(*running))
+
+
+async def test_twice_as_many_sequences_while_they_are_short(
+    tiny_models: dict[str, Path], jax_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots share the memory of half as many sequences of the longest kind, each with an adapter of its own."""
+    limits = {"max_context_tokens": 128, "max_lora_rank": 8, "prefill_tokens": 64 * 64}
+    backend = make_backend(tiny_models["qwen3"], jax_cache, **limits)
+    sampler, device = backend._sampler, local(backend).sampling
+    assert device is not None
+    assert backend.capabilities.max_sequences == 32
+    assert device.shape.pages_per_shard == 1 + 16 * 3
+    for n in range(20):
+        add_model(backend, str(n), LoraConfig(rank=4, seed=n), random_B=True)
+        await backend.load_snapshot(backend.publish(str(n), str(n)))
+    together: list[int] = []
+    decode = device.decode
+
+    def noting(slots: SlotInput, num_steps: int) -> Drawn:
+        together.append(int((slots.left > 0).sum()))
+        return decode(slots, num_steps)
+
+    monkeypatch.setattr(device, "decode", noting)
+
+    async def most(ops: list[Sample]) -> int:
+        expected = [await sample(backend, op) for op in ops]
+        together.clear()
+        for output, alone in zip(await sample_at_once(backend, ops), expected, strict=True):
+            assert_same_sequences(output, alone)
+        assert sampler.num_busy_slots == 0
+        return max(together)
+
+    def asked(length: int, name: str | None = None, *, n: int, max_tokens: int, num_samples: int = 1) -> Sample:
+        drawn = {"max_tokens": max_tokens, "num_samples": num_samples, "temperature": 1.0, "seed": n}
+        return make_sample(prompt(length, seed=n), name, session=str(n % 3), **drawn)
+
+    assert await most([asked(20, n=n, max_tokens=8) for n in range(40)]) == 24  # a page each, and one of the prompt
+    assert await most([asked(70, n=n, max_tokens=50) for n in range(20)]) == 16
+    assert await most([asked(20, str(n), n=n, max_tokens=8) for n in range(20)]) == 16  # one row for each adapter
+    groups = [asked(int(length), n=n, max_tokens=30, num_samples=4) for n, length in enumerate((1, 20, 64, 65, 90))]
+    assert await most(groups) >= 16
+    backend.close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -130,3 +130,14 @@ def test_a_row_keeps_its_adapter_until_its_place_is_needed() -> None:
     assert rows.take() == second, "8 was wanted before 7 was wanted again"
     assert rows.find(8) is None
     assert rows.find(7) == first
+
+
+def test_a_row_is_free_for_an_adapter_that_is_there_or_may_take_the_place_of_an_unused_one() -> None:
+    rows = Rows(2)
+    assert rows.has_room(7)
+    rows.name(rows.take(), 7)
+    rows.name(rows.take(), 8)
+    assert rows.has_room(7)
+    assert not rows.has_room(9), "both are in use"
+    rows.release(8)
+    assert rows.has_room(9)

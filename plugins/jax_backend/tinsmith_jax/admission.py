@@ -99,7 +99,8 @@ class Budget:
             yield self.costs.micro_batch(self.micro_tokens, adapters, targets_of(self.config))
             yield self.costs.step(min(models, TOGETHER))
         if self.samples:
-            yield self.costs.sampling(self.slots, gathers_once=self.gathers_once)
+            most = 2 * self.slots if self.costs.computing.on_cpu else self.slots  # drawn at a time: see sampling_device
+            yield self.costs.sampling(most, gathers_once=self.gathers_once)
 
     @property
     def gathers_once(self) -> bool:

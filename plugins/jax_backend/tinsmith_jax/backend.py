@@ -94,7 +94,7 @@ class JaxBackend(Trainer, SamplingBackend):
             max_topk_logprobs=min(config.max_topk_logprobs, self.model_config.vocab_size),
             stop_strings=rules.tokenizer is not None,
             returns_routed_experts=sampling is not None and sampling.shape.returns_experts,
-            max_sequences=facts.budget.slots * facts.buckets.num_streams,
+            max_sequences=1 if sampling is None else sampling.shape.num_slots,
             max_snapshots=facts.budget.max_snapshots,
         )
 

@@ -100,6 +100,10 @@ class Rows:
         self._rows: OrderedDict[int, int] = OrderedDict()  # by serial, the one that was wanted last at the end
         self._users: dict[int, int] = {}
 
+    def has_room(self, serial: int) -> bool:
+        """Return whether an adapter is in a row, or there is one that it may take."""
+        return serial in self._rows or bool(self._free) or not all(map(self._users.get, self._rows))
+
     def find(self, serial: int) -> int | None:
         """Return the row with this adapter, for one more user, or None."""
         if serial not in self._rows:

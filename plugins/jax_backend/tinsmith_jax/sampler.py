@@ -271,14 +271,27 @@ class Sampler(SamplingBackend):
                 pages.forget(serial)
 
     def _fill_slots(self) -> None:
-        """Assign free slots to waiting sequences."""
+        """Assign free slots to waiting sequences, in order, as long as the next one has room."""
         free = [slot for slot in self._slots if slot.draw is None]
-        while free and (draw := self._line.take(self._slots)) is not None:
-            slot = self._choose(free, draw.request)
+        while free and (draw := self._line.first(self._slots)) is not None:
+            shards = {shard for shard in {slot.shard for slot in free} if self._has_room(shard, draw.request)}
+            suitable = [slot for slot in free if slot.shard in shards]
+            if not suitable:
+                break
+            self._line.remove(draw)
+            slot = self._choose(suitable, draw.request)
             free.remove(slot)
             slot.draw = draw
             slot.prompt = self._prompt(draw.request, slot.shard)
             slot.prompt.num_users += 1
+
+    def _has_room(self, shard: int, request: Request) -> bool:
+        """Return whether a shard has pages for one more sequence of a request, whatever it draws, and its adapter."""
+        shape = self._device.shape
+        running = [slot.draw.request for slot in self._slots if slot.shard == shard and slot.draw is not None]
+        pages = sum(shape.pages_at_most(each.num_kept) for each in (*running, request))
+        has_row = request.snapshot is None or self._rows[shard].has_room(request.serial)
+        return has_row and pages < shape.pages_per_shard
 
     def _choose(self, free: list[Slot], request: Request) -> Slot:
         """Prefer the shard on which the request's prompt is read already, then empty shards, then the first."""
@@ -485,7 +498,7 @@ class Sampler(SamplingBackend):
         """Return each shard's pages and rows of adapters when it has read nothing."""
         shape = self._device.shape
         shards = range(shape.num_shards)
-        return [Pages(shape.pages_per_shard) for _ in shards], [Rows(shape.slots_per_shard) for _ in shards]
+        return [Pages(shape.pages_per_shard) for _ in shards], [Rows(shape.whole_per_shard) for _ in shards]
 
     def _end_with(self, error: Exception) -> None:
         """Raise the error to all who wait, and to all who come."""

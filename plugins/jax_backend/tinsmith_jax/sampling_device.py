@@ -150,9 +150,12 @@ def sampling_device(
 ) -> SamplingDevice:
     """Prepare the sampler's slots. With `routing_replay`, samples come with their experts if the model has any."""
     num_shards = 1 if layout is None else layout.axes.num_streams
+    # For the kernels in C++, a row costs what it costs alone, so an idle slot costs nothing.
+    twice = limits.native and "decode_slots" not in budget.config.model_fields_set
     shape = replace(
         sampling_shape(budget.config, limits, model, num_shards=num_shards),
-        slots_per_shard=budget.slots,
+        slots_per_shard=2 * budget.slots if twice else budget.slots,
+        whole_per_shard=budget.slots,
         native=limits.native,
         returns_experts=routing_replay and model.experts is not None,
         gathers_once=budget.gathers_once,
@@ -171,6 +174,7 @@ def sampling_shape(config: JaxConfig, limits: Limits, model: ModelConfig, *, num
     return SamplingShape(
         num_shards=num_shards,
         slots_per_shard=config.decode_slots,
+        whole_per_shard=config.decode_slots,
         one_by_one=on_cpu,
         max_context_tokens=limits.max_context_tokens,
         max_lora_rank=config.max_lora_rank,

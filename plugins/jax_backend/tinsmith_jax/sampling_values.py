@@ -21,6 +21,7 @@ class SamplingShape:
 
     num_shards: int  # of slots, pages and adapters: each reads, draws and copies for its own
     slots_per_shard: int
+    whole_per_shard: int  # sequences of the maximum context, each with an adapter of its own, for which there is memory
     one_by_one: bool  # compute what is done per sequence for one after the other, as suits a CPU
     max_context_tokens: int
     max_lora_rank: int
@@ -43,13 +44,17 @@ class SamplingShape:
 
     @property
     def pages_per_shard(self) -> int:
-        """Enough for every slot, besides one page of its prompt to copy from. Page 0 is nobody's."""
-        return 1 + self.slots_per_shard * (self.pages_per_sequence + 1)
+        """Page 0 is nobody's."""
+        return 1 + self.whole_per_shard * self.pages_at_most(self.max_context_tokens)
+
+    def pages_at_most(self, num_tokens: int) -> int:
+        """Return the most pages that a sequence needs: its own, and one of its prompt to copy from."""
+        return pages_of(num_tokens) + 1
 
     @property
     def adapters_per_shard(self) -> int:
-        """One for each slot, and at the end a row that stays empty."""
-        return self.slots_per_shard + 1
+        """At the end is a row that stays empty."""
+        return self.whole_per_shard + 1
 
     def shard_of(self, slot: int) -> int:
         return slot // self.slots_per_shard

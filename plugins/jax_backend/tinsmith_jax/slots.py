@@ -159,6 +159,11 @@ class Request:
         """The number of prompt tokens to cache before decoding. The last prompt token is decoding's first input."""
         return len(self.op.prompt_P) - 1
 
+    @property
+    def num_kept(self) -> int:
+        """The most tokens of a sequence that are in the cache. The last one that is drawn is not."""
+        return len(self.op.prompt_P) + self.op.params.max_tokens - 1
+
     def scores_tile(self, first: int, last: int) -> bool:
         """Return whether these positions of the prompt are still to be scored."""
         return last > self.scored_tokens and self.scores.wants(first, last)
@@ -255,9 +260,7 @@ class Slot:
         assert self.draw is not None, "the slot is occupied"
         assert self.prompt is not None, "the slot is occupied"
         assert self.own is not None, "the sequence has begun"
-        op = self.draw.request.op
-        longest = len(op.prompt_P) + op.params.max_tokens - 1  # the last token is not kept
-        end = min(self.draw.position + num_tokens, longest)
+        end = min(self.draw.position + num_tokens, self.draw.request.num_kept)
         while (len(self.prompt.pages) + len(self.own)) * PAGE < end:
             self.own.append(pages.take())
 
@@ -271,17 +274,22 @@ class Line:
     def add(self, request: Request) -> None:
         self._queues.setdefault(request.op.sampling_session_id, deque()).extend(request.draws)
 
-    def take(self, slots: list[Slot]) -> Draw | None:
-        """Remove and return the next sequence, given the current occupants of the slots; None if the queue is empty."""
+    def first(self, slots: list[Slot]) -> Draw | None:
+        """Return the next sequence, given the current occupants of the slots; None if the queue is empty."""
         if not self._queues:
             return None
         held = [slot.draw.request.op.sampling_session_id for slot in slots if slot.draw is not None]
         session = min(self._queues, key=held.count)  # among equals, the one that has waited longest
+        return self._queues[session][0]
+
+    def remove(self, first: Draw) -> None:
+        """Remove what `first` has returned."""
+        session = first.request.op.sampling_session_id
         queue = self._queues.pop(session)
         draw = queue.popleft()
+        assert draw is first
         if queue:
             self._queues[session] = queue  # at the end, as it has just been served
-        return draw
 
     def remove_cancelled(self) -> None:
         for session, queue in list(self._queues.items()):

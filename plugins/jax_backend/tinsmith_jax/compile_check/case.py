@@ -178,7 +178,7 @@ def make_case(options: Options, config: ModelConfig, devices: Sequence[Any], pla
     shape = sampling_shape(settings, limits, config, num_shards=layout.axes.num_streams)
     computing, memory = computing_of(settings, on_cpu=False), read_slice(options.topology).chip.hbm_bytes
     once = budget_of(settings, config, computing, memory).gathers_once
-    shape = replace(shape, slots_per_shard=options.slots, gathers_once=once)
+    shape = replace(shape, slots_per_shard=options.slots, whole_per_shard=options.slots, gathers_once=once)
     return Case(config=config, limits=limits, layout=layout, bucket=bucket, shape=shape, tenants=options.tenants)
 
 
