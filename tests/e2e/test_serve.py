@@ -17,14 +17,6 @@ import pytest
 from forked import Forked
 from processes import Launcher
 
-import tinsmith
-from tinsmith.errors import PluginError
-from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.data_dir_lock import DataDirLock
-from tinsmith.processes.serve import serve as run_server
-from tinsmith.settings import PluginSection, ServerSettings, Settings
-from tinsmith.testing.harness import TOY
-
 START_S = 300
 
 
@@ -163,17 +155,41 @@ def test_a_port_in_use(serve: Callable[..., Served], launcher: Launcher) -> None
     assert f"server.port: {port} is in use on 127.0.0.1; choose another with --port" in " ".join(server.text.split())
 
 
-def test_an_app_that_cannot_be_made_leaves_no_engine(tmp_path: Path) -> None:
-    class Shadow:
-        @tinsmith.hookimpl
-        def tinsmith_register_losses(self) -> tinsmith.LossSpec:
-            return tinsmith.LossSpec(name="ppo", inputs=(), per_token=lambda *_: (0, 0))
+_WITHOUT_APP = """
+import sys
+from pathlib import Path
 
-    server = ServerSettings(data_dir=tmp_path, port=0)
-    settings = Settings(server=server, store=PluginSection(plugin="sql"), models=(TOY,))
-    before = set(psutil.Process().children())
-    with pytest.raises(PluginError, match="loss 'ppo' is offered by"):
-        run_server(settings, Plugins.load([Shadow()]))
-    assert not set(psutil.Process().children()) - before
-    with DataDirLock(settings.data_dir):
-        pass  # it is free
+import psutil
+import tinsmith
+from tinsmith.errors import PluginError
+from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.data_dir_lock import DataDirLock
+from tinsmith.processes.serve import serve
+from tinsmith.settings import PluginSection, ServerSettings, Settings
+from tinsmith.testing.harness import TOY
+
+class Shadow:
+    @tinsmith.hookimpl
+    def tinsmith_register_losses(self):
+        return tinsmith.LossSpec(name="ppo", inputs=(), per_token=lambda *_: (0, 0))
+
+server = ServerSettings(data_dir=Path(sys.argv[1]), port=0)
+settings = Settings(server=server, store=PluginSection(plugin="sql"), models=(TOY,))
+try:
+    serve(settings, Plugins.load([Shadow()]))
+except PluginError as error:
+    print(error)
+print(psutil.Process().children())
+with DataDirLock(settings.data_dir):
+    print("free")
+"""
+
+
+def test_an_app_that_cannot_be_made_leaves_no_engine(tmp_path: Path) -> None:
+    """Engines are started first."""
+    command = [sys.executable, "-c", _WITHOUT_APP, str(tmp_path)]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True)
+    error, children, lock = ran.stdout.splitlines()
+    assert "loss 'ppo' is offered by" in error
+    assert children == "[]"
+    assert lock == "free"
