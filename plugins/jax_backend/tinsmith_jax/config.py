@@ -59,7 +59,8 @@ class JaxConfig(WorkersConfig):
         ge=1,
         le=1024,
         description="sequences sampled at a time, by each of data x fsdp shards; more wait in line; "
-        "unless set, fewer if memory is short, and on a CPU twice as many if they are short enough for the same memory",
+        "unless set, fewer if memory is short; the kernels for CPUs take twice as many of those that are short enough "
+        "for the same memory",
     )
     decode_steps: int | None = Field(
         None, ge=1, le=64, description="tokens per sampling dispatch, after which others join; default 4 on CPU, else 8"
@@ -113,7 +114,8 @@ class JaxSamplerConfig(BackendConfig):
         ge=1,
         le=1024,
         description="sequences sampled at a time, by each of data x fsdp shards; more wait in line; "
-        "unless set, fewer if memory is short, and on a CPU twice as many if they are short enough for the same memory",
+        "unless set, fewer if memory is short; the kernels for CPUs take twice as many of those that are short enough "
+        "for the same memory",
     )
     decode_steps: int | None = Field(
         None, ge=1, le=64, description="tokens per sampling dispatch, after which others join; default 4 on CPU, else 8"
