@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Final, Self
 
@@ -30,6 +30,10 @@ class Setup:
     rank: int
     sdk: Path | None  # a directory with another Tinker SDK than that of this environment
 
+    def beside(self, name: str) -> "Setup":
+        """Return the same setup in a directory of its own, for a second server of one script."""
+        return replace(self, work_dir=self.work_dir / name)
+
 
 @dataclass(slots=True)
 class Server:
@@ -37,6 +41,8 @@ class Server:
 
     name: str
     version: str
+    url: str
+    base_model: str
     configuration: dict[str, str]
     pid: int | None
     client: subprocess.Popen[str]
@@ -60,6 +66,8 @@ class Server:
                 yield cls(
                     name=told["name"],
                     version=told["version"],
+                    url=told["url"],
+                    base_model=told["base_model"],
                     configuration=told["configuration"],
                     pid=told["pid"],
                     client=client,
