@@ -6,7 +6,9 @@ import logging
 import socket
 import sqlite3
 import stat
+import threading
 from collections.abc import Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -270,7 +272,7 @@ async def test_the_safety_poll_finds_what_no_wake_up_told(tmp_path: Path, monkey
     store, other = a_store(tmp_path, safety_poll_s=0.05), a_store(tmp_path)
     await store.open()
     await other.open()
-    monkeypatch.setattr(SocketWakeUps, "_send", lambda *_: None)
+    monkeypatch.setattr(SocketWakeUps, "send", lambda *_: None)
     request_id = await store.submit(a_sample())
     waiter = asyncio.create_task(store.wait_for(request_id, WAIT_S))
     await other.cancel(request_id)
@@ -305,10 +307,12 @@ async def test_wake_ups_cross_processes_and_clean_up_after_the_dead(tmp_path: Pa
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(str(dead))
     with two.subscribe("here") as here, two.subscribe("there") as there, one.subscribe("here") as own:
-        one.tell(["here", "here"])
+        one.send(["here"])
         await asyncio.wait_for(here.wait(), WAIT_S)
-        assert own.is_set()
         assert not there.is_set()
+        assert not own.is_set()
+        one.wake(["here"])
+        assert own.is_set()
     assert not dead.exists()
     assert two.topics() == []
     await one.close()
@@ -322,11 +326,32 @@ async def test_many_topics_take_several_messages(tmp_path: Path) -> None:
     await two.open()
     topics = [f"done {number} {'x' * 200}" for number in range(500)]
     with two.subscribe(topics[0]) as first, two.subscribe(topics[-1]) as last:
-        one.tell(topics)
+        one.send(topics)
         await asyncio.wait_for(first.wait(), WAIT_S)
         await asyncio.wait_for(last.wait(), WAIT_S)
     await one.close()
     await two.close()
+
+
+async def test_others_are_woken_after_the_commit_without_this_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[threading.Thread, int]] = []
+
+    def send(_wakeups: SocketWakeUps, topics: Sequence[str]) -> None:
+        if topics:
+            with closing(sqlite3.connect(tmp_path / "tinsmith.db")) as another:
+                (visible,) = another.execute("SELECT count(*) FROM operations").fetchone()
+            sent.append((threading.current_thread(), visible))
+
+    monkeypatch.setattr(SocketWakeUps, "send", send)
+    store = a_store(tmp_path)
+    await store.open()
+    await store.submit(a_sample())
+    await store.close()
+    ((thread, visible),) = sent
+    assert thread is not threading.current_thread()
+    assert visible == 1
 
 
 @pytest.mark.slow
@@ -336,7 +361,7 @@ async def test_a_full_socket_does_not_stop_the_sender(tmp_path: Path) -> None:
     await two.open()
     with two.subscribe("here") as here:
         for _ in range(5_000):
-            one.tell(["here"])
+            one.send(["here"])
         assert one._socket is not None
         with pytest.raises(BlockingIOError):
             one._socket.sendto(b"here", str(tmp_path / "wake" / two._own))
@@ -351,7 +376,7 @@ async def test_a_long_path_falls_back_to_a_short_private_one(tmp_path: Path) -> 
     await one.open()
     await two.open()
     with two.subscribe("here") as here:
-        one.tell(["here"])
+        one.send(["here"])
         await asyncio.wait_for(here.wait(), WAIT_S)
     directory = one._directory
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -55,7 +55,7 @@ class NotifyWakeUps(WakeUps):
         for payload in _payloads(self._own, topics):
             session.connection().execute(_NOTIFY, {"payload": payload})
 
-    def _send(self, topics: list[str]) -> None:
+    def send(self, topics: Sequence[str]) -> None:
         del topics  # the commit has sent them
 
     async def _listen_for_ever(self) -> None:

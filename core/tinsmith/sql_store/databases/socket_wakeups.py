@@ -7,7 +7,8 @@ import secrets
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tinsmith.errors import ServerError
@@ -27,6 +28,7 @@ class SocketWakeUps(WakeUps):
         self._directory = directory if _fits(directory) else _short(directory)
         self._socket: socket.socket | None = None
         self._own = ""
+        self._sending = threading.Lock()  # guards what follows
         self._others: list[str] = []
         self._listed_at = -1
 
@@ -56,19 +58,20 @@ class SocketWakeUps(WakeUps):
                 return
             self.wake(message.decode().split(_SEPARATOR))
 
-    def _send(self, topics: list[str]) -> None:
-        if self._socket is None:
+    def send(self, topics: Sequence[str]) -> None:
+        if self._socket is None or not topics:
             return
         messages = list(_messages(topics))
-        for name in self._peers():
-            address = str(self._directory / name)
-            try:
-                for message in messages:
-                    self._socket.sendto(message, address)
-            except (ConnectionRefusedError, FileNotFoundError):  # its process is gone
-                self._forget(name)
-            except OSError:  # its buffer is full: it has enough wake-ups to read everything
-                continue
+        with self._sending:
+            for name in self._peers():
+                address = str(self._directory / name)
+                try:
+                    for message in messages:
+                        self._socket.sendto(message, address)
+                except (ConnectionRefusedError, FileNotFoundError):  # its process is gone
+                    self._forget(name)
+                except OSError:  # its buffer is full: it has enough wake-ups to read everything
+                    continue
 
     def _peers(self) -> list[str]:
         """Return the other sockets. The directory is read again only if it has changed."""
@@ -84,7 +87,7 @@ class SocketWakeUps(WakeUps):
         self._listed_at = -1
 
 
-def _messages(topics: list[str]) -> Iterator[bytes]:
+def _messages(topics: Sequence[str]) -> Iterator[bytes]:
     part: list[bytes] = []
     size = 0
     for topic in (topic.encode() for topic in topics):

@@ -5,7 +5,7 @@ A wake-up may be lost, or come too often. So a waiting call subscribes, reads th
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from sqlmodel import Session
@@ -37,15 +37,8 @@ class WakeUps(ABC):
     def enlist(self, session: Session, topics: list[str]) -> None:
         """Have the transaction itself tell the other processes when it commits, if the database can do that."""
 
-    def tell(self, topics: Iterable[str]) -> None:
-        """Wake all calls that wait for one of the topics, in every process. Called after the commit; does not block."""
-        distinct = list(dict.fromkeys(topics))
-        self.wake(distinct)
-        if distinct:
-            self._send(distinct)
-
     def wake(self, topics: Iterable[str]) -> None:
-        """Wake the calls that wait in this process."""
+        """Wake the calls that wait in this process, after the commit. From the thread of the event loop."""
         for topic in topics:
             for event in self._waiting.get(topic, ()):
                 event.set()
@@ -57,5 +50,8 @@ class WakeUps(ABC):
     async def close(self) -> None: ...
 
     @abstractmethod
-    def _send(self, topics: list[str]) -> None:
-        """Tell the other processes. Messages that cannot be sent at once are dropped."""
+    def send(self, topics: Sequence[str]) -> None:
+        """Wake the calls that wait in other processes, after the commit. From any thread; does not block.
+
+        Messages that cannot be sent at once are dropped.
+        """

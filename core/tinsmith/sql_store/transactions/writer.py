@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import sqlalchemy
@@ -79,12 +78,26 @@ class Writer(Grouping):
         await self._database.scrub(deleted=deleted)
 
     async def _run(self, database: Database, calls: list[Call]) -> list[Any]:  # Any: results of every type
-        results, wake = await database.run(partial(self._run_group, calls), commit=_commit)
-        self._wakeups.tell(wake)
+        """Other processes are woken from the database's thread, so they do not wait for this one's event loop."""
+        topics: list[str] = []
+
+        def work(session: Session) -> list[Any]:  # Any: as above
+            results, topics[:] = self._run_group(calls, session)
+            return results
+
+        def commit(session: Session) -> None:
+            _commit(session)
+            self._wakeups.send(topics)
+
+        results = await database.run(work, commit=commit)
+        self._wakeups.wake(topics)
         return results
 
     def _run_group(self, calls: list[Call], session: Session) -> tuple[list[Any], list[str]]:  # Any: as above
-        """Run all writes without savepoints. If one raises, run them again, each in a savepoint of its own."""
+        """Run all writes without savepoints. If one raises, run them again, each in a savepoint of its own.
+
+        Return their results, and the topics to tell.
+        """
         tx = Transaction(session, datetime.now(UTC))
         self._lock_models(calls, session)
         try:
@@ -99,10 +112,10 @@ class Writer(Grouping):
             tx = Transaction(session, tx.now)
             self._lock_models(calls, session)
             results = [self._run_alone(call, tx) for call in calls]
-        wake = tx.wake + announce(session, tx.finished, tx.now)
+        topics = list(dict.fromkeys(tx.wake + announce(session, tx.finished, tx.now)))
         tx.pending.write(session)
-        self._wakeups.enlist(session, wake)
-        return results, wake
+        self._wakeups.enlist(session, topics)
+        return results, topics
 
     def _run_alone(self, call: Call, tx: Transaction) -> Any:  # Any: as above
         """If another process has just taken a unique key, a second try finds it taken."""
