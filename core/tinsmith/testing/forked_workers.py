@@ -23,6 +23,11 @@ from tinsmith.failpoints import VARIABLE
 from tinsmith.workers.launching import INDEX, NUM_WORKERS, Launch
 
 _STOP_S: Final = 60.0
+_FRUGAL: Final = {
+    "MALLOC_ARENA_MAX": "1",  # each further arena reserves 64 MiB of address space
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),  # without it, glibc keeps freed blocks of up to 32 MiB for later ones
+}
+"""Settings of glibc for tests of memory, which count address space and limit it."""
 
 
 class Nursery:
@@ -30,8 +35,7 @@ class Nursery:
 
     def __init__(self, *modules: str) -> None:
         """Start it, and have it import these modules. Pass `launch` as the `launch_with` of a group."""
-        # glibc reserves 64 MiB of address space for each further arena, and tests of memory count address space
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "MALLOC_ARENA_MAX": "1", VARIABLE: ""}
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **_FRUGAL, VARIABLE: ""}
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, *modules],
             stdin=subprocess.PIPE,

@@ -19,7 +19,7 @@ from tinsmith_fsdp.memory import is_out_of_memory
 
 pytestmark = pytest.mark.slow  # starting ranks takes seconds
 
-ROOM = 32 << 20  # bytes: about a third of what a rank needs for its part of a fully trained model
+ROOM = 32 << 20  # bytes: about a quarter of what a rank needs for its part of a fully trained model
 FULL = LoraConfig(rank=0, seed=0)
 
 
