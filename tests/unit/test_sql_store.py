@@ -3,10 +3,13 @@
 import asyncio
 import itertools
 import logging
+import os
+import shutil
 import socket
 import sqlite3
 import stat
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from datetime import UTC, datetime
@@ -25,6 +28,7 @@ from sqlmodel import Session
 from tinsmith.errors import ConfigError, ServerError, UserError
 from tinsmith.sql_store.choose import dialect_of
 from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.databases import socket_wakeups
 from tinsmith.sql_store.databases.database import Database
 from tinsmith.sql_store.databases.socket_wakeups import SocketWakeUps
 from tinsmith.sql_store.databases.sqlite import SqliteDialect
@@ -316,8 +320,9 @@ async def test_wake_ups_cross_processes_and_clean_up_after_the_dead(tmp_path: Pa
     assert not dead.exists()
     assert two.topics() == []
     await one.close()
+    assert [entry.name for entry in (tmp_path / "wake").iterdir()] == [two._own]
     await two.close()
-    assert list((tmp_path / "wake").iterdir()) == []
+    assert not (tmp_path / "wake").exists()
 
 
 async def test_many_topics_take_several_messages(tmp_path: Path) -> None:
@@ -382,7 +387,65 @@ async def test_a_long_path_falls_back_to_a_short_private_one(tmp_path: Path) -> 
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     await one.close()
     await two.close()
-    directory.rmdir()
+    assert not directory.exists()
+
+
+async def test_the_last_to_leave_may_remove_the_directory_while_another_arrives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed: list[Path] = []
+
+    def make_and_lose(directory: Path) -> None:
+        make_private(directory)
+        if len(removed) < times:
+            directory.rmdir()
+            removed.append(directory)
+
+    make_private = socket_wakeups._make_private
+    monkeypatch.setattr(socket_wakeups, "_make_private", make_and_lose)
+    times = 2
+    one, two = SocketWakeUps(tmp_path / "wake"), SocketWakeUps(tmp_path / "wake")
+    await one.open()
+    assert len(removed) == times
+    await two.open()
+    with two.subscribe("here") as here:
+        one.send(["here"])
+        await asyncio.wait_for(here.wait(), WAIT_S)
+    await one.close()
+    await two.close()
+    times = 1_000
+    with pytest.raises(ServerError, match="was gone each time"):
+        await SocketWakeUps(tmp_path / "wake").open()
+
+
+async def test_a_socket_that_comes_within_a_tick_of_the_clock_is_seen(tmp_path: Path) -> None:
+    directory = tmp_path / "wake"
+    one, two = SocketWakeUps(directory), SocketWakeUps(directory)
+    await one.open()
+    tick = time.time_ns() + 60_000_000_000  # so that this machine may be slow
+    os.utime(directory, ns=(tick, tick))
+    one.send(["nobody is there"])
+    await two.open()
+    os.utime(directory, ns=(tick, tick))
+    with two.subscribe("here") as here:
+        one.send(["here"])
+        await asyncio.wait_for(here.wait(), WAIT_S)
+    await one.close()
+    await two.close()
+
+
+async def test_what_is_committed_stays_so_if_nobody_can_be_woken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = a_store(tmp_path)
+    await store.open()
+    shutil.rmtree(tmp_path / "tinsmith.db.wake")
+    for seq_id in (0, 1):
+        await store.submit(a_sample(seq_id))
+    await store.close()
+    assert _count(tmp_path) == 2
+    (told,) = [record.message for record in caplog.records if "cannot wake each other" in record.message]
+    assert "safety_poll_s" in told
 
 
 async def test_a_directory_that_others_can_open_is_refused(tmp_path: Path) -> None:

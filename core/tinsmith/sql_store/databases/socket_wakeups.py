@@ -1,21 +1,31 @@
-"""Wake-ups over Unix datagram sockets, one for each process, in a private directory next to the database."""
+"""Wake-ups over Unix datagram sockets, one for each process, in a private directory next to the database.
+
+The directory exists as long as a process uses it.
+"""
 
 import asyncio
 import hashlib
+import logging
 import os
 import secrets
 import socket
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tinsmith.errors import ServerError
 from tinsmith.sql_store.databases.wakeups import WakeUps
 
+_log = logging.getLogger(__name__)
+
 _MAX_PATH_BYTES = 100  # the kernel's limit is 108 with the terminator
 _MAX_MESSAGE_BYTES = 16_384
+_MAX_BINDS = 5
+_SETTLED_NS = 1_000_000_000
 _SUFFIX = ".sock"
 _SEPARATOR = "\n"
 
@@ -31,16 +41,29 @@ class SocketWakeUps(WakeUps):
         self._sending = threading.Lock()  # guards what follows
         self._others: list[str] = []
         self._listed_at = -1
+        self._has_complained = False
 
     async def open(self) -> None:
-        _make_private(self._directory)
         own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        own.setblocking(False)  # noqa: FBT003 - the library's signature
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
-        self._own = f"{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
-        own.bind(str(self._directory / self._own))
+        try:
+            own.setblocking(False)  # noqa: FBT003 - the library's signature
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+            self._own = f"{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
+            self._bind(own)
+        except BaseException:
+            own.close()
+            raise
         self._socket = own
         asyncio.get_running_loop().add_reader(own.fileno(), self._receive, own)
+
+    def _bind(self, own: socket.socket) -> None:
+        for _ in range(_MAX_BINDS):
+            with suppress(FileNotFoundError):  # another process was the last to leave, and has just removed it
+                _make_private(self._directory)
+                own.bind(str(self._directory / self._own))
+                return
+        msg = f"{self._directory} was made {_MAX_BINDS} times and was gone each time: does another program delete it?"
+        raise ServerError(msg)
 
     async def close(self) -> None:
         if self._socket is None:
@@ -49,6 +72,8 @@ class SocketWakeUps(WakeUps):
         self._socket.close()
         self._socket = None
         (self._directory / self._own).unlink(missing_ok=True)
+        with suppress(OSError):  # other processes have sockets there
+            self._directory.rmdir()
 
     def _receive(self, own: socket.socket) -> None:
         for _ in range(64):  # then other tasks run; the loop calls again if there is more
@@ -75,12 +100,27 @@ class SocketWakeUps(WakeUps):
 
     def _peers(self) -> list[str]:
         """Return the other sockets. The directory is read again only if it has changed."""
-        changed_at = self._directory.stat().st_mtime_ns
-        if changed_at != self._listed_at:
-            self._listed_at = changed_at
-            names = os.listdir(self._directory)  # noqa: PTH208 - only names are needed, on a hot path
-            self._others = [name for name in names if name.endswith(_SUFFIX) and name != self._own]
+        try:
+            changed_at = self._directory.stat().st_mtime_ns
+            if changed_at != self._listed_at:
+                names = os.listdir(self._directory)  # noqa: PTH208 - only names are needed, on a hot path
+                self._others = [name for name in names if name.endswith(_SUFFIX) and name != self._own]
+                # The kernel's time goes in steps of milliseconds, so another socket may come without a change to it.
+                self._listed_at = changed_at if time.time_ns() - changed_at > _SETTLED_NS else -1
+        except OSError as error:  # what was committed stays so, whoever may be told
+            self._complain(error)
+            return []
         return self._others
+
+    def _complain(self, error: OSError) -> None:
+        if self._has_complained:
+            return
+        self._has_complained = True
+        _log.warning(
+            "processes that share the database cannot wake each other: %s; each notices the others' work when it next "
+            "reads the database by itself (every safety_poll_s); restart them",
+            error,
+        )
 
     def _forget(self, name: str) -> None:
         (self._directory / name).unlink(missing_ok=True)
