@@ -307,7 +307,7 @@ async def test_wake_ups_cross_processes_and_clean_up_after_the_dead(tmp_path: Pa
     one, two = SocketWakeUps(tmp_path / "wake"), SocketWakeUps(tmp_path / "wake")
     await one.open()
     await two.open()
-    dead = tmp_path / "wake" / "1-dead.sock"
+    dead = one._directory / "1-dead.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(str(dead))
     with two.subscribe("here") as here, two.subscribe("there") as there, one.subscribe("here") as own:
@@ -320,9 +320,9 @@ async def test_wake_ups_cross_processes_and_clean_up_after_the_dead(tmp_path: Pa
     assert not dead.exists()
     assert two.topics() == []
     await one.close()
-    assert [entry.name for entry in (tmp_path / "wake").iterdir()] == [two._own]
+    assert [entry.name for entry in two._directory.iterdir()] == [two._own]
     await two.close()
-    assert not (tmp_path / "wake").exists()
+    assert not two._directory.exists()
 
 
 async def test_many_topics_take_several_messages(tmp_path: Path) -> None:
@@ -369,7 +369,7 @@ async def test_a_full_socket_does_not_stop_the_sender(tmp_path: Path) -> None:
             one.send(["here"])
         assert one._socket is not None
         with pytest.raises(BlockingIOError):
-            one._socket.sendto(b"here", str(tmp_path / "wake" / two._own))
+            one._socket.sendto(b"here", str(two._directory / two._own))
         await asyncio.wait_for(here.wait(), WAIT_S)
     await one.close()
     await two.close()
@@ -419,14 +419,13 @@ async def test_the_last_to_leave_may_remove_the_directory_while_another_arrives(
 
 
 async def test_a_socket_that_comes_within_a_tick_of_the_clock_is_seen(tmp_path: Path) -> None:
-    directory = tmp_path / "wake"
-    one, two = SocketWakeUps(directory), SocketWakeUps(directory)
+    one, two = SocketWakeUps(tmp_path / "wake"), SocketWakeUps(tmp_path / "wake")
     await one.open()
     tick = time.time_ns() + 60_000_000_000  # so that this machine may be slow
-    os.utime(directory, ns=(tick, tick))
+    os.utime(one._directory, ns=(tick, tick))
     one.send(["nobody is there"])
     await two.open()
-    os.utime(directory, ns=(tick, tick))
+    os.utime(one._directory, ns=(tick, tick))
     with two.subscribe("here") as here:
         one.send(["here"])
         await asyncio.wait_for(here.wait(), WAIT_S)
@@ -439,7 +438,8 @@ async def test_what_is_committed_stays_so_if_nobody_can_be_woken(
 ) -> None:
     store = a_store(tmp_path)
     await store.open()
-    shutil.rmtree(tmp_path / "tinsmith.db.wake")
+    assert isinstance(store._wakeups, SocketWakeUps)
+    shutil.rmtree(store._wakeups._directory)  # not next to the database if its path is long
     for seq_id in (0, 1):
         await store.submit(a_sample(seq_id))
     await store.close()
@@ -449,11 +449,12 @@ async def test_what_is_committed_stays_so_if_nobody_can_be_woken(
 
 
 async def test_a_directory_that_others_can_open_is_refused(tmp_path: Path) -> None:
-    directory = tmp_path / "wake"
-    directory.mkdir()
-    directory.chmod(0o755)
+    wakeups = SocketWakeUps(tmp_path / "wake")
+    wakeups._directory.mkdir()
+    wakeups._directory.chmod(0o755)
     with pytest.raises(ServerError, match="nobody else"):
-        await SocketWakeUps(directory).open()
+        await wakeups.open()
+    wakeups._directory.rmdir()
 
 
 class NeverAnswers(Grouping):
