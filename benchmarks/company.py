@@ -1,4 +1,4 @@
-"""What company costs in training: a forward_backward of 1, 4 and 16 tenants with the same number of tokens.
+"""What company costs in training: a forward_backward of one and of many tenants with the same number of tokens.
 
     python benchmarks/company.py megatron [--family qwen3_moe] [--tokens 4096] [--ranks 1] [--settings '{...}']
     python benchmarks/company.py fsdp --family qwen3
@@ -62,7 +62,20 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=1, help="processes")
     parser.add_argument("--settings", type=json.loads, default={}, help="more settings of the backend, as JSON")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.tenants[0] != 1:
+        parser.error(
+            f"--tenants begins with {options.tenants[0]}; the others are compared with 1, which must come first"
+        )
+    for tenants in options.tenants:
+        if options.tokens % (options.sequence * tenants):
+            parser.error(
+                f"{tenants} tenants cannot share {options.tokens} tokens in whole sequences of {options.sequence}: "
+                "change --tokens or --sequence"
+            )
+    if options.backend == "jax" and options.ranks != 1:
+        parser.error("--ranks is for fsdp and megatron: jax computes in one process")
+    return options
 
 
 def shape(options: argparse.Namespace) -> TinyShape:

@@ -1,10 +1,10 @@
-"""Answer at once what takes a way to the engine and back: what remains is the SDK and HTTP.
+"""Answer at once what would need the engine: what remains is the SDK and HTTP.
 
     start_at_once --url URL --base-model NAME
 
 The first answer to each of `REPEATED`, and to its future, comes from the server at the URL; every later one is a copy.
-Whatever else is asked goes to that server. So a model must repeat one thing only: that server misses the seq_ids of
-what is never passed on.
+Whatever else is asked goes to that server. It never sees the seq_ids of what was answered with a copy, so a model may
+only repeat the same calls.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from comparison import launch
 
 REPEATED: Final = ("optim_step", "save_weights_for_sampler", "create_sampling_session")
 _RETRIEVE: Final = "retrieve_future"
-_PASSED_ON: Final = ("transfer-encoding", "connection", "content-length", "host")  # but these headers
+_NOT_PASSED_ON: Final = ("transfer-encoding", "connection", "content-length", "host")
 _OK: Final = 200
 
 
@@ -113,7 +113,7 @@ def verb_of(path: str) -> str:
 
 
 def _without(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in headers.items() if name.lower() not in _PASSED_ON}
+    return {name: value for name, value in headers.items() if name.lower() not in _NOT_PASSED_ON}
 
 
 async def _serve(url: str, description: Mapping[str, object]) -> None:
@@ -122,6 +122,7 @@ async def _serve(url: str, description: Mapping[str, object]) -> None:
     port = server.sockets[0].getsockname()[1]
     print(json.dumps({"url": f"http://127.0.0.1:{port}", "pid": os.getpid(), **description}), flush=True)
     await asyncio.to_thread(sys.stdin.read)
+    os._exit(0)  # the loop would wait for what is still being passed on
 
 
 def main() -> None:
@@ -131,7 +132,6 @@ def main() -> None:
     options = parser.parse_args()
     described = {"version": "", "configuration": {}, "base_model": options.base_model}
     uvloop.run(_serve(options.url, {"name": "at once", **described}))
-    os._exit(0)  # whatever is still being passed on
 
 
 if __name__ == "__main__":

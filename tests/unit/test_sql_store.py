@@ -22,10 +22,10 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import URL, Connection, create_engine, text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlmodel import Session
 
-from tinsmith.errors import ConfigError, ServerError, UserError
+from tinsmith.errors import ConfigError, ServerError, StoreError, UserError
 from tinsmith.sql_store.choose import dialect_of
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.databases import socket_wakeups
@@ -36,6 +36,7 @@ from tinsmith.sql_store.grouping import Call, Grouping
 from tinsmith.sql_store.migrate import alembic_config
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.tables import SessionRow, Table, to_row
+from tinsmith.sql_store.transactions import writer
 from tinsmith.sql_store.transactions.request_ids import created_at, new_request_id
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import StoreContext
@@ -359,6 +360,25 @@ async def test_others_are_woken_after_the_commit_without_this_event_loop(
     assert visible == 1
 
 
+async def test_nobody_is_woken_by_what_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Sequence[str]] = []
+
+    def refuse(_session: Session) -> None:
+        raise OperationalError("COMMIT", {}, sqlite3.OperationalError("disk I/O error"))
+
+    monkeypatch.setattr(SocketWakeUps, "send", lambda _, topics: sent.append(topics))
+    store = a_store(tmp_path)
+    await store.open()
+    with monkeypatch.context() as failing:
+        failing.setattr(writer, "_commit", refuse)
+        with pytest.raises(StoreError, match="disk I/O error"):
+            await store.submit(a_sample())
+    assert sent == []
+    await store.submit(a_sample())
+    assert len(sent) == 1
+    await store.close()
+
+
 @pytest.mark.slow
 async def test_a_full_socket_does_not_stop_the_sender(tmp_path: Path) -> None:
     one, two = SocketWakeUps(tmp_path / "wake"), SocketWakeUps(tmp_path / "wake")
@@ -414,7 +434,7 @@ async def test_the_last_to_leave_may_remove_the_directory_while_another_arrives(
     await one.close()
     await two.close()
     times = 1_000
-    with pytest.raises(ServerError, match="was gone each time"):
+    with pytest.raises(ServerError, match="cannot keep a socket"):
         await SocketWakeUps(tmp_path / "wake").open()
 
 
@@ -439,12 +459,16 @@ async def test_what_is_committed_stays_so_if_nobody_can_be_woken(
     store = a_store(tmp_path)
     await store.open()
     assert isinstance(store._wakeups, SocketWakeUps)
-    shutil.rmtree(store._wakeups._directory)  # not next to the database if its path is long
-    for seq_id in (0, 1):
+    directory = store._wakeups._directory  # not next to the database if its path is long
+    cannot_be_removed = directory / "1-dead.sock"
+    cannot_be_removed.mkdir()
+    await store.submit(a_sample(0))
+    shutil.rmtree(directory)
+    for seq_id in (1, 2):
         await store.submit(a_sample(seq_id))
     await store.close()
-    assert _count(tmp_path) == 2
-    (told,) = [record.message for record in caplog.records if "cannot wake each other" in record.message]
+    assert _count(tmp_path) == 3
+    (told,) = [record.message for record in caplog.records if "may not be woken" in record.message]
     assert "safety_poll_s" in told
 
 

@@ -57,13 +57,16 @@ class SocketWakeUps(WakeUps):
         asyncio.get_running_loop().add_reader(own.fileno(), self._receive, own)
 
     def _bind(self, own: socket.socket) -> None:
-        for _ in range(_MAX_BINDS):
-            with suppress(FileNotFoundError):  # another process was the last to leave, and has just removed it
+        for again in reversed(range(_MAX_BINDS)):
+            try:
                 _make_private(self._directory)
                 own.bind(str(self._directory / self._own))
-                return
-        msg = f"{self._directory} was made {_MAX_BINDS} times and was gone each time: does another program delete it?"
-        raise ServerError(msg)
+            except FileNotFoundError as error:  # another process was the last to leave, and has just removed it
+                if again:
+                    continue
+                msg = f"cannot keep a socket in {self._directory}, tried {_MAX_BINDS} times: {error}"
+                raise ServerError(msg) from error
+            return
 
     async def close(self) -> None:
         if self._socket is None:
@@ -84,7 +87,8 @@ class SocketWakeUps(WakeUps):
             self.wake(message.decode().split(_SEPARATOR))
 
     def send(self, topics: Sequence[str]) -> None:
-        if self._socket is None or not topics:
+        own = self._socket  # once closed, it sends nothing
+        if own is None or not topics:
             return
         messages = list(_messages(topics))
         with self._sending:
@@ -92,7 +96,7 @@ class SocketWakeUps(WakeUps):
                 address = str(self._directory / name)
                 try:
                     for message in messages:
-                        self._socket.sendto(message, address)
+                        own.sendto(message, address)
                 except (ConnectionRefusedError, FileNotFoundError):  # its process is gone
                     self._forget(name)
                 except OSError:  # its buffer is full: it has enough wake-ups to read everything
@@ -100,16 +104,17 @@ class SocketWakeUps(WakeUps):
 
     def _peers(self) -> list[str]:
         """Return the other sockets. The directory is read again only if it has changed."""
+        now = time.time_ns()
         try:
             changed_at = self._directory.stat().st_mtime_ns
             if changed_at != self._listed_at:
                 names = os.listdir(self._directory)  # noqa: PTH208 - only names are needed, on a hot path
                 self._others = [name for name in names if name.endswith(_SUFFIX) and name != self._own]
                 # The kernel's time goes in steps of milliseconds, so another socket may come without a change to it.
-                self._listed_at = changed_at if time.time_ns() - changed_at > _SETTLED_NS else -1
+                self._listed_at = changed_at if now - changed_at > _SETTLED_NS else -1
+                self._has_complained = False
         except OSError as error:  # what was committed stays so, whoever may be told
             self._complain(error)
-            return []
         return self._others
 
     def _complain(self, error: OSError) -> None:
@@ -117,13 +122,15 @@ class SocketWakeUps(WakeUps):
             return
         self._has_complained = True
         _log.warning(
-            "processes that share the database cannot wake each other: %s; each notices the others' work when it next "
-            "reads the database by itself (every safety_poll_s); restart them",
+            "processes that share the database may not be woken: %s; each notices the others' work when it next reads "
+            "the database by itself (every safety_poll_s); if %s is gone, restart them",
             error,
+            self._directory,
         )
 
     def _forget(self, name: str) -> None:
-        (self._directory / name).unlink(missing_ok=True)
+        with suppress(OSError):  # as above; it is refused again next time
+            (self._directory / name).unlink(missing_ok=True)
         self._listed_at = -1
 
 
