@@ -16,7 +16,7 @@ from tinsmith.errors import AuthenticationError, NotFoundError
 from tinsmith.hook_values import Principal
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.context import Context
-from tinsmith.server.known import KnownRequest, KnownRun
+from tinsmith.server.known import KnownRequest, KnownRun, KnownSession
 from tinsmith.store import CheckpointRecord, OperationRecord, RunRecord, SamplingSessionRecord, SessionRecord
 from tinsmith.store.revocation import revoked, usable_checkpoint
 from tinsmith.store.unknown import no_such
@@ -25,6 +25,7 @@ Owned = TypeVar(
     "Owned",
     SessionRecord,
     RunRecord,
+    KnownSession,
     KnownRun,
     SamplingSessionRecord,
     CheckpointRecord,
@@ -92,6 +93,10 @@ def _readable(record: Owned, caller: Principal, what: str, name: str) -> Owned:
 
 async def own_session(context: Context, caller: Principal, session_id: str) -> SessionRecord:
     return _owned(await context.store.get_session(session_id), caller, "session", session_id)
+
+
+async def own_known_session(context: Context, caller: Principal, session_id: str) -> KnownSession:
+    return _owned(await context.sessions.get(session_id), caller, "session", session_id)
 
 
 async def readable_session(context: Context, caller: Principal, session_id: str) -> SessionRecord:

@@ -17,7 +17,7 @@ from tinsmith.losses import LossSpec
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.api_keys import ApiKeys
 from tinsmith.server.heavy_work import HeavyWork
-from tinsmith.server.known import Known, KnownRequest, KnownRun
+from tinsmith.server.known import Known, KnownRequest, KnownRun, KnownSession
 from tinsmith.server.large_answers import LargeAnswers
 from tinsmith.server.quotas import Quotas
 from tinsmith.server.signed_urls import UrlSigner
@@ -109,14 +109,19 @@ class ServerContext:
     heavy: HeavyWork = field(default_factory=HeavyWork)
     large_answers: LargeAnswers = field(default_factory=LargeAnswers)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    sessions: Known[KnownSession] = field(init=False)
     runs: Known[KnownRun] = field(init=False)
     samplers: Known[SamplingSessionRecord] = field(init=False)
     requests: Known[KnownRequest] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.sessions = Known(self._session)
         self.runs = Known(self._run)
         self.samplers = Known(self.store.get_sampling_session)
         self.requests = Known(self._request)
+
+    async def _session(self, session_id: str) -> KnownSession:
+        return KnownSession((await self.store.get_session(session_id)).tenant)
 
     async def _run(self, model_id: str) -> KnownRun:
         return KnownRun.of(await self.store.get_run(model_id))

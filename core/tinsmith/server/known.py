@@ -27,6 +27,13 @@ class KnownRun:
 
 
 @dataclass(frozen=True, slots=True)
+class KnownSession:
+    """What never changes of a session."""
+
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
 class KnownRequest:
     """What never changes of an operation."""
 

@@ -378,7 +378,7 @@ ROUTED_EXPERTS = RoutedExpertsRow.metadata.tables[str(RoutedExpertsRow.__tablena
 SAMPLING_SESSIONS = SamplingSessionRow.metadata.tables[str(SamplingSessionRow.__tablename__)]
 
 
-def to_record(row: SQLModel, record: type[R]) -> R:
+def to_record(row: object, record: type[R]) -> R:
     """Make a record from a row that has its fields."""
     return record(**{field.name: getattr(row, field.name) for field in fields(record)})  # type: ignore[arg-type]  # R is a dataclass
 

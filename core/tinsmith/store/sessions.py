@@ -25,7 +25,7 @@ class Sessions(ABC):
 
     @abstractmethod
     async def touch_session(self, session_id: str, at: datetime) -> SessionRecord:
-        """Record a heartbeat."""
+        """Record a heartbeat. A session that has ended stays as it is."""
 
     @abstractmethod
     async def update_session(self, session_id: str, *, project_id: str | None) -> SessionRecord: ...

@@ -97,6 +97,8 @@ class RequestStoreContract(
         await store.end_session("s1", "errored", "why")
         ended = await store.end_session("s1", "success", None)
         assert (ended.ended, ended.end_detail) == ("errored", "why")
+        assert await store.touch_session("s1", NOW + timedelta(seconds=10)) == ended
+        assert await store.get_session("s1") == ended
 
     async def test_silent_sessions_expire(self, store: RequestStore) -> None:
         for number in range(3):

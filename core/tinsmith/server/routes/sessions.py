@@ -8,7 +8,7 @@ from fastapi import APIRouter, Header, Query, Response
 
 from tinsmith.errors import ServerError, UserError
 from tinsmith.protocol import bounds, wire
-from tinsmith.server.auth import AccessScope, Caller, own_session, readable_session, visible_tenant
+from tinsmith.server.auth import AccessScope, Caller, own_known_session, own_session, readable_session, visible_tenant
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.store import RunRecord, SessionRecord
@@ -54,9 +54,8 @@ async def create_session(
 
 @router.post("/session_heartbeat")
 async def session_heartbeat(body: wire.SessionRequest, caller: Caller, context: Context) -> wire.SessionHeartbeat:
-    session = await own_session(context, caller, body.session_id)
-    if session.ended is None:
-        session = await context.store.touch_session(body.session_id, context.now())
+    await own_known_session(context, caller, body.session_id)
+    session = await context.store.touch_session(body.session_id, context.now())
     if session.ended is not None:
         msg = f"session {body.session_id!r} has ended ({session.ended}); create a new one"
         raise SessionEndedError(msg)
