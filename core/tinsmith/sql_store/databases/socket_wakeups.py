@@ -104,7 +104,7 @@ class SocketWakeUps(WakeUps):
 
     def _peers(self) -> list[str]:
         """Return the other sockets. The directory is read again only if it has changed."""
-        now = time.time_ns()
+        now = time.time_ns()  # before the listing: this thread may stop for long after it
         try:
             changed_at = self._directory.stat().st_mtime_ns
             if changed_at != self._listed_at:
@@ -129,7 +129,7 @@ class SocketWakeUps(WakeUps):
         )
 
     def _forget(self, name: str) -> None:
-        with suppress(OSError):  # as above; it is refused again next time
+        with suppress(OSError):  # what was committed stays so; this is tried again next time
             (self._directory / name).unlink(missing_ok=True)
         self._listed_at = -1
 
