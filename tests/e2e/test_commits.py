@@ -32,8 +32,8 @@ FEWEST = [["durable submit"], ["relaxed claim"], ["durable complete"]]
 
 @pytest.fixture(scope="module")
 def toy_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server that other tests have left nothing on: a gap that is given up, for one, wakes the engine."""
-    with running_server(tmp_path_factory.mktemp("counted")) as server:
+    """A server on which nothing wakes the engine but the test: no gap that another test left, and no poll."""
+    with running_server(tmp_path_factory.mktemp("counted"), store_options={"safety_poll_s": 3600.0}) as server:
         yield server
 
 
