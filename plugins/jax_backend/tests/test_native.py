@@ -111,7 +111,11 @@ async def test_samples_are_those_of_xla(pair: tuple[JaxBackend, JaxBackend]) -> 
 
 @pytest.mark.parametrize("kind", BFLOAT16)
 async def test_bfloat16_is_near_float32(models: dict[str, Path], jax_cache: Path, kind: str) -> None:
-    """Of all modules: what rounding changes is small, in any direction, and the same in training as in sampling."""
+    """Of all modules: what rounding changes is small, in any direction, and the same in training as in sampling.
+
+    In the layers, both round the same numbers: one that went to its other neighbour would change each token that sees
+    it by more than is allowed here.
+    """
     exact, rounding = (make_backend(models[kind], jax_cache, **LIMITS, dtype=d) for d in ("float32", "bfloat16"))
     assert rounding.limits.kernels.native
     assert rounding.capabilities.isolation == "bitwise"
@@ -125,13 +129,15 @@ async def test_bfloat16_is_near_float32(models: dict[str, Path], jax_cache: Path
         for path, right in expected[name].gradients.items():
             error = np.linalg.norm(found[name].gradients[path] - right)
             assert 0 < error < 0.02 * np.linalg.norm(right) or not right.any(), path
-    tokens = prompt(150, seed=1)
-    of_training = trainer_logprobs(rounding, "a", tokens)
-    asked = make_sample(tokens, "a", max_tokens=1, prompt_logprobs=True)
-    of_sampling = (await sample(rounding, asked)).prompt_logprobs[1:]
-    right = (await sample(exact, asked)).prompt_logprobs[1:]
-    assert 0 < np.abs(of_sampling - right).mean() < 0.02
-    assert np.abs(of_sampling - of_training).mean() < 0.1 * np.abs(of_sampling - right).mean()
+    differences = []
+    for seed in range(12):
+        tokens = prompt(150, seed=seed)
+        asked = make_sample(tokens, "ab"[seed % 2], max_tokens=1, prompt_logprobs=True)
+        of_sampling = (await sample(rounding, asked)).prompt_logprobs[1:]
+        right = (await sample(exact, asked)).prompt_logprobs[1:]
+        assert 0 < np.abs(of_sampling - right).mean() < 0.02
+        differences.append(np.abs(of_sampling - trainer_logprobs(rounding, "ab"[seed % 2], tokens)))
+    assert np.mean(np.concatenate(differences) > 1e-5) < 0.01  # the norm before the head is XLA's in training
     for backend in (exact, rounding):
         backend.close()
 
@@ -323,11 +329,13 @@ def test_what_lay_in_memory_before_changes_nothing() -> None:
     assert ran.returncode == 0, ran.stdout
 
 
-def test_products_have_one_rounding_in_all_sizes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("without", [(), ("__AVX512F__",), ("__AVX512F__", "__AVX__")], ids=" ".join)
+def test_products_have_one_rounding_in_all_sizes(tmp_path: Path, without: Sequence[str]) -> None:
+    """With the vectors of this machine, and with those of machines that have shorter ones."""
     compiler = shutil.which("c++")
     assert compiler is not None
     source, program = Path(__file__).with_name("native_bits.cc"), tmp_path / "bits"
-    sources = [str(source), str(library.SOURCES / "products.cc")]
+    sources = [str(source), str(library.SOURCES / "products.cc"), *(f"-U{macro}" for macro in without)]
     command = library.command(compiler, subprocess.check_output([compiler, "--version"]))
     subprocess.run([*command, f"-I{library.SOURCES}", *sources, "-o", str(program)], check=True)
     ran = subprocess.run([str(program)], check=False, capture_output=True, text=True)

@@ -31,7 +31,7 @@ from jax import lax
 
 from tinsmith_jax import expert_sampling, native_head, native_sampling
 from tinsmith_jax.experts import Stacked, of_layer, route, take_apart
-from tinsmith_jax.layers import TILE, rms_norm, rope, rope_angles
+from tinsmith_jax.layers import TILE, Tiles, rms_norm, rope, rope_angles
 from tinsmith_jax.mesh import ONE, Axes, gathered
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.native_sampling import Rows
@@ -162,7 +162,8 @@ def score_prompt(
     """
     shard, row = place
     if axes.kernels.native:
-        logits_TV = native_head.logits(base["head"], resident["head"], hidden_TH, row[None])
+        own = Tiles(row[None], resident["scale"][row][None])
+        logits_TV = native_head.logits(base["head"], resident["head"], hidden_TH, own)
     else:
         lora = AdapterRows.of_tiles(resident, row[None])
         logits_TV = _logits(axes.whole(base["head"], 1), lora, hidden_TH[None], axes)[0]
@@ -278,21 +279,24 @@ def copy_pages(cache: Cache, source_X: jax.Array, target_X: jax.Array) -> Cache:
 def write_adapter(resident: Tree, adapter: Tree, row: jax.Array, scale: jax.Array, *, axes: Axes = ONE) -> Tree:
     """Put an adapter into a row of all shards', padding its rank with zeros and folding its scale into B.
 
-    If ranks are kept, note its rank class.
+    The kernels in C++ read its rank class and its scale instead, and multiply by the latter where training does.
     """
+    native = "rank" in resident
+    folded = 1.0 if native else scale
     row = axes.own_row(row, resident["head"][0].shape[0])  # past the end on other shards, where nothing is set
 
     def put(rows: tuple[jax.Array, jax.Array], pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         (rows_A, rows_B), (A, B) = rows, pair
         missing = rows_A.shape[-1] - A.shape[-1]
         A = jnp.pad(A, [(0, 0)] * (A.ndim - 1) + [(0, missing)]).astype(rows_A.dtype)
-        B = jnp.pad(B * scale, [(0, 0)] * (B.ndim - 2) + [(0, missing), (0, 0)]).astype(rows_B.dtype)
+        B = jnp.pad(B * folded, [(0, 0)] * (B.ndim - 2) + [(0, missing), (0, 0)]).astype(rows_B.dtype)
         return rows_A.at[..., row, :, :].set(A), rows_B.at[..., row, :, :].set(B)
 
     pairs = {name: resident[name] for name in adapter}
     written: Tree = jax.tree.map(put, pairs, adapter, is_leaf=lambda node: isinstance(node, tuple))
-    if "rank" in resident:
+    if native:
         written["rank"] = resident["rank"].at[row].set(adapter["head"][0].shape[-1])
+        written["scale"] = resident["scale"].at[row].set(scale)
     return written
 
 

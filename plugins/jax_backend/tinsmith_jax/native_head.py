@@ -42,11 +42,11 @@ def rows(head_VH: Any, adapters: Any, hidden_CH: Any, tiles: Tiles, count_n: Any
     return Rows(hidden_CH, head_VH, A, B, tiles.adapter_n, tiles.scale_n, count_n, targets_CK)
 
 
-def logits(head_VH: Any, adapters: Any, hidden_CH: Any, adapter_n: Any) -> Any:
-    """Return the logits [C, V] of whole tiles. The adapters are scaled; a tile with a number below 0 has none."""
-    n = len(adapter_n)
-    tiles, count_n = Tiles(adapter_n, np.ones(n, np.float32)), np.full(n, TILE, np.int32)
-    return forward(rows(head_VH, adapters, hidden_CH, tiles, count_n, np.zeros((n * TILE, 1), np.int32)))[0].logits_CV
+def logits(head_VH: Any, adapters: Any, hidden_CH: Any, tiles: Tiles) -> Any:
+    """Return the logits [C, V] of whole tiles. One whose adapter is below 0 has none."""
+    n = len(tiles.adapter_n)
+    count_n, target_CK = np.full(n, TILE, np.int32), np.zeros((n * TILE, 1), np.int32)
+    return forward(rows(head_VH, adapters, hidden_CH, tiles, count_n, target_CK))[0].logits_CV
 
 
 def forward(given: Rows) -> tuple[Logits, Any]:

@@ -95,7 +95,7 @@ def _layers(
     adapters = [factor for name in LAYER_MODULES for factor in resident["layers"][name]]
     narrow = [base.get("narrow", {}).get(name, _ABSENT_NARROW) for name in NARROW]
     arguments = (
-        *(x_NH, rows.position_N, rows.table_BG, rows.adapter_B, resident["rank"], cos_ND, sin_ND),
+        *(x_NH, rows.position_N, rows.table_BG, rows.adapter_B, resident["rank"], resident["scale"], cos_ND, sin_ND),
         *(norm.astype(np.float32) for norm in norms),
         *(*matrices, *adapters, *resident["head"], *narrow, *cache),
     )

@@ -139,7 +139,7 @@ class SamplingPrograms:
     @property
     def _resident_specs(self) -> Any:
         specs = resident_specs(LAYER_MODULES, experts=self.config.experts is not None)
-        return {**specs, "rank": Spec()} if self.shape.native else specs
+        return {**specs, "rank": Spec(), "scale": Spec()} if self.shape.native else specs
 
     @property
     def adapter_specs(self) -> Any:
@@ -154,11 +154,13 @@ class SamplingPrograms:
 
     @property
     def resident(self) -> adapters.Adapter:
-        """Return the shapes of the rows of adapters. The kernels in C++ also need the rank class of each."""
+        """Return the shapes of the rows of adapters. The kernels in C++ also need the rank class and scale of each."""
         one = adapters.shapes(self.config, self.shape.max_lora_rank)
         rows, dtype = self.shape.num_shards * self.shape.adapters_per_shard, self.shape.dtype
         pairs = jax.tree.map(lambda leaf: _shape((*leaf.shape[:-2], rows, *leaf.shape[-2:]), dtype), one)
-        return {**pairs, "rank": _shape((rows,), jnp.int32)} if self.shape.native else pairs
+        if not self.shape.native:
+            return pairs
+        return {**pairs, "rank": _shape((rows,), jnp.int32), "scale": _shape((rows,), jnp.float32)}
 
     def _build(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], into: Any, out: Any, donated: int | None = None

@@ -3,9 +3,31 @@
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
 namespace tinsmith {
 namespace {
+
+// Vectors of a block: with six rows, as many sums as registers hold beside the vectors and one more.
+constexpr int kVectors = kRegisters / 8;
+constexpr int64_t kPanel = 32;  // columns that are packed together
+constexpr int64_t kFewForPacking = 16;
+constexpr int64_t kLine = 64 / sizeof(float);  // numbers that a prefetch brings
+
+// Rows of a matrix, `row` apart.
+template <typename W>
+struct Rows {
+  const W* at;
+  int64_t row;
+  Rows from(int64_t column) const { return {at + column, row}; }
+  Rows after(int64_t rows) const { return {at + rows * row, row}; }
+};
+
+// How many rows of w one number of x multiplies.
+template <typename X, typename W>
+constexpr int64_t rows_of_input() {
+  return std::is_same_v<X, Pair> && std::is_same_v<W, Narrow> ? 2 : 1;
+}
 
 // Adds to each sum the products of a pair by a pair.
 [[gnu::always_inline]] inline void add_products(Vec& sums, PairVec x, PairVec w) {
@@ -40,8 +62,8 @@ template <int V, typename Lanes>
 
 // R rows by V vectors of L lanes of `product`.
 template <int R, int V, int L, typename W>
-[[gnu::always_inline]] inline void block(Strided<float> x, const W* w, int64_t w_row, int64_t inputs, float* y,
-                                         int64_t y_row, bool adds, int64_t ahead) {
+[[gnu::always_inline]] inline void block(Strided<float> x, Rows<W> w, int64_t inputs, float* y, int64_t y_row,
+                                         bool adds, Rows<W> soon) {
   typedef float Lanes __attribute__((vector_size(L * sizeof(float))));
   Lanes sums[R][V];
 #pragma GCC unroll 16
@@ -50,16 +72,16 @@ template <int R, int V, int L, typename W>
     for (int v = 0; v < V; ++v) sums[r][v] = Lanes{};
   }
   for (int64_t i = 0; i < inputs; ++i) {
-    const W* from = w + i * w_row;
+    const W* from = w.after(i).at;
     Lanes weights[V];
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) {
-      __builtin_prefetch(from + ahead + v * L);
+      if (v * L % kLine == 0) __builtin_prefetch(soon.after(i).at + v * L);
       weights[v] = lanes<L>(from + v * L);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const Lanes input = Lanes{} + x.at[r * x.row + i * x.column];
+      const Lanes input = repeated<L>(x.at[r * x.row + i * x.column]);
 #pragma GCC unroll 16
       for (int v = 0; v < V; ++v) sums[r][v] += input * weights[v];
     }
@@ -70,34 +92,44 @@ template <int R, int V, int L, typename W>
 
 // V vectors of pairs, of a matrix of pairs.
 template <int V>
-[[gnu::always_inline]] inline void load_pairs(const Pair* w, int64_t, int64_t ahead, PairVec (&pairs)[V]) {
+[[gnu::always_inline]] inline void load_pairs(Rows<Pair> w, Rows<Pair> soon, PairVec (&pairs)[V]) {
 #pragma GCC unroll 16
   for (int v = 0; v < V; ++v) {
-    __builtin_prefetch(w + ahead + v * kLanes);
-    std::memcpy(&pairs[v], w + v * kLanes, sizeof(PairVec));
+    if (v * kLanes % kLine == 0) __builtin_prefetch(soon.at + v * kLanes);
+    std::memcpy(&pairs[v], w.at + v * kLanes, sizeof(PairVec));
   }
 }
 template <int V>
 [[gnu::always_inline]] inline void in_order(const Pair*, Vec (&)[V]) {}
 
-// V vectors of pairs, each of numbers below each other in two rows of a matrix. One instruction interleaves eight
-// columns, but in each quarter of a vector by itself, so `in_order` must put the sums right.
+// The numbers of two rows below each other. One instruction interleaves eight columns, but in each 128 bits by itself.
+// These are the places of the first four of eight columns, or with `kSecond` = 4 of the others; and those that put
+// vectors of the one and the other right, from column `kFirst`.
+template <int kSecond>
+struct Below {
+  static constexpr int of(int half) { return half / 8 * 8 + half % 8 / 2 + kSecond + half % 2 * 2 * kLanes; }
+};
+template <int kFirst>
+struct InOrder {
+  static constexpr int of(int lane) {
+    const int column = kFirst + lane;
+    return column / 8 * 4 + column % 4 + column % 8 / 4 * kLanes;
+  }
+};
+
+// V vectors of pairs, each of numbers below each other in two rows of a matrix; `in_order` puts their sums right.
 template <int V>
-[[gnu::always_inline]] inline void load_pairs(const Narrow* w, int64_t w_row, int64_t ahead, PairVec (&pairs)[V]) {
+[[gnu::always_inline]] inline void load_pairs(Rows<Narrow> w, Rows<Narrow> soon, PairVec (&pairs)[V]) {
   static_assert(V % 2 == 0);
   typedef Narrow Row __attribute__((vector_size(2 * kLanes * sizeof(Narrow))));
 #pragma GCC unroll 16
   for (int v = 0; v < V; v += 2) {
-    const Narrow* from = w + v * kLanes;
+    __builtin_prefetch(soon.at + v * kLanes);
+    __builtin_prefetch(soon.after(1).at + v * kLanes);
     Row a, b;
-    __builtin_prefetch(from + ahead);
-    __builtin_prefetch(from + w_row + ahead);
-    std::memcpy(&a, from, sizeof(Row));
-    std::memcpy(&b, from + w_row, sizeof(Row));
-    const Row low = __builtin_shufflevector(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 8, 40, 9, 41, 10, 42, 11, 43, 16, 48, 17,
-                                            49, 18, 50, 19, 51, 24, 56, 25, 57, 26, 58, 27, 59);
-    const Row high = __builtin_shufflevector(a, b, 4, 36, 5, 37, 6, 38, 7, 39, 12, 44, 13, 45, 14, 46, 15, 47, 20, 52,
-                                             21, 53, 22, 54, 23, 55, 28, 60, 29, 61, 30, 62, 31, 63);
+    std::memcpy(&a, w.at + v * kLanes, sizeof(Row));
+    std::memcpy(&b, w.after(1).at + v * kLanes, sizeof(Row));
+    const Row low = shuffled<Below<0>>(a, b), high = shuffled<Below<4>>(a, b);
     std::memcpy(&pairs[v], &low, sizeof(Row));
     std::memcpy(&pairs[v + 1], &high, sizeof(Row));
   }
@@ -107,17 +139,17 @@ template <int V>
 #pragma GCC unroll 16
   for (int v = 0; v < V; v += 2) {
     const Vec low = sums[v], high = sums[v + 1];
-    sums[v] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    sums[v + 1] = __builtin_shufflevector(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    sums[v] = shuffled<InOrder<0>>(low, high);
+    sums[v + 1] = shuffled<InOrder<kLanes>>(low, high);
   }
 }
 
 // R rows of pairs by V vectors of `product`.
 template <int R, int V, int L, typename W>
-[[gnu::always_inline]] inline void block(Strided<Pair> x, const W* w, int64_t w_row, int64_t inputs, float* y,
-                                         int64_t y_row, bool adds, int64_t ahead) {
+[[gnu::always_inline]] inline void block(Strided<Pair> x, Rows<W> w, int64_t inputs, float* y, int64_t y_row,
+                                         bool adds, Rows<W> soon) {
   static_assert(L == kLanes);
-  constexpr int64_t kRows = std::is_same_v<W, Narrow> ? 2 : 1;
+  constexpr int64_t kOfInput = rows_of_input<Pair, W>();
   Vec sums[R][V];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
@@ -126,7 +158,7 @@ template <int R, int V, int L, typename W>
   }
   for (int64_t i = 0; i < inputs; ++i) {
     PairVec weights[V];
-    load_pairs(w + i * kRows * w_row, w_row, ahead, weights);
+    load_pairs(w.after(i * kOfInput), soon.after(i * kOfInput), weights);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const PairVec input = PairVec{} + x.at[r * x.row + i * x.column];
@@ -136,51 +168,74 @@ template <int R, int V, int L, typename W>
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    in_order(w, sums[r]);
+    in_order(w.at, sums[r]);
     finish(sums[r], y + r * y_row, adds);
   }
 }
 
 // R rows of `product`: by V vectors as long as these fit, the rest by fewer and shorter ones.
 template <int R, int V, int L = kLanes, typename X, typename W>
-inline void columns(Strided<X> x, const W* w, int64_t w_row, int64_t inputs, float* y, int64_t y_row, int64_t width,
-                    bool adds, int64_t ahead) {
+inline void columns(Strided<X> x, Rows<W> w, int64_t inputs, float* y, int64_t y_row, int64_t width, bool adds,
+                    Rows<W> soon) {
   int64_t j = 0;
-  for (; j + V * L <= width; j += V * L) block<R, V, L>(x, w + j, w_row, inputs, y + j, y_row, adds, ahead);
+  for (; j + V * L <= width; j += V * L) block<R, V, L>(x, w.from(j), inputs, y + j, y_row, adds, soon.from(j));
   if (j == width) return;
-  if constexpr (V > (std::is_same_v<X, Pair> && std::is_same_v<W, Narrow> ? 2 : 1)) {
-    columns<R, V / 2, L>(x, w + j, w_row, inputs, y + j, y_row, width - j, adds, ahead);
+  if constexpr (V > (rows_of_input<X, W>() > 1 ? 2 : 1)) {
+    columns<R, V / 2, L>(x, w.from(j), inputs, y + j, y_row, width - j, adds, soon.from(j));
   } else if constexpr (L > 1 && std::is_same_v<W, float>) {
-    columns<R, 1, L / 2>(x, w + j, w_row, inputs, y + j, y_row, width - j, adds, ahead);
+    columns<R, 1, L / 2>(x, w.from(j), inputs, y + j, y_row, width - j, adds, soon.from(j));
   }
 }
 
 // `rows` of at most R, which are known when the program runs.
 template <int R, int V, typename X, typename W>
-inline void few_rows(int64_t rows, Strided<X> x, const W* w, int64_t w_row, int64_t inputs, float* y, int64_t y_row,
-                     int64_t width, bool adds, int64_t ahead) {
-  if (rows == R) return columns<R, V>(x, w, w_row, inputs, y, y_row, width, adds, ahead);
-  if constexpr (R > 1) few_rows<R - 1, R == 3 ? 8 : V>(rows, x, w, w_row, inputs, y, y_row, width, adds, ahead);
+inline void few_rows(int64_t rows, Strided<X> x, Rows<W> w, int64_t inputs, float* y, int64_t y_row, int64_t width,
+                     bool adds, Rows<W> soon) {
+  if (rows == R) return columns<R, V>(x, w, inputs, y, y_row, width, adds, soon);
+  if constexpr (R > 1) few_rows<R - 1, R == 3 ? 2 * kVectors : V>(rows, x, w, inputs, y, y_row, width, adds, soon);
 }
 
-// Six rows and four vectors use the registers best; then come five, and fewer only for what is left. A panel of w stays
-// in the cache for all rows.
+// Columns of w that lie together, in memory of this thread until it packs others.
+template <typename W>
+const W* packed(const W* w, int64_t w_row, int64_t rows, int64_t width) {
+  thread_local std::vector<W> room;
+  if (static_cast<int64_t>(room.size()) < rows * width) room.resize(rows * width);
+  for (int64_t r = 0; r < rows; ++r, w += w_row) {
+    __builtin_prefetch(w + 16 * w_row);
+    if (width == kPanel) {
+      std::memcpy(room.data() + r * width, w, kPanel * sizeof(W));  // of a size that is known when this is compiled
+    } else {
+      std::memcpy(room.data() + r * width, w, width * sizeof(W));
+    }
+  }
+  return room.data();
+}
+
+// Six rows use the registers best; then come five, and fewer only for what is left. A panel of w stays in the cache for
+// all rows. Where the vectors of a block are but one line of the cache, those of many rows displace each other, as
+// often a power of two lies between them, so they are packed.
 template <typename X, typename W>
 void product_of(Strided<X> x, int64_t rows, const W* w, int64_t w_row, int64_t inputs, float* y, int64_t y_row,
                 int64_t width, bool adds) {
   const int64_t fives = (6 - rows % 6) % 6, sixes = rows >= 5 * fives ? rows - 5 * fives : rows / 6 * 6;
-  const int64_t panel = rows > 5 ? 4 * kLanes : width;
+  const bool packs = kVectors * kLanes <= kLine && rows > kFewForPacking && w_row > kPanel;
+  const int64_t panel = packs ? kPanel : rows > 5 ? kVectors * kLanes : width;
   for (int64_t j = 0; j < width; j += panel) {
     const int64_t wide = std::min(panel, width - j);
+    const Rows<W> there{w + j, w_row};
+    const Rows<W> here = packs ? Rows<W>{packed(w + j, w_row, rows_of_input<X, W>() * inputs, wide), wide} : there;
     int64_t r = 0;
-    // What is needed soon: rows of w, which pairs come to sooner, or the next panel.
-    const auto ahead = [&] { return r == 0 ? (std::is_same_v<X, Pair> ? 32 : 8) * w_row : panel; };
+    // What is needed soon: the next panel, or rows of this one, which pairs come to sooner.
+    const auto soon = [&] {
+      if (packs) return r == 0 ? there.from(wide) : here;
+      return r == 0 ? there.after(std::is_same_v<X, Pair> ? 32 : 8) : there.from(panel);
+    };
     for (; r < sixes; r += 6) {
-      columns<6, 4>(x.from(r), w + j, w_row, inputs, y + r * y_row + j, y_row, wide, adds, ahead());
+      columns<6, kVectors>(x.from(r), here, inputs, y + r * y_row + j, y_row, wide, adds, soon());
     }
     for (; r < rows; r += 5) {
-      few_rows<5, 4>(std::min<int64_t>(5, rows - r), x.from(r), w + j, w_row, inputs, y + r * y_row + j, y_row, wide,
-                     adds, ahead());
+      few_rows<5, kVectors>(std::min<int64_t>(5, rows - r), x.from(r), here, inputs, y + r * y_row + j, y_row, wide,
+                            adds, soon());
     }
   }
 }
@@ -194,7 +249,7 @@ inline PairVec some(const Pair* from, int64_t) {
 }
 [[gnu::always_inline]] inline void add_products(Vec& sums, Vec x, Vec w) { sums += x * w; }
 
-// R by S numbers of `dots`; together 16.
+// R by S numbers of `dots`; together kLanes.
 template <int R, int S, typename T>
 void dot_block(const T* x, int64_t x_row, const T* w, int64_t w_row, int64_t inputs, float* y, int64_t y_row) {
   static_assert(R * S == kLanes);
@@ -230,23 +285,24 @@ template <typename T>
 void dots_of(const T* x, int64_t x_row, int64_t rows, const T* w, int64_t w_row, int64_t inputs, float* y,
              int64_t y_row, int64_t width) {
   const auto each = [&](int64_t r, int64_t s) { y[r * y_row + s] = dot(x + r * x_row, w + s * w_row, inputs); };
-  const int64_t twos = rows / 2 * 2, fours = rows / 4 * 4;
+  constexpr int kHigh = kLanes / 4, kHalf = kLanes / 2;
+  const int64_t twos = rows / 2 * 2, high = rows / kHigh * kHigh;
   int64_t s = 0;
   for (; s + kLanes <= width; s += kLanes) {
     for (int64_t part = s; part < s + kLanes; part += 4) {
-      for (int64_t r = 0; r < fours; r += 4) {
-        dot_block<4, 4>(x + r * x_row, x_row, w + part * w_row, w_row, inputs, y + r * y_row + part, y_row);
+      for (int64_t r = 0; r < high; r += kHigh) {
+        dot_block<kHigh, 4>(x + r * x_row, x_row, w + part * w_row, w_row, inputs, y + r * y_row + part, y_row);
       }
     }
-    for (int64_t r = fours; r < rows; ++r) {
+    for (int64_t r = high; r < rows; ++r) {
       dot_block<1, kLanes>(x + r * x_row, x_row, w + s * w_row, w_row, inputs, y + r * y_row + s, y_row);
     }
   }
-  for (; s + 8 <= width; s += 8) {
+  for (; s + kHalf <= width; s += kHalf) {
     for (int64_t r = 0; r < twos; r += 2) {
-      dot_block<2, 8>(x + r * x_row, x_row, w + s * w_row, w_row, inputs, y + r * y_row + s, y_row);
+      dot_block<2, kHalf>(x + r * x_row, x_row, w + s * w_row, w_row, inputs, y + r * y_row + s, y_row);
     }
-    for (int64_t part = s; twos < rows && part < s + 8; ++part) each(twos, part);
+    for (int64_t part = s; twos < rows && part < s + kHalf; ++part) each(twos, part);
   }
   for (; s < width; ++s) {
     for (int64_t r = 0; r < rows; ++r) each(r, s);

@@ -28,8 +28,8 @@ namespace {
 constexpr int64_t kRowBlock = 8;
 constexpr int64_t kFewRows = 32;  // reading a matrix takes longer than multiplying so many rows with it
 
-// A LoRA module of all layers and adapters: A [L, R, inputs, rank] and B [L, R, rank, outputs], scaled. Each adapter
-// has a rank of its own, beyond which there are zeros.
+// A LoRA module of all layers and adapters: A [L, R, inputs, rank] and B [L, R, rank, outputs]. Each adapter has a rank
+// of its own, beyond which there are zeros.
 struct Module {
   const float* a;
   const float* b;
@@ -79,6 +79,7 @@ struct Model {
   const Narrow* copy_of_head;  // transposed, or null
   std::vector<Module> lora;    // q, k, v, o, gate, up, down, head
   const int32_t* rank;         // of each adapter
+  const float* scale;          // likewise
   float eps;
 
   bool rounds() const { return frozen(head).narrow != nullptr; }
@@ -201,15 +202,21 @@ class Pass {
     return {x, packed_.data(), size};
   }
 
-  // Multiplies with A of modules that read the same input: low_ [modules, N, rank].
+  // Multiplies with scaled A of modules that read the same input: low_ [modules, N, rank]. The scale comes after the sum,
+  // as in training.
   void lower(const Inputs& x, int64_t layer, std::initializer_list<int> modules) {
     const int64_t number = static_cast<int64_t>(modules.size());
     team_.each(number * static_cast<int64_t>(blocks_.size()), [&](int64_t at) {
       const RowBlock& rows = blocks_[at / number];
       const Module& module = m_.lora[*(modules.begin() + at % number)];
       if (rows.adapter < 0) return;
+      float* low = low_.data() + (at % number * N_ + rows.first) * module.rank;
+      const int64_t rank = m_.rank[rows.adapter];
       product({x.floats + rows.first * x.size, x.size}, rows.count, module.down(layer, rows.adapter), module.rank,
-              x.size, low_.data() + (at % number * N_ + rows.first) * module.rank, module.rank, m_.rank[rows.adapter]);
+              x.size, low, module.rank, rank);
+      for (int64_t n = 0; n < rows.count; ++n, low += module.rank) {
+        for (int64_t i = 0; i < rank; ++i) low[i] *= m_.scale[rows.adapter];
+      }
     });
   }
 
@@ -282,12 +289,13 @@ class Pass {
   // Attends from the queries that share a head of keys and values. What is past the row's position is not read.
   void attend(const Row& row, int64_t layer, int64_t head, float* queries, const float* weight, float* to) {
     const int64_t group = Q_ / KV_, seen = row.position + 1, num_pages = (seen + C_ - 1) / C_, room = num_pages * C_;
+    const float shrink = 1.0f / std::sqrt(static_cast<float>(D_));
     queries += head * group * D_;
     for (int64_t q = 0; q < group; ++q) {
       float* query = queries + q * D_;
       if (weight != nullptr) normed(query, weight, D_, m_.eps, query);
       rotate(query, row.cos, row.sin, D_);
-      for (int64_t d = 0; d < D_; ++d) query[d] /= std::sqrt(static_cast<float>(D_));
+      for (int64_t d = 0; d < D_; ++d) query[d] *= shrink;
     }
     std::vector<float>& scores = of_thread();
     scores.resize(group * room);
@@ -395,9 +403,9 @@ void sampling_layers(Call& call) {
   Arrays& given = call.arguments;
   const Floats x = given.floats();
   const Ints positions = given.ints(), tables = given.ints(), adapters = given.ints(), rank = given.ints();
-  const Floats cos = given.floats(), sin = given.floats();
+  const Floats scale = given.floats(), cos = given.floats(), sin = given.floats();
   Model model{};
-  model.rank = rank.data, model.eps = call.eps;
+  model.rank = rank.data, model.scale = scale.data, model.eps = call.eps;
   for (Floats* norm : {&model.input_norm, &model.q_norm, &model.k_norm, &model.post_norm, &model.final_norm}) {
     *norm = given.floats();
   }

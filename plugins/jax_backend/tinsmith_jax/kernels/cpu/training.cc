@@ -194,13 +194,15 @@ void attend(const Stream& s, const Heads& heads, int64_t layer, int64_t tile, in
       store(row + i, weight);
       total += weight;
     }
-    const float whole = sum(total);
-    for (int64_t i = 0; i < seen; i += kLanes) store(row + i, load(row + i) / whole);
+    const float whole = sum(total), scale = 1.0f / whole;
+    for (int64_t i = 0; i < seen; i += kLanes) store(row + i, load(row + i) * scale);
     totals[t * s.heads() + head] = highest + std::log(whole);
   }
   const float* values = s.rows(kProjections, layer, first, width) + s.Q + s.K + head / (s.Q / s.K) * s.D;
   float* to = s.rows(kAttended, layer, tile, s.Q) + head * s.D;
-  product({scores, seen}, s.count[tile], values, width, seen, to, s.Q, s.D);
+  for (int64_t of = 0; of < seen; of += kTile) {  // by parts as long as a page: sampling rounds the same numbers
+    product({scores + of, seen}, s.count[tile], values + of * width, width, kTile, to, s.Q, s.D, of > 0);
+  }
 }
 
 void before_attention(const Stream& s, int64_t layer, int64_t tile, Heads& heads) {

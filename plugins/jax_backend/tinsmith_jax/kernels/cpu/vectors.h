@@ -8,10 +8,20 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 namespace tinsmith {
 
-constexpr int kLanes = 16;
+// As many numbers as a register holds. Compilers keep longer vectors in memory, and go through it at each step.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kRegisters = 32;
+#elif defined(__AVX__)
+constexpr int kLanes = 8, kRegisters = 16;
+#elif defined(__aarch64__)
+constexpr int kLanes = 4, kRegisters = 32;
+#else
+constexpr int kLanes = 4, kRegisters = 16;
+#endif
 typedef float Vec __attribute__((vector_size(kLanes * sizeof(float))));
 typedef int32_t IntVec __attribute__((vector_size(kLanes * sizeof(int32_t))));
 
@@ -57,7 +67,18 @@ inline void store(float* to, Vec vec, int64_t count) {
   if (count >= kLanes) return store(to, vec);
   std::memcpy(to, &vec, count * sizeof(float));
 }
-inline Vec of(float value) { return Vec{} + value; }
+
+// `value` in all L lanes. A sum with zero is another number if `value` is -0, so compilers would compute it.
+template <int L, int... I>
+[[gnu::always_inline]] inline auto repeated(float value, std::integer_sequence<int, I...>) {
+  typedef float Lanes __attribute__((vector_size(L * sizeof(float))));
+  return Lanes{(static_cast<void>(I), value)...};
+}
+template <int L>
+[[gnu::always_inline]] inline auto repeated(float value) {
+  return repeated<L>(value, std::make_integer_sequence<int, L>{});
+}
+inline Vec of(float value) { return repeated<kLanes>(value); }
 
 // Rounds to bfloat16, in the lower halves; to the even one of two that are equally near.
 inline PairVec rounded(Vec x) {
@@ -66,13 +87,32 @@ inline PairVec rounded(Vec x) {
   return x != x ? PairVec{} + 0x7fc0u : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
 }
 
-// Adds neighbouring lanes: those of `a` come first, then those of `b`.
-[[gnu::always_inline]] inline Vec neighbours(Vec a, Vec b) {
-  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+// Lane i of the result is lane Place::of(i) of `a` and, after it, `b`.
+template <typename Place, typename Lanes, int... I>
+[[gnu::always_inline]] inline Lanes shuffled(Lanes a, Lanes b, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(a, b, Place::of(I)...);
+}
+template <typename Place, typename Lanes>
+[[gnu::always_inline]] inline Lanes shuffled(Lanes a, Lanes b) {
+  return shuffled<Place>(a, b, std::make_integer_sequence<int, sizeof(Lanes) / sizeof(a[0])>{});
 }
 
-// The sums of the lanes of N vectors, for N = 16.
+template <int kFirst>
+struct EveryOther {
+  static constexpr int of(int lane) { return 2 * lane + kFirst; }
+};
+// From `a` and `b` in turn, beginning with their lanes `kFirst`.
+template <int kFirst>
+struct InTurn {
+  static constexpr int of(int lane) { return kFirst + lane / 2 + lane % 2 * kLanes; }
+};
+
+// Adds neighbouring lanes: those of `a` come first, then those of `b`.
+[[gnu::always_inline]] inline Vec neighbours(Vec a, Vec b) {
+  return shuffled<EveryOther<0>>(a, b) + shuffled<EveryOther<1>>(a, b);
+}
+
+// The sums of the lanes of N vectors, for N = kLanes.
 template <int N>
 [[gnu::always_inline]] inline Vec sums(const Vec (&vecs)[N]) {
   if constexpr (N == 1) {
@@ -115,16 +155,16 @@ inline Vec exp(Vec x) {
   return x != x ? x : (x < of(-87.0f) ? Vec{} : result);
 }
 
-// Transposes 16 vectors: each step interleaves the first half with the second.
+// Transposes kLanes vectors: each step interleaves the first half with the second.
 [[gnu::always_inline]] inline void transpose(Vec (&vecs)[kLanes]) {
 #pragma GCC unroll 4
-  for (int step = 0; step < 4; ++step) {
+  for (int step = 1; step < kLanes; step *= 2) {
     Vec mixed[kLanes];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes / 2; ++i) {
       const Vec a = vecs[i], b = vecs[i + kLanes / 2];
-      mixed[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-      mixed[2 * i + 1] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+      mixed[2 * i] = shuffled<InTurn<0>>(a, b);
+      mixed[2 * i + 1] = shuffled<InTurn<kLanes / 2>>(a, b);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) vecs[i] = mixed[i];
