@@ -49,7 +49,7 @@ Vec sqrt(Vec x) {
   return load(lanes);
 }
 
-// Calls each(i, left, trained) for every 16 numbers of a piece.
+// Calls each(i, left, trained) for every kLanes numbers of a piece.
 template <typename Each>
 void for_lanes(const Piece& piece, Each each) {
   for (int64_t i = 0, at = 0; i < piece.count; i += kLanes) {

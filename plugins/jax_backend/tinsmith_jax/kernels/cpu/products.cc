@@ -8,10 +8,10 @@
 namespace tinsmith {
 namespace {
 
-// Vectors of a block: with six rows, as many sums as registers hold beside the vectors and one more.
+// Vectors of a block: six rows of them, the vectors of w and one of x fit into the registers.
 constexpr int kVectors = kRegisters / 8;
-constexpr int64_t kPanel = 32;  // columns that are packed together
-constexpr int64_t kFewForPacking = 16;
+constexpr int64_t kPanel = 32;          // columns that are packed together
+constexpr int64_t kFewForPacking = 16;  // rows that gain less from packing than it takes
 constexpr int64_t kLine = 64 / sizeof(float);  // numbers that a prefetch brings
 
 // Rows of a matrix, `row` apart.
@@ -102,13 +102,13 @@ template <int V>
 template <int V>
 [[gnu::always_inline]] inline void in_order(const Pair*, Vec (&)[V]) {}
 
-// The numbers of two rows below each other. One instruction interleaves eight columns, but in each 128 bits by itself.
-// These are the places of the first four of eight columns, or with `kSecond` = 4 of the others; and those that put
-// vectors of the one and the other right, from column `kFirst`.
+// Interleaves two rows. One instruction does that for eight columns, but each 128 bits by themselves, so it takes the
+// first four of every eight columns, or with `kSecond` = 4 the others.
 template <int kSecond>
 struct Below {
   static constexpr int of(int half) { return half / 8 * 8 + half % 8 / 2 + kSecond + half % 2 * 2 * kLanes; }
 };
+// Puts the columns from `kFirst` in order again, of sums of the first four of every eight and sums of the others.
 template <int kFirst>
 struct InOrder {
   static constexpr int of(int lane) {
@@ -195,25 +195,30 @@ inline void few_rows(int64_t rows, Strided<X> x, Rows<W> w, int64_t inputs, floa
   if constexpr (R > 1) few_rows<R - 1, R == 3 ? 2 * kVectors : V>(rows, x, w, inputs, y, y_row, width, adds, soon);
 }
 
-// Columns of w that lie together, in memory of this thread until it packs others.
+// Copies columns of w to memory of this thread, where they follow each other until it packs others.
 template <typename W>
 const W* packed(const W* w, int64_t w_row, int64_t rows, int64_t width) {
-  thread_local std::vector<W> room;
-  if (static_cast<int64_t>(room.size()) < rows * width) room.resize(rows * width);
+  struct alignas(64) Line {
+    W numbers[64 / sizeof(W)];
+  };
+  thread_local std::vector<Line> room;
+  const size_t lines = (rows * width * sizeof(W) + sizeof(Line) - 1) / sizeof(Line);
+  if (room.size() < lines) room.resize(lines);
+  W* to = room.data()->numbers;
   for (int64_t r = 0; r < rows; ++r, w += w_row) {
     __builtin_prefetch(w + 16 * w_row);
     if (width == kPanel) {
-      std::memcpy(room.data() + r * width, w, kPanel * sizeof(W));  // of a size that is known when this is compiled
+      std::memcpy(to + r * width, w, kPanel * sizeof(W));  // of a size that the compiler knows
     } else {
-      std::memcpy(room.data() + r * width, w, width * sizeof(W));
+      std::memcpy(to + r * width, w, width * sizeof(W));
     }
   }
-  return room.data();
+  return to;
 }
 
-// Six rows use the registers best; then come five, and fewer only for what is left. A panel of w stays in the cache for
-// all rows. Where the vectors of a block are but one line of the cache, those of many rows displace each other, as
-// often a power of two lies between them, so they are packed.
+// Six rows of x use the registers best; then come five, and fewer only for what is left. A panel of w stays in the cache
+// for all rows of x. If a block reads only one line of the cache from each row of w, and these rows are a power of two
+// apart, as they often are, the lines displace each other. So such panels are packed.
 template <typename X, typename W>
 void product_of(Strided<X> x, int64_t rows, const W* w, int64_t w_row, int64_t inputs, float* y, int64_t y_row,
                 int64_t width, bool adds) {
@@ -225,7 +230,8 @@ void product_of(Strided<X> x, int64_t rows, const W* w, int64_t w_row, int64_t i
     const Rows<W> there{w + j, w_row};
     const Rows<W> here = packs ? Rows<W>{packed(w + j, w_row, rows_of_input<X, W>() * inputs, wide), wide} : there;
     int64_t r = 0;
-    // What is needed soon: the next panel, or rows of this one, which pairs come to sooner.
+    // What is prefetched: first the next panel, if this one is packed, or later rows, which pairs come to sooner; then
+    // nothing new, or the next panel.
     const auto soon = [&] {
       if (packs) return r == 0 ? there.from(wide) : here;
       return r == 0 ? there.after(std::is_same_v<X, Pair> ? 32 : 8) : there.from(panel);

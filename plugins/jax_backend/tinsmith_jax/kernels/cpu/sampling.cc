@@ -29,7 +29,7 @@ constexpr int64_t kRowBlock = 8;
 constexpr int64_t kFewRows = 32;  // reading a matrix takes longer than multiplying so many rows with it
 
 // A LoRA module of all layers and adapters: A [L, R, inputs, rank] and B [L, R, rank, outputs]. Each adapter has a rank
-// of its own, beyond which there are zeros.
+// of its own, beyond which there are zeros, and a scale, which is not in A or B.
 struct Module {
   const float* a;
   const float* b;

@@ -200,7 +200,7 @@ void attend(const Stream& s, const Heads& heads, int64_t layer, int64_t tile, in
   }
   const float* values = s.rows(kProjections, layer, first, width) + s.Q + s.K + head / (s.Q / s.K) * s.D;
   float* to = s.rows(kAttended, layer, tile, s.Q) + head * s.D;
-  for (int64_t of = 0; of < seen; of += kTile) {  // by parts as long as a page: sampling rounds the same numbers
+  for (int64_t of = 0; of < seen; of += kTile) {  // in parts as long as the sampler's pages, so that both round alike
     product({scores + of, seen}, s.count[tile], values + of * width, width, kTile, to, s.Q, s.D, of > 0);
   }
 }

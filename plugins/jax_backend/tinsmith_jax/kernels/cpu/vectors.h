@@ -12,10 +12,10 @@
 
 namespace tinsmith {
 
-// As many numbers as a register holds. Compilers keep longer vectors in memory, and go through it at each step.
+// Numbers of a vector: as many as a register holds. Compilers accept longer vectors, but keep them in memory.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16, kRegisters = 32;
-#elif defined(__AVX__)
+#elif defined(__AVX2__)
 constexpr int kLanes = 8, kRegisters = 16;
 #elif defined(__aarch64__)
 constexpr int kLanes = 4, kRegisters = 32;
@@ -68,7 +68,7 @@ inline void store(float* to, Vec vec, int64_t count) {
   std::memcpy(to, &vec, count * sizeof(float));
 }
 
-// `value` in all L lanes. A sum with zero is another number if `value` is -0, so compilers would compute it.
+// `value` in all L lanes. (`Vec{} + value` would be computed: it is another number if `value` is -0.)
 template <int L, int... I>
 [[gnu::always_inline]] inline auto repeated(float value, std::integer_sequence<int, I...>) {
   typedef float Lanes __attribute__((vector_size(L * sizeof(float))));
@@ -112,7 +112,7 @@ struct InTurn {
   return shuffled<EveryOther<0>>(a, b) + shuffled<EveryOther<1>>(a, b);
 }
 
-// The sums of the lanes of N vectors, for N = kLanes.
+// The sums of the lanes of N vectors; call it with N = kLanes.
 template <int N>
 [[gnu::always_inline]] inline Vec sums(const Vec (&vecs)[N]) {
   if constexpr (N == 1) {
