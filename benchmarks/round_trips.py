@@ -7,18 +7,22 @@ Each figure of tinsmith stands beside another one, in alternating rounds:
 - *answered at once*: by a server that returns copies of tinsmith's first answers (`comparison/start_at_once.py`). No
   server in Python can go much below that on this machine.
 - *in company*: by a tinsmith with 32 models that nobody trains, and 950 more sessions, which send no heartbeats.
+- *with heartbeats*: by that tinsmith while these sessions send theirs, 95 a second; beside the same one without. They
+  come from the same two cores, so sending them takes its share too.
 """
 
 import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Final
 
 import httpx
 import tinker
+from comparison.heartbeats import Heartbeats, ServerWithHeartbeats
 from comparison.rounds import Effort, measure
 from comparison.servers import Server, Setup
 from comparison.shapes import SHAPES
@@ -32,6 +36,7 @@ _IDLE_MODELS: Final = 32
 _SESSIONS: Final = 950
 _SETTLE_S: Final = 600.0
 _RANK: Final = 8
+_KEY_OF_MANY: Final = "tml-many"
 
 
 def main() -> int:
@@ -82,10 +87,21 @@ def _beside_a_crowd(ours: Server, setup: Setup, options: argparse.Namespace) -> 
         for scenario in _WORK:
             crowded.ask("prepare", scenario)
         _settle(crowded)
-        _open_sessions(crowded)
+        session_ids = _open_sessions(crowded)
         for scenario in _WORK:
             _tell(scenario, [ours, crowded], options)
+        _beside_silence(crowded, session_ids, options)
         del models
+
+
+def _beside_silence(crowded: Server, session_ids: Sequence[str], options: argparse.Namespace) -> None:
+    """Compare a server with itself. Its processes are counted by its client alone, as one of it is always idle."""
+    silent = replace(crowded, pid=None)
+    heartbeats = Heartbeats(crowded.url, _KEY_OF_MANY, session_ids)
+    beating = ServerWithHeartbeats.of(silent, heartbeats, name="with heartbeats")
+    for scenario in _WORK:
+        _tell(scenario, [silent, beating], options)
+    print(f"heartbeats: {heartbeats.sent / heartbeats.seconds:.0f} per second", flush=True)
 
 
 def _settle(server: Server) -> None:
@@ -101,12 +117,15 @@ def _idle_models(server: Server) -> Sequence[object]:
     return [service, *models]
 
 
-def _open_sessions(server: Server) -> None:
-    """Open sessions that live for a quarter of an hour without a heartbeat."""
-    with httpx.Client(base_url=server.url, headers={"X-API-Key": "tml-many"}) as client:
+def _open_sessions(server: Server) -> list[str]:
+    """Open sessions that live for a quarter of an hour without a heartbeat. Return their ids."""
+    session_ids = []
+    with httpx.Client(base_url=server.url, headers={"X-API-Key": _KEY_OF_MANY}) as client:
         for _ in range(_SESSIONS):
             body: dict[str, object] = {"tags": [], "user_metadata": None, "sdk_version": tinker.__version__}
-            client.post("/api/v1/create_session", json=body).raise_for_status()
+            answer = client.post("/api/v1/create_session", json=body).raise_for_status()
+            session_ids.append(answer.json()["session_id"])
+    return session_ids
 
 
 def _tell(scenario: str, servers: Sequence[Server], options: argparse.Namespace) -> None:
@@ -118,8 +137,8 @@ def _tell(scenario: str, servers: Sequence[Server], options: argparse.Namespace)
     first, second = result.values[ours.name], result.values[other.name]
     ratio = median(theirs / mine for mine, theirs in zip(first, second, strict=True))
     print(
-        f"{result.figure}, SDK {ours.sdk}: {median(first):.3g} {result.unit}; {other.name} {median(second):.3g}, "
-        f"x{ratio:.2f} of tinsmith's ({len(first)} rounds, {result.thrown_away} thrown away)",
+        f"{result.figure}, SDK {ours.sdk}: {ours.name} {median(first):.3g} {result.unit}; {other.name} "
+        f"{median(second):.3g}, x{ratio:.2f} of it ({len(first)} rounds, {result.thrown_away} thrown away)",
         flush=True,
     )
 
