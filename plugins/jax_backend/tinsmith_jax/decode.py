@@ -279,8 +279,8 @@ def copy_pages(cache: Cache, source_X: jax.Array, target_X: jax.Array) -> Cache:
 def write_adapter(resident: Tree, adapter: Tree, row: jax.Array, scale: jax.Array, *, axes: Axes = ONE) -> Tree:
     """Put an adapter into a row of all shards', padding its rank with zeros.
 
-    Its scale is folded into B, but for the kernels in C++. These are told scale and rank class, and multiply by the
-    scale where training does.
+    Its scale is folded into B, except for the kernels in C++. These are told its scale and rank class, and multiply by
+    the scale where training does.
     """
     native = "rank" in resident
     folded = 1.0 if native else scale

@@ -180,7 +180,7 @@ inline void columns(Strided<X> x, Rows<W> w, int64_t inputs, float* y, int64_t y
   int64_t j = 0;
   for (; j + V * L <= width; j += V * L) block<R, V, L>(x, w.from(j), inputs, y + j, y_row, adds, soon.from(j));
   if (j == width) return;
-  if constexpr (V > (rows_of_input<X, W>() > 1 ? 2 : 1)) {
+  if constexpr (V > rows_of_input<X, W>()) {
     columns<R, V / 2, L>(x, w.from(j), inputs, y + j, y_row, width - j, adds, soon.from(j));
   } else if constexpr (L > 1 && std::is_same_v<W, float>) {
     columns<R, 1, L / 2>(x, w.from(j), inputs, y + j, y_row, width - j, adds, soon.from(j));
