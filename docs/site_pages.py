@@ -14,6 +14,7 @@ from mkdocs.structure.pages import Page
 OUTSIDE = {
     "CHANGELOG.md": "reference/changes.md",
     "CONTRIBUTING.md": "explanation/contributing.md",
+    "SECURITY.md": "explanation/security.md",
     "plugins/fsdp_backend/README.md": "reference/plugins/fsdp.md",
     "plugins/jax_backend/README.md": "reference/plugins/jax.md",
     "plugins/megatron_backend/README.md": "reference/plugins/megatron.md",

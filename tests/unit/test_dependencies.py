@@ -1,0 +1,65 @@
+"""What the distributions require of others: whoever's internals are used has a ceiling."""
+
+import ast
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+_ROOT = Path(__file__).parents[2]
+_DISTRIBUTIONS = {
+    "core": (_ROOT / "pyproject.toml", _ROOT / "core/tinsmith"),
+    **{path.parent.name: (path, path.parent) for path in sorted(_ROOT.glob("plugins/*/pyproject.toml"))},
+}
+_SUBCLASSED = {"core": {"uvicorn"}}  # documented by nobody, though without an underscore
+_NO_DEPENDENCIES = sys.stdlib_module_names | {"tinsmith"}
+
+
+@pytest.mark.parametrize("name", _DISTRIBUTIONS)
+def test_packages_whose_internals_are_used_have_a_ceiling(name: str) -> None:
+    pyproject, sources = _DISTRIBUTIONS[name]
+    used = _SUBCLASSED.get(name, set()) | {
+        package
+        for source in sources.rglob("*.py")
+        if "tests" not in source.relative_to(sources).parts
+        for package in _internals(ast.parse(source.read_text(encoding="utf-8")))
+    }
+    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+    extras = project.get("optional-dependencies", {}).values()
+    required = [Requirement(each) for each in [*project["dependencies"], *(one for extra in extras for one in extra)]]
+    bounded = {each.name for each in required if any(one.operator in {"<", "<=", "==", "~="} for one in each.specifier)}
+    assert used - bounded - _NO_DEPENDENCIES == set(), f"{pyproject}: give these an upper bound"
+
+
+def test_internals_are_recognised() -> None:
+    code = "import torch\nimport a.b as c\nfrom jax._src import x\nfrom d.e import f\ntorch._foo()\nc._x\nf._own\nself._y"
+    assert set(_internals(ast.parse(code))) == {"torch", "jax", "a"}
+
+
+def _internals(module: ast.Module) -> Iterator[str]:
+    """Yield the packages of whose modules a private name is imported or used."""
+    modules: dict[str, str] = {}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            for each in node.names:
+                package = each.name.partition(".")[0]
+                modules[each.asname or package] = package
+                if _is_private(each.name):
+                    yield package
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            if _is_private(node.module) or any(_is_private(each.name) for each in node.names):
+                yield node.module.partition(".")[0]
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            root: ast.expr = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in modules:
+                yield modules[root.id]
+
+
+def _is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
