@@ -35,7 +35,10 @@ def test_packages_whose_internals_are_used_have_a_ceiling(name: str) -> None:
 
 
 def test_internals_are_recognised() -> None:
-    code = "import torch\nimport a.b as c\nfrom jax._src import x\nfrom d.e import f\ntorch._foo()\nc._x\nf._own\nself._y"
+    code = (
+        "import torch\nimport a.b as c\nfrom jax._src import x\nfrom d.e import f\n"  # imports
+        "torch._foo()\nc._x\nf._own\nself._y"  # uses
+    )
     assert set(_internals(ast.parse(code))) == {"torch", "jax", "a"}
 
 
@@ -44,14 +47,10 @@ def _internals(module: ast.Module) -> Iterator[str]:
     modules: dict[str, str] = {}
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
-            for each in node.names:
-                package = each.name.partition(".")[0]
-                modules[each.asname or package] = package
-                if _is_private(each.name):
-                    yield package
+            modules |= {each.asname or _package(each.name): _package(each.name) for each in node.names}
+            yield from (_package(each.name) for each in node.names if _is_private(each.name))
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            if _is_private(node.module) or any(_is_private(each.name) for each in node.names):
-                yield node.module.partition(".")[0]
+            yield from (_package(node.module) for each in node.names if _is_private(f"{node.module}.{each.name}"))
     for node in ast.walk(module):
         if isinstance(node, ast.Attribute) and _is_private(node.attr):
             root: ast.expr = node.value
@@ -59,6 +58,10 @@ def _internals(module: ast.Module) -> Iterator[str]:
                 root = root.value
             if isinstance(root, ast.Name) and root.id in modules:
                 yield modules[root.id]
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _is_private(name: str) -> bool:
