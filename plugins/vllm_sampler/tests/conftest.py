@@ -31,6 +31,7 @@ def jax_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def qwen3(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSampler]:
     """Two adapters fit on the device and two in host memory: a third evicts one."""
-    sampler = make_sampler(tiny_models["qwen3"], tmp_path_factory.mktemp("vllm-qwen3"))
+    cache = tmp_path_factory.mktemp("vllm-qwen3")
+    sampler = make_sampler(tiny_models["qwen3"], cache, engine_args={"block_size": 32})  # so that prefixes are shared
     yield sampler
     sampler.close()

@@ -227,9 +227,12 @@ class EngineLoop:
             name = f"{message.request_id}.{index}"
             try:
                 self._engine.add_request(
-                    name, compat.tokens_prompt(prompt), self._params(message, index, seed), **self._adapter(message)
+                    name,
+                    compat.tokens_prompt(prompt, message.cache_salt),
+                    self._params(message, index, seed),
+                    **self._adapter(message),
                 )
-            except (ValueError, KeyError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever one request raises refuses that request alone
                 self._engine.abort_request(added)
                 for each in added:
                     del self._requests[each]

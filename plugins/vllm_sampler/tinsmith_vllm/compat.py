@@ -138,10 +138,11 @@ def sampling_params(**fields: Any) -> Any_:
     )
 
 
-def tokens_prompt(tokens: list[int]) -> Any_:
+def tokens_prompt(tokens: list[int], cache_salt: str) -> Any_:
+    """Only prompts with the same salt share the prefix cache; with an adapter, also by its name (`lora_request`)."""
     from vllm.inputs import TokensPrompt
 
-    return TokensPrompt(prompt_token_ids=tokens)
+    return TokensPrompt(prompt_token_ids=tokens, cache_salt=cache_salt)
 
 
 def lora_request(adapter_id: int, name: str, path: str) -> Any_:

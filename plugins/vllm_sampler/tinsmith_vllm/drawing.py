@@ -66,6 +66,7 @@ class Drawing:
             stop_tokens=self._stop_tokens,
             num_top=self._op.topk_sample_logprobs,
             adapter_id=adapter_id,
+            cache_salt=self._op.sampling_session_id,
             stream=bool(params.stop_strings),
             question=self._question() if self._asks else None,
         )

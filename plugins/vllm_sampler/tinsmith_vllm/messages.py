@@ -84,6 +84,7 @@ class Generate(Message, frozen=True):
     stop_tokens: list[int]
     num_top: int
     adapter_id: int  # 0 = the base model
+    cache_salt: str  # only requests with the same one share the prefix cache
     stream: bool  # send Drawn after every token, not only at the end
     question: PromptQuestion | None
 

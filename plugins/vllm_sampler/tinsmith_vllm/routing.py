@@ -10,13 +10,14 @@ _TOKENS: Final = 64  # of a prompt, by which it is known; vLLM caches in blocks 
 _MOST: Final = 4096
 
 Place = TypeVar("Place")
+Key = tuple[int, str, bytes]
 
 
 class Prefixes(Generic[Place]):
-    """Remembers who has read which beginning of a prompt, with which adapter. The oldest are forgotten."""
+    """Remembers who has read which beginning of a prompt, with which adapter, for whom. The oldest are forgotten."""
 
     def __init__(self) -> None:
-        self._places: OrderedDict[tuple[int, bytes], Place] = OrderedDict()
+        self._places: OrderedDict[Key, Place] = OrderedDict()
 
     def place_of(self, op: Sample, adapter_id: int) -> Place | None:
         return self._places.get(_key(op, adapter_id))
@@ -29,5 +30,6 @@ class Prefixes(Generic[Place]):
             self._places.popitem(last=False)
 
 
-def _key(op: Sample, adapter_id: int) -> tuple[int, bytes]:
-    return adapter_id, op.prompt_P[:_TOKENS].tobytes()
+def _key(op: Sample, adapter_id: int) -> Key:
+    """Use what vLLM's prefix cache is keyed by, so that no choice of a replica tells what other sessions have asked."""
+    return adapter_id, op.sampling_session_id, op.prompt_P[:_TOKENS].tobytes()
