@@ -143,6 +143,14 @@ def test_several_servers_where_all_say_so(tmp_path: Path) -> None:
         pass
 
 
+def test_the_lock_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("precious")
+    DataDir(tmp_path).server_lock.symlink_to(tmp_path / "target")
+    with pytest.raises(ConfigError, match="cannot write to"), DataDirLock(DataDir(tmp_path)):
+        pass
+    assert (tmp_path / "target").read_text() == "precious"
+
+
 def test_a_data_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write to"), DataDirLock(DataDir(tmp_path / "file" / "data")):

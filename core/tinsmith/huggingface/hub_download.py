@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -164,11 +165,18 @@ def _size_of(file: Path) -> int:
 def _is_free(lock: Path) -> bool:
     """Return whether no process holds the library's lock for a file."""
     try:
-        with lock.open("a") as opened:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+        opened = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)  # the cache may be shared with other users: write nothing
+    except FileNotFoundError:
+        return True
     except OSError:
         return False
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(opened)
+    return True
 
 
 def _check_space(repository: _Repository, files: Sequence[str]) -> None:

@@ -10,6 +10,8 @@ from typing import IO, Self
 from tinsmith.errors import ConfigError
 from tinsmith.settings import DataDir
 
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # it is written: never what a link points to
+
 
 class DataDirLock:
     """Use with `with`. The kernel releases the lock when the process dies, however it dies.
@@ -26,7 +28,7 @@ class DataDirLock:
         """Raise ConfigError if another process holds the lock, or the directory cannot be written."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
+            file = os.fdopen(os.open(self._path, _FLAGS, 0o600), "r+")
         except OSError as error:
             msg = f"server.data_dir: cannot write to {str(self._path.parent)!r}: {error.strerror}; choose another"
             raise ConfigError(msg) from error

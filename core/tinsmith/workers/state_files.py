@@ -156,7 +156,7 @@ class Capture:
 
 def _remove_orphans(parent: Path) -> None:
     for path in parent.glob(f"*{_LOCK}"):
-        with suppress(FileNotFoundError):  # another process removes it
+        with suppress(OSError):  # another process removes it, or it is not one of ours
             if (lock := _locked(path)) is not None:
                 shutil.rmtree(path.with_suffix(""), ignore_errors=True)
                 path.unlink()
@@ -165,7 +165,7 @@ def _remove_orphans(parent: Path) -> None:
 
 def _locked(path: Path, flags: int = 0) -> int | None:
     """Return a descriptor of the file, locked until it is closed or this process ends. None: it is locked already."""
-    file = os.open(path, os.O_RDWR | flags, 0o600)
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -10,6 +10,7 @@ fully trained model is shards of all its weights.
 import fcntl
 import json
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -40,7 +41,7 @@ class AdapterFiles:
         parent.mkdir(parents=True, exist_ok=True)
         _remove_orphans(parent)
         self._root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        self._lock = _locked(self._root / _LOCK)
+        self._lock = _locked(self._root)
         self._ids = count(1) if ids is None else ids  # never reused: vLLM's caches are keyed by it
 
     def write(self, snapshot: Snapshot, base_model: str) -> tuple[int, Path]:
@@ -150,15 +151,28 @@ def _check_shapes(snapshot_id: str, shapes: Mapping[str, tuple[int, ...]], base:
 
 def _remove_orphans(parent: Path) -> None:
     for directory in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # another user's
-            if (lock := _locked(directory / _LOCK)) is not None:
+        with suppress(OSError):  # another user's, or just removed by another process
+            if (lock := _locked(directory)) is not None:
                 shutil.rmtree(directory, ignore_errors=True)
                 lock.close()
 
 
-def _locked(path: Path) -> IO[bytes] | None:
-    """Return the file, locked while it is open, or None if another process holds the lock."""
-    lock = path.open("ab")
+def _locked(directory: Path) -> IO[bytes] | None:
+    """Return the lock file of a directory, locked while it is open, or None if another process holds the lock.
+
+    Anybody may write to the parent, so follow no links, and open nothing in a directory that others may write to. Raise
+    OSError if it is not this user's alone.
+    """
+    place = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(place)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            msg = f"{directory} is not a directory of this user that nobody else can open"
+            raise PermissionError(msg)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        lock = os.fdopen(os.open(_LOCK, flags, 0o600, dir_fd=place), "r+b", buffering=0)
+    finally:
+        os.close(place)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
