@@ -337,7 +337,7 @@ def test_indexes_must_be_complete(indexes: list[int | None]) -> None:
         ({"nnodes": 2}, "starts workers on this machine alone"),
         ({"nnodes": 2, "launcher": "ray"}, "set control_address"),
         ({"launcher": "scheduler"}, "set control_address"),
-        ({"nnodes": 2, "launcher": "torchrun", "control_address": "here:1"}, "set rdzv_endpoint"),
+        ({"launcher": "torchrun"}, "choose local for one machine; for several, choose scheduler"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], problem: str) -> None:

@@ -163,7 +163,7 @@ class Hosts(threading.Thread):
     def __init__(self, coordinator: str, num_workers: int, deaths: Sequence[Death]) -> None:
         super().__init__(daemon=True)
         self.deaths = list(deaths)
-        self._variables = {COORDINATOR: coordinator, KEY: SECRET, NUM_WORKERS[0]: str(num_workers)}
+        self._variables = {COORDINATOR: coordinator, KEY: SECRET, NUM_WORKERS: str(num_workers)}
         self._variables |= {WORKER_WAIT_S: str(WAIT_S), "OMP_NUM_THREADS": "1"}
         self._stopped = threading.Event()
         self._armed: list[Death | None] = [None] * num_workers
@@ -185,7 +185,7 @@ class Hosts(threading.Thread):
 
     def _start(self, rank: int) -> "subprocess.Popen[bytes]":
         death = self._armed[rank] = next((each for each in self.deaths[:1] if each.rank == rank), None)
-        own = {INDEX[0]: str(rank), failpoints.VARIABLE: str(death or "")}
+        own = {INDEX: str(rank), failpoints.VARIABLE: str(death or "")}
         return subprocess.Popen(
             [sys.executable, "-m", "tinsmith.workers"], env={**os.environ, **self._variables, **own}
         )

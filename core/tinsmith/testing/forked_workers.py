@@ -100,8 +100,8 @@ def main(modules: list[str]) -> None:
 
 
 def _start(children: set[int], num_workers: int, environment: Mapping[str, str]) -> list[int]:
-    shared = {**environment, NUM_WORKERS[0]: str(num_workers)}
-    pids = [_fork({**shared, INDEX[0]: str(index)}) for index in range(num_workers)]
+    shared = {**environment, NUM_WORKERS: str(num_workers)}
+    pids = [_fork({**shared, INDEX: str(index)}) for index in range(num_workers)]
     children |= set(pids)
     return pids
 

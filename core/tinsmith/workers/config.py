@@ -2,11 +2,11 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tinsmith.backend import BackendConfig
 
-LauncherName = Literal["local", "torchrun", "ray", "scheduler"]
+LauncherName = Literal["local", "ray", "scheduler"]
 
 
 class WorkersConfig(BackendConfig):
@@ -18,39 +18,41 @@ class WorkersConfig(BackendConfig):
     nnodes: int = Field(1, ge=1, description="number of machines")
     launcher: LauncherName = Field(
         "local",
-        description="what starts the workers: `local` processes on this machine; `torchrun`, torch.distributed's "
-        "elastic agent; a `ray` cluster; or a `scheduler` that runs `tinsmith worker` on each machine, such as "
-        "Kubernetes or Slurm",
+        description="what starts the workers: `local` processes on this machine; a `ray` cluster; or a `scheduler` "
+        "that runs `tinsmith worker` on each machine, such as Kubernetes or Slurm",
     )
     control_address: str | None = Field(
         None, description="host:port at which workers on other machines reach the engine; required for several nodes"
-    )
-    rdzv_endpoint: str = Field(
-        "localhost:0", description="for torchrun: host:port at which the agents meet; set it for several nodes"
     )
     ray_address: str | None = Field(
         None, description="address of the Ray cluster; default RAY_ADDRESS, or else a cluster of this machine alone"
     )
     start_timeout_s: float = Field(900, gt=0, description="time limit for all workers to join")
 
+    @field_validator("launcher", mode="before")
+    @classmethod
+    def _not_torchrun(cls, name: object) -> object:
+        if name == "torchrun":
+            msg = (
+                "tinsmith has no launcher torchrun any more, because whoever reached the agent's port could run code: "
+                "choose local for one machine; for several, choose scheduler, run `tinsmith worker` on each, and "
+                "remove rdzv_endpoint"
+            )
+            raise ValueError(msg)
+        return name
+
     @model_validator(mode="after")
     def _workers_elsewhere_need_an_address(self) -> Self:
         if self.nnodes > 1 and self.launcher == "local":
             msg = (
                 f"nnodes is {self.nnodes}, and the launcher `local` starts workers on this machine alone: choose "
-                "torchrun, ray or scheduler"
+                "ray or scheduler"
             )
             raise ValueError(msg)
         if self.control_address is None and (self.nnodes > 1 or self.launcher == "scheduler"):
             msg = (
                 f"nnodes is {self.nnodes} and the launcher {self.launcher}: set control_address to host:port of this "
                 "machine, as the workers' machines reach it"
-            )
-            raise ValueError(msg)
-        if self.nnodes > 1 and self.launcher == "torchrun" and self.rdzv_endpoint == "localhost:0":
-            msg = (
-                f"nnodes is {self.nnodes}: set rdzv_endpoint to host:port of this machine, as the other machines "
-                "reach it"
             )
             raise ValueError(msg)
         return self

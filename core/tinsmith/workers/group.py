@@ -233,7 +233,7 @@ class WorkerGroup:
 def _key(config: WorkersConfig) -> str:
     """Return the secret of this group. Raises ConfigError if workers that others start could not know it."""
     key = os.environ.get(KEY)
-    if key is None and (config.launcher == "scheduler" or (config.launcher == "torchrun" and config.nnodes > 1)):
+    if key is None and config.launcher == "scheduler":
         msg = f"{KEY} is not set: set it to a secret that the engine and its workers on all machines share"
         raise ConfigError(msg)
     return key or secrets.token_hex(32)

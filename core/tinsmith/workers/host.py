@@ -27,7 +27,7 @@ def run_host(coordinator: str, *, processes: int, index: int | None, wait_s: flo
         WAIT_S: str(wait_s),
         WITH_PARENT: "1",
     }
-    for name in (*INDEX, *NUM_WORKERS):
+    for name in (INDEX, NUM_WORKERS):
         environment.pop(name, None)  # whatever they say, it is not about these processes
     while True:
         with _started(environment, processes, index) as workers:
@@ -45,7 +45,7 @@ def _started(
     workers = [
         subprocess.Popen(
             [sys.executable, "-m", "tinsmith.workers"],
-            env=environment if rank is None else {**environment, INDEX[0]: str(rank)},
+            env=environment if rank is None else {**environment, INDEX: str(rank)},
         )
         for rank in ranks
     ]

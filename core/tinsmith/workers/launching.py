@@ -21,11 +21,11 @@ COORDINATOR: Final = "TINSMITH_COORDINATOR"
 KEY: Final = "TINSMITH_WORKER_KEY"
 """Environment variable: the secret that the engine and its workers share."""
 
-INDEX: Final = ("TINSMITH_WORKER_INDEX", "RANK")
-"""Environment variables that may give the worker's rank. The second is torchrun's."""
+INDEX: Final = "TINSMITH_WORKER_INDEX"
+"""Environment variable: the worker's rank, if whoever starts it chooses one."""
 
-NUM_WORKERS: Final = ("TINSMITH_NUM_WORKERS", "WORLD_SIZE")
-"""Environment variables that may give the number of workers."""
+NUM_WORKERS: Final = "TINSMITH_NUM_WORKERS"
+"""Environment variable: the number of workers, if whoever starts it knows."""
 
 WAIT_S: Final = "TINSMITH_WORKER_WAIT_S"
 """Environment variable: for how long a worker waits for the engine to listen; default not at all."""
@@ -75,12 +75,12 @@ class LocalProcesses:
 
     def __init__(self, launch: Launch) -> None:
         self.num_workers: int | None = launch.num_workers
-        shared = {"OMP_NUM_THREADS": "1", **os.environ, **launch.environment, NUM_WORKERS[0]: str(launch.num_workers)}
+        shared = {"OMP_NUM_THREADS": "1", **os.environ, **launch.environment, NUM_WORKERS: str(launch.num_workers)}
         self._processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "tinsmith.workers"],
                 stdin=subprocess.DEVNULL,
-                env={**shared, INDEX[0]: str(index)},
+                env={**shared, INDEX: str(index)},
                 start_new_session=True,  # Ctrl-C in the terminal reaches the server alone
             )
             for index in range(launch.num_workers)
@@ -118,10 +118,6 @@ def launcher(name: str) -> MakeLauncher:
             return LocalProcesses
         case "scheduler":
             return Scheduler
-        case "torchrun":
-            from tinsmith.workers.torchrun import ElasticAgent
-
-            return ElasticAgent
         case _:
             try:
                 from tinsmith.workers.ray_actors import RayActors

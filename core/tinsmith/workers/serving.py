@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -63,7 +63,7 @@ def main(environment: Mapping[str, str] = os.environ) -> None:
     """Be a worker as the environment says, until the engine asks it to end."""
     if WITH_PARENT in environment:
         _end_with_parent()
-    index, num_workers = (_number(environment, names) for names in (INDEX, NUM_WORKERS))
+    index, num_workers = (_number(environment.get(name)) for name in (INDEX, NUM_WORKERS))
     coordinator, wait_s = environment[COORDINATOR], float(environment.get(WAIT_S, "0"))
     try:
         serve(coordinator, environment[KEY].encode(), index=index, num_workers=num_workers, wait_s=wait_s)
@@ -76,8 +76,8 @@ def main(environment: Mapping[str, str] = os.environ) -> None:
     os._exit(0)  # nothing is left to clean up, and the interpreter's shutdown is slow
 
 
-def _number(environment: Mapping[str, str], names: Sequence[str]) -> int | None:
-    return next((int(environment[name]) for name in names if name in environment), None)
+def _number(text: str | None) -> int | None:
+    return None if text is None else int(text)
 
 
 def serve(
