@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tinsmith import hookspecs
+from tinsmith.backend import Capabilities
 from tinsmith.commands.cli import build_group
 from tinsmith.commands.load_settings import load_settings
 from tinsmith.errors import ConfigError
@@ -33,6 +34,7 @@ from tinsmith.placement.report import described, memory_rows
 from tinsmith.plugins.hook_caller import HOOK_NAMES
 from tinsmith.plugins.loading import Plugins
 from tinsmith.protocol import field_status
+from tinsmith.ranges import ranges_of
 from tinsmith.settings import DeviceSettings, ModelSettings, PluginSection, Settings
 from tinsmith.settings.sources import Flag
 
@@ -192,6 +194,13 @@ def _planned(name: str, model: str, cards: int) -> list[Placed]:
 
 def _machine(cards: int) -> Machine:
     return Machine(devices=tuple(map(str, range(cards))), device_bytes=80 << 30, others_alike=True)
+
+
+def range_table() -> str:
+    """Return the range of every number of a request, for a backend that can do everything."""
+    any_backend = Capabilities(vocab_size=1, max_context_tokens=1, max_batch_tokens=1, full_fine_tuning=True)
+    rows = ["| Number | Allowed |", "|---|---|"]
+    return "\n".join([*rows, *(f"| `{name}` | {each.described()} |" for name, each in ranges_of(any_backend).items())])
 
 
 def failpoint_table() -> str:
@@ -383,6 +392,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "plans-jax": what_fits_with_jax,
     "plan-in-full": plan_in_full,
     "fields": field_status.markdown,
+    "ranges": range_table,
     **{f"tpu-{kind}": partial(tpu_table, kind) for kind in ("tenants", "slices", "recompute", "scaling", "sampling")},
     **_PLANNED,
     **{f"fsdp-memory-{model}": partial(fsdp_table, model) for model in _MODELS},

@@ -76,6 +76,8 @@ class Capabilities:
     sampling: bool = False
     prompt_logprobs: bool = False
     target_prompt_logprobs: bool = False
+    min_temperature: float = 1e-6  # above 0, which is greedy
+    max_temperature: float = 1e6
     max_topk_logprobs: int = 0  # of topk_prompt_logprobs and topk_sample_logprobs
     stop_strings: bool = False
     returns_routed_experts: bool = False  # with sampled sequences, if `BackendContext.routing_replay` asks for them

@@ -1,10 +1,9 @@
-"""Compares operations with the capabilities of a backend, in one place.
+"""Compares operations with the capabilities of a backend, in one place. The ranges of numbers are in `ranges.py`.
 
 The engine checks every operation before it runs; the server checks it earlier if it knows the capabilities. That the
 request is well-formed, `translate.py` has checked before.
 """
 
-import math
 from collections.abc import Mapping
 from typing import assert_never
 
@@ -14,6 +13,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import Capabilities, ReplayedExperts
 from tinsmith.errors import ServerError, UnsupportedError, UserError
 from tinsmith.losses import LossSpec
+from tinsmith.ranges import Range, max_topk, ranges_of
 
 
 def check_operation(op: ops.Operation, capabilities: Capabilities, losses: Mapping[str, LossSpec]) -> None:
@@ -27,25 +27,27 @@ def check_operation(op: ops.Operation, capabilities: Capabilities, losses: Mappi
         case ops.ForwardBackward():
             _check_forward_backward(op, capabilities, losses)
         case ops.OptimStep():
-            _check_adam(op.adam)
+            _check_adam(op.adam, capabilities)
         case ops.Sample():
             _check_sample(op, capabilities)
-        case ops.SaveState() | ops.LoadState() | ops.SaveForSampler() | ops.ExportAdapter() | ops.UnloadModel():
+        case ops.SaveState() | ops.SaveForSampler() | ops.ExportAdapter():
+            if op.ttl_seconds is not None:
+                ranges_of(capabilities)["ttl_seconds"].check("ttl_seconds", op.ttl_seconds)
+        case ops.LoadState() | ops.UnloadModel():
             pass
         case _:
             assert_never(op)
 
 
 def _check_lora(lora: ops.LoraConfig, capabilities: Capabilities) -> None:
+    _check_numbers(capabilities, {"lora_config: seed": lora.seed, "lora_config: alpha": lora.alpha})
     if lora.rank == 0:
         _check_full(lora, capabilities)
         return
     if capabilities.max_lora_rank == 0:
         msg = "this base model's backend trains no LoRA adapters (its max_lora_rank is 0)"
         raise UnsupportedError(msg)
-    if not 1 <= lora.rank <= capabilities.max_lora_rank:
-        msg = f"lora_config: rank {lora.rank} is not allowed; use 1 to {capabilities.max_lora_rank}"
-        raise UserError(msg)
+    _check_numbers(capabilities, {"lora_config: rank": lora.rank})
     wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
     if not any(wanted.values()):
         msg = "lora_config: train_attn, train_mlp and train_unembed are all false; set at least one of them"
@@ -84,27 +86,26 @@ def _check_forward_backward(
         offered = ", ".join(sorted(capabilities.losses & losses.keys()))
         msg = f"loss_fn {op.loss_fn!r} is not offered by this base model's backend; use one of {offered}"
         raise UnsupportedError(msg)
-    _check_loss_config(op, spec)
+    ranges = ranges_of(capabilities)
+    _check_loss_config(op, spec, ranges["loss_fn_config"])
     if not op.data:
         msg = "data is empty; send at least one datum"
         raise UserError(msg)
     for index, datum in enumerate(op.data):
         try:
-            _check_datum(datum, spec, capabilities)
+            _check_datum(datum, spec, capabilities, ranges["loss_fn_inputs"])
         except (UserError, ServerError) as error:
             msg = f"data[{index}]: {error}"
             raise type(error)(msg) from error
 
 
-def _check_loss_config(op: ops.ForwardBackward, spec: LossSpec) -> None:
+def _check_loss_config(op: ops.ForwardBackward, spec: LossSpec, allowed_numbers: Range) -> None:
     for key, value in op.loss_fn_config.items():
         if key not in spec.config:
             allowed = ", ".join(sorted(spec.config)) or "none"
             msg = f"loss_fn_config: {key!r} is not a setting of {spec.name!r}; allowed: {allowed}"
             raise UnsupportedError(msg)
-        if not math.isfinite(value):
-            msg = f"loss_fn_config: {key!r} is {value}; it must be finite"
-            raise UserError(msg)
+        allowed_numbers.check(f"loss_fn_config: {key!r}", value)
     config = {**spec.config, **op.loss_fn_config}
     low, high = config.get("clip_low_threshold"), config.get("clip_high_threshold")
     if low is not None and high is not None and low > high:
@@ -112,7 +113,7 @@ def _check_loss_config(op: ops.ForwardBackward, spec: LossSpec) -> None:
         raise UserError(msg)
 
 
-def _check_datum(datum: ops.Datum, spec: LossSpec, capabilities: Capabilities) -> None:
+def _check_datum(datum: ops.Datum, spec: LossSpec, capabilities: Capabilities, allowed_inputs: Range) -> None:
     num_tokens = len(datum.tokens_T)
     if num_tokens == 0:
         msg = "model_input is empty; send at least one token"
@@ -133,7 +134,7 @@ def _check_datum(datum: ops.Datum, spec: LossSpec, capabilities: Capabilities) -
         _check_experts(datum.routed_experts, num_tokens, capabilities.replayed_experts)
     _check_targets(datum, capabilities)
     for name in spec.inputs:
-        _check_input(name, datum)
+        _check_input(name, datum, allowed_inputs)
 
 
 def _check_experts(experts: ops.ExpertArray, num_tokens: int, allowed: ReplayedExperts | None) -> None:
@@ -189,7 +190,7 @@ def _check_targets(datum: ops.Datum, capabilities: Capabilities) -> None:
     _check_tokens("loss_fn_inputs: target_tokens", targets.reshape(-1), capabilities)
 
 
-def _check_input(name: str, datum: ops.Datum) -> None:
+def _check_input(name: str, datum: ops.Datum, allowed: Range) -> None:
     values, expected = datum.loss_inputs[name], datum.loss_inputs["target_tokens"].shape
     if values.shape != expected:
         msg = f"loss_fn_inputs: {name} has shape {list(values.shape)}, target_tokens {list(expected)}; they must agree"
@@ -197,10 +198,10 @@ def _check_input(name: str, datum: ops.Datum) -> None:
     if values.dtype != np.float32:
         msg = f"loss_fn_inputs: {name} is {values.dtype}; send float32"
         raise UserError(msg)
-    bad = ~np.isfinite(values.reshape(-1))
+    bad = ~(np.abs(values.reshape(-1)) <= np.float32(allowed.high))  # of NaN too
     if bad.any():
         index = int(bad.argmax())
-        msg = f"loss_fn_inputs: {name} holds {values.reshape(-1)[index]} at position {index}; it must be finite"
+        msg = f"loss_fn_inputs: {name} holds {values.reshape(-1)[index]} at position {index}; allowed: {allowed}"
         raise UserError(msg)
 
 
@@ -212,19 +213,24 @@ def _check_tokens(what: str, tokens: ops.TokenArray | ops.IntArray, capabilities
         raise UserError(msg)
 
 
-def _check_adam(adam: ops.AdamParams) -> None:
-    ranges = {
-        "learning_rate": (adam.learning_rate, 0.0, math.inf),
-        "beta1": (adam.beta1, 0.0, 1.0),
-        "beta2": (adam.beta2, 0.0, 1.0),
-        "eps": (adam.eps, 0.0, math.inf),
-        "weight_decay": (adam.weight_decay, 0.0, math.inf),
-        "grad_clip_norm": (adam.grad_clip_norm, 0.0, math.inf),
-    }
-    for name, (value, low, high) in ranges.items():
-        if not low <= value < high:  # false for NaN
-            msg = f"adam_params: {name} is {value}; it must be at least {low:g} and below {high:g}"
-            raise UserError(msg)
+def _check_adam(adam: ops.AdamParams, capabilities: Capabilities) -> None:
+    _check_numbers(
+        capabilities,
+        {
+            "adam_params: learning_rate": adam.learning_rate,
+            "adam_params: beta1": adam.beta1,
+            "adam_params: beta2": adam.beta2,
+            "adam_params: eps": adam.eps,
+            "adam_params: weight_decay": adam.weight_decay,
+            "adam_params: grad_clip_norm": adam.grad_clip_norm,
+        },
+    )
+
+
+def _check_numbers(capabilities: Capabilities, numbers: Mapping[str, float]) -> None:
+    ranges = ranges_of(capabilities)
+    for name, value in numbers.items():
+        ranges[name].check(name, value)
 
 
 # Sampling -------------------------------------------------------------------------------------------------------------
@@ -246,25 +252,21 @@ def _check_sample(op: ops.Sample, capabilities: Capabilities) -> None:
         raise UserError(msg)
     _check_tokens("prompt", op.prompt_P, capabilities)
     _check_sampling_params(op.params, capabilities)
-    if op.num_samples < 1:
-        msg = f"num_samples is {op.num_samples}; it must be at least 1"
-        raise UserError(msg)
+    _check_numbers(capabilities, {"num_samples": op.num_samples})
     _check_prompt_scores(op, capabilities)
 
 
 def _check_sampling_params(params: ops.SamplingParams, capabilities: Capabilities) -> None:
-    if params.max_tokens < 1:
-        msg = f"sampling_params: max_tokens is {params.max_tokens}; it must be at least 1"
-        raise UserError(msg)
-    if not 0.0 <= params.temperature < math.inf:
-        msg = f"sampling_params: temperature is {params.temperature}; it must be finite and at least 0"
-        raise UserError(msg)
-    if params.top_k != -1 and params.top_k < 1:
-        msg = f"sampling_params: top_k is {params.top_k}; it must be at least 1, or -1 for off"
-        raise UserError(msg)
-    if not 0.0 < params.top_p <= 1.0:
-        msg = f"sampling_params: top_p is {params.top_p}; it must be above 0 and at most 1"
-        raise UserError(msg)
+    _check_numbers(
+        capabilities,
+        {
+            "sampling_params: max_tokens": params.max_tokens,
+            "sampling_params: seed": params.seed,
+            "sampling_params: temperature": params.temperature,
+            "sampling_params: top_k": params.top_k,
+            "sampling_params: top_p": params.top_p,
+        },
+    )
     if params.stop_strings and not capabilities.stop_strings:
         msg = "sampling_params: stop strings are not offered by this base model's sampler; send stop token ids"
         raise UnsupportedError(msg)
@@ -290,14 +292,11 @@ def _check_prompt_scores(op: ops.Sample, capabilities: Capabilities) -> None:
 
 
 def _check_topk(name: str, k: int, capabilities: Capabilities) -> None:
-    """A distillation trains on the alternatives it has sampled, so sampling returns no more than training takes."""
-    trains = capabilities.max_lora_rank > 0 or capabilities.full_fine_tuning
-    sampled, trained = capabilities.max_topk_logprobs, capabilities.max_targets_per_token
-    most, reason = sampled, ""
-    if trains and trained < sampled:
-        most, reason = trained, ", the targets per token that this base model's backend trains on"
-    if not 0 <= k <= most:
-        msg = f"{name} is {k}; allowed: 0 to {most}{reason}"
+    allowed = ranges_of(capabilities)[name]
+    if not allowed.holds(k):
+        bound_by_training = max_topk(capabilities) < capabilities.max_topk_logprobs
+        reason = ", the targets per token that this base model's backend trains on" if bound_by_training else ""
+        msg = f"{name} is {k}; allowed: {allowed}{reason}"
         raise UserError(msg)
 
 

@@ -113,8 +113,8 @@ def test_bad_passes_fail_alone(client: Client, neighbour: Neighbour) -> None:
 def test_bad_models_are_refused(client: Client, neighbour: Neighbour) -> None:
     for fields, words in (
         ({"base_model": "gpt-9"}, "no base model named 'gpt-9'"),
-        ({"rank": -1}, "rank -1 is not allowed"),
-        ({"rank": 10_000}, "rank 10000 is not allowed"),
+        ({"rank": -1}, "rank is -1; allowed: 0"),
+        ({"rank": 10_000}, "rank is 10000; allowed: 0"),
     ):
         neighbour.send_a_step()
         with pytest.raises(tinker.BadRequestError, match=words):

@@ -1,5 +1,6 @@
 """What the backend cannot do is refused with the thing, the value and what is allowed; what it can is let through."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from tinsmith.backend import Capabilities, ReplayedExperts
 from tinsmith.checks import check_operation
 from tinsmith.errors import ServerError, UnsupportedError, UserError
 from tinsmith.losses import BUILTIN_LOSSES
+from tinsmith.ranges import ranges_of
 
 LOSSES = {spec.name: spec for spec in BUILTIN_LOSSES}
 CAPABILITIES = Capabilities(
@@ -26,6 +28,7 @@ CAPABILITIES = Capabilities(
     target_prompt_logprobs=True,
     max_topk_logprobs=3,
 )
+CAPABILITY_RANGES = ranges_of(CAPABILITIES)
 
 
 def check(op: ops.Operation, capabilities: Capabilities = CAPABILITIES) -> None:
@@ -44,10 +47,14 @@ def test_a_good_adapter_passes() -> None:
 @pytest.mark.parametrize(
     ("op", "words"),
     [
-        (lora(rank=-1), "rank -1 is not allowed; use 1 to 4"),
+        (lora(rank=-1), "lora_config: rank is -1; allowed: 1 to 4"),
         (lora(rank=0), "rank 0 asks for full fine-tuning, which this base model's backend does not offer"),
-        (lora(rank=-1), "rank -1"),
-        (lora(rank=5), "rank 5"),
+        (lora(rank=5), "rank is 5; allowed: 1 to 4"),
+        (lora(rank=2**31), "rank is 2147483648"),
+        (lora(seed=-1), "seed is -1; allowed: 0 to 9223372036854775807"),
+        (lora(seed=2**63), "seed is 9223372036854775808"),
+        (lora(alpha=1e300), r"alpha is 1e\+300; allowed: 1e-06 to 1000000"),
+        (lora(alpha=0.0), "alpha is 0.0"),
         (lora(train_attn=False, train_mlp=False), "all false"),
         (lora(train_unembed=True), "train_unembed is not offered"),
     ],
@@ -108,7 +115,8 @@ def test_a_good_pass_is_let_through_in_one_or_two_dimensions() -> None:
             passes(loss_fn="ppo", config={"clip_low_threshold": 2.0}),
             "clip_low_threshold 2.0 is above clip_high_threshold 1.2",
         ),
-        (passes(loss_fn="ppo", config={"clip_low_threshold": float("nan")}), "must be finite"),
+        (passes(loss_fn="ppo", config={"clip_low_threshold": float("nan")}), "'clip_low_threshold' is nan; allowed"),
+        (passes(loss_fn="ppo", config={"clip_high_threshold": 1e39}), r"is 1e\+39; allowed: -3.4e\+38 to 3.4e\+38"),
         (ops.ForwardBackward(model_id="m", data=()), "data is empty"),
     ],
 )
@@ -148,26 +156,48 @@ def test_experts_that_the_models_router_cannot_have_chosen(experts: object, word
         check(passes_with_experts(experts), replace(CAPABILITIES, replayed_experts=REPLAYED))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, -5e-324, 1e39, 1.7e308])
+@pytest.mark.parametrize("name", ["learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"])
+def test_steps_that_would_break_a_model(name: str, value: float) -> None:
+    with pytest.raises(UserError, match=rf"^adam_params: {name} is {re.escape(str(value))}; allowed: 0"):
+        check(ops.OptimStep(model_id="m", adam=ops.AdamParams(**{name: value})))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
-        {"learning_rate": float("nan")},
-        {"learning_rate": -1.0},
-        {"beta1": 1.0},
-        {"beta2": -0.1},
-        {"eps": float("inf")},
-        {"weight_decay": -1.0},
-        {"grad_clip_norm": float("nan")},
+        {"learning_rate": 3e38},  # divided by 1 - beta1, it is beyond float32
+        {"weight_decay": 1e37},  # times the learning rate, too
+        {"beta1": 1 - 1e-16},  # 1 in float32
+        {"beta2": 1.0},
+        {"grad_clip_norm": 1e-50},  # 0 in float32, which would be "off"
     ],
 )
-def test_steps_that_would_break_a_model(fields: dict[str, float]) -> None:
+def test_steps_whose_numbers_do_not_fit_float32(fields: dict[str, float]) -> None:
     with pytest.raises(UserError, match=next(iter(fields))):
         check(ops.OptimStep(model_id="m", adam=ops.AdamParams(**fields)))
+
+
+def test_whatever_is_derived_from_allowed_hyperparameters_fits_float32() -> None:
+    largest = {
+        name: CAPABILITY_RANGES[f"adam_params: {name}"].high for name in ("learning_rate", "beta1", "weight_decay")
+    }
+    rate, beta, decay = largest.values()
+    greatest, least = np.finfo(np.float32).max, np.finfo(np.float32).tiny
+    assert np.float32(beta) < 1
+    for derived in (
+        rate / (1 - beta),
+        rate * decay,
+        *(CAPABILITY_RANGES[f"adam_params: {n}"].high for n in ("eps", "grad_clip_norm")),
+    ):
+        assert derived < greatest
+    assert CAPABILITY_RANGES["adam_params: grad_clip_norm"].low > least
 
 
 def test_ordinary_steps_pass() -> None:
     check(ops.OptimStep(model_id="m", adam=ops.AdamParams()))
     check(ops.OptimStep(model_id="m", adam=ops.AdamParams(learning_rate=0.0, eps=0.0, grad_clip_norm=1.0)))
+    check(ops.OptimStep(model_id="m", adam=ops.AdamParams(learning_rate=1e-40, beta1=0.0, grad_clip_norm=1e30)))
 
 
 def sample(prompt: list[int] = [1, 2, 3], **fields: object) -> ops.Sample:  # noqa: B006 - never changed
@@ -181,7 +211,7 @@ def sample(prompt: list[int] = [1, 2, 3], **fields: object) -> ops.Sample:  # no
     )
 
 
-PARAMS = {"max_tokens", "temperature", "top_k", "top_p", "stop_strings", "stop_tokens"}
+PARAMS = {"max_tokens", "seed", "temperature", "top_k", "top_p", "stop_strings", "stop_tokens"}
 
 
 def test_a_good_sample_passes() -> None:
@@ -197,10 +227,19 @@ def test_a_good_sample_passes() -> None:
         (sample([1, 77]), "prompt: token id 77 at position 1"),
         (sample(max_tokens=0), "max_tokens is 0"),
         (sample(temperature=-0.1), "temperature is -0.1"),
-        (sample(temperature=float("nan")), "temperature is nan"),
-        (sample(top_k=0), "top_k is 0"),
+        (sample(temperature=float("nan")), r"temperature is nan; allowed: 0 \(greedy\), or 1e-06 to 1000000"),
+        (sample(temperature=1e-45), "temperature is 1e-45"),
+        (sample(temperature=1e30), r"temperature is 1e\+30"),
+        (sample(top_k=0), r"top_k is 0; allowed: -1 \(off\), or 1 to 2147483647"),
+        (sample(top_k=2**31), "top_k is 2147483648"),
+        (sample(top_k=-2), "top_k is -2"),
         (sample(top_p=0.0), "top_p is 0.0"),
+        (sample(top_p=1e-300), "top_p is 1e-300"),
         (sample(top_p=1.1), "top_p is 1.1"),
+        (sample(seed=-1), "seed is -1"),
+        (sample(seed=2**63), "seed is 9223372036854775808"),
+        (sample(num_samples=0), "num_samples is 0; allowed: 1 to 1024"),
+        (sample(num_samples=1025), "num_samples is 1025"),
         (sample(stop_strings=("x",)), "stop strings are not offered"),
         (sample(stop_tokens=(10,)), "sampling_params: stop: token id 10"),
         (sample(topk_prompt_logprobs=4), "topk_prompt_logprobs is 4; allowed: 0 to 2"),
@@ -213,6 +252,33 @@ def test_a_good_sample_passes() -> None:
 )
 def test_samples_the_backend_cannot_draw(op: ops.Sample, words: str) -> None:
     with pytest.raises(UserError, match=words):
+        check(op)
+
+
+def test_a_sampler_says_which_temperatures_it_takes() -> None:
+    narrow = replace(CAPABILITIES, min_temperature=0.01, max_temperature=2.0)
+    for allowed in (0.0, 0.01, 2.0):
+        check(sample(temperature=allowed), narrow)
+    for refused in (0.005, 2.0000001, 1e5):
+        with pytest.raises(UserError, match=rf"temperature is {refused}; allowed: 0 \(greedy\), or 0.01 to 2$"):
+            check(sample(temperature=refused), narrow)
+
+
+def test_a_large_top_k_is_allowed() -> None:
+    for top_k in (10, 11, 2**31 - 1):
+        check(sample(top_k=top_k))
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        ops.SaveState(model_id="m", path="p", ttl_seconds=3599),
+        ops.SaveForSampler(model_id="m", path="p", ttl_seconds=-1),
+        ops.ExportAdapter(model_id="m", path="p", ttl_seconds=2**62),
+    ],
+)
+def test_checkpoints_that_would_expire_too_soon_or_never(op: ops.Operation) -> None:
+    with pytest.raises(UserError, match=rf"ttl_seconds is {op.ttl_seconds}; allowed: 3600 to 315360000"):
         check(op)
 
 

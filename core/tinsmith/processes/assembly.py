@@ -199,6 +199,8 @@ def capabilities_of(backend: TrainingBackend, sampler: SamplingBackend | None) -
         sampling=True,
         prompt_logprobs=sampling.prompt_logprobs,
         target_prompt_logprobs=sampling.target_prompt_logprobs,
+        min_temperature=sampling.min_temperature,
+        max_temperature=sampling.max_temperature,
         max_topk_logprobs=sampling.max_topk_logprobs,
         stop_strings=sampling.stop_strings,
         returns_routed_experts=sampling.returns_routed_experts,

@@ -18,11 +18,10 @@ from tinsmith.protocol import tensors as wire_tensors
 from tinsmith.protocol import wire
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
 from tinsmith.protocol.training_request import TrainingRequest
+from tinsmith.ranges import NUM_SAMPLES, TTL_SECONDS
 from tinsmith.store.canonical import add_canonical
 from tinsmith.store.codec import kind_of
 
-MAX_SAMPLES = 1024
-MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 24 * 3600
 _SEED_RANGE = 2**63 - 1
 
 
@@ -209,8 +208,9 @@ def load_weights(request: wire.LoadWeightsRequest) -> ops.LoadState:
 
 
 def checked_ttl(ttl_seconds: int | None) -> int | None:
-    if ttl_seconds is not None and not MIN_TTL_S <= ttl_seconds <= MAX_TTL_S:
-        msg = f"ttl_seconds is {ttl_seconds}; allowed: {MIN_TTL_S} (an hour) to {MAX_TTL_S} (ten years), or null"
+    if ttl_seconds is not None and not TTL_SECONDS.holds(ttl_seconds):
+        low, high = TTL_SECONDS.low, TTL_SECONDS.high
+        msg = f"ttl_seconds is {ttl_seconds}; allowed: {low} (an hour) to {high} (ten years), or null"
         raise UserError(msg)
     return ttl_seconds
 
@@ -239,9 +239,7 @@ def sample(
     if request.prompt_alt_tokens_k:
         msg = f"prompt_alt_tokens_k is {request.prompt_alt_tokens_k}; it is not offered, leave it at 0"
         raise UnsupportedError(msg)
-    if not 1 <= request.num_samples <= MAX_SAMPLES:
-        msg = f"num_samples is {request.num_samples}; allowed: 1 to {MAX_SAMPLES}"
-        raise UserError(msg)
+    NUM_SAMPLES.check("num_samples", request.num_samples)
     if request.record_stability_info:
         msg = (
             "record_stability_info is not offered: it serves the loss 'stable_reinforce' alone, which this server does "

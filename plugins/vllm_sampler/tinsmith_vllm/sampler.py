@@ -28,7 +28,7 @@ from tinsmith import (
 )
 from tinsmith.huggingface import StoredTensors, read_model_config
 from tinsmith_vllm.adapters import AdapterFiles
-from tinsmith_vllm.compat import MIN_TEMPERATURE
+from tinsmith_vllm.compat import MAX_TEMPERATURE, MIN_TEMPERATURE
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.demand import has_experts, known_shape
 from tinsmith_vllm.drawing import Drawing
@@ -141,6 +141,8 @@ class VllmSampler(SamplingBackend):
             sampling=True,
             prompt_logprobs=True,
             target_prompt_logprobs=True,
+            min_temperature=MIN_TEMPERATURE,
+            max_temperature=MAX_TEMPERATURE,
             max_topk_logprobs=min(self._config.max_topk_logprobs, ready.vocab_size),
             stop_strings=self._rules.tokenizer is not None,
             returns_routed_experts=self._experts is not None,
@@ -263,10 +265,11 @@ class VllmSampler(SamplingBackend):
         context, wanted = self._capabilities.max_context_tokens, len(op.prompt_P) + op.params.max_tokens
         if wanted > context:
             return Failed(message=f"prompt length plus max_tokens is {wanted}, the context window is {context} tokens")
-        if 0 < op.params.temperature < MIN_TEMPERATURE:
+        temperature = op.params.temperature
+        if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
             return Failed(
-                message=f"temperature {op.params.temperature} is not supported by vllm: use 0 (greedy) or at least "
-                f"{MIN_TEMPERATURE}"
+                message=f"temperature {temperature} is not supported by vllm: use 0 (greedy), or {MIN_TEMPERATURE} to "
+                f"{MAX_TEMPERATURE}"
             )
         try:
             self._rules.watch(op.params)

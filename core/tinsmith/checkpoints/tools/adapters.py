@@ -13,6 +13,7 @@ from tinsmith.huggingface.adapter_shapes import AdaptedModule, adapted_modules
 from tinsmith.huggingface.decoder import EXPERT_MODULES, HEAD
 from tinsmith.huggingface.peft_layout import SIDES, TINKER_HEAD, rename_module, weight_name
 from tinsmith.operations import Array, LoraConfig
+from tinsmith.ranges import LORA_ALPHA
 
 _ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP: Final = ("gate_proj", "up_proj", "down_proj")
@@ -136,7 +137,7 @@ def _scale_problems(rank: object, alpha: object, *, use_rslora: bool) -> Iterato
     whole = isinstance(rank, int) and not isinstance(rank, bool) and rank > 0
     if not whole:
         yield f"r is {rank!r}; it must be a positive whole number"
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha) or alpha <= 0:
-        yield f"lora_alpha is {alpha!r}; it must be a positive number"
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not LORA_ALPHA.holds(alpha):
+        yield f"lora_alpha is {alpha!r}; it must be a number of {LORA_ALPHA}"
     elif use_rslora and isinstance(rank, int) and whole:
         yield f"use_rslora is set; the same adapter without it has lora_alpha {alpha * math.sqrt(rank):.17g}"
