@@ -102,6 +102,9 @@ from tinsmith.operations import (
     WeightsLoaded,
     WeightsSaved,
 )
+from tinsmith.references import (
+    log_privately,
+)
 from tinsmith.scheduler import (
     Batch,
     Limits,
@@ -332,4 +335,5 @@ __all__ = [
     "WeightsLoaded",
     "WeightsSaved",
     "hookimpl",
+    "log_privately",
 ]

@@ -11,7 +11,7 @@
     |   |-- OutOfMemoryError      does not fit on the device            400
     |   `-- UnsupportedError      a field or value this server refuses  400
     |-- ServerError               we are at fault                       500, category "server"
-    |   |-- StoreError            the request store cannot be used now  500
+    |   |-- StoreError            the request store cannot be used now  503
     |   |-- ModelLostError        the training state is gone            500
     |   |-- LeaseLostError        another engine serves the base model  500
     |   `-- ResultExpiredError    the result is past its retention      410
@@ -32,6 +32,9 @@ class TinsmithError(Exception):
 
     http_status: ClassVar[int] = 500
     category: ClassVar[Category] = "unknown"
+    public: ClassVar[bool] = False
+    """Whether tenants may read the message. It then names neither a path of this machine nor another tenant's work, and
+    quotes no exception. Instead of any other message they get a reference to the log."""
 
 
 class UserError(TinsmithError, ValueError):
@@ -39,6 +42,7 @@ class UserError(TinsmithError, ValueError):
 
     http_status: ClassVar[int] = 400
     category: ClassVar[Category] = "user"
+    public: ClassVar[bool] = True
 
 
 class NotFoundError(UserError):
@@ -95,10 +99,14 @@ class ServerError(TinsmithError):
     """Something on our side failed; the request may be fine."""
 
     category: ClassVar[Category] = "server"
+    public: ClassVar[bool] = True
 
 
 class StoreError(ServerError):
     """The request store could not be read or written; once it can be, the same call may succeed."""
+
+    http_status: ClassVar[int] = 503
+    public: ClassVar[bool] = False
 
 
 class ModelLostError(ServerError):
@@ -107,6 +115,8 @@ class ModelLostError(ServerError):
 
 class LeaseLostError(ServerError):
     """Another engine serves the base model now: what this one does any more must not count, so it ends."""
+
+    public: ClassVar[bool] = False
 
 
 class ResultExpiredError(ServerError):

@@ -1,13 +1,17 @@
 """An operation on its way through the engine: claimed, then finished."""
 
 import asyncio
+import logging
 from dataclasses import dataclass
 
 from tinsmith import operations as ops
 from tinsmith.errors import TinsmithError
 from tinsmith.hook_values import OperationFinished
+from tinsmith.references import public_text
 from tinsmith.scheduler import Pending
 from tinsmith.store import Completion, Effect, OperationRecord, Usage
+
+_log = logging.getLogger(__name__)
 
 _BATCHED = frozenset({"forward", "forward_backward", "optim_step"})
 
@@ -83,5 +87,5 @@ class Finished:
         )
 
 
-def failed(error: TinsmithError) -> ops.Failed:
-    return ops.Failed(message=str(error), category=error.category)
+def failed(error: TinsmithError, *, during: str) -> ops.Failed:
+    return ops.Failed(message=public_text(error, _log, during=during), category=error.category)

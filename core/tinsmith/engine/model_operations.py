@@ -59,7 +59,7 @@ class ModelOperations:
         try:
             return await self._run(operation, record)
         except TinsmithError as error:
-            return self.refuse(operation, failed(error))
+            return self.refuse(operation, failed(error, during=f"{record.kind} {record.request_id}"))
 
     def refuse(self, operation: ops.Operation | None, failure: ops.Failed) -> Outcome:
         """Return the outcome of an operation that failed. A model whose creation failed is lost."""

@@ -41,5 +41,9 @@ class OperationDecoder:
             operation = decode_operation(record.kind, record.payload)
             check_operation(operation, self.training if record.ordered else self.sampling, self.losses)
         except TinsmithError as error:
-            return Claimed(record=claimed, operation=operation, refused=failed(error))
+            return Claimed(
+                record=claimed,
+                operation=operation,
+                refused=failed(error, during=f"{claimed.kind} {claimed.request_id}"),
+            )
         return Claimed(record=claimed, operation=operation)

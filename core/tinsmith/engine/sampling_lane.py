@@ -101,7 +101,7 @@ class SamplingLane:
             result = claimed.refused or await self._sample(cast("ops.Sample", claimed.operation))
             outcome = await self._experts.outcome(claimed, result)
         except TinsmithError as error:
-            outcome = Outcome(result=failed(error))
+            outcome = Outcome(result=failed(error, during=f"sample {claimed.record.request_id}"))
         except Exception as error:
             raise engine_failed(claimed.record.base_model, "sample", error) from error
         finally:

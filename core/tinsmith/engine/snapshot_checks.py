@@ -8,6 +8,7 @@ for long. Before that, the trainer scores them only if the model is about to cha
 """
 
 import asyncio
+import logging
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +21,10 @@ from tinsmith.engine.sampling_snapshots import Snapshots
 from tinsmith.engine.store_retries import with_retries
 from tinsmith.errors import ServerError, TinsmithError
 from tinsmith.operations import Consistency
+from tinsmith.references import public_text
 from tinsmith.store import Lease, RequestStore
+
+_log = logging.getLogger(__name__)
 
 Comparing = asyncio.Task[Consistency | None]
 """Ends with the verdict: None if the gate is off."""
@@ -126,7 +130,8 @@ class SnapshotChecks:
                             await due.wait()
                 return await self._gate.check(model_id, snapshot.snapshot_id, snapshot.lora, scoring)
         except TinsmithError as error:  # it had left the sampler's memory, and cannot be read from the disk
-            return Consistency(verdict="inconsistent", reason=str(error))
+            why = public_text(error, _log, during=f"the check of {snapshot.snapshot_id}")
+            return Consistency(verdict="inconsistent", reason=why)
 
     def hurry(self, snapshot_id: str | None) -> None:
         """Somebody samples from a snapshot, and will wait for its verdict."""

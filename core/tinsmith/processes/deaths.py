@@ -44,7 +44,8 @@ _EXITS: Final = {
 @dataclass(frozen=True, slots=True)
 class Death:
     cause: Cause
-    how: str  # "was killed by signal SIGKILL"
+    how: str  # "was killed by signal SIGKILL"; tenants may read it
+    last_words: str = ""  # the last line that it printed, for the operator alone
 
 
 class Witness:
@@ -60,8 +61,7 @@ class Witness:
         was this one, because of the operation that it was running.
         """
         if code >= 0:
-            said = f": {last_line}" if last_line else ""
-            return Death(_EXITS.get(code, Cause.CRASH), f"ended with exit code {code}{said}")
+            return Death(_EXITS.get(code, Cause.CRASH), f"ended with exit code {code}", last_line)
         how = f"was killed by signal {_signal_name(-code)}"
         if -code == signal.SIGKILL and _memory_kills() != self._memory_kills:
             return Death(Cause.CRASH, f"{how}, while this machine was out of memory")

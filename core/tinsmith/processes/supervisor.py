@@ -9,9 +9,10 @@ from datetime import UTC, datetime
 from typing import Final
 
 from tinsmith.errors import ServerError
-from tinsmith.processes.deaths import Cause
+from tinsmith.processes.deaths import Cause, Death
 from tinsmith.processes.engine_child import EngineChild
 from tinsmith.processes.restarts import Restarts
+from tinsmith.references import log_privately
 from tinsmith.settings import ModelSettings, Settings
 from tinsmith.store import EngineRecord, EngineState, RequestStore
 
@@ -66,8 +67,7 @@ class Supervisor:
             if self._stopping.is_set():
                 break
             before = ended.death.cause
-            reason = f"the engine of {child.model.name!r} {ended.death.how}"
-            _log.error("%s", reason)
+            reason = _reason(child.model.name, ended.death)
             delay_s = restarts.delay_after_s(ended.death, was_ready=was_ready)
             if delay_s is None:
                 await self._report(child, EngineState.FAILED, f"{reason}; {_REMEDY}", restarts=restarts.number)
@@ -118,6 +118,13 @@ class Supervisor:
             )
         except ServerError:
             _log.exception("cannot report that the engine of %r is %s", name, state)
+
+
+def _reason(name: str, death: Death) -> str:
+    """Log why an engine ended. Return what tenants may know of it."""
+    how = f"the engine of {name!r} {death.how}"
+    said = f": {death.last_words}" if death.last_words else ""
+    return f"{how} ({log_privately(_log, how + said)})"
 
 
 def models_to_run(settings: Settings) -> list[ModelSettings]:

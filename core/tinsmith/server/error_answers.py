@@ -11,11 +11,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from tinsmith.errors import CapacityError, InvalidTokenError, TinsmithError
+from tinsmith.errors import CapacityError, InvalidTokenError, StoreError, TinsmithError
+from tinsmith.references import public_text
 
 _log = logging.getLogger(__name__)
 
 _SHOWN_CHARS: Final = 100
+_OUTAGE_S: Final = 5  # `Retry-After` while the store cannot be used
 
 
 def install(app: FastAPI) -> None:
@@ -26,13 +28,15 @@ def install(app: FastAPI) -> None:
 
 
 async def tinsmith_error(request: Request, error: Exception) -> JSONResponse:
-    status = error.http_status if isinstance(error, TinsmithError) else 500
-    if status >= 500:
-        _log.error("%s %r: %s", request.method, request.url.path, error)  # %r: a path may hold line breaks
-    content = {"detail": str(error)}
+    assert isinstance(error, TinsmithError)
+    call = f"{request.method} {request.url.path!r}"  # quoted: a path may hold line breaks
+    if error.http_status >= 500 and error.public:
+        _log.error("%s: %s", call, error)
+    text = public_text(error, _log, during=call)
+    content = {"detail": text}
     if isinstance(error, CapacityError):
-        content |= {"queue_state": error.queue_state, "queue_state_reason": str(error)}
-    return JSONResponse(content, status, _headers_of(error))
+        content |= {"queue_state": error.queue_state, "queue_state_reason": text}
+    return JSONResponse(content, error.http_status, _headers_of(error))
 
 
 def _headers_of(error: Exception) -> dict[str, str]:
@@ -40,6 +44,8 @@ def _headers_of(error: Exception) -> dict[str, str]:
     match error:
         case CapacityError():
             return {"retry-after": str(math.ceil(error.retry_after_s))}
+        case StoreError():
+            return {"retry-after": str(_OUTAGE_S)}
         case InvalidTokenError():  # makes the SDK exchange its key again and repeat the request
             return {"www-authenticate": 'Bearer error="invalid_token"'}
         case _:

@@ -58,7 +58,7 @@ def refuse_one(backend: FsdpBackend, rank: int) -> None:
     told = (
         rf"rank {rank} of 2 has no memory left for a model of LoRA rank 0 \(full fine-tuning\): \d+ weights take "
         r"0\.\d+ GiB over all 2 ranks, 16 bytes each; end a session that has a model, use more ranks, or train a LoRA "
-        r"adapter \(.*annot allocate memory"
+        r"adapter \(reference [0-9a-f]{8} in the operator's log\)"
     )
     with starved(backend.ranks.pids[rank]), pytest.raises(OutOfMemoryError, match=told):
         backend.create_model(CreateModel(model_id="refused", lora=FULL))
@@ -108,7 +108,7 @@ def test_files_that_are_gone_are_the_servers_fault_and_harm_nothing(backend: Fsd
     weights, hidden = model_path / "model.safetensors", model_path / "hidden"
     weights.rename(hidden)
     try:
-        with pytest.raises(ServerError, match=r"rank 0 of 2 can no longer read the base model's files: .*has neither"):
+        with pytest.raises(ServerError, match=r"rank 0 of 2 can no longer read the base model's files \(reference"):
             backend.create_model(CreateModel(model_id="refused", lora=FULL))
     finally:
         hidden.rename(weights)

@@ -15,6 +15,7 @@ from tinsmith import (
     OutOfMemoryError,
     Placement,
     ServerError,
+    log_privately,
 )
 from tinsmith.huggingface import DecoderShape
 from tinsmith.workers import (
@@ -173,9 +174,10 @@ class FsdpBackend(SleepableWorkersBackend):
         rank, refusal = next((each for each in refused if each[1].out_of_memory), refused[0])
         where = f"rank {rank} of {len(answers)}"
         if refusal.out_of_memory:
-            msg = f"{where} has no memory left for {what}; {remedy} ({refusal.message})"
+            msg = f"{where} has no memory left for {what}; {remedy} ({log_privately(_log, refusal.message)})"
             raise OutOfMemoryError(msg)
-        msg = f"{where} can no longer read the base model's files: {refusal.message}"
+        seen = log_privately(_log, refusal.message)
+        msg = f"{where} can no longer read the base model's files ({seen})"
         raise ServerError(msg)
 
     # training
@@ -261,7 +263,7 @@ def _half(micros: Sequence[MicroBatch], answers: Sequence[object]) -> int:
     if len(share) <= 1:
         msg = (
             f"rank {rank} of {len(answers)} has no memory for a sequence of {tokens} tokens; send shorter ones, or "
-            f"have the operator give the backend more memory or ranks ({lacking.message})"
+            f"have the operator give the backend more memory or ranks ({log_privately(_log, lacking.message)})"
         )
         raise OutOfMemoryError(msg)
     _log.warning("rank %d has no memory for %d tokens at once: halved (%s)", rank, tokens, lacking.message)

@@ -24,6 +24,7 @@ from tinsmith import (
     StopRules,
     UnsupportedError,
     UserError,
+    log_privately,
 )
 from tinsmith.workers import WorkerDiedError
 from tinsmith_jax import adapters
@@ -228,9 +229,9 @@ class Sampler(SamplingBackend):
                 except WorkerDiedError as error:  # the devices are gone: only a new engine has others
                     self._end_with(error)
                     return
-                except Exception as error:
-                    logger.exception("a sampling dispatch failed")
-                    self._fail_running(f"a sampling dispatch failed: {type(error).__name__}: {error}")
+                except Exception as error:  # noqa: BLE001 - logged, and the next round starts afresh
+                    what = "a sampling dispatch failed"  # which one's fault it is, nobody knows
+                    self._fail_running(f"{what} ({log_privately(logger, what, error=error)})")
         finally:  # no request may wait for a thread that has ended
             with self._wake:
                 self._closing = True

@@ -13,6 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from tinsmith.errors import ServerError, TinsmithError
 from tinsmith.operations import Failed
 from tinsmith.protocol import answers, wire
+from tinsmith.references import log_privately
 from tinsmith.server.auth import Caller, expect_readable_operation, own_operation, polled_sampler
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
@@ -46,7 +47,7 @@ async def retrieve_future(body: wire.RetrieveFutureRequest, caller: Caller, cont
         if operation.state not in _FINISHED:
             return await _still_pending(context, operation)
     except ServerError as error:
-        if error.http_status == 500:
+        if error.http_status >= 500:
             await asyncio.sleep(_DAMPING_S)
         raise
     size = len(operation.result or b"")
@@ -130,5 +131,6 @@ def _answer(operation: OperationRecord) -> answers.Answer:
     try:
         return answers.answer(decode_result(operation.result_kind, operation.result))
     except TinsmithError as error:
-        _log.exception("the result of %s cannot be returned", operation.request_id)
-        return answers.answer(Failed(message=str(error), category="server"))
+        what = f"the result of {operation.request_id} cannot be returned"
+        text = f"{what} ({log_privately(_log, f'{what}: {error}', error=error)})"
+        return answers.answer(Failed(message=text, category="server"))
