@@ -8,6 +8,7 @@ L = layers with experts, C = experts of a token.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Literal
 
 import numpy as np
@@ -81,6 +82,17 @@ class Datum:
         return targets.reshape(len(self.tokens_T), -1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadRight:
+    """By which right an operation reads a checkpoint, as found when it was submitted. It is checked again when it runs.
+
+    A tenant may read its own checkpoints, whichever version lies under the name by then.
+    """
+
+    created_at: datetime | None = None  # of the version that may be read; None: any
+    only_while_public: bool = True  # False: the sender is an administrator, who may read every checkpoint
+
+
 # Training operations: run in seq_id order per model -------------------------------------------------------------------
 
 
@@ -92,6 +104,7 @@ class CreateModel:
     lora: LoraConfig
     checkpoint: str | None = None  # tinker:// path of a training checkpoint
     load_optimizer: bool = False
+    right: ReadRight = field(default=ReadRight(), metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +152,7 @@ class LoadState:
     model_id: str
     path: str
     load_optimizer: bool
+    right: ReadRight = field(default=ReadRight(), metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

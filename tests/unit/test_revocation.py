@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -16,6 +17,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, Snapshot
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.engine.engine import Engine
+from tinsmith.errors import RevokedError
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.app import create_app
@@ -24,6 +26,8 @@ from tinsmith.settings import ApiKey, QuotaSettings, ServerSettings, Settings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import StoreContext
+from tinsmith.store.codec import decode_operation
+from tinsmith.store.revocation import loadable_checkpoint
 from tinsmith.testing.engine_driver import WAIT_S, make_engine
 from tinsmith.testing.harness import TOY
 
@@ -282,6 +286,114 @@ async def test_a_sample_that_runs_may_finish(service: Service) -> None:
         service.backend.may_sample.set()
         answer = await bob[0].result(running)
         assert answer.headers["content-type"] == "application/x-protobuf", answer.text
+
+
+# Loads and new models that wait ---------------------------------------------------------------------------------------
+
+
+async def a_published_state(ann: Client) -> str:
+    model_id = await a_model(ann)
+    saved = await ann.done("save_weights", model_id=model_id, seq_id=1, path="shared")
+    await ann.http.post(f"{of(saved['path'])}/publish")
+    return str(saved["path"])
+
+
+async def overwrite(ann: Client, path: str) -> None:
+    model_id = path.removeprefix("tinker://").partition("/")[0]
+    await ann.done("optim_step", model_id=model_id, seq_id=2, adam_params={"weight_decay": 0.5})
+    await ann.done("save_weights", model_id=model_id, seq_id=3, path="shared", overwrite=True)
+
+
+async def a_waiting_load(bob: Client, path: str) -> tuple[str, str]:
+    """Submit a load behind a gap in the seq_ids. Return its model and its request_id."""
+    model_id = await a_model(bob)
+    load = {"model_id": model_id, "path": path, "seq_id": 2, "optimizer": True}
+    return model_id, str((await bob.post("load_weights", **load))["request_id"])
+
+
+async def close_the_gap(bob: Client, model_id: str) -> None:
+    await bob.post("optim_step", model_id=model_id, seq_id=1, adam_params={})
+
+
+WHY = {
+    "unpublished": "was unpublished by its owner",
+    "unpublished and overwritten": "was replaced by a later one of the same name",
+    "published again": "was replaced by a later one of the same name",
+    "expired": "expired at 2026-01-02 00:00:00 UTC",
+    "deleted": "no checkpoint",
+}
+
+
+async def end_right(service: Service, path: str, end: str) -> None:
+    ann = service.clients["ann"]
+    if end in {"unpublished", "unpublished and overwritten", "published again"}:
+        await ann[1].http.delete(f"{of(path)}/publish")
+    if end in {"unpublished and overwritten", "published again"}:
+        await overwrite(ann[0], path)
+    if end == "published again":
+        await ann[1].http.post(f"{of(path)}/publish")
+    if end == "expired":
+        await service.change(path, expires_at=datetime(2026, 1, 2, tzinfo=UTC))
+    if end == "deleted":
+        await service.store.delete_checkpoint(path)  # its files follow later
+
+
+@pytest.mark.parametrize("end", WHY)
+async def test_a_load_that_waits_has_no_more_right_than_when_it_runs(service: Service, end: str) -> None:
+    ann, bob = service.clients["ann"][0], service.clients["bob"][0]
+    async with service.engine():
+        path = await a_published_state(ann)
+        model_id, waiting = await a_waiting_load(bob, path)
+        await end_right(service, path, end)
+        await close_the_gap(bob, model_id)
+        failed = ok(await bob.result(waiting))
+    assert failed["category"] == "user"
+    assert path in failed["error"]
+    assert WHY[end] in failed["error"]
+
+
+@pytest.mark.parametrize("end", ["unpublished", "expired", "deleted"])
+async def test_a_new_model_that_waits_has_no_more_right_than_when_it_is_created(service: Service, end: str) -> None:
+    ann, bob = service.clients["ann"][0], service.clients["bob"][0]
+    async with service.engine():
+        path = await a_published_state(ann)
+    session_id = (await bob.post("create_session"))["session_id"]
+    new = {"session_id": session_id, "model_seq_id": 0, "path": path, "optimizer": True}
+    waiting = (await bob.post("load_weights", **new))["request_id"]
+    await end_right(service, path, end)
+    async with service.engine():
+        failed = ok(await bob.result(waiting))
+        assert failed["category"] == "user"
+        assert WHY[end] in failed["error"]
+
+
+@pytest.mark.parametrize("tenant", ["ann", "root"])
+async def test_a_load_by_its_owner_or_an_administrator_may_wait(service: Service, tenant: str) -> None:
+    """An owner gets the version that is there when it runs."""
+    ann, reader = service.clients["ann"][0], service.clients[tenant][0]
+    async with service.engine():
+        path = await a_published_state(ann)
+        model_id, waiting = await a_waiting_load(reader, path)
+        await end_right(service, path, "unpublished and overwritten" if tenant == "ann" else "unpublished")
+        await close_the_gap(reader, model_id)
+        assert ok(await reader.result(waiting))["path"] == path
+
+
+async def test_a_load_that_an_earlier_version_queued_needs_a_right_when_it_runs(service: Service) -> None:
+    """The log says nothing about its right: what is not public is its owner's alone."""
+    ann, bob = service.clients["ann"][0], service.clients["bob"][0]
+    async with service.engine():
+        path = await a_published_state(ann)
+        stored = msgspec.msgpack.encode({"model_id": "m", "path": path, "load_optimizer": True})
+        operation = decode_operation("load_state", stored)
+        assert operation == ops.LoadState(model_id="m", path=path, load_optimizer=True, right=ops.ReadRight())
+        now, right = datetime.now(UTC), ops.ReadRight()
+        assert (await loadable_checkpoint(service.store, path, tenant="bob", right=right, now=now)).path == path
+        await end_right(service, path, "unpublished")
+        assert (await loadable_checkpoint(service.store, path, tenant="ann", right=right, now=now)).path == path
+        with pytest.raises(RevokedError, match="was unpublished by its owner while this request waited"):
+            await loadable_checkpoint(service.store, path, tenant="bob", right=right, now=now)
+        assert (await bob.http.post("weights_info", json={"tinker_path": path})).status_code == 404
 
 
 # Links ----------------------------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ class _Replay:
             thread = ThreadPoolExecutor(1, thread_name_prefix="tinsmith-training")
             async with self._backend(model, thread, progress, task) as backend:
                 models = Models(backend, TrainingThread(thread))
-                checkpoints = CheckpointReader(self._data_dir.checkpoints, base_model=model.name)
+                checkpoints = CheckpointReader(store, self._data_dir.checkpoints, base_model=model.name)
                 replayer = Replayer(models, checkpoints, recovery_root=self._data_dir.recovery_points(model.name))
                 progress.update(task, description=f"rebuilding {model_id}", total=until + 1, completed=0)
                 try:

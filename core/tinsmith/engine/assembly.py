@@ -110,7 +110,7 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
     thread = TrainingThread(parts.thread, parts.turns)
     gate = ConsistencyGate(backend, sampler, options.consistency, call=thread.call)
     models = Models(backend, thread, before_change=gate.before_change)
-    reader = CheckpointReader(data_dir.checkpoints, base_model=lease.base_model)
+    reader = CheckpointReader(store, data_dir.checkpoints, base_model=lease.base_model)
     writer = CheckpointWriter(
         store, data_dir.checkpoints, lease=lease, model_path=options.model_path, shard_bytes=options.shard_bytes
     )

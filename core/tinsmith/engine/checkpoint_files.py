@@ -12,21 +12,33 @@ from tinsmith.checkpoints.format import SHARD_BYTES, Checkpoint, delete_checkpoi
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.engine.failures import in_a_thread
 from tinsmith.engine.store_retries import with_retries
-from tinsmith.errors import NotFoundError, ServerError, UserError
+from tinsmith.errors import NotFoundError, RevokedError, ServerError, UserError
 from tinsmith.failpoints import durable_boundary
+from tinsmith.operations import ReadRight
 from tinsmith.store import CheckpointKind, CheckpointRecord, Lease, OperationRecord, RequestStore
+from tinsmith.store.revocation import loadable_checkpoint
 
 
 class CheckpointReader:
     """Reads training states of one base model. Files are read outside the event loop and the training thread."""
 
-    def __init__(self, root: Path, *, base_model: str) -> None:
+    def __init__(self, store: RequestStore, root: Path, *, base_model: str) -> None:
+        self._store = store
         self._root = root
         self._base_model = base_model
 
-    async def state_at(self, path: str, *, load_optimizer: bool) -> ModelState:
-        """Return the state that loading `path` restores."""
-        return _loaded(await self._read(path), load_optimizer=load_optimizer)
+    async def state_at(self, path: str, *, load_optimizer: bool, right: ReadRight, tenant: str) -> ModelState:
+        """Return the state that loading `path` restores.
+
+        Raise RevokedError if the right that the operation had when it was submitted does not hold any more.
+        """
+        now = datetime.now(UTC)
+        found = await with_retries(loadable_checkpoint, self._store, path, tenant=tenant, right=right, now=now)
+        checkpoint = await self._read(path)
+        if found.tenant != tenant and checkpoint.created_at != found.created_at:  # another version of its owner's
+            msg = f"checkpoint {path!r} was replaced while it was read; load it again"
+            raise RevokedError(msg)
+        return _loaded(checkpoint, load_optimizer=load_optimizer)
 
     async def state_at_replay(self, path: str, *, load_optimizer: bool, of: OperationRecord) -> ModelState:
         """Return the state that a recorded operation loaded. Raise ServerError if `path` was overwritten since."""

@@ -91,7 +91,12 @@ class ModelOperations:
         effects: tuple[Effect, ...] = ()
         state: ModelState | None = None
         if operation.checkpoint is not None:
-            state = await self._reader.state_at(operation.checkpoint, load_optimizer=operation.load_optimizer)
+            state = await self._reader.state_at(
+                operation.checkpoint,
+                load_optimizer=operation.load_optimizer,
+                right=operation.right,
+                tenant=record.tenant,
+            )
             operation = replace(operation, lora=state.lora)
             taken = await self._keep(operation.model_id, state, record)
             effects = (LoraResolved(model_id=operation.model_id, lora=state.lora), taken)
@@ -126,7 +131,9 @@ class ModelOperations:
             return _saved(await self._writer.write(operation.path, "external", state, record, ttl_seconds=ttl_seconds))
 
     async def _load_state(self, operation: ops.LoadState, record: OperationRecord) -> Outcome:
-        state = await self._reader.state_at(operation.path, load_optimizer=operation.load_optimizer)
+        state = await self._reader.state_at(
+            operation.path, load_optimizer=operation.load_optimizer, right=operation.right, tenant=record.tenant
+        )
         own = self._models.lora(operation.model_id)
         if replace(state.lora, seed=own.seed) != own:
             msg = (

@@ -14,6 +14,7 @@ from starlette.types import Scope
 
 from tinsmith.errors import AuthenticationError, NotFoundError
 from tinsmith.hook_values import Principal
+from tinsmith.operations import ReadRight
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.context import Context
 from tinsmith.server.known import KnownRequest, KnownRun, KnownSession
@@ -161,6 +162,13 @@ async def readable_checkpoint(context: Context, caller: Principal, path: str) ->
 
 def may_read(record: CheckpointRecord, caller: Principal) -> bool:
     return record.public or caller.admin or record.tenant == caller.tenant
+
+
+def read_right(record: CheckpointRecord, caller: Principal) -> ReadRight:
+    """Return by which right the caller may read a checkpoint, for an operation that will read it later."""
+    if record.tenant == caller.tenant:
+        return ReadRight()
+    return ReadRight(created_at=record.created_at, only_while_public=not caller.admin)
 
 
 async def live_checkpoint(context: Context, path: str) -> CheckpointRecord:

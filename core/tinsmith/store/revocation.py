@@ -1,4 +1,6 @@
-"""Whether a sampling session may still use the checkpoint that it was opened on. Server and engine ask here.
+"""Whether a checkpoint may still be used by what was allowed to use it before. Server and engine ask here.
+
+That is a sampling session that was opened on it, or an operation that waits to load it.
 
 Nothing is written when a checkpoint is unpublished or deleted, or when it expires: every request looks at the
 checkpoint as it is now, so a revocation takes effect at the next request on every server.
@@ -7,6 +9,7 @@ checkpoint as it is now, so a revocation takes effect at the next request on eve
 from datetime import datetime
 
 from tinsmith.errors import NotFoundError, RevokedError
+from tinsmith.operations import ReadRight
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.records import CheckpointRecord, SamplingSessionRecord
 
@@ -29,6 +32,23 @@ async def usable_checkpoint(
         why = "was unpublished by its owner"
     if why is not None:
         raise revoked(session, why)
+    return found
+
+
+async def loadable_checkpoint(
+    store: Checkpoints, path: str, *, tenant: str, right: ReadRight, now: datetime
+) -> CheckpointRecord:
+    """Return the checkpoint that an operation of this tenant loads.
+
+    Raise NotFoundError if there is none, RevokedError if the operation may no longer read it.
+    """
+    found = await store.get_checkpoint(path)
+    why = why_gone(found, right.created_at, now)
+    if why is None and not (found.public or found.tenant == tenant or not right.only_while_public):
+        why = "was unpublished by its owner"
+    if why is not None:
+        msg = f"checkpoint {path!r} {why} while this request waited; load a checkpoint that you may read"
+        raise RevokedError(msg)
     return found
 
 

@@ -1,5 +1,7 @@
 """Saving, loading and exporting a model's weights."""
 
+from dataclasses import replace
+
 from fastapi import APIRouter
 
 from tinsmith import operations as ops
@@ -7,7 +9,7 @@ from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
-from tinsmith.server.auth import Caller, own_known_run, own_session, readable_checkpoint
+from tinsmith.server.auth import Caller, own_known_run, own_session, read_right, readable_checkpoint
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.known import KnownRun
 from tinsmith.server.refusals import NumberedRoute
@@ -72,8 +74,11 @@ async def load_weights(body: wire.LoadWeightsRequest, caller: Caller, context: C
         msg = "send either session_id and model_seq_id, for a new model, or model_id and seq_id, for an existing one"
         raise UserError(msg)
     run = await own_known_run(context, caller, body.model_id)
-    operation = translate.load_weights(body)
-    problem = await _why_not_loadable(context, caller, body.path, run)
+    operation, problem = translate.load_weights(body), None
+    try:
+        operation = replace(operation, right=await _right_to_load(context, caller, body.path, run))
+    except UserError as error:
+        problem = error
     return await submit_training(context, run, body.seq_id, operation, problem=problem)
 
 
@@ -92,23 +97,25 @@ async def _create_from_checkpoint(
         lora=checkpoint.lora,
         checkpoint=body.path,
         load_optimizer=body.optimizer,
+        right=read_right(checkpoint, caller),
     )
     return await submit_creation(
         context, caller, session, operation, base_model=checkpoint.base_model, user_metadata=body.user_metadata
     )
 
 
-async def _why_not_loadable(context: ServerContext, caller: Principal, path: str, run: KnownRun) -> UserError | None:
-    """A checkpoint of the model itself is left to the engine: a request that is still queued may write it."""
-    try:
-        if TinkerPath.parse(path).model_id == run.model_id:
-            return None
-        checkpoint = await readable_checkpoint(context, caller, path)
-    except UserError as error:
-        return error
+async def _right_to_load(context: ServerContext, caller: Principal, path: str, run: KnownRun) -> ops.ReadRight:
+    """Raises UserError if the checkpoint may not or cannot be loaded.
+
+    A checkpoint of the model itself is left to the engine: a request that is still queued may write it.
+    """
+    if TinkerPath.parse(path).model_id == run.model_id:
+        return ops.ReadRight()
+    checkpoint = await readable_checkpoint(context, caller, path)
     if checkpoint.base_model != run.base_model:
-        return UserError(f"{path!r} is of base model {checkpoint.base_model!r}, this model of {run.base_model!r}")
-    return None
+        msg = f"{path!r} is of base model {checkpoint.base_model!r}, this model of {run.base_model!r}"
+        raise UserError(msg)
+    return read_right(checkpoint, caller)
 
 
 @router.post("/weights_info")
