@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 import os
+import re
 import shutil
 import socket
 import sqlite3
@@ -33,7 +34,7 @@ from tinsmith.sql_store.databases.database import Database
 from tinsmith.sql_store.databases.socket_wakeups import SocketWakeUps
 from tinsmith.sql_store.databases.sqlite import SqliteDialect
 from tinsmith.sql_store.grouping import Call, Grouping
-from tinsmith.sql_store.migrate import alembic_config
+from tinsmith.sql_store.migrate import alembic_config, known_revisions
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.tables import SessionRow, Table, to_row
 from tinsmith.sql_store.transactions import writer
@@ -159,6 +160,21 @@ def _migrate(connection: Connection, *, to: str, usage: Sequence[tuple[str, str]
         connection.execute(
             text("INSERT INTO usage VALUES (:hour, :tenant, 'm', 7, 0, 0, 0, 0, 0)"), {"hour": hour, "tenant": tenant}
         )
+
+
+async def test_a_migration_leaves_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    database = dialect_of(SqlStoreConfig(synchronous="off"), StoreContext(data_dir=tmp_path)).writer(durable=False)
+    await database.migrate(partial(_migrate, to="0015"))
+    await database.close()
+    caplog.set_level(logging.INFO, "tinsmith")
+    for _ in range(2):
+        store = a_store(tmp_path)
+        await store.open()
+        await store.close()
+    begun, ended = [each.message for each in caplog.records if each.name == "tinsmith.sql_store.migrate"]
+    newest = known_revisions()[-1]
+    assert f"from schema 0015 to {newest}" in begun
+    assert re.search(rf"migrated database .*tinsmith\.db.* from schema 0015 to {newest} in \d+\.\d s", ended)
 
 
 async def test_opening_again_changes_nothing(tmp_path: Path) -> None:

@@ -6,13 +6,18 @@ import asyncio
 import logging
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Final
 
 from tinsmith.checkpoints.atomic_directory import sweep
 from tinsmith.checkpoints.format import delete_checkpoint
-from tinsmith.errors import NotFoundError, TinsmithError
+from tinsmith.errors import NotFoundError, StoreError, TinsmithError
+from tinsmith.server.hearing import Hearing
 from tinsmith.settings import RecoverySettings, ServerSettings
 from tinsmith.steady_clock import SteadyClock
 from tinsmith.store import RequestStore
+
+_OTHERS_LATER: Final = timedelta(hours=1)
+"""How much later a server ends sessions that another one heard last: until then, that one may have been unable to."""
 
 _log = logging.getLogger(__name__)
 
@@ -28,12 +33,17 @@ class Housekeeping:
         *,
         recovery: RecoverySettings | None = None,
         clock: SteadyClock | None = None,
+        hearing: Hearing | None = None,
+        server_id: str | None = None,
     ) -> None:
+        """`hearing` tells when silence counts: by default, always. Without a `server_id`, this is the only server."""
         self._settings = settings
         self._keep_log_s = (recovery or RecoverySettings()).keep_log_s
         self._store = store
         self._checkpoint_root = checkpoint_root
         self._clock = clock or SteadyClock()
+        self._hearing = hearing
+        self._server_id = server_id
 
     @property
     def interval_s(self) -> float:
@@ -44,6 +54,8 @@ class Housekeeping:
             try:
                 await self.round()
             except (TinsmithError, OSError) as error:
+                if self._hearing is not None and isinstance(error, StoreError):
+                    self._hearing.failed(error)
                 _log.error("housekeeping failed, trying again in %.0f s: %s", self.interval_s, error)
             await asyncio.sleep(self.interval_s)
 
@@ -51,7 +63,8 @@ class Housekeeping:
         """Do everything that is due. After a jump of the clock, nothing expires until the clock has been steady."""
         now, steady_s = self._clock.read()
         if steady_s >= self._settings.session_timeout_s:  # otherwise clients may have had no time for heartbeats
-            await self._expire_sessions(now)
+            heard_s = steady_s if self._hearing is None else min(steady_s, self._hearing.lasts_s())
+            await self._expire_sessions(now, heard_s=heard_s)
             await self._forget_sessions(now)
         elif self._clock.jumped:
             return
@@ -64,9 +77,18 @@ class Housekeeping:
             await self._delete(record.path)
         await asyncio.to_thread(sweep, self._checkpoint_root)
 
-    async def _expire_sessions(self, now: datetime) -> None:
-        timeout = timedelta(seconds=self._settings.session_timeout_s)
-        for session_id in await self._store.expire_sessions(now - timeout):
+    async def _expire_sessions(self, now: datetime, *, heard_s: float) -> None:
+        """End sessions that were silent although this server could hear them, for all of `heard_s`."""
+        timeout, heard = timedelta(seconds=self._settings.session_timeout_s), timedelta(seconds=heard_s)
+        if heard < timeout:
+            return
+        if self._server_id is None:
+            expired = await self._store.expire_sessions(now - timeout)
+        else:
+            expired = await self._store.expire_sessions_of(self._server_id, now - timeout)
+            if heard >= timeout + _OTHERS_LATER:
+                expired += await self._store.expire_sessions(now - timeout - _OTHERS_LATER)
+        for session_id in expired:
             _log.info("session %s expired: no heartbeat for %s", session_id, timeout)
 
     async def _forget_sessions(self, now: datetime) -> None:

@@ -35,6 +35,7 @@ from tinsmith.processes.repeated_warnings import RepeatedWarnings
 from tinsmith.processes.supervisor import Supervisor, models_to_run
 from tinsmith.server.app import begin_shutdown, create_app
 from tinsmith.server.bounded_http import BoundedHttp
+from tinsmith.server.context import ServerContext
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.settings import ServerSettings, Settings
 from tinsmith.store import EngineState, RequestStore
@@ -150,6 +151,7 @@ async def _serve(
     try:
         await supervisor.start()  # first: engines take longer to start than all that follows
         app = await create_app(settings, store=store, plugins=plugins, keys=keys)
+        context: ServerContext = app.state.context
         http = _HttpServer(app)
         console = Console(stderr=True, emoji=False)
         show_banner(console, settings, plugins, url)
@@ -159,7 +161,8 @@ async def _serve(
             try:
                 async with asyncio.TaskGroup() as beside:
                     tasks = [
-                        beside.create_task(_housekeeping(settings, store)),
+                        beside.create_task(_housekeeping(settings, store, context)),
+                        beside.create_task(context.hearing.watch()),
                         beside.create_task(_show_engines(console, settings, store)),
                         beside.create_task(_announce(http, settings, plugins, url, lock)),
                     ]
@@ -174,8 +177,16 @@ async def _serve(
         await store.close()
 
 
-async def _housekeeping(settings: Settings, store: RequestStore) -> None:
-    await Housekeeping(settings.server, store, settings.data_dir.checkpoints, recovery=settings.recovery).run()
+async def _housekeeping(settings: Settings, store: RequestStore, context: ServerContext) -> None:
+    housekeeping = Housekeeping(
+        settings.server,
+        store,
+        settings.data_dir.checkpoints,
+        recovery=settings.recovery,
+        hearing=context.hearing,
+        server_id=context.server_id,
+    )
+    await housekeeping.run()
 
 
 async def _announce(http: _HttpServer, settings: Settings, plugins: Plugins, url: str, lock: DataDirLock) -> None:

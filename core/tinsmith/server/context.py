@@ -1,10 +1,12 @@
 """What the routes share: settings, store, plugins, and the last reports of the engines."""
 
 import asyncio
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, cast
 
@@ -16,6 +18,7 @@ from tinsmith.huggingface.hub_cache import HubReference, cached_model
 from tinsmith.losses import LossSpec
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.api_keys import ApiKeys
+from tinsmith.server.hearing import Hearing
 from tinsmith.server.heavy_work import HeavyWork
 from tinsmith.server.known import Known, KnownRequest, KnownRun, KnownSession
 from tinsmith.server.large_answers import LargeAnswers
@@ -26,6 +29,7 @@ from tinsmith.store import EngineRecord, EngineState, RequestStore, SamplingSess
 
 API_PREFIX = "/api/v1"
 _STALE_AFTER_S: Final = 1.0
+_UNNOTICED: Final = 10  # breaks of up to this part of a session's time-out leave its client time for heartbeats
 _STALE_STARTING_AFTER_S: Final = 0.1  # while an engine that somebody may wait for is not ready
 
 
@@ -109,12 +113,15 @@ class ServerContext:
     heavy: HeavyWork = field(default_factory=HeavyWork)
     large_answers: LargeAnswers = field(default_factory=LargeAnswers)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    server_id: str = field(default_factory=partial(secrets.token_hex, 8))
+    hearing: Hearing = field(init=False)
     sessions: Known[KnownSession] = field(init=False)
     runs: Known[KnownRun] = field(init=False)
     samplers: Known[SamplingSessionRecord] = field(init=False)
     requests: Known[KnownRequest] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.hearing = Hearing(unnoticed_s=self.settings.server.session_timeout_s / _UNNOTICED)
         self.sessions = Known(self._session)
         self.runs = Known(self._run)
         self.samplers = Known(self.store.get_sampling_session)

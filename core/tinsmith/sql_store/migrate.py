@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from importlib.resources import files
 from typing import TYPE_CHECKING, Final
 
@@ -14,6 +16,8 @@ from tinsmith.sql_store.tables import Table
 if TYPE_CHECKING:
     from alembic.config import Config
 
+
+_log = logging.getLogger(__name__)
 
 _VERSION_TABLE: Final = """\
 CREATE TABLE alembic_version (
@@ -45,7 +49,11 @@ def migrate(connection: Connection, name: str) -> None:
 
     config = alembic_config()
     config.attributes["connection"] = connection
+    started_s = time.monotonic()
+    _log.info("migrating database %r from schema %s to %s", name, found, revisions[-1])
     command.upgrade(config, "head")
+    took_s = time.monotonic() - started_s
+    _log.info("migrated database %r from schema %s to %s in %.1f s", name, found, revisions[-1], took_s)
 
 
 def _create(connection: Connection, revision: str) -> None:

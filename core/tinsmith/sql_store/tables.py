@@ -94,6 +94,7 @@ class SessionRow(Table, table=True):
     display_name: str | None = None
     ended: str | None = None
     end_detail: str | None = None
+    heard_by: str | None = None
 
 
 class RunRow(Table, table=True):

@@ -63,6 +63,7 @@ class SessionRecord:
     display_name: str | None = None
     ended: SessionEnd | None = None
     end_detail: str | None = None
+    heard_by: str | None = None  # the server that heard the last heartbeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

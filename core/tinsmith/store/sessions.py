@@ -27,6 +27,11 @@ class Sessions(ABC):
     async def touch_session(self, session_id: str, at: datetime) -> SessionRecord:
         """Record a heartbeat. A session that has ended stays as it is."""
 
+    async def hear_session(self, session_id: str, at: datetime, *, server_id: str) -> SessionRecord:
+        """As `touch_session`, and record which server heard it. A store for a single server need not."""
+        del server_id
+        return await self.touch_session(session_id, at)
+
     @abstractmethod
     async def update_session(self, session_id: str, *, project_id: str | None) -> SessionRecord: ...
 
@@ -50,3 +55,8 @@ class Sessions(ABC):
     @abstractmethod
     async def expire_sessions(self, last_seen_before: datetime) -> list[str]:
         """End the sessions without a heartbeat since then, with reason "expired". Return their ids."""
+
+    async def expire_sessions_of(self, server_id: str, last_seen_before: datetime) -> list[str]:
+        """As `expire_sessions`, but only those that this server heard last. In a store for a single server, all."""
+        del server_id
+        return await self.expire_sessions(last_seen_before)

@@ -109,6 +109,14 @@ class RequestStoreContract(
         assert (await store.get_session("s1")).ended == "expired"
         assert (await store.get_session("s2")).ended is None
 
+    async def test_silent_sessions_of_a_server_expire(self, store: RequestStore) -> None:
+        for number in range(2):
+            await store.create_session(a_session(f"s{number}"), idempotency_key=None)
+            later = NOW + timedelta(seconds=10 + number)
+            assert (await store.hear_session(f"s{number}", later, server_id="one")).last_seen_at == later
+        assert await store.expire_sessions_of("one", NOW + timedelta(seconds=11)) == ["s0"]
+        assert (await store.get_session("s1")).ended is None
+
     # models, sampling sessions, checkpoints
 
     async def test_a_model_is_created_once(self, store: RequestStore) -> None:

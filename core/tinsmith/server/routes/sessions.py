@@ -44,6 +44,7 @@ async def create_session(
             sdk_version=body.sdk_version,
             project_id=body.project_id,
             display_name=body.display_name,
+            heard_by=context.server_id,
         ),
         idempotency_key=x_idempotency_key,
     )
@@ -54,8 +55,9 @@ async def create_session(
 
 @router.post("/session_heartbeat")
 async def session_heartbeat(body: wire.SessionRequest, caller: Caller, context: Context) -> wire.SessionHeartbeat:
-    await own_known_session(context, caller, body.session_id)
-    session = await context.store.touch_session(body.session_id, context.now())
+    with context.hearing.recording():
+        await own_known_session(context, caller, body.session_id)
+        session = await context.store.hear_session(body.session_id, context.now(), server_id=context.server_id)
     if session.ended is not None:
         msg = f"session {body.session_id!r} has ended ({session.ended}); create a new one"
         raise SessionEndedError(msg)

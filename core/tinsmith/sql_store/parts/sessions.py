@@ -27,7 +27,10 @@ class SqlSessions(Connections, Sessions):
         return await self._reader.read(counting.live_sessions, tenant)
 
     async def touch_session(self, session_id: str, at: datetime) -> SessionRecord:
-        return await self._relaxed.write(sessions.touch, session_id, at)
+        return await self._relaxed.write(sessions.touch, session_id, at, None)
+
+    async def hear_session(self, session_id: str, at: datetime, *, server_id: str) -> SessionRecord:
+        return await self._relaxed.write(sessions.touch, session_id, at, server_id)
 
     async def update_session(self, session_id: str, *, project_id: str | None) -> SessionRecord:
         return await self._durable.write(sessions.update, session_id, project_id)
@@ -40,8 +43,14 @@ class SqlSessions(Connections, Sessions):
         return session
 
     async def expire_sessions(self, last_seen_before: datetime) -> list[str]:
+        return await self._expire(last_seen_before, None)
+
+    async def expire_sessions_of(self, server_id: str, last_seen_before: datetime) -> list[str]:
+        return await self._expire(last_seen_before, server_id)
+
+    async def _expire(self, last_seen_before: datetime, server_id: str | None) -> list[str]:
         expired = []
-        for session_id in await self._reader.read(sessions.silent, last_seen_before):
+        for session_id in await self._reader.read(sessions.silent, last_seen_before, server_id):
             models = partial(unloading.live_models_of, session_id=session_id)
             if await self._durable.write_locking(models, sessions.expire, session_id, last_seen_before):
                 await self._fail_what_is_left(session_id)

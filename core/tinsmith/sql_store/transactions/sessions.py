@@ -10,7 +10,7 @@ from tinsmith.errors import NotFoundError
 from tinsmith.sql_store.columns import Microseconds
 from tinsmith.sql_store.prepared import Prepared
 from tinsmith.sql_store.tables import OPEN, SESSIONS, SessionRow, to_record, to_row
-from tinsmith.sql_store.transactions import gaps, unloading
+from tinsmith.sql_store.transactions import gaps, log, unloading
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import SessionEnd, SessionRecord
 from tinsmith.store.unknown import no_such
@@ -20,15 +20,18 @@ _SILENT = (
     .where(OPEN, SESSIONS.c.last_seen_at < bindparam("before", type_=Microseconds()))
     .order_by(SESSIONS.c.last_seen_at, SESSIONS.c.session_id)
 )
+_SILENT_OF = _SILENT.where(SESSIONS.c.heard_by == bindparam("server"))
 
 _AT, _WANTED = bindparam("at", type_=Microseconds()), SESSIONS.c.session_id == bindparam("wanted")
+_LATER, _BY = SESSIONS.c.last_seen_at < _AT, bindparam("server", type_=sqlalchemy.String())
 _SILENT_BEFORE = SESSIONS.c.last_seen_at < bindparam("silent_since", type_=Microseconds())
 _TOUCH = Prepared(
     SESSIONS.update()
     .where(_WANTED, OPEN)
     .values(
         heard_since=case((_SILENT_BEFORE, _AT), else_=SESSIONS.c.heard_since),
-        last_seen_at=case((SESSIONS.c.last_seen_at < _AT, _AT), else_=SESSIONS.c.last_seen_at),
+        last_seen_at=case((_LATER, _AT), else_=SESSIONS.c.last_seen_at),
+        heard_by=case((_LATER, _BY), else_=SESSIONS.c.heard_by),
     )
 )
 _GET = Prepared(sqlalchemy.select(SESSIONS).where(_WANTED))
@@ -56,11 +59,12 @@ def list_all(session: Session, tenant: str | None, *, limit: int, offset: int) -
     return [to_record(row, SessionRecord) for row in session.exec(query.limit(limit).offset(offset))]
 
 
-def touch(tx: Transaction, session_id: str, at: datetime) -> SessionRecord:
+def touch(tx: Transaction, session_id: str, at: datetime, server_id: str | None) -> SessionRecord:
     """Each of a thousand clients does this every ten seconds, so no row is mapped."""
     tx.session.flush()  # what other calls of the group have changed
     connection = tx.session.connection()
-    _TOUCH.run(connection, {"wanted": session_id, "at": at, "silent_since": at - gaps.SILENCE})
+    values = {"wanted": session_id, "at": at, "server": server_id, "silent_since": at - gaps.SILENCE}
+    _TOUCH.run(connection, values)
     row = _GET.first(connection, {"wanted": session_id})
     if row is None:
         raise NotFoundError(no_such("session", session_id))
@@ -81,8 +85,12 @@ def end(tx: Transaction, session_id: str, reason: SessionEnd, detail: str | None
     return to_record(row, SessionRecord)
 
 
-def silent(session: Session, last_seen_before: datetime) -> list[str]:
-    return list(session.connection().execute(_SILENT, {"before": last_seen_before}).scalars())
+def silent(session: Session, last_seen_before: datetime, server_id: str | None) -> list[str]:
+    """Return the open sessions without a heartbeat since then: all, or those that one of several servers heard last."""
+    if server_id is None or not log.locks_rows(session):
+        return list(session.connection().execute(_SILENT, {"before": last_seen_before}).scalars())
+    values = {"before": last_seen_before, "server": server_id}
+    return list(session.connection().execute(_SILENT_OF, values).scalars())
 
 
 def expire(tx: Transaction, session_id: str, last_seen_before: datetime) -> bool:
