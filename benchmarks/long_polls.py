@@ -189,14 +189,14 @@ def database_connections(server: psutil.Process, store_url: str | None) -> int:
 async def run(
     config: SqlStoreConfig, data_dir: str, server: psutil.Process, url: str, pipe: Connection, polls: int, hold_s: float
 ) -> dict[str, float]:
-    ours = config
-    if config.url is not None:
-        named = make_url(config.url).update_query_dict({"application_name": "benchmark"})
-        ours = config.model_copy(update={"url": named.render_as_string(hide_password=False)})
+    ours, store_url = config, config.url.get_secret_value() if config.url else None
+    if store_url is not None:
+        named = make_url(store_url).update_query_dict({"application_name": "benchmark"})
+        ours = SqlStoreConfig.model_validate({"url": named.render_as_string(hide_password=False)})
     store = SqlStore(ours, StoreContext(data_dir=Path(data_dir)))
     await store.open()
     try:
-        return await measure(store, server, url, pipe, config.url, polls, hold_s)
+        return await measure(store, server, url, pipe, store_url, polls, hold_s)
     finally:
         await store.close()
 

@@ -115,6 +115,7 @@ from tinsmith.scheduler import (
 )
 from tinsmith.settings import (
     Settings,
+    child_environment,
 )
 from tinsmith.store import (
     SEQ_IDS_PER_CLONE,
@@ -336,6 +337,7 @@ __all__ = [
     "Waiting",
     "WeightsLoaded",
     "WeightsSaved",
+    "child_environment",
     "hookimpl",
     "log_privately",
 ]

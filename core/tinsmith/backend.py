@@ -33,7 +33,7 @@ Isolation = Literal["bitwise", "close", "none"]
 class BackendConfig(BaseModel):
     """Base class of a backend's settings, against which a model's `backend:` or `sampler:` section is validated."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

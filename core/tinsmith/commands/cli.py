@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from importlib.metadata import version as distribution_version
 from typing import Final
 
@@ -21,20 +22,27 @@ from tinsmith.commands.simulate import add_simulate_command
 from tinsmith.commands.worker import add_worker_command
 from tinsmith.errors import TinsmithError
 from tinsmith.plugins.loading import Plugins
+from tinsmith.settings.environment import remember_credentials
+from tinsmith.settings.secrets import cleaned
 
+_EXIT_FAILED: Final = 1
 _EXIT_USAGE: Final = 2
 
 
 def app() -> None:
     """Run the command line. An error meant for people goes to stderr without a traceback, with exit code 2."""
+    remember_credentials()
     plugins = Plugins.load()
     group = build_group(plugins)
     try:
         group(obj=plugins, prog_name="tinsmith")
     except TinsmithError as error:
         console = Console(stderr=True, soft_wrap=True, emoji=False)
-        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        console.print(f"[bold red]error:[/] {escape(cleaned(str(error)))}", highlight=False)
         sys.exit(_EXIT_USAGE)
+    except Exception:  # noqa: BLE001 - it ends the process, and its traceback may hold a secret
+        sys.stderr.write(cleaned(traceback.format_exc()))
+        sys.exit(_EXIT_FAILED)
 
 
 def build_group(plugins: Plugins) -> typer.Typer:

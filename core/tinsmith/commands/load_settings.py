@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from tinsmith.backend import BackendSpec, SamplerSpec
 from tinsmith.errors import ConfigError, PluginError, UserError
@@ -20,6 +20,7 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.plugins.registry import suggestion
 from tinsmith.settings import ApiKey, DeviceSettings, ModelSettings, PluginSection, Settings
 from tinsmith.settings.schema import RENAMED
+from tinsmith.settings.secrets import cleaned, hidden, is_secret_name, remember_keys, shown
 from tinsmith.settings.sources import (
     CONFIG_VARIABLE,
     ENV_NESTING,
@@ -34,7 +35,6 @@ from tinsmith.settings.sources import (
     read_flags,
 )
 
-_SECRET_WORDS: Final = ("key", "password", "secret", "token", "url")
 _REMEDIES: Final = {
     "string_type": "put it in quotes",
     "missing": "add it",
@@ -97,7 +97,15 @@ def _read_layers(file: Path | None, environ: Mapping[str, str], flags: Iterable[
         read_file(layers, file)
     read_environment(layers, environ)
     read_flags(layers, flags)
+    _remember_secrets(layers.tree())
     return layers
+
+
+def _remember_secrets(tree: Mapping[str, Any]) -> None:  # Any: not validated yet
+    """Remember them before anything is said about mistakes, wherever in a wrong configuration they are."""
+    hidden(dict(tree))
+    server = tree.get("server")
+    remember_keys(server.get("api_keys") if isinstance(server, dict) else None)
 
 
 def is_loopback(host: str) -> bool:
@@ -117,7 +125,7 @@ class _Problems:
 
     def add(self, path: KeyPath, reason: str, *, source: str | None = None) -> None:
         origin = source or self._layers.source_of(path)
-        self._lines[": ".join(part for part in (origin, format_key(path), reason) if part)] = None
+        self._lines[cleaned(": ".join(part for part in (origin, format_key(path), reason) if part))] = None
 
     def raise_if_any(self) -> None:
         if not self._lines:
@@ -156,9 +164,8 @@ def _reason(model: type[BaseModel], location: KeyPath, details: dict[str, Any]) 
 
 
 def _shown(location: KeyPath, value: object) -> str:
-    last = next((part for part in reversed(location) if isinstance(part, str)), "")
-    hidden = isinstance(value, SecretStr) or any(word in last for word in _SECRET_WORDS)
-    return "a value that is not shown" if hidden else f"{value!r:.200}"
+    is_secret = any(isinstance(part, str) and is_secret_name(part) for part in location)
+    return "a value that is not shown" if is_secret else f"{shown(hidden(value))!r:.200}"
 
 
 def _fields_at(model: type[BaseModel], location: KeyPath) -> list[str]:

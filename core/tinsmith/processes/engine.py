@@ -28,6 +28,7 @@ from tinsmith.processes.engine_child import ENGINE_ID, SUPERVISED, new_engine_id
 from tinsmith.processes.engine_run import EngineRun, Previous, StoppedWhileLoadingError
 from tinsmith.processes.lease import give_back, hold_lease, take_lease
 from tinsmith.processes.life_sign import LifeSign
+from tinsmith.processes.logs import log_to_stderr
 from tinsmith.processes.reports import EngineReports
 from tinsmith.processes.stopping import unless_stopped
 from tinsmith.settings import Settings
@@ -51,8 +52,7 @@ def run_engine(settings: Settings, model_name: str, plugins: Plugins) -> None:
     """
     sys.setswitchinterval(SWITCH_S)
     settings = with_placement(settings, make_plan(settings, plugins, this_machine(), [model_name]))  # or as the server
-    level = settings.server.log_level.upper()
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    log_to_stderr(settings.server.log_level)
     logging.getLogger("alembic").setLevel(logging.WARNING)  # it reports at every start that there is nothing to do
     try:
         uvloop.run(_until_signalled(settings, model_name, plugins))

@@ -15,8 +15,10 @@ from typing import Final
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.processes.deaths import Cause, Death, Witness
-from tinsmith.settings import ModelSettings, Settings
-from tinsmith.settings.sources import environment_path
+from tinsmith.settings import ModelSettings, Settings, child_environment
+from tinsmith.settings.environment import HUB_TOKENS, WORKER_KEY
+from tinsmith.settings.schema import REVEAL
+from tinsmith.settings.secrets import cleaned
 
 SUPERVISED: Final = "_TINSMITH_SUPERVISED"
 """Set in an engine's environment: its standard input is a pipe that closes when the supervisor dies.
@@ -98,7 +100,7 @@ class EngineChild:
         self.settings_file.unlink(missing_ok=True)
         descriptor = os.open(self.settings_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            json.dump(own.model_dump(mode="json", exclude_none=True), file)
+            json.dump(own.model_dump(mode="json", exclude_none=True, context=REVEAL), file)
 
     async def _pass_on(self, process: asyncio.subprocess.Process) -> None:
         """Print the process's output line by line, each with the model's name in front, until it closes."""
@@ -110,7 +112,7 @@ class EngineChild:
                 continue
             if not raw:
                 return
-            line = raw.decode(errors="replace").rstrip()
+            line = cleaned(raw.decode(errors="replace").rstrip())
             if line:
                 self._last_lines.append(line)
             print(f"[{self.model.name}] {line}", file=sys.stderr, flush=True)  # noqa: T201 - the engine's own output
@@ -145,13 +147,8 @@ def _settings_file(settings: Settings, model: ModelSettings) -> Path:
 
 
 def _environment() -> dict[str, str]:
-    """Return ours with pages that stay, and without the settings in it: the settings file contains them all."""
-    sections = set(Settings.model_fields)
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if (path := environment_path(name)) is None or path[0] not in sections
-    }
+    """Return ours with pages that stay, without settings: the settings file contains what the engine needs of them."""
+    kept = child_environment(keep=(WORKER_KEY, *HUB_TOKENS))
     return kept | {_TUNABLES: with_pages_that_stay(kept.get(_TUNABLES, ""))}
 
 

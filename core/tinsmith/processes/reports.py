@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from tinsmith.backend import Capabilities
 from tinsmith.errors import LeaseLostError, ServerError
 from tinsmith.operations import Consistency
+from tinsmith.settings.secrets import cleaned
 from tinsmith.store import ConsistencyCounts, DeviceTurn, EngineRecord, EngineState, Lease, RequestStore
 
 _log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class EngineReports:
     async def say(self, state: EngineState, detail: str = "", *, capabilities: Capabilities | None = None) -> None:
         """Send a report now."""
         known = capabilities or self.record.capabilities
-        self.record = replace(self.record, state=state, detail=detail, progress=None, capabilities=known)
+        self.record = replace(self.record, state=state, detail=cleaned(detail), progress=None, capabilities=known)
         await self._send()
 
     def progress(self, stage: str, fraction: float | None) -> None:

@@ -31,6 +31,7 @@ from tinsmith.processes.assembly import make_store
 from tinsmith.processes.data_dir_lock import DataDirLock
 from tinsmith.processes.display import EngineDisplay, is_busy, show_banner
 from tinsmith.processes.housekeeping import Housekeeping
+from tinsmith.processes.logs import log_to_stderr
 from tinsmith.processes.repeated_warnings import RepeatedWarnings
 from tinsmith.processes.supervisor import Supervisor, models_to_run
 from tinsmith.server.app import begin_shutdown, create_app
@@ -38,6 +39,7 @@ from tinsmith.server.bounded_http import BoundedHttp
 from tinsmith.server.context import ServerContext
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.settings import ServerSettings, Settings
+from tinsmith.settings.environment import forget_settings
 from tinsmith.store import EngineState, RequestStore
 
 _EXIT_INTERRUPTED: Final = 130
@@ -57,12 +59,22 @@ def serve(settings: Settings, plugins: Plugins, keys: LiveKeys | None = None) ->
     """
     configure_logging(settings.server.log_level)
     allow_many_connections()
+    _take_from_environment(settings.server)
     settings = _placed(settings, plugins)
     with DataDirLock(settings.data_dir, shared=settings.server.share_data_dir) as lock:
         listener = listen(settings.server)
         url = _url(settings.server, listener)
         with listener:
             uvloop.run(_serve(settings, plugins, keys, listener, url, lock))
+
+
+def _take_from_environment(server: ServerSettings) -> None:
+    """Leave no setting in the environment, and say what cannot be changed because it came from there."""
+    if forget_settings() and server.api_keys:
+        _log.warning(
+            "the API keys come from the environment, so none can be revoked until this server stops; keys in the "
+            "configuration file can be removed while it runs"
+        )
 
 
 def _placed(settings: Settings, plugins: Plugins) -> Settings:
@@ -83,9 +95,7 @@ def _placed(settings: Settings, plugins: Plugins) -> Settings:
 
 def configure_logging(level: str) -> None:
     """Log to stderr, with time and logger name."""
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
-    )
+    log_to_stderr(level)
     for noisy in ("uvicorn", "httpx", "alembic"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
     logging.getLogger("uvicorn.error").addFilter(RepeatedWarnings())

@@ -1,6 +1,7 @@
-"""What can be configured (`schema`), where values come from (`sources`), and the layout of the data directory."""
+"""What can be configured (`schema`), where values come from (`sources`), what is secret, and the data directory."""
 
 from tinsmith.settings.data_dir import DataDir
+from tinsmith.settings.environment import child_environment
 from tinsmith.settings.schema import (
     ApiKey,
     ConsistencySettings,
@@ -32,4 +33,5 @@ __all__ = [
     "SupervisorSettings",
     "TenantQuotas",
     "TurnSettings",
+    "child_environment",
 ]

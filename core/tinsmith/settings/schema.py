@@ -7,11 +7,21 @@ The descriptions become the reference page and the help of flags. The section of
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    SerializationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from tinsmith.errors import UserError
 from tinsmith.settings.data_dir import DataDir
+from tinsmith.settings.secrets import Secret, hidden, revealed, shown
 
 
 def field_of(model: type[BaseModel], key: str) -> FieldInfo:
@@ -34,19 +44,40 @@ RENAMED: Final = {
 """Settings of earlier versions, by their new names. The old ones are refused, not translated."""
 
 
+REVEAL: Final = "reveal secrets"
+"""Context of `model_dump` for a file that an engine reads. Without it, sections of plugins show no secret."""
+
+
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
 class PluginSection(BaseModel):
-    """The name of a plugin's offer, and that offer's own settings beside it."""
+    """The name of a plugin's offer, and that offer's own settings beside it. Their secrets are hidden: `secrets.py`."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=True)
 
     plugin: str = Field(description="name of the offer to use; `tinsmith plugins` lists what is installed")
 
+    @model_validator(mode="after")
+    def _hide_secrets(self) -> "PluginSection":
+        extra = self.__pydantic_extra__ or {}
+        extra.update({name: hidden(value, name) for name, value in extra.items()})
+        return self
+
+    @model_serializer(mode="plain")
+    def _dump(self, info: SerializationInfo) -> dict[str, Any]:  # Any: as in `options`
+        found: dict[str, Any] = {"plugin": self.plugin, **(self.model_extra or {})}
+        if info.exclude_none:
+            found = {name: value for name, value in found.items() if value is not None}
+        if info.mode != "json":
+            return found
+        change = revealed if info.context == REVEAL else shown
+        return {name: change(value) for name, value in found.items()}
+
     def options(self) -> dict[str, Any]:  # Any: checked by the plugin's config class
-        return dict(self.model_extra or {})
+        """Return the settings with their secrets as plain text."""
+        return {name: revealed(value) for name, value in (self.model_extra or {}).items()}
 
 
 class DeviceSettings(_Section):
@@ -82,7 +113,7 @@ class DeviceSettings(_Section):
 class ApiKey(_Section):
     """A key that clients may use."""
 
-    key: SecretStr = Field(description="must start with `tml-`, because the SDK refuses any other key")
+    key: Secret = Field(description="must start with `tml-`, because the SDK refuses any other key")
     tenant: str = Field(description="owner of everything that is created with this key")
     admin: bool = Field(default=False, description="may read the objects of every tenant and change only its own")
 

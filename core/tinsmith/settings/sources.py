@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import yaml
+from yaml.parser import ParserError
+from yaml.scanner import ScannerError
 
 from tinsmith.errors import ConfigError
 
@@ -97,17 +99,25 @@ def read_file(layers: Layers, file: Path) -> None:
 
 def _not_yaml(file: Path, error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"{file}:{error.problem_mark.line + 1}: not valid YAML: {error.problem}"
-    return f"{file}: not valid YAML: {' '.join(str(error).split())}"
+        return f"{file}:{error.problem_mark.line + 1}: not valid YAML: {_without_content(error)}"
+    reason = (
+        f"byte {error.start} is not UTF-8" if isinstance(error, UnicodeDecodeError) else "a character is not allowed"
+    )
+    return f"{file}: not valid YAML: {reason}"
+
+
+def _without_content(error: Exception) -> str:
+    """Return what is wrong without the text in which it is: that may hold a secret."""
+    if isinstance(error, ScannerError | ParserError):
+        return error.problem or "it cannot be read"
+    return "an alias, a tag or a value of this kind is not allowed here"
 
 
 def read_environment(layers: Layers, environ: Mapping[str, str]) -> None:
     """Add every variable that names a key, such as TINSMITH_SERVER__PORT for server.port. Ignore all others."""
     for name, text in sorted(environ.items()):
         path = environment_path(name)
-        if path is not None and len(path) > 1:
-            layers.put_tree(path, parse_text(text), name)
-        elif path is not None and text.lstrip().startswith(("[", "{")):
+        if path is not None and (len(path) > 1 or text.lstrip().startswith(("[", "{"))):
             layers.put_tree(path, parse_text(text, source=name), name)
 
 
@@ -141,8 +151,10 @@ def parse_text(text: str, *, source: str = "") -> object:
         return text
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        msg = f"{source}: {text!r} is not valid YAML or JSON: {' '.join(str(error).split())}"
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at character {mark.index + 1}" if mark is not None else ""
+        msg = f"{source}: not valid YAML or JSON{where}: {_without_content(error)}"
         raise ConfigError(msg) from error
 
 
@@ -181,13 +193,16 @@ def _nodes(node: yaml.Node, path: KeyPath, file: Path) -> Iterator[tuple[KeyPath
         for index, item in enumerate(node.value):
             yield from _nodes(item, (*path, index), file)
     else:
-        yield path, Given(value=_scalar(node), source=line)
+        yield path, Given(value=_scalar(node, line), source=line)
 
 
-def _scalar(node: yaml.Node) -> object:
+def _scalar(node: yaml.Node, line: str) -> object:
     loader = yaml.SafeLoader("")
     try:
         return loader.construct_document(node)
+    except (yaml.YAMLError, ValueError) as error:
+        msg = f"{line}: not valid YAML: {_without_content(error)}"
+        raise ConfigError(msg) from None
     finally:
         loader.dispose()
 

@@ -16,11 +16,11 @@ def dialect_of(config: SqlStoreConfig, context: StoreContext) -> Dialect:
     """Raise ConfigError if the URL cannot be used; the message says which URLs can."""
     default = URL.create("sqlite", database=str(DataDir.at(context.data_dir).database))
     try:
-        url = default if config.url is None else make_url(config.url)
+        url = default if config.url is None else make_url(config.url.get_secret_value())
     except ArgumentError as error:
         msg = (
-            f"store.url {config.url!r} is not a database URL; use for instance sqlite:////var/lib/tinsmith.db "
-            "or postgresql://user@host/database"
+            "store.url is not a database URL; use for instance sqlite:////var/lib/tinsmith.db or "
+            "postgresql://user@host/database"
         )
         raise ConfigError(msg) from error
     match url.get_backend_name():

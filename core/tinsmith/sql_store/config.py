@@ -5,12 +5,15 @@ from typing import Literal
 from pydantic import Field
 
 from tinsmith.backend import BackendConfig
+from tinsmith.settings.secrets import Secret
 
 
 class SqlStoreConfig(BackendConfig):
     """The `store:` section with `plugin: sql`."""
 
-    url: str | None = Field(None, description="SQLAlchemy URL of the database; default: SQLite in the data directory")
+    url: Secret | None = Field(
+        None, description="SQLAlchemy URL of the database; default: SQLite in the data directory"
+    )
     synchronous: Literal["full", "normal", "off"] = Field(
         "full",
         description="what acknowledged requests survive: `full` a power cut, `normal` and `off` a killed process",

@@ -1,6 +1,5 @@
 """The workers of one machine, for a scheduler that starts one program on each: `tinsmith worker`."""
 
-import os
 import subprocess
 import sys
 import time
@@ -8,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from tinsmith.workers.launching import COORDINATOR, INDEX, NUM_WORKERS, WAIT_S, WITH_PARENT
+from tinsmith.settings.environment import child_environment
+from tinsmith.workers.launching import COORDINATOR, INDEX, KEY, NUM_WORKERS, WAIT_S, WITH_PARENT
 
 _PAUSE_S: Final = 2.0  # before workers join again
 _POLL_S: Final = 0.1
@@ -22,7 +22,7 @@ def run_host(coordinator: str, *, processes: int, index: int | None, wait_s: flo
     """
     environment = {
         "OMP_NUM_THREADS": "1",
-        **os.environ,
+        **child_environment(keep=[KEY]),
         COORDINATOR: coordinator,
         WAIT_S: str(wait_s),
         WITH_PARENT: "1",

@@ -3,7 +3,6 @@
 A launcher only starts processes. Each finds the engine by its address and key, and everything else is said there.
 """
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -13,12 +12,13 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from tinsmith.errors import ConfigError
+from tinsmith.settings.environment import WORKER_KEY, child_environment
 from tinsmith.workers.config import WorkersConfig
 
 COORDINATOR: Final = "TINSMITH_COORDINATOR"
 """Environment variable: the engine's address, `unix:<path>` or `<host>:<port>`."""
 
-KEY: Final = "TINSMITH_WORKER_KEY"
+KEY: Final = WORKER_KEY
 """Environment variable: the secret that the engine and its workers share."""
 
 INDEX: Final = "TINSMITH_WORKER_INDEX"
@@ -75,7 +75,8 @@ class LocalProcesses:
 
     def __init__(self, launch: Launch) -> None:
         self.num_workers: int | None = launch.num_workers
-        shared = {"OMP_NUM_THREADS": "1", **os.environ, **launch.environment, NUM_WORKERS: str(launch.num_workers)}
+        own = {**launch.environment, NUM_WORKERS: str(launch.num_workers)}
+        shared = {"OMP_NUM_THREADS": "1", **child_environment(), **own}
         self._processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "tinsmith.workers"],

@@ -3,6 +3,7 @@
 import asyncio
 import importlib.metadata
 import json
+import socket
 import subprocess
 import sys
 import textwrap
@@ -24,7 +25,7 @@ from tinsmith_vllm.adapters import AdapterFiles, _remove_orphans
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.demand import demand
 from tinsmith_vllm.launching import launches
-from tinsmith_vllm.replica import ReplicaGoneError
+from tinsmith_vllm.replica import Replica, ReplicaGoneError
 from tinsmith_vllm.routing import WORTH
 
 WAIT_S = 400
@@ -352,6 +353,22 @@ def test_models_that_vllm_alone_knows_are_left_to_it(tmp_path: Path) -> None:
     (launch,) = launches(VllmConfig.model_validate(settings()), tmp_path, tmp_path)
     assert not launch.start.impossible_on_cpu
     assert "base weights" not in demand(VllmConfig(), config, Placement()).fixed
+
+
+def test_the_process_gets_no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    planted = {"TINSMITH_SERVER__API_KEYS": "[]", "TINSMITH_WORKER_KEY": "a", "HF_TOKEN": "b", "TINKER_API_KEY": "c"}
+    for name, value in {**planted, "OF_THE_MACHINE": "stays"}.items():
+        monkeypatch.setenv(name, value)
+    (launch,) = launches(VllmConfig.model_validate(settings()), Path("/model"), tmp_path)
+    tell = tmp_path / "tell"
+    tell.write_text(f"#!{sys.executable}\nimport json, os\nprint(json.dumps(dict(os.environ)))")
+    tell.chmod(0o700)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, (tmp_path / "log").open("wb") as log:
+        Replica(replace(launch, python=tell), "replica")._popen(theirs, log).wait()
+    found = json.loads((tmp_path / "log").read_text())
+    assert found["OF_THE_MACHINE"] == "stays"
+    assert not planted.keys() & found.keys()
 
 
 def test_steps_overlap_unless_routing_is_replayed(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ class VllmConfig(BackendConfig):
         description="directory for passing adapters to vLLM in files; default: in memory, on Linux, else files in the "
         "cache directory",
     )
-    engine_args: dict[str, Any] = Field({}, description="further EngineArgs of vLLM, by name")
+    engine_args: dict[str, Any] = Field({}, repr=False, description="further EngineArgs of vLLM, by name")
 
     @field_validator("engine_args")
     @classmethod

@@ -18,6 +18,7 @@ from typing import IO, Final
 
 import msgspec
 
+from tinsmith import child_environment
 from tinsmith_vllm.channel import Channel
 from tinsmith_vllm.messages import Beat, FromVllm, Load, Ready, Start, Unload, Unstartable
 
@@ -231,7 +232,7 @@ class Replica:
 
     def _popen(self, theirs: socket.socket, log: IO[bytes]) -> subprocess.Popen[bytes]:
         """Start the process in this thread, which outlives it: the kernel kills it with the thread that started it."""
-        environment = {**os.environ, **self._launch.environment}
+        environment = {**child_environment(), **self._launch.environment}
         paths = [str(self._launch.package_path), *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         command = [str(self._launch.python), "-m", "tinsmith_vllm.child", str(theirs.fileno())]

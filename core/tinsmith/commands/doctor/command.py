@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_format
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Final
 
 import typer
@@ -32,6 +32,7 @@ from tinsmith.commands.options import (
 from tinsmith.errors import ConfigError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import Settings
+from tinsmith.settings.secrets import cleaned
 
 _UNHEALTHY: Final = 1
 _COLOURS: Final = {"ok": "green", "note": "yellow", "problem": "red"}
@@ -66,7 +67,7 @@ def doctor(
             needs_models=needs_models,
         )
 
-    findings = list(_examine(plugins, load))
+    findings = [replace(each, found=cleaned(each.found)) for each in _examine(plugins, load)]  # some quote others
     (_print_json if json else _print_table)(findings)
     if any(finding.status == "problem" for finding in findings):
         raise typer.Exit(_UNHEALTHY)

@@ -15,6 +15,8 @@ from typing import Any, Final
 from tinsmith.backend import Device
 from tinsmith.errors import ServerError, TinsmithError
 from tinsmith.plugins.loading import Plugins
+from tinsmith.settings import child_environment
+from tinsmith.settings.environment import HUB_TOKENS
 
 _LIMIT_S: Final = 120.0
 _MARK: Final = "tinsmith-probe: "  # frameworks print, too
@@ -25,7 +27,15 @@ def probe_backend(name: str, options: Mapping[str, Any], model_path: Path | None
     asked = json.dumps({"options": dict(options), "model_path": None if model_path is None else str(model_path)})
     command = [sys.executable, "-m", "tinsmith.commands.doctor.probe", name]
     try:
-        done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+        done = subprocess.run(
+            command,
+            env=child_environment(keep=HUB_TOKENS),
+            input=asked,
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired as error:
         msg = f"the backend {name!r} does not answer within {_LIMIT_S:.0f} s"
         raise ServerError(msg) from error

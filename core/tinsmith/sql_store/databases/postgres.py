@@ -62,7 +62,7 @@ class PostgresDialect(Dialect):
 
     def __init__(self, url: URL, config: SqlStoreConfig) -> None:
         if url.drivername not in ("postgresql", "postgresql+psycopg"):
-            msg = f"store.url: the driver of {url.render_as_string()!r} is not supported; use postgresql://"
+            msg = f"store.url: the driver {url.drivername!r} is not supported; use postgresql://"
             raise ConfigError(msg)
         query = {**_KEEPALIVE, "application_name": "tinsmith", **url.query}
         self._url = url.set(drivername="postgresql+psycopg", query=query)
