@@ -21,9 +21,11 @@ from tinsmith.store import (
     OperationState,
     PendingCounts,
     PlaceLimits,
+    RecoveryPointTaken,
     RequestStore,
     RunState,
     RunStateChanged,
+    SamplingSessionCreated,
     SamplingSessionRecord,
     StoreContext,
     StoredCheckpoints,
@@ -39,6 +41,7 @@ from tinsmith.testing.store_records import (
     a_checkpoint,
     a_creation,
     a_model,
+    a_recovery_point,
     a_run,
     a_sample,
     a_session,
@@ -91,6 +94,38 @@ class SqlStoreContract(RequestStoreContract):
         assert [await store.count_live_sessions(tenant) for tenant in ("ann", "bob")] == [1, 0]
         assert await store.kept_checkpoints("ann") == KeptCheckpoints(number=1, num_bytes=2**40)
         assert [await store.is_awaited("s1:train:0", seq_id) for seq_id in (1, 2)] == [True, False]
+
+    async def test_what_a_tenant_keeps_is_counted_until_it_is_deleted(self, store: RequestStore) -> None:
+        """Of the log, of checkpoints, of snapshots and of recovery points; nothing of it is another tenant's."""
+        await a_model(store)
+        assert await store.kept_bytes("bob") == []
+        before = (await store.kept_bytes("ann"))[0]
+        assert before.log > 0  # of the creation
+        step = await store.submit(an_operation(seq_id=1, payload=b"123"))
+        await claim(store)
+        saved = CheckpointWritten(record=a_checkpoint("a"))
+        sampler = SamplingSessionRecord(
+            sampling_session_id="s1:sample:7",
+            session_id="s1",
+            tenant="ann",
+            base_model=BASE,
+            created_at=NOW,
+            num_bytes=700,
+        )
+        taken = RecoveryPointTaken(record=a_recovery_point(1), keep=2)
+        effects = saved, SamplingSessionCreated(record=sampler), taken
+        await complete(store, [done(step, OptimStepOutput(), *effects)])
+        (kept,) = await store.kept_bytes("ann")
+        result = len((await store.get_operation(step)).result or b"")
+        assert kept.log == before.log + 3 + result
+        assert (kept.checkpoints, kept.snapshots, kept.recovery_points) == (2**40, 700, 2**40)
+        assert [each.tenant for each in await store.kept_bytes(None)] == ["ann"]
+        await store.delete_checkpoint(a_checkpoint("a").path)
+        assert (await store.kept_bytes("ann"))[0].checkpoints == 0
+        await store.end_session("s1", "success", None)
+        await store.lose_run(await lease_of(store), "s1:train:0", "lost")
+        await store.prune(datetime.now(UTC) + timedelta(hours=1))
+        assert [each.total for each in await store.kept_bytes("ann")] == [0]
 
     async def test_a_session_that_ends_lets_go_of_what_waits_in_bounded_parts(self, store: SqlStore) -> None:
         """Whatever dies in between, nothing runs behind the unloading, and the engine goes on with the failing."""

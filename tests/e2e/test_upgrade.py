@@ -154,6 +154,10 @@ def test_a_run_of_an_earlier_schema_goes_on(
         if fixture.stem != "0001":  # whose version summed the norm of the gradient in another order
             assert run.state_reason is None
         assert server.call(server.store.pending(run.tenant)) == PendingCounts(by_kind={}, num_bytes=0)
+        runs, _ = server.call(server.store.list_runs(None, limit=100, offset=0))
+        logs = [server.call(server.store.list_log(each.model_id, from_seq_id=0, limit=1000)) for each in runs]
+        sizes = sum(each.payload_bytes + each.result_bytes for log in logs for each in log)
+        assert [each.log for each in server.call(server.store.kept_bytes(None))] == [sizes]
         service.close("success").result(timeout=300)
     assert bits(tmp_path, "end") == undisturbed
 

@@ -122,8 +122,15 @@ class RunRow(Table, table=True):
     rebuilds: int = _count()  # rebuilds begun and not finished: how often an engine died in one
 
 
+SIZED = text("sampling_sessions.num_bytes > 0")
+_SIZED = text("num_bytes > 0")
+
+
 class SamplingSessionRow(Table, table=True):
     __tablename__ = "sampling_sessions"
+    __table_args__ = (
+        Index("ix_sampling_sessions_sized", "session_id", "num_bytes", sqlite_where=_SIZED, postgresql_where=_SIZED),
+    )
 
     sampling_session_id: str = Field(primary_key=True)
     session_id: str = Field(index=True)
@@ -135,6 +142,7 @@ class SamplingSessionRow(Table, table=True):
     model_id: str | None = None
     checkpoint_created_at: datetime | None = _maybe_time()
     only_while_public: bool = Field(default=False, sa_column=Column(Boolean, nullable=False, server_default=false()))
+    num_bytes: int = _number()  # of a snapshot of its own
 
 
 class CheckpointRow(Table, table=True):
@@ -268,7 +276,10 @@ class SampleCountRow(Table, table=True):
 
 
 class PendingWorkRow(Table, table=True):
-    """The operations that have ever arrived, or finished; and the size of their payloads."""
+    """The operations that have ever arrived, or finished; and the size of their payloads.
+
+    `stored_bytes` summed over a tenant's rows is the size of the payloads and results that it has in the log.
+    """
 
     __tablename__ = "pending_work"
 
@@ -277,6 +288,7 @@ class PendingWorkRow(Table, table=True):
     finished: bool = Field(primary_key=True)
     number: int = Field(sa_type=BigInteger)
     num_bytes: int = Field(sa_type=BigInteger)
+    stored_bytes: int = _number()
 
 
 class EngineRow(Table, table=True):
@@ -376,6 +388,7 @@ SESSIONS, CHECKPOINTS, FINISHED_SAMPLES, SAMPLE_COUNTS, LEASES, USAGE = (
 )
 PENDING_WORK = PendingWorkRow.metadata.tables[str(PendingWorkRow.__tablename__)]
 ROUTED_EXPERTS = RoutedExpertsRow.metadata.tables[str(RoutedExpertsRow.__tablename__)]
+RECOVERY_POINTS = RecoveryPointRow.metadata.tables[str(RecoveryPointRow.__tablename__)]
 SAMPLING_SESSIONS = SamplingSessionRow.metadata.tables[str(SamplingSessionRow.__tablename__)]
 
 

@@ -101,6 +101,7 @@ class SamplingSessionRecord:
     model_id: str | None = None  # the model that the weights come from, if known
     checkpoint_created_at: datetime | None = None  # `created_at` of that checkpoint; None: not known
     only_while_public: bool = False  # opened on another tenant's published checkpoint
+    num_bytes: int = 0  # of the snapshot, if it belongs to this sampling session alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,6 +379,22 @@ class KeptCheckpoints:
 
     number: int = 0
     num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptBytes:
+    """What a tenant keeps on the disk of the server and in its database, in bytes."""
+
+    tenant: str
+    log: int = 0  # payloads and results of operations
+    checkpoints: int = 0
+    snapshots: int = 0  # of open sampling sessions that own one
+    recovery_points: int = 0
+    routed_experts: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.log + self.checkpoints + self.snapshots + self.recovery_points + self.routed_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from datetime import datetime
 
-from tinsmith.store.records import StoredCheckpoints, UsageRecord
+from tinsmith.store.records import KeptBytes, StoredCheckpoints, UsageRecord
 
 
 class UsageLog:
@@ -24,4 +24,9 @@ class UsageLog:
     async def stored_checkpoints(self, tenant: str | None, *, project_id: str | None = None) -> list[StoredCheckpoints]:
         """Return the checkpoints kept now, one entry for each tenant and project."""
         del tenant, project_id
+        return []
+
+    async def kept_bytes(self, tenant: str | None) -> list[KeptBytes]:
+        """Return how many bytes a tenant keeps; None: each tenant that keeps any, by name."""
+        del tenant
         return []

@@ -3,8 +3,8 @@
 from datetime import datetime
 
 from tinsmith.sql_store.parts.connections import Connections
-from tinsmith.sql_store.transactions import usage
-from tinsmith.store import StoredCheckpoints, UsageLog, UsageRecord
+from tinsmith.sql_store.transactions import kept, usage
+from tinsmith.store import KeptBytes, StoredCheckpoints, UsageLog, UsageRecord
 
 
 class SqlUsageLog(Connections, UsageLog):
@@ -16,3 +16,6 @@ class SqlUsageLog(Connections, UsageLog):
 
     async def stored_checkpoints(self, tenant: str | None, *, project_id: str | None = None) -> list[StoredCheckpoints]:
         return await self._reader.read(usage.stored, tenant, project_id=project_id)
+
+    async def kept_bytes(self, tenant: str | None) -> list[KeptBytes]:
+        return await self._reader.read(kept.kept, tenant)

@@ -111,7 +111,7 @@ def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion
         for effect in completion.effects:
             _apply(tx, effect)
         used.add(row.tenant, row.base_model, completion)
-        tx.pending.finished([row])
+        tx.pending.finished([row], result_bytes=len(encoded))
         tx.wake.append(log.done_topic(row.request_id))
     tx.session.flush()
     used.write(tx)

@@ -125,7 +125,7 @@ def finish(tx: Transaction, rows: Iterable[OperationRow], result: Result, state:
     succeeded_or_failed = OperationState.FAILED if isinstance(result, Failed) else OperationState.SUCCEEDED
     for row in rows:
         assert row.id is not None
-        tx.pending.finished([row])
+        tx.pending.finished([row], result_bytes=len(encoded))
         row.state = state or succeeded_or_failed
         row.finished_at = tx.now
         tx.session.add(ResultRow(operation_id=row.id, result_kind=kind, result=encoded))
@@ -158,7 +158,7 @@ def fail(tx: Transaction, operations: Sequence[sqlalchemy.Row[*tuple[Any, ...]]]
     connection.execute(_FAIL, {"ids": [row.id for row in operations], "now": tx.now})
     results = [{"operation_id": row.id, "result_kind": kind, "result": encoded} for row in operations]
     connection.execute(_INSERT_RESULT, results)
-    tx.pending.finished(operations)
+    tx.pending.finished(operations, result_bytes=len(encoded))
     tx.wake.extend(done_topic(row.request_id) for row in operations)
 
 

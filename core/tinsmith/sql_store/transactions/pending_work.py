@@ -20,9 +20,11 @@ from tinsmith.store import PendingCounts
 
 _ADD = Prepared(
     sqlalchemy.text(
-        "INSERT INTO pending_work (tenant, kind, finished, number, num_bytes) "
-        "VALUES (:tenant, :kind, :finished, :number, :num_bytes) ON CONFLICT (tenant, kind, finished) DO UPDATE SET "
-        "number = pending_work.number + excluded.number, num_bytes = pending_work.num_bytes + excluded.num_bytes"
+        "INSERT INTO pending_work (tenant, kind, finished, number, num_bytes, stored_bytes) "
+        "VALUES (:tenant, :kind, :finished, :number, :num_bytes, :stored_bytes) "
+        "ON CONFLICT (tenant, kind, finished) DO UPDATE SET "
+        "number = pending_work.number + excluded.number, num_bytes = pending_work.num_bytes + excluded.num_bytes, "
+        "stored_bytes = pending_work.stored_bytes + excluded.stored_bytes"
     )
 )
 _OF = sqlalchemy.select(
@@ -43,29 +45,47 @@ class Operation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PendingChanges:
-    """What arrives and what finishes in one transaction, by tenant, kind, and whether it finishes."""
+    """What arrives and what finishes in one transaction, by tenant, kind, and whether it finishes.
+
+    `stored_bytes` is how much the log grows by payloads and results, or shrinks.
+    """
 
     number: Counter[tuple[str, str, bool]] = field(default_factory=Counter)
     num_bytes: Counter[tuple[str, str, bool]] = field(default_factory=Counter)
+    stored_bytes: Counter[tuple[str, str, bool]] = field(default_factory=Counter)
 
     def arrived(self, tenant: str, kind: str, payload_bytes: int) -> None:
         self.number[tenant, kind, False] += 1
         self.num_bytes[tenant, kind, False] += payload_bytes
+        self.stored_bytes[tenant, kind, False] += payload_bytes
 
-    def finished(self, operations: Iterable[Operation]) -> None:
+    def finished(self, operations: Iterable[Operation], *, result_bytes: int) -> None:
+        """Count operations, each with a result of this size."""
         for each in operations:
             self.number[each.tenant, each.kind, True] += 1
             self.num_bytes[each.tenant, each.kind, True] += each.payload_bytes
+            self.stored_bytes[each.tenant, each.kind, True] += result_bytes
+
+    def removed(self, tenant: str, kind: str, num_bytes: int) -> None:
+        """Count payloads and results of finished operations that are deleted."""
+        self.stored_bytes[tenant, kind, True] -= num_bytes
 
     def add(self, other: "PendingChanges") -> None:
         self.number.update(other.number)
         self.num_bytes.update(other.num_bytes)
+        self.stored_bytes.update(other.stored_bytes)
 
     def write(self, session: Session) -> None:
         rows = [
-            {"tenant": tenant, "kind": kind, "finished": finished, "number": number, "num_bytes": num_bytes}
-            for (tenant, kind, finished), number in sorted(self.number.items())
-            for num_bytes in (self.num_bytes[tenant, kind, finished],)
+            {
+                "tenant": key[0],
+                "kind": key[1],
+                "finished": key[2],
+                "number": self.number[key],
+                "num_bytes": self.num_bytes[key],
+                "stored_bytes": stored_bytes,
+            }
+            for key, stored_bytes in sorted(self.stored_bytes.items())  # whatever is counted has an entry
         ]
         if rows:
             _ADD.run(session.connection(), *rows)

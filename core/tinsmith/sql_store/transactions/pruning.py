@@ -3,16 +3,18 @@
 from datetime import datetime, timedelta
 from typing import Final
 
-from sqlalchemy import delete
+import sqlalchemy
+from sqlalchemy import bindparam, delete
 from sqlmodel import Session, and_, col, func, or_, select, update
 
 from tinsmith.sql_store.tables import (
     FINISHED_SAMPLES,
+    OPERATIONS,
+    PAYLOADS,
+    RESULTS,
     CheckpointRow,
     OperationRow,
-    PayloadRow,
     RecoveryPointRow,
-    ResultRow,
     RetentionRow,
     RunRow,
 )
@@ -21,6 +23,17 @@ from tinsmith.sql_store.transactions.writer import Transaction
 
 _SAMPLES_KEPT_LONGER: Final = timedelta(hours=3)
 """The SDK asks for the samples of a client for up to two hours."""
+_SIZES = (
+    sqlalchemy.select(
+        OPERATIONS.c.tenant,
+        OPERATIONS.c.kind,
+        func.sum(func.coalesce(func.length(PAYLOADS.c.payload), 0) + func.coalesce(func.length(RESULTS.c.result), 0)),
+    )
+    .join_from(OPERATIONS, PAYLOADS, PAYLOADS.c.operation_id == OPERATIONS.c.id, isouter=True)
+    .join(RESULTS, RESULTS.c.operation_id == OPERATIONS.c.id, isouter=True)
+    .where(OPERATIONS.c.id.in_(bindparam("ids", expanding=True)))
+    .group_by(OPERATIONS.c.tenant, OPERATIONS.c.kind)
+)
 
 
 def models_of(session: Session, finished_before: datetime, *, idle_since: datetime, limit: int) -> set[str]:
@@ -41,14 +54,21 @@ def operations(tx: Transaction, finished_before: datetime, *, idle_since: dateti
         if row.ordered:
             behind = col(RunRow.model_id) == row.subject_id, col(RunRow.pruned_seq_id) < row.seq_id
             tx.session.exec(update(RunRow).where(*behind).values(pruned_seq_id=row.seq_id))
-        for part in (PayloadRow, ResultRow):
-            if (found := tx.session.get(part, row.id)) is not None:
-                tx.session.delete(found)
-    tx.session.flush()
+    _delete_content(tx, [row.id for row in rows if row.id is not None])
     for row in rows:
         tx.session.delete(row)
     _remember(tx, finished_before)
     return len(rows)
+
+
+def _delete_content(tx: Transaction, ids: list[int]) -> None:
+    """Delete payloads and results, without reading them."""
+    tx.session.flush()
+    connection = tx.session.connection()
+    for tenant, kind, num_bytes in connection.execute(_SIZES, {"ids": ids}).all():
+        tx.pending.removed(tenant, kind, int(num_bytes))
+    for table in (PAYLOADS, RESULTS):
+        connection.execute(table.delete().where(table.c.operation_id.in_(ids)))
 
 
 def _unneeded(finished_before: datetime, idle_since: datetime):  # type: ignore[no-untyped-def]  # sqlmodel's select has no public name
