@@ -81,6 +81,8 @@ class WatchedBackend(ToyBackend):
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
+        if self.fail_next is not None:
+            raise self.fail_next
         output = await super().sample(op)
         self.drawn.release()
         return output
@@ -626,6 +628,23 @@ async def test_a_batch_may_not_raise_user_errors(setup: Setup, client: EngineDri
     setup.backend.fail_next = UserError("of whom")
     running = await client.submit(a_pass(client))
     with pytest.raises(EngineFailedError, match="of whom"):
+        await asyncio.wait_for(task, WAIT_S)
+    assert (await setup.store.get_operation(running)).state == OperationState.RUNNING
+
+
+@pytest.mark.parametrize("operation", ["forward_backward", "sample"])
+@pytest.mark.parametrize(
+    "error", [StopIteration, StopAsyncIteration, asyncio.CancelledError, SystemExit, KeyboardInterrupt, RuntimeError]
+)
+async def test_whatever_a_backend_raises_ends_the_engine(
+    setup: Setup, client: EngineDriver, error: type[BaseException], operation: str
+) -> None:
+    """A StopIteration, which a future cannot hold, and a CancelledError of nobody once left the request running."""
+    task = asyncio.create_task((await setup.make_engine()).run())
+    await client.result(await client.create_model())
+    setup.backend.fail_next = error()
+    running = await client.submit(a_pass(client) if operation == "forward_backward" else a_sample(client))
+    with pytest.raises(EngineFailedError, match=error.__name__):
         await asyncio.wait_for(task, WAIT_S)
     assert (await setup.store.get_operation(running)).state == OperationState.RUNNING
 

@@ -14,6 +14,7 @@ from tinsmith.engine.claims import Claims
 from tinsmith.engine.consistency_gate import ConsistencyGate
 from tinsmith.engine.device_turns import DeviceTurns
 from tinsmith.engine.engine import Engine
+from tinsmith.engine.guarded_sampler import GuardedSampler
 from tinsmith.engine.model_operations import ModelOperations
 from tinsmith.engine.model_places import Places
 from tinsmith.engine.models import Models
@@ -181,4 +182,5 @@ def _most_waiting(parts: EngineParts, sampler: SamplingBackend, keeping: Keeping
 def _sampler(parts: EngineParts) -> SamplingBackend:
     if parts.sampler is None:
         return NoSampler(parts.backend.capabilities)
-    return parts.sampler if parts.turns is None else SamplerInTurn(parts.sampler, parts.turns)
+    sampler = GuardedSampler(parts.sampler)
+    return sampler if parts.turns is None else SamplerInTurn(sampler, parts.turns)

@@ -12,10 +12,11 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Final, TypeVar
 
 from tinsmith.backend import SleepableSamplingBackend, SleepableTrainingBackend
-from tinsmith.engine.failures import BackendFailedError
+from tinsmith.engine.failures import BackendFailedError, contained, guarded
 from tinsmith.failpoints import durable_boundary
 from tinsmith.store import DeviceTurn, Side
 
@@ -41,11 +42,11 @@ def sleepers(
     """`executor` has one worker, the thread in which the trainer was created."""
 
     def in_thread(call: Callable[[], None]) -> Callable[[], Awaitable[None]]:
-        return lambda: asyncio.get_running_loop().run_in_executor(executor, call)
+        return lambda: asyncio.get_running_loop().run_in_executor(executor, contained(call))
 
     return {
         "training": Sleeper(in_thread(trainer.sleep), in_thread(trainer.wake)),
-        "sampling": Sleeper(sampler.sleep, sampler.wake),
+        "sampling": Sleeper(partial(guarded, sampler.sleep), partial(guarded, sampler.wake)),
     }
 
 

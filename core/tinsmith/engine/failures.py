@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -21,15 +21,51 @@ class EngineFailedError(ServerError):
     """The engine cannot continue, because the state of its backend is unknown."""
 
 
+def contained(call: Callable[[], T]) -> Callable[[], T]:
+    """Wrap a call of a plugin for another thread, so that whatever it raises reaches whoever awaits the result.
+
+    A future of asyncio cannot hold a StopIteration, takes a CancelledError for a cancellation, and a SystemExit would
+    end the event loop.
+    """
+
+    def run() -> T:
+        try:
+            return call()
+        except StopIteration as error:
+            raise backend_failed(error) from error
+        except Exception:
+            raise
+        except BaseException as error:
+            raise backend_failed(error) from error
+
+    return run
+
+
+async def guarded(call: Callable[[], Awaitable[T]]) -> T:
+    """Await a plugin. A CancelledError that nobody asked for would end the task without a word, as no failure."""
+    try:
+        return await call()
+    except (Exception, GeneratorExit):
+        raise
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        raise backend_failed(error) from error
+
+
+def backend_failed(error: BaseException) -> BackendFailedError:
+    return BackendFailedError(f"{type(error).__name__}: {error}")
+
+
 async def in_a_thread(write: Callable[[], T]) -> T:
     """Write a state outside the training thread. Its backend may still be handing it over, and fail."""
     try:
-        return await asyncio.to_thread(write)
-    except TinsmithError:
+        return await asyncio.to_thread(contained(write))
+    except (TinsmithError, BackendFailedError):
         raise
     except Exception as error:
-        msg = f"{type(error).__name__}: {error}"
-        raise BackendFailedError(msg) from error
+        raise backend_failed(error) from error
 
 
 @contextmanager
@@ -47,4 +83,5 @@ def engine_failed(base_model: str, during: str, error: Exception) -> EngineFaile
     Whatever was running stays "running" in the store; the next engine retries it, alone.
     """
     _log.error("the backend failed in %s", during, exc_info=error)
-    return EngineFailedError(f"the engine of {base_model!r} failed in {during}: {error}")
+    failure = error if isinstance(error, BackendFailedError) else backend_failed(error)
+    return EngineFailedError(f"the engine of {base_model!r} failed in {during}: {failure}")

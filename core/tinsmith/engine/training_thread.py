@@ -7,7 +7,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from tinsmith.engine.device_turns import DeviceTurns, submit_in_turn
-from tinsmith.engine.failures import BackendFailedError
+from tinsmith.engine.failures import BackendFailedError, backend_failed, contained
 from tinsmith.errors import UserError
 
 P = ParamSpec("P")
@@ -30,7 +30,7 @@ class TrainingThread:
 
         A UserError is passed on; any other exception of it is wrapped in BackendFailedError.
         """
-        call = partial(function, *args, **kwargs)
+        call = contained(partial(function, *args, **kwargs))
         if self._turns is None:
             running = asyncio.get_running_loop().run_in_executor(self._executor, call)
         else:
@@ -44,5 +44,4 @@ async def _result(running: asyncio.Future[T]) -> T:
     except (UserError, BackendFailedError):
         raise
     except Exception as error:
-        msg = f"{type(error).__name__}: {error}"
-        raise BackendFailedError(msg) from error
+        raise backend_failed(error) from error

@@ -16,6 +16,7 @@ from typing import Any, Final
 from tinsmith.backend import Progress, SamplingBackend, TrainingBackend
 from tinsmith.engine.assembly import EngineOptions, EngineParts, assemble_engine
 from tinsmith.engine.engine import Engine
+from tinsmith.engine.failures import contained
 from tinsmith.hook_values import OperationFinished
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import capabilities_of, check_routing_replay, make_backends, make_turns
@@ -89,7 +90,7 @@ class EngineRun:
     ) -> AsyncIterator[tuple[TrainingBackend, SamplingBackend | None]]:
         loop = asyncio.get_running_loop()
         make = partial(make_backends, self.model, self.plugins, self.data_dir, self._progress(loop))
-        making = loop.run_in_executor(thread, make)
+        making = loop.run_in_executor(thread, contained(make))
         stopped = asyncio.create_task(stopping.wait())
         either: list[asyncio.Future[Any]] = [making, stopped]  # Any: futures of two types
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -105,7 +106,7 @@ class EngineRun:
         finally:
             if sampler is not None and not isinstance(sampler, TrainingBackend):
                 sampler.close()
-            await loop.run_in_executor(thread, backend.close)
+            await loop.run_in_executor(thread, contained(backend.close))
 
     def _model_path(self) -> Path | None:
         return self.model.path or self.plugins.resolve_base_model(self.model.source)

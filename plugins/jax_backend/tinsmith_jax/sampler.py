@@ -57,6 +57,8 @@ class _Waiting:
         self._settle(lambda: self.future.set_result(result))
 
     def fail(self, error: Exception) -> None:
+        if isinstance(error, StopIteration):  # which a future cannot hold
+            error = RuntimeError(f"StopIteration: {error}")
         self._settle(lambda: self.future.set_exception(error))
 
     def _settle(self, settle: Callable[[], None]) -> None:
