@@ -1,5 +1,6 @@
 """Training and sampling on a mesh: what one device computes, on many, in one worker or in several."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -18,10 +19,12 @@ from tinsmith import (
     Array,
     BackendContext,
     ConfigError,
+    Failed,
     HostSnapshot,
     LoraConfig,
     ModelState,
     OptimStep,
+    OutOfMemoryError,
     Sample,
     SampledSequence,
     SampleOutput,
@@ -38,6 +41,7 @@ from tinsmith_jax.mesh import check_shape
 from tinsmith_jax.model_config import read_config
 from tinsmith_jax.remote import RemoteDevices
 from tinsmith_jax.sampling_only import JaxSampler
+from tinsmith_jax.sampling_values import Drawn, SlotInput
 
 pytestmark = pytest.mark.slow  # workers load JAX, and compile
 
@@ -340,6 +344,27 @@ async def test_a_mesh_samples_what_one_device_does(meshed: JaxBackend, one_devic
 
 async def test_no_tenant_changes_anothers_samples(meshed: JaxBackend) -> None:
     assert_same_outputs(await sampled(meshed), await sampled(meshed, together=False))
+
+
+async def test_a_step_that_fails_because_of_one_refuses_that_one(
+    meshed: JaxBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers say whether their state is as before."""
+    mine = [make_sample(prompt(20 + n, seed=n), session=str(n), seed=n, max_tokens=9) for n in range(3)]
+    expected = await sample_all(meshed, mine)
+    device = meshed._sampler._device
+    decode = device.decode
+
+    def planted(slots: SlotInput, num_steps: int) -> Drawn:
+        if (slots.seed_words[slots.left > 0, 1] == 77).any():
+            raise OutOfMemoryError("planted")
+        return decode(slots, num_steps)
+
+    monkeypatch.setattr(device, "decode", planted)
+    culprit = make_sample(prompt(9), seed=77, session="culprit")
+    refused, *results = await asyncio.gather(*(meshed.sample(op) for op in (culprit, *mine)))
+    assert isinstance(refused, Failed)
+    assert_same_outputs(results, expected)
 
 
 def top_ids(sequence: SampledSequence) -> list[list[int]] | None:

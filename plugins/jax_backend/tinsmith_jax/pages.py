@@ -67,10 +67,22 @@ class Pages:
         self._users[page] += 1
         return page
 
-    def name(self, page: int, key: PrefixKey) -> None:
-        """Let others find a page that is in use. Of two with the same content, they find the first."""
-        if key not in self._known:
-            self._known[key], self._keys[page] = page, key
+    def name(self, page: int, key: PrefixKey) -> bool:
+        """Let others find a page that is in use. Of two with the same content, they find the first.
+
+        Return whether it is this one.
+        """
+        if key in self._known:
+            return False
+        self._known[key], self._keys[page] = page, key
+        return True
+
+    def unname(self, page: int) -> None:
+        """Let nobody find a page any more."""
+        del self._known[self._keys.pop(page)]
+        if page in self._unused:
+            del self._unused[page]
+            self._free.append(page)
 
     def release(self, page: int) -> None:
         self._users[page] -= 1
@@ -118,6 +130,10 @@ class Rows:
             return self._free.pop()
         serial = next(serial for serial in self._rows if not self._users.get(serial))
         return self._rows.pop(serial)
+
+    def put_back(self, row: int) -> None:
+        """Return a row that was taken and holds nothing now."""
+        self._free.append(row)
 
     def name(self, row: int, serial: int) -> None:
         """Say which adapter has been written to a row. It has one user."""

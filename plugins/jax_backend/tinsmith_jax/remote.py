@@ -233,6 +233,10 @@ class RemoteSampling:
     def reset(self) -> None:
         self._run("reset")
 
+    def is_intact(self) -> bool:
+        intact: bool = self._run("is_intact")
+        return intact
+
     def put_adapter(self, adapter: Adapter) -> Held:
         return self._workers.hold("put", adapter)
 

@@ -3,13 +3,16 @@
 The async side (one event loop) only queues requests and waits for them. One thread owns the slots and the device. In
 each round, it drops cancelled requests, fills free slots from the queue, reads some prompt tiles, decodes a few steps
 and returns finished sequences.
+
+Requests share these steps. If one fails, all go back to where they were before it, and those who were in it are tried
+one by one: the one that fails alone is refused, and the others get the bits that they would have had.
 """
 
 import asyncio
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,6 +42,7 @@ from tinsmith_jax.sampling_adapters import BASE_MODEL
 from tinsmith_jax.sampling_device import SamplingDevice
 from tinsmith_jax.sampling_values import Drawn, PageCopy, PromptTile, SlotInput
 from tinsmith_jax.slots import Line, LoadedSnapshot, Prompt, Request, Slot
+from tinsmith_jax.suspects import Suspects
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +120,10 @@ class Sampler(SamplingBackend):
         self._experts = ExpertPages(shape, config) if shape.returns_experts else None
         self._line = Line()
         self._waiting: dict[Request, _Waiting] = {}
+        self._involved: Sequence[Request] = ()  # in the present step
+        self._suspects = Suspects()
+        self._reading = False  # tiles count as read that are neither written nor scored yet
+        self._unwritten: list[tuple[int, int]] = []  # pages, by shard, that others find though they are not written
         self._thread: threading.Thread | None = None  # started with the first request
 
     @property
@@ -158,6 +166,8 @@ class Sampler(SamplingBackend):
             request = Request(op, None if users is None else users.snapshot, self._rules)
         except UnsupportedError as error:
             return Failed(message=str(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this request's
+            return _fails_alone(error)
         if users is not None:
             users.count += 1
             users.idle.clear()
@@ -228,12 +238,13 @@ class Sampler(SamplingBackend):
             while self._take_arrived():
                 try:
                     self._round()
-                except WorkerDiedError as error:  # the devices are gone: only a new engine has others
-                    self._end_with(error)
-                    return
-                except Exception as error:  # noqa: BLE001 - logged, and the next round starts afresh
-                    what = "a sampling dispatch failed"  # which one's fault it is, nobody knows
-                    self._fail_running(f"{what} ({log_privately(logger, what, error=error)})")
+                except WorkerDiedError:  # the devices are gone: only a new engine has others
+                    raise
+                except Exception as error:  # noqa: BLE001 - whatever it is, it has an owner
+                    self._find_fault(error)
+        except BaseException as error:
+            logger.exception("sampling cannot go on")
+            self._end_with(error)
         finally:  # no request may wait for a thread that has ended
             with self._wake:
                 self._closing = True
@@ -254,11 +265,13 @@ class Sampler(SamplingBackend):
         return not closing
 
     def _round(self) -> None:
+        self._involved = ()
         self._drop_cancelled()
         self._forget_dropped()
         self._fill_slots()
         self._read_prompts()
         self._decode()
+        self._release_ended()
 
     def _drop_cancelled(self) -> None:
         cancelled = [request for request in self._waiting if request.cancelled]
@@ -277,6 +290,7 @@ class Sampler(SamplingBackend):
         """Assign free slots to waiting sequences, in order, as long as the next one has room."""
         free = [slot for slot in self._slots if slot.draw is None]
         while free and (draw := self._line.first(self._slots)) is not None:
+            self._involved = (draw.request,)
             shards = {shard for shard in {slot.shard for slot in free} if self._has_room(shard, draw.request)}
             suitable = [slot for slot in free if slot.shard in shards]
             if not suitable:
@@ -316,7 +330,11 @@ class Sampler(SamplingBackend):
         row = rows.find(snapshot.serial)
         if row is None:
             row = rows.take()
-            self._device.write_adapter(self._row_on_all(shard, row), snapshot.arrays, snapshot.scale)
+            try:
+                self._device.write_adapter(self._row_on_all(shard, row), snapshot.arrays, snapshot.scale)
+            except BaseException:
+                rows.put_back(row)
+                raise
             rows.name(row, snapshot.serial)
         return row
 
@@ -327,9 +345,7 @@ class Sampler(SamplingBackend):
         """Empty a slot. The last one that uses a prompt gives it up."""
         prompt, pages = slot.prompt, self._pages[slot.shard]
         slot.draw, slot.prompt = None, None
-        for page in slot.own or ():
-            pages.release(page)
-        slot.own = None
+        self._give_up_own(slot)
         if prompt is None:
             return
         prompt.num_users -= 1
@@ -339,26 +355,36 @@ class Sampler(SamplingBackend):
             if prompt.request.snapshot is not None:
                 self._rows[slot.shard].release(prompt.request.serial)
 
+    def _give_up_own(self, slot: Slot) -> None:
+        for page in slot.own or ():
+            self._pages[slot.shard].release(page)
+        slot.own = None
+
     # Prompts
 
     def _read_prompts(self) -> None:
         """Read prompts, one after the other, up to the budget of a round, so that decoding continues meanwhile."""
         left = self._prefill_tiles
-        while left > 0:
-            work = self._next_tiles(min(left, self._device.shape.prefill_tiles[-1]))
-            longest = max(map(len, work))
-            if not longest:
-                break
-            self._prefill([one for shard in work for one in shard])
-            left -= longest
+        for together in self._suspects.groups(prompt.request for prompt in self._prompts.values() if not prompt.ready):
+            while left > 0:
+                self._involved, self._reading = together, True
+                work = self._next_tiles(together, min(left, self._device.shape.prefill_tiles[-1]))
+                longest = max(map(len, work))
+                if longest:
+                    self._prefill([one for shard in work for one in shard])
+                self._reading = False
+                if not longest:
+                    break
+                left -= longest
         self._begin_sequences()
 
-    def _next_tiles(self, most: int) -> list[list[tuple[Prompt, PromptTile]]]:
+    def _next_tiles(self, requests: Sequence[Request], most: int) -> list[list[tuple[Prompt, PromptTile]]]:
         """Return each shard's next tiles, those of one prompt in order."""
         work: list[list[tuple[Prompt, PromptTile]]] = [[] for _ in self._pages]
+        wanted = set(requests)
         for prompt in self._prompts.values():
             own = work[prompt.shard]
-            while len(own) < most and (tile := self._next_tile(prompt)) is not None:
+            while prompt.request in wanted and len(own) < most and (tile := self._next_tile(prompt)) is not None:
                 own.append((prompt, tile))
         return work
 
@@ -375,8 +401,8 @@ class Sampler(SamplingBackend):
                 prompt.add(page)
                 continue
             page = pages.take()
-            if key is not None:
-                pages.name(page, key)
+            if key is not None and pages.name(page, key):
+                self._unwritten.append((prompt.shard, page))
             before = tuple(prompt.pages)
             prompt.add(page)
             return PromptTile(
@@ -386,11 +412,13 @@ class Sampler(SamplingBackend):
 
     def _prefill(self, work: list[tuple[Prompt, PromptTile]]) -> None:
         experts = self._device.prefill([tile for _, tile in work])
+        self._unwritten.clear()
         if self._experts is not None and experts is not None:
             self._experts.write(experts)
         for prompt, tile in work:
             request, end = prompt.request, tile.start + len(tile.tokens)
             if request.scores_tile(tile.start, end):
+                self._involved = (request,)
                 scores = request.scores
                 found = self._device.score(tile, scores.targets[tile.start : end], want_top=scores.wants_top)
                 scores.fill(tile.start, *found)
@@ -398,39 +426,57 @@ class Sampler(SamplingBackend):
 
     def _begin_sequences(self) -> None:
         """Give each sequence whose prompt is read a copy of the prompt's last page, which it goes on to fill."""
-        copies = []
+        copying = []
         for slot in self._slots:
-            prompt, pages = slot.prompt, self._pages[slot.shard]
+            prompt = slot.prompt
             if prompt is None or slot.own is not None or not prompt.ready:
                 continue
-            slot.own = []
             if prompt.rest is None:
-                continue
-            if prompt.request.op.num_samples == 1:
-                slot.own = [pages.share(prompt.rest)]
-                continue
-            slot.own = [pages.take()]
-            copies.append(PageCopy(shard=slot.shard, source=prompt.rest, target=slot.own[0]))
-        if copies:
+                slot.own = []
+            elif prompt.request.op.num_samples == 1:
+                slot.own = [self._pages[slot.shard].share(prompt.rest)]
+            else:
+                copying.append(slot)
+        for together in self._suspects.groups(map(_request, copying)):
+            self._involved = together
+            self._copy_rest([slot for slot in copying if _request(slot) in set(together)])
+
+    def _copy_rest(self, slots: Sequence[Slot]) -> None:
+        copies = []
+        for slot in slots:
+            assert slot.prompt is not None, "the slot is occupied"
+            assert slot.prompt.rest is not None, "there is a page to copy"
+            slot.own = [self._pages[slot.shard].take()]
+            copies.append(PageCopy(shard=slot.shard, source=slot.prompt.rest, target=slot.own[0]))
+        try:
             self._device.copy_pages(copies)
+        except BaseException:
+            for slot in slots:
+                self._give_up_own(slot)
+            raise
 
     # Decoding
 
     def _decode(self) -> None:
         running = [slot for slot in self._slots if slot.ready]
-        if not running:
-            return
+        for together in self._suspects.groups(_request(slot) for slot in running):
+            wanted = set(together)
+            self._decode_slots([slot for slot in running if _request(slot) in wanted], together)
+
+    def _decode_slots(self, running: Sequence[Slot], requests: Sequence[Request]) -> None:
         num_steps = self._device.shape.max_steps
         for slot in running:
+            self._involved = (_request(slot),)
             slot.reserve(num_steps, self._pages[slot.shard])
         rows = self._in_rows(running)
-        drawn = self._device.decode(self._slot_input(rows), num_steps)
+        given = self._slot_input(rows)
+        self._involved = requests
+        drawn = self._device.decode(given, num_steps)
         for row, slot in rows.items():
+            self._involved = (_request(slot),)
             self._harvest(slot, drawn, row)
-        for request in {slot.draw.request for slot in running if slot.draw is not None}:
-            self._release_ended(request)
 
-    def _in_rows(self, running: list[Slot]) -> dict[int, Slot]:
+    def _in_rows(self, running: Sequence[Slot]) -> dict[int, Slot]:
         """Give each slot a row, the first ones of its shard."""
         shape = self._device.shape
         next_row = [shard * shape.slots_per_shard for shard in range(shape.num_shards)]
@@ -443,6 +489,7 @@ class Sampler(SamplingBackend):
     def _slot_input(self, rows: dict[int, Slot]) -> SlotInput:
         given = SlotInput.idle(self._device.shape)
         for row, slot in rows.items():
+            self._involved = (_request(slot),)
             _describe(given, row, slot)
         return given
 
@@ -460,7 +507,12 @@ class Sampler(SamplingBackend):
             if drawn.experts_XBLC is not None:
                 draw.experts.append(drawn.experts_XBLC[step, row])
 
-    def _release_ended(self, request: Request) -> None:
+    def _release_ended(self) -> None:
+        for request in {slot.draw.request for slot in self._slots if slot.draw is not None}:
+            self._involved = (request,)
+            self._release_ended_of(request)
+
+    def _release_ended_of(self, request: Request) -> None:
         """Free the slots of sequences that have ended. Complete a request once all its sequences have ended."""
         bad = next((d for d in request.draws if d.logprobs and not np.isfinite(d.logprobs[-1])), None)
         if bad is not None:
@@ -475,7 +527,63 @@ class Sampler(SamplingBackend):
                     slot.draw.experts_of_prompt = self._experts.of(slot.prompt)
                 self._leave(slot)
         if request.finished:
-            self._waiting.pop(request).answer(request.result())
+            result = request.result()
+            self._waiting.pop(request).answer(result)
+
+    # Faults
+
+    def _find_fault(self, error: Exception) -> None:
+        """Put everybody back to before the step that failed. Refuse a request that was alone in it.
+
+        Raise the error if it is nobody's: if the device fails by itself, or does not start again.
+        """
+        involved = [request for request in self._involved if request in self._waiting]
+        if not involved:
+            raise error
+        draws = [slot.draw for slot in self._slots if slot.draw is not None and slot.draw.request in set(involved)]
+        if len(involved) > 1:
+            logger.warning("a sampling step of %d requests failed, they are tried one by one: %r", len(involved), error)
+            self._suspects.add(draws)
+        if self._device.is_intact():
+            self._read_again()
+        else:
+            self._start_again()
+        if len(involved) == 1:
+            self._try_device()
+            self._waiting[involved[0]].answer(_fails_alone(error))
+            self._forget(involved[0])
+
+    def _read_again(self) -> None:
+        """If tiles were being read: take back their pages, and all sequences that may have found them."""
+        if not self._reading:
+            return
+        self._reading = False
+        for slot in reversed(self._slots):
+            if slot.draw is not None and slot.own is None:
+                self._line.put_back(slot.draw)
+                self._leave(slot)
+        for shard, page in self._unwritten:
+            self._pages[shard].unname(page)
+        self._unwritten.clear()
+
+    def _start_again(self) -> None:
+        """After the device's state is lost: draw every sequence in a slot anew. Its seed gives the same bits."""
+        for slot in reversed(self._slots):
+            if slot.draw is not None:
+                slot.draw.start_again(self._rules.watch(slot.draw.request.op.params))
+                self._line.put_back(slot.draw)
+            slot.draw, slot.prompt, slot.own = None, None, None
+        self._prompts.clear()
+        self._unwritten.clear()
+        self._reading = False
+        self._pages, self._rows = self._nothing_held()
+        self._device.reset()
+
+    def _try_device(self) -> None:
+        """Decode one token of nobody's, on the page that is nobody's."""
+        given = SlotInput.idle(self._device.shape)
+        given.left[0] = 1
+        self._device.decode(given, 1)
 
     # Ends
 
@@ -488,23 +596,16 @@ class Sampler(SamplingBackend):
                 self._leave(slot)
         self._waiting.pop(request, None)
 
-    def _fail_running(self, message: str) -> None:
-        """Fail the requests that have a sequence in a slot. Queued ones start on a fresh device state."""
-        for request in {slot.draw.request for slot in self._slots if slot.draw is not None}:
-            self._waiting[request].answer(Failed(message=message, category="server"))
-            self._forget(request)
-        self._prompts.clear()
-        self._pages, self._rows = self._nothing_held()
-        self._device.reset()
-
     def _nothing_held(self) -> tuple[list[Pages], list[Rows]]:
         """Return each shard's pages and rows of adapters when it has read nothing."""
         shape = self._device.shape
         shards = range(shape.num_shards)
         return [Pages(shape.pages_per_shard) for _ in shards], [Rows(shape.whole_per_shard) for _ in shards]
 
-    def _end_with(self, error: Exception) -> None:
+    def _end_with(self, error: BaseException) -> None:
         """Raise the error to all who wait, and to all who come."""
+        if isinstance(error, StopIteration) or not isinstance(error, Exception):  # which no future can hold
+            error = RuntimeError(f"{type(error).__name__}: {error}")
         with self._wake:
             self._closing, self._broken = True, error
             everyone = [*self._waiting.values(), *self._arrived]
@@ -519,6 +620,16 @@ class Sampler(SamplingBackend):
             self._arrived.clear()
         for waiting in everyone:
             waiting.answer(Failed(message=message, category="server"))
+
+
+def _request(slot: Slot) -> Request:
+    assert slot.draw is not None, "the slot is occupied"
+    return slot.draw.request
+
+
+def _fails_alone(error: Exception) -> Failed:
+    what = "sampling failed with this request alone"
+    return Failed(message=f"{what} ({log_privately(logger, what, error=error)})", category="server")
 
 
 def _describe(given: SlotInput, i: int, slot: Slot) -> None:

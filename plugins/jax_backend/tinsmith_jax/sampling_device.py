@@ -42,6 +42,10 @@ class SamplingDevice:
         self._cache, self._resident = self._sampling.empty()
         self._hidden: dict[tuple[int, int], jax.Array] = {}  # of the tiles read last, by shard and page
 
+    def is_intact(self) -> bool:
+        """Return whether a call that failed has left the cache and the adapters as they were before it."""
+        return not any(array.is_deleted() for array in jax.tree.leaves((self._cache, self._resident)))
+
     def put_adapter(self, adapter: adapters.Adapter) -> adapters.Adapter:
         """Put an adapter from the host onto the device, or divided onto the mesh. Raise OutOfMemoryError."""
         with out_of_memory_named("the adapter of a snapshot", "lower the model's resident_snapshots"):
@@ -120,7 +124,8 @@ class SamplingDevice:
         arguments = decode_arguments(slots, min(num_steps, self.shape.max_steps))
         program = self._program("decode")
         with self._turns.turn():
-            self._cache, steps = program(self._base, self._resident, self._cache, *arguments)
+            drawn = program(self._base, self._resident, self._cache, *arguments)
+            self._cache, steps = jax.block_until_ready(drawn)
             made = int(steps.num_steps)
         return Drawn(
             tokens_XB=np.asarray(steps.tokens_XB)[:made],

@@ -46,6 +46,10 @@ class Draw:
     def __init__(self, request: "Request", index: int, watch: StopWatch) -> None:
         self.request = request
         self.index = index
+        self.start_again(watch)
+
+    def start_again(self, watch: StopWatch) -> None:
+        """Begin with nothing drawn."""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top_ids: list[IntArray] = []
@@ -247,7 +251,7 @@ class Slot:
     @property
     def ready(self) -> bool:
         """Return whether the slot can decode."""
-        return self.draw is not None and self.own is not None
+        return self.draw is not None and self.draw.stop_reason is None and self.own is not None
 
     @property
     def table(self) -> list[int]:
@@ -290,6 +294,12 @@ class Line:
         assert draw is first
         if queue:
             self._queues[session] = queue  # at the end, as it has just been served
+
+    def put_back(self, draw: Draw) -> None:
+        """Add a sequence that had a slot, before all others."""
+        session = draw.request.op.sampling_session_id
+        self._queues.setdefault(session, deque()).appendleft(draw)
+        self._queues.move_to_end(session, last=False)
 
     def remove_cancelled(self) -> None:
         for session, queue in list(self._queues.items()):
