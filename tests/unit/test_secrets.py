@@ -207,8 +207,9 @@ async def test_what_an_engine_prints_last_is_clean(
     code = _ENGINE if script == "engine" else f"import sys; sys.exit('RuntimeError: tiny: {TOKEN}')"
     monkeypatch.setattr(engine_child, "_command", lambda of: (sys.executable, "-c", code, str(of.settings_file)))
     ended = await child.run(None)
-    assert "RuntimeError: tiny: " in ended.death.how
-    assert_clean(ended.death.how + capfd.readouterr().err)
+    printed = capfd.readouterr().err
+    assert "RuntimeError: tiny: " in printed
+    assert_clean(f"{printed} {ended}")
 
 
 _ENGINE = """
