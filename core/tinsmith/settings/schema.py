@@ -172,7 +172,8 @@ class ServerSettings(_Section):
         30.0,
         gt=0,
         lt=45,
-        description="seconds that a request for a result may wait; below 45, because the SDK gives up then",
+        description="seconds that a request for a result may wait at most; each waits for a random time, at least half "
+        "of it, so that many do not return at once; below 45, because the SDK gives up then",
     )
     poll_samples_together: Literal["auto", "always", "never"] = Field(
         "auto",

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -30,6 +31,7 @@ T = TypeVar("T")
 INLINE_BYTES: Final = 4 << 20
 """Larger results are announced by their size first, so that the SDK can limit its parallel downloads."""
 _THREAD_BYTES: Final = 1 << 16
+_SHORTEST: Final = 0.5  # of `server.long_poll_s`
 _DAMPING_S: Final = 1.0
 """The SDK repeats a poll that got a 5xx at once and without end, which would flood a store that is down."""
 
@@ -71,7 +73,7 @@ async def retrieve_futures(
         after=body.prev_cursor,
         limit=_COMPLETIONS,
     )
-    hold_s = context.settings.server.long_poll_s
+    hold_s = _hold_s(context)
     timeout_s = hold_s if body.timeout is None else min(hold_s, body.timeout)
     found = await _until_stopping(context, find(timeout_s=timeout_s)) if timeout_s > 0 else await find(timeout_s=0)
     if found is None:
@@ -96,8 +98,13 @@ async def cancel_future(body: wire.CancelFutureRequest, caller: Caller, context:
 
 
 async def _wait(context: ServerContext, request_id: str) -> OperationRecord:
-    found = await _until_stopping(context, context.store.wait_for(request_id, context.settings.server.long_poll_s))
+    found = await _until_stopping(context, context.store.wait_for(request_id, _hold_s(context)))
     return await context.store.get_operation(request_id) if found is None else found
+
+
+def _hold_s(context: ServerContext) -> float:
+    """Return how long to hold a poll: it differs, or thousands that began together would come back together."""
+    return context.settings.server.long_poll_s * random.uniform(_SHORTEST, 1)
 
 
 async def _until_stopping(context: ServerContext, poll: Coroutine[Any, Any, T]) -> T | None:

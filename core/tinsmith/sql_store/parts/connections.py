@@ -15,6 +15,7 @@ from tinsmith.sql_store.choose import dialect_of
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.databases.database import Database
 from tinsmith.sql_store.migrate import migrate
+from tinsmith.sql_store.parts.heartbeats import Heartbeats
 from tinsmith.sql_store.reader import Reader
 from tinsmith.sql_store.transactions import log
 from tinsmith.sql_store.transactions.writer import Writer
@@ -52,6 +53,7 @@ class Connections:
         await self._wakeups.open()
         for each in (self._durable, self._relaxed, self._reader):
             each.open()
+        self._heartbeats = Heartbeats(self._relaxed)
         self._sweeper = asyncio.create_task(self._sweep(), name="sql-safety-poll")
 
     async def _migrated(self) -> Database:
@@ -80,6 +82,7 @@ class Connections:
         if self._glances is not None:
             self._glances.engine.dispose()
             self._glances = None
+        await self._heartbeats.close()
         for each in (self._durable, self._relaxed, self._reader):
             await each.close()
         await self._wakeups.close()

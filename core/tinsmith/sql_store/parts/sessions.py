@@ -27,10 +27,10 @@ class SqlSessions(Connections, Sessions):
         return await self._reader.read(counting.live_sessions, tenant)
 
     async def touch_session(self, session_id: str, at: datetime) -> SessionRecord:
-        return await self._relaxed.write(sessions.touch, session_id, at, None)
+        return await self._heartbeats.record(sessions.Heartbeat(session_id, at, None))
 
     async def hear_session(self, session_id: str, at: datetime, *, server_id: str) -> SessionRecord:
-        return await self._relaxed.write(sessions.touch, session_id, at, server_id)
+        return await self._heartbeats.record(sessions.Heartbeat(session_id, at, server_id))
 
     async def update_session(self, session_id: str, *, project_id: str | None) -> SessionRecord:
         return await self._durable.write(sessions.update, session_id, project_id)

@@ -1,5 +1,7 @@
 """Clients' sessions. As in all modules of this package, `tx.session` and `session: Session` are SQLAlchemy's."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 import sqlalchemy
@@ -59,16 +61,28 @@ def list_all(session: Session, tenant: str | None, *, limit: int, offset: int) -
     return [to_record(row, SessionRecord) for row in session.exec(query.limit(limit).offset(offset))]
 
 
-def touch(tx: Transaction, session_id: str, at: datetime, server_id: str | None) -> SessionRecord:
-    """Each of a thousand clients does this every ten seconds, so no row is mapped."""
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    session_id: str
+    at: datetime
+    server_id: str | None  # which server heard it
+
+
+def touch_all(tx: Transaction, heartbeats: Sequence[Heartbeat]) -> list[SessionRecord | None]:
+    """Record heartbeats, and return their sessions, None for an unknown one.
+
+    Each of a thousand clients sends one every ten seconds, so no row is mapped. Servers that hear the same sessions
+    lock their rows in one order.
+    """
     tx.session.flush()  # what other calls of the group have changed
     connection = tx.session.connection()
-    values = {"wanted": session_id, "at": at, "server": server_id, "silent_since": at - gaps.SILENCE}
-    _TOUCH.run(connection, values)
-    row = _GET.first(connection, {"wanted": session_id})
-    if row is None:
-        raise NotFoundError(no_such("session", session_id))
-    return to_record(row, SessionRecord)
+    changes = [
+        {"wanted": each.session_id, "at": each.at, "server": each.server_id, "silent_since": each.at - gaps.SILENCE}
+        for each in sorted(heartbeats, key=lambda each: each.session_id)
+    ]
+    _TOUCH.run(connection, *changes)
+    rows = (_GET.first(connection, {"wanted": each.session_id}) for each in heartbeats)
+    return [None if row is None else to_record(row, SessionRecord) for row in rows]
 
 
 def update(tx: Transaction, session_id: str, project_id: str | None) -> SessionRecord:
