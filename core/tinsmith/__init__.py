@@ -28,6 +28,11 @@ from tinsmith.backend import (
     Snapshot,
     TrainingBackend,
 )
+from tinsmith.diverged import (
+    are_finite,
+    diverged,
+    unless_diverged,
+)
 from tinsmith.errors import (
     AuthenticationError,
     CapacityError,
@@ -339,7 +344,10 @@ __all__ = [
     "Waiting",
     "WeightsLoaded",
     "WeightsSaved",
+    "are_finite",
     "child_environment",
+    "diverged",
     "hookimpl",
     "log_privately",
+    "unless_diverged",
 ]

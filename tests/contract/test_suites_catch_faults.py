@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tinsmith.backend import BackendContext, HostSnapshot, ModelState, Snapshot
-from tinsmith.builtin import toy_sampling, toy_training
+from tinsmith.builtin import toy_backend, toy_sampling, toy_training
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.builtin.toy_model import Adapter
 from tinsmith.builtin.toy_training import Scored, TrainedModel
@@ -403,6 +403,23 @@ def cancelling_is_swallowed(patch: Patch) -> None:
     patch.setattr(toy_sampling, "sample", sample)
 
 
+def diverged_weights_are_answered(patch: Patch) -> None:
+    patch.setattr(toy_backend, "unless_diverged", lambda _, output: output)
+
+
+def nan_stays_where_it_was(patch: Patch) -> None:
+    stays = False
+
+    async def sample(model: Any, adapter: Any, op: Sample, vocab_size: int) -> SampleOutput:
+        nonlocal stays
+        output = await _sample(model, adapter, op, vocab_size)
+        left, stays = stays, stays or not all(np.isfinite(s.logprobs).all() for s in output.sequences)
+        scale = np.float32("nan" if left else 1)
+        return replace(output, sequences=tuple(replace(s, logprobs=s.logprobs * scale) for s in output.sequences))
+
+    patch.setattr(toy_sampling, "sample", sample)
+
+
 def snapshots_are_ignored(patch: Patch) -> None:
     async def sample(model: Any, adapter: Any, op: Sample, vocab_size: int) -> SampleOutput:
         return await _sample(model, Adapter(weights={}, scale=1.0), op, vocab_size)
@@ -520,6 +537,8 @@ FAULTS: list[tuple[Fault, str, dict[str, Any]]] = [
     (unknown_snapshots_are_the_base_model, "test_unknown_snapshot_is_a_failure_of_its_own", {}),
     (draws_depend_on_earlier_requests, "test_cancelled_sample_leaves_others_alone", {}),
     *((company_shifts_logprobs, "test_neighbours_make_no_difference", {"neighbours": n}) for n in (1, 2, 8)),
+    (diverged_weights_are_answered, "test_a_diverged_snapshot_is_refused_by_name", {"number": np.nan}),
+    (nan_stays_where_it_was, "test_a_diverged_neighbour_makes_no_difference", {"kind": "nan"}),
     (cancelling_is_swallowed, "test_cancelled_sample_leaves_others_alone", {}),
 ]
 

@@ -26,6 +26,7 @@ from tinsmith.backend import (
 from tinsmith.builtin import toy_sampling, toy_training
 from tinsmith.builtin.toy_model import Adapter, ToyModel
 from tinsmith.builtin.toy_training import TrainedModel
+from tinsmith.diverged import unless_diverged
 from tinsmith.errors import CapacityError, UserError
 from tinsmith.hookspecs import hookimpl
 from tinsmith.operations import (
@@ -176,7 +177,8 @@ class ToyBackend(SleepableTrainingBackend, SamplingBackend):
         adapter = self._device.snapshots.get(op.snapshot_id)
         if adapter is None:
             return Failed(message=f"snapshot {op.snapshot_id!r} is not loaded", category="server")
-        return await toy_sampling.sample(self._device.model, adapter, op, self._capabilities.vocab_size)
+        output = await toy_sampling.sample(self._device.model, adapter, op, self._capabilities.vocab_size)
+        return unless_diverged(op, output)
 
     # Sleep ------------------------------------------------------------------------------------------------------------
 

@@ -79,6 +79,7 @@ class _Drawing:
         )
         return not self._stopped and len(self.tokens) < params.max_tokens
 
+    @quiet
     def result(self) -> SampledSequence:
         k = self._op.topk_sample_logprobs
         return SampledSequence(
@@ -102,6 +103,7 @@ def draw(logp_V: Float64Array, params: SamplingParams, rng: np.random.Generator)
     return int(best_first[np.searchsorted(cumulative[: kept - 1], threshold, side="right")])
 
 
+@quiet
 def top_logprobs(logp_TV: Float64Array, k: int) -> TopLogprobs:
     """Return the k best tokens of every row, the lower token id first if two are equal."""
     width = min(k, logp_TV.shape[1])
@@ -118,6 +120,7 @@ def _first_scored(op: Sample) -> int:
     return 1 if last_n is None else max(1, len(op.prompt_P) - last_n)
 
 
+@quiet
 def _prompt_logprobs(op: Sample, logp_PV: Float64Array) -> FloatArray:
     logprobs = np.full(len(op.prompt_P), np.nan, np.float32)
     for position in range(_first_scored(op), len(op.prompt_P)):
@@ -132,6 +135,7 @@ def _top_prompt_logprobs(op: Sample, logp_PV: Float64Array) -> TopLogprobs:
     return best
 
 
+@quiet
 def _target_logprobs(targets: IntArray, logp_PV: Float64Array) -> FloatArray:
     logprobs = np.take_along_axis(logp_PV[:-1], np.maximum(targets, 0), axis=-1)
     return np.where(targets < 0, 0.0, logprobs).astype(np.float32)

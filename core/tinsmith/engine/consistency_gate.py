@@ -143,7 +143,8 @@ class ConsistencyGate:
                 return not_compared("the logprobs of the model are not finite: it has diverged")
             now = Scores(trainer_N=trainer_N, sampler_N=await by_sampler)
         finally:
-            by_sampler.cancel()  # if it still runs
+            if not by_sampler.cancel() and not by_sampler.cancelled():
+                by_sampler.exception()  # it may have failed where the trainer's scores decide already
         found = compare(now, base=base, last=self._last.get(model_id), bounds=self._bounds)
         if found.verdict == "consistent":
             self._last[model_id] = now

@@ -13,6 +13,7 @@ If the backend is slow to create, create it in a module-scoped fixture that `bac
 Tests of capabilities that the backend does not claim are skipped.
 """
 
+from tinsmith.testing.sampling_divergence import DivergenceContract
 from tinsmith.testing.sampling_drawing import DrawingContract
 from tinsmith.testing.sampling_logprobs import LogprobsContract
 from tinsmith.testing.sampling_sleep import SamplerSleepContract
@@ -20,6 +21,6 @@ from tinsmith.testing.sampling_snapshots import CompanyContract, SnapshotsContra
 
 
 class SamplingBackendContract(
-    DrawingContract, LogprobsContract, SnapshotsContract, CompanyContract, SamplerSleepContract
+    DrawingContract, LogprobsContract, SnapshotsContract, CompanyContract, DivergenceContract, SamplerSleepContract
 ):
     """Everything about sampling."""

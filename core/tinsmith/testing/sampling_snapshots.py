@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tinsmith.backend import HostSnapshot, SamplingBackend
-from tinsmith.operations import Failed, Sample, SampledSequence, SampleOutput, SamplingParams
+from tinsmith.operations import Failed, Sample, SampleOutput, SamplingParams
 from tinsmith.testing.contract import assert_same_numbers, assert_same_state, need
 from tinsmith.testing.model_driver import ModelDriver, ragged_data
 from tinsmith.testing.sampling_suite import (
@@ -14,6 +14,7 @@ from tinsmith.testing.sampling_suite import (
     Shapes,
     ask,
     ask_one,
+    assert_same_draw,
     assert_same_sequence,
     in_one_loop,
     new_snapshot_id,
@@ -108,7 +109,7 @@ class SnapshotsContract(SamplingSuite):
         running = asyncio.create_task(ask_one(backend, prompt, wanted, snapshot_id=snapshot.snapshot_id))
         await _let_run()
         await backend.drop_snapshot(snapshot.snapshot_id)
-        _assert_same(backend, await running, expected, "a sample whose snapshot was dropped under it")
+        assert_same_draw(backend, await running, expected, "a sample whose snapshot was dropped under it")
 
 
 class CompanyContract(SamplingSuite):
@@ -137,7 +138,7 @@ class CompanyContract(SamplingSuite):
         together = await asyncio.gather(*(run(*request) for request in requests))
         for left, right, request in zip(together, alone, requests, strict=True):
             for sequence, expected in zip(left.sequences, right.sequences, strict=True):
-                _assert_same(backend, sequence, expected, f"in company: {request}")
+                assert_same_draw(backend, sequence, expected, f"in company: {request}")
         for snapshot in snapshots:
             await backend.drop_snapshot(snapshot.snapshot_id)
 
@@ -167,7 +168,7 @@ class CompanyContract(SamplingSuite):
             await asyncio.gather(*company)
             together = await beside
             what = f"request {watched} beside {neighbours}"
-            _assert_same(backend, together.sequences[0], alone.sequences[0], what)
+            assert_same_draw(backend, together.sequences[0], alone.sequences[0], what)
             if alone.prompt_logprobs is not None:
                 assert together.prompt_logprobs is not None
                 assert_same_numbers(backend.capabilities, together.prompt_logprobs, alone.prompt_logprobs, what)
@@ -185,9 +186,9 @@ class CompanyContract(SamplingSuite):
             task.cancel()
         ended = await asyncio.gather(*doomed, return_exceptions=True)
         assert all(isinstance(end, asyncio.CancelledError) for end in ended), ended
-        _assert_same(backend, await staying, expected, "beside cancelled samples")
+        assert_same_draw(backend, await staying, expected, "beside cancelled samples")
         again = await ask_one(backend, prompt, params(max_tokens=24))
-        _assert_same(backend, again, expected, "after cancelled samples")
+        assert_same_draw(backend, again, expected, "after cancelled samples")
 
     @in_one_loop
     async def test_more_requests_than_places(self, backend: SamplingBackend) -> None:
@@ -214,12 +215,3 @@ async def _let_run() -> None:
     """Give the backend some turns of the event loop; what the tests assert does not depend on how many."""
     for _ in range(5):
         await asyncio.sleep(0)
-
-
-def _assert_same(backend: SamplingBackend, actual: SampledSequence, expected: SampledSequence, what: str) -> None:
-    """Compare as strictly as `isolation` promises; if that is not bitwise, draws may diverge at a near tie."""
-    if backend.capabilities.isolation == "bitwise":
-        assert_same_sequence(actual, expected, what)
-        return
-    common = int(np.cumprod(actual.tokens == expected.tokens).sum())
-    assert_same_numbers(backend.capabilities, actual.logprobs[:common], expected.logprobs[:common], what)

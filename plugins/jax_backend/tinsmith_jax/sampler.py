@@ -27,7 +27,9 @@ from tinsmith import (
     StopRules,
     UnsupportedError,
     UserError,
+    diverged,
     log_privately,
+    unless_diverged,
 )
 from tinsmith.workers import WorkerDiedError
 from tinsmith_jax import adapters
@@ -516,9 +518,7 @@ class Sampler(SamplingBackend):
         """Free the slots of sequences that have ended. Complete a request once all its sequences have ended."""
         bad = next((d for d in request.draws if d.logprobs and not np.isfinite(d.logprobs[-1])), None)
         if bad is not None:
-            whose = "the base model" if request.snapshot is None else f"snapshot {request.snapshot.snapshot_id!r}"
-            message = f"{whose} gives logits that are not finite: its weights have diverged, sample an earlier one"
-            self._waiting[request].answer(Failed(message=message))
+            self._waiting[request].answer(diverged(request.op))
             self._forget(request)
             return
         for slot in self._slots:
@@ -527,7 +527,7 @@ class Sampler(SamplingBackend):
                     slot.draw.experts_of_prompt = self._experts.of(slot.prompt)
                 self._leave(slot)
         if request.finished:
-            result = request.result()
+            result = unless_diverged(request.op, request.result())
             self._waiting.pop(request).answer(result)
 
     # Faults

@@ -76,3 +76,15 @@ def test_a_token_that_is_sure_is_drawn() -> None:
     rows = torch.full((3, VOCAB), -torch.inf)
     rows[:, 123] = 2.0
     assert draw(rows, places([1, 2, 3], [0, 0, 0])).tolist() == [123] * 3
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_rows_that_are_not_finite_get_a_token_and_change_no_other_row(number: float) -> None:
+    """An index beyond the vocabulary would end the process at the next step."""
+    logits_RV = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    where = places([1, 2, 3], [0, 0, 0])
+    expected = draw(logits_RV, where).tolist()
+    logits_RV[1] = number
+    tokens = draw(logits_RV, where).tolist()
+    assert (tokens[0], tokens[2]) == (expected[0], expected[2])
+    assert 0 <= tokens[1] < 50

@@ -22,7 +22,7 @@ from typing import IO, Final
 import numpy as np
 from safetensors.numpy import save_file
 
-from tinsmith import Array, ServerError, Snapshot, UnsupportedError
+from tinsmith import Array, ServerError, Snapshot, UnsupportedError, are_finite
 from tinsmith.huggingface import HEAD, Delta, ShardWriter, adapter_config, deltas
 from tinsmith_vllm.messages import ADAPTER, CHANGES, CONFIG, Changes
 
@@ -64,7 +64,10 @@ class AdapterFiles:
         return adapter_id, directory
 
     def write_all(self, snapshot: Snapshot, base: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[int, Path]:
-        """Write all weights of a fully trained model, in vLLM's dtype. Raise UnsupportedError if they do not fit."""
+        """Write all weights of a fully trained model, in vLLM's dtype.
+
+        Raise UnsupportedError if they do not fit, DivergedError if they are not finite.
+        """
         with self._fresh() as (adapter_id, directory):
             weights = snapshot.adapter_weights()
             if missing := sorted(base.keys() - weights.keys() - {_HEAD}):
@@ -76,6 +79,7 @@ class AdapterFiles:
                 for name in weights:
                     array = weights[name]
                     _check_shapes(snapshot.snapshot_id, {name: array.shape}, base)
+                    _expect_finite({name: array})
                     writer.add(name, array)
         return adapter_id, directory
 
@@ -100,10 +104,21 @@ class AdapterFiles:
             self._lock.close()
 
 
+class DivergedError(Exception):
+    """The weights are not finite: vLLM is not told of them."""
+
+
 def arrays_of(snapshot: Snapshot) -> dict[str, Array]:
-    """Return an adapter's weights on the host, as float32."""
+    """Return an adapter's weights on the host, as float32. Raise DivergedError if they are not finite."""
     weights = snapshot.adapter_weights()
-    return {name: np.ascontiguousarray(array, np.float32) for name, array in weights.items()}
+    arrays = {name: np.ascontiguousarray(array, np.float32) for name, array in weights.items()}
+    _expect_finite(arrays)
+    return arrays
+
+
+def _expect_finite(arrays: Mapping[str, Array]) -> None:
+    if not are_finite(arrays):
+        raise DivergedError
 
 
 def changes_of(snapshot: Snapshot, arrays: Mapping[str, Array], base: Mapping[str, tuple[int, ...]]) -> Changes:

@@ -20,6 +20,8 @@ from tinsmith_vllm import compat
 from tinsmith_vllm.channel import Channel
 from tinsmith_vllm.line import Line
 from tinsmith_vllm.messages import (
+    QUESTION,
+    SEED,
     Abort,
     Beat,
     Count,
@@ -39,7 +41,6 @@ from tinsmith_vllm.messages import (
     Unload,
     Unstartable,
 )
-from tinsmith_vllm.worker import QUESTION, SEED
 
 _BEAT_S: Final = 2.0
 _POLL_S: Final = 0.005  # while only adapters are being read

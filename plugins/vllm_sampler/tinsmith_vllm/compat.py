@@ -17,6 +17,9 @@ sampled rows. Also, a request cannot ask about tokens of its choice. So our own 
 the adapter in the last slot. They are wrapped to skip such rows. The GPU kernels skip them already.
 - If weights are reloaded in place on CPU, experts are computed with those that their kernel packed before, and a tied
 head keeps its old ones. `load_weights` has both packed anew.
+- What a sequence leaves in a freed block of the cache reaches its next user: attention multiplies slots that are not
+written yet by zero, and zero times NaN is NaN. vLLM clears new blocks only for some models; `clear_new_blocks` has it
+clear them always.
 - vLLM raises temperatures below 0.01 to 0.01, with a warning in its log. The sampler refuses them.
 """
 
@@ -94,10 +97,19 @@ def make_engine(engine_args: Mapping[str, Any]) -> Any_:
         "disable_log_stats": True,
         "worker_extension_cls": "tinsmith_vllm.worker.TinsmithWorker",
     }
+    clear_new_blocks()
     engine = LLMEngine.from_engine_args(EngineArgs(**{**fixed, **engine_args}))
     _check_heads(engine)
     engine.collective_rpc("tinsmith_install")
     return engine
+
+
+def clear_new_blocks() -> None:
+    """Have blocks of the cache cleared when they change hands. Called before the cache is made, in each process."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    _require(KVCacheConfig, "needs_kv_cache_zeroing")
+    KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)
 
 
 def end_steps(engine: Any_) -> None:

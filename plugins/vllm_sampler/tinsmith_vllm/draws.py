@@ -21,12 +21,16 @@ _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 def draw(logits_RV: torch.Tensor, places_R: npt.NDArray[np.float64]) -> torch.Tensor:
-    """Return a token for each row. `places_R` are numbers in [0, 1); excluded tokens have the logit -inf."""
-    weights_RV = (logits_RV.softmax(dim=-1, dtype=torch.float32) * _ONE).round().long()
+    """Return a token for each row. `places_R` are numbers in [0, 1); excluded tokens have the logit -inf.
+
+    A row whose logits are not finite gets the last token, and a NaN as its logprob: the sampler refuses its request.
+    """
+    shares_RV = logits_RV.softmax(dim=-1, dtype=torch.float32).nan_to_num(nan=0.0)
+    weights_RV = (shares_RV * _ONE).round().long()
     ends_RV = weights_RV.cumsum(dim=-1)
     places = torch.from_numpy(places_R).to(logits_RV.device, non_blocking=True)
     wanted_R = (places * ends_RV[:, -1]).floor().long()
-    return torch.searchsorted(ends_RV, wanted_R[:, None], right=True)[:, 0]
+    return torch.searchsorted(ends_RV, wanted_R[:, None], right=True)[:, 0].clamp_(max=logits_RV.shape[-1] - 1)
 
 
 def places(seeds: Any, positions: Any) -> npt.NDArray[np.float64]:

@@ -19,6 +19,10 @@ CONFIG: Final = "adapter_config.json"
 An adapter that lies in memory has CONFIG or CHANGES in the metadata of its safetensors instead.
 """
 
+QUESTION: Final = "tinsmith_question"
+SEED: Final = "tinsmith_seed"
+"""Keys of SamplingParams.extra_args."""
+
 
 class Changes(TypedDict):
     """The content of CHANGES: the adapter's scale, and for each base weight the tensors whose product is added.

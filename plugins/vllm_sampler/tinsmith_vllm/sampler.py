@@ -25,9 +25,11 @@ from tinsmith import (
     StopRules,
     UnsupportedError,
     UserError,
+    diverged,
+    unless_diverged,
 )
 from tinsmith.huggingface import StoredTensors, read_model_config
-from tinsmith_vllm.adapters import AdapterFiles
+from tinsmith_vllm.adapters import AdapterFiles, DivergedError
 from tinsmith_vllm.compat import MAX_TEMPERATURE, MIN_TEMPERATURE
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.demand import has_experts, known_shape
@@ -76,6 +78,7 @@ class VllmSampler(SamplingBackend):
             self._files = AdapterFiles(config.shared_memory_dir, context.cache_dir / "adapters", ids)
         self._large_files = AdapterFiles(config.shared_memory_dir or on_disk, on_disk, ids)  # too large for memory
         self._adapters: dict[str, _Adapter] = {}
+        self._diverged: set[str] = set()  # ids of snapshots that vLLM is not told of
         self._loading: dict[str, asyncio.Lock] = {}
         self._request_ids = count(1)
         self._prefixes = Prefixes[Replica]()
@@ -164,10 +167,14 @@ class VllmSampler(SamplingBackend):
         Replicas that apply adapters read them at once while their batch keeps running, others when they are needed.
         """
         async with self._loading.setdefault(snapshot.snapshot_id, asyncio.Lock()):
-            if snapshot.snapshot_id in self._adapters:
+            if snapshot.snapshot_id in self._adapters or snapshot.snapshot_id in self._diverged:
                 return
             self._check(snapshot)
-            adapter = await asyncio.to_thread(self._write, snapshot)
+            try:
+                adapter = await asyncio.to_thread(self._write, snapshot)
+            except DivergedError:
+                self._diverged.add(snapshot.snapshot_id)
+                return
             try:
                 await self._announce(snapshot.snapshot_id, adapter)
             except BaseException:
@@ -244,6 +251,7 @@ class VllmSampler(SamplingBackend):
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
         adapter = self._adapters.pop(snapshot_id, None)
+        self._diverged.discard(snapshot_id)
         self._loading.pop(snapshot_id, None)
         if adapter is not None:
             await adapter.idle.wait()
@@ -253,6 +261,8 @@ class VllmSampler(SamplingBackend):
         refusal = self._refusal(op)
         if refusal is not None:
             return refusal
+        if op.snapshot_id in self._diverged:
+            return diverged(op)
         adapter = None if op.snapshot_id is None else self._adapters.get(op.snapshot_id)
         if op.snapshot_id is not None and adapter is None:
             return Failed(message=f"no snapshot {op.snapshot_id!r} is loaded, load it first", category="server")
@@ -333,7 +343,7 @@ class VllmSampler(SamplingBackend):
                     case _:
                         raise AssertionError(answer)
             ended = True
-            return drawing.output()
+            return unless_diverged(op, drawing.output())
         finally:
             if not ended:  # cancelled
                 replica.tell(Abort(request_id=drawing.request_id, indices=list(range(op.num_samples))))

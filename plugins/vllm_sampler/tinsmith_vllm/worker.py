@@ -14,9 +14,10 @@ import torch
 
 from tinsmith_vllm import compat
 from tinsmith_vllm.draws import draw, places
+from tinsmith_vllm.messages import QUESTION, SEED
 from tinsmith_vllm.weights import HEAD, weights_of
 
-QUESTION, SEED = "tinsmith_question", "tinsmith_seed"  # keys of SamplingParams.extra_args
+compat.clear_new_blocks()  # vLLM imports this module in each worker before it makes the cache
 
 Scores = tuple[Any, Any, Any, Any]  # float32 [P - 1], int32 and float32 [P - 1, k], float32 [P - 1, K]
 
