@@ -28,7 +28,7 @@ from tinsmith.backend import (
     Snapshot,
     TrainingBackend,
 )
-from tinsmith.diverged import (
+from tinsmith.divergence import (
     are_finite,
     diverged,
     unless_diverged,

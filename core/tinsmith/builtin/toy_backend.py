@@ -26,7 +26,7 @@ from tinsmith.backend import (
 from tinsmith.builtin import toy_sampling, toy_training
 from tinsmith.builtin.toy_model import Adapter, ToyModel
 from tinsmith.builtin.toy_training import TrainedModel
-from tinsmith.diverged import unless_diverged
+from tinsmith.divergence import unless_diverged
 from tinsmith.errors import CapacityError, UserError
 from tinsmith.hookspecs import hookimpl
 from tinsmith.operations import (
