@@ -20,5 +20,6 @@ def public_text(error: TinsmithError, log: logging.Logger, *, during: str) -> st
     """Return what tenants may read of an error. If that is not its message, log the message."""
     if error.public:
         return str(error)
-    what = "the request store cannot be used now" if isinstance(error, StoreError) else "something on our side failed"
-    return f"{what} ({log_privately(log, f'{during}: {error}', error=error)})"
+    known = isinstance(error, StoreError)  # there may be one for each request, and a traceback tells no more
+    what = "the request store cannot be used now" if known else "something on our side failed"
+    return f"{what} ({log_privately(log, f'{during}: {error}', error=None if known else error)})"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tinsmith.errors import CapacityError
-from tinsmith.server.quotas import Quotas, _Tallies
+from tinsmith.server.quotas import Quotas
+from tinsmith.server.tallies import Tallies
 from tinsmith.server.token_buckets import TokenBuckets
 from tinsmith.settings import QuotaSettings
 from tinsmith.sql_store.config import SqlStoreConfig
@@ -181,7 +182,7 @@ async def test_a_tally_that_is_dropped_at_once_is_still_returned(clock: Clock) -
         clock.now_s += 2.0 if tenant == "bob" else 0.0
         return Counter({tenant: 1})
 
-    tallies = _Tallies(read, clock)
+    tallies = Tallies(read, clock)
     tallies._tidy_at = 1
     both = asyncio.gather(tallies.of("ann"), tallies.of("bob"))
     asyncio.get_running_loop().call_soon(may_read.set)

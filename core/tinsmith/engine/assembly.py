@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +14,7 @@ from tinsmith.engine.checkpoint_files import CheckpointReader, CheckpointWriter
 from tinsmith.engine.claims import Claims
 from tinsmith.engine.consistency_gate import ConsistencyGate
 from tinsmith.engine.device_turns import DeviceTurns
+from tinsmith.engine.disk_room import DiskRoom
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.guarded_sampler import GuardedSampler
 from tinsmith.engine.model_operations import ModelOperations
@@ -50,6 +52,7 @@ from tinsmith.settings import (
     Settings,
 )
 from tinsmith.store import Lease, RequestStore
+from tinsmith.store.disk_room import space_at
 
 _SHARE_OF_SNAPSHOTS: Final = 4  # snapshots take this part of the host's memory, unless configured otherwise
 _SHARE_OF_WAITING: Final = 4  # snapshots that wait to be compared take at most this part of a sampler's places
@@ -112,8 +115,14 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
     gate = ConsistencyGate(backend, sampler, options.consistency, call=thread.call)
     models = Models(backend, thread, before_change=gate.before_change)
     reader = CheckpointReader(store, data_dir.checkpoints, base_model=lease.base_model)
+    room = DiskRoom(store, options.quotas, partial(space_at, data_dir.root))
     writer = CheckpointWriter(
-        store, data_dir.checkpoints, lease=lease, model_path=options.model_path, shard_bytes=options.shard_bytes
+        store,
+        data_dir.checkpoints,
+        lease=lease,
+        room=room,
+        model_path=options.model_path,
+        shard_bytes=options.shard_bytes,
     )
     recovery_root = data_dir.recovery_points(lease.base_model)
     waiting = WaitingStates(options.recovery.waiting_bytes)
@@ -125,6 +134,7 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         checkpoint_root=data_dir.checkpoints,
         spill_root=data_dir.spilled_snapshots(lease.base_model),
         keeping=options.keeping,
+        room=room,
     )
     checks = SnapshotChecks(
         store, lease, snapshots, gate, tasks, most_waiting=_most_waiting(parts, sampler, options.keeping)
@@ -139,15 +149,16 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         models,
         ModelOperations(
             models,
-            SaveForSampler(store, models, snapshots, gate, checks, checkpoints=writer),
+            SaveForSampler(store, models, snapshots, gate, checks, checkpoints=writer, room=room),
             checks,
             reader=reader,
             writer=writer,
             recovery_points=recovery_points,
             waiting=waiting,
+            room=room,
         ),
         recorder,
-        RecoveryPointTaker(recovery_points, models, checks, waiting, tasks),
+        RecoveryPointTaker(recovery_points, models, checks, waiting, room, tasks),
         tasks,
         stopping=stopping,
     )

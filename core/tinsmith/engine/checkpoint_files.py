@@ -9,7 +9,9 @@ from pathlib import Path
 
 from tinsmith.backend import ModelState
 from tinsmith.checkpoints.format import SHARD_BYTES, Checkpoint, delete_checkpoint, read_checkpoint, write_checkpoint
+from tinsmith.checkpoints.sizes import size_of
 from tinsmith.checkpoints.tinker_path import TinkerPath
+from tinsmith.engine.disk_room import DiskRoom
 from tinsmith.engine.failures import in_a_thread
 from tinsmith.engine.store_retries import with_retries
 from tinsmith.errors import NotFoundError, RevokedError, ServerError, UserError
@@ -69,6 +71,7 @@ class CheckpointWriter:
         root: Path,
         *,
         lease: Lease,
+        room: DiskRoom,
         model_path: Path | None = None,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
@@ -76,6 +79,7 @@ class CheckpointWriter:
         self._store = store
         self._root = root
         self._lease = lease
+        self._room = room
         self._model_path = model_path
         self._shard_bytes = shard_bytes
 
@@ -91,7 +95,8 @@ class CheckpointWriter:
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> CheckpointRecord:
-        """Make a checkpoint durable, and return its record."""
+        """Make a checkpoint durable, and return its record. Raise UserError if the disk has no room for it."""
+        await self._room.expect(record.tenant, size_of(state, kind))
         # A directory that the store does not know was left by an engine that died: write it again.
         overwrite = overwrite or not await self._is_recorded(path)
         now = datetime.now(UTC)

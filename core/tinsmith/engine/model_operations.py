@@ -10,8 +10,10 @@ from typing import assert_never
 
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState
+from tinsmith.checkpoints.sizes import size_of
 from tinsmith.engine.checkpoint_files import CheckpointReader, CheckpointWriter
 from tinsmith.engine.claimed import Outcome, failed
+from tinsmith.engine.disk_room import DiskRoom
 from tinsmith.engine.models import Models
 from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.engine.save_for_sampler import SaveForSampler
@@ -45,6 +47,7 @@ class ModelOperations:
         writer: CheckpointWriter,
         recovery_points: RecoveryPoints,
         waiting: WaitingStates,
+        room: DiskRoom,
     ) -> None:
         self._models = models
         self._save_for_sampler = save_for_sampler
@@ -53,6 +56,7 @@ class ModelOperations:
         self._writer = writer
         self._recovery_points = recovery_points
         self._waiting = waiting
+        self._room = room
 
     async def run(self, operation: ModelOperation, record: OperationRecord) -> Outcome:
         """Run one. If the request or the disk is at fault, the outcome says so."""
@@ -148,6 +152,7 @@ class ModelOperations:
 
     async def _keep(self, model_id: str, state: ModelState, record: OperationRecord) -> RecoveryPointTaken:
         """Keep what is about to be loaded: a recovery cannot rely on the checkpoint, which may be deleted by then."""
+        await self._room.expect(record.tenant, size_of(state, "training"))
         await self._checks.persist(model_id)
         taken = await self._recovery_points.write(model_id, record.seq_id, state)
         return RecoveryPointTaken(record=taken, keep=self._recovery_points.keep)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState
+from tinsmith.checkpoints.sizes import size_of
+from tinsmith.engine.disk_room import DiskRoom
 from tinsmith.engine.failures import EngineFailedError, ending_the_engine
 from tinsmith.engine.models import Models
 from tinsmith.engine.recovery_points import RecoveryPoints
@@ -26,12 +28,14 @@ class RecoveryPointTaker:
         models: Models,
         checks: SnapshotChecks,
         waiting: WaitingStates,
+        room: DiskRoom,
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._recovery_points = recovery_points
         self._models = models
         self._checks = checks
         self._waiting = waiting
+        self._room = room
         self._tasks = tasks
 
     def ran(self, records: Sequence[OperationRecord]) -> None:
@@ -45,7 +49,7 @@ class RecoveryPointTaker:
         `recorded` ends when the results of the batch are in the store.
         """
         base_model = records[0].base_model
-        for model_id in dict.fromkeys(record.subject_id for record in records):
+        for model_id, tenant in {record.subject_id: record.tenant for record in records}.items():
             if not self._recovery_points.due(model_id):
                 continue
             place = self._waiting.place_at_once(self._models.lora(model_id))
@@ -55,12 +59,13 @@ class RecoveryPointTaker:
             with ending_the_engine(base_model, "capture_state"):
                 state = await self._models.capture(model_id)
             place.holds(state)
-            write = self._write(model_id, seq_id, state, place, recorded, base_model)
+            write = self._write(model_id, tenant, seq_id, state, place, recorded, base_model)
             self._tasks.create_task(write, name=f"recovery point of {model_id}")
 
     async def _write(
         self,
         model_id: str,
+        tenant: str,
         seq_id: int,
         state: ModelState,
         place: Place,
@@ -69,6 +74,7 @@ class RecoveryPointTaker:
     ) -> None:
         try:
             with ending_the_engine(base_model, "capture_state"):
+                await self._room.expect(tenant, size_of(state, "training"))
                 await self._checks.persist(model_id)
                 written = await self._recovery_points.write(model_id, seq_id, state)
             del state

@@ -1,6 +1,7 @@
 """The snapshots of one engine: which are in the sampler, which only on disk, and loading those again."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import ModelState, SamplingBackend, Snapshot
 from tinsmith.checkpoints.format import delete_checkpoint, read_snapshot, write_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
+from tinsmith.engine.disk_room import DiskRoom
 from tinsmith.engine.failures import in_a_thread
 from tinsmith.engine.store_retries import with_retries
 from tinsmith.errors import NotFoundError, ServerError, UnsupportedError, UserError
@@ -20,6 +22,8 @@ from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import LoraConfig
 from tinsmith.store import CheckpointRecord, Lease, RequestStore
 from tinsmith.store.revocation import usable_checkpoint, why_gone
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -68,6 +72,7 @@ class Snapshots:
         checkpoint_root: Path,
         spill_root: Path,
         keeping: Keeping,
+        room: DiskRoom,
     ) -> None:
         self._store = store
         self._sampler = sampler
@@ -75,6 +80,7 @@ class Snapshots:
         self._checkpoint_root = checkpoint_root
         self._spill_root = spill_root
         self._keeping = keeping
+        self._room = room
         self._held: dict[str, _Held] = {}  # least recently used first
         self._writing = asyncio.Lock()  # one writer at a time in the spill root
 
@@ -271,7 +277,10 @@ class Snapshots:
                 held.loaded(snapshot)
 
     async def _make_room(self) -> None:
-        """Move those to disk that were used longest ago, until number and bytes are within their limits."""
+        """Move those to disk that were used longest ago, until number and bytes are within their limits.
+
+        One for which the disk has no room stays in memory; further saves are refused then.
+        """
         resident = [each for each in self._held.items() if each[1].snapshot is not None]
         number, size = len(resident), sum(held.num_bytes for _, held in resident)
         room = self._sampler.capabilities.max_snapshots
@@ -280,6 +289,9 @@ class Snapshots:
             if number <= most and size <= self._keeping.max_bytes:
                 return
             if held.users == 0 and not held.loading.locked():
+                if not held.on_disk and (why := await self._room.why_not(held.num_bytes)) is not None:
+                    _log.warning("snapshot %s stays in memory: %s", name, why)
+                    continue
                 await self._spill(name, held)
                 number, size = number - 1, size - held.num_bytes
 
@@ -297,6 +309,8 @@ class Snapshots:
     @durable_boundary("snapshot.persist")
     async def _write_out(self, held: _Held, snapshot: Snapshot) -> None:
         async with self._writing:
+            if (why := await self._room.why_not(snapshot.num_bytes)) is not None:
+                raise UserError(why)
             await in_a_thread(partial(self._write, held, snapshot))
         held.on_disk = True
 

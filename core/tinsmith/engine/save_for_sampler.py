@@ -13,6 +13,7 @@ from tinsmith.backend import Snapshot
 from tinsmith.engine.checkpoint_files import CheckpointWriter
 from tinsmith.engine.claimed import Outcome
 from tinsmith.engine.consistency_gate import ConsistencyGate, refusal
+from tinsmith.engine.disk_room import DiskRoom
 from tinsmith.engine.models import Models
 from tinsmith.engine.sampling_snapshots import Snapshots
 from tinsmith.engine.snapshot_checks import SnapshotChecks
@@ -39,6 +40,7 @@ class SaveForSampler:
         checks: SnapshotChecks,
         *,
         checkpoints: CheckpointWriter,
+        room: DiskRoom,
     ) -> None:
         self._store = store
         self._models = models
@@ -46,6 +48,7 @@ class SaveForSampler:
         self._gate = gate
         self._checks = checks
         self._checkpoints = checkpoints
+        self._room = room
         self._saving: set[str] = set()  # ids of sampling sessions
 
     async def run(self, operation: ops.SaveForSampler, record: OperationRecord) -> Outcome:
@@ -73,13 +76,17 @@ class SaveForSampler:
         if why_not is not None:
             raise why_not
         snapshot = await self._models.publish(operation.model_id, session_id)
+        num_bytes = snapshot.num_bytes
+        await self._room.expect(record.tenant, num_bytes)
         scoring = self._gate.scoring(operation.model_id)
         if scoring is not None and self._checks.at_once:
             scoring.begin()
         await self._snapshots.add(snapshot, model_id=operation.model_id)
         comparing = self._checks.start(operation.model_id, snapshot, scoring)
         saved = ops.WeightsSaved(sampling_session_id=session_id)
-        return Outcome(result=saved, effects=(_session(operation.model_id, session_id, record),), comparing=comparing)
+        return Outcome(
+            result=saved, effects=(_session(session_id, num_bytes, operation.model_id, record),), comparing=comparing
+        )
 
     @contextmanager
     def _reserved(self, sampling_session_id: str) -> Iterator[None]:
@@ -132,7 +139,7 @@ class SaveForSampler:
         await self._checkpoints.remove(path)
 
 
-def _session(model_id: str, session_id: str, record: OperationRecord) -> SamplingSessionCreated:
+def _session(session_id: str, num_bytes: int, model_id: str, record: OperationRecord) -> SamplingSessionCreated:
     return SamplingSessionCreated(
         record=SamplingSessionRecord(
             sampling_session_id=session_id,
@@ -142,5 +149,6 @@ def _session(model_id: str, session_id: str, record: OperationRecord) -> Samplin
             created_at=datetime.now(UTC),
             snapshot_id=session_id,
             model_id=model_id,
+            num_bytes=num_bytes,
         )
     )

@@ -533,6 +533,25 @@ class StorageUsage(BaseModel):
     data: list[StorageUsageItem]
 
 
+class DiskUsageItem(BaseModel):
+    """What one tenant keeps on the server's disk and in its database, and how much it may keep."""
+
+    tenant: str
+    log_bytes: int
+    checkpoint_bytes: int
+    snapshot_bytes: int
+    recovery_point_bytes: int
+    routed_expert_bytes: int
+    total_bytes: int
+    allowed_bytes: int
+
+
+class DiskUsage(BaseModel):
+    data: list[DiskUsageItem]
+    free_bytes: int
+    reserve_bytes: int
+
+
 class TelemetryAccepted(BaseModel):
     status: Literal["accepted"] = "accepted"
 

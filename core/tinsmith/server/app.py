@@ -5,6 +5,7 @@ from functools import partial
 from importlib.metadata import version
 
 from fastapi import APIRouter, FastAPI, Request
+from prometheus_client import Gauge
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.errors import PluginError
@@ -26,6 +27,7 @@ from tinsmith.server.routes import futures, not_offered, runs, sampling, service
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import Settings
 from tinsmith.store import RequestStore
+from tinsmith.store.disk_room import reserve_bytes, space_at
 
 # Each request looks for its route in this order, so those that are asked for most come first.
 _ROUTERS = (futures, training, sampling, weights, sessions, service, not_offered, runs, usage)
@@ -51,8 +53,9 @@ async def create_app(
         losses=plugins.losses.all(),
         signer=UrlSigner(await store.secret("download links")),
         engines=Engines(store),
-        quotas=Quotas(store, settings.quotas),
+        quotas=Quotas(store, settings.quotas, read_space=partial(space_at, settings.data_dir.root)),
     )
+    _show_space(context.metrics, settings)
     app.state.context = context
     app.state.connections = Connections(settings.server.limits.connections)
     api = APIRouter(prefix=API_PREFIX)
@@ -86,6 +89,19 @@ async def create_app(
     app.add_middleware(Gate, names=names_of(settings.server))
     app.add_middleware(_Measured, metrics=context.metrics)
     return app
+
+
+def _show_space(metrics: Metrics, settings: Settings) -> None:
+    """Let `/metrics` ask the disk."""
+    read, quotas = partial(space_at, settings.data_dir.root), settings.quotas
+    free = Gauge("tinsmith_disk_free_bytes", "free bytes of the data directory's disk", registry=metrics.registry)
+    free.set_function(lambda: read().free_bytes)
+    reserve = Gauge(
+        "tinsmith_disk_reserve_bytes",
+        "of these, bytes that only heartbeats, results and deletions may use",
+        registry=metrics.registry,
+    )
+    reserve.set_function(lambda: reserve_bytes(quotas, read()))
 
 
 def _routes_context(context: ServerContext) -> RoutesContext:

@@ -5,86 +5,49 @@ place in the order. A save without room is recorded as failed instead: only its 
 behind it must not wait for that.
 """
 
-import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 from tinsmith.errors import CapacityError, UserError
+from tinsmith.server.disk_quota import DiskQuota
+from tinsmith.server.tallies import Tallies
 from tinsmith.server.token_buckets import TokenBuckets
 from tinsmith.settings import QuotaSettings
 from tinsmith.store import NewOperation, PendingCounts, RequestStore
+from tinsmith.store.disk_room import ReadSpace
 
-_STALE_AFTER_S: Final = 1.0
-_TIDY_EVERY: Final = 1000  # tallies, after which stale ones are dropped
 _STANDING_S: Final = 10.0  # `Retry-After` for what only the tenant can make room for
 _FEWER_SAMPLERS: Final = "close the service clients whose sampling clients you no longer need"
 _OPEN_SAVES: Final = "open saves"  # counted beside the settings, and limited by `checkpoints`
 _SAVES: Final = frozenset({"save_state", "save_for_sampler", "export_adapter"})
-
-
-@dataclass(slots=True)
-class _Tally:
-    """What a tenant has, by setting. What other servers have accepted since it was read is missing."""
-
-    counts: Counter[str]
-    read_at_s: float
-
-
-class _Tallies:
-    """One tally per tenant, read again after a second."""
-
-    def __init__(self, read: Callable[[str], Awaitable[Counter[str]]], clock: Callable[[], float]) -> None:
-        self._read = read
-        self._clock = clock
-        self._tallies: dict[str, _Tally] = {}
-        self._reading: dict[str, asyncio.Task[Counter[str]]] = {}
-        self._tidy_at = _TIDY_EVERY
-
-    async def of(self, tenant: str) -> Counter[str]:
-        """Return the tally, to which the caller adds what it accepts."""
-        tally = self._tallies.get(tenant)
-        if tally is None or self._clock() - tally.read_at_s > _STALE_AFTER_S:
-            reading = self._reading.get(tenant)
-            if reading is None:
-                reading = self._reading[tenant] = asyncio.create_task(self._read_again(tenant))
-            return await asyncio.shield(reading)
-        return tally.counts
-
-    async def _read_again(self, tenant: str) -> Counter[str]:
-        try:
-            counts = await self._read(tenant)
-        finally:
-            del self._reading[tenant]
-        self._tidy()
-        self._tallies[tenant] = _Tally(counts, self._clock())
-        return counts
-
-    def _tidy(self) -> None:
-        if len(self._tallies) >= self._tidy_at:
-            since = self._clock() - _STALE_AFTER_S
-            self._tallies = {tenant: each for tenant, each in self._tallies.items() if each.read_at_s > since}
-            self._tidy_at = len(self._tallies) + _TIDY_EVERY
+_FREES: Final = frozenset({"unload_model"})
 
 
 class Quotas:
     """One per app. `admit_*` methods raise CapacityError if the tenant is over a limit."""
 
     def __init__(
-        self, store: RequestStore, settings: QuotaSettings, *, clock: Callable[[], float] = time.monotonic
+        self,
+        store: RequestStore,
+        settings: QuotaSettings,
+        *,
+        read_space: ReadSpace | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`read_space` asks the disk; None: what is kept on it has no limit."""
+        self.disk = DiskQuota(store, settings, read_space, clock)
         self._store = store
         self._settings = settings
         self._buckets = TokenBuckets(clock)
         self._in_progress: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._pending = _Tallies(self._read_pending, clock)
-        self._models = _Tallies(self._read_models, clock)
-        self._sessions = _Tallies(self._read_sessions, clock)
-        self._samplers = _Tallies(self._read_samplers, clock)
-        self._kept = _Tallies(self._read_kept, clock)
+        self._pending = Tallies(self._read_pending, clock)
+        self._models = Tallies(self._read_models, clock)
+        self._sessions = Tallies(self._read_sessions, clock)
+        self._samplers = Tallies(self._read_samplers, clock)
+        self._kept = Tallies(self._read_kept, clock)
 
     def admit_request(self, tenant: str, key_id: Callable[[], str | None]) -> None:
         """Count a request towards the rate of its tenant, and of its key if keys have a limit."""
@@ -121,20 +84,26 @@ class Quotas:
                 del self._in_progress[tenant]
 
     async def admit_sample(self, operation: NewOperation) -> None:
+        await self.disk.admit(operation.tenant, len(operation.payload))
         await self._admit_pending(operation, "pending_samples")
 
     async def admit_operation(self, operation: NewOperation) -> None:
         """Admit a training request.
 
         Later requests of the model may wait for this one and fill the quota. Such an awaited request may use up to
-        twice the quota.
+        twice the quota. One that frees space needs none.
         """
         try:
-            await self._admit_pending(operation, "pending_operations")
+            await self._admit_operation(operation)
         except CapacityError:
             if not await self._store.is_awaited(operation.subject_id, operation.seq_id):
                 raise
-            await self._admit_pending(operation, "pending_operations", times=2)
+            await self._admit_operation(operation, awaited=True)
+
+    async def _admit_operation(self, operation: NewOperation, *, awaited: bool = False) -> None:
+        if operation.kind not in _FREES:
+            await self.disk.admit(operation.tenant, len(operation.payload), awaited=awaited)
+        await self._admit_pending(operation, "pending_operations", times=2 if awaited else 1)
 
     async def _admit_pending(self, operation: NewOperation, setting: str, *, times: int = 1) -> None:
         more = {setting: 1, "queued_bytes": len(operation.payload), _OPEN_SAVES: int(operation.kind in _SAVES)}
@@ -145,9 +114,11 @@ class Quotas:
         await self._admit(self._models, tenant, {"live_models": 1}, "end sessions whose models you no longer need")
 
     async def admit_session(self, tenant: str) -> None:
+        await self.disk.admit_unowned()
         await self._admit(self._sessions, tenant, {"sessions": 1}, "close the clients that you no longer need")
 
     async def admit_sampling_session(self, tenant: str) -> None:
+        await self.disk.admit_unowned()
         await self._admit(self._samplers, tenant, {"sampling_sessions": 1}, _FEWER_SAMPLERS)
 
     async def why_no_sampling_session(self, tenant: str) -> UserError | None:
@@ -156,7 +127,7 @@ class Quotas:
         limit = self._limit(tenant, "sampling_sessions")
         if limit is not None and number >= limit:
             return UserError(_too_much("sampling_sessions", limit, _FEWER_SAMPLERS))
-        return None
+        return await self.disk.why_no_save(tenant)
 
     async def why_no_checkpoint(self, tenant: str) -> UserError | None:
         """Return why a tenant may not save another checkpoint, or None if it may. Waiting saves count, too."""
@@ -164,10 +135,10 @@ class Quotas:
         for setting, number in (("checkpoints", kept["checkpoints"] + saves), ("stored_bytes", kept["stored_bytes"])):
             if (limit := self._limit(tenant, setting)) is not None and number >= limit:
                 return UserError(_too_much(setting, limit, "delete checkpoints that you no longer need"))
-        return None
+        return await self.disk.why_no_save(tenant)
 
     async def _admit(
-        self, tallies: _Tallies, tenant: str, more: Mapping[str, int], remedy: str, *, times: int = 1
+        self, tallies: Tallies, tenant: str, more: Mapping[str, int], remedy: str, *, times: int = 1
     ) -> None:
         """Admit and count all of `more`, or nothing. Something that is alone always fits."""
         counts = await tallies.of(tenant)

@@ -325,6 +325,19 @@ class TenantQuotas(_Section):
     stored_bytes: int | None = Field(
         None, ge=1, description="size in bytes of the checkpoints kept, after which further saves fail; default: none"
     )
+    disk_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="size in bytes of all that is kept: log and results, checkpoints, sampling snapshots, recovery "
+        "points; more gets a 429, and further saves fail; default: a share of the disk, see `disk_share`",
+    )
+    disk_share: float = Field(
+        0.8,
+        gt=0,
+        le=1,
+        description="share of what the tenant keeps and what is free beyond the reserve, taken together, that it may "
+        "keep if `disk_bytes` is not set; the rest stays free for other tenants",
+    )
 
 
 class QuotaSettings(TenantQuotas):
@@ -334,6 +347,12 @@ class QuotaSettings(TenantQuotas):
         default_factory=dict,
         description="limits of single tenants, by name, such as `{ann: {sessions: 5}}`; keys as above, and what a "
         "tenant's section omits is as for all",
+    )
+    disk_reserve_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="bytes of the data directory's disk that only heartbeats, results and deletions may use; "
+        "everything else gets a 429; default: 1 GiB, or a twentieth of a disk below 20 GiB",
     )
     kept_places: float = Field(
         0.125,

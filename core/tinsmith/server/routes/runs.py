@@ -205,6 +205,7 @@ async def delete_checkpoint(model_id: str, kind: str, name: str, caller: Caller,
     except NotFoundError:
         record = await own_deleted_checkpoint(context, caller, path)
     await asyncio.to_thread(checkpoints.delete_checkpoint, context.checkpoint_root, record.directory)
+    context.quotas.disk.freed(record.tenant)
     return {"deleted": path}
 
 

@@ -71,6 +71,7 @@ async def finish_session(
     """End a session. If it has ended before, the first reason stays."""
     await own_session(context, caller, session_id)
     session = await context.store.end_session(session_id, body.reason.type, body.detail)
+    context.quotas.disk.freed(caller.tenant)
     return {"session_id": session_id, "ended": session.ended or body.reason.type}
 
 

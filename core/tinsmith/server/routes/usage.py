@@ -19,6 +19,7 @@ from tinsmith.errors import UserError
 from tinsmith.protocol import wire
 from tinsmith.server.auth import Caller, visible_tenant
 from tinsmith.server.context import Context
+from tinsmith.server.disk_quota import DiskUse
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.store import StoredCheckpoints, UsageRecord
 
@@ -89,6 +90,31 @@ def _stored(each: StoredCheckpoints) -> wire.StorageUsageItem:
     )
 
 
+@router.get("/usage/disk")
+async def disk_usage(caller: Caller, context: Context) -> wire.DiskUsage:
+    """List what is kept, and what may be."""
+    disk = context.quotas.disk
+    uses = await disk.uses(visible_tenant(caller, "accessible"))
+    space, reserve = await disk.space(), await disk.reserve_bytes()
+    return wire.DiskUsage(
+        data=[_disk_use(each) for each in uses], free_bytes=max(0, space.free_bytes), reserve_bytes=reserve
+    )
+
+
+def _disk_use(use: DiskUse) -> wire.DiskUsageItem:
+    kept = use.kept
+    return wire.DiskUsageItem(
+        tenant=kept.tenant,
+        log_bytes=kept.log,
+        checkpoint_bytes=kept.checkpoints,
+        snapshot_bytes=kept.snapshots,
+        recovery_point_bytes=kept.recovery_points,
+        routed_expert_bytes=kept.routed_experts,
+        total_bytes=kept.total,
+        allowed_bytes=use.allowed_bytes,
+    )
+
+
 @router.get("/usage/metrics", include_in_schema=False)
 async def usage_metrics(caller: Caller, context: Context) -> Response:
     """Answer in the format of Prometheus. It names tenants, so unlike `/metrics` it needs a key."""
@@ -96,6 +122,7 @@ async def usage_metrics(caller: Caller, context: Context) -> Response:
     registry = CollectorRegistry()
     used, stored = await context.store.total_usage(tenant), await context.store.stored_checkpoints(tenant)
     registry.register(_Usage(used, stored))
+    registry.register(_Disk(await context.quotas.disk.uses(tenant)))
     return PlainTextResponse(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -132,3 +159,26 @@ class _Usage(Collector):
             number.add_metric([each.tenant, each.project_id or ""], each.number)
             num_bytes.add_metric([each.tenant, each.project_id or ""], each.num_bytes)
         return [number, num_bytes]
+
+
+class _Disk(Collector):
+    def __init__(self, uses: Sequence[DiskUse]) -> None:
+        self._uses = uses
+
+    def collect(self) -> Iterable[Metric]:
+        kept = GaugeMetricFamily(
+            "tinsmith_kept_bytes", "bytes kept on the disk and in the database", labels=["tenant", "of"]
+        )
+        allowed = GaugeMetricFamily("tinsmith_allowed_bytes", "bytes that may be kept", labels=["tenant"])
+        for each in self._uses:
+            sizes = each.kept
+            for of, size in (
+                ("log", sizes.log),
+                ("checkpoints", sizes.checkpoints),
+                ("snapshots", sizes.snapshots),
+                ("recovery_points", sizes.recovery_points),
+                ("routed_experts", sizes.routed_experts),
+            ):
+                kept.add_metric([sizes.tenant, of], size)
+            allowed.add_metric([sizes.tenant], each.allowed_bytes)
+        return [kept, allowed]

@@ -1,0 +1,114 @@
+"""Decides whether a tenant may have more written to the disk. What must be written is never asked about.
+
+That is heartbeats, results, and what frees space: the ends of models and sessions, and deletions.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Final
+
+from tinsmith.errors import CapacityError, UserError
+from tinsmith.server.tallies import STALE_AFTER_S, Tallies
+from tinsmith.settings import QuotaSettings
+from tinsmith.store import KeptBytes, RequestStore
+from tinsmith.store.disk_room import (
+    DiskSpace,
+    ReadSpace,
+    allowed_bytes,
+    reserve_bytes,
+    why_in_reserve,
+    why_over_share,
+)
+
+_RETRY_AFTER_S: Final = 10.0  # only a tenant, or the operator, can make room
+_FOR_AWAITED: Final = 0.5  # the part of the reserve that stays closed to requests that others wait for
+_LOG: Final = "log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskUse:
+    """What one tenant keeps, and may keep."""
+
+    kept: KeptBytes
+    allowed_bytes: int
+
+
+class DiskQuota:
+    """One per app. Space and tallies are read once a second; what is accepted in between is added."""
+
+    def __init__(
+        self, store: RequestStore, settings: QuotaSettings, read_space: ReadSpace | None, clock: Callable[[], float]
+    ) -> None:
+        """`read_space` None: there is no limit."""
+        self._store = store
+        self._settings = settings
+        self._read_space = read_space
+        self._clock = clock
+        self._kept = Tallies(self._read_kept, clock)
+        self._space = DiskSpace(0, 0)
+        self._read_at_s = float("-inf")
+        self._accepted_bytes = 0  # since then
+
+    async def admit(self, tenant: str, more: int, *, awaited: bool = False) -> None:
+        """Count so many bytes of the tenant. Raise CapacityError if they exceed its share, or use the reserve.
+
+        With `awaited`, other requests wait for this one: it may exceed the share, and use some of the reserve.
+        """
+        if self._read_space is None:
+            return
+        space = await self.space()
+        if (why := why_in_reserve(self._settings, space, more=more, part=_FOR_AWAITED if awaited else 1.0)) is not None:
+            raise CapacityError(why, retry_after_s=_RETRY_AFTER_S, queue_state="paused_capacity")
+        counts = await self._kept.of(tenant)
+        if not awaited and (why := self._why_over_share(tenant, counts, space, more)) is not None:
+            raise CapacityError(why, retry_after_s=_RETRY_AFTER_S)
+        counts[_LOG] += more
+        self._accepted_bytes += more
+
+    async def admit_unowned(self) -> None:
+        """Admit something small that counts towards no share. Raise CapacityError if only the reserve is left."""
+        if self._read_space is not None:
+            why = why_in_reserve(self._settings, await self.space(), more=0)
+            if why is not None:
+                raise CapacityError(why, retry_after_s=_RETRY_AFTER_S, queue_state="paused_capacity")
+
+    async def why_no_save(self, tenant: str) -> UserError | None:
+        """Return why a tenant may save nothing more, or None if it may. The engine knows the size, and asks again."""
+        if self._read_space is None:
+            return None
+        space = await self.space()
+        why = why_in_reserve(self._settings, space, more=0)
+        why = why or self._why_over_share(tenant, await self._kept.of(tenant), space, 0)
+        return None if why is None else UserError(why)
+
+    def freed(self, tenant: str) -> None:
+        """Something of the tenant was deleted: the next request sees it."""
+        self._kept.forget(tenant)
+        self._read_at_s = float("-inf")
+
+    async def space(self) -> DiskSpace:
+        """Return what is free, less what was accepted since that was read."""
+        if self._read_space is not None and self._clock() - self._read_at_s > STALE_AFTER_S:
+            self._read_at_s = self._clock()  # at once, so that others do not ask as well
+            self._space, self._accepted_bytes = await asyncio.to_thread(self._read_space), 0
+        return DiskSpace(self._space.total_bytes, self._space.free_bytes - self._accepted_bytes)
+
+    async def reserve_bytes(self) -> int:
+        return reserve_bytes(self._settings, await self.space())
+
+    async def uses(self, tenant: str | None) -> list[DiskUse]:
+        """Return what a tenant keeps, or what each of them keeps."""
+        space, kept = await self.space(), await self._store.kept_bytes(tenant)
+        if tenant is not None and not kept:
+            kept = [KeptBytes(tenant=tenant)]
+        return [DiskUse(kept=each, allowed_bytes=allowed_bytes(self._settings, each, space)) for each in kept]
+
+    def _why_over_share(self, tenant: str, counts: Counter[str], space: DiskSpace, more: int) -> str | None:
+        return why_over_share(self._settings, KeptBytes(tenant=tenant, **counts), space, more=more)
+
+    async def _read_kept(self, tenant: str) -> Counter[str]:
+        found = await self._store.kept_bytes(tenant)
+        sizes = [each.name for each in fields(KeptBytes) if each.name != "tenant"]
+        return Counter({name: getattr(found[0], name) for name in sizes} if found else {})

@@ -1,0 +1,92 @@
+"""Room on the disk of the data directory: each tenant's share of it, and a reserve for what must be written."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tinsmith.settings import QuotaSettings
+from tinsmith.store.records import KeptBytes
+
+_RESERVE_BYTES: Final = 1 << 30
+_RESERVE_PART: Final = 20  # of a small file system, the reserve is this part
+_UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSpace:
+    """Of a file system; `free_bytes` is what this user may still write."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+ReadSpace = Callable[[], DiskSpace]
+
+
+def space_at(directory: Path) -> DiskSpace:
+    """Ask the file system that holds a directory, or will hold it."""
+    found = os.statvfs(next(each for each in (directory, *directory.parents) if each.exists()))
+    return DiskSpace(total_bytes=found.f_blocks * found.f_frsize, free_bytes=found.f_bavail * found.f_frsize)
+
+
+def reserve_bytes(quotas: QuotaSettings, space: DiskSpace) -> int:
+    if quotas.disk_reserve_bytes is not None:
+        return quotas.disk_reserve_bytes
+    return min(_RESERVE_BYTES, space.total_bytes // _RESERVE_PART)
+
+
+def allowed_bytes(quotas: QuotaSettings, kept: KeptBytes, space: DiskSpace) -> int:
+    """Return how much the tenant may keep: what is configured, or its share of what it keeps and what is free."""
+    limits = quotas.of(kept.tenant)
+    if limits.disk_bytes is not None:
+        return limits.disk_bytes
+    free = max(0, space.free_bytes - reserve_bytes(quotas, space))
+    return int(limits.disk_share * (kept.total + free))
+
+
+def why_over_share(quotas: QuotaSettings, kept: KeptBytes, space: DiskSpace, *, more: int) -> str | None:
+    """Return why the tenant may not keep so many bytes more, or None if it may."""
+    allowed = allowed_bytes(quotas, kept, space)
+    if kept.total + more <= allowed:
+        return None
+    fixed = quotas.of(kept.tenant).disk_bytes is not None
+    setting = "quotas.disk_bytes" if fixed else "quotas.disk_share of what you keep and what is free"
+    wanted = f", and this needs {readable(more)}" if more else ""
+    return (
+        f"you keep {readable(kept.total)} on this server ({_parts(kept)}), and one tenant may keep {readable(allowed)} "
+        f"({setting}){wanted}; delete checkpoints, end sessions, wait until old results expire, or have the operator "
+        "raise the limit"
+    )
+
+
+def why_in_reserve(quotas: QuotaSettings, space: DiskSpace, *, more: int, part: float = 1.0) -> str | None:
+    """Return why so many bytes more would use the reserve, or `part` of it; None if they would not."""
+    reserve = int(part * reserve_bytes(quotas, space))
+    if space.free_bytes - more >= reserve:
+        return None
+    wanted = f" this needs {readable(more)}," if more else ""
+    return (
+        f"the server's disk has {readable(space.free_bytes)} free,{wanted} and the last {readable(reserve)} are for "
+        "heartbeats, results and deletions alone (quotas.disk_reserve_bytes); delete checkpoints that you no longer "
+        "need, or have the operator free space"
+    )
+
+
+def readable(num_bytes: int) -> str:
+    size, unit = float(num_bytes), 0
+    while size >= 1024 and unit + 1 < len(_UNITS):
+        size, unit = size / 1024, unit + 1
+    return f"{size:.1f} {_UNITS[unit]}" if unit else f"{num_bytes} bytes"
+
+
+def _parts(kept: KeptBytes) -> str:
+    parts = {
+        "log and results": kept.log,
+        "checkpoints": kept.checkpoints,
+        "sampling snapshots": kept.snapshots,
+        "recovery points": kept.recovery_points,
+        "routed experts": kept.routed_experts,
+    }
+    return ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size) or "nothing yet"
