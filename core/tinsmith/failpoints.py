@@ -45,7 +45,6 @@ BOUNDARIES: Final = {
     "server.submit": "a training request is accepted and acknowledged",
     "directory.fill": "the files of a directory are written, but not durable yet",
     "directory.sync": "its files are made durable",
-    "directory.set_aside": "the version to be replaced is renamed",
     "directory.put": "the new version gets its final name",
     "directory.sync_parents": "the renames are made durable",
     "directory.doom": "a directory to be deleted is renamed",

@@ -27,6 +27,7 @@ from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import CheckpointRecord, StoreContext
 from tinsmith.testing.int8_model import write_int8_model
+from tinsmith.testing.saved_files import read_saved
 
 RANK = 4
 LORA = LoraConfig(rank=RANK, seed=0)
@@ -358,7 +359,7 @@ def test_a_peft_adapter_becomes_a_tenants_checkpoint(tmp_path: Path, bases: dict
     assert {(r.lora.rank, r.lora.alpha, r.lora.train_attn, r.lora.train_unembed) for r in records} == {
         (RANK, 10.0, True, False)
     }
-    found = read_checkpoint(tmp_path / "data" / "checkpoints", "imported:ann:mine/weights/mine")
+    found = read_saved(tmp_path / "data", paths[0])
     assert found.base_model == str(bases[True])
     ok("export-peft", paths[0], tmp_path / "back", "--data-dir", tmp_path / "data")
     there, back = (logits(with_peft(bases[True], directory)) for directory in (source, tmp_path / "back"))

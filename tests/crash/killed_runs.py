@@ -18,11 +18,11 @@ import tinker
 from forked import Forked
 from processes import Launcher
 
-from tinsmith.checkpoints.format import read_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.settings import ModelSettings
 from tinsmith.testing.harness import TOY, running_server
 from tinsmith.testing.ports import hold_port
+from tinsmith.testing.saved_files import read_saved
 from tinsmith.testing.sdk_data import TOKENS, logprobs, ragged
 from tinsmith.workers.launching import INDEX
 
@@ -170,7 +170,7 @@ def undisturbed(data_dir: Path, model: ModelSettings) -> tuple[list[Any], dict[s
 
 
 def state_at(data_dir: Path, path: str) -> dict[str, bytes]:
-    state = read_checkpoint(data_dir / "checkpoints", TinkerPath.parse(path).directory).state
+    state = read_saved(data_dir, path).state
     assert state.step == STEPS
     parts = {"weights": state.weights, "m": state.adam_m, "v": state.adam_v}
     return {f"{part} {name}": array.tobytes() for part, named in parts.items() for name, array in named.items()}

@@ -6,8 +6,7 @@ from typing import Any
 
 import tinker
 
-from tinsmith.checkpoints.format import read_checkpoint
-from tinsmith.checkpoints.tinker_path import TinkerPath
+from tinsmith.testing.saved_files import read_saved
 from tinsmith.testing.sdk_data import TOKENS, logprobs, ragged
 
 STEPS = 50
@@ -62,7 +61,7 @@ def _drawn(sampler: tinker.SamplingClient, seed: int) -> Any:
 
 def state_at(data_dir: Path, path: str) -> dict[str, bytes | int]:
     """Return weights, moments, pending gradients and step of a checkpoint, as bytes."""
-    state = read_checkpoint(data_dir / "checkpoints", TinkerPath.parse(path).directory).state
+    state = read_saved(data_dir, path).state
     parts = {"weights": state.weights, "m": state.adam_m, "v": state.adam_v, "gradients": state.gradients}
     arrays = {f"{part} {name}": array.tobytes() for part, named in parts.items() for name, array in named.items()}
     return {**arrays, "step": state.step}

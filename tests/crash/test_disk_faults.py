@@ -113,7 +113,7 @@ def test_saves_on_a_failing_disk(
         seen, states, paths = train(served, save_until_it_works, steps)
         known = {path.removeprefix("tinker://") for path in paths}
         root = served.data_dir / "checkpoints"
-        found = {str(file.parent.relative_to(root)) for file in root.rglob("tinsmith.json")}
+        found = {str(file.parent.relative_to(root)).partition("~")[0] for file in root.rglob("tinsmith.json")}
         assert {each for each in found if "/." not in each} == known  # what failed is not to be seen
         kinds = succeeded(served.data_dir, TinkerPath.parse(paths[0]).model_id)
         assert served.stop() == 0

@@ -21,12 +21,11 @@ from forked import Forked
 from processes import Launcher
 
 from tinsmith import failpoints
-from tinsmith.checkpoints.format import read_checkpoint
-from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.processes.deaths import EXIT_SUPERSEDED
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import running_server
 from tinsmith.testing.postgres import Postgres
+from tinsmith.testing.saved_files import read_saved
 from tinsmith.testing.sdk_data import TOKENS, logprobs, ragged
 
 STEPS = 8
@@ -155,7 +154,7 @@ def train(url: str, base_model: str, seed: int, at_step: Callable[[int], None] =
 
 
 def state_at(data_dir: Path, path: str) -> dict[str, bytes]:
-    state = read_checkpoint(data_dir / "checkpoints", TinkerPath.parse(path).directory).state
+    state = read_saved(data_dir, path).state
     assert state.step == STEPS
     parts = {"weights": state.weights, "m": state.adam_m, "v": state.adam_v}
     return {f"{part} {name}": array.tobytes() for part, named in parts.items() for name, array in named.items()}

@@ -27,6 +27,7 @@ from tinsmith.store import OperationRecord
 from tinsmith.store.codec import encode_result
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.harness import RunningServer, running_server
+from tinsmith.testing.saved_files import read_saved
 
 MODEL = "s1:train:0"
 PLUGINS = Plugins.load()
@@ -77,7 +78,7 @@ def bits(state: ModelState) -> dict[str, Any]:
 
 
 def saved(data_dir: Path, name: str) -> dict[str, Any]:
-    return bits(read_checkpoint(data_dir / "checkpoints", f"{MODEL}/weights/{name}").state)
+    return bits(read_saved(data_dir, f"tinker://{MODEL}/weights/{name}").state)
 
 
 def replayed(settings: Settings, directory: Path, until: int) -> dict[str, Any]:
@@ -132,8 +133,8 @@ def test_the_sdk_loads_what_was_rebuilt(server: RunningServer, saves: list[int])
     server.call(server.store.update_checkpoint(path, lambda found: replace(found, public=True)))
     service = tinker.ServiceClient(base_url=server.url, api_key="tml-test")
     training = service.create_training_client_from_state_with_optimizer(path).result(timeout=300)
-    again = training.save_state("again").result(timeout=300).path.removeprefix("tinker://")
-    loaded = bits(read_checkpoint(data_dir / "checkpoints", again).state)
+    again = training.save_state("again").result(timeout=300).path
+    loaded = bits(read_saved(data_dir, again).state)
     assert loaded == saved(data_dir, "back")
     service.close("success").result(timeout=300)
 

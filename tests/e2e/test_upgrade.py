@@ -15,11 +15,11 @@ from sqlalchemy import JSON, Boolean, Column, MetaData, Table, create_engine, te
 from tinker import types
 
 from tinsmith import operations as ops
-from tinsmith.checkpoints.format import read_checkpoint
 from tinsmith.sql_store.migrate import alembic_config
 from tinsmith.store import OperationState, PendingCounts
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.harness import running_server
+from tinsmith.testing.saved_files import read_saved
 
 SCHEMAS = Path(__file__).parent / "schemas"
 FIXTURES = sorted(SCHEMAS.glob("*.sql"))
@@ -39,7 +39,7 @@ def made() -> ModuleType:
 
 
 def bits(data_dir: Path, name: str) -> dict[str, Any]:
-    state = read_checkpoint(data_dir / "checkpoints", f"{RUN}/weights/{name}").state
+    state = read_saved(data_dir, f"tinker://{RUN}/weights/{name}").state
     parts = {"weights": state.weights, "m": state.adam_m, "v": state.adam_v}
     arrays = {f"{part} {name}": array.tobytes() for part, named in parts.items() for name, array in named.items()}
     return {**arrays, "step": state.step}

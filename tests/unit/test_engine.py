@@ -17,7 +17,6 @@ from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, Capabilities, HostSnapshot, Snapshot
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.checkpoints.format import delete_checkpoint, read_checkpoint
-from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.engine import store_retries
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.failures import EngineFailedError
@@ -30,6 +29,7 @@ from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import Claim, Completion, Lease, OperationState, RunState, StoreContext
 from tinsmith.testing.contract import assert_same_arrays
 from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, make_engine
+from tinsmith.testing.saved_files import read_saved
 
 LOSSES = {loss.name: loss for loss in BUILTIN_LOSSES}
 ADAM = ops.AdamParams(learning_rate=0.01)
@@ -393,7 +393,7 @@ async def test_a_fully_trained_model_is_saved_where_it_cannot_be_sampled(
         await train(client)
         saved = await client.run(ops.SaveForSampler(model_id=model_id, path=path))
         assert isinstance(saved, ops.WeightsSaved), saved
-        state = read_checkpoint(setup.data_dir / "checkpoints", TinkerPath.parse(path).directory).state
+        state = read_saved(setup.data_dir, path).state
         assert_same_arrays(state.weights, setup.backend.capture_state(model_id).weights, "the checkpoint")
         refused = await client.run(ops.SaveForSampler(model_id=model_id, sampling_session_id="s1:sample:0"))
         assert isinstance(refused, ops.Failed)
@@ -498,7 +498,8 @@ async def test_an_ephemeral_snapshot_is_dropped_before_its_session_ends_only_whe
         return await tokens_of(client, a_sample(client, f"s1:sample:{number}"))
 
     def kept() -> set[str]:
-        return {path.name for path in (setup.data_dir / "snapshots" / "toy").iterdir()} | setup.backend.loaded
+        on_disk = (setup.data_dir / "snapshots" / "toy").iterdir()
+        return {path.name.partition("~")[0] for path in on_disk} | setup.backend.loaded
 
     async with setup.running() as engine:
         await client.create_model()

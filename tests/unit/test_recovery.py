@@ -379,7 +379,8 @@ async def test_what_a_model_was_loaded_from_may_go(setup: Setup, client: EngineD
         await client.run(ops.LoadState(model_id=MODEL, path=client.path("x"), load_optimizer=False))
         await train(client, 3)
         wanted = [bits(setup.backend.capture_state(client.model_id(number))) for number in (0, 1)]
-        delete_checkpoint(setup.data_dir / "checkpoints", f"{MODEL}/weights/x")
+        saved = await setup.store.get_checkpoint(client.path("x"))
+        delete_checkpoint(setup.data_dir / "checkpoints", saved.directory)
     async with setup.engine():
         assert [bits(setup.backend.capture_state(client.model_id(number))) for number in (0, 1)] == wanted
 

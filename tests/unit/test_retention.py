@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 
 from tinsmith import operations as ops
 from tinsmith.checkpoints import atomic_directory
-from tinsmith.checkpoints import format as checkpoints
 from tinsmith.errors import UserError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_store
@@ -30,6 +29,7 @@ from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.engine_thread import engine_thread
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.loop_thread import LoopThread
+from tinsmith.testing.saved_files import read_saved
 
 MODEL = "s1:train:0"
 WINDOW = 24  # bytes that no two things share by chance
@@ -300,7 +300,7 @@ class Run:
             assert run.state == RunState.READY, (run.state_reason, parts)
             assert run.state_reason is None
             loop.call(store.close())
-        state = checkpoints.read_checkpoint(self.data_dir / "checkpoints", f"{MODEL}/weights/end").state
+        state = read_saved(self.data_dir, f"tinker://{MODEL}/weights/end").state
         named = {"weights": state.weights, "m": state.adam_m, "v": state.adam_v, "gradients": state.gradients}
         return {f"{part} {name}": array.tobytes() for part, arrays in named.items() for name, array in arrays.items()}
 

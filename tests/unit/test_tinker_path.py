@@ -17,7 +17,10 @@ def test_parts(segment: str, kind: str) -> None:
     path = TinkerPath.parse(f"tinker://s-1:train:0/{segment}/000100")
     assert (path.model_id, path.kind, path.name) == ("s-1:train:0", kind, "000100")
     assert path.checkpoint_id == f"{segment}/000100"
-    assert path.directory == f"s-1:train:0/{segment}/000100"
+    first, second = path.new_directory(), path.new_directory()
+    assert first.startswith(f"s-1:train:0/{segment}/000100~")
+    assert first != second, "a directory is never used again"
+    assert TinkerPath.of_directory(first) == path == TinkerPath.of_directory(f"s-1:train:0/{segment}/000100")
     assert str(path) == f"tinker://s-1:train:0/{segment}/000100"
 
 
@@ -67,6 +70,7 @@ def test_whatever_is_accepted_stays_inside(model_id: str, segment: str, name: st
         path = TinkerPath.parse(f"tinker://{model_id}/{segment}/{name}")
     except UserError:
         return
-    assert PurePosixPath(path.directory).parts == (model_id, segment, name)
+    assert PurePosixPath(path.new_directory()).parts[:-1] == (model_id, segment)
+    assert TinkerPath.of_directory(path.new_directory()) == path
     assert not any(part.startswith(".") for part in (model_id, name))
     assert TinkerPath.parse(str(path)) == path

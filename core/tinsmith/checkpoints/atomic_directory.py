@@ -3,8 +3,9 @@
 A crash may leave these beside `<name>`: `.<name>.new-<epoch>-*` (half written: ignored, removed by the next write),
 `.<name>.old` (being replaced: used if `<name>` is missing), `.<name>.deleted-*` (ignored, removed later) and `.made-*`
 (half written by `write_new`; removed by `sweep`). All calls of `write` below one parent directory must come from one
-process at a time. If a stopped process continues after another has taken over, it leaves the other's new directories
-alone, because these have a higher epoch. Readers, deletions and `write_new` may run in any process.
+process at a time. If a stopped process continues after another has taken over, it leaves the other's half-written
+directories alone, because these have a higher epoch; but it may rename `<name>`, so names must be its own, such as
+`TinkerPath.new_directory` returns. Readers, deletions and `write_new` may run in any process.
 """
 
 import errno
@@ -183,7 +184,6 @@ def _replace(target: Path, fresh: Path) -> None:
     raise OSError(msg)
 
 
-@durable_boundary("directory.set_aside")
 def _set_aside(target: Path) -> None:
     target.rename(_old(target))
 

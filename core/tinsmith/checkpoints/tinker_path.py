@@ -1,8 +1,9 @@
 """`tinker://` paths: the names of checkpoints, and where they lie on disk."""
 
 import re
+import secrets
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 
 from tinsmith.errors import UserError
 from tinsmith.store import CheckpointKind
@@ -14,6 +15,7 @@ _KIND_OF_SEGMENT: dict[str, CheckpointKind] = {
     "external_weights": "external",
 }
 _SEGMENT_OF_KIND: dict[CheckpointKind, str] = {kind: segment for segment, kind in _KIND_OF_SEGMENT.items()}
+VERSION_MARK: Final = "~"  # begins the suffix of a directory; not allowed in names
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@:-]{0,199}")
 
 
@@ -54,7 +56,16 @@ class TinkerPath:
         """The last two parts of the path, as used in the REST API."""
         return f"{_SEGMENT_OF_KIND[self.kind]}/{self.name}"
 
-    @property
-    def directory(self) -> str:
-        """The directory below the checkpoint root. Names have no slash or leading dot, so they cannot escape it."""
-        return f"{self.model_id}/{self.checkpoint_id}"
+    def new_directory(self) -> str:
+        """Return a directory below the checkpoint root for one version of this checkpoint, which nobody else uses.
+
+        So whoever writes, reads or deletes a version never meets another one, however late it does. The record of a
+        checkpoint says which directory is its own; earlier versions of tinsmith used the path without the suffix. Names
+        have no slash or leading dot, so they cannot escape the root.
+        """
+        return f"{self.model_id}/{self.checkpoint_id}{VERSION_MARK}{secrets.token_hex(6)}"
+
+    @classmethod
+    def of_directory(cls, directory: str) -> Self:
+        """Return the path of which this directory is a version. Raise UserError if it is none."""
+        return cls.parse(_SCHEME + directory.partition(VERSION_MARK)[0])

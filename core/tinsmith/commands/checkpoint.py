@@ -21,10 +21,13 @@ from tinsmith.checkpoints.format import SHARD_BYTES
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.checkpoints.tools import importing, rewriting, verifying
 from tinsmith.checkpoints.tools.contents import Contents, described, open_contents
+from tinsmith.checkpoints.versions import newest_on_disk
 from tinsmith.commands.flags import base_model_name_of
+from tinsmith.commands.open_store import opened_store
 from tinsmith.commands.options import AsJson, ConfigFile, DataDir, plugins_of, settings_without_models
-from tinsmith.errors import UserError
+from tinsmith.errors import ConfigError, UserError
 from tinsmith.huggingface.safetensors_files import DTYPES
+from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_store
 from tinsmith.settings import Settings
 from tinsmith.store import CheckpointRecord, RequestStore
@@ -243,8 +246,18 @@ def _tenant_of(settings: Settings, api_key: str | None) -> str:
 def _open(context: typer.Context, path: str, config: Path | None, data_dir: Path | None) -> Contents:
     if not path.startswith("tinker://"):
         return open_contents(Path(path).expanduser())
-    root = settings_without_models(context, config, data_dir).data_dir.checkpoints
-    return open_contents(atomic_directory.find(root, TinkerPath.parse(path).directory))
+    settings, wanted = settings_without_models(context, config, data_dir), TinkerPath.parse(path)
+    root = settings.data_dir.checkpoints
+    try:
+        directory = asyncio.run(_recorded_directory(settings, plugins_of(context), wanted))
+    except ConfigError:  # no store: a copy of the checkpoints alone
+        directory = newest_on_disk(root, wanted)
+    return open_contents(atomic_directory.find(root, directory))
+
+
+async def _recorded_directory(settings: Settings, plugins: Plugins, path: TinkerPath) -> str:
+    async with opened_store(settings, plugins) as store:
+        return (await store.get_checkpoint(str(path))).directory
 
 
 def _find_base(context: typer.Context, name: str | None) -> Path | None:

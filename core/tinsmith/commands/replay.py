@@ -223,7 +223,7 @@ def _target(to: str, run: RunRecord, data_dir: DataDir) -> _Target:
     if path.kind != "training" or path.model_id != run.model_id:
         msg = f"--to {to!r} does not name a training state of this run: use tinker://{run.model_id}/weights/<name>"
         raise UserError(msg)
-    return _Target(root=data_dir.checkpoints, directory=path.directory, path=path)
+    return _Target(root=data_dir.checkpoints, directory=path.new_directory(), path=path)
 
 
 async def _to_its_end(work: Awaitable[T]) -> T:

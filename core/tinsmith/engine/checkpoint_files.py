@@ -1,7 +1,8 @@
 """The checkpoints that operations read and write: what may be loaded, and which files may be replaced."""
 
 import asyncio
-from collections.abc import Mapping
+import logging
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -14,11 +15,13 @@ from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.engine.disk_room import DiskRoom
 from tinsmith.engine.failures import in_a_thread
 from tinsmith.engine.store_retries import with_retries
-from tinsmith.errors import NotFoundError, RevokedError, ServerError, UserError
+from tinsmith.errors import NotFoundError, ServerError, UserError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import ReadRight
 from tinsmith.store import CheckpointKind, CheckpointRecord, Lease, OperationRecord, RequestStore
-from tinsmith.store.revocation import loadable_checkpoint
+from tinsmith.store.revocation import loadable_checkpoint, why_gone
+
+_log = logging.getLogger(__name__)
 
 
 class CheckpointReader:
@@ -34,25 +37,31 @@ class CheckpointReader:
 
         Raise RevokedError if the right that the operation had when it was submitted does not hold any more.
         """
-        now = datetime.now(UTC)
-        found = await with_retries(loadable_checkpoint, self._store, path, tenant=tenant, right=right, now=now)
-        checkpoint = await self._read(path)
-        if found.tenant != tenant and checkpoint.created_at != found.created_at:  # another version of its owner's
-            msg = f"checkpoint {path!r} was replaced while it was read; load it again"
-            raise RevokedError(msg)
+
+        def find() -> Awaitable[CheckpointRecord]:
+            return loadable_checkpoint(self._store, path, tenant=tenant, right=right, now=datetime.now(UTC))
+
+        checkpoint = await self._read(find)
         return _loaded(checkpoint, load_optimizer=load_optimizer)
 
     async def state_at_replay(self, path: str, *, load_optimizer: bool, of: OperationRecord) -> ModelState:
         """Return the state that a recorded operation loaded. Raise ServerError if `path` was overwritten since."""
-        checkpoint = await self._read(path)
+        checkpoint = await self._read(partial(self._store.get_checkpoint, path))
         if of.finished_at is None or checkpoint.created_at > of.finished_at:
             msg = f"{path!r}, which seq_id {of.seq_id} loaded, has been overwritten since"
             raise ServerError(msg)
         return _loaded(checkpoint, load_optimizer=load_optimizer)
 
-    async def _read(self, path: str) -> Checkpoint:
-        directory = TinkerPath.parse(path).directory
-        checkpoint: Checkpoint = await asyncio.to_thread(read_checkpoint, self._root, directory)
+    async def _read(self, find: Callable[[], Awaitable[CheckpointRecord]]) -> Checkpoint:
+        """Read the version that `find` returns. Ask again if that was replaced, and its files deleted, meanwhile."""
+        record = await with_retries(find)
+        try:
+            checkpoint = await asyncio.to_thread(read_checkpoint, self._root, record.directory)
+        except NotFoundError:
+            if (await with_retries(find)).directory == record.directory:
+                raise
+            return await self._read(find)
+        path = record.path
         if checkpoint.kind != "training":
             msg = f"{path!r} is a {checkpoint.kind} checkpoint; training loads what save_state wrote (.../weights/...)"
             raise UserError(msg)
@@ -82,6 +91,7 @@ class CheckpointWriter:
         self._room = room
         self._model_path = model_path
         self._shard_bytes = shard_bytes
+        self._versions: dict[str, set[str]] = {}  # by path: directories of which one is recorded with the save's result
 
     @durable_boundary("checkpoint.write")
     async def write(
@@ -92,15 +102,24 @@ class CheckpointWriter:
         record: OperationRecord,
         *,
         ttl_seconds: int | None,
+        directory: str | None = None,
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> CheckpointRecord:
-        """Make a checkpoint durable, and return its record. Raise UserError if the disk has no room for it."""
+        """Make a checkpoint durable, and return its record. `tidy` must follow.
+
+        `directory` is one that `TinkerPath.new_directory` returned; None: a new one. Raise UserError if the name is
+        taken, or the disk has no room for it.
+        """
         await self._room.expect(record.tenant, size_of(state, kind))
-        # A directory that the store does not know was left by an engine that died: write it again.
-        overwrite = overwrite or not await self._is_recorded(path)
         now = datetime.now(UTC)
+        replaced = await self._recorded(path)
+        if replaced is not None and not overwrite and why_gone(replaced, None, now) is None:
+            msg = f"checkpoint {path!r} exists already; choose another name, or pass overwrite=True to replace it"
+            raise UserError(msg)
         parsed = TinkerPath.parse(path)
+        directory = directory or parsed.new_directory()
+        self._versions[path] = {directory} if replaced is None else {directory, replaced.directory}
         write = partial(
             write_checkpoint,
             kind=kind,
@@ -108,12 +127,12 @@ class CheckpointWriter:
             base_model=self._lease.base_model,
             user_metadata=user_metadata or {},
             created_at=now,
-            overwrite=overwrite,
+            overwrite=False,
             epoch=self._lease.epoch,
             model_path=self._model_path,
             shard_bytes=self._shard_bytes,
         )
-        size = await in_a_thread(partial(write, self._root, parsed.directory))
+        size = await in_a_thread(partial(write, self._root, directory))
         return CheckpointRecord(
             path=path,
             model_id=parsed.model_id,
@@ -123,22 +142,34 @@ class CheckpointWriter:
             lora=state.lora,
             created_at=now,
             size_bytes=size,
-            directory=parsed.directory,
+            directory=directory,
             step=state.step,
             expires_at=None if ttl_seconds is None else now + timedelta(seconds=ttl_seconds),
             user_metadata=dict(user_metadata or {}),
         )
 
-    async def _is_recorded(self, path: str) -> bool:
+    async def _recorded(self, path: str) -> CheckpointRecord | None:
         try:
-            await with_retries(self._store.get_checkpoint, path)
+            return await with_retries(self._store.get_checkpoint, path)
         except NotFoundError:
-            return False
-        return True
+            return None
 
-    async def remove(self, path: str) -> None:
+    async def remove(self, written: CheckpointRecord) -> None:
         """Delete the files of a checkpoint that will not be recorded."""
-        await asyncio.to_thread(delete_checkpoint, self._root, TinkerPath.parse(path).directory)
+        await asyncio.to_thread(delete_checkpoint, self._root, written.directory)
+
+    async def tidy(self, path: str) -> None:
+        """Once the result of a save is recorded, delete the version that it replaced, or its own if that was refused.
+
+        What cannot be deleted now is an orphan, which housekeeping removes.
+        """
+        versions = self._versions.pop(path, set())
+        try:
+            recorded = await self._recorded(path) if versions else None
+            for directory in versions - {recorded.directory if recorded else None}:
+                await asyncio.to_thread(delete_checkpoint, self._root, directory)
+        except ServerError as error:
+            _log.warning("old files of checkpoint %s are still there: %s", path, error)
 
 
 def _loaded(checkpoint: Checkpoint, *, load_optimizer: bool) -> ModelState:

@@ -65,6 +65,11 @@ class ModelOperations:
         except TinsmithError as error:
             return self.refuse(operation, failed(error, during=f"{record.kind} {record.request_id}"))
 
+    async def tidy_after(self, operation: ops.Operation | None) -> None:
+        """Call this when the operation's result is recorded."""
+        if isinstance(operation, ops.SaveState | ops.SaveForSampler | ops.ExportAdapter) and operation.path is not None:
+            await self._writer.tidy(operation.path)
+
     def refuse(self, operation: ops.Operation | None, failure: ops.Failed) -> Outcome:
         """Return the outcome of an operation that failed. A model whose creation failed is lost."""
         if not isinstance(operation, ops.CreateModel):

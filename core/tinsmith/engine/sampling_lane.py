@@ -114,8 +114,8 @@ class SamplingLane:
     async def _sample(self, operation: ops.Sample) -> ops.Result:
         self._checks.expect_not_refused(operation.snapshot_id)
         self._checks.hurry(operation.snapshot_id)
-        async with self._snapshots.for_sample(operation):
-            result = await self._sampler.sample(operation)
+        async with self._snapshots.for_sample(operation) as versioned:
+            result = await self._sampler.sample(versioned)
         await self._checks.expect_passed(operation.snapshot_id)
         if isinstance(result, ops.SampleOutput) and operation.target_layout is not None:
             return replace(result, target_layout=operation.target_layout)

@@ -2,28 +2,31 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState, SamplingBackend, Snapshot
 from tinsmith.checkpoints.format import delete_checkpoint, read_snapshot, write_checkpoint
-from tinsmith.checkpoints.tinker_path import TinkerPath
+from tinsmith.checkpoints.tinker_path import VERSION_MARK, TinkerPath
 from tinsmith.engine.disk_room import DiskRoom
 from tinsmith.engine.failures import in_a_thread
 from tinsmith.engine.store_retries import with_retries
 from tinsmith.errors import NotFoundError, ServerError, UnsupportedError, UserError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import LoraConfig
-from tinsmith.store import CheckpointRecord, Lease, RequestStore
+from tinsmith.store import Lease, RequestStore
 from tinsmith.store.revocation import usable_checkpoint, why_gone
 
 _log = logging.getLogger(__name__)
+_PERSISTED: Final = "tinker://"
 
 
 @dataclass(slots=True)
@@ -34,7 +37,6 @@ class _Held:
     directory: str
     on_disk: bool
     model_id: str | None = None
-    created_at: datetime | None = None  # of the checkpoint, if it is known
     snapshot: Snapshot | None = None
     num_bytes: int = 0  # of the snapshot: to ask each again at every sample would take long
     users: int = 0
@@ -59,8 +61,8 @@ class Snapshots:
 
     Ephemeral snapshots survive restarts of the engine, and live until their model is unloaded, that is until their
     session ends: whoever has the name of a sampling session may use it until then, and no request gives it back
-    (decision 0020). Persisted ones, whose id is their tinker:// path, are read from their checkpoint when they are
-    needed. They live as long as it does.
+    (decision 0020). Persisted ones, whose id names a version of a checkpoint, are read from it when they are needed.
+    They live as long as it does. Another version has another id, so a sample never gets it by mistake.
     """
 
     def __init__(
@@ -81,6 +83,8 @@ class Snapshots:
         self._spill_root = spill_root
         self._keeping = keeping
         self._room = room
+        # A superseded engine may write on for a moment, but never to a directory of its successor.
+        self._version = f"{VERSION_MARK}{secrets.token_hex(4)}"
         self._held: dict[str, _Held] = {}  # least recently used first
         self._writing = asyncio.Lock()  # one writer at a time in the spill root
 
@@ -105,8 +109,11 @@ class Snapshots:
         Remove all others.
         """
         for name in await asyncio.to_thread(self._on_disk):
-            if name in models:
-                self._held[name] = _Held(root=self._spill_root, directory=name, on_disk=True, model_id=models[name])
+            snapshot_id = name.partition(VERSION_MARK)[0]
+            if snapshot_id in models and snapshot_id not in self._held:
+                self._held[snapshot_id] = _Held(
+                    root=self._spill_root, directory=name, on_disk=True, model_id=models[snapshot_id]
+                )
             else:
                 await asyncio.to_thread(delete_checkpoint, self._spill_root, name)
 
@@ -123,7 +130,7 @@ class Snapshots:
         if snapshot_id is None:
             return None
         if _is_persisted(snapshot_id):
-            return TinkerPath.parse(snapshot_id).model_id
+            return TinkerPath.of_directory(_directory(snapshot_id)).model_id
         held = self._held.get(snapshot_id)
         return None if held is None else held.model_id
 
@@ -134,46 +141,31 @@ class Snapshots:
                 if not held.on_disk and held.snapshot is not None and self._held.get(snapshot_id) is held:
                     await self._write_out(held, held.snapshot)
 
-    async def add(self, snapshot: Snapshot, *, model_id: str, checkpoint: CheckpointRecord | None = None) -> None:
-        """Load a new snapshot. `checkpoint` holds what was written of a persisted one."""
-        if checkpoint is None:
-            held = self._ephemeral(snapshot.snapshot_id)
-        else:
-            held = self._entry(snapshot.snapshot_id)
-            held.created_at = checkpoint.created_at
+    async def add(self, snapshot: Snapshot, *, model_id: str) -> None:
+        """Load a new snapshot."""
+        persisted = _is_persisted(snapshot.snapshot_id)
+        held = self._entry(snapshot.snapshot_id) if persisted else self._ephemeral(snapshot.snapshot_id)
         held.model_id = model_id
         async with held.loading:
-            await self._sampler.drop_snapshot(snapshot.snapshot_id)  # of a deleted checkpoint of the same name
             await self._sampler.load_snapshot(snapshot)
             held.loaded(snapshot)
         self._held[snapshot.snapshot_id] = held
         await self._make_room()
 
     @asynccontextmanager
-    async def for_sample(self, operation: ops.Sample) -> AsyncIterator[None]:
+    async def for_sample(self, operation: ops.Sample) -> AsyncIterator[ops.Sample]:
         """Keep the snapshot of a sample in the sampler while the block runs, if its session may still use it.
 
-        Raise RevokedError if not, and what `use` raises.
+        Yield the sample, with the id by which the sampler knows the snapshot. Raise RevokedError if the session may not
+        use it, and what `use` raises.
         """
         if operation.snapshot_id is not None and _is_persisted(operation.snapshot_id):
-            await self._expect(operation.snapshot_id, await self._checkpoint_of(operation.sampling_session_id))
+            session = await with_retries(self._store.get_sampling_session, operation.sampling_session_id)
+            found = await with_retries(usable_checkpoint, self._store, session, datetime.now(UTC))
+            if found is not None:
+                operation = replace(operation, snapshot_id=persisted_id(found.directory))
         async with self.use(operation.snapshot_id):
-            yield
-
-    async def _checkpoint_of(self, sampling_session_id: str) -> CheckpointRecord | None:
-        session = await with_retries(self._store.get_sampling_session, sampling_session_id)
-        return await with_retries(usable_checkpoint, self._store, session, datetime.now(UTC))
-
-    async def _expect(self, snapshot_id: str, checkpoint: CheckpointRecord | None) -> None:
-        """Drop the snapshot of a checkpoint that was deleted, if another one has been saved under its name."""
-        created_at = None if checkpoint is None else checkpoint.created_at
-        held = self._held.get(snapshot_id)
-        if held is not None and held.created_at not in {None, created_at}:
-            await self.discard(snapshot_id)
-            held = self._held.get(snapshot_id)
-        if held is None:
-            held = self._held[snapshot_id] = self._entry(snapshot_id)
-        held.created_at = created_at
+            yield operation
 
     async def drop_revoked(self) -> None:
         """Free the snapshots of checkpoints that were deleted or have expired: nobody may use them any more.
@@ -181,7 +173,7 @@ class Snapshots:
         Those that are being sampled from are left for the next call.
         """
         for snapshot_id, held in list(self._held.items()):
-            gone = _is_persisted(snapshot_id) and await self._is_gone(snapshot_id, held)
+            gone = _is_persisted(snapshot_id) and await self._is_gone(held)
             if gone and held.users == 0 and self._held.get(snapshot_id) is held:
                 await self.discard(snapshot_id)
 
@@ -199,12 +191,12 @@ class Snapshots:
             if idle and held.users == 0 and self._held.get(snapshot_id) is held:
                 await self.discard(snapshot_id)
 
-    async def _is_gone(self, snapshot_id: str, held: _Held) -> bool:
+    async def _is_gone(self, held: _Held) -> bool:
         try:
-            found = await with_retries(self._store.get_checkpoint, snapshot_id)
+            found = await with_retries(self._store.get_checkpoint, str(TinkerPath.of_directory(held.directory)))
         except NotFoundError:
             return True
-        return why_gone(found, held.created_at, datetime.now(UTC)) is not None
+        return found.directory != held.directory or why_gone(found, None, datetime.now(UTC)) is not None
 
     @asynccontextmanager
     async def use(self, snapshot_id: str | None) -> AsyncIterator[None]:
@@ -264,10 +256,10 @@ class Snapshots:
                 "save the weights for sampling again"
             )
             raise ServerError(msg)
-        return _Held(root=self._checkpoint_root, directory=TinkerPath.parse(snapshot_id).directory, on_disk=True)
+        return _Held(root=self._checkpoint_root, directory=_directory(snapshot_id), on_disk=True)
 
     def _ephemeral(self, snapshot_id: str) -> _Held:
-        return _Held(root=self._spill_root, directory=snapshot_id, on_disk=False)
+        return _Held(root=self._spill_root, directory=f"{snapshot_id}{self._version}", on_disk=False)
 
     async def _load(self, snapshot_id: str, held: _Held) -> None:
         async with held.loading:
@@ -328,6 +320,15 @@ class Snapshots:
         )
 
 
+def persisted_id(directory: str) -> str:
+    """Return the id of the snapshot that lies in a directory of the checkpoint root."""
+    return _PERSISTED + directory
+
+
 def _is_persisted(snapshot_id: str) -> bool:
-    """Return whether the id is the path of a checkpoint."""
-    return snapshot_id.startswith("tinker://")
+    """Return whether the id is that of a checkpoint, or its path."""
+    return snapshot_id.startswith(_PERSISTED)
+
+
+def _directory(persisted: str) -> str:
+    return persisted.removeprefix(_PERSISTED)

@@ -10,12 +10,13 @@ from datetime import UTC, datetime
 
 from tinsmith import operations as ops
 from tinsmith.backend import Snapshot
+from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.engine.checkpoint_files import CheckpointWriter
 from tinsmith.engine.claimed import Outcome
 from tinsmith.engine.consistency_gate import ConsistencyGate, refusal
 from tinsmith.engine.disk_room import DiskRoom
 from tinsmith.engine.models import Models
-from tinsmith.engine.sampling_snapshots import Snapshots
+from tinsmith.engine.sampling_snapshots import Snapshots, persisted_id
 from tinsmith.engine.snapshot_checks import SnapshotChecks
 from tinsmith.engine.store_retries import with_retries
 from tinsmith.errors import NotFoundError
@@ -61,12 +62,14 @@ class SaveForSampler:
             return await self._ephemeral(operation, operation.sampling_session_id, record)
 
     async def _persisted(self, operation: ops.SaveForSampler, path: str, record: OperationRecord) -> Outcome:
-        snapshot = await self._models.publish(operation.model_id, path)
-        written = await self._write(operation, path, snapshot, record)
+        directory = TinkerPath.parse(path).new_directory()
+        snapshot = await self._models.publish(operation.model_id, persisted_id(directory))
+        written = await self._write(operation, path, directory, snapshot, record)
         sampled = self._snapshots.why_not(snapshot.lora) is None
-        found = await self._load(snapshot, written, operation.model_id) if sampled else None
+        found = await self._load(snapshot, operation.model_id) if sampled else None
         if found is not None and self._gate.refuses(found):
-            await self._take_back(path)
+            await self._snapshots.discard(snapshot.snapshot_id)
+            await self._checkpoints.remove(written)
             return Outcome(result=ops.Failed(message=refusal(found), category="server"), consistency=found)
         saved = ops.WeightsSaved(path=path, size_bytes=written.size_bytes, consistency=found)
         return Outcome(result=saved, effects=(CheckpointWritten(record=written),), consistency=found)
@@ -114,29 +117,25 @@ class SaveForSampler:
         raise taken(sampling_session_id, first.snapshot_id or first.base_model)
 
     async def _write(
-        self, operation: ops.SaveForSampler, path: str, snapshot: Snapshot, record: OperationRecord
+        self, operation: ops.SaveForSampler, path: str, directory: str, snapshot: Snapshot, record: OperationRecord
     ) -> CheckpointRecord:
         return await self._checkpoints.write(
             path,
             "sampler",
             await self._models.weights_of(snapshot),
             record,
+            directory=directory,
             ttl_seconds=operation.ttl_seconds,
             user_metadata=operation.user_metadata,
         )
 
-    async def _load(self, snapshot: Snapshot, written: CheckpointRecord, model_id: str) -> ops.Consistency | None:
+    async def _load(self, snapshot: Snapshot, model_id: str) -> ops.Consistency | None:
         """Load the snapshot into the sampler, and compare it with the model, which does not train meanwhile."""
         if (scoring := self._gate.scoring(model_id)) is not None:
             scoring.begin()  # while the trainer has the devices, before the sampler loads the snapshot
-        await self._snapshots.add(snapshot, model_id=model_id, checkpoint=written)
+        await self._snapshots.add(snapshot, model_id=model_id)
         async with self._snapshots.use(snapshot.snapshot_id):
             return await self._gate.check(model_id, snapshot.snapshot_id, snapshot.lora, scoring)
-
-    async def _take_back(self, path: str) -> None:
-        """No client knows the snapshot yet, because its result has not been recorded."""
-        await self._snapshots.discard(path)
-        await self._checkpoints.remove(path)
 
 
 def _session(session_id: str, num_bytes: int, model_id: str, record: OperationRecord) -> SamplingSessionCreated:

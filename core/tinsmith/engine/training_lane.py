@@ -101,6 +101,7 @@ class TrainingLane:
         self._recovery_points.ran([record])
         finished = Finished(claimed=claimed, outcome=outcome)
         await self._recorder.record([finished], time.monotonic() - started)
+        await self._operations.tidy_after(claimed.operation)
         await self._recovery_points.tidy_after(record, outcome.result)
         self._line.end(record.subject_id)
         self.wake()

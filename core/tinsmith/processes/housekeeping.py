@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Final
@@ -11,15 +13,18 @@ from typing import Final
 from tinsmith.checkpoints.atomic_directory import sweep
 from tinsmith.checkpoints.format import delete_checkpoint
 from tinsmith.errors import NotFoundError, StoreError, TinsmithError
+from tinsmith.processes.orphans import remove_orphans
 from tinsmith.server.hearing import Hearing
 from tinsmith.settings import RecoverySettings, ServerSettings
 from tinsmith.steady_clock import SteadyClock
-from tinsmith.store import RequestStore
+from tinsmith.store import CheckpointRecord, RequestStore
 
 _OTHERS_LATER: Final = timedelta(hours=1)
 """How much later a server ends sessions that another one heard last: until then, that one may have been unable to."""
 
 _log = logging.getLogger(__name__)
+
+_ORPHANS_EVERY_S: Final = 1800.0
 
 
 class Housekeeping:
@@ -44,6 +49,7 @@ class Housekeeping:
         self._clock = clock or SteadyClock()
         self._hearing = hearing
         self._server_id = server_id
+        self._next_orphans_s = -math.inf
 
     @property
     def interval_s(self) -> float:
@@ -74,8 +80,9 @@ class Housekeeping:
         if num_pruned:
             _log.debug("deleted %d operations past their retention", num_pruned)
         for record in await self._store.expired_checkpoints(now):
-            await self._delete(record.path)
+            await self._delete(record)
         await asyncio.to_thread(sweep, self._checkpoint_root)
+        await self._remove_orphans()
 
     async def _expire_sessions(self, now: datetime, *, heard_s: float) -> None:
         """End sessions that were silent although this server could hear them, for all of `heard_s`."""
@@ -97,11 +104,19 @@ class Housekeeping:
             if num_forgotten:
                 _log.debug("deleted %d sessions, models and sampling sessions past their retention", num_forgotten)
 
-    async def _delete(self, path: str) -> None:
+    async def _delete(self, expired: CheckpointRecord) -> None:
         """Delete the record first, so that nobody finds a checkpoint whose files are partly deleted."""
         try:
-            record = await self._store.delete_checkpoint(path)
+            record = await self._store.delete_version(expired)
         except NotFoundError:
-            return  # its owner has deleted it meanwhile
+            return  # a save has replaced it meanwhile, or its owner has deleted it or given it more time
         await asyncio.to_thread(delete_checkpoint, self._checkpoint_root, record.directory)
-        _log.info("checkpoint %s deleted: it has expired", path)
+        _log.info("checkpoint %s deleted: it has expired", record.path)
+
+    async def _remove_orphans(self) -> None:
+        """Look for them seldom: every record is read for it."""
+        now_s = time.monotonic()
+        if self._next_orphans_s <= now_s:
+            for directory in await remove_orphans(self._store, self._checkpoint_root):
+                _log.info("files in %s deleted: no checkpoint refers to them", directory)
+            self._next_orphans_s = now_s + _ORPHANS_EVERY_S

@@ -24,15 +24,21 @@ def make_grant(
     )
 
 
-async def refuse_revoked(context: ServerContext, directory: str, grant: Grant) -> str:
-    """Return the tenant for which the download counts: that of the link's key, else that of the checkpoint.
+def link_name(record: CheckpointRecord) -> str:
+    """Return the name of a checkpoint in links: its path without the scheme. Its directory is found anew each time."""
+    return record.path.removeprefix("tinker://")
 
-    Empty if the link is another tenant's, who is not known: the owner of a published checkpoint is not charged.
+
+async def refuse_revoked(context: ServerContext, name: str, grant: Grant) -> tuple[CheckpointRecord, str]:
+    """Return the checkpoint, and the tenant for which the download counts: that of the link's key, else the owner.
+
+    The tenant is empty if the link is another tenant's, who is not known: the owner of a published checkpoint is not
+    charged.
 
     Raises RevokedError if the checkpoint may no longer be read, and AuthenticationError if the key was removed. Raises
-    NotFoundError if `directory` is no checkpoint's: the link was made for another route.
+    NotFoundError if `name` is no checkpoint's: the link was made for another route.
     """
-    path = _checkpoint_in(directory)
+    path = _checkpoint_in(name)
     owner = _owner_of_key(context, grant)
     try:
         record = await context.store.get_checkpoint(path)
@@ -42,19 +48,19 @@ async def refuse_revoked(context: ServerContext, directory: str, grant: Grant) -
     if why is not None:
         raise _revoked(path, why)
     if owner is not None:
-        return owner.tenant
-    return "" if grant.only_while_public else record.tenant
+        return record, owner.tenant
+    return record, "" if grant.only_while_public else record.tenant
 
 
 def _revoked(path: str, why: str) -> RevokedError:
     return RevokedError(f"this download link is no longer valid: checkpoint {path!r} {why}")
 
 
-def _checkpoint_in(directory: str) -> str:
+def _checkpoint_in(name: str) -> str:
     try:
-        return str(TinkerPath.parse(f"tinker://{directory}"))
+        return str(TinkerPath.parse(f"tinker://{name}"))
     except UserError as error:
-        raise NotFoundError(no_such("checkpoint", directory)) from error
+        raise NotFoundError(no_such("checkpoint", name)) from error
 
 
 def _owner_of_key(context: ServerContext, grant: Grant) -> Principal | None:

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from datetime import datetime
 
+from tinsmith.errors import NotFoundError
 from tinsmith.store.records import CheckpointRecord, KeptCheckpoints
 
 
@@ -43,6 +44,15 @@ class Checkpoints(ABC):
     @abstractmethod
     async def delete_checkpoint(self, path: str) -> CheckpointRecord: ...
 
+    async def delete_version(self, read: CheckpointRecord) -> CheckpointRecord:
+        """Delete a checkpoint if it is still the version that was read, with the same expiry time.
+
+        Raise NotFoundError if it is not. A store should do this in one transaction.
+        """
+        if not is_version(await self.get_checkpoint(read.path), read):
+            raise version_gone(read)
+        return await self.delete_checkpoint(read.path)
+
     @abstractmethod
     async def deleted_checkpoint(self, path: str) -> CheckpointRecord:
         """Return a checkpoint that `delete_checkpoint` has deleted, until `prune` removes its last trace."""
@@ -50,3 +60,12 @@ class Checkpoints(ABC):
     @abstractmethod
     async def expired_checkpoints(self, now: datetime) -> list[CheckpointRecord]:
         """Return the checkpoints whose time to live is over."""
+
+
+def is_version(found: CheckpointRecord, read: CheckpointRecord) -> bool:
+    """Return whether a checkpoint is the version that was read, with the same expiry time."""
+    return all(getattr(found, name) == getattr(read, name) for name in ("created_at", "directory", "expires_at"))
+
+
+def version_gone(read: CheckpointRecord) -> NotFoundError:
+    return NotFoundError(f"checkpoint {read.path!r} has been replaced, deleted or changed since it was read")

@@ -218,6 +218,13 @@ class RequestStoreContract(
         for never in (second.path, "tinker://s1:train:0/weights/never"):
             with pytest.raises(NotFoundError, match=never):
                 await store.deleted_checkpoint(never)
+        for newer in (replace(second, created_at=NOW), replace(second, expires_at=expires_at)):
+            with pytest.raises(NotFoundError, match="second"):
+                await store.delete_version(newer)
+        await store.update_checkpoint(second.path, lambda it: replace(it, public=True))
+        assert await store.delete_version(second) == replace(second, public=True), "the same version, now public"
+        with pytest.raises(NotFoundError, match="second"):
+            await store.delete_version(second)
         again = await store.submit(an_operation(seq_id=2, kind="save_state"))
         await claim(store)
         await complete(store, [done(again, None, CheckpointWritten(record=first))])

@@ -58,5 +58,6 @@ def test_every_saved_state_is_rebuilt(tmp_path: Path, contract_model: Path) -> N
         for until in (saves[0], saves[-1] - 1):
             run_replay(server.settings, Plugins.load(), run=MODEL, until=until, to=str(tmp_path / f"at-{until}"))
             number = saves[0] if until == saves[0] else saves[-1]
-            expected = bits(server.settings.server.data_dir / "checkpoints", f"{MODEL}/weights/at-{number}")
+            saved = server.call(server.store.get_checkpoint(client.path(f"at-{number}")))
+            expected = bits(server.settings.server.data_dir / "checkpoints", saved.directory)
             assert bits(tmp_path, f"at-{until}") == expected

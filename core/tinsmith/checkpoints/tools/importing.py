@@ -81,12 +81,12 @@ async def run_import(request: Import, store: RequestStore, root: Path, progress:
     records = []
     for kind in _KINDS:
         path = request.path(kind)
-        known = await _is_known(store, str(path))
-        if known and not request.force:
+        known = await _known(store, str(path))
+        if known is not None and not request.force:
             msg = f"{str(path)!r} already exists; choose another --name, or pass --force to replace it"
             raise UserError(msg)
         progress(f"writing {path}")
-        now = datetime.now(UTC)
+        now, directory = datetime.now(UTC), path.new_directory()
         write = partial(
             checkpoints.write_checkpoint,
             kind=kind,
@@ -94,10 +94,10 @@ async def run_import(request: Import, store: RequestStore, root: Path, progress:
             base_model=request.base_model,
             user_metadata={"imported_from": request.contents.directory.name},
             created_at=now,
-            overwrite=True,
+            overwrite=False,
             model_path=request.base_path,
         )
-        size = await asyncio.to_thread(write, root, path.directory)
+        size = await asyncio.to_thread(write, root, directory)
         record = CheckpointRecord(
             path=str(path),
             model_id=request.model_id,
@@ -107,23 +107,24 @@ async def run_import(request: Import, store: RequestStore, root: Path, progress:
             lora=state.lora,
             created_at=now,
             size_bytes=size,
-            directory=path.directory,
+            directory=directory,
             step=state.step,
             user_metadata={"imported_from": request.contents.directory.name},
         )
-        if known:
-            await store.delete_checkpoint(str(path))
+        if known is not None:
+            await store.delete_version(known)
         await store.add_checkpoint(record)
+        if known is not None:
+            await asyncio.to_thread(checkpoints.delete_checkpoint, root, known.directory)
         records.append(record)
     return records
 
 
-async def _is_known(store: RequestStore, path: str) -> bool:
+async def _known(store: RequestStore, path: str) -> CheckpointRecord | None:
     try:
-        await store.get_checkpoint(path)
+        return await store.get_checkpoint(path)
     except NotFoundError:
-        return False
-    return True
+        return None
 
 
 def _check_model(shapes: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[int, ...]]) -> None:

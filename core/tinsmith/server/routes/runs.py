@@ -28,7 +28,7 @@ from tinsmith.server.auth import (
     visible_tenant,
 )
 from tinsmith.server.context import Context, ServerContext
-from tinsmith.server.download_links import make_grant, refuse_revoked
+from tinsmith.server.download_links import link_name, make_grant, refuse_revoked
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.routes.sessions import runs_of
 from tinsmith.store import CheckpointKind, CheckpointRecord, RunRecord, RunState
@@ -197,16 +197,31 @@ async def set_ttl(
 
 @router.delete(_CHECKPOINT)
 async def delete_checkpoint(model_id: str, kind: str, name: str, caller: Caller, context: Context) -> dict[str, str]:
-    """Delete it, again if asked again: the first answer may have been lost, and files may have been left behind."""
+    """Delete it, again if asked again: the first answer may have been lost, and files may have been left behind.
+
+    If a save replaces it meanwhile, the new version stays: it is as if the deletion had come just before.
+    """
     path = _path(model_id, kind, name)
-    try:
-        await own_checkpoint(context, caller, path)
-        record = await context.store.delete_checkpoint(path)
-    except NotFoundError:
-        record = await own_deleted_checkpoint(context, caller, path)
+    record = await _deleted(context, caller, path)
     await asyncio.to_thread(checkpoints.delete_checkpoint, context.checkpoint_root, record.directory)
     context.quotas.disk.freed(record.tenant)
     return {"deleted": path}
+
+
+async def _deleted(context: ServerContext, caller: Principal, path: str) -> CheckpointRecord:
+    """Delete the version that is there now. Return it, or the one that was deleted before."""
+    read: CheckpointRecord | None = None
+    while True:
+        try:
+            found = await own_checkpoint(context, caller, path)
+        except NotFoundError:
+            return await own_deleted_checkpoint(context, caller, path)
+        if read is not None and found.directory != read.directory:
+            return read  # replaced meanwhile
+        try:
+            return await context.store.delete_version(found)
+        except NotFoundError:
+            read = found  # its expiry time was changed meanwhile, or it was replaced or deleted
 
 
 # Downloads ------------------------------------------------------------------------------------------------------------
@@ -225,7 +240,7 @@ async def external_weights_urls(
     expires, grant = context.now() + _LINK_LIFETIME, make_grant(context, caller, record, request.headers)
     urls: dict[str, str] = {}
     for file in files:
-        signed = context.signer.url_path(f"{record.directory}/{file.name}", expires, grant)
+        signed = context.signer.url_path(f"{link_name(record)}/{file.name}", expires, grant)
         urls[file.name] = f"{_base_url(context, request)}/api/v1/files/{signed}"
     return wire.ExternalWeightsUrls(urls=urls, expires=expires)
 
@@ -237,7 +252,7 @@ async def archive_url(
     """Asked by SDKs up to 0.35. Every kind of checkpoint can be downloaded as an archive."""
     record = await readable_checkpoint(context, caller, _path(model_id, kind, name))
     expires, grant = context.now() + _LINK_LIFETIME, make_grant(context, caller, record, request.headers)
-    signed = context.signer.url_path(f"{record.directory}{_ARCHIVE}", expires, grant)
+    signed = context.signer.url_path(f"{link_name(record)}{_ARCHIVE}", expires, grant)
     return wire.ArchiveUrl(url=f"{_base_url(context, request)}/api/v1/archives/{signed}", expires=expires)
 
 
@@ -263,10 +278,10 @@ async def get_file(
 ) -> FileResponse:
     """Send a file. The signature replaces the key; only files that `external_weights_urls` has listed have one."""
     given = context.signer.check(name, stamp, grant, signature, context.now())
-    directory, _, file_name = name.rpartition("/")
-    tenant = await refuse_revoked(context, directory, given)
+    checkpoint, _, file_name = name.rpartition("/")
+    record, tenant = await refuse_revoked(context, checkpoint, given)
     sending.enter_context(context.quotas.in_progress(tenant, polls=False))
-    files = await asyncio.to_thread(checkpoints.checkpoint_files, context.checkpoint_root, directory)
+    files = await asyncio.to_thread(checkpoints.checkpoint_files, context.checkpoint_root, record.directory)
     for file in files:
         if file.name == file_name:
             return FileResponse(file, media_type="application/octet-stream")
@@ -279,9 +294,8 @@ async def get_archive(
 ) -> StreamingResponse:
     """The signature stands for the key; only archives that `archive_url` has named have one."""
     given = context.signer.check(name, stamp, grant, signature, context.now())
-    directory = name.removesuffix(_ARCHIVE)
-    tenant = await refuse_revoked(context, directory, given)
+    record, tenant = await refuse_revoked(context, name.removesuffix(_ARCHIVE), given)
     sending.enter_context(context.quotas.in_progress(tenant, polls=False))
-    files = await asyncio.to_thread(checkpoints.open_checkpoint_files, context.checkpoint_root, directory)
+    files = await asyncio.to_thread(checkpoints.open_checkpoint_files, context.checkpoint_root, record.directory)
     headers = {"Content-Length": str(archive_bytes(files))}
     return StreamingResponse(archive(files), media_type="application/x-tar", headers=headers)

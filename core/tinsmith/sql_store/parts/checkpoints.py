@@ -34,9 +34,15 @@ class SqlCheckpoints(Connections, Checkpoints):
     ) -> CheckpointRecord:
         return await self._durable.write(checkpoints.update, path, change)
 
-    @durable_boundary("store.delete_checkpoint")
     async def delete_checkpoint(self, path: str) -> CheckpointRecord:
-        return await self._durable.write(checkpoints.delete, path)
+        return await self._delete(checkpoints.delete, path)
+
+    async def delete_version(self, read: CheckpointRecord) -> CheckpointRecord:
+        return await self._delete(checkpoints.delete_version, read)
+
+    @durable_boundary("store.delete_checkpoint")
+    async def _delete(self, delete: Callable[..., CheckpointRecord], what: str | CheckpointRecord) -> CheckpointRecord:
+        return await self._durable.write(delete, what)
 
     async def deleted_checkpoint(self, path: str) -> CheckpointRecord:
         return await self._reader.read(checkpoints.deleted, path)

@@ -13,6 +13,7 @@ from tinsmith.errors import NotFoundError, UserError
 from tinsmith.sql_store.tables import CHECKPOINTS, RUNS, CheckpointRow, to_record, to_row
 from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import CheckpointKind, CheckpointRecord
+from tinsmith.store.checkpoints import is_version, version_gone
 
 _NO_LIMIT: Final = 2**62
 _PART: Final = 500  # values of one IN list
@@ -108,6 +109,12 @@ def delete(tx: Transaction, path: str) -> CheckpointRecord:
     row = _row(tx.session, path, lock=True)
     row.deleted_at = tx.now
     return to_record(row, CheckpointRecord)
+
+
+def delete_version(tx: Transaction, read: CheckpointRecord) -> CheckpointRecord:
+    if not is_version(to_record(_row(tx.session, read.path, lock=True), CheckpointRecord), read):
+        raise version_gone(read)
+    return delete(tx, read.path)
 
 
 def deleted(session: Session, path: str) -> CheckpointRecord:

@@ -1,0 +1,32 @@
+"""The directories of checkpoints on disk: each version has one of its own, `<path>~<version>`.
+
+Earlier versions of tinsmith kept the only version in `<path>`.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tinsmith.checkpoints.tinker_path import VERSION_MARK, TinkerPath
+
+
+def newest_on_disk(root: Path, path: TinkerPath) -> str:
+    """Return the directory of the newest version on disk, or where the path's only version used to lie.
+
+    Ask the store, if there is one: it alone knows whether that version's save was recorded.
+    """
+    parent = root / path.model_id / path.checkpoint_id
+    found = [each for each in parent.parent.glob(f"{parent.name}{VERSION_MARK}*") if each.is_dir()]
+    newest = max(found, key=lambda each: each.stat().st_mtime, default=parent)
+    return str(newest.relative_to(root))
+
+
+def versions_on_disk(root: Path, *, older_than_s: float) -> Iterator[str]:
+    """Yield the directories of versions that were given their name so long ago."""
+    before = time.time() - older_than_s
+    for found in root.glob(f"*/*/[!.]*{VERSION_MARK}*"):
+        try:
+            if found.is_dir() and not found.is_symlink() and found.stat().st_ctime <= before:
+                yield str(found.relative_to(root))
+        except FileNotFoundError:  # deleted meanwhile
+            continue

@@ -1,0 +1,13 @@
+"""Reading what a server has saved, from its data directory."""
+
+from pathlib import Path
+
+from tinsmith.checkpoints.format import Checkpoint, read_checkpoint
+from tinsmith.checkpoints.tinker_path import TinkerPath
+from tinsmith.checkpoints.versions import newest_on_disk
+
+
+def read_saved(data_dir: Path, path: str) -> Checkpoint:
+    """Return the newest version of a checkpoint on disk, verified."""
+    root = data_dir / "checkpoints"
+    return read_checkpoint(root, newest_on_disk(root, TinkerPath.parse(path)))
