@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.engine import assembly
 from tinsmith.engine.sampling_snapshots import Keeping
 from tinsmith.losses import BUILTIN_LOSSES
+from tinsmith.server.disk_quota import DiskQuota
 from tinsmith.settings import QuotaSettings, RecoverySettings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
@@ -80,6 +82,20 @@ def test_sizes_are_readable(size: int, text: str) -> None:
 
 def test_a_directory_that_is_not_there_yet_has_the_space_of_its_parent(tmp_path: Path) -> None:
     assert space_at(tmp_path / "a" / "b").total_bytes == space_at(tmp_path).total_bytes > 0
+
+
+# A server -----------------------------------------------------------------------------------------------------------
+
+
+async def test_requests_that_come_together_at_the_start_are_all_admitted(tmp_path: Path) -> None:
+    """All but the first find that the space is being read, and must not take that for a full disk."""
+    store = SqlStore(SqlStoreConfig(synchronous="off"), StoreContext(data_dir=tmp_path))
+    await store.open()
+    try:
+        quota = DiskQuota(store, QuotaSettings(), lambda: LARGE, time.monotonic)
+        await asyncio.gather(*(quota.admit("ann", 1) for _ in range(5)))
+    finally:
+        await store.close()
 
 
 # An engine -----------------------------------------------------------------------------------------------------------

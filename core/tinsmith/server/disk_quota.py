@@ -47,7 +47,8 @@ class DiskQuota:
         self._read_space = read_space
         self._clock = clock
         self._kept = Tallies(self._read_kept, clock)
-        self._space = DiskSpace(0, 0)
+        # for requests that come while it is read anew
+        self._space = DiskSpace(0, 0) if read_space is None else read_space()
         self._read_at_s = float("-inf")
         self._accepted_bytes = 0  # since then
 
