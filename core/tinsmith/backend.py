@@ -302,6 +302,14 @@ class SamplingBackend(ABC):
     def capabilities(self) -> Capabilities:
         """Constant from construction on."""
 
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing can be sampled for now, in words that every tenant may read; None if it can.
+
+        `/readyz` tells it. Training goes on meanwhile, and samples wait.
+        """
+        return None
+
     @abstractmethod
     async def load_snapshot(self, snapshot: Snapshot) -> None:
         """Make the snapshot available to `sample`. Idempotent by `snapshot_id`."""

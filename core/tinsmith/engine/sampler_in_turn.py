@@ -14,6 +14,10 @@ class SamplerInTurn(SamplingBackend):
     def capabilities(self) -> Capabilities:
         return self._sampler.capabilities
 
+    @property
+    def trouble(self) -> str | None:
+        return self._sampler.trouble
+
     async def load_snapshot(self, snapshot: Snapshot) -> None:
         async with self._turns.turn("sampling"):
             await self._sampler.load_snapshot(snapshot)

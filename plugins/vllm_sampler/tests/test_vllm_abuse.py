@@ -1,11 +1,15 @@
 """What one tenant asks of vLLM is neither read, failed nor delayed by another's: real vLLM, hostile requests."""
 
+import asyncio
+import os
+import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from vllm_harness import draw, op, prompt
+from vllm_harness import CONTEXT, blank_adapter, draw, make_sampler, op, prompt, random_adapter
 
-from tinsmith import Sample
+from tinsmith import Sample, SampleOutput
 from tinsmith.testing import in_one_loop
 from tinsmith_vllm.sampler import VllmSampler
 
@@ -29,3 +33,35 @@ async def test_no_session_reads_anothers_prompt_from_cache_hits(qwen3: VllmSampl
     assert again.prompt_cache_hit_tokens > 0, "a session's own prompts are still shared"
     fresh = await draw(qwen3, of_session("another", wanted))
     assert fresh.prompt_cache_hit_tokens == 0
+
+
+def bits(output: SampleOutput) -> list[list[object]]:
+    return [[sequence.tokens.tolist(), sequence.logprobs.tolist()] for sequence in output.sequences]
+
+
+@pytest.mark.thorough  # test_vllm_processes.py has this with small processes in vLLM's place
+@pytest.mark.parametrize("how", [signal.SIGSEGV, signal.SIGSTOP])
+@in_one_loop
+async def test_what_a_dying_or_paused_process_drew_is_drawn_again(
+    tiny_models: dict[str, Path], tmp_path: Path, how: signal.Signals
+) -> None:
+    """Alone, one by one, and so with the bits of samples that nobody disturbed. A pause outlasts the time-out."""
+    sampler = make_sampler(tiny_models["qwen3"], tmp_path, step_timeout_s=5)
+    try:
+        adapter = random_adapter("adapter", blank_adapter(), seed=5)
+        await sampler.load_snapshot(adapter)
+        wanted = [
+            op(prompt(80 + n, 9), adapter.snapshot_id if n % 2 else None, max_tokens=CONTEXT - 9, seed=n)
+            for n in range(4)
+        ]
+        expected = [bits(await draw(sampler, each)) for each in wanted]
+        running = [asyncio.create_task(draw(sampler, each)) for each in wanted]
+        while await sampler.num_running() < len(wanted):
+            pass  # each question is a round trip to the process
+        (pid,) = sampler.process_ids
+        os.kill(pid, how)
+        found = [bits(output) for output in await asyncio.gather(*running)]
+        assert sampler.process_ids != [pid]
+        assert found == expected
+    finally:
+        sampler.close()

@@ -26,6 +26,7 @@ from tinsmith import (
 )
 from tinsmith.testing import in_one_loop
 from tinsmith_vllm.adapters import AdapterFiles
+from tinsmith_vllm.deaths import Death
 from tinsmith_vllm.sampler import VllmSampler
 
 pytestmark = pytest.mark.slow  # it starts vLLM
@@ -256,7 +257,7 @@ class Undertaker:
             monkeypatch.setattr(replica, "_one_life", partial(self._live, replica._one_life, allowed))
 
     @staticmethod
-    def _live(live: Callable[[], tuple[str, bool]], allowed: threading.Event) -> tuple[str, bool]:
+    def _live(live: Callable[[], Death], allowed: threading.Event) -> Death:
         allowed.wait()
         return live()
 

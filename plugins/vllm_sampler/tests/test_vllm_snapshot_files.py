@@ -205,7 +205,7 @@ def test_full_shared_memory_is_refused_with_the_remedy(
 def request(number: int, adapter_id: int) -> Generate:
     return Generate(
         request_id=number, prompt=b"", seeds=[1, 2], max_tokens=1, temperature=1.0, top_k=0, top_p=1.0,
-        stop_tokens=[], num_top=0, adapter_id=adapter_id, stream=False, question=None,
+        stop_tokens=[], num_top=0, adapter_id=adapter_id, cache_salt="s", stream=False, question=None,
     )  # fmt: skip
 
 

@@ -142,7 +142,7 @@ def _check_room(snapshot_id: str, directory: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if num_bytes > free:
         msg = (
-            f"no room for snapshot {snapshot_id!r} in {str(directory.parent)!r}: it takes {num_bytes / 2**20:.1f} MiB, "
+            f"no room for snapshot {snapshot_id!r} where vllm reads it: it takes {num_bytes / 2**20:.1f} MiB, "
             f"{free / 2**20:.1f} MiB are free; give the container more shared memory (docker run --shm-size), or set "
             "the sampler's shared_memory_dir to another directory"
         )

@@ -237,7 +237,13 @@ class EngineLoop:
                 self._engine.abort_request(added)
                 for each in added:
                     del self._requests[each]
-                self._channel.send(Refused(request_id=message.request_id, message=f"{type(error).__name__}: {error}"))
+                self._channel.send(
+                    Refused(
+                        request_id=message.request_id,
+                        message=f"{type(error).__name__}: {error}",
+                        is_for_sender=compat.is_senders_fault(error),
+                    )
+                )
                 return
             added.append(name)
             self._requests[name] = message

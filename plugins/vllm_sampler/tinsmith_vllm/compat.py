@@ -152,6 +152,12 @@ def sampling_params(**fields: Any) -> Any_:
     )
 
 
+def is_senders_fault(error: Exception) -> bool:
+    from vllm.exceptions import VLLMClientError
+
+    return isinstance(error, VLLMClientError)
+
+
 def tokens_prompt(tokens: list[int], cache_salt: str) -> Any_:
     """Only prompts with the same salt share the prefix cache; with an adapter, also by its name (`lora_request`)."""
     from vllm.inputs import TokensPrompt

@@ -167,6 +167,7 @@ class Refused(Message, frozen=True):
 
     request_id: int
     message: str
+    is_for_sender: bool  # the message tells what is wrong with the request; otherwise it is for the operator
 
 
 class Counted(Message, frozen=True):

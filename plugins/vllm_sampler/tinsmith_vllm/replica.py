@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,22 +18,27 @@ from typing import IO, Final
 
 import msgspec
 
-from tinsmith import child_environment
+from tinsmith import child_environment, log_privately
 from tinsmith_vllm.channel import Channel
+from tinsmith_vllm.deaths import Death, Witness
+from tinsmith_vllm.gate import Gate
 from tinsmith_vllm.messages import Beat, FromVllm, Load, Ready, Start, Unload, Unstartable
 
 _LOOK_S: Final = 1.0
 _LEAVING_S: Final = 10.0
 _END_TIMEOUT_S: Final = 30.0
-_MAX_DEATHS: Final = 8
-_DEATHS_WITHIN_S: Final = 600.0
+_LONGEST_PAUSE_S: Final = 60.0
 _LOG_LINES: Final = 12
 
 _log = logging.getLogger(__name__)
 
 
 class ReplicaDiedError(Exception):
-    """The process died while it had work. The work may be retried."""
+    """The process died while it had work. The work may be retried. Tenants may read the message."""
+
+    def __init__(self, death: Death, reference: str = "") -> None:
+        super().__init__(f"{death.how} ({reference})" if reference else death.how)
+        self.death = death
 
 
 class ReplicaGoneError(Exception):
@@ -80,18 +85,20 @@ class Replica:
         self.num_sequences: Counter[int] = Counter()  # in progress by adapter, counted by the router
         self.is_running = False  # the process answers; until then, messages wait
         self.is_unstartable = False  # with this configuration, so trying again would not help
+        self.deaths_in_a_row = 0  # since it drew a sample: a process that was ended from outside does not count
+        self.gate = Gate()  # of the samples that it draws
+        self.trouble = ""  # why the process does not answer, in words that tenants may read
         self._launch = launch
         self._lock = threading.Lock()
         self._calls: dict[tuple[str, int], Call] = {}
         self._adapters: dict[int, Load] = {}  # to announce to a new process
         self._outbox: queue.SimpleQueue[msgspec.Struct | None] = queue.SimpleQueue()
         self._gone = ""
-        self._closing = False
+        self._closing = threading.Event()
         self._may_start = threading.Event()
         self._may_start.set()
         self._is_silent = False  # whether the last process was ended because it fell silent
         self._process: subprocess.Popen[bytes] | None = None
-        self._deaths: deque[float] = deque(maxlen=_MAX_DEATHS)
         self._ready = threading.Event()
         self._description: Ready | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -151,7 +158,7 @@ class Replica:
     def close(self) -> None:
         """End the process. Waiting calls get ReplicaDiedError."""
         with self._lock:
-            self._closing = True
+            self._closing.set()
             process = self._process
         self.go_on()
         if process is not None:
@@ -161,26 +168,36 @@ class Replica:
     # The thread -----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        reason = f"the thread of {self.name} failed"
+        end = Death(how=f"the thread of {self.name} failed")
         try:
-            reason = self._lives()
+            end = self._lives()
         finally:  # no caller may wait for a process that is gone for good
-            if not self._closing:
-                _log.error("%s is given up: %s", self.name, reason)
+            if not self._closing.is_set():
+                _log.error("%s is given up: %s", self.name, end)
             with self._lock:
-                self._gone = reason
-            self._tell_all(ReplicaDiedError(reason))  # a retry then gets ReplicaGoneError
+                self._gone = str(end)
+            self._tell_all(ReplicaDiedError(end))  # a retry then gets ReplicaGoneError
             self._ready.set()
 
-    def _lives(self) -> str:
-        """Run process after process. Return why no other is started."""
+    def _lives(self) -> Death:
+        """Run process after process. Return how the last one ended, after which no other is started.
+
+        A process that has been ready once is always replaced, so that no sample can end the sampler, and with it the
+        trainer.
+        """
+        failures = 0
         while True:
-            reason, again = self._one_life()
-            self._deaths.append(time.monotonic())
-            many = len(self._deaths) == _MAX_DEATHS and self._deaths[-1] - self._deaths[0] < _DEATHS_WITHIN_S
-            if self._closing or many or not again:
-                return reason
-            self._tell_all(ReplicaDiedError(reason))
+            death = self._one_life()
+            if self._closing.is_set() or self._description is None:
+                self.is_unstartable = death.hopeless
+                return death
+            reference = log_privately(_log, str(death))
+            self.trouble = f"{death.how} ({reference}), and starts again"
+            self.deaths_in_a_row += not death.from_outside
+            failures = 0 if death.was_ready else failures + 1
+            self._tell_all(ReplicaDiedError(death, reference))
+            if self._closing.wait(_pause_s(max(failures, self.deaths_in_a_row - 1))):
+                return death
 
     def _tell_all(self, error: ReplicaDiedError) -> None:
         """Answer the previous process's calls with the error, and start a new queue for later messages."""
@@ -192,19 +209,19 @@ class Replica:
         for call in calls.values():
             call.put(error)
 
-    def _one_life(self) -> tuple[str, bool]:
-        """Run the process until it ends. Return how it ended, and whether to start it again."""
+    def _one_life(self) -> Death:
+        """Run the process until it ends. Return how it ended."""
         self._may_start.wait()
         ours, theirs = socket.socketpair()
+        witness = Witness()
         with ours, theirs, self._launch.log.open("wb") as log:
             with self._lock:
-                if self._closing:
-                    return "it was closed", False
+                if self._closing.is_set():
+                    return Death(how="it was closed", was_ready=False)
                 try:
                     self._process = self._popen(theirs, log)
                 except OSError as error:
-                    self.is_unstartable = True
-                    return f"{self.name} cannot start: {error}", False
+                    return self._cannot_start(str(error))
             theirs.close()
             channel: Channel[FromVllm] = Channel(ours, FromVllm)
             ours.settimeout(_LOOK_S)
@@ -217,11 +234,15 @@ class Replica:
                 self._end(self._process)
                 self._outbox.put(None)
         if trouble:
-            self.is_unstartable = True
-            return f"{self.name} cannot start: {trouble}", False
+            return self._cannot_start(trouble)
+        code, words = self._process.returncode, _tail(self._launch.log)
         if self._is_silent:
-            return f"{self.name} fell silent and was ended; {_tail(self._launch.log)}", ready
-        return f"{self.name} ended with {_status(self._process.returncode)}; {_tail(self._launch.log)}", ready
+            return Death(how=f"{self.name} fell silent and was ended", last_words=words, was_ready=ready)
+        how = f"{self.name} ended with {_status(code)}"
+        return Death(how=how, last_words=words, was_ready=ready, from_outside=witness.is_from_outside(code))
+
+    def _cannot_start(self, why: str) -> Death:
+        return Death(how=f"{self.name} cannot start", last_words=why, was_ready=False, hopeless=True)
 
     def _end(self, process: "subprocess.Popen[bytes]") -> None:
         """Wait for a process that closed its socket: it is about to exit with its own status and last log lines."""
@@ -272,7 +293,7 @@ class Replica:
                 case Unstartable():
                     return ready, message.message
                 case Ready():
-                    ready, self._description, self.is_running = True, message, True
+                    ready, self._description, self.is_running, self.trouble = True, message, True, ""
                     self._ready.set()
                 case Beat():
                     pass
@@ -307,6 +328,11 @@ def package_path(cache_dir: Path) -> Path:
 
 def interpreter(configured: Path | None) -> Path:
     return Path(sys.executable) if configured is None else configured.expanduser()
+
+
+def _pause_s(failures: int) -> float:
+    """Return how long to wait before the next start: nothing at first."""
+    return min(_LONGEST_PAUSE_S, 0.5 * 2**failures) if failures > 0 else 0.0
 
 
 def _status(code: int) -> str:

@@ -26,6 +26,7 @@ from tinsmith import (
     UnsupportedError,
     UserError,
     diverged,
+    log_privately,
     unless_diverged,
 )
 from tinsmith.huggingface import StoredTensors, read_model_config
@@ -34,13 +35,13 @@ from tinsmith_vllm.compat import MAX_TEMPERATURE, MIN_TEMPERATURE
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.demand import has_experts, known_shape
 from tinsmith_vllm.drawing import Drawing
+from tinsmith_vllm.ends import REPEATEDLY, Ends
 from tinsmith_vllm.launching import launches
 from tinsmith_vllm.memory import AdapterMemory
 from tinsmith_vllm.messages import Abort, Count, Counted, Drawn, Load, Loaded, Ready, Refused, Unload
 from tinsmith_vllm.replica import Answer, Replica, ReplicaDiedError, ReplicaGoneError
 from tinsmith_vllm.routing import WORTH, Prefixes
 
-_ATTEMPTS: Final = 3  # the last one alone, so that a sample that kills vLLM fails by itself
 _MAX_TARGETS: Final = 1024  # per prompt position
 _ISOLATION_ERROR: Final = 2e-5  # at temperature 1, on CPU in float32
 
@@ -82,7 +83,6 @@ class VllmSampler(SamplingBackend):
         self._loading: dict[str, asyncio.Lock] = {}
         self._request_ids = count(1)
         self._prefixes = Prefixes[Replica]()
-        self._alone = asyncio.Lock()
         self._experts = _experts_of_token(self._model_path) if context.routing_replay else None
         self._all_replicas = [
             Replica(launch, f"vllm replica {number}")
@@ -155,6 +155,13 @@ class VllmSampler(SamplingBackend):
     @property
     def capabilities(self) -> Capabilities:
         return self._capabilities
+
+    @property
+    def trouble(self) -> str | None:
+        for group in (self._replicas, self._full_replicas):
+            if group and not any(replica.is_running for replica in group):
+                return group[0].trouble or "vllm has ended, and starts again"
+        return None
 
     @property
     def process_ids(self) -> list[int]:
@@ -288,34 +295,46 @@ class VllmSampler(SamplingBackend):
         return None
 
     async def _insist(self, op: Sample, adapter_id: int, replicas: list[Replica]) -> SampleOutput | Failed:
-        """Sample, and draw again if the replica dies: the same seeds give the same tokens."""
-        died: set[Replica] = set()
-        for _ in range(_ATTEMPTS - 1):
-            replica = self._choose(replicas, op, adapter_id, died)
+        """Sample, and draw again if the replica dies: the same seeds give the same tokens.
+
+        Any sample that a dying replica was drawing is a suspect, and drawn again alone. So the one that kills fails by
+        itself, and the others succeed.
+        """
+        ends = Ends()
+        while True:
+            replica = self._choose(replicas, op, adapter_id, ends)
+            waited = replica.gate.is_reserved
             try:
-                return await self._draw(replica, op, adapter_id)
+                async with replica.gate.entered(alone=ends.is_suspect):
+                    if waited and self._choose(replicas, op, adapter_id, ends) is not replica:
+                        continue
+                    output = await self._draw(replica, op, adapter_id)
+                    replica.deaths_in_a_row = 0
+                    return output
             except ReplicaDiedError as error:
                 _log.warning("a sample is drawn again: %s", error)
-                died.add(replica)
-        async with self._alone:
-            try:
-                return await self._draw(self._choose(replicas, op, adapter_id, died), op, adapter_id)
-            except ReplicaDiedError as error:
-                return Failed(message=f"vllm died {_ATTEMPTS} times over this sample: {error}", category="server")
+                ends.add(replica, error.death)
+                if ends.are_enough(replicas):
+                    return Failed(message=f"{ends}: {error}", category="server")
 
-    def _choose(self, replicas: list[Replica], op: Sample, adapter_id: int, died: set[Replica]) -> Replica:
+    def _choose(self, replicas: list[Replica], op: Sample, adapter_id: int, ends: Ends) -> Replica:
         """Return the least busy running replica, if any runs: a restarting one is idle, but needs minutes.
 
         One that has read the beginning of the prompt may be somewhat busier. If replicas merge, one comes first that
-        draws no sequences with other weights, which would have to end before.
+        draws no sequences with other weights, which would have to end before. One that has died again and again comes
+        last, and one where a suspect is drawn alone. A suspect stays with the replica that died over it, unless that
+        has died of another one as well.
         """
+        if (own := ends.own) is not None and own.deaths_in_a_row < REPEATEDLY and not own.is_gone:
+            return own
         merges = self._ready.merges or replicas is self._full_replicas
         known = self._prefixes.place_of(op, adapter_id)
 
-        def cost(each: Replica) -> tuple[bool, bool, bool, int, int]:
+        def cost(each: Replica) -> tuple[bool, bool, bool, bool, int, int]:
             busy = each.num_sequences.total()
             others = busy - each.num_sequences[adapter_id] if merges else 0
-            return each.is_gone, not each.is_running, each in died, others, busy - (WORTH if each is known else 0)
+            worth = WORTH * ((each is known) - each.deaths_in_a_row)
+            return each.is_gone, not each.is_running, each in ends.died, each.gate.is_reserved, others, busy - worth
 
         chosen = min(replicas, key=cost)
         self._prefixes.remember(op, adapter_id, chosen)
@@ -336,7 +355,7 @@ class VllmSampler(SamplingBackend):
                             replica.tell(Abort(request_id=drawing.request_id, indices=surplus))
                     case Refused():
                         ended = True
-                        return Failed(message=f"vllm refuses the sample: {answer.message}")
+                        return _refused(answer)
                     case ReplicaDiedError():
                         ended = True
                         raise answer
@@ -371,6 +390,13 @@ class VllmSampler(SamplingBackend):
             replica.close()
         self._files.close()
         self._large_files.close()
+
+
+def _refused(answer: Refused) -> Failed:
+    if answer.is_for_sender:
+        return Failed(message=f"vllm refuses the sample: {answer.message}")
+    reference = log_privately(_log, f"vllm refuses a sample: {answer.message}")
+    return Failed(message=f"vllm cannot draw this sample ({reference})", category="server")
 
 
 def _experts_of_token(model_path: Path) -> tuple[int, int] | None:

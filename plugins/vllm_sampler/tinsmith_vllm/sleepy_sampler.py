@@ -17,6 +17,10 @@ class SleepyVllmSampler(VllmSampler, SleepableSamplingBackend):
         super().__init__(config, context)
         self._asleep = False
 
+    @property
+    def trouble(self) -> str | None:
+        return None if self._asleep else super().trouble
+
     async def sleep(self) -> None:
         if self._asleep:
             return

@@ -188,7 +188,7 @@ class PreparedAdapters:
         try:
             model = self._load(request)
         except Exception as failure:  # noqa: BLE001 - whatever vLLM has against it is for whoever published it
-            error = f"{type(failure).__name__}: {failure}"
+            error = f"{type(failure).__name__}: {failure}".replace(request.lora_path, "the adapter")
         with self._lock:
             if model is not None:
                 self._models[request.lora_int_id] = model
