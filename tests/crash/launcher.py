@@ -9,6 +9,7 @@ input, output and error) and NUL-separated text: number of arguments, arguments,
 wait status. A connection that says `watch` is told of every birth and death instead.
 """
 
+import functools
 import gc
 import importlib
 import os
@@ -17,6 +18,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 POISONED = "CRASH_POISONED"
+HANGING = "CRASH_HANGING"
 LABEL = "CRASH_LABEL"  # in a process's environment: which campaign run it belongs to, if any
 DIRECTORY = "CRASH_DIRECTORY"  # in a process's environment: where it runs
 _HERE = Path(__file__).parent
@@ -142,7 +145,9 @@ class Launcher:
             if arguments[0] == "serve":
                 self.start_engines_here()
             if POISONED in environ:
-                self.poison(int(environ[POISONED]))
+                self.poison(int(environ[POISONED]), os.abort)
+            if HANGING in environ:
+                self.poison(int(environ[HANGING]), threading.Event().wait)
             self.run_program(arguments)
             code = 0
         except SystemExit as leaving:
@@ -180,15 +185,16 @@ class Launcher:
             return ""
         return plan
 
-    def poison(self, token: int) -> None:
-        """Have the toy backend abort the process where a pass holds the token."""
+    def poison(self, token: int, act: Callable[[], object]) -> None:
+        """Have the toy backend abort the process, or never return, where a pass holds the token."""
         from tinsmith.builtin.toy_backend import ToyBackend
 
         passes = ToyBackend.forward_backward
 
+        @functools.wraps(passes)
         def poisonous(self: ToyBackend, ops: Any) -> Any:
             if any(token in datum.tokens_T for op in ops for datum in op.data):
-                os.abort()
+                act()
             return passes(self, ops)
 
         ToyBackend.forward_backward = poisonous

@@ -14,8 +14,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+from launcher import HANGING
 from processes import Launcher
 
 from tinsmith import operations as ops
@@ -25,6 +27,7 @@ from tinsmith.processes import deaths, engine_child
 from tinsmith.processes import supervisor as supervisor_module
 from tinsmith.processes.engine import serve_engine
 from tinsmith.processes.supervisor import Supervisor
+from tinsmith.server.context import Engines
 from tinsmith.server.waiting_reasons import explain
 from tinsmith.settings import (
     ApiKey,
@@ -35,6 +38,7 @@ from tinsmith.settings import (
     ServerSettings,
     Settings,
     SupervisorSettings,
+    WatchdogSettings,
 )
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
@@ -118,6 +122,14 @@ def suspend_between_writes(process: psutil.Process, database: Path) -> None:
             else:
                 connection.execute("ROLLBACK")
                 return
+
+
+async def until_it_is(engines: Engines, state: EngineState) -> EngineRecord:
+    """Look at what the server makes of the engine, until it is in this state."""
+    async with asyncio.timeout(WAIT_S):
+        while (seen := (await engines.records())[TOY.name]).state is not state:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.02)
+    return seen
 
 
 async def ready(store: SqlStore) -> EngineRecord:
@@ -447,6 +459,87 @@ async def test_a_standby_that_keeps_crashing_is_given_up_and_the_engine_that_ser
         assert (await ready(store)).pid == first.pid
         step = ops.OptimStep(model_id=client.model_id(), adam=ops.AdamParams())
         assert isinstance(await client.run(step), ops.OptimStepOutput)
+
+
+def a_pass(client: EngineDriver, token: int) -> ops.ForwardBackward:
+    inputs = {"target_tokens": np.ones(1, np.int64), "weights": np.ones(1, np.float32)}
+    datum = ops.Datum(tokens_T=np.array([token], np.int32), loss_inputs=inputs)
+    return ops.ForwardBackward(model_id=client.model_id(), data=(datum,))
+
+
+@pytest.mark.usefixtures("forked_engines")
+async def test_a_call_that_never_returns_ends_its_engine_and_fails_in_the_end(
+    tmp_path: Path, store: SqlStore, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(HANGING, "62")
+    settings = settings_for(tmp_path).model_copy(
+        update={
+            "watchdog": WatchdogSettings(least_s=2.0, first_s=2.0),
+            "recovery": RecoverySettings(max_retries=1),
+        }
+    )
+    client, other = EngineDriver(store, TOY.name), EngineDriver(store, TOY.name, tenant="bob", session_id="s2")
+    for each in (client, other):
+        await each.open_session()
+    async with supervised(settings, store):
+        for each in (client, other):
+            await each.result(await each.create_model())
+        hanging = await client.submit(a_pass(client, 62))
+        theirs = await other.submit(a_pass(other, 3))
+        behind = await client.submit(a_pass(client, 3))
+        failed = await client.failure(hanging)
+        assert "a call of its backend did not return" in failed.message
+        assert isinstance(await client.result(behind), ops.ForwardBackwardOutput)
+        assert isinstance(await other.result(theirs), ops.ForwardBackwardOutput)
+        assert (await ready(store)).restarts == 2
+    said = capfd.readouterr().err
+    assert "this engine is silent: forward_backward has not returned since" in said
+    assert "forward_backward did not return within 2 s, so this engine ends" in said
+    assert "in poisonous" in said  # where each thread was
+
+
+async def test_an_engine_that_is_stopped_is_silent_and_then_killed(
+    tmp_path: Path, store: SqlStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = settings_for(tmp_path).model_copy(
+        update={"watchdog": WatchdogSettings(lost_s=1.0), "recovery": RecoverySettings(lease_s=1.0)}
+    )
+    client, engines = EngineDriver(store, TOY.name), Engines(store)
+    await client.open_session()
+    step = ops.OptimStep(model_id=client.model_id(), adam=ops.AdamParams())
+    async with supervised(settings, store):
+        first = await ready(store)
+        assert (await engines.records())[TOY.name].state is EngineState.READY
+        await client.result(await client.create_model())
+        suspend_between_writes(psutil.Process(first.pid), tmp_path / "tinsmith.db")
+        waiting = await client.submit(step)
+        assert "its lease ran out" in (await until_it_is(engines, EngineState.SILENT)).detail
+        assert "is silent: it gives no sign of life" in caplog.text
+        assert isinstance(await client.result(waiting), ops.OptimStepOutput)
+        second = await until(store, lambda record: record.state == EngineState.READY and record.pid != first.pid)
+        assert second.restarts == 1
+        assert "without a sign of life: it was stopped" in caplog.text
+
+
+async def test_an_engine_that_goes_on_in_time_is_not_killed(
+    tmp_path: Path, store: SqlStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = settings_for(tmp_path).model_copy(update={"recovery": RecoverySettings(lease_s=1.0)})
+    client, engines = EngineDriver(store, TOY.name), Engines(store)
+    await client.open_session()
+    step = ops.OptimStep(model_id=client.model_id(), adam=ops.AdamParams())
+    async with supervised(settings, store):
+        first = await ready(store)
+        await client.result(await client.create_model())
+        process = psutil.Process(first.pid)
+        suspend_between_writes(process, tmp_path / "tinsmith.db")
+        waiting = await client.submit(step)
+        await until_it_is(engines, EngineState.SILENT)
+        process.resume()
+        await until_it_is(engines, EngineState.READY)
+        assert isinstance(await client.result(waiting), ops.OptimStepOutput)
+        assert ((await ready(store)).pid, (await ready(store)).restarts) == (first.pid, 0)
+        assert "is no longer silent: it is ready" in caplog.text
 
 
 async def test_an_engine_of_no_configured_model(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ async def test_a_full_disk_ends_no_session_whose_client_goes_on(alone: Deploymen
     await pass_time(clock, 90, server)
     alone.store.full = True
     await pass_time(clock, 70, server)
-    assert await server.send_heartbeats() == [500]
+    assert [status // 100 for status in await server.send_heartbeats()] == [5]
     alone.store.full = False
     await pass_time(clock, 5, server)  # its next heartbeat is not due yet
     assert not await server.ended(session_id)

@@ -1,6 +1,7 @@
 """`GET /metrics`: what the server counts and what its engines last said, for Prometheus. No names of tenants."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse, Response
@@ -19,7 +20,8 @@ def metrics_router(context: RoutesContext) -> APIRouter:
     @router.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
         engines = CollectorRegistry()
-        engines.register(_EngineCollector(await context.store.list_engines()))
+        overdue, since = await context.store.overdue_engines(), await context.store.running_since()
+        engines.register(_EngineCollector(await context.store.list_engines(), overdue, since))
         text = generate_latest(context.registry) + generate_latest(engines)
         return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 
@@ -27,16 +29,35 @@ def metrics_router(context: RoutesContext) -> APIRouter:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, records: Sequence[EngineRecord]) -> None:
+    def __init__(
+        self, records: Sequence[EngineRecord], overdue: Mapping[str, float], running_since: Mapping[str, datetime]
+    ) -> None:
         self._records = records
+        self._overdue = overdue
+        self._running_since = running_since
 
     def collect(self) -> list[Metric]:
         ready = GaugeMetricFamily("tinsmith_engine_ready", "1 while the engine is ready", labels=["base_model"])
         restarts = GaugeMetricFamily("tinsmith_engine_restarts", "restarts so far", labels=["base_model"])
+        silent = GaugeMetricFamily(
+            "tinsmith_engine_silent",
+            "1 while the engine lives and does nothing: a call does not return, or its lease has run out",
+            labels=["base_model"],
+        )
+        oldest = GaugeMetricFamily(
+            "tinsmith_engine_oldest_operation_seconds",
+            "how long ago the engine took the oldest operation that it is running, 0 if it runs none",
+            labels=["base_model"],
+        )
+        now = datetime.now(UTC)
         for record in self._records:
-            ready.add_metric([record.base_model], float(record.state is EngineState.READY))
+            is_silent = record.state is EngineState.SILENT or record.engine_id in self._overdue
+            age = now - self._running_since.get(record.base_model, now)
+            ready.add_metric([record.base_model], float(record.state is EngineState.READY and not is_silent))
             restarts.add_metric([record.base_model], record.restarts)
-        return [ready, restarts, *_consistency(self._records), *_turns(self._records)]
+            silent.add_metric([record.base_model], float(is_silent))
+            oldest.add_metric([record.base_model], max(0.0, age.total_seconds()))
+        return [ready, restarts, silent, oldest, *_consistency(self._records), *_turns(self._records)]
 
 
 def _turns(records: Sequence[EngineRecord]) -> list[Metric]:

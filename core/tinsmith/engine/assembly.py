@@ -10,6 +10,7 @@ from typing import Final
 
 from tinsmith.backend import SamplingBackend, TrainingBackend
 from tinsmith.checkpoints.format import SHARD_BYTES
+from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.checkpoint_files import CheckpointReader, CheckpointWriter
 from tinsmith.engine.claims import Claims
 from tinsmith.engine.consistency_gate import ConsistencyGate
@@ -50,6 +51,7 @@ from tinsmith.settings import (
     RecoverySettings,
     RoutingReplaySettings,
     Settings,
+    WatchdogSettings,
 )
 from tinsmith.store import Lease, RequestStore
 from tinsmith.store.disk_room import space_at
@@ -103,6 +105,7 @@ class EngineParts:
     on_finished: Callable[[OperationFinished], None]
     thread: ThreadPoolExecutor | None = None  # of one worker, in which the backend was created; None: a new one
     turns: DeviceTurns | None = None  # if trainer and sampler share devices by turns
+    watch: CallWatch = field(default_factory=lambda: CallWatch(WatchdogSettings()))  # somebody may look at it
 
 
 def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
@@ -111,7 +114,7 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
     sampler = _sampler(parts)
     tasks, stopping = asyncio.TaskGroup(), asyncio.Event()
 
-    thread = TrainingThread(parts.thread, parts.turns)
+    thread = TrainingThread(parts.thread, parts.turns, parts.watch)
     gate = ConsistencyGate(backend, sampler, options.consistency, call=thread.call)
     models = Models(backend, thread, before_change=gate.before_change)
     reader = CheckpointReader(store, data_dir.checkpoints, base_model=lease.base_model)
@@ -159,6 +162,7 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         ),
         recorder,
         RecoveryPointTaker(recovery_points, models, checks, waiting, room, tasks),
+        parts.watch,
         tasks,
         stopping=stopping,
     )
@@ -179,7 +183,7 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         max_attempts=options.recovery.max_retries + 1,
     )
     places = Places(store, lease, capabilities=backend.capabilities, settings=options.quotas)
-    return Engine(claims, training, sampling, recovery, places, tasks=tasks, stopping=stopping)
+    return Engine(claims, training, sampling, recovery, places, parts.watch, tasks=tasks, stopping=stopping)
 
 
 def _most_waiting(parts: EngineParts, sampler: SamplingBackend, keeping: Keeping) -> int:
@@ -193,5 +197,5 @@ def _most_waiting(parts: EngineParts, sampler: SamplingBackend, keeping: Keeping
 def _sampler(parts: EngineParts) -> SamplingBackend:
     if parts.sampler is None:
         return NoSampler(parts.backend.capabilities)
-    sampler = GuardedSampler(parts.sampler)
+    sampler = GuardedSampler(parts.sampler, parts.watch)
     return sampler if parts.turns is None else SamplerInTurn(sampler, parts.turns)

@@ -7,6 +7,7 @@ at a time as the sampler draws. `assembly.py` builds an engine.
 import asyncio
 import logging
 
+from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.claims import Claims
 from tinsmith.engine.model_places import Places
 from tinsmith.engine.recovery import Recovery, RecoveryProgress
@@ -26,6 +27,7 @@ class Engine:
         sampling: SamplingLane,
         recovery: Recovery,
         places: Places,
+        watch: CallWatch,
         *,
         tasks: asyncio.TaskGroup,
         stopping: asyncio.Event,
@@ -36,6 +38,7 @@ class Engine:
         self._sampling = sampling
         self._recovery = recovery
         self._places = places
+        self._watch = watch
         self._tasks = tasks
         self._stopping = stopping
 
@@ -79,7 +82,8 @@ class Engine:
 
     async def _feed(self) -> None:
         """Claim what there is room for, and hand it to the lanes."""
-        await self._retry_suspects()
+        with self._watch.retrying():
+            await self._retry_suspects()
         self._claims.wake()
         while True:
             await self._claims.woken()

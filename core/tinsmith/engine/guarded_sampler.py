@@ -1,25 +1,41 @@
-"""A sampler behind whose calls nothing is lost: whatever it raises reaches the engine."""
+"""A sampler behind whose calls nothing is lost: they are watched, and whatever they raise reaches the engine."""
 
 from functools import partial
 
 from tinsmith.backend import Capabilities, SamplingBackend, Snapshot
+from tinsmith.engine.call_watch import CallWatch, Sizes
 from tinsmith.engine.failures import guarded
 from tinsmith.operations import Failed, Sample, SampleOutput
 
 
 class GuardedSampler(SamplingBackend):
-    def __init__(self, sampler: SamplingBackend) -> None:
+    def __init__(self, sampler: SamplingBackend, watch: CallWatch) -> None:
         self._sampler = sampler
+        self._watch = watch
 
     @property
     def capabilities(self) -> Capabilities:
         return self._sampler.capabilities
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:
-        await guarded(partial(self._sampler.load_snapshot, snapshot))
+        with self._watch.call("load_snapshot"):
+            await guarded(partial(self._sampler.load_snapshot, snapshot))
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
-        await guarded(partial(self._sampler.drop_snapshot, snapshot_id))
+        with self._watch.call("drop_snapshot"):
+            await guarded(partial(self._sampler.drop_snapshot, snapshot_id))
 
     async def sample(self, op: Sample) -> SampleOutput | Failed:
-        return await guarded(partial(self._sampler.sample, op))
+        with self._watch.call("sample", self._sizes(op, op.params.max_tokens)) as call:
+            result = await guarded(partial(self._sampler.sample, op))
+            call.did = {} if isinstance(result, Failed) else self._sizes(op, _longest(result))
+            return result
+
+    def _sizes(self, op: Sample, drawn: int) -> Sizes:
+        """Sequences are drawn side by side, as many as the sampler has places for."""
+        rounds = -(-op.num_samples // self.capabilities.max_sequences)
+        return {"steps": float(rounds * drawn), "prompt": float(len(op.prompt_P))}
+
+
+def _longest(output: SampleOutput) -> int:
+    return max((len(each.tokens) for each in output.sequences), default=0)

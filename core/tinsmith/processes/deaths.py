@@ -13,6 +13,7 @@ from typing import Final
 EXIT_MISCONFIGURED: Final = 2
 EXIT_STORE: Final = 3  # the store failed for too long
 EXIT_SUPERSEDED: Final = 4  # another engine took the lease
+EXIT_HUNG: Final = 5  # a call of the backend did not return
 
 _FROM_OUTSIDE: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _COUNTERS: Final = Path("/proc/vmstat")
@@ -60,12 +61,23 @@ class Witness:
         A SIGKILL counts as a crash if the kernel has killed a process for want of memory meanwhile: as likely as not it
         was this one, because of the operation that it was running.
         """
+        if code == EXIT_HUNG:
+            return Death(Cause.CRASH, "ended itself, because a call of its backend did not return", last_line)
         if code >= 0:
             return Death(_EXITS.get(code, Cause.CRASH), f"ended with exit code {code}", last_line)
         how = f"was killed by signal {_signal_name(-code)}"
         if -code == signal.SIGKILL and _memory_kills() != self._memory_kills:
             return Death(Cause.CRASH, f"{how}, while this machine was out of memory")
         return Death(Cause.INTERRUPTION if -code in _FROM_OUTSIDE else Cause.CRASH, how)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process was stopped from outside, as by SIGSTOP. False if the system does not tell."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in {"T", "t"}
 
 
 def _signal_name(number: int) -> str:

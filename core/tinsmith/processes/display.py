@@ -123,7 +123,7 @@ def _reached(record: EngineRecord) -> str | None:
     match record.state:
         case EngineState.READY:
             return _state(record)
-        case EngineState.FAILED | EngineState.RESTARTING:
+        case EngineState.FAILED | EngineState.RESTARTING | EngineState.SILENT:
             return _line(record)
         case _:
             return None
@@ -142,6 +142,7 @@ def _share(record: EngineRecord) -> str:
 
 def _state(record: EngineRecord) -> str:
     colour = {EngineState.READY: "green", EngineState.FAILED: "red", EngineState.RESTARTING: "yellow"}
+    colour |= {EngineState.SILENT: "red"}
     device = record.capabilities.device if record.capabilities and record.state is EngineState.READY else ""
     on = f" on {escape(device)}" if device else ""
     return f"[{colour.get(record.state, 'cyan')}]{record.state}[/] {escape(record.base_model)}{on}"

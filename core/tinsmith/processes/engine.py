@@ -17,6 +17,7 @@ from typing import Final
 
 import uvloop
 
+from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.failures import EngineFailedError
 from tinsmith.errors import LeaseLostError, ServerError
 from tinsmith.placement.machine import this_machine
@@ -139,6 +140,7 @@ async def serve_engine(
                     scheduler=make_scheduler(settings, plugins),
                     reports=EngineReports(store, taken.lease, _first_record(record, taken.lease)),
                     previous=Previous.told_by(record, taken, before),
+                    watch=CallWatch(settings.watchdog),
                 )
                 await hold_lease(store, taken.lease, engine_run.run(stopping), on_lost)
             finally:

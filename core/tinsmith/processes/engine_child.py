@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from tinsmith.failpoints import durable_boundary
-from tinsmith.processes.deaths import Cause, Death, Witness
+from tinsmith.processes.deaths import Cause, Death, Witness, is_stopped
 from tinsmith.settings import ModelSettings, Settings, child_environment
 from tinsmith.settings.environment import HUB_TOKENS, WORKER_KEY
 from tinsmith.settings.schema import REVEAL
@@ -62,14 +62,17 @@ class EngineChild:
         self._settings = settings
         self._process: asyncio.subprocess.Process | None = None
         self._ending: signal.Signals | None = None
+        self._lost: Death | None = None
+        self.engine_id = ""  # of the last process
         self._last_lines: deque[str] = deque(maxlen=20)
 
     async def run(self, before: Cause | None) -> Ended:
         """Start the process and wait for its end; `before` is why the previous one died."""
         witness = Witness()
-        engine_id = new_engine_id()
+        engine_id = self.engine_id = new_engine_id()
         self._write_settings()
         self._last_lines.clear()
+        self._lost = None
         own = {SUPERVISED: before or "", ENGINE_ID: engine_id, "PYTHONUNBUFFERED": "1"}  # no last words are lost
         self._process = await _start(_command(self), {**_environment(), **own})
         if self._ending is not None:  # asked to end while it was being started
@@ -78,7 +81,8 @@ class EngineChild:
         try:
             code = await self._process.wait()
             await asyncio.wait([output], timeout=_LAST_WORDS_S)  # what it started may hold its output open
-            return Ended(engine_id, witness.judge(code, self._last_lines[-1] if self._last_lines else ""))
+            judged = witness.judge(code, self._last_lines[-1] if self._last_lines else "")
+            return Ended(engine_id, self._lost or judged)
         finally:
             output.cancel()
             self.settings_file.unlink(missing_ok=True)
@@ -89,6 +93,17 @@ class EngineChild:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
+
+    def kill_lost(self, engine_id: str, silent_s: float) -> None:
+        """Kill the process that gives no sign of life. What it runs is suspected, unless somebody has stopped it."""
+        process = self._process
+        if process is None or process.returncode is not None or engine_id != self.engine_id:
+            return
+        stopped = is_stopped(process.pid)
+        how = f"was killed by its supervisor after {silent_s:.0f} s without a sign of life"
+        self._lost = Death(Cause.INTERRUPTION, f"{how}: it was stopped") if stopped else Death(Cause.CRASH, how)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with its workers, which may be stopped as well
 
     def _write_settings(self) -> None:
         """Write the engine's settings for this user alone, since the store's URL may hold a password. Omit API keys."""

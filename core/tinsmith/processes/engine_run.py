@@ -7,14 +7,15 @@ import gc
 import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeVar
 
 from tinsmith.backend import Progress, SamplingBackend, TrainingBackend
 from tinsmith.engine.assembly import EngineOptions, EngineParts, assemble_engine
+from tinsmith.engine.call_watch import LOADING, CallWatch
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.failures import contained
 from tinsmith.hook_values import OperationFinished
@@ -24,9 +25,13 @@ from tinsmith.processes.deaths import Cause
 from tinsmith.processes.lease import Taken
 from tinsmith.processes.reports import EngineReports
 from tinsmith.processes.stopping import unless_stopped
+from tinsmith.processes.watchdog import Watchdog
 from tinsmith.scheduler import Scheduler
 from tinsmith.settings import DataDir, ModelSettings, Settings
 from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _UNKNOWN_END: Final = "its engine ended for an unknown reason"
 
@@ -67,10 +72,14 @@ class EngineRun:
     scheduler: Scheduler
     reports: EngineReports
     previous: Previous
+    watch: CallWatch
 
     async def run(self, stopping: asyncio.Event) -> None:
+        loop = asyncio.get_running_loop()
+        watchdog = Watchdog(self.watch, tell=lambda why: _soon(loop, self.reports.silence, why))
         async with self.reports.running():
-            await self._run(stopping)
+            with watchdog.running():
+                await self._run(stopping)
 
     async def _run(self, stopping: asyncio.Event) -> None:
         await self.reports.say(EngineState.STARTING)
@@ -90,7 +99,7 @@ class EngineRun:
     ) -> AsyncIterator[tuple[TrainingBackend, SamplingBackend | None]]:
         loop = asyncio.get_running_loop()
         make = partial(make_backends, self.model, self.plugins, self.data_dir, self._progress(loop))
-        making = loop.run_in_executor(thread, contained(make))
+        making = loop.run_in_executor(thread, contained(partial(self._watched, make)))
         stopped = asyncio.create_task(stopping.wait())
         either: list[asyncio.Future[Any]] = [making, stopped]  # Any: futures of two types
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -108,13 +117,17 @@ class EngineRun:
                 sampler.close()
             await loop.run_in_executor(thread, contained(backend.close))
 
+    def _watched(self, make: Callable[[], T]) -> T:
+        with self.watch.call(LOADING):
+            return make()
+
     def _model_path(self) -> Path | None:
         return self.model.path or self.plugins.resolve_base_model(self.model.source)
 
     def _progress(self, loop: asyncio.AbstractEventLoop) -> Progress:
         def progress(stage: str, fraction: float | None) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self.reports.progress, stage, fraction)
+            self.watch.progressed()
+            _soon(loop, self.reports.progress, stage, fraction)
 
         return progress
 
@@ -143,6 +156,7 @@ class EngineRun:
             on_finished=finished,
             thread=thread,
             turns=turns,
+            watch=self.watch,
         )
         options = EngineOptions.configured(self.settings, self.model, model_path=self._model_path())
         engine = assemble_engine(parts, options)
@@ -170,6 +184,12 @@ class EngineRun:
     async def _recovered(self, engine: Engine) -> bool:
         await engine.recover(self.previous.how, self.reports.progress, interrupted=self.previous.interrupted)
         return True
+
+
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Call from any thread. At the end of the process the loop may be closed."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(partial(call, *args, **kwargs))
 
 
 async def _call_when_set(event: asyncio.Event, call: Callable[[], None]) -> None:

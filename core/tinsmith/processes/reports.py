@@ -24,6 +24,7 @@ class EngineReports:
         self._lease = lease
         self.record = record
         self._changed = asyncio.Event()
+        self._silence: str | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -68,6 +69,19 @@ class EngineReports:
         self.record = replace(self.record, turn=turn)
         self._changed.set()
 
+    def silence(self, why: str | None) -> None:
+        """Report the engine as silent, or with None as before, soon."""
+        if why != self._silence:
+            self._silence = why
+            self._changed.set()
+
+    def _shown(self) -> EngineRecord:
+        """An engine that is not ready yet keeps its state, and tells why it takes so long."""
+        if self._silence is None:
+            return self.record
+        state = EngineState.SILENT if self.record.state is EngineState.READY else self.record.state
+        return replace(self.record, state=state, detail=self._silence, progress=None)
+
     async def _send_changes(self) -> None:
         while True:
             await self._changed.wait()
@@ -81,4 +95,4 @@ class EngineReports:
 
     async def _send(self) -> None:
         self.record = replace(self.record, updated_at=datetime.now(UTC))
-        await self._store.report_engine(self.record, lease=self._lease)
+        await self._store.report_engine(self._shown(), lease=self._lease)

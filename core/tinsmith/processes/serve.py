@@ -36,7 +36,7 @@ from tinsmith.processes.repeated_warnings import RepeatedWarnings
 from tinsmith.processes.supervisor import Supervisor, models_to_run
 from tinsmith.server.app import begin_shutdown, create_app
 from tinsmith.server.bounded_http import BoundedHttp
-from tinsmith.server.context import ServerContext
+from tinsmith.server.context import Engines, ServerContext
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.settings import ServerSettings, Settings
 from tinsmith.settings.environment import forget_settings
@@ -173,7 +173,7 @@ async def _serve(
                     tasks = [
                         beside.create_task(_housekeeping(settings, store, context)),
                         beside.create_task(context.hearing.watch()),
-                        beside.create_task(_show_engines(console, settings, store)),
+                        beside.create_task(_show_engines(console, settings, context.engines)),
                         beside.create_task(_announce(http, settings, plugins, url, lock)),
                     ]
                     await http.serve([listener])
@@ -205,27 +205,27 @@ async def _announce(http: _HttpServer, settings: Settings, plugins: Plugins, url
     plugins.server_started(ServerStarted(url=url, base_models=tuple(model.name for model in settings.models)))
 
 
-async def _show_engines(console: Console, settings: Settings, store: RequestStore) -> None:
+async def _show_engines(console: Console, settings: Settings, engines: Engines) -> None:
     """Show what the engines report: often while they load, rarely afterwards."""
     names = tuple(model.name for model in settings.models)
     display = EngineDisplay(console, names)
     try:
         while True:
-            settled = await _show_once(display, names, store)
+            settled = await _show_once(display, names, engines)
             await asyncio.sleep(_WATCH_REFRESH_S if settled else _LOADING_REFRESH_S)
     finally:
         display.close()
 
 
-async def _show_once(display: EngineDisplay, names: tuple[str, ...], store: RequestStore) -> bool:
+async def _show_once(display: EngineDisplay, names: tuple[str, ...], engines: Engines) -> bool:
     """Return whether every engine is ready and has compiled, or has failed."""
     try:
-        records = [record for record in await store.list_engines() if record.base_model in names]
+        records = [record for name, record in (await engines.records()).items() if name in names]
     except ServerError as error:  # requests report it to their clients; the display tries again
         _log.warning("cannot read what the engines report: %s", error)
         return True
     display.update(records)
-    resting = (EngineState.READY, EngineState.FAILED)
+    resting = (EngineState.READY, EngineState.SILENT, EngineState.FAILED)
     settled = [record for record in records if record.state in resting and not is_busy(record)]
     return len(settled) == len(names)
 

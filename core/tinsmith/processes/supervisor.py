@@ -10,7 +10,8 @@ from typing import Final
 
 from tinsmith.errors import ServerError
 from tinsmith.processes.deaths import Cause, Death
-from tinsmith.processes.engine_child import EngineChild
+from tinsmith.processes.engine_child import Ended, EngineChild
+from tinsmith.processes.lost_engines import LostEngine
 from tinsmith.processes.restarts import Restarts
 from tinsmith.references import log_privately
 from tinsmith.settings import ModelSettings, Settings
@@ -18,6 +19,8 @@ from tinsmith.store import EngineRecord, EngineState, RequestStore
 
 _STOP_S: Final = 20.0  # to finish the running batch
 _REMEDY: Final = "fix it and restart the server: existing models then continue"
+
+_WAS_READY: Final = frozenset({EngineState.READY, EngineState.SILENT})
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +64,7 @@ class Supervisor:
         restarts = Restarts(self._settings.supervisor, self._settings.recovery)
         before: Cause | None = None
         while not self._stopping.is_set():
-            ended = await child.run(before)
+            ended = await self._run(child, before)
             was_ready = await self._was_ready(child, ended.engine_id)  # before anybody else may report
             await self._free_lease(child, ended.engine_id)
             if self._stopping.is_set():
@@ -79,6 +82,16 @@ class Supervisor:
                     await asyncio.wait_for(self._stopping.wait(), delay_s)
         await self._report(child, EngineState.STOPPED, restarts=restarts.number)
 
+    async def _run(self, child: EngineChild, before: Cause | None) -> Ended:
+        """Run the process until it ends, or is killed because it gives no sign of life."""
+        lost = LostEngine(child, self._store, self._settings.watchdog.lost_s)
+        watching = asyncio.create_task(lost.watch(), name=f"look after {child.model.name}")
+        try:
+            return await child.run(before)
+        finally:
+            watching.cancel()
+            await asyncio.wait([watching])
+
     async def _was_ready(self, child: EngineChild, engine_id: str) -> bool:
         """Return whether the process that has just ended was ready. A standby was not, even if another engine is."""
         try:
@@ -87,7 +100,7 @@ class Supervisor:
             _log.exception("cannot read whether the engine of %r was ready", child.model.name)
             return False
         return any(
-            each.base_model == child.model.name and each.engine_id == engine_id and each.state is EngineState.READY
+            each.base_model == child.model.name and each.engine_id == engine_id and each.state in _WAS_READY
             for each in records
         )
 

@@ -1,11 +1,12 @@
 """What the routes share: settings, store, plugins, and the last reports of the engines."""
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, cast
@@ -28,9 +29,12 @@ from tinsmith.settings import Settings
 from tinsmith.store import EngineRecord, EngineState, RequestStore, SamplingSessionRecord
 
 API_PREFIX = "/api/v1"
+_ALIVE: Final = frozenset(EngineState) - {EngineState.RESTARTING, EngineState.FAILED, EngineState.STOPPED}
 _STALE_AFTER_S: Final = 1.0
 _UNNOTICED: Final = 10  # breaks of up to this part of a session's time-out leave its client time for heartbeats
 _STALE_STARTING_AFTER_S: Final = 0.1  # while an engine that somebody may wait for is not ready
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +75,15 @@ class Metrics:
 
 
 class Engines:
-    """The last reports of the engines, read again from the store after a second, or sooner while some are not ready."""
+    """The last reports of the engines, read again from the store after a second, or sooner while some are not ready.
+
+    An engine whose lease has run out is silent, whatever it reported last.
+    """
 
     def __init__(self, store: RequestStore) -> None:
         self._store = store
         self._records: dict[str, EngineRecord] = {}
+        self._silent: set[str] = set()  # by engine_id, of those that the log names
         self._read_at = -1e9
         self._lock = asyncio.Lock()
 
@@ -83,9 +91,24 @@ class Engines:
         async with self._lock:
             ready = all(record.state is EngineState.READY for record in self._records.values())
             if time.monotonic() - self._read_at > (_STALE_AFTER_S if ready else _STALE_STARTING_AFTER_S):
-                self._records = {record.base_model: record for record in await self._store.list_engines()}
+                overdue = await self._store.overdue_engines()
+                reported = await self._store.list_engines()
+                self._records = {each.base_model: _as_it_is(each, overdue) for each in reported}
                 self._read_at = time.monotonic()
+                self._log_silence()
         return self._records
+
+    def _log_silence(self) -> None:
+        for record in self._records.values():
+            if record.engine_id is None:
+                continue
+            if record.state is EngineState.SILENT and record.engine_id not in self._silent:
+                self._silent.add(record.engine_id)
+                _log.warning("the engine of %r is silent: %s", record.base_model, record.detail)
+            elif record.state is not EngineState.SILENT and record.engine_id in self._silent:
+                self._silent.discard(record.engine_id)
+                _log.warning("the engine of %r is no longer silent: it is %s", record.base_model, record.state.value)
+        self._silent &= {record.engine_id for record in self._records.values() if record.engine_id is not None}
 
     async def capabilities(self, base_model: str) -> Capabilities | None:
         """Return None until the engine has reported them."""
@@ -95,6 +118,16 @@ class Engines:
     async def not_ready(self, base_models: tuple[str, ...]) -> list[str]:
         records = await self.records()
         return [name for name in base_models if name not in records or records[name].state is not EngineState.READY]
+
+
+def _as_it_is(record: EngineRecord, overdue: Mapping[str, float]) -> EngineRecord:
+    """Replace the state of an engine that no longer renews its lease."""
+    overdue_s = overdue.get(record.engine_id or "")
+    if overdue_s is None or record.state not in _ALIVE:
+        return record
+    ran_out = datetime.now(UTC) - timedelta(seconds=overdue_s)
+    detail = f"it gives no sign of life, and its lease ran out at {ran_out:%H:%M:%S} UTC"
+    return replace(record, state=EngineState.SILENT, detail=detail, progress=None)
 
 
 @dataclass(slots=True, kw_only=True)

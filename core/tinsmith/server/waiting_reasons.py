@@ -35,7 +35,9 @@ def explain(operation: OperationRecord, waiting: Waiting, quotas: QuotaSettings)
     if engine is None:
         return _paused(f"no engine of {operation.base_model!r} has started yet")
     if engine.state is not EngineState.READY:
-        return _paused(_engine_text(engine))
+        running = operation.state is OperationState.RUNNING and engine.state is EngineState.SILENT
+        own = f"; your {operation.kind} is running{_since(operation)}" if running else ""
+        return _paused(f"{_engine_text(engine)}{own}")
     if waiting.place is not None:
         return _place_reason(engine, waiting.place, quotas)
     if waiting.missing_seq_id is not None:
@@ -48,9 +50,16 @@ def explain(operation: OperationRecord, waiting: Waiting, quotas: QuotaSettings)
         return _paused(f"waits for its turn on the device: {turn.side} has it for {held_s:.0f} s")
     if operation.state is OperationState.RUNNING:
         detail = f" ({engine.detail}{_percent(engine)})" if engine.detail else ""
-        return WaitingReason(queue_state="active", text=f"{operation.kind} is running{detail}")
+        return WaitingReason(queue_state="active", text=f"{operation.kind} is running{_since(operation)}{detail}")
     ahead = f"more than {MANY_AHEAD - 1:,}" if waiting.num_ahead >= MANY_AHEAD else str(waiting.num_ahead)
     return WaitingReason(queue_state="active", text=f"{ahead} of your requests are ahead in the queue")
+
+
+def _since(operation: OperationRecord) -> str:
+    if operation.started_at is None:
+        return ""
+    age_s = max(0.0, (datetime.now(UTC) - operation.started_at).total_seconds())  # the engine's clock may be ahead
+    return f" for {age_s:.0f} s"
 
 
 def _waits(operation: OperationRecord, turn: DeviceTurn) -> bool:

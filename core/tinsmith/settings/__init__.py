@@ -16,6 +16,7 @@ from tinsmith.settings.schema import (
     SupervisorSettings,
     TenantQuotas,
     TurnSettings,
+    WatchdogSettings,
 )
 
 __all__ = [
@@ -33,5 +34,6 @@ __all__ = [
     "SupervisorSettings",
     "TenantQuotas",
     "TurnSettings",
+    "WatchdogSettings",
     "child_environment",
 ]

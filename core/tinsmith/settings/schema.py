@@ -270,6 +270,37 @@ class RecoverySettings(_Section):
     )
 
 
+class WatchdogSettings(_Section):
+    """When an engine that lives and does nothing is ended, so that the next one can go on."""
+
+    least_s: float = Field(
+        600.0,
+        gt=0,
+        description="seconds that a call of a backend or sampler may always take; an engine in which one takes too "
+        "long ends, and counts as `silent` after half of that time",
+    )
+    factor: float = Field(
+        20.0,
+        ge=1,
+        description="times as long as the slowest calls of its kind and size that a call may take, if this is more "
+        "than `least_s`",
+    )
+    first_s: float = Field(
+        1800.0, gt=0, description="seconds that the first calls of each kind may take, because they may compile"
+    )
+    most_s: float = Field(
+        10_800.0,
+        gt=0,
+        description="seconds that loading, and any other call, may take without reporting progress",
+    )
+    lost_s: float = Field(
+        300.0,
+        gt=0,
+        description="seconds after its lease has run out for which an engine may be silent; then its supervisor kills "
+        "it",
+    )
+
+
 class ConsistencySettings(_Section):
     """For each save for sampling, trainer and sampler score the same probe tokens, and the scores are compared."""
 
@@ -475,6 +506,7 @@ class Settings(_Section):
     )
     supervisor: SupervisorSettings = SupervisorSettings()
     recovery: RecoverySettings = RecoverySettings()
+    watchdog: WatchdogSettings = WatchdogSettings()
     quotas: QuotaSettings = QuotaSettings()
     models: tuple[ModelSettings, ...] = ()
 

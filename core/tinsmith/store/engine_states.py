@@ -1,6 +1,7 @@
 """The store, for engines, supervisors and the REST server: what each engine last reported of itself."""
 
 from abc import ABC, abstractmethod
+from datetime import datetime
 
 from tinsmith.store.records import EngineRecord, Lease
 
@@ -19,3 +20,17 @@ class EngineStates(ABC):
 
     @abstractmethod
     async def list_engines(self) -> list[EngineRecord]: ...
+
+    async def overdue_engines(self) -> dict[str, float]:
+        """Return, by engine_id, how many seconds ago each lease ran out that was not released.
+
+        A store may know of none.
+        """
+        return {}
+
+    async def running_since(self) -> dict[str, datetime]:
+        """Return, by base model, when its engine took the oldest of the operations that it is running.
+
+        A store may know of none.
+        """
+        return {}

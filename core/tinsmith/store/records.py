@@ -41,6 +41,7 @@ class EngineState(StrEnum):
     LOADING = "loading"
     RECOVERING = "recovering"  # rebuilding the models of the engine before it
     READY = "ready"
+    SILENT = "silent"  # it was ready, and has done nothing for long; `detail` says since when
     RESTARTING = "restarting"
     FAILED = "failed"  # given up; `detail` says why
     STOPPED = "stopped"

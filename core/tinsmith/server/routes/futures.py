@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -19,7 +20,7 @@ from tinsmith.server.auth import Caller, expect_readable_operation, own_operatio
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.waiting_reasons import explain
-from tinsmith.store import FinishedSample, OperationRecord, OperationState
+from tinsmith.store import EngineState, FinishedSample, OperationRecord, OperationState
 from tinsmith.store.codec import decode_result
 
 router = APIRouter(tags=["futures"], route_class=JsonRoute)
@@ -120,7 +121,11 @@ async def _until_stopping(context: ServerContext, poll: Coroutine[Any, Any, T]) 
 
 
 async def _still_pending(context: ServerContext, operation: OperationRecord) -> JSONResponse:
-    reason = explain(operation, await context.store.waiting(operation.request_id), context.settings.quotas)
+    waiting = await context.store.waiting(operation.request_id)
+    engine = (await context.engines.records()).get(operation.base_model)
+    if engine is not None and engine.state is EngineState.SILENT:
+        waiting = replace(waiting, engine=engine)
+    reason = explain(operation, waiting, context.settings.quotas)
     content = {
         "type": "try_again",
         "request_id": operation.request_id,

@@ -1,10 +1,11 @@
 """What engines report of themselves."""
 
+from datetime import datetime
 from functools import partial
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.parts.connections import Connections
-from tinsmith.sql_store.transactions import engine_states
+from tinsmith.sql_store.transactions import engine_states, leases
 from tinsmith.store import EngineRecord, EngineState, EngineStates, Lease
 
 
@@ -24,3 +25,9 @@ class SqlEngineStates(Connections, EngineStates):
 
     async def list_engines(self) -> list[EngineRecord]:
         return await self._reader.read(engine_states.list_all)
+
+    async def overdue_engines(self) -> dict[str, float]:
+        return await self._reader.read(leases.overdue)
+
+    async def running_since(self) -> dict[str, datetime]:
+        return await self._reader.read(engine_states.running_since)

@@ -1,5 +1,7 @@
 """What engines report of themselves, and what happens to pending operations if an engine is given up."""
 
+from datetime import datetime
+
 import sqlalchemy
 from sqlalchemy import bindparam
 from sqlmodel import Session, select
@@ -25,6 +27,11 @@ _PENDING = (
     )
     .order_by(OPERATIONS.c.id)
     .limit(log.PART)
+)
+_RUNNING_SINCE = (
+    sqlalchemy.select(OPERATIONS.c.base_model, sqlalchemy.func.min(OPERATIONS.c.started_at).label("since"))
+    .where(RUNNING)
+    .group_by(OPERATIONS.c.base_model)
 )
 _LOSE = (
     RUNS.update()
@@ -75,6 +82,11 @@ def fail_some(tx: Transaction, base_model: str, after: int) -> int | None:
     )
     last: int = rows[-1].id
     return last
+
+
+def running_since(session: Session) -> dict[str, datetime]:
+    """Return when the oldest running operation of each base model was claimed."""
+    return {row.base_model: row.since for row in session.connection().execute(_RUNNING_SINCE)}
 
 
 def list_all(session: Session) -> list[EngineRecord]:

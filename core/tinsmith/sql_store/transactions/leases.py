@@ -23,6 +23,9 @@ _FIND = sqlalchemy.select(LEASES.c.epoch, LEASES.c.engine_id, LEASES.c.expires_a
     _OURS
 )
 _LOCK, _SHARE = _FIND.with_for_update(), Prepared(_FIND.with_for_update(read=True))
+_OVERDUE = sqlalchemy.select(LEASES.c.engine_id, LEASES.c.expires_at, DatabaseNow().label("now")).where(
+    LEASES.c.engine_id.is_not(None), LEASES.c.expires_at < DatabaseNow()
+)
 _INSERT = LEASES.insert().values(base_model=bindparam("base_model"), epoch=0, engine_id=None, expires_at=_LONG_AGO)
 _UPDATE = (
     LEASES.update()
@@ -71,6 +74,11 @@ def fence(tx: Transaction, lease: Lease) -> None:
     assert row is not None
     if row.expires_at <= row.now:
         _extend(tx.session, lease, row.now)
+
+
+def overdue(session: Session) -> dict[str, float]:
+    """Return for how many seconds each lease has run out, by the engine that holds it still."""
+    return {row.engine_id: (row.now - row.expires_at).total_seconds() for row in session.connection().execute(_OVERDUE)}
 
 
 def is_held(session: Session, base_model: str) -> bool:

@@ -1,0 +1,132 @@
+"""An engine that lives and does nothing: what clients and operators are told of it."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from tinsmith import operations as ops
+from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.reports import EngineReports
+from tinsmith.server.app import create_app
+from tinsmith.settings import Settings
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.store import SqlStore
+from tinsmith.store import EngineRecord, EngineState, Lease, StoreContext
+from tinsmith.testing.engine_driver import EngineDriver
+from tinsmith.testing.harness import TOY
+
+KEY = {"X-API-Key": "tml-a"}
+WAIT_S = 300.0
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[SqlStore]:
+    store = SqlStore(SqlStoreConfig(), StoreContext(data_dir=tmp_path))
+    await store.open()
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def http(store: SqlStore, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    settings = Settings.model_validate(
+        {
+            "server": {"data_dir": tmp_path, "long_poll_s": 0.01, "api_keys": [{"key": "tml-a", "tenant": "ann"}]},
+            "models": [TOY],
+        }
+    )
+    app = await create_app(settings, store=store, plugins=Plugins.load())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        yield client
+
+
+async def a_ready_engine(store: SqlStore, *, lease_s: float) -> EngineReports:
+    lease = await store.acquire_lease("toy", engine_id="engine-1", duration_s=lease_s)
+    assert isinstance(lease, Lease)
+    record = EngineRecord(
+        base_model="toy", state=EngineState.STARTING, updated_at=datetime.now(UTC), engine_id=lease.engine_id
+    )
+    reports = EngineReports(store, lease, record)
+    await reports.say(EngineState.READY)
+    return reports
+
+
+async def running(store: SqlStore, *, lease_s: float) -> str:
+    """Return a request that the engine has taken and does not finish."""
+    client = EngineDriver(store, "toy", tenant="ann")
+    await client.open_session()
+    params = ops.SamplingParams(max_tokens=1, seed=0)
+    prompt_P = np.array([1], np.int32)
+    sample = ops.Sample(sampling_session_id="s1:sample:0", snapshot_id=None, prompt_P=prompt_P, params=params)
+    request_id = await client.submit(sample)
+    await store.claim(Lease(base_model="toy", engine_id="engine-1", epoch=1, duration_s=lease_s), max_operations=1)
+    return request_id
+
+
+async def figures(http: httpx.AsyncClient) -> dict[str, float]:
+    lines = (await http.get("/metrics")).text.splitlines()
+    ours = [line.rsplit(" ", 1) for line in lines if line.startswith("tinsmith_engine_")]
+    return {name.removeprefix("tinsmith_engine_").partition("{")[0]: float(value) for name, value in ours}
+
+
+async def waiting_reason(http: httpx.AsyncClient, request_id: str) -> dict[str, str]:
+    answer = await http.post("/api/v1/retrieve_future", json={"request_id": request_id}, headers=KEY)
+    assert answer.status_code == 408
+    found: dict[str, str] = answer.json()
+    return found
+
+
+async def until_it_answers(http: httpx.AsyncClient, status: int) -> httpx.Response:
+    async with asyncio.timeout(WAIT_S):
+        while (answer := await http.get("/readyz")).status_code != status:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.02)
+    return answer
+
+
+async def test_an_engine_with_a_call_that_does_not_return(store: SqlStore, http: httpx.AsyncClient) -> None:
+    reports = await a_ready_engine(store, lease_s=3600.0)
+    request = await running(store, lease_s=3600.0)
+    reason = await waiting_reason(http, request)
+    assert reason["queue_state"] == "active"
+    assert re.fullmatch(r"sample is running for \d+ s", reason["queue_state_reason"])
+    async with reports.running():
+        reports.silence("forward_backward has not returned since 10:00:00 UTC")
+        ready = await until_it_answers(http, 503)
+        assert ready.json()["engines"]["toy"]["state"] == "silent"
+        reason = await waiting_reason(http, request)
+        assert reason["queue_state"] == "paused_capacity"
+        assert "is silent: forward_backward has not returned since 10:00:00 UTC" in reason["queue_state_reason"]
+        assert "your sample is running for" in reason["queue_state_reason"]
+        found = await figures(http)
+        assert (found["silent"], found["ready"]) == (1, 0)
+        assert found["oldest_operation_seconds"] > 0
+        reports.silence(None)
+        await until_it_answers(http, 200)
+
+
+async def test_an_engine_that_does_not_renew_its_lease(
+    store: SqlStore, http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    await a_ready_engine(store, lease_s=0.001)
+    request = await running(store, lease_s=0.001)
+    ready = await until_it_answers(http, 503)
+    assert ready.json()["engines"]["toy"]["state"] == "silent"
+    assert "its lease ran out at" in ready.json()["engines"]["toy"]["detail"]
+    assert "is silent: it gives no sign of life" in (await waiting_reason(http, request))["queue_state_reason"]
+    assert (await figures(http))["silent"] == 1
+    assert caplog.text.count("the engine of 'toy' is silent") == 1
+    await store.release_lease("toy", "engine-1")
+    assert await store.overdue_engines() == {}
+
+
+async def test_an_engine_that_runs_nothing(store: SqlStore, http: httpx.AsyncClient) -> None:
+    await a_ready_engine(store, lease_s=3600.0)
+    found = await figures(http)
+    assert (found["silent"], found["ready"], found["oldest_operation_seconds"]) == (0, 1, 0)
+    assert await store.running_since() == {}
