@@ -93,6 +93,8 @@ def test_a_fault_is_found_in_its_part_of_the_contract(check: Check) -> None:
     assert {each["outcome"] for each in offer["tests"] if each["area"] == "full fine-tuning"} == {"skipped"}
     assert offer["capabilities"]["isolation"] == "bitwise"
     assert offer["isolation_difference"] == 0
+    assert {row["group"] for row in offer["abuse"]} >= {"training: steps", "training: random"}
+    assert all(row["cases"] > 0 and row["deaths"] == row["changes to neighbours"] == 0 for row in offer["abuse"])
 
 
 def test_the_difference_that_company_makes_is_measured(check: Check) -> None:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -286,7 +287,143 @@ def a_second_sleep_forgets(patch: Patch) -> None:
     patch.setattr(ToyBackend, "sleep", forgetful)
 
 
+def steps_raise_if(condition: Callable[[AdamParams], bool]) -> Fault:
+    """As a kernel does whose scalars are float32."""
+
+    def fault(patch: Patch) -> None:
+        def optim_step(self: TrainedModel, adam: AdamParams) -> float:
+            if condition(adam):
+                msg = "value cannot be converted to type float without overflow"
+                raise RuntimeError(msg)
+            return _optim_step(self, adam)
+
+        patch.setattr(TrainedModel, "optim_step", optim_step)
+
+    return fault
+
+
+def passes_raise_if(condition: Callable[[ForwardBackward], bool]) -> Fault:
+    def fault(patch: Patch) -> None:
+        score = ToyBackend._score
+
+        def raising(self: ToyBackend, op: Forward, *, backward: bool) -> ForwardBackwardOutput | Failed:
+            if condition(op):
+                msg = "this pass ends the engine"
+                raise OverflowError(msg)
+            return score(self, op, backward=backward)
+
+        patch.setattr(ToyBackend, "_score", raising)
+
+    return fault
+
+
+def large_inputs(op: ForwardBackward) -> bool:
+    return any(np.abs(value).max() > 1e38 for datum in op.data for value in datum.loss_inputs.values())
+
+
+def large_settings(op: ForwardBackward) -> bool:
+    return any(abs(value) > 1e38 for value in op.loss_fn_config.values())
+
+
+def last_token(op: ForwardBackward) -> bool:
+    return any(datum.tokens_T.max() == 63 for datum in op.data if len(set(datum.tokens_T.tolist())) == 1)
+
+
+def seeds_of_32_bits(patch: Patch) -> None:
+    create = ToyBackend.create_model
+
+    def create_model(self: ToyBackend, op: CreateModel) -> None:
+        np.random.RandomState(op.lora.seed)
+        create(self, op)
+
+    patch.setattr(ToyBackend, "create_model", create_model)
+
+
+def ruined_models_cannot_be_read(patch: Patch) -> None:
+    capture = ToyBackend.capture_state
+
+    def capture_state(self: ToyBackend, model_id: str) -> ModelState:
+        state = capture(self, model_id)
+        if not all(np.isfinite(weight).all() for weight in state.weights.values()):
+            msg = "these weights cannot be written"
+            raise ValueError(msg)
+        return state
+
+    patch.setattr(ToyBackend, "capture_state", capture_state)
+
+
 # Sampling -------------------------------------------------------------------------------------------------------------
+
+
+def samples_raise_if(condition: Callable[[Sample], bool]) -> Fault:
+    def fault(patch: Patch) -> None:
+        def refuse(op: Sample) -> Sample:
+            if condition(op):
+                msg = "this sample ends the engine"
+                raise OverflowError(msg)
+            return op
+
+        change_requests(patch, refuse)
+
+    return fault
+
+
+def is_ruined(adapter: Adapter) -> bool:
+    return not all(np.abs(weight).max() < 1e20 for weight in adapter.weights.values())  # of NaN, too
+
+
+def of_ruined_adapters(patch: Patch, change: Callable[[SampleOutput], SampleOutput]) -> None:
+    async def sample(model: Any, adapter: Adapter, op: Sample, vocab_size: int) -> SampleOutput:
+        output = await _sample(model, adapter, op, vocab_size)
+        return change(output) if is_ruined(adapter) else output
+
+    patch.setattr(toy_sampling, "sample", sample)
+
+
+def ruined_adapters_end_the_sampler(patch: Patch) -> None:
+    def end(output: SampleOutput) -> SampleOutput:
+        del output
+        msg = "probability tensor contains either `inf`, `nan` or element < 0"
+        raise RuntimeError(msg)
+
+    of_ruined_adapters(patch, end)
+
+
+def ruined_adapters_draw_no_token(patch: Patch) -> None:
+    def outside(s: SampledSequence) -> SampledSequence:
+        return replace(s, tokens=np.full_like(s.tokens, -1))
+
+    of_ruined_adapters(patch, lambda out: replace(out, sequences=tuple(map(outside, out.sequences))))
+
+
+def a_ruined_adapter_ruins_its_batch(patch: Patch) -> None:
+    running: list[list[bool]] = []  # whether each sample has been ruined
+
+    async def sample(model: Any, adapter: Adapter, op: Sample, vocab_size: int) -> SampleOutput:
+        running.append(mine := [False])
+        if is_ruined(adapter):
+            for each in running:
+                each[0] = True
+        output = await _sample(model, adapter, op, vocab_size)
+        shift = np.float32("nan" if mine[0] else 0)
+        return replace(output, sequences=tuple(replace(s, logprobs=s.logprobs + shift) for s in output.sequences))
+
+    patch.setattr(toy_sampling, "sample", sample)
+
+
+def prompts_are_cached_for_everybody(patch: Patch) -> None:
+    known: list[list[int]] = []
+
+    def look_up(out: SampleOutput, op: Sample) -> SampleOutput:
+        prompt = op.prompt_P.tolist()
+        common = [
+            sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, each, strict=False)))
+            for each in known
+        ]
+        known.append(prompt)
+        return replace(out, prompt_cache_hit_tokens=max(common, default=0))
+
+    change_answers(patch, look_up)
 
 
 def change_answers(patch: Patch, change: Callable[[SampleOutput, Sample], SampleOutput]) -> None:
@@ -463,6 +600,10 @@ def beside_close_isolation(fault: Fault) -> Fault:
     return patched
 
 
+def abuse_of(what: str, group: str) -> tuple[str, dict[str, Any]]:
+    return f"test_abuse_in_{what}_hurts_nobody", {"group": group}
+
+
 LOSSES: dict[str, Any] = {"loss_fn": "ppo", "defaults": False}
 FAULTS: list[tuple[Fault, str, dict[str, Any]]] = [
     (loss_is_a_mean, "test_loss_is_the_sum_that_the_oracle_gives", LOSSES),
@@ -492,6 +633,25 @@ FAULTS: list[tuple[Fault, str, dict[str, Any]]] = [
         "test_company_makes_no_difference",
         {"company": Company(neighbours=2, adam=AdamParams(learning_rate=0.1, weight_decay=1.0))},
     ),
+    (decay_reaches_everybody, *abuse_of("training", "steps")),
+    (steps_raise_if(lambda adam: adam.learning_rate > 1e17), *abuse_of("training", "steps")),
+    (steps_raise_if(lambda adam: 0 < adam.eps < 1e-30), *abuse_of("training", "steps")),
+    (steps_raise_if(lambda adam: adam.weight_decay > 1e15), *abuse_of("training", "random")),
+    (passes_raise_if(large_inputs), *abuse_of("training", "loss inputs")),
+    (passes_raise_if(large_settings), *abuse_of("training", "loss settings")),
+    (passes_raise_if(last_token), *abuse_of("training", "tokens")),
+    (seeds_of_32_bits, *abuse_of("training", "adapters")),
+    (ruined_models_cannot_be_read, *abuse_of("training", "ruined weights")),
+    (nan_is_contagious, *abuse_of("training", "ruined weights")),
+    (samples_raise_if(lambda op: op.params.top_k > 2**15), *abuse_of("sampling", "parameters")),
+    (samples_raise_if(lambda op: 0 < op.params.temperature < 1e-5), *abuse_of("sampling", "parameters")),
+    (samples_raise_if(lambda op: op.params.seed > 2**53), *abuse_of("sampling", "random")),
+    (samples_raise_if(lambda op: op.num_samples > 1000), *abuse_of("sampling", "questions")),
+    (samples_raise_if(lambda op: 63 in op.params.stop_tokens), *abuse_of("sampling", "tokens")),
+    (ruined_adapters_end_the_sampler, *abuse_of("sampling", "adapters")),
+    (ruined_adapters_draw_no_token, *abuse_of("sampling", "adapters")),
+    (a_ruined_adapter_ruins_its_batch, *abuse_of("sampling", "adapters")),
+    (prompts_are_cached_for_everybody, "test_what_others_asked_does_not_show", {}),
     (nan_is_contagious, "test_company_makes_no_difference", {"company": Company(neighbours=1, poisoned=True)}),
     (rounding_depends_on_company, "test_company_makes_no_difference", {"company": Company(neighbours=1)}),
     (freed_places_keep_gradients, "test_freed_place_keeps_nothing", {}),
@@ -559,6 +719,7 @@ async def run(test: str, backend: ToyBackend, directory: Path, arguments: dict[s
     suite = next(s for s in suites if hasattr(s, test) and arguments.keys() <= parameters(getattr(s, test)).keys())()
     driver = ModelDriver(backend)
     shapes_of = driver.create()
+    shapes = {name: array.shape for name, array in driver.state(shapes_of).weights.items()}
     fixtures = {
         "backend": backend,
         "driver": driver,
@@ -567,7 +728,8 @@ async def run(test: str, backend: ToyBackend, directory: Path, arguments: dict[s
         "eos_token": backend.capabilities.vocab_size - 1,
         "detokenize": lambda tokens: "".join(toy_sampling.text_of(t, backend.capabilities.vocab_size) for t in tokens),
         "record_property": dict[str, object]().__setitem__,
-        "adapter_shapes": {name: array.shape for name, array in driver.state(shapes_of).weights.items()},
+        "adapter_shapes": shapes,
+        "shapes_if_any": shapes,
         **arguments,
     }
     driver.unload(shapes_of)

@@ -41,6 +41,7 @@ asyncio_default_fixture_loop_scope = function
 _SHIPPED: Final = "tinsmith.testing."
 _OF_AUTHORS: Final = "test_overridden_tests_are"  # it holds an author's own test file, not the plugin
 _ISOLATION_DIFFERENCE: Final = "isolation_difference"  # as tinsmith.testing.training_isolation records it
+_ABUSE: Final = "abuse"  # as tinsmith.testing.abuse_tally records it
 _CAPABILITIES: Final = "capabilities"  # as tinsmith.testing.plugin_suites records them
 
 
@@ -74,6 +75,7 @@ class CheckReport:
     findings: Sequence[Finding]
     capabilities: Mapping[Offered, Capabilities]
     isolation_difference: Mapping[Offered, float]  # measured: the greatest one of a logprob, in nats
+    abuse: Mapping[Offered, Sequence[Mapping[str, object]]]  # for each group of cases, counts of what came of them
 
     def num(self, outcome: Outcome) -> int:
         return sum(finding.outcome == outcome for finding in self.findings)
@@ -94,7 +96,7 @@ def check_plugin(
     """
     _check_options(offers, options)
     if not offers:
-        return CheckReport(findings=(), capabilities={}, isolation_difference={})
+        return CheckReport(findings=(), capabilities={}, isolation_difference={}, abuse={})
     try:
         import hypothesis
         import pytest
@@ -145,12 +147,14 @@ class _Collector:
         self._num_done = 0
         self._capabilities: dict[Offered, Capabilities] = {}
         self._differences: dict[Offered, float] = {}
+        self._abuse: dict[Offered, list[Mapping[str, object]]] = {}
 
     def report(self) -> CheckReport:
         return CheckReport(
             findings=tuple(self._findings.values()),
             capabilities=self._capabilities,
             isolation_difference=self._differences,
+            abuse=self._abuse,
         )
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -189,6 +193,8 @@ class _Collector:
         if _ISOLATION_DIFFERENCE in properties:
             measured = float(properties[_ISOLATION_DIFFERENCE])
             self._differences[offer] = max(measured, self._differences.get(offer, 0.0))
+        if _ABUSE in properties:
+            self._abuse.setdefault(offer, []).append(properties[_ABUSE])
 
 
 def _area(suite: type, test: str) -> str:
@@ -224,6 +230,7 @@ def _offer_as_json(report: CheckReport, offer: Offered) -> dict[str, object]:
         "name": offer.name,
         "capabilities": claims(capabilities) if capabilities is not None else None,
         "isolation_difference": report.isolation_difference.get(offer),
+        "abuse": report.abuse.get(offer, []),
         "tests": [
             {"area": each.area, "test": each.test, "outcome": each.outcome, "reason": each.reason}
             for each in report.findings

@@ -134,6 +134,9 @@ def _print_claims(console: Console, report: CheckReport, offer: Offered) -> None
             f"  isolation: {capabilities.isolation} claimed; measured logprobs alone and in company differ by at "
             f"most {measured:.3g}"
         )
+    for row in report.abuse.get(offer, ()):
+        counts = ", ".join(f"{number} {what}" for what, number in row.items() if what != "group")
+        console.print(f"  abuse, {escape(str(row['group']))}: {counts}")
 
 
 def _shown(value: object) -> str:

@@ -6,6 +6,9 @@ Needs the extra `tinsmith[testing]`. Suites are base classes: subclass, override
 import pytest
 
 pytest.register_assert_rewrite(  # before they are imported, or a failure would read "assert False"
+    "tinsmith.testing.abuse_sampling",
+    "tinsmith.testing.abuse_tally",
+    "tinsmith.testing.abuse_training",
     "tinsmith.testing.contract",
     "tinsmith.testing.model_driver",
     "tinsmith.testing.full_fine_tuning_contract",
@@ -32,6 +35,8 @@ pytest.register_assert_rewrite(  # before they are imported, or a failure would 
 )
 
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model  # noqa: E402 - see above
+from tinsmith.testing.abuse_sampling import SamplingAbuseContract  # noqa: E402
+from tinsmith.testing.abuse_training import TrainingAbuseContract  # noqa: E402
 from tinsmith.testing.backend_context import backend_context  # noqa: E402
 from tinsmith.testing.checkpoint_contract import CheckpointContract  # noqa: E402
 from tinsmith.testing.consistency_contract import ConsistencyContract  # noqa: E402
@@ -62,9 +67,11 @@ __all__ = [
     "RequestStoreContract",
     "RoutingReplayContract",
     "RunningServer",
+    "SamplingAbuseContract",
     "SamplingBackendContract",
     "SchedulerContract",
     "TinyShape",
+    "TrainingAbuseContract",
     "TrainingBackendContract",
     "WorkersContract",
     "assert_close_arrays",

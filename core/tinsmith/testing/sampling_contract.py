@@ -13,6 +13,7 @@ If the backend is slow to create, create it in a module-scoped fixture that `bac
 Tests of capabilities that the backend does not claim are skipped.
 """
 
+from tinsmith.testing.abuse_sampling import SamplingAbuseContract
 from tinsmith.testing.sampling_divergence import DivergenceContract
 from tinsmith.testing.sampling_drawing import DrawingContract
 from tinsmith.testing.sampling_logprobs import LogprobsContract
@@ -21,6 +22,12 @@ from tinsmith.testing.sampling_snapshots import CompanyContract, SnapshotsContra
 
 
 class SamplingBackendContract(
-    DrawingContract, LogprobsContract, SnapshotsContract, CompanyContract, DivergenceContract, SamplerSleepContract
+    DrawingContract,
+    LogprobsContract,
+    SnapshotsContract,
+    CompanyContract,
+    DivergenceContract,
+    SamplerSleepContract,
+    SamplingAbuseContract,
 ):
     """Everything about sampling."""

@@ -13,6 +13,7 @@ The backend needs a vocabulary of 32 tokens, a context of 64 and float32, and id
 Tests of capabilities that the backend does not claim are skipped.
 """
 
+from tinsmith.testing.abuse_training import TrainingAbuseContract
 from tinsmith.testing.training_isolation import IsolationContract
 from tinsmith.testing.training_numerics import AdapterContract, NumericsContract
 from tinsmith.testing.training_optimizer import OptimizerContract
@@ -29,5 +30,6 @@ class TrainingBackendContract(
     StateContract,
     RoutingReplayContract,
     TrainerSleepContract,
+    TrainingAbuseContract,
 ):
     """Everything about training."""

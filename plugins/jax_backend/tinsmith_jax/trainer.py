@@ -261,5 +261,6 @@ def _output(op: ForwardBackward, cells: Sequence[Scored]) -> ForwardBackwardOutp
         {"logprobs": np.ascontiguousarray(logp.reshape(np.shape(datum.loss_inputs["target_tokens"])))}
         for datum, (logp, _) in zip(op.data, cells, strict=True)
     )
-    loss = float(sum(losses.sum(dtype=np.float64) for _, losses in cells))
+    with np.errstate(invalid="ignore"):  # infinite losses of both signs are the client's own, and their sum is NaN
+        loss = float(sum(losses.sum(dtype=np.float64) for _, losses in cells))
     return ForwardBackwardOutput(loss_fn_outputs=logprobs, metrics={"loss:sum": loss})

@@ -71,14 +71,16 @@ class SkeletonBackend(tinsmith.TrainingBackend):
         state, logprobs, total = self._states[op.model_id], [], 0.0
         down_rH, up_Vr = (state.weights[name].astype(np.float64) for name in (A, B))
         for datum in op.data:
-            targets_T = datum.loss_inputs["target_tokens"]
+            shape = datum.loss_inputs["target_tokens"].shape  # [T] or [T, 1], as the client sent it
+            inputs = {name: values.reshape(-1) for name, values in datum.loss_inputs.items()}
+            targets_T = inputs["target_tokens"]
             x_TH = self._embedding_VH[datum.tokens_T]
             x_Tr = state.lora.scale * x_TH @ down_rH.T
             logits_TV = x_TH @ self._head_VH.T + x_Tr @ up_Vr.T
             logp_TV = logits_TV - np.logaddexp.reduce(logits_TV, axis=-1, keepdims=True)
             logp_T = logp_TV[range(len(targets_T)), targets_T]
-            loss_T, dlogp_T = spec.per_token(np, logp_T, datum.loss_inputs, {**spec.config, **op.loss_fn_config})
-            logprobs.append({"logprobs": logp_T.astype(np.float32)})
+            loss_T, dlogp_T = spec.per_token(np, logp_T, inputs, {**spec.config, **op.loss_fn_config})
+            logprobs.append({"logprobs": logp_T.reshape(shape).astype(np.float32)})
             total += float(loss_T.sum())
             if backward:  # d logp / d logits is onehot(target) - softmax; the rest is the chain rule
                 dlogits_TV = (np.eye(len(up_Vr))[targets_T] - np.exp(logp_TV)) * dlogp_T[:, None]
@@ -104,6 +106,7 @@ class SkeletonBackend(tinsmith.TrainingBackend):
         return tinsmith.HostSnapshot(snapshot_id, self._states[model_id].lora, self._states[model_id].weights)
 
 
+@np.errstate(all="ignore")
 def _adamw(state: ModelState, adam: AdamParams) -> ModelState:
     """Step as torch's AdamW does, in float64, and clear the pending gradient."""
     zeros = {name: np.zeros(weight.shape) for name, weight in state.weights.items()}
