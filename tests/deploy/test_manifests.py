@@ -71,6 +71,18 @@ def test_pods_mount_volumes_that_exist(path: Path) -> None:
 
 
 @MANIFESTS
+def test_no_container_runs_as_root_and_each_can_write_to_its_volumes(path: Path) -> None:
+    [user, group] = re.findall(r"^USER (\d+):(\d+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)[-1]
+    assert int(user) > 0
+    for _, template in pod_templates(read(path)):
+        context = template["spec"]["securityContext"]
+        assert context["runAsNonRoot"]
+        assert (context["runAsUser"], context["runAsGroup"], context["fsGroup"]) == (int(user), int(group), int(group))
+        for each in containers(template):
+            assert each["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+@MANIFESTS
 def test_services_and_claims_lead_somewhere(path: Path) -> None:
     documents = read(path)
     [service], [server] = of_kind(documents, "Service"), of_kind(documents, "StatefulSet")
