@@ -38,7 +38,7 @@ import httpx
 import numpy as np
 import psutil
 
-from tinsmith.processes.serve import allow_many_connections
+from tinsmith.processes.serve import allow_many_files
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
 
 BASE_MODEL = "toy"
@@ -327,7 +327,7 @@ def main() -> int:
     parser.add_argument("--tenants", type=int, default=64)
     parser.add_argument("--in-flight", type=int, default=2000)
     options = parser.parse_args()
-    allow_many_connections()
+    allow_many_files()
     with (
         tempfile.TemporaryDirectory(prefix="tinsmith-soak-") as directory,
         served(Path(directory), options.tenants) as server,

@@ -48,6 +48,8 @@ _LOADING_REFRESH_S: Final = 0.2
 _WATCH_REFRESH_S: Final = 2.0
 _BACKLOG: Final = 2048
 _FILES: Final = 1 << 16
+_OTHER_FILES: Final = 256  # databases, checkpoints, pipes of engines
+_FEWEST_CONNECTIONS: Final = 16  # as in the setting
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ def serve(settings: Settings, plugins: Plugins, keys: LiveKeys | None = None) ->
     `keys` are those of the settings, as they change. By default they do not.
     """
     configure_logging(settings.server.log_level)
-    allow_many_connections()
+    settings = with_files_for_connections(settings)
     _take_from_environment(settings.server)
     settings = _placed(settings, plugins)
     with DataDirLock(settings.data_dir, shared=settings.server.share_data_dir) as lock:
@@ -101,12 +103,37 @@ def configure_logging(level: str) -> None:
     logging.getLogger("uvicorn.error").addFilter(RepeatedWarnings())
 
 
-def allow_many_connections() -> None:
-    """Raise this process's limit of open files, because each long poll needs one and the usual default is 1,024."""
+def with_files_for_connections(settings: Settings) -> Settings:
+    """Raise this process's limit of open files: each connection needs one, and the usual default is 1,024.
+
+    If the hard limit is too low, lower the number of connections and say so: a server without free files could neither
+    accept connections nor refuse them. Raise ConfigError if there would be too few.
+    """
+    limits = settings.server.limits
+    files = allow_many_files(max(_FILES, limits.connections + _OTHER_FILES))
+    room = files - _OTHER_FILES
+    if limits.connections <= room:
+        return settings
+    told = (
+        f"server.limits.connections is {limits.connections}, and this process may open {files} files (ulimit -Hn), of "
+        f"which {_OTHER_FILES} are for other things"
+    )
+    if room < _FEWEST_CONNECTIONS:
+        msg = f"{told}: raise the limit to at least {_OTHER_FILES + _FEWEST_CONNECTIONS}"
+        raise ConfigError(msg)
+    _log.warning("%s: lowered to %d connections; raise the limit, or lower the setting", told, room)
+    server = settings.server.model_copy(update={"limits": limits.model_copy(update={"connections": room})})
+    return settings.model_copy(update={"server": server})
+
+
+def allow_many_files(wanted: int = _FILES) -> int:
+    """Raise it as far as the hard limit. Return the new one, or `wanted` if there is none."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    reachable = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft == resource.RLIM_INFINITY or soft >= reachable:
+        return wanted if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
+    return reachable
 
 
 def listen(server: ServerSettings) -> socket.socket:
