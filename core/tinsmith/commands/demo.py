@@ -90,7 +90,8 @@ def _server(model: Path, directory: Path, backend: str | None) -> Iterator[tuple
     command = [sys.executable, "-m", "tinsmith", "serve", "--base-model", str(model), "--port", "0"]
     command += ["--data-dir", str(directory / "data"), *(["--backend", backend] if backend else [])]
     with log.open("wb") as output:
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+        environ = {**kept, "PYTHONSAFEPATH": "1"}  # nothing is imported from the current directory
         server: subprocess.Popen[bytes] | None = None
         try:
             with _interrupted_afterwards():

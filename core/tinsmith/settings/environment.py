@@ -1,4 +1,4 @@
-"""The environment of processes that this one starts: none gets a credential that it does not need."""
+"""The environment of processes that this one starts: none gets a credential that it does not need, or imports from here."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -23,12 +23,15 @@ _SECTIONS: Final = frozenset(Settings.model_fields)
 def child_environment(environment: Mapping[str, str] | None = None, *, keep: Iterable[str] = ()) -> dict[str, str]:
     """Return this process's environment without settings and credentials, for a process that it starts.
 
+    Neither that process nor what it starts imports from the current directory.
+
     Settings (`TINSMITH_SERVER__API_KEYS`, `TINSMITH_STORE__URL`) are left out in any case: they reach an engine in a
     file that only this user can read. `keep` names the credentials that the process needs.
     """
     left_out = {WORKER_KEY, *HUB_TOKENS, *_CLIENTS}.difference(keep)
     found = os.environ if environment is None else environment
-    return {name: value for name, value in found.items() if name not in left_out and not names_setting(name)}
+    kept = {name: value for name, value in found.items() if name not in left_out and not names_setting(name)}
+    return {**kept, "PYTHONSAFEPATH": "1"}
 
 
 def remember_credentials() -> None:

@@ -35,7 +35,7 @@ class Nursery:
 
     def __init__(self, *modules: str) -> None:
         """Start it, and have it import these modules. Pass `launch` as the `launch_with` of a group."""
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, **_FRUGAL, VARIABLE: ""}
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONSAFEPATH": "1", **_FRUGAL, VARIABLE: ""}
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, *modules],
             stdin=subprocess.PIPE,

@@ -42,7 +42,9 @@ def worker_device(device: torch.device) -> WorkerDevice:
 def join_process_group(worker: Worker, device: torch.device) -> None:
     """Join the default process group of all workers: gloo, and NCCL between GPUs."""
     if worker.local_size == worker.num_workers and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name may resolve to an interface that does not exist
+        # both would listen where other machines may reach them
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=_store(worker),

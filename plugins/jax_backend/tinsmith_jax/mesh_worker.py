@@ -193,6 +193,8 @@ def _join(worker: Worker) -> None:
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     runtime.keep_own_programs()
+    if worker.local_size == worker.num_workers:
+        runtime.exchange_on_loopback()
     host, port = worker.meeting
     jax.distributed.initialize(
         coordinator_address=f"{host}:{port}",

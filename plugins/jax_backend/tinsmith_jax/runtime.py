@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from jax._src.compilation_cache import (  # no public API writes or unpacks entr
     decompress_executable,
     put_executable_and_time,
 )
+from jaxlib import _jax  # no public setting says where gloo listens
 
 from tinsmith_jax.admission import Budget, budget_of, computing_of, require_enough, targets_of
 from tinsmith_jax.config import JaxConfig
@@ -75,6 +77,11 @@ def prepare(cache_dir: Path) -> None:
         # XLA keeps autotuning results, which only GPUs have, in a directory beside the programs. Its path is part of
         # every program's cache key: if the directory moved, no program would be found again.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+
+
+def exchange_on_loopback() -> None:
+    """Have CPUs exchange arrays over loopback. Gloo listens where the machine's name leads, and asks for no key."""
+    _jax.make_gloo_tcp_collectives = partial(_jax.make_gloo_tcp_collectives, hostname="127.0.0.1")
 
 
 def keep_own_programs() -> None:

@@ -78,6 +78,10 @@ def prepare_environment(*, cpu: bool, eager: bool) -> None:
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
+        # its workers are on this machine, and must not listen where others reach them
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
     }
     if cpu and eager:
         defaults["TORCHDYNAMO_DISABLE"] = "1"  # otherwise the first requests wait for a C++ compiler

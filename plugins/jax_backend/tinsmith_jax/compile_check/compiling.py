@@ -58,6 +58,7 @@ def _child(options: Options, program: str, place: Path) -> Iterator[subprocess.P
     """Start a compilation, and end it on leaving."""
     environment = {
         **os.environ,
+        "PYTHONSAFEPATH": "1",  # nothing is imported from the current directory
         "JAX_PLATFORMS": "cpu",  # a TPU that is there is left alone
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # as by the server that uses it; compiling needs no device
         "XLA_FLAGS": f"--xla_dump_to={place} --xla_dump_hlo_as_text",
