@@ -1,6 +1,7 @@
 """The workers: launchers against their contract, and who may join."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -24,14 +25,16 @@ from tinsmith.testing.ports import hold_port
 from tinsmith.testing.workers_contract import PROGRAM, OfAMissingPackage, all_end, no_progress, wait_until_ended
 from tinsmith.workers import Launch, MakeLauncher, WorkerDiedError, WorkerGroup, WorkersConfig
 from tinsmith.workers.channel import Channel
+from tinsmith.workers.code import code_of
 from tinsmith.workers.front_door import FrontDoor, Joined
 from tinsmith.workers.group import by_rank
-from tinsmith.workers.launching import KEY, LocalProcesses, Scheduler
+from tinsmith.workers.keys import KEY
+from tinsmith.workers.launching import LocalProcesses, Scheduler
 from tinsmith.workers.messages import Hello, Refused
 from tinsmith.workers.serving import connect, serve
 
-SECRET = "a secret of the test"
-HELLO = Hello(version="0.0.1", host="here", pid=1, meeting=("127.0.0.1", 1), index=None, num_workers=None)
+SECRET = "a secret of the test, long enough"
+HELLO = Hello(version="0.0.1", host="here", pid=1, meeting=("127.0.0.1", 1), index=None, num_workers=None, code={})
 WAIT_S = 300.0
 
 
@@ -57,14 +60,15 @@ def test_local_processes(capfd: pytest.CaptureFixture[str]) -> None:
     assert "has another TINSMITH_WORKER_KEY" in capfd.readouterr().err
 
 
-def test_workers_end_with_a_killed_engine() -> None:
-    """They are in the middle of a call, and nothing but the end of their connection tells them."""
+@pytest.mark.parametrize("call", ['"hang", -1', '"hold_the_interpreter"'])
+def test_workers_end_with_a_killed_engine(call: str) -> None:
+    """They are in the middle of a call, perhaps in native code, and nothing but a closed connection tells them."""
     code = f"""
         from tinsmith.testing.workers_contract import no_progress
         from tinsmith.workers import WorkerGroup, WorkersConfig
         group = WorkerGroup({PROGRAM!r}, WorkersConfig(nproc_per_node=1), no_progress)
         print(*group.pids, flush=True)
-        group.call("hang", -1)
+        group.call({call})
     """
     with subprocess.Popen([sys.executable, "-c", dedent(code)], stdout=subprocess.PIPE, text=True) as engine:
         assert engine.stdout is not None
@@ -189,7 +193,7 @@ def test_who_does_not_come_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def door(tmp_path: Path) -> Iterator[FrontDoor]:
-    door = FrontDoor(None, tmp_path / "control", SECRET.encode())
+    door = FrontDoor(None, tmp_path / "control", SECRET.encode(), code_of("tinsmith"))
     yield door
     door.close()
 
@@ -216,7 +220,7 @@ def knock(door: FrontDoor) -> Iterator[Knock]:
 def newest(**changes: Any) -> Hello:
     from importlib.metadata import version
 
-    return replace(HELLO, version=version("tinsmith"), **changes)
+    return replace(HELLO, version=version("tinsmith"), **{"code": code_of("tinsmith"), **changes})
 
 
 def wait_for(door: FrontDoor, enough: Callable[[Sequence[Joined]], bool]) -> Sequence[Joined]:
@@ -241,6 +245,41 @@ def test_another_version_is_refused_by_name_and_keeps_nobody_else_out(door: Fron
     knock(newest(host="welcome"))
     assert [each.host for each in wait_for(door, bool)] == ["welcome"]
     assert door.refusals == [refused.message]
+
+
+@pytest.mark.parametrize(("code", "theirs"), [({}, "none"), ({"tinsmith": "0123456789abcdef"}, r"0123456789ab\.\.\.")])
+def test_other_code_of_the_same_version_is_refused(
+    door: FrontDoor, knock: Knock, code: dict[str, str], theirs: str
+) -> None:
+    refused = knock(newest(code=code)).receive()
+    assert isinstance(refused, Refused)
+    problem = rf"the worker on here has other code of the package tinsmith than this machine \(digests {theirs} and "
+    assert re.match(problem, refused.message)
+
+
+def test_code_is_told_apart_by_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    digests = set()
+    for name, text in (("one", "x = 1"), ("two", "x = 2"), ("same", "x = 1")):
+        (tmp_path / f"package_{name}").mkdir()
+        (tmp_path / f"package_{name}" / "__init__.py").write_text(text)
+        digests |= set(code_of(f"package_{name}").values())
+    assert len(digests) == 2
+    assert code_of("no_such_package") == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "problem"),
+    [("x", "has 1 characters, and must have at least 32"), ("ab" * 32, "has 2 different characters")],
+)
+def test_a_key_that_can_be_guessed_is_refused(key: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the engine and by its workers, with the remedy."""
+    monkeypatch.setenv(KEY, key)
+    problem += ".*openssl rand -hex 32"
+    with pytest.raises(ConfigError, match=problem):
+        WorkerGroup(PROGRAM, WorkersConfig(launcher="scheduler", control_address="127.0.0.1:0"), no_progress)
+    with pytest.raises(ConfigError, match=problem):
+        worker("127.0.0.1:1")
 
 
 def test_a_first_message_that_cannot_be_read_keeps_nobody_else_out(

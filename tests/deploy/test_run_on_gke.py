@@ -14,7 +14,7 @@ from small_scale import API_KEYS, ENVIRONMENT, LINES, STEPS, on_cpu, saved, tuto
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(3600)]
 
-SECRETS = {SECRET: {"api-keys": API_KEYS, "worker-key": "a secret of the test"}}
+SECRETS = {SECRET: {"api-keys": API_KEYS, "worker-key": "a secret of the test, long enough"}}
 
 
 @pytest.fixture(scope="module")

@@ -25,12 +25,13 @@ from tinsmith.huggingface.tiny_model import write_tiny_model
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.ports import hold_port
 from tinsmith.testing.workers_contract import wait_until_ended
-from tinsmith.workers.launching import COORDINATOR, INDEX, KEY, NUM_WORKERS
+from tinsmith.workers.keys import KEY
+from tinsmith.workers.launching import COORDINATOR, INDEX, NUM_WORKERS
 from tinsmith.workers.launching import WAIT_S as WORKER_WAIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(3600)]
 
-SECRET = "a secret of the test"
+SECRET = "a secret of the test, long enough"
 BOUNDARIES = ("worker.join", "worker.make", "worker.write_state", "worker.compute", "worker.send_answer")
 """Those of workers, in the order in which they come to them. Nobody here sends parts of answers."""
 WRITERS = frozenset({"jax"})

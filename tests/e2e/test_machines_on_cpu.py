@@ -23,7 +23,7 @@ from tinsmith.settings import DataDir
 from tinsmith.testing import TinyShape, write_tiny_model
 from tinsmith.testing.ports import hold_port
 from tinsmith.testing.sdk_data import TOKENS, datum, logprobs, step
-from tinsmith.workers.launching import KEY
+from tinsmith.workers.keys import KEY
 from tinsmith_fsdp.config import FsdpConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(1200)]
@@ -100,7 +100,7 @@ def running(arguments: list[str], log: Path) -> Iterator["subprocess.Popen[bytes
             [sys.executable, "-m", "tinsmith", *arguments],
             stdout=file,
             stderr=file,
-            env={**environment, KEY: "a secret of the test"},
+            env={**environment, KEY: "a secret of the test, long enough"},
             start_new_session=True,
         )
         try:

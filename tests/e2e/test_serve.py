@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -144,6 +145,50 @@ def test_a_killed_server_takes_its_engines_with_it(serve: Callable[..., Served],
     engines = server.engines()
     server.process.kill()
     assert not psutil.wait_procs(engines, START_S)[1]
+
+
+STUCK = """
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+import tinsmith
+from tinsmith.builtin import toy_backend
+
+def load(config, context):
+    Path(__file__).with_name("stuck").touch()
+    ctypes.PyDLL(None).sleep(3600)  # holds the interpreter
+
+@tinsmith.hookimpl
+def tinsmith_register_backends():
+    return replace(toy_backend.tinsmith_register_backends(), name="stuck", create=load)
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_in_native_code_ends_with_its_killed_server(
+    serve: Callable[..., Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds the interpreter, so no thread of its own could end it."""
+    site = tmp_path / "site"
+    metadata = site / "tinsmith_stuck-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: tinsmith-stuck\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[tinsmith]\nstuck = tinsmith_stuck\n")
+    (site / "tinsmith_stuck.py").write_text(STUCK)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    server = serve("--backend", "stuck")
+    deadline = time.monotonic() + START_S
+    while not (site / "stuck").exists():
+        assert time.monotonic() < deadline
+        assert server.process.poll() is None, server.text
+        time.sleep(0.05)
+    engines = server.engines()
+    assert engines
+    server.process.kill()
+    _, left = psutil.wait_procs(engines, 60)
+    for engine in left:
+        engine.kill()
+    assert not left
 
 
 def test_a_port_in_use(serve: Callable[..., Served], launcher: Launcher) -> None:

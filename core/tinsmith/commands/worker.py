@@ -33,14 +33,13 @@ def worker(
 ) -> None:
     """Run this machine's workers for a backend with `launcher: scheduler`.
 
-    TINSMITH_WORKER_KEY must be set to the secret that the engine has in the same variable.
+    TINSMITH_WORKER_KEY must be set to the secret that the engine has in the same variable, 32 random
+    characters or more.
     """
     from tinsmith.workers.host import run_host
-    from tinsmith.workers.launching import KEY
+    from tinsmith.workers.keys import shared_key
 
-    if KEY not in os.environ:
-        msg = f"{KEY} is not set: set it to the secret that the engine has in the same variable"
-        raise ConfigError(msg)
+    shared_key(os.environ)
     if not coordinator.rpartition(":")[2].isdecimal():
         msg = f"--coordinator {coordinator!r} is not HOST:PORT; give the backend's control_address"
         raise ConfigError(msg)

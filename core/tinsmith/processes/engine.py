@@ -7,12 +7,9 @@ import logging
 import os
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from typing import Final
 
 import uvloop
@@ -20,6 +17,7 @@ import uvloop
 from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.failures import EngineFailedError
 from tinsmith.errors import LeaseLostError, ServerError
+from tinsmith.lifeline import end_with
 from tinsmith.placement.machine import this_machine
 from tinsmith.placement.plan import make_plan, with_placement
 from tinsmith.plugins.loading import Plugins
@@ -41,16 +39,16 @@ Python would make each of some hundred steps of a transaction wait that long, wh
 The wait starts again whenever the other thread lets go of the interpreter and takes it back, as each small product of
 NumPy does. So the time must be shorter than any computation, or the wait has no end."""
 
-_ORPHAN_GRACE_S: Final = 10.0
-
 _log = logging.getLogger(__name__)
 
 
 def run_engine(settings: Settings, model_name: str, plugins: Plugins) -> None:
-    """Run until SIGTERM, SIGINT, or the end of the supervisor.
+    """Run until SIGTERM or SIGINT, or be killed when the supervisor ends.
 
     Exit with 1 or EXIT_STORE if another start may help. Raise ConfigError or PluginError if it cannot.
     """
+    if SUPERVISED in os.environ:
+        end_with(0)
     sys.setswitchinterval(SWITCH_S)
     settings = with_placement(settings, make_plan(settings, plugins, this_machine(), [model_name]))  # or as the server
     log_to_stderr(settings.server.log_level)
@@ -74,8 +72,6 @@ async def _until_signalled(settings: Settings, model_name: str, plugins: Plugins
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     supervised = os.environ.pop(SUPERVISED, None)
-    if supervised is not None:
-        _end_with_parent(partial(loop.call_soon_threadsafe, stopping.set))
     before = Cause(supervised) if supervised else None
     await serve_engine(settings, model_name, plugins, stopping=stopping, before=before, on_lost=_leave)
 
@@ -85,19 +81,6 @@ def _leave(error: LeaseLostError) -> None:
     _log.error("%s; this engine ends", error)
     sys.stderr.flush()
     os._exit(EXIT_SUPERSEDED)
-
-
-def _end_with_parent(stop: Callable[[], object]) -> None:
-    """Stop when standard input closes, and exit soon after in any case."""
-
-    def watch() -> None:
-        while os.read(0, 1024):
-            pass
-        stop()
-        time.sleep(_ORPHAN_GRACE_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 async def serve_engine(

@@ -1,5 +1,6 @@
 """What the workers of `WorkersContract` run. Imports nothing that a worker does not need anyhow."""
 
+import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -96,6 +97,10 @@ class Program:
             num_bytes=own.nbytes,
             read=lambda: own + self._added,
         )
+
+    def hold_the_interpreter(self) -> None:
+        """As native code may that computes for an hour."""
+        ctypes.PyDLL(None).sleep(3600)
 
     def hang(self, except_rank: int) -> None:
         """Wait for nothing, as a collective does when another worker has died."""

@@ -4,7 +4,7 @@ import logging
 import queue
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -19,13 +19,14 @@ from tinsmith.workers.messages import Hello, Refused
 logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.2
+_SHOWN: Final = 12  # characters of a digest
 _GREETING_S: Final = 10.0  # for the proof of the key and the first message
 _MAX_GREETED: Final = 64  # at a time; the oldest makes room
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A worker that has the key, and the version of this process."""
+    """A worker that has the key, and runs the code of this process."""
 
     channel: Channel
     hello: Hello
@@ -50,9 +51,13 @@ class Joined:
 class FrontDoor:
     """Open until it is closed."""
 
-    def __init__(self, control_address: str | None, path: Path, key: bytes) -> None:
-        """Listen at "host:port", or if that is None at a socket in the file system that this user alone can reach."""
+    def __init__(self, control_address: str | None, path: Path, key: bytes, code: Mapping[str, str]) -> None:
+        """Listen at "host:port", or if that is None at a socket in the file system that this user alone can reach.
+
+        code: the digests of packages that workers must have, too.
+        """
         self._key = key
+        self._code = code
         self._listener, self.address = _listen(control_address, path)
         self._arrived: queue.SimpleQueue[Joined] = queue.SimpleQueue()
         self._greeted: dict[Channel, None] = {}  # the oldest first
@@ -133,8 +138,8 @@ class FrontDoor:
     def _answer(self, channel: Channel, hello: object) -> None:
         if not isinstance(hello, Hello):
             channel.close()
-        elif hello.version != version("tinsmith"):
-            self._refuse(channel, hello)
+        elif (fault := _fault(hello, self._code)) is not None:
+            self._refuse(channel, fault)
         else:
             self._arrive(Joined(channel, hello))
 
@@ -145,16 +150,30 @@ class FrontDoor:
             else:
                 self._arrived.put(worker)
 
-    def _refuse(self, channel: Channel, hello: Hello) -> None:
-        msg = (
-            f"the worker on {hello.host} has tinsmith {hello.version}, and this machine has {version('tinsmith')}: "
-            "install the same version on both"
-        )
+    def _refuse(self, channel: Channel, msg: str) -> None:
         logger.warning("%s", msg)
         self.refusals = [*(each for each in self.refusals if each != msg), msg]
         with suppress(OSError):
             channel.send(Refused(msg))
         channel.close()
+
+
+def _fault(hello: Hello, code: Mapping[str, str]) -> str | None:
+    """Return why the worker cannot work with this process."""
+    if hello.version != version("tinsmith"):
+        return (
+            f"the worker on {hello.host} has tinsmith {hello.version}, and this machine has {version('tinsmith')}: "
+            "install the same version on both"
+        )
+    found: Mapping[str, str] = getattr(hello, "code", {})  # missing if its code is older than that attribute
+    for package, digest in code.items():
+        if found.get(package) != digest:
+            theirs = f"{found[package][:_SHOWN]}..." if package in found else "none"
+            return (
+                f"the worker on {hello.host} has other code of the package {package} than this machine (digests "
+                f"{theirs} and {digest[:_SHOWN]}...): install the same build on both"
+            )
+    return None
 
 
 def _listen(control_address: str | None, path: Path) -> tuple[socket.socket, str]:

@@ -14,9 +14,11 @@ from typing import Any, Final
 from tinsmith.backend import Progress
 from tinsmith.errors import ConfigError
 from tinsmith.workers.channel import Channel, Encoded, encoded, ready
+from tinsmith.workers.code import code_of, package_of
 from tinsmith.workers.config import WorkersConfig
 from tinsmith.workers.front_door import FrontDoor, Joined
-from tinsmith.workers.launching import COORDINATOR, KEY, Launch, Launcher, MakeLauncher, launcher
+from tinsmith.workers.keys import KEY, shared_key
+from tinsmith.workers.launching import COORDINATOR, Launch, Launcher, MakeLauncher, launcher
 from tinsmith.workers.messages import Answer, Call, Part, ProgressMade, Welcome, WorkerFailed
 
 _STOP_S: Final = 10.0
@@ -58,7 +60,8 @@ class WorkerGroup:
         self._door: FrontDoor | None = None
         try:
             key = _key(config)
-            self._door = FrontDoor(config.control_address, self._directory / "control", key.encode())
+            code = code_of("tinsmith", package_of(program))
+            self._door = FrontDoor(config.control_address, self._directory / "control", key.encode(), code)
             launch = Launch(
                 config=config,
                 environment={**(environment or {}), COORDINATOR: self._door.address, KEY: key},
@@ -231,12 +234,8 @@ class WorkerGroup:
 
 
 def _key(config: WorkersConfig) -> str:
-    """Return the secret of this group. Raises ConfigError if workers that others start could not know it."""
-    key = os.environ.get(KEY)
-    if key is None and config.launcher == "scheduler":
-        msg = f"{KEY} is not set: set it to a secret that the engine and its workers on all machines share"
-        raise ConfigError(msg)
-    return key or secrets.token_hex(32)
+    """Return the secret of this group: workers that others start must know it."""
+    return shared_key(os.environ) if config.launcher == "scheduler" else secrets.token_hex(32)
 
 
 def by_rank(joined: Sequence[Joined]) -> list[Joined]:

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Final
 
 from tinsmith.settings.environment import child_environment
-from tinsmith.workers.launching import COORDINATOR, INDEX, KEY, NUM_WORKERS, WAIT_S, WITH_PARENT
+from tinsmith.workers.keys import KEY
+from tinsmith.workers.launching import COORDINATOR, INDEX, NUM_WORKERS, WAIT_S, WITH_PARENT, end
 
 _PAUSE_S: Final = 2.0  # before workers join again
 _POLL_S: Final = 0.1
@@ -45,6 +46,7 @@ def _started(
     workers = [
         subprocess.Popen(
             [sys.executable, "-m", "tinsmith.workers"],
+            stdin=subprocess.PIPE,
             env=environment if rank is None else {**environment, INDEX: str(rank)},
         )
         for rank in ranks
@@ -55,7 +57,7 @@ def _started(
         for worker in workers:
             worker.kill()
         for worker in workers:
-            worker.wait()
+            end(worker)
 
 
 def _first_failure(workers: Sequence["subprocess.Popen[bytes]"]) -> int:

@@ -12,14 +12,11 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from tinsmith.errors import ConfigError
-from tinsmith.settings.environment import WORKER_KEY, child_environment
+from tinsmith.settings.environment import child_environment
 from tinsmith.workers.config import WorkersConfig
 
 COORDINATOR: Final = "TINSMITH_COORDINATOR"
 """Environment variable: the engine's address, `unix:<path>` or `<host>:<port>`."""
-
-KEY: Final = WORKER_KEY
-"""Environment variable: the secret that the engine and its workers share."""
 
 INDEX: Final = "TINSMITH_WORKER_INDEX"
 """Environment variable: the worker's rank, if whoever starts it chooses one."""
@@ -31,7 +28,7 @@ WAIT_S: Final = "TINSMITH_WORKER_WAIT_S"
 """Environment variable: for how long a worker waits for the engine to listen; default not at all."""
 
 WITH_PARENT: Final = "TINSMITH_WORKER_WITH_PARENT"
-"""Environment variable: if set, a worker ends with the thread that has started it."""
+"""Environment variable: if set, standard input is a pipe that closes when whoever started the worker is gone."""
 
 _STOP_S: Final = 5.0
 
@@ -75,12 +72,12 @@ class LocalProcesses:
 
     def __init__(self, launch: Launch) -> None:
         self.num_workers: int | None = launch.num_workers
-        own = {**launch.environment, NUM_WORKERS: str(launch.num_workers)}
+        own = {**launch.environment, NUM_WORKERS: str(launch.num_workers), WITH_PARENT: "1"}
         shared = {"OMP_NUM_THREADS": "1", **child_environment(), **own}
         self._processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "tinsmith.workers"],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 env={**shared, INDEX: str(index)},
                 start_new_session=True,  # Ctrl-C in the terminal reaches the server alone
             )
@@ -95,8 +92,13 @@ class LocalProcesses:
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_S)
-            process.kill()
-            process.wait()
+            end(process)
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """Kill a worker that has a pipe as its standard input, and wait."""
+    with process:  # closes the pipe
+        process.kill()
 
 
 class Scheduler:
@@ -123,6 +125,6 @@ def launcher(name: str) -> MakeLauncher:
             try:
                 from tinsmith.workers.ray_actors import RayActors
             except ModuleNotFoundError as error:
-                msg = f"launcher: ray needs the package {error.name}, which is not installed; pip install 'ray>=2.50'"
+                msg = f"launcher: ray needs the package {error.name}, which is not installed; pip install 'ray>=2.60'"
                 raise ConfigError(msg) from error
             return RayActors

@@ -1,5 +1,6 @@
 """What the engine and its workers send each other. It is pickled, so only peers with the key may send it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ class Hello:
     meeting: tuple[str, int]  # where the workers meet if this one becomes rank 0
     index: int | None  # the rank that whoever started it has chosen; None: any
     num_workers: int | None  # how many there are, if whoever started it knows
+    code: Mapping[str, str]  # a digest of the source of each package that may hold the program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

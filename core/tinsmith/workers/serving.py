@@ -3,11 +3,9 @@
 A worker never outlives its engine: when the connection closes, the process exits at once, whatever it is doing.
 """
 
-import ctypes
 import os
 import pkgutil
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -22,11 +20,13 @@ from typing import Any, Final
 
 from tinsmith.errors import ConfigError
 from tinsmith.failpoints import durable_boundary
+from tinsmith.lifeline import end_with
 from tinsmith.workers.channel import Channel
-from tinsmith.workers.launching import COORDINATOR, INDEX, KEY, NUM_WORKERS, WAIT_S, WITH_PARENT
+from tinsmith.workers.code import code_of_plugins
+from tinsmith.workers.keys import KEY
+from tinsmith.workers.launching import COORDINATOR, INDEX, NUM_WORKERS, WAIT_S, WITH_PARENT
 from tinsmith.workers.messages import Answer, Call, Hello, Part, ProgressMade, Refused, Welcome, WorkerFailed
 
-_PR_SET_PDEATHSIG: Final = 1
 _RETRY_S: Final = 0.5
 
 
@@ -62,7 +62,7 @@ A method that returns an iterator sends each item by itself. A ConfigError is to
 def main(environment: Mapping[str, str] = os.environ) -> None:
     """Be a worker as the environment says, until the engine asks it to end."""
     if WITH_PARENT in environment:
-        _end_with_parent()
+        end_with(0)
     index, num_workers = (_number(environment.get(name)) for name in (INDEX, NUM_WORKERS))
     coordinator, wait_s = environment[COORDINATOR], float(environment.get(WAIT_S, "0"))
     try:
@@ -105,6 +105,7 @@ def serve(
             meeting=meeting,
             index=index,
             num_workers=num_workers,
+            code=code_of_plugins(),
         )
         _join(channel, key, hello)
         welcome = channel.receive()
@@ -247,26 +248,18 @@ def _connect_once(coordinator: str) -> socket.socket:
 
 
 def meeting_point(peer: socket.socket) -> socket.socket:
-    """Take a port of this machine for the rendezvous of frameworks, and keep it.
+    """Take a port of this machine for the rendezvous of frameworks, and keep it. Loopback, if that reaches the engine.
 
-    With SO_REUSEPORT the framework can bind it as well, and only then listens; nobody else gets it in between.
+    Frameworks ask nobody there for a key. With SO_REUSEPORT they can bind it as well, and only then listen; nobody else
+    gets it in between.
     """
-    family = socket.AF_INET6 if peer.family == socket.AF_INET6 else socket.AF_INET
-    found = socket.socket(family)
+    found = socket.socket(socket.AF_INET if peer.family == socket.AF_UNIX else peer.family)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    found.bind(("" if peer.family != socket.AF_UNIX else "127.0.0.1", 0))
+    scope = peer.getsockname()[2:] if peer.family == socket.AF_INET6 else ()
+    found.bind((_own_address(peer), 0, *scope))
     return found
 
 
 def _own_address(peer: socket.socket) -> str:
     """Return this machine's address, as other workers reach it: the one from which it reaches the engine."""
     return "127.0.0.1" if peer.family == socket.AF_UNIX else str(peer.getsockname()[0])
-
-
-def _end_with_parent() -> None:
-    """End if the parent is killed, whatever this process is doing."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
