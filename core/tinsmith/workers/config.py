@@ -25,7 +25,7 @@ class WorkersConfig(BackendConfig):
         None, description="host:port at which workers on other machines reach the engine; required for several nodes"
     )
     ray_address: str | None = Field(
-        None, description="address of the Ray cluster; default RAY_ADDRESS, or else a cluster of this machine alone"
+        None, description="address of a Ray cluster that runs and asks for a token, or `auto`; default RAY_ADDRESS"
     )
     start_timeout_s: float = Field(900, gt=0, description="time limit for all workers to join")
 

@@ -10,15 +10,28 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tinsmith.errors import ConfigError
 from tinsmith.workers.config import WorkersConfig
-from tinsmith.workers.launching import COORDINATOR, KEY, Launch
+from tinsmith.workers.keys import KEY
+from tinsmith.workers.launching import COORDINATOR, Launch
 
 # Any below: Ray creates the types of actor handles and references at run time.
 
 _CPU_EACH: Final = 1.0
+_AUTH_MODE: Final = "RAY_AUTH_MODE"
+_NO_TOKENS: Final = (
+    f"the Ray cluster asks for no token, so whoever reaches it can run code: set {_AUTH_MODE}=token and the same "
+    "RAY_AUTH_TOKEN for `ray start` on each machine and for the server"
+)
+_NO_CLUSTER: Final = (
+    "the launcher is ray, and neither ray_address nor RAY_ADDRESS names a cluster: name one (`auto` is that of this "
+    "machine), or choose the launcher `local`, which does the same on one machine"
+)
 
 
 class _Actor:
-    """Returns when the engine ends the worker. Exits by os._exit when the engine is gone."""
+    """Its work returns when the engine ends the worker, and exits by os._exit when the engine is gone."""
+
+    def asks_for_a_token(self) -> bool:
+        return os.environ.get(_AUTH_MODE) == "token"  # as whoever has started Ray on this machine has set it
 
     def work(self, key: str, num_workers: int) -> None:
         from tinsmith.workers.serving import serve  # on the actor's machine
@@ -30,7 +43,7 @@ class RayActors:
     """One placement group, with a bundle for each machine."""
 
     def __init__(self, launch: Launch) -> None:
-        _join_cluster(launch.config)
+        _join_cluster(launch)
         _refuse_if_unreachable(launch)
         gpus = _gpus_per_node()
         if launch.gpus and not gpus:
@@ -41,7 +54,7 @@ class RayActors:
         self.num_workers: int | None = launch.config.nnodes * per_node
         each = {"CPU": _CPU_EACH, **({"GPU": 1.0} if on_gpus else {})}
         self._group: PlacementGroup = _room(launch.config, {name: per_node * number for name, number in each.items()})
-        environment = {"OMP_NUM_THREADS": "1", **launch.environment}
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **launch.environment}
         key = environment.pop(KEY)  # the environment of actors is shown by Ray's tools; arguments are not
         actor = ray.remote(_Actor)
         self._actors: list[Any] = [
@@ -55,7 +68,14 @@ class RayActors:
             for node in range(launch.config.nnodes)
             for _ in range(per_node)
         ]
+        self._refuse_without_tokens()
         self._running: list[Any] = [each.work.remote(key, self.num_workers) for each in self._actors]
+
+    def _refuse_without_tokens(self) -> None:
+        """Strangers who reach a cluster that asks for none run code on it, without the workers' key."""
+        if not all(ray.get([each.asks_for_a_token.remote() for each in self._actors])):
+            self.close()
+            raise ConfigError(_NO_TOKENS)
 
     def ended(self) -> str | None:
         done, _ = ray.wait(self._running, timeout=0)
@@ -67,14 +87,20 @@ class RayActors:
         remove_placement_group(self._group)
 
 
-def _join_cluster(config: WorkersConfig) -> None:
-    if ray.is_initialized():
-        return
-    try:
-        ray.init(address=config.ray_address, log_to_driver=True, include_dashboard=False)
-    except ConnectionError as error:
-        msg = f"no Ray cluster at ray_address {config.ray_address!r}: {error}"
-        raise ConfigError(msg) from error
+def _join_cluster(launch: Launch) -> None:
+    if not ray.is_initialized():
+        address = launch.config.ray_address or os.environ.get("RAY_ADDRESS")
+        if address is None:
+            raise ConfigError(_NO_CLUSTER)
+        empty = launch.directory / "ray"
+        empty.mkdir()
+        try:  # without a working directory, workers would import from the current one
+            ray.init(address=address, log_to_driver=True, runtime_env={"working_dir": str(empty)})
+        except ConnectionError as error:
+            msg = f"no Ray cluster at ray_address {address!r}, or RAY_AUTH_TOKEN is not its token: {error}"
+            raise ConfigError(msg) from error
+    if os.environ.get(_AUTH_MODE) != "token":
+        raise ConfigError(_NO_TOKENS)
 
 
 def _gpus_per_node() -> int:
