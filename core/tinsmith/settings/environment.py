@@ -1,4 +1,4 @@
-"""The environment of processes that this one starts: none gets a credential that it does not need, or imports from here."""
+"""The environment of processes that this one starts: no credential that it does not need, no imports from here."""
 
 import os
 from collections.abc import Iterable, Mapping
