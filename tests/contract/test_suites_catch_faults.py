@@ -32,6 +32,7 @@ from tinsmith.operations import (
     SampleOutput,
     TopLogprobs,
 )
+from tinsmith.result_checks import WrongResultError
 from tinsmith.testing import CheckpointContract, SamplingBackendContract, TrainingBackendContract
 from tinsmith.testing.model_driver import ModelDriver
 from tinsmith.testing.training_isolation import Company
@@ -123,6 +124,22 @@ def ignore_in_steps(**fields: float) -> Fault:
         patch.setattr(TrainedModel, "optim_step", lambda self, adam: _optim_step(self, replace(adam, **fields)))
 
     return fault
+
+
+def change_outputs(change: Callable[[Array], Any]) -> Fault:
+    """Change the logprobs, as the engine would not record them."""
+    return lambda patch: change_scores(
+        patch, lambda s, _: replace(s, outputs={name: change(array) for name, array in s.outputs.items()})
+    )
+
+
+def steps_have_no_metrics(patch: Patch) -> None:
+    optim_step = ToyBackend.optim_step
+
+    def bare(self: ToyBackend, ops: Sequence[OptimStep]) -> list[Any]:
+        return [replace(result, metrics=None) for result in optim_step(self, ops)]
+
+    patch.setattr(ToyBackend, "optim_step", bare)
 
 
 def decay_reaches_everybody(patch: Patch) -> None:
@@ -448,6 +465,18 @@ def change_sequences(patch: Patch, change: Callable[[SampledSequence, Sample], S
     change_answers(patch, lambda out, op: replace(out, sequences=tuple(change(s, op) for s in out.sequences)))
 
 
+def change_tokens(change: Callable[[Array], Array]) -> Fault:
+    return lambda patch: change_sequences(patch, lambda s, _: replace(s, tokens=change(s.tokens)))
+
+
+def a_sequence_is_missing(patch: Patch) -> None:
+    change_answers(patch, lambda out, _: replace(out, sequences=out.sequences[1:]))
+
+
+def alternatives_are_missing(patch: Patch) -> None:
+    change_answers(patch, lambda out, _: replace(out, top_prompt_logprobs=None))
+
+
 def stop_token_is_trimmed(patch: Patch) -> None:
     def trim(s: SampledSequence, _: Sample) -> SampledSequence:
         cut = len(s.tokens) - (s.stop_reason == "stop" and len(s.tokens) > 1)
@@ -614,6 +643,11 @@ FAULTS: list[tuple[Fault, str, dict[str, Any]]] = [
     (gradient_is_off_by_two_percent, "test_gradient_is_that_of_the_loss", {}),
     (a_is_not_trained, "test_gradient_is_that_of_the_loss", {}),
     (logprobs_are_shifted_again, "test_positions_see_the_past_only", {}),
+    (change_outputs(lambda a: a.astype(np.float64)), "test_gradients_add_up", {}),
+    (change_outputs(lambda a: a.astype(object)), "test_gradients_add_up", {}),
+    (change_outputs(lambda a: a[1:]), "test_gradients_add_up", {}),
+    (change_outputs(lambda a: a.tolist()), "test_forward_leaves_gradients_alone", {}),
+    (steps_have_no_metrics, "test_step_applies_and_clears", {}),
     (forward_adds_gradients, "test_forward_leaves_gradients_alone", {}),
     (gradients_are_replaced, "test_gradients_add_up", {}),
     (gradients_stay_after_a_step, "test_step_applies_and_clears", {}),
@@ -672,6 +706,11 @@ FAULTS: list[tuple[Fault, str, dict[str, Any]]] = [
     (it_works_in_its_sleep, "test_nothing_else_can_be_asked_of_a_sleeper", {}),
     (a_second_sleep_forgets, "test_sleep_and_wake_are_idempotent", {}),
     (samples_use_live_weights, "test_later_training_does_not_reach_a_snapshot", {}),
+    (change_tokens(lambda a: a + 10_000), "test_seed_decides", {}),
+    (change_tokens(lambda a: a.astype(np.int64)), "test_seed_decides", {}),
+    (change_tokens(lambda a: a[:0]), "test_greedy_takes_the_best", {}),
+    (a_sequence_is_missing, "test_seed_decides", {}),
+    (alternatives_are_missing, "test_top_prompt_logprobs", {}),
     (stop_token_is_trimmed, "test_stop_token_ends_and_stays", {}),
     (stop_token_is_trimmed, "test_stop_string_ends_and_stays", {}),
     (ignore_in_samples(stop_strings=()), "test_stop_string_ends_and_stays", {}),
@@ -748,7 +787,7 @@ async def test_suite_catches(
 ) -> None:
     await run(test, make_toy(tmp_path), tmp_path, arguments)  # without the fault the test passes
     fault(monkeypatch)
-    with pytest.raises((AssertionError, KeyError, pytest.fail.Exception)):
+    with pytest.raises((AssertionError, KeyError, WrongResultError, pytest.fail.Exception)):
         await run(test, make_toy(tmp_path), tmp_path / "again", arguments)
 
 

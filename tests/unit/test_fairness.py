@@ -49,7 +49,7 @@ class GatedBackend(ToyBackend):
     def forward_backward(self, ops: Sequence[ops.ForwardBackward]) -> Any:
         self.batches.append([op.model_id for op in ops])
         assert self.passes.acquire(timeout=WAIT_S)
-        return [nothing() for _ in ops]
+        return [nothing(op) for op in ops]
 
     async def sample(self, op: ops.Sample) -> ops.SampleOutput:
         number = len(self.started)
@@ -57,11 +57,14 @@ class GatedBackend(ToyBackend):
         self.drawn[number] = asyncio.Event()
         await self.drawn[number].wait()
         del self.drawn[number]
-        return ops.SampleOutput(sequences=())
+        token = ops.SampledSequence(tokens=np.ones(1, np.int32), logprobs=np.zeros(1, np.float32), stop_reason="stop")
+        return ops.SampleOutput(sequences=(token,) * op.num_samples)
 
 
-def nothing() -> ops.ForwardBackwardOutput:
-    return ops.ForwardBackwardOutput(loss_fn_outputs=(), metrics={"loss:sum": 0.0})
+def nothing(op: ops.ForwardBackward) -> ops.ForwardBackwardOutput:
+    zeros = [np.zeros(datum.loss_inputs["target_tokens"].shape, np.float32) for datum in op.data]
+    outputs = tuple({"logprobs": each} for each in zeros)
+    return ops.ForwardBackwardOutput(loss_fn_outputs=outputs, metrics={"loss:sum": 0.0})
 
 
 @dataclass

@@ -55,8 +55,12 @@ class VerboseBackend(ToyBackend):
         return results
 
     async def sample(self, op: ops.Sample) -> Any:
-        result = await super().sample(op)
-        return replace(result, prompt_logprobs=too_much()) if 13 in op.prompt_P else result
+        if 13 not in op.prompt_P:
+            return await super().sample(op)
+        tokens = np.ones(op.params.max_tokens, np.int32)
+        logprobs = np.split(too_much()[: op.num_samples * len(tokens)], op.num_samples)
+        drawn = (ops.SampledSequence(tokens=tokens, logprobs=each, stop_reason="length") for each in logprobs)
+        return ops.SampleOutput(sequences=tuple(drawn))
 
 
 def too_much() -> Any:
@@ -116,7 +120,8 @@ def a_sample(*prompt: int, **more: Any) -> ops.Sample:
 async def test_a_sample_that_cannot_be_recorded_fails_alone(store: SqlStore, tmp_path: Path) -> None:
     client = EngineDriver(store, "toy")
     await client.open_session()
-    sent = [await client.submit(a_sample(*prompt)) for prompt in [(1, 2), (13,), (3, 4)]]
+    large = a_sample(13, max_tokens=500, num_samples=1000)
+    sent = [await client.submit(each) for each in (a_sample(1, 2), large, a_sample(3, 4))]
     async with running(store, VerboseBackend(tmp_path), tmp_path):
         results = [await client.result(each) for each in sent]
     assert [type(each) for each in results] == [ops.SampleOutput, ops.Failed, ops.SampleOutput]

@@ -1,11 +1,15 @@
 """A sampler behind whose calls nothing is lost: they are watched, and whatever they raise reaches the engine."""
 
+import logging
 from functools import partial
 
 from tinsmith.backend import Capabilities, SamplingBackend, Snapshot
 from tinsmith.engine.call_watch import CallWatch, Sizes
 from tinsmith.engine.failures import guarded
 from tinsmith.operations import Failed, Sample, SampleOutput
+from tinsmith.result_checks import WrongResultError, check_sample
+
+_log = logging.getLogger(__name__)
 
 
 class GuardedSampler(SamplingBackend):
@@ -26,10 +30,20 @@ class GuardedSampler(SamplingBackend):
             await guarded(partial(self._sampler.drop_snapshot, snapshot_id))
 
     async def sample(self, op: Sample) -> SampleOutput | Failed:
+        """Draw. A result that the contract does not allow is a failure of its own request."""
         with self._watch.call("sample", self._sizes(op, op.params.max_tokens)) as call:
-            result = await guarded(partial(self._sampler.sample, op))
+            result = self._checked(op, await guarded(partial(self._sampler.sample, op)))
             call.did = {} if isinstance(result, Failed) else self._sizes(op, _longest(result))
             return result
+
+    def _checked(self, op: Sample, result: SampleOutput | Failed) -> SampleOutput | Failed:
+        try:
+            check_sample(op, result, self.capabilities.vocab_size)
+        except WrongResultError as error:
+            msg = f"the sampler {type(self._sampler).__qualname__} breaks its contract: {error}"
+            _log.error("%s", msg)
+            return Failed(message=msg, category="server")
+        return result
 
     def _sizes(self, op: Sample, drawn: int) -> Sizes:
         """Sequences are drawn side by side, as many as the sampler has places for."""

@@ -1,6 +1,7 @@
 """The models on one training backend, and what can be done to them: all that a replay needs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tinsmith import operations as ops
@@ -10,6 +11,7 @@ from tinsmith.engine.routed_experts import with_count_of_replayed
 from tinsmith.engine.training_thread import TrainingThread
 from tinsmith.errors import OutOfMemoryError, UserError
 from tinsmith.failpoints import durable_boundary
+from tinsmith.result_checks import WrongResultError, check_batch, check_snapshot, check_state
 from tinsmith.store.codec import kind_of
 
 BatchOperation = ops.ForwardBackward | ops.OptimStep
@@ -59,9 +61,8 @@ class Models:
         except UserError as error:  # the backend must say which operation is at fault
             msg = f"{kind} raised {type(error).__name__}, but must return Failed: {error}"
             raise BackendFailedError(msg) from error
-        if len(results) != len(operations):
-            msg = f"{kind} of {len(operations)} operations returned {len(results)} results"
-            raise BackendFailedError(msg)
+        with self._expecting(kind):
+            check_batch(operations, results)
         return [with_count_of_replayed(each, result) for each, result in zip(operations, results, strict=True)]
 
     async def _run_one_by_one(
@@ -71,6 +72,15 @@ class Models:
         if len(operations) == 1:
             return [ops.Failed(message=str(error), category=error.category)]
         return [result for each in operations for result in await self.run_batch([each])]
+
+    @contextmanager
+    def _expecting(self, what: str) -> Iterator[None]:
+        """Turn a wrong result into a failure of the backend: nobody knows what else it has done."""
+        try:
+            yield
+        except WrongResultError as error:
+            msg = f"{what} of {type(self._backend).__qualname__} breaks its contract: {error}"
+            raise BackendFailedError(msg) from error
 
     def _verb(self, operation: BatchOperation) -> Callable[[Any], Sequence[BatchResult]]:  # Any: a list of this kind
         match operation:
@@ -97,10 +107,16 @@ class Models:
         await self._thread.call(self._backend.restore_state, model_id, state)
 
     async def capture(self, model_id: str) -> ModelState:
-        return await self._thread.call(self._backend.capture_state, model_id)
+        state = await self._thread.call(self._backend.capture_state, model_id)
+        with self._expecting("capture_state"):
+            check_state(state)
+        return state
 
     async def publish(self, model_id: str, snapshot_id: str) -> Snapshot:
-        return await self._thread.call(self._backend.publish, model_id, snapshot_id)
+        snapshot = await self._thread.call(self._backend.publish, model_id, snapshot_id)
+        with self._expecting("publish"):
+            check_snapshot(snapshot_id, snapshot)
+        return snapshot
 
     async def weights_of(self, snapshot: Snapshot) -> ModelState:
         """Copy a snapshot's weights to the host."""

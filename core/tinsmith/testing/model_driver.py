@@ -6,6 +6,7 @@ Array suffixes: T = tokens, K = targets per token.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,13 +25,19 @@ from tinsmith.operations import (
     OptimStep,
     OptimStepOutput,
 )
+from tinsmith.result_checks import check_batch
 from tinsmith.testing import reference
+
+T = TypeVar("T")
 
 _ids = count()  # a backend may be shared by many tests: no model id occurs twice
 
 
 class ModelDriver:
-    """Owns the models it creates. If the backend returns Failed, the test fails with its message."""
+    """Owns the models it creates. If the backend returns Failed, the test fails with its message.
+
+    It also fails if the engine would not record what the backend returns.
+    """
 
     def __init__(self, backend: TrainingBackend) -> None:
         self.backend = backend
@@ -64,17 +71,17 @@ class ModelDriver:
         self, model_id: str, data: Sequence[Datum], loss_fn: str = "cross_entropy", **config: float
     ) -> ForwardBackwardOutput:
         op = Forward(model_id=model_id, data=tuple(data), loss_fn=loss_fn, loss_fn_config=config)
-        return succeeded(self.backend.forward([op]))[0]
+        return succeeded(checked([op], self.backend.forward([op])))[0]
 
     def forward_backward(
         self, model_id: str, data: Sequence[Datum], loss_fn: str = "cross_entropy", **config: float
     ) -> ForwardBackwardOutput:
         op = ForwardBackward(model_id=model_id, data=tuple(data), loss_fn=loss_fn, loss_fn_config=config)
-        return succeeded(self.backend.forward_backward([op]))[0]
+        return succeeded(checked([op], self.backend.forward_backward([op])))[0]
 
     def optim_step(self, model_id: str, adam: AdamParams | None = None) -> None:
         op = OptimStep(model_id=model_id, adam=adam or AdamParams(learning_rate=1e-2))
-        for result in self.backend.optim_step([op]):
+        for result in checked([op], self.backend.optim_step([op])):
             assert isinstance(result, OptimStepOutput), result
 
     def state(self, model_id: str) -> ModelState:
@@ -87,6 +94,12 @@ class ModelDriver:
         gradients = self.state(model_id).gradients
         self.backend.restore_state(model_id, replace(self.state(model_id), gradients={}))
         return gradients
+
+
+def checked(operations: Sequence[ForwardBackward | OptimStep], results: Sequence[T]) -> Sequence[T]:
+    """Return the results as they are, if the engine would record them. Raise WrongResultError."""
+    check_batch(operations, results)
+    return results
 
 
 def succeeded(results: Iterable[ForwardBackwardOutput | Failed]) -> list[ForwardBackwardOutput]:
