@@ -210,7 +210,7 @@ class Expected:
 def undisturbed(launcher: Launcher, directory: Path, model: ModelSettings = TOY) -> Expected:
     served = Served(launcher, directory, [model], settings=SETTINGS)
     try:
-        expected = _client(served, model, SQLITE, lambda _: None)
+        expected = client_of(served, model, SQLITE, lambda _: None)
         assert served.stop() == 0
     finally:
         served.close()
@@ -247,13 +247,13 @@ def disturbed(
         with ThreadPoolExecutor(1) as pool:
             killing = pool.submit(disturber.kill_at_moments, moments)
             try:
-                found = _client(served, model, store, disturber.at_step)
+                found = client_of(served, model, store, disturber.at_step)
             finally:
                 with disturber.news:
                     disturber.finished = True
                     disturber.news.notify_all()
                 killing.result()
-        _differences(expected, found)
+        assert_same(expected, found)
         disturber.disarm()
         assert served.stop() == 0, f"the server did not stop in order, see {served.log.name}"
     finally:
@@ -262,7 +262,7 @@ def disturbed(
         tally.runs += 1
 
 
-def _client(served: Served, model: ModelSettings, store: CampaignStore, at_step: Callable[[int], None]) -> Expected:
+def client_of(served: Served, model: ModelSettings, store: CampaignStore, at_step: Callable[[int], None]) -> Expected:
     service = tinker.ServiceClient(base_url=served.url, api_key="tml-test")
     seen, saved = scenario.run(service, model.name, at_step)
     states = [scenario.state_at(served.data_dir, path) for path in saved]
@@ -285,7 +285,7 @@ def journal(query: Callable[[str], list[tuple[Any, ...]]], model_id: str) -> lis
     return [row[2] for row in rows]
 
 
-def _differences(expected: Expected, found: Expected) -> None:
+def assert_same(expected: Expected, found: Expected) -> None:
     assert found.kinds == expected.kinds
     assert found.used == expected.used
     assert len(found.seen) == len(expected.seen)

@@ -1,0 +1,159 @@
+"""Processes are stopped for longer than leases and time-outs, and go on: delay, and the undisturbed run's bits."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scenario
+from campaign import SETTINGS, Expected, assert_same, client_of, undisturbed
+from campaign_stores import SQLITE, CampaignStore, on_postgres
+from processes import WAIT_S, Launcher, Served
+
+from tinsmith.testing.harness import TOY
+from tinsmith.testing.postgres import Postgres
+
+ENGINE, SERVER, BOTH = ("engine",), ("serve",), ("serve", "engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    step: int
+    roles: tuple[str, ...]
+    for_s: float
+
+
+class Pauser:
+    """Stops processes of one server when the client reaches a step, and lets them go on after a while."""
+
+    def __init__(self, served: Served, pauses: Sequence[Pause]) -> None:
+        self.served, self.pauses = served, pauses
+        self.begun = self.done = 0
+        self.step = -1
+        self.finished = False
+        self.news = threading.Condition()
+
+    def at_step(self, number: int) -> None:
+        """Return once what is to be stopped at this step has been."""
+        due = sum(pause.step <= number for pause in self.pauses)
+        with self.news:
+            self.step = number
+            self.news.notify_all()
+            assert self.news.wait_for(lambda: self.begun >= due, WAIT_S)
+
+    def finish(self) -> None:
+        with self.news:
+            self.finished = True
+            self.news.notify_all()
+
+    def run(self) -> None:
+        for pause in self.pauses:
+            with self.news:
+                self.news.wait_for(lambda step=pause.step: self.step >= step or self.finished)
+                if self.finished:
+                    return
+            pids = self.some_of(pause.roles)
+            _signal(pids, signal.SIGSTOP)
+            with self.news:
+                self.begun += 1
+                self.news.notify_all()
+            time.sleep(pause.for_s)  # the length is the point
+            _signal(pids, signal.SIGCONT)
+            self.done += 1
+
+    def some_of(self, roles: tuple[str, ...]) -> set[int]:
+        served = self.served
+        with served.changed:
+            assert served.changed.wait_for(lambda: all(served.pids[role] for role in roles), WAIT_S)
+            return {pid for role in roles for pid in served.pids[role]}
+
+
+def _signal(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # its supervisor has killed it meanwhile
+            os.kill(pid, number)
+
+
+def settings_with(store: CampaignStore, more: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    parts = (SETTINGS, store.settings, more)
+    names = {name for part in parts for name in part}
+    return {name: {key: value for part in parts for key, value in part.get(name, {}).items()} for name in names}
+
+
+def paused(served: Served, expected: Expected, pauses: Sequence[Pause], store: CampaignStore = SQLITE) -> None:
+    """Run the scenario while processes pause; raise AssertionError where it differs from the undisturbed run."""
+    pauser = Pauser(served, pauses)
+    with ThreadPoolExecutor(1) as pool:
+        pausing = pool.submit(pauser.run)
+        try:
+            found = client_of(served, TOY, store, pauser.at_step)
+        finally:
+            pauser.finish()
+            pausing.result()
+    assert pauser.done == len(pauses)
+    assert_same(expected, found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_short_pauses(launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than a lease. Whether the supervisor kills what stops, or lets it go on, makes no difference."""
+    monkeypatch.setattr(scenario, "STEPS", 13)
+    expected = undisturbed(launcher, tmp_path / "undisturbed")
+    short = {"recovery": {"lease_s": 1.0}, "watchdog": {"lost_s": 1.0}}
+    served = Served(launcher, tmp_path / "run", [TOY], settings=settings_with(SQLITE, short))
+    try:
+        paused(served, expected, [Pause(3, ENGINE, 1.5), Pause(6, BOTH, 1.5), Pause(9, ENGINE, 4.0)])
+        assert served.stop() == 0
+    finally:
+        served.close()
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("lost_s", [300.0, 10.0])
+@pytest.mark.parametrize("on", ["sqlite", "postgresql"])
+def test_long_pauses(
+    launcher: Launcher, tmp_path: Path, on: str, lost_s: float, request: pytest.FixtureRequest
+) -> None:
+    """Longer than the time-out of a session, whose client never stops."""
+    expected = undisturbed(launcher, tmp_path / "undisturbed")
+    store = SQLITE if on == "sqlite" else on_postgres(request.getfixturevalue("postgres"))
+    server = {"session_timeout_s": 60.0, "result_retention_s": 3600.0}
+    long = {"server": server, "recovery": {"lease_s": 5.0}, "watchdog": {"lost_s": lost_s}}
+    served = Served(launcher, tmp_path / "run", [TOY], settings=settings_with(store, long))
+    try:
+        pauses = [Pause(4, ENGINE, 75.0), Pause(20, SERVER, 75.0), Pause(36, BOTH, 75.0)]
+        paused(served, expected, pauses, store)
+        assert served.stop() == 0
+    finally:
+        served.close()
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(3600)
+def test_a_standby_takes_over_from_engines_that_pause(launcher: Launcher, tmp_path: Path, postgres: Postgres) -> None:
+    """Two servers on one database and data directory. Each engine that goes on finds that another one serves."""
+    expected = undisturbed(launcher, tmp_path / "undisturbed")
+    store = on_postgres(postgres)
+    shared = {"share_data_dir": True, "session_timeout_s": 60.0, "data_dir": str(tmp_path / "first" / "data")}
+    settings = settings_with(store, {"server": shared, "recovery": {"lease_s": 2.0}})
+    first = Served(launcher, tmp_path / "first", [TOY], settings=settings)
+    try:
+        first.wait_until_it_answers()
+        second = Served(launcher, tmp_path / "second", [TOY], settings=settings)
+        try:
+            pauses = [Pause(4, ENGINE, 10.0), Pause(12, BOTH, 10.0), Pause(20, SERVER, 75.0), Pause(36, BOTH, 75.0)]
+            paused(first, expected, pauses, store)
+            assert second.stop() == first.stop() == 0
+        finally:
+            second.close()
+    finally:
+        first.close()
