@@ -170,7 +170,7 @@ def test_a_pending_future_says_what_it_waits_for(http: httpx.Client, session: st
     began = time.monotonic()
     answer = http.post("retrieve_future", json={"request_id": request_id, "allow_metadata_only": True})
     assert answer.status_code == 408
-    assert time.monotonic() - began >= 0.05  # it held
+    assert time.monotonic() - began >= 0.025  # it held, for at least half of `long_poll_s`
     body = answer.json()
     assert body["type"] == "try_again"
     assert body["request_id"] == request_id

@@ -17,8 +17,10 @@ from tinsmith.errors import AuthenticationError
 from tinsmith.hook_values import Principal
 from tinsmith.server.admission import Admission
 from tinsmith.server.quotas import Quotas
+from tinsmith.server.strangers import Strangers
 from tinsmith.settings import QuotaSettings
 
+MANY = Strangers(per_s=1e6, burst=1_000_000)
 POLL, OTHER = "/api/v1/retrieve_future", "/api/v1/asample"
 
 
@@ -52,7 +54,9 @@ def service() -> Service:
 
 @pytest.fixture
 async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
-    app = Admission(service, quotas=service.quotas, identify=identify, key_id=lambda _caller, _headers: None)
+    app = Admission(
+        service, quotas=service.quotas, identify=identify, key_id=lambda _caller, _headers: None, strangers=MANY
+    )
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
         yield client
 
@@ -153,7 +157,12 @@ async def test_a_plugin_that_asks_elsewhere_is_asked_in_a_thread(service: Servic
         return identify(scope)
 
     app = Admission(
-        service, quotas=service.quotas, identify=noting, key_id=lambda _caller, _headers: None, in_thread=in_thread
+        service,
+        quotas=service.quotas,
+        identify=noting,
+        key_id=lambda _caller, _headers: None,
+        strangers=MANY,
+        in_thread=in_thread,
     )
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
         await finish(service, await begin(service, client, OTHER, "ann"))

@@ -1,31 +1,69 @@
 """`GET /metrics`: what the server counts and what its engines last said, for Prometheus. No names of tenants."""
 
+import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from typing import Final
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from tinsmith.errors import TinsmithError
 from tinsmith.hook_values import RoutesContext
 from tinsmith.store import ConsistencyCounts, EngineRecord, EngineState
 
+_KEPT_S: Final = 1.0
+
 
 def metrics_router(context: RoutesContext) -> APIRouter:
-    """Return the route. It needs no key."""
-    router = APIRouter(tags=["service"])
+    """Return the route. It needs no key; without one, an answer may be a second old."""
+    router, page = APIRouter(tags=["service"]), _Page(context)
 
     @router.get("/metrics", include_in_schema=False)
-    async def metrics() -> Response:
-        engines = CollectorRegistry()
-        overdue, since = await context.store.overdue_engines(), await context.store.running_since()
-        engines.register(_EngineCollector(await context.store.list_engines(), overdue, since))
-        text = generate_latest(context.registry) + generate_latest(engines)
-        return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
+    async def metrics(request: Request) -> Response:
+        return PlainTextResponse(await page.text(fresh=_has_key(request)), media_type=CONTENT_TYPE_LATEST)
+
+    def _has_key(request: Request) -> bool:
+        try:
+            context.caller(request)
+        except TinsmithError:
+            return False
+        return True
 
     return router
+
+
+class _Page:
+    """What `/metrics` shows, rendered once at a time for all who ask meanwhile."""
+
+    def __init__(self, context: RoutesContext) -> None:
+        self._context = context
+        self._rendering: asyncio.Task[bytes] | None = None
+        self._text = b""
+        self._rendered_at_s = -1e9
+
+    async def text(self, *, fresh: bool) -> bytes:
+        if not fresh and time.monotonic() - self._rendered_at_s < _KEPT_S:
+            return self._text
+        if self._rendering is None:
+            self._rendering = asyncio.create_task(self._render())
+        return await asyncio.shield(self._rendering)
+
+    async def _render(self) -> bytes:
+        try:
+            engines = CollectorRegistry()
+            store = self._context.store
+            overdue, since = await store.overdue_engines(), await store.running_since()
+            engines.register(_EngineCollector(await store.list_engines(), overdue, since))
+            self._text = generate_latest(self._context.registry) + generate_latest(engines)
+            self._rendered_at_s = time.monotonic()
+            return self._text
+        finally:
+            self._rendering = None
 
 
 class _EngineCollector(Collector):

@@ -20,6 +20,7 @@ from tinsmith.settings import ApiKey
 HEADER: Final = "x-api-key"
 _KEY_PREFIX: Final = "tml-"
 _TOKEN_PREFIX: Final = "eyJ"  # how every JWT begins
+_UNKNOWN: Final = "this API key is not known; use one from `server.api_keys` of the server's configuration"
 _ANYBODY: Final = "anybody"  # the `key` of tokens for keys that are not configured
 
 
@@ -29,6 +30,8 @@ class ApiKeys:
     def __init__(self, keys: LiveKeys, tokens: KeyTokens) -> None:
         self._keys = keys
         self._tokens = tokens
+        self._indexed: tuple[object, object] = (None, None)  # keys and tokens of the index
+        self._by_id: dict[str, ApiKey] = {}
 
     @hookimpl(trylast=True)
     def tinsmith_authenticate(self, headers: Mapping[str, str]) -> Principal:
@@ -42,7 +45,13 @@ class ApiKeys:
             raise AuthenticationError(msg)
         if credential.startswith(_TOKEN_PREFIX):
             return self._of_token(credential)
-        return owner_of(credential, self._keys.now())
+        keys = self._keys.now()
+        if not keys:
+            return _anyone(credential)
+        found = self._index(keys).get(self._tokens.key_id(credential))
+        if found is None:
+            raise AuthenticationError(_UNKNOWN)
+        return _owner(found)
 
     def exchange(self, credential: str) -> str:
         """Make a token for a key. A token made for a token expires with it, so nobody keeps access without the key.
@@ -84,11 +93,20 @@ class ApiKeys:
         keys = self._keys.now()
         if not keys and key_id == _ANYBODY:
             return None
-        for known in keys:
-            if hmac.compare_digest(self._tokens.key_id(known.key.get_secret_value()).encode(), key_id.encode()):
-                return _owner(known)
+        if (known := self._index(keys).get(key_id)) is not None:
+            return _owner(known)
         msg = "the API key has been removed"
         raise AuthenticationError(msg)
+
+    def _index(self, keys: tuple[ApiKey, ...]) -> dict[str, ApiKey]:
+        """Return the keys by their ids, so that a wrong key costs the same however many there are.
+
+        The ids are keyed hashes, so the time of a look-up reveals nothing.
+        """
+        if self._indexed[0] is not keys or self._indexed[1] is not self._tokens:
+            self._by_id = {self._tokens.key_id(each.key.get_secret_value()): each for each in keys}
+            self._indexed = (keys, self._tokens)
+        return self._by_id
 
     def _key_id(self, key: str) -> str:
         return self._tokens.key_id(key) if self._keys.now() else _ANYBODY
@@ -115,8 +133,7 @@ def owner_of(key: str, keys: Sequence[ApiKey]) -> Principal:
         if hmac.compare_digest(known.key.get_secret_value().encode(), key.encode()):
             found = _owner(known)
     if found is None:
-        msg = "this API key is not known; use one from `server.api_keys` of the server's configuration"
-        raise AuthenticationError(msg)
+        raise AuthenticationError(_UNKNOWN)
     return found
 
 

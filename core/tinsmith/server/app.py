@@ -14,17 +14,20 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.server import error_answers
 from tinsmith.server.admission import Admission
 from tinsmith.server.api_keys import ApiKeys
-from tinsmith.server.auth import identified, who_sent
+from tinsmith.server.auth import identified
 from tinsmith.server.bodies import BodyLimit, BodyLimits
 from tinsmith.server.body_budget import BodyBudget
 from tinsmith.server.bounded_http import Connections
 from tinsmith.server.context import API_PREFIX, Engines, Metrics, ServerContext
+from tinsmith.server.descriptions import add_descriptions
+from tinsmith.server.download_links import has_signature
 from tinsmith.server.gate import Gate, names_of
 from tinsmith.server.key_tokens import KeyTokens
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.server.quotas import Quotas
 from tinsmith.server.routes import futures, not_offered, runs, sampling, service, sessions, training, usage, weights
 from tinsmith.server.signed_urls import UrlSigner
+from tinsmith.server.strangers import Strangers
 from tinsmith.settings import Settings
 from tinsmith.store import RequestStore
 from tinsmith.store.disk_room import reserve_bytes, space_at
@@ -41,7 +44,7 @@ async def create_app(
     `keys` are those of the settings, as they change; by default they do not. Each app needs plugins of its own, since
     its keys become one of them. Raises PluginError if two plugins offer a loss of one name.
     """
-    app = FastAPI(title="tinsmith", version=version("tinsmith"), docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="tinsmith", version=version("tinsmith"), openapi_url=None)
     tokens = KeyTokens(await store.secret("key tokens"), settings.server.token_lifetime_s)
     api_keys = ApiKeys(keys or LiveKeys(settings.server.api_keys), tokens)
     _add_api_keys(plugins, api_keys)
@@ -66,8 +69,10 @@ async def create_app(
     app.include_router(service.open_router)
     for router in plugins.routes(settings, _routes_context(context)):
         app.include_router(router)
+    add_descriptions(app)
     error_answers.install(app)
     bounds, identify = settings.server.limits, partial(identified, plugins=plugins)
+    strangers = Strangers(per_s=bounds.keyless_requests_per_s, burst=bounds.keyless_burst)
     app.add_middleware(
         BodyLimit,
         limits=BodyLimits(
@@ -84,9 +89,11 @@ async def create_app(
         quotas=context.quotas,
         identify=identify,
         key_id=api_keys.id_used,
+        strangers=strangers,
+        has_link=partial(has_signature, context),
         in_thread=plugins.authenticators() != [api_keys],
     )
-    app.add_middleware(Gate, names=names_of(settings.server))
+    app.add_middleware(Gate, names=names_of(settings.server), strangers=strangers)
     app.add_middleware(_Measured, metrics=context.metrics)
     return app
 
@@ -106,7 +113,7 @@ def _show_space(metrics: Metrics, settings: Settings) -> None:
 
 def _routes_context(context: ServerContext) -> RoutesContext:
     def caller(request: Request) -> Principal:
-        return who_sent(request.headers, context.plugins)
+        return identified(request.scope, context.plugins)
 
     return RoutesContext(store=context.store, registry=context.metrics.registry, caller=caller)
 

@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from tinsmith.errors import AuthenticationError, NotFoundError
+from tinsmith.errors import AuthenticationError, NotFoundError, TinsmithError
 from tinsmith.hook_values import Principal
 from tinsmith.operations import ReadRight
 from tinsmith.plugins.loading import Plugins
@@ -35,7 +35,7 @@ Owned = TypeVar(
 )
 
 _CALLER: Final = "tinsmith.caller"
-"""Key of the scope: who sent the request, once that is known."""
+"""Key of the scope: who sent the request, or why that is not known, once it has been asked."""
 
 
 def authenticated(request: Request, context: Context) -> Principal:
@@ -44,9 +44,15 @@ def authenticated(request: Request, context: Context) -> Principal:
 
 def identified(scope: Scope, plugins: Plugins) -> Principal:
     """As `who_sent`, but asks only once for each request."""
-    known: Principal | None = scope.get(_CALLER)
+    known: Principal | TinsmithError | None = scope.get(_CALLER)
     if known is None:
-        known = scope[_CALLER] = who_sent(Headers(scope=scope), plugins)
+        try:
+            known = who_sent(Headers(scope=scope), plugins)
+        except TinsmithError as error:
+            known = error
+        scope[_CALLER] = known
+    if isinstance(known, TinsmithError):
+        raise known
     return known
 
 
@@ -65,8 +71,9 @@ def who_sent(headers: Mapping[str, str], plugins: Plugins) -> Principal:
 
 
 async def _caller(request: Request, context: Context) -> Principal:
-    known: Principal | None = request.scope.get(_CALLER)
-    return await run_in_threadpool(authenticated, request, context) if known is None else known
+    if _CALLER in request.scope:
+        return authenticated(request, context)
+    return await run_in_threadpool(authenticated, request, context)
 
 
 Caller = Annotated[Principal, Depends(_caller)]

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any, Final, cast
 
 from fastapi import FastAPI
+from starlette.types import Scope
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -33,6 +34,10 @@ LINGER_BYTES: Final = 256 << 20
 """How much of a refused body is read and dropped, so that the client finishes sending and reads the answer."""
 UNREAD_S: Final = 60
 """A client that reads almost nothing of its answer for this long is cut off."""
+
+
+_CONNECTION: Final = "tinsmith.connection"
+"""Key of the scope."""
 
 
 def _answer(status: str, detail: str) -> bytes:
@@ -58,10 +63,10 @@ class Connections:
     def __init__(self, most: int) -> None:
         self._most = most
         self._all: dict[BoundedHttp, None] = {}
-        self._waiting: dict[BoundedHttp, None] = {}  # idle, the longest first
-        self._arriving: dict[
-            BoundedHttp, None
-        ] = {}  # with a request of which no more has arrived than any stranger may send
+        # Of strangers, from which no request with a valid key has come, and of others; the longest first.
+        self._waiting: dict[bool, dict[BoundedHttp, None]] = {False: {}, True: {}}  # idle, by whether they are known
+        self._delayed: dict[BoundedHttp, None] = {}  # strangers whose answer is withheld
+        self._arriving: dict[BoundedHttp, None] = {}  # request still smaller than a stranger may send
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -71,11 +76,13 @@ class Connections:
     def admit(self, connection: "BoundedHttp") -> bool:
         """Return whether there is room.
 
-        The connection that has been idle longest makes room for a new one. If none is idle, the one whose request
-        began to arrive first does: it may belong to a stranger and never be complete.
+        A stranger makes room for a new connection: the one that has been idle longest, else the one whose answer has
+        been withheld longest. Then the known one that has been idle longest does; then the one whose request began to
+        arrive first, which may belong to a stranger and never be complete.
         """
         if len(self._all) >= self._most:
-            oldest = next(chain(self._waiting, self._arriving), None)
+            strangers, known = self._waiting[False], self._waiting[True]
+            oldest = next(chain(strangers, self._delayed, known, self._arriving), None)
             if oldest is None:
                 return False
             oldest.transport.abort()
@@ -88,18 +95,27 @@ class Connections:
 
     def forget(self, connection: "BoundedHttp") -> None:
         self._all.pop(connection, None)
-        self._waiting.pop(connection, None)
+        self._is_busy(connection)
         self._arriving.pop(connection, None)
 
     def waits(self, connection: "BoundedHttp") -> None:
+        self._is_busy(connection)
         if connection in self._all:
-            self._waiting.pop(connection, None)
-            self._waiting[connection] = None
+            self._waiting[connection.is_known][connection] = None
+
+    def delays(self, connection: "BoundedHttp") -> None:
+        self._is_busy(connection)
+        if connection in self._all and not connection.is_known:
+            self._delayed[connection] = None
 
     def arrives(self, connection: "BoundedHttp") -> None:
-        self._waiting.pop(connection, None)
+        self._is_busy(connection)
         if connection in self._all:
             self._arriving[connection] = None
+
+    def _is_busy(self, connection: "BoundedHttp") -> None:
+        for each in (*self._waiting.values(), self._delayed):
+            each.pop(connection, None)
 
     def arrived(self, connection: "BoundedHttp") -> None:
         self._arriving.pop(connection, None)
@@ -111,6 +127,12 @@ class Connections:
     def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
         self.look()
         self._timer = loop.call_later(1, self._look_again, loop) if self._all else None
+
+
+def connection_of(scope: Scope) -> "BoundedHttp | None":
+    """Return the connection on which a request came; None if it did not come through uvicorn."""
+    found: BoundedHttp | None = scope.get(_CONNECTION)
+    return found
 
 
 class Phase(Enum):
@@ -148,6 +170,7 @@ class BoundedHttp(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._connections = cast("FastAPI", config.app).state.connections  # of create_app
+        self.is_known = False  # a request with a valid key has come
         self.phase = Phase.HEAD
         self._head_begun = True  # the first request is due at once
         self._unfinished = 0  # bytes since the parser last completed a part of the request
@@ -225,6 +248,10 @@ class BoundedHttp(HttpToolsProtocol):
         if self._dropped > LINGER_BYTES:
             self.transport.abort()
 
+    def delays(self) -> None:
+        """Note that the answer is withheld from a stranger."""
+        self._connections.delays(self)
+
     # Number -----------------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
@@ -276,6 +303,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._head_begun = False
         self.phase, self._looks, self.body_bytes = Phase.BODY, 0, 0
         self._connections.arrives(self)
+        self.scope[_CONNECTION] = self  # type: ignore[typeddict-unknown-key]  # for `connection_of`
         super().on_headers_complete()
         self.cycle.transport = _AnswerTransport(self)
 

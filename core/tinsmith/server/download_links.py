@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from tinsmith.checkpoints.tinker_path import TinkerPath
-from tinsmith.errors import AuthenticationError, NotFoundError, RevokedError, UserError
+from tinsmith.errors import AuthenticationError, NotFoundError, RevokedError, TinsmithError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.server.auth import may_read
-from tinsmith.server.context import ServerContext
+from tinsmith.server.context import API_PREFIX, ServerContext
 from tinsmith.server.signed_urls import Grant
 from tinsmith.store import CheckpointRecord
 from tinsmith.store.revocation import why_gone
@@ -27,6 +27,19 @@ def make_grant(
 def link_name(record: CheckpointRecord) -> str:
     """Return the name of a checkpoint in links: its path without the scheme. Its directory is found anew each time."""
     return record.path.removeprefix("tinker://")
+
+
+def has_signature(context: ServerContext, path: str) -> bool:
+    """Return whether a path is that of a link which this server has signed. It may have been revoked since."""
+    parts = path.removeprefix(f"{API_PREFIX}/").split("/", 4)
+    if len(parts) < 5 or parts[0] not in ("files", "archives"):
+        return False
+    _, stamp, grant, signature, name = parts
+    try:
+        context.signer.check(name, int(stamp), grant, signature, context.now())
+    except (TinsmithError, ValueError):
+        return False
+    return True
 
 
 async def refuse_revoked(context: ServerContext, name: str, grant: Grant) -> tuple[CheckpointRecord, str]:

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinsmith.protocol import bounds
 from tinsmith.server.bodies import note_route
+from tinsmith.server.strangers import Strangers
 from tinsmith.settings import ServerSettings
 
 MAX_PATH_CHARS: Final = 4096
@@ -28,14 +29,18 @@ _REMEDY: Final = (
 class Gate:
     """ASGI middleware. `names` are those that the server goes by; None allows every name and origin."""
 
-    def __init__(self, app: ASGIApp, *, names: frozenset[str] | None) -> None:
+    def __init__(self, app: ASGIApp, *, names: frozenset[str] | None, strangers: Strangers) -> None:
         self._app = app
         self._names = names
+        self._strangers = strangers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
         if refusal is None:
             await self._app(scope, receive, send)
+            return
+        if (wait_s := self._strangers.take()) > 0:
+            await self._strangers.refuse(wait_s, scope, send)
             return
         note_route(scope)
         status, detail = refusal

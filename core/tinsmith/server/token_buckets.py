@@ -22,6 +22,18 @@ class TokenBuckets:
 
     def take(self, tenant: str, *, per_s: float, burst: int) -> float:
         """Take a token and return 0, or return the seconds until there is one."""
+        bucket = self._filled(tenant, per_s, burst)
+        if bucket.tokens < 1:
+            return (1 - bucket.tokens) / per_s
+        bucket.tokens -= 1
+        return 0.0
+
+    def wait(self, tenant: str, *, per_s: float, burst: int) -> float:
+        """Return the seconds until there is a token, 0 if there is one."""
+        bucket = self._filled(tenant, per_s, burst)
+        return max(0.0, 1 - bucket.tokens) / per_s
+
+    def _filled(self, tenant: str, per_s: float, burst: int) -> _Bucket:
         now = self._clock()
         bucket = self._buckets.get(tenant)
         if bucket is None:
@@ -29,10 +41,7 @@ class TokenBuckets:
             bucket = self._buckets[tenant] = _Bucket(burst, now)
         bucket.tokens = min(burst, bucket.tokens + (now - bucket.at_s) * per_s)
         bucket.at_s = now
-        if bucket.tokens < 1:
-            return (1 - bucket.tokens) / per_s
-        bucket.tokens -= 1
-        return 0.0
+        return bucket
 
     def _tidy(self, now: float, per_s: float, burst: int) -> None:
         """Drop full buckets, because any key that somebody tries gets one."""

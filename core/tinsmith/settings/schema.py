@@ -142,7 +142,17 @@ class LimitsSettings(_Section):
     connections: int = Field(
         10_000,
         ge=16,
-        description="connections open at a time; a new one replaces the one idle for longest, or gets a 503",
+        description="connections open at a time; a new one replaces one that no valid key has been used on, or the one "
+        "idle for longest, or gets a 503",
+    )
+    keyless_requests_per_s: float = Field(
+        50.0,
+        gt=0,
+        description="requests per second of all callers without a valid key together; more get a 429, after some "
+        "seconds. Health probes are not counted: beyond 20 per second of one address they are answered late",
+    )
+    keyless_burst: int = Field(
+        200, ge=1, description="requests without a valid key that may come at once after a pause"
     )
 
 

@@ -1,0 +1,102 @@
+"""What callers without a valid key may take: one bucket of requests for all of them together.
+
+A refusal takes a tenth of a millisecond, which is too much for somebody who sends again at once over a thousand
+connections. So a refusal comes late: until then the connection waits, and costs nothing.
+"""
+
+import asyncio
+import hashlib
+import json
+import math
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
+from types import SimpleNamespace
+from typing import Final
+
+from starlette.types import Scope, Send
+
+from tinsmith.server.bounded_http import connection_of
+from tinsmith.server.token_buckets import TokenBuckets
+
+REFUSED_AFTER_S: Final = 5.0
+"""On average. It differs, or a thousand that were refused together would send again together."""
+
+_ROUTE: Final = SimpleNamespace(path="(without a key)")  # under which `/metrics` counts refusals
+_KNOWN: Final = 10_000
+_CHANGING: Final = (
+    b"accept",
+    b"connection",
+    b"content-",
+    b"host",
+    b"user-agent",
+    b"x-stainless-",
+    b"x-idempotency-key",
+)
+"""Headers that begin so say nothing about who sent a request."""
+
+Pause = Callable[[float], Awaitable[object]]
+
+
+class Strangers:
+    """One per app."""
+
+    def __init__(
+        self, *, per_s: float, burst: int, clock: Callable[[], float] = time.monotonic, pause: Pause = asyncio.sleep
+    ) -> None:
+        self._per_s = per_s
+        self._burst = burst
+        self._buckets = TokenBuckets(clock)
+        self._pause = pause
+        self._known: OrderedDict[bytes, None] = OrderedDict()  # headers of callers that were identified
+
+    def take(self) -> float:
+        """Count a request of a stranger. Return 0, or the seconds after which there is room for one."""
+        return self._buckets.take("", per_s=self._per_s, burst=self._burst)
+
+    async def refuse(self, wait_s: float, scope: Scope, send: Send) -> None:
+        """Answer late, without reading the body, and close the connection if there may be one."""
+        scope["route"] = _ROUTE
+        if (connection := connection_of(scope)) is not None:
+            connection.delays()
+        await self._pause(spread(REFUSED_AFTER_S))
+        detail = (
+            f"callers without a valid API key send more than {self._per_s:g} requests per second together, which is "
+            "their limit (server.limits.keyless_requests_per_s); send a key, or try again later"
+        )
+        headers = [(b"content-type", b"application/json"), (b"retry-after", b"%d" % max(1, math.ceil(wait_s)))]
+        if scope["method"] not in ("GET", "HEAD"):
+            headers.append((b"connection", b"close"))
+        body = json.dumps({"detail": detail}).encode()
+        headers.append((b"content-length", b"%d" % len(body)))
+        await send({"type": "http.response.start", "status": 429, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    # While strangers come too fast, plugins are asked about none but those who were known before ---------------------
+
+    def refuses_unasked(self, scope: Scope) -> float:
+        """Return 0, or the seconds after which it may be asked who sent a request."""
+        if _fingerprint(scope["headers"]) in self._known:
+            return 0.0
+        return self._buckets.wait("", per_s=self._per_s, burst=self._burst)
+
+    def note_known(self, scope: Scope) -> None:
+        fingerprint = _fingerprint(scope["headers"])
+        self._known[fingerprint] = None
+        self._known.move_to_end(fingerprint)
+        if len(self._known) > _KNOWN:
+            self._known.popitem(last=False)
+
+
+def spread(seconds: float) -> float:
+    """Return a time of that average, from half of it to one and a half."""
+    return seconds * random.uniform(0.5, 1.5)
+
+
+def _fingerprint(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    found = hashlib.sha256()
+    for name, value in sorted(headers):
+        if not name.startswith(_CHANGING):
+            found.update(b"%d:%b%d:%b" % (len(name), name, len(value), value))
+    return found.digest()

@@ -1,0 +1,273 @@
+"""Callers without a valid key share one bucket. What they may ask is kept, and tenants and probes notice nothing."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+
+import tinsmith
+from tinsmith.errors import AuthenticationError
+from tinsmith.hook_values import Principal
+from tinsmith.plugins.loading import Plugins
+from tinsmith.server import bounded_http, strangers
+from tinsmith.server.app import create_app
+from tinsmith.server.probes import BURST as PROBES_AT_ONCE
+from tinsmith.server.probes import PROBES
+from tinsmith.settings import Settings
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.store import SqlStore
+from tinsmith.store import StoreContext
+
+KEY, BURST = {"x-api-key": "tml-mine"}, 5
+WRONG = {"x-api-key": "tml-wrong"}
+
+
+class Server:
+    """An app whose clock stands still, and whose pauses end at once and are written down."""
+
+    def __init__(self, store: SqlStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store = store
+        self.pauses: list[float] = []
+        self._monkeypatch = monkeypatch
+
+    async def start(self, *extra: object, keys: bool = True, burst: int = BURST) -> httpx.AsyncClient:
+        async def pause(seconds: float) -> None:
+            self.pauses.append(seconds)
+            await asyncio.sleep(0)
+
+        for module in ("strangers.Strangers", "probes.Probes"):
+            path = f"tinsmith.server.{module}.__init__.__kwdefaults__"
+            self._monkeypatch.setitem(_defaults(path), "clock", lambda: 0.0)
+            self._monkeypatch.setitem(_defaults(path), "pause", pause)
+        server: dict[str, Any] = {"limits": {"keyless_burst": burst, "keyless_requests_per_s": 0.001}}
+        if keys:
+            server["api_keys"] = [{"key": KEY["x-api-key"], "tenant": "ann"}]
+        models = [{"name": "tiny", "backend": {"plugin": "toy"}}]
+        settings = Settings.model_validate({"server": server, "models": models})
+        self.app = await create_app(settings, store=self.store, plugins=Plugins.load(extra))
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+
+
+def _defaults(path: str) -> dict[str, Any]:
+    module, name = path.removesuffix(".__init__.__kwdefaults__").rsplit(".", 1)
+    found: dict[str, Any] = getattr(__import__(module, fromlist=[name]), name).__init__.__kwdefaults__
+    return found
+
+
+@pytest_asyncio.fixture
+async def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
+    store = SqlStore(SqlStoreConfig(synchronous="off"), StoreContext(data_dir=tmp_path))
+    await store.open()
+    yield Server(store, monkeypatch)
+    await store.close()
+
+
+async def spend(http: httpx.AsyncClient) -> None:
+    """Take what strangers may have."""
+    for _ in range(BURST):
+        assert (await http.get("/nothing")).status_code == 404
+
+
+# One bucket -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [True, False], ids=["with keys", "without keys"])
+async def test_whoever_has_no_key_is_refused_on_every_route_once_the_bucket_is_empty(
+    server: Server, *, keys: bool
+) -> None:
+    http = await server.start(keys=keys)
+    await spend(http)
+    bad = WRONG if keys else {"x-api-key": "none of ours"}
+    asked = 0
+    for method, path in routes(server.app):
+        for headers in ({}, bad):
+            if path in PROBES and (not headers or path.endswith("healthz")):
+                continue
+            answer = await http.request(method, path, headers=headers)
+            assert answer.status_code == 429, f"{method} {path}"
+            assert int(answer.headers["retry-after"]) >= 1
+            assert method == "HEAD" or "server.limits.keyless_requests_per_s" in answer.json()["detail"]
+            asked += 1
+    assert len(server.pauses) == asked, "each refusal has to be waited for"
+    assert min(server.pauses) >= strangers.REFUSED_AFTER_S / 2
+    assert len(set(server.pauses)) > asked / 2, "those who were refused together must not come back together"
+    assert asked > 100
+
+
+def routes(app: FastAPI) -> list[tuple[str, str]]:
+    """Return method and path of every route, of paths that do not exist, and of other methods."""
+    found = [
+        (method, path) for path in ("/", "/api/v1/none", "/docs", "/metrics") for method in ("GET", "HEAD", "OPTIONS")
+    ]
+    for path, operations in app.openapi()["paths"].items():
+        filled = path.replace("{", "").replace("}", "")
+        found += [(method.upper(), filled) for method in operations]
+    assert {each.path for each in app.routes if isinstance(each, APIRoute)}
+    return found
+
+
+@pytest.mark.parametrize("headers", [{}, WRONG], ids=["no key", "a wrong key"])
+async def test_a_tenant_notices_nothing(server: Server, headers: dict[str, str]) -> None:
+    http = await server.start()
+    await spend(http)
+    refused = [await http.post("/api/v1/create_session", json={"tags": []}, headers=headers) for _ in range(20)]
+    assert {answer.status_code for answer in refused} == {429}
+    body = {"tags": [], "sdk_version": "1"}
+    answers = [await http.post("/api/v1/create_session", json=body, headers=KEY) for _ in range(20)]
+    assert {answer.status_code for answer in answers} == {200}
+    token = (await http.post("/api/v1/auth/token", headers=KEY)).json()["jwt"]
+    assert (await http.get("/api/v1/sessions", headers={"x-api-key": token})).status_code == 200
+
+
+async def test_a_foreign_host_spends_of_the_same_bucket(server: Server) -> None:
+    http = await server.start(keys=False)
+    statuses = [(await http.get("/metrics", headers={"host": "evil.example"})).status_code for _ in range(BURST + 3)]
+    assert statuses == [403] * BURST + [429] * 3
+
+
+async def test_a_refusal_is_counted_apart(server: Server) -> None:
+    http = await server.start()
+    await spend(http)
+    for _ in range(3):
+        await http.get("/api/v1/sessions")
+    metrics = (await http.get("/metrics", headers=KEY)).text
+    assert 'tinsmith_http_requests_total{route="(without a key)",status="429"} 3.0' in metrics
+
+
+class Elsewhere:
+    """A plugin that asks another service who a caller is."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    @tinsmith.hookimpl
+    def tinsmith_authenticate(self, headers: dict[str, str]) -> Principal | None:
+        self.asked.append(headers.get("x-user", ""))
+        if headers.get("x-user") == "bob":
+            return Principal(tenant="bob")
+        if headers.get("x-user") == "mallory":
+            msg = "no"
+            raise AuthenticationError(msg)
+        return None
+
+
+async def test_a_plugin_is_not_asked_about_strangers_who_come_too_fast(server: Server) -> None:
+    elsewhere = Elsewhere()
+    http = await server.start(elsewhere)
+    bob = {"x-user": "bob"}
+    assert (await http.get("/api/v1/sessions", headers=bob)).status_code == 200
+    elsewhere.asked.clear()
+    statuses = [(await http.get("/api/v1/sessions", headers={"x-user": "mallory"})).status_code for _ in range(20)]
+    assert statuses == [401] * BURST + [429] * (20 - BURST)
+    assert elsewhere.asked == ["mallory"] * BURST, "asked once for each request that is admitted, and for no other"
+    for path in ("sessions", "get_server_capabilities"):
+        assert (await http.get(f"/api/v1/{path}", headers=bob)).status_code == 200, "it has been known before"
+
+
+# Kept answers ---------------------------------------------------------------------------------------------------------
+
+
+async def test_the_description_is_rendered_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    http = await server.start(burst=1000)
+    rendered, describe = 0, server.app.openapi
+
+    def counted() -> dict[str, Any]:
+        nonlocal rendered
+        rendered += 1
+        return describe()
+
+    monkeypatch.setattr(server.app, "openapi", counted)
+    answers = await asyncio.gather(*(http.get("/openapi.json") for _ in range(50)))
+    assert "/api/v1/session_heartbeat" in answers[0].json()["paths"]
+    assert {answer.content for answer in answers} == {answers[0].content}
+    assert rendered == 1
+    assert "swagger" in (await http.get("/docs")).text
+
+
+async def test_the_metrics_are_rendered_once_for_all_strangers_of_a_second(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http = await server.start(burst=1000)
+    asked, list_engines = 0, server.store.list_engines
+
+    async def counted() -> Any:
+        nonlocal asked
+        asked += 1
+        return await list_engines()
+
+    monkeypatch.setattr(server.store, "list_engines", counted)
+    monkeypatch.setattr("tinsmith.builtin.metrics_endpoint._KEPT_S", 3600.0)
+    for _ in range(2):
+        answers = await asyncio.gather(*(http.get("/metrics") for _ in range(50)))
+        assert {answer.status_code for answer in answers} == {200}
+    assert asked == 1
+    text = (await http.get("/metrics", headers=KEY)).text
+    assert asked == 2, "a caller with a key sees what is now"
+    assert 'route="/metrics",status="200"} 100.0' in text
+
+
+async def test_probes_are_always_answered_and_cost_little(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    http = await server.start()
+    await spend(http)
+    reached: list[str] = []
+    real = server.app.router.app
+
+    async def counted(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope["path"])
+        await real(scope, receive, send)
+
+    monkeypatch.setattr(server.app.router, "middleware_stack", counted)
+    for path, status in (("/healthz", 200), ("/readyz", 503)):
+        answers = [await http.get(path) for _ in range(2 * PROBES_AT_ONCE)]
+        assert {answer.status_code for answer in answers} == {status}
+        assert {answer.content for answer in answers} == {answers[0].content}
+    assert len(reached) <= PROBES_AT_ONCE + 2, "most were answered with what was answered last"
+    assert (await http.get("/readyz", headers=KEY)).status_code == 503
+    server.pauses.clear()
+    transport = httpx.ASGITransport(server.app, client=("10.0.0.9", 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as orchestrator:
+        assert (await orchestrator.get("/healthz")).status_code == 200
+    assert not server.pauses, "one of another address is answered at once"
+
+
+# Connections ----------------------------------------------------------------------------------------------------------
+
+
+class Connection:
+    def __init__(self, *, is_known: bool) -> None:
+        self.is_known = is_known
+        self.loop = asyncio.get_running_loop()
+        self.transport = self
+        self.aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def look(self) -> None: ...
+
+
+async def test_strangers_make_room_before_those_who_are_known() -> None:
+    connections = bounded_http.Connections(4)
+    known, delayed, busy, idle = [Connection(is_known=known) for known in (True, False, False, False)]
+    admit: Callable[[Any], bool] = connections.admit
+    for each in (known, delayed, busy, idle):
+        assert admit(each)
+    connections.delays(delayed)  # type: ignore[arg-type]
+    connections._is_busy(busy)  # type: ignore[arg-type]
+    newcomers = [Connection(is_known=True) for _ in range(4)]
+    gone = []
+    for newcomer in newcomers:
+        assert admit(newcomer)
+        connections._is_busy(newcomer)  # type: ignore[arg-type]
+        gone.append([each.aborted for each in (idle, delayed, known, busy)])
+        if all(gone[-1][:3]):
+            break
+    assert gone == [[True, False, False, False], [True, True, False, False], [True, True, True, False]]
+    assert not admit(Connection(is_known=False)), "nobody is idle"
