@@ -14,7 +14,9 @@ from tinsmith.testing import (
     CheckpointContract,
     ConsistencyContract,
     FullFineTuningContract,
+    SamplingAbuseContract,
     SamplingBackendContract,
+    TrainingAbuseContract,
     TrainingBackendContract,
 )
 from tinsmith.testing.model_driver import ModelDriver
@@ -32,6 +34,24 @@ def toy(context: BackendContext) -> ToyBackend:
 
 
 class TestToyTraining(TrainingBackendContract):
+    @pytest.fixture
+    def backend(self, toy: ToyBackend) -> ToyBackend:
+        return toy
+
+
+@pytest.mark.thorough
+class TestToyTrainingAbuse(TrainingAbuseContract):
+    long_form, random_cases = True, 2000
+
+    @pytest.fixture
+    def backend(self, toy: ToyBackend) -> ToyBackend:
+        return toy
+
+
+@pytest.mark.thorough
+class TestToySamplingAbuse(SamplingAbuseContract):
+    long_form, random_cases = True, 1000
+
     @pytest.fixture
     def backend(self, toy: ToyBackend) -> ToyBackend:
         return toy

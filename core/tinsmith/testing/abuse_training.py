@@ -46,21 +46,32 @@ class TrainingAbuseContract(TrainingSuite):
     ) -> None:
         cases = list(cases_of(driver.capabilities, group, self.random_cases, long_form=self.long_form))
         tally = Tally(group=f"training: {group}", cases=len(cases))
-        _Attack(driver, tally).run(cases)
+        attack(driver, cases, tally)
         if self.long_form:
-            _Attack(driver, tally, alone=True).run(cases)
+            attack(driver, cases, tally, alone=True)
         tally.report(self, record_property)
+
+
+def attack(
+    driver: ModelDriver, cases: Sequence[Case], tally: Tally, *, alone: bool = False, most_models: int | None = None
+) -> None:
+    """Run the cases, several at a time and beside a neighbour, or each alone."""
+    room = driver.capabilities.max_models if most_models is None else most_models
+    if alone or room == 1:
+        _Attack(driver, tally, num_attackers=1, neighbour=None).run(cases)
+        return
+    num_attackers = max(1, min(_MOST_ATTACKERS, room - 2))
+    _Attack(driver, tally, num_attackers=num_attackers, neighbour=_Neighbour(driver, tally)).run(cases)
 
 
 class _Attack:
     """Runs cases: several attackers at a time, in the same calls as the neighbour."""
 
-    def __init__(self, driver: ModelDriver, tally: Tally, *, alone: bool = False) -> None:
-        alone = alone or driver.capabilities.max_models == 1
-        self._driver, self._tally = driver, tally
-        self._neighbour = None if alone else _Neighbour(driver, tally)
-        room = 1 if alone else max(1, min(_MOST_ATTACKERS, driver.capabilities.max_models - 2))
-        self._attackers = [driver.create_trained(seed=seed) for seed in range(room)]
+    def __init__(
+        self, driver: ModelDriver, tally: Tally, *, num_attackers: int, neighbour: "_Neighbour | None"
+    ) -> None:
+        self._driver, self._tally, self._neighbour = driver, tally, neighbour
+        self._attackers = [driver.create_trained(seed=seed) for seed in range(num_attackers)]
         self._healthy = [driver.state(model_id) for model_id in self._attackers]
 
     def run(self, cases: Sequence[Case]) -> None:

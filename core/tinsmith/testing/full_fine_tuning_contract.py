@@ -4,7 +4,7 @@ Subclass `FullFineTuningContract` and give it a `backend` fixture, as for `Train
 such models at a time, and a `model_path` fixture if the backend reads a directory.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,6 +16,9 @@ from tinsmith.checkpoints.format import read_checkpoint, read_snapshot, write_ch
 from tinsmith.huggingface.safetensors_files import StoredTensors
 from tinsmith.operations import AdamParams, Array, Failed, ForwardBackward, LoraConfig, OptimStep
 from tinsmith.store import CheckpointKind
+from tinsmith.testing.abuse_tally import Tally
+from tinsmith.testing.abuse_training import attack
+from tinsmith.testing.abuse_training_cases import cases_of
 from tinsmith.testing.contract import assert_same_arrays, assert_same_numbers, assert_same_state, need
 from tinsmith.testing.model_driver import ModelDriver, logprobs_of, ragged_data, succeeded
 from tinsmith.testing.training_numerics import NumericsContract
@@ -27,6 +30,8 @@ _ONE_OP, _A_MODEL = 1e-5, 1e-4  # allowed float32 difference: after one operatio
 _SHARD_BYTES = 3000  # small enough that even a toy model needs several files
 _COMPANY_STEPS = 5
 _NOISE = 0.05
+_ROOM = 6  # for models
+_RANDOM_CASES = 16
 
 
 class FullDriver(ModelDriver):
@@ -105,6 +110,18 @@ class FullFineTuningContract(NumericsContract, OptimizerContract, StateContract,
                 for name, array in arrays.items():
                     found = getattr(actual, what)[name]
                     assert_same_numbers(driver.capabilities, found, array, f"{what} {name}")
+
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of numbers that have become infinite or NaN
+    @pytest.mark.parametrize("group", ["steps", "ruined weights", "random"])
+    def test_abuse_of_full_models_hurts_nobody(
+        self, driver: ModelDriver, group: str, record_property: Callable[[str, object], None]
+    ) -> None:
+        """As for adapters, whose steps may take another way."""
+        every = 3 if group == "steps" else 1  # of those of adapters: these steps take longer
+        cases = list(cases_of(driver.capabilities, group, _RANDOM_CASES, long_form=False))[::every]
+        tally = Tally(group=f"full models: {group}", cases=len(cases))
+        attack(driver, cases, tally, most_models=_ROOM)
+        tally.report(self, record_property)
 
     def test_base_stays_as_it_was(self, driver: ModelDriver, adapters: ModelDriver) -> None:
         """Training leaves unchanged the base that adapters use and from which the next model of rank 0 starts."""

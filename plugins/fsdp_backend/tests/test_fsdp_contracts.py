@@ -5,13 +5,27 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.testing import CheckpointContract, FullFineTuningContract, TrainingBackendContract
+from tinsmith.testing import (
+    CheckpointContract,
+    FullFineTuningContract,
+    TrainingAbuseContract,
+    TrainingBackendContract,
+)
 from tinsmith_fsdp.backend import FsdpBackend
 
 pytestmark = pytest.mark.slow  # starting ranks takes seconds
 
 
 class TestFsdpTrainingQwen3(TrainingBackendContract):
+    @pytest.fixture
+    def backend(self, two_ranks: FsdpBackend) -> FsdpBackend:
+        return two_ranks
+
+
+@pytest.mark.thorough
+class TestFsdpTrainingAbuse(TrainingAbuseContract):
+    long_form, random_cases = True, 500
+
     @pytest.fixture
     def backend(self, two_ranks: FsdpBackend) -> FsdpBackend:
         return two_ranks

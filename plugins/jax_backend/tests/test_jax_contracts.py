@@ -11,7 +11,14 @@ from few_programs import FEW_PROGRAMS
 from jax_harness import make_backend
 from tokenizers import Tokenizer
 
-from tinsmith.testing import CheckpointContract, ConsistencyContract, SamplingBackendContract, TrainingBackendContract
+from tinsmith.testing import (
+    CheckpointContract,
+    ConsistencyContract,
+    SamplingAbuseContract,
+    SamplingBackendContract,
+    TrainingAbuseContract,
+    TrainingBackendContract,
+)
 from tinsmith_jax.backend import JaxBackend
 
 pytestmark = pytest.mark.slow  # it compiles some thirty programs
@@ -54,6 +61,24 @@ def jax_backend(case: Case, jax_model: Path, jax_cache: Path, request: pytest.Fi
 
 
 class TestJaxTraining(TrainingBackendContract):
+    @pytest.fixture
+    def backend(self, jax_backend: JaxBackend) -> JaxBackend:
+        return jax_backend
+
+
+@pytest.mark.thorough
+class TestJaxTrainingAbuse(TrainingAbuseContract):
+    long_form, random_cases = True, 1000
+
+    @pytest.fixture
+    def backend(self, jax_backend: JaxBackend) -> JaxBackend:
+        return jax_backend
+
+
+@pytest.mark.thorough
+class TestJaxSamplingAbuse(SamplingAbuseContract):
+    long_form, random_cases = True, 1000
+
     @pytest.fixture
     def backend(self, jax_backend: JaxBackend) -> JaxBackend:
         return jax_backend

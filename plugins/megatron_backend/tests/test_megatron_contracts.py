@@ -6,13 +6,26 @@ from pathlib import Path
 import pytest
 from megatron_harness import fork_backend
 
-from tinsmith.testing import CheckpointContract, FullFineTuningContract, TrainingBackendContract
+from tinsmith.testing import (
+    CheckpointContract,
+    FullFineTuningContract,
+    TrainingAbuseContract,
+    TrainingBackendContract,
+)
 from tinsmith_megatron.backend import MegatronBackend
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 
 class TestMegatronTraining(TrainingBackendContract):
+    @pytest.fixture
+    def backend(self, two_ranks: MegatronBackend) -> MegatronBackend:
+        return two_ranks
+
+
+class TestMegatronTrainingAbuse(TrainingAbuseContract):
+    long_form, random_cases = True, 300
+
     @pytest.fixture
     def backend(self, two_ranks: MegatronBackend) -> MegatronBackend:
         return two_ranks

@@ -10,9 +10,15 @@ import pytest
 from tokenizers import Tokenizer
 from vllm_harness import Pair, make_trainer, op, prompt, trained_by
 
-from tinsmith import Array, LoraConfig, SampleOutput, Snapshot, TrainingBackend
+from tinsmith import Array, LoraConfig, SampleOutput, SamplingBackend, Snapshot, TrainingBackend
 from tinsmith.huggingface import adapter_config
-from tinsmith.testing import ConsistencyContract, SamplingBackendContract, assert_same_arrays, in_one_loop
+from tinsmith.testing import (
+    ConsistencyContract,
+    SamplingAbuseContract,
+    SamplingBackendContract,
+    assert_same_arrays,
+    in_one_loop,
+)
 from tinsmith_vllm import memory
 from tinsmith_vllm.adapters import arrays_of
 from tinsmith_vllm.memory import AdapterMemory
@@ -119,6 +125,11 @@ def test_the_isolation_of_a_pair_is_that_of_the_weaker(pair: Pair) -> None:
 
 
 class TestVllmSampling(SamplingBackendContract):
+    def processes(self, backend: SamplingBackend) -> object:
+        """A vLLM that died would be replaced."""
+        assert isinstance(backend, Pair)
+        return backend.sampler.process_ids
+
     @pytest.fixture
     def backend(self, pair: Pair) -> Pair:
         return pair
@@ -132,6 +143,19 @@ class TestVllmSampling(SamplingBackendContract):
     def detokenize(self, tiny_models: dict[str, Path]) -> Callable[[list[int]], str]:
         tokenizer = Tokenizer.from_file(str(tiny_models["qwen3"] / "tokenizer.json"))
         return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+@pytest.mark.thorough
+class TestVllmSamplingAbuse(SamplingAbuseContract):
+    long_form, random_cases = True, 1000
+
+    def processes(self, backend: SamplingBackend) -> object:
+        assert isinstance(backend, Pair)
+        return backend.sampler.process_ids
+
+    @pytest.fixture
+    def backend(self, pair: Pair) -> Pair:
+        return pair
 
 
 class TestVllmConsistency(ConsistencyContract):
