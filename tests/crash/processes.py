@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -48,10 +49,10 @@ class Event:
 class Launcher:
     """The process that forks, and the thread that hears of births and deaths."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, more: Mapping[str, str]) -> None:
         self.path = str(directory / "launcher")
         environ = {name: value for name, value in os.environ.items() if not name.startswith("TINSMITH_")}
-        self.environ = {**environ, failpoints.VARIABLE: "", "OMP_NUM_THREADS": "1"}
+        self.environ = {**environ, **more, failpoints.VARIABLE: "", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("launcher.py")), self.path],
             env=self.environ,
@@ -109,9 +110,10 @@ class Launcher:
 
 
 @contextmanager
-def launching() -> Iterator[Launcher]:
+def launching(more: Mapping[str, str] = MappingProxyType({})) -> Iterator[Launcher]:
+    """`more`: variables of the process that forks."""
     with tempfile.TemporaryDirectory(prefix="tinsmith-crash-") as directory:  # a short path: it names a socket
-        launcher = Launcher(Path(directory))
+        launcher = Launcher(Path(directory), more)
         try:
             yield launcher
         finally:
@@ -210,6 +212,18 @@ class Served:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         return pids
+
+    def cut_power(self, leave: Callable[[], None]) -> None:
+        """Kill everything at once, call `leave` when nothing lives, and start again."""
+        with self.changed:
+            self.ending = True
+        self.kill("serve", "engine")
+        with self.changed:
+            if not self.changed.wait_for(lambda: not any(self.pids.values()), WAIT_S):
+                raise TimeoutError(f"{self.pids} did not die, see {self.log.name}")
+            leave()
+            self.ending = False
+            self.start()
 
     def terminate(self) -> None:
         """SIGTERM to the server, which stops its engines; what keeps it alive starts it again."""

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -24,6 +25,7 @@ from tinsmith.failpoints import durable_boundary
 _NEW: Final = ".new-"
 _LEFTOVERS: Final = (f".*{_NEW}*", ".*.deleted-*", ".made-*")
 _LEFT_BEHIND_S: Final = 3600.0
+_ROOT_DEPTH: Final = 3  # names on the way from the parent of the data directory to a root, at most
 _TRIES: Final = 100  # of an operation that another process keeps undoing
 
 
@@ -197,6 +199,18 @@ def _put(target: Path, fresh: Path) -> None:
 def _sync_parents(root: Path, target: Path) -> None:
     for parent in target.relative_to(root).parents:
         _fsync(root / parent)
+    _sync_ancestors(root)
+
+
+@cache
+def _sync_ancestors(root: Path) -> None:
+    """Make the names of `root` and of the directories above it durable, once in a process.
+
+    Whoever made them may have died before. A directory that this user cannot read is not one that tinsmith made.
+    """
+    for parent in root.absolute().parents[:_ROOT_DEPTH]:
+        with suppress(PermissionError):
+            _fsync(parent)
 
 
 def _repair(parent: Path, epoch: int) -> None:
