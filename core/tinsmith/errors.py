@@ -12,6 +12,7 @@
     |   `-- UnsupportedError      a field or value this server refuses  400
     |-- ServerError               we are at fault                       500, category "server"
     |   |-- StoreError            the request store cannot be used now  503
+    |   |-- DiskError             the disk is full, or fails            503
     |   |-- ModelLostError        the training state is gone            500
     |   |-- LeaseLostError        another engine serves the base model  500
     |   `-- ResultExpiredError    the result is past its retention      410
@@ -107,6 +108,12 @@ class StoreError(ServerError):
 
     http_status: ClassVar[int] = 503
     public: ClassVar[bool] = False
+
+
+class DiskError(ServerError):
+    """The disk of the data directory is full, or fails; once it works, the same call may succeed."""
+
+    http_status: ClassVar[int] = 503
 
 
 class ModelLostError(ServerError):

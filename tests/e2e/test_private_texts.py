@@ -1,5 +1,7 @@
 """What an exception, a log line or a path says is for the operator. Tenants get a reference to it."""
 
+import errno
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -15,9 +17,11 @@ from tinsmith.errors import StoreError
 from tinsmith.processes import engine_child
 from tinsmith.processes.engine_child import EngineChild
 from tinsmith.processes.supervisor import Supervisor
+from tinsmith.server.routes import runs
 from tinsmith.settings import RecoverySettings, SupervisorSettings
 from tinsmith.sql_store.transactions import sessions
 from tinsmith.testing.harness import RunningServer, running_server
+from tinsmith.testing.store_records import a_checkpoint
 
 SECRET = "planted-secret-7f3a"
 KEYS = [{"key": f"tml-{name}", "tenant": name} for name in ("sender", "neighbour")]
@@ -133,6 +137,23 @@ def test_a_store_that_fails_is_a_503_without_sql(
     (reference,) = REFERENCE.findall(detail)
     (logged,) = [each.getMessage() for each in caplog.records if f"reference {reference}" in each.getMessage()]
     assert "INSERT INTO sessions" in logged
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails_is_a_503_without_paths(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(root: Path, _directory: str) -> None:
+        raise OSError(number, os.strerror(number), f"{root}/{SECRET}")
+
+    server.call(server.store.add_checkpoint(a_checkpoint("a", tenant="sender")))
+    monkeypatch.setattr(runs.checkpoints, "delete_checkpoint", fail)
+    path = a_checkpoint("a").path.removeprefix("tinker://").replace("/weights/", "/checkpoints/weights/")
+    answer = Tenant(server, "sender").http.delete(f"training_runs/{path}")
+    assert answer.status_code == 503, answer.text
+    assert int(answer.headers["retry-after"]) >= 1
+    assert SECRET not in answer.text
+    assert REFERENCE.search(answer.text)
 
 
 def test_a_result_that_the_store_refused_tells_no_sql(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from tinsmith.errors import NotFoundError, ServerError, UserError
+from tinsmith.errors import DiskError, NotFoundError, UserError
 from tinsmith.failpoints import durable_boundary
 
 _NEW: Final = ".new-"
@@ -57,7 +57,7 @@ def write(root: Path, directory: str, fill: Callable[[Path], None], *, overwrite
     """Let `fill` write files into a new directory, make them durable, and put it at `directory` in one rename.
 
     `epoch` is that of the lease under which the process writes; later lease holders have higher epochs. Raise UserError
-    if the directory exists (unless `overwrite`), ServerError if the disk refuses. Nothing has changed in either case.
+    if the directory exists (unless `overwrite`), DiskError if the disk refuses. Nothing has changed in either case.
     """
     target = locate(root, directory)
     with _disk_errors_named(directory, "written"):
@@ -84,7 +84,7 @@ def write(root: Path, directory: str, fill: Callable[[Path], None], *, overwrite
 def write_new(root: Path, directory: str, fill: Callable[[Path], None]) -> None:
     """Like `write`, but safe while others write below the same parent: only the new directory is touched.
 
-    Raise UserError if the name is taken, ServerError if the disk refuses.
+    Raise UserError if the name is taken, DiskError if the disk refuses.
     """
     target = locate(root, directory)
     taken = f"{directory!r} exists already in {str(root)!r}; choose another name"
@@ -251,4 +251,4 @@ def _disk_errors_named(directory: str, done: str) -> Iterator[None]:
         yield
     except OSError as error:
         msg = f"checkpoint {directory!r} could not be {done}: {error.strerror or error}; {_remedy(error)}"
-        raise ServerError(msg) from error
+        raise DiskError(msg) from error

@@ -1,5 +1,6 @@
 """Answers every failure with `{"detail": ...}`, never with an empty body or a bare 500."""
 
+import errno
 import logging
 import math
 import secrets
@@ -11,13 +12,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from tinsmith.errors import CapacityError, InvalidTokenError, StoreError, TinsmithError
-from tinsmith.references import public_text
+from tinsmith.errors import CapacityError, DiskError, InvalidTokenError, StoreError, TinsmithError
+from tinsmith.references import log_privately, public_text
 
 _log = logging.getLogger(__name__)
 
 _SHOWN_CHARS: Final = 100
-_OUTAGE_S: Final = 5  # `Retry-After` while the store cannot be used
+_OUTAGE_S: Final = 5  # `Retry-After` while the store or the disk cannot be used
+_CLOSING: Final = {"connection": "close"}
+"""After an unexpected error, uvicorn closes the connection. A client that does not know would lose its next request."""
+_DISK: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
 
 
 def install(app: FastAPI) -> None:
@@ -44,7 +48,7 @@ def _headers_of(error: Exception) -> dict[str, str]:
     match error:
         case CapacityError():
             return {"retry-after": str(math.ceil(error.retry_after_s))}
-        case StoreError():
+        case StoreError() | DiskError():
             return {"retry-after": str(_OUTAGE_S)}
         case InvalidTokenError():  # makes the SDK exchange its key again and repeat the request
             return {"www-authenticate": 'Bearer error="invalid_token"'}
@@ -100,7 +104,12 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
     """Answer with a reference to the log entry, which holds the traceback."""
+    call = f"{request.method} {request.url.path!r}"
+    if isinstance(error, OSError) and error.errno in _DISK:
+        what = f"the server's disk cannot be used now ({log_privately(_log, f'{call}: {error}', error=error)})"
+        answer = await tinsmith_error(request, DiskError(what))
+        answer.headers.update(_CLOSING)
+        return answer
     reference = secrets.token_hex(4)
-    _log.error("%s %r failed, reference %s", request.method, request.url.path, reference, exc_info=error)
-    headers = {"connection": "close"}  # uvicorn closes it; a client that does not know would lose its next request
-    return JSONResponse({"detail": f"internal error, reference {reference} in the server's log"}, 500, headers)
+    _log.error("%s failed, reference %s", call, reference, exc_info=error)
+    return JSONResponse({"detail": f"internal error, reference {reference} in the server's log"}, 500, _CLOSING)
