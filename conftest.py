@@ -11,6 +11,7 @@ _ROOT = Path(__file__).parent
 _PLUGINS = _ROOT / "plugins"
 _JAX_OUTSIDE_ITS_PLUGIN = ("test_cross_backend", "test_sdk_imports", "test_sdk_jax")
 _ON_POSTGRES = (
+    "test_interleaving",
     "test_postgres_serving",
     "test_postgres_store",
     "test_sql_store_contract",
