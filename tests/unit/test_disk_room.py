@@ -57,6 +57,14 @@ def test_a_share_leaves_room_for_others_whatever_one_keeps() -> None:
     assert allowed_bytes(quotas, KeptBytes(tenant="bob"), after) == 25 * GIB
 
 
+def test_by_default_little_of_a_large_disk_is_left_for_others() -> None:
+    """Whoever kept much before there was a limit, or is alone, goes on."""
+    kept = KeptBytes(tenant="ann", checkpoints=800 * GIB)
+    assert allowed_bytes(QuotaSettings(), kept, LARGE) == (800 + 100 - 16) * GIB
+    small = DiskSpace(total_bytes=100 * GIB, free_bytes=11 * GIB)
+    assert allowed_bytes(QuotaSettings(), KeptBytes(tenant="bob"), small) == 8 * GIB
+
+
 def test_a_tenant_can_have_limits_of_its_own() -> None:
     quotas = QuotaSettings.model_validate({"tenants": {"ann": {"disk_bytes": 100}, "bob": {"disk_share": 1.0}}})
     why = why_over_share(quotas, KeptBytes(tenant="ann", log=60, checkpoints=40), LARGE, more=1)

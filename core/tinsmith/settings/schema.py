@@ -372,12 +372,12 @@ class TenantQuotas(_Section):
         description="size in bytes of all that is kept: log and results, checkpoints, sampling snapshots, recovery "
         "points; more gets a 429, and further saves fail; default: a share of the disk, see `disk_share`",
     )
-    disk_share: float = Field(
-        0.8,
+    disk_share: float | None = Field(
+        None,
         gt=0,
         le=1,
         description="share of what the tenant keeps and what is free beyond the reserve, taken together, that it may "
-        "keep if `disk_bytes` is not set; the rest stays free for other tenants",
+        "keep if `disk_bytes` is not set; default: all but a fifth, and all but 16 GiB if that is less",
     )
 
 

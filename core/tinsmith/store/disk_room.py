@@ -11,6 +11,8 @@ from tinsmith.store.records import KeptBytes
 
 _RESERVE_BYTES: Final = 1 << 30
 _RESERVE_PART: Final = 20  # of a small file system, the reserve is this part
+_LEFT_BYTES: Final = 16 << 30  # that one tenant leaves for others, unless configured otherwise
+_LEFT_PART: Final = 5  # or this part of what there is, if that is less
 _UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -38,12 +40,17 @@ def reserve_bytes(quotas: QuotaSettings, space: DiskSpace) -> int:
 
 
 def allowed_bytes(quotas: QuotaSettings, kept: KeptBytes, space: DiskSpace) -> int:
-    """Return how much the tenant may keep: what is configured, or its share of what it keeps and what is free."""
+    """Return how much the tenant may keep: what is configured, or what it keeps and what is free, less some for others.
+
+    That is not in proportion to a large disk: whoever is alone on one would otherwise lose much of it to nobody.
+    """
     limits = quotas.of(kept.tenant)
     if limits.disk_bytes is not None:
         return limits.disk_bytes
-    free = max(0, space.free_bytes - reserve_bytes(quotas, space))
-    return int(limits.disk_share * (kept.total + free))
+    available = kept.total + max(0, space.free_bytes - reserve_bytes(quotas, space))
+    if limits.disk_share is not None:
+        return int(limits.disk_share * available)
+    return available - min(_LEFT_BYTES, available // _LEFT_PART)
 
 
 def why_over_share(quotas: QuotaSettings, kept: KeptBytes, space: DiskSpace, *, more: int) -> str | None:
@@ -52,7 +59,7 @@ def why_over_share(quotas: QuotaSettings, kept: KeptBytes, space: DiskSpace, *, 
     if kept.total + more <= allowed:
         return None
     fixed = quotas.of(kept.tenant).disk_bytes is not None
-    setting = "quotas.disk_bytes" if fixed else "quotas.disk_share of what you keep and what is free"
+    setting = "quotas.disk_bytes" if fixed else "quotas.disk_share: the rest is left for other tenants"
     wanted = f", and this needs {readable(more)}" if more else ""
     return (
         f"you keep {readable(kept.total)} on this server ({_parts(kept)}), and one tenant may keep {readable(allowed)} "
