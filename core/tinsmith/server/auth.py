@@ -4,7 +4,7 @@ An object belongs to a tenant. Only its tenant changes it (`own_*`); its tenant 
 (`readable_*`), and everybody reads a published checkpoint. To all others it does not exist: they get a 404.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Final, Literal, TypeVar
 
 from fastapi import Depends, Request
@@ -44,10 +44,15 @@ def authenticated(request: Request, context: Context) -> Principal:
 
 def identified(scope: Scope, plugins: Plugins) -> Principal:
     """As `who_sent`, but asks only once for each request."""
+    return identified_by(scope, lambda: who_sent(Headers(scope=scope), plugins))
+
+
+def identified_by(scope: Scope, ask: Callable[[], Principal]) -> Principal:
+    """Return who sent a request, from `ask` if that is not known yet. Raises what `ask` raises."""
     known: Principal | TinsmithError | None = scope.get(_CALLER)
     if known is None:
         try:
-            known = who_sent(Headers(scope=scope), plugins)
+            known = ask()
         except TinsmithError as error:
             known = error
         scope[_CALLER] = known
@@ -70,13 +75,13 @@ def who_sent(headers: Mapping[str, str], plugins: Plugins) -> Principal:
     return principal
 
 
-async def _caller(request: Request, context: Context) -> Principal:
+async def caller_of(request: Request, context: Context) -> Principal:
     if _CALLER in request.scope:
         return authenticated(request, context)
     return await run_in_threadpool(authenticated, request, context)
 
 
-Caller = Annotated[Principal, Depends(_caller)]
+Caller = Annotated[Principal, Depends(caller_of)]
 
 
 AccessScope = Literal["owned", "accessible"]

@@ -222,8 +222,9 @@ async def _refuse(error: UserError, scope: Scope, receive: Receive, send: Send) 
 def note_route(scope: Scope) -> None:
     """Set the route in the scope, as the router would, so that the answer is counted under it."""
     for route in scope["app"].routes if "app" in scope else ():
-        if route.matches(scope)[0] is Match.FULL:
-            scope["route"] = route
+        match, found = route.matches(scope)
+        if match is Match.FULL:
+            scope["route"] = found.get("route", route)
             return
 
 

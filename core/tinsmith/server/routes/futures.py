@@ -18,7 +18,7 @@ from tinsmith.protocol import answers, wire
 from tinsmith.references import log_privately
 from tinsmith.server.auth import Caller, expect_readable_operation, own_operation, polled_sampler
 from tinsmith.server.context import Context, ServerContext
-from tinsmith.server.json_routes import JsonRoute
+from tinsmith.server.json_routes import DirectRoute, JsonRoute
 from tinsmith.server.waiting_reasons import explain
 from tinsmith.store import EngineState, FinishedSample, OperationRecord, OperationState
 from tinsmith.store.codec import decode_result
@@ -42,7 +42,6 @@ _COMPLETIONS: Final = 1000
 _FINISHED = {OperationState.SUCCEEDED, OperationState.FAILED, OperationState.CANCELLED}
 
 
-@router.post("/retrieve_future")
 async def retrieve_future(body: wire.RetrieveFutureRequest, caller: Caller, context: Context) -> Response:
     try:
         await expect_readable_operation(context, caller, body.request_id)
@@ -58,6 +57,9 @@ async def retrieve_future(body: wire.RetrieveFutureRequest, caller: Caller, cont
         return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
     answer = await run_in_threadpool(_answer, operation) if size > _THREAD_BYTES else _answer(operation)
     return Response(answer.body, media_type=answer.media_type)
+
+
+router.add_api_route("/retrieve_future", retrieve_future, methods=["POST"], route_class_override=DirectRoute)
 
 
 @router.post("/retrieve_futures", response_model_exclude_none=True)

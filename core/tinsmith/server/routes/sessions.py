@@ -10,7 +10,7 @@ from tinsmith.errors import ServerError, UserError
 from tinsmith.protocol import bounds, wire
 from tinsmith.server.auth import AccessScope, Caller, own_known_session, own_session, readable_session, visible_tenant
 from tinsmith.server.context import Context, ServerContext
-from tinsmith.server.json_routes import JsonRoute
+from tinsmith.server.json_routes import DirectRoute, JsonRoute
 from tinsmith.store import RunRecord, SessionRecord
 
 router = APIRouter(tags=["sessions"], route_class=JsonRoute)
@@ -53,7 +53,6 @@ async def create_session(
     return wire.SessionCreated(session_id=session.session_id, info_message=info)
 
 
-@router.post("/session_heartbeat")
 async def session_heartbeat(body: wire.SessionRequest, caller: Caller, context: Context) -> wire.SessionHeartbeat:
     with context.hearing.recording():
         await own_known_session(context, caller, body.session_id)
@@ -62,6 +61,9 @@ async def session_heartbeat(body: wire.SessionRequest, caller: Caller, context: 
         msg = f"session {body.session_id!r} has ended ({session.ended}); create a new one"
         raise SessionEndedError(msg)
     return wire.SessionHeartbeat()
+
+
+router.add_api_route("/session_heartbeat", session_heartbeat, methods=["POST"], route_class_override=DirectRoute)
 
 
 @router.post("/sessions/{session_id}/finish")
