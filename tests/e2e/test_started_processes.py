@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class SetUp:
     backend: Mapping[str, Any]
     sampler: Mapping[str, Any] | None = None
     num_processes: int = 2  # at least: the server, the engine, and what that starts
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 SET_UPS = {
@@ -54,6 +55,7 @@ SET_UPS = {
     "jax": SetUp(JAX),
     "jax mesh": SetUp({**JAX, "mesh": {"fsdp": 2}, "nproc_per_node": 2, "simulated_devices": 1}, num_processes=4),
     "fsdp and vllm": SetUp({"plugin": "fsdp", **RANKS}, VLLM, num_processes=5),
+    "vllm on two": SetUp(JAX, {**VLLM, "tensor_parallel_size": 2}, 5, {"VLLM_CPU_OMP_THREADS_BIND": "0|0"}),
     "megatron and jax": SetUp({"plugin": "megatron", "tensor_parallel": 2, **RANKS}, JAX, num_processes=4),
 }
 SHORT = "toy"
@@ -92,7 +94,9 @@ def serving(set_up: SetUp, directory: Path) -> Iterator[tuple["subprocess.Popen[
     program = Path(sys.executable).with_name("tinsmith")
     with (directory / "log").open("wb") as log:
         command = [*named_by_its_address(), str(program), "serve", "--config", str(directory / "tinsmith.yaml")]
-        server = subprocess.Popen(command, stderr=log, env=environment(), cwd=trapped, start_new_session=True)
+        server = subprocess.Popen(
+            command, stderr=log, env={**environment(), **set_up.variables}, cwd=trapped, start_new_session=True
+        )
     try:
         yield server, wait_until_ready(server, directory, imported)
     except BaseException:

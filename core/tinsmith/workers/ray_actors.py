@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -73,7 +74,14 @@ class RayActors:
 
     def _refuse_without_tokens(self) -> None:
         """Strangers who reach a cluster that asks for none run code on it, without the workers' key."""
-        if not all(ray.get([each.asks_for_a_token.remote() for each in self._actors])):
+        try:
+            asking = ray.get([each.asks_for_a_token.remote() for each in self._actors])
+        except RayError as error:
+            self.close()
+            first, *_ = str(error).splitlines()
+            msg = f"Ray did not run the workers; do all its machines have the same {_AUTH_MODE}, and tinsmith? {first}"
+            raise ConfigError(msg) from error
+        if not all(asking):
             self.close()
             raise ConfigError(_NO_TOKENS)
 
