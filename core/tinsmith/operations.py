@@ -256,6 +256,7 @@ class Failed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCreated:
     model_id: str
+    version: str | None = field(default=None, compare=False)  # of the checkpoint it was made from; see WeightsLoaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,8 +303,11 @@ class WeightsSaved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsLoaded:
+    """`version` is the directory of the version that was loaded. A replay loads that one, or none."""
+
     model_id: str
     path: str
+    version: str | None = field(default=None, compare=False)  # None: recorded before results had it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

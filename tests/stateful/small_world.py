@@ -365,7 +365,7 @@ class World:
 
         async def read() -> int:
             found = await reader.state_at(self.path, load_optimizer=True, right=self.right, tenant="bob")
-            return number_in(found.weights)
+            return number_in(found.state.weights)
 
         await self.reads(read)
 

@@ -17,8 +17,9 @@ from tinsmith.backend import BackendContext
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.checkpoints import atomic_directory
 from tinsmith.checkpoints import format as checkpoints
+from tinsmith.engine.checkpoint_files import CheckpointReader
 from tinsmith.engine.engine import Engine
-from tinsmith.errors import LeaseLostError
+from tinsmith.errors import LeaseLostError, ServerError
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.housekeeping import Housekeeping
@@ -262,3 +263,19 @@ async def test_checkpoints_of_earlier_versions_are_found(setup: Setup) -> None:
         assert isinstance(await setup.client.run(load), ops.WeightsLoaded)
         newer = await setup.next_save()
     await setup.assert_intact(newer)
+
+
+async def test_a_replay_loads_the_version_that_was_loaded_or_none(setup: Setup) -> None:
+    """The time does not tell: a version may have been saved while the load ran."""
+    reader = CheckpointReader(setup.store, setup.root, base_model="toy")
+    async with setup.engine():
+        await setup.client.create_model()
+        saved = await setup.save()
+        await setup.client.run(ops.LoadState(model_id=MODEL, path=saved.path, load_optimizer=True))
+        (*_, load) = await setup.store.replayable(MODEL, after_seq_id=-1, limit=9)
+        assert load.kind == "load_state"
+        await reader.state_at_replay(saved.path, load_optimizer=True, of=load)
+        await setup.next_save()
+        ended_later = replace(load, finished_at=datetime.now(UTC) + timedelta(hours=1))
+        with pytest.raises(ServerError, match="has been overwritten since"):
+            await reader.state_at_replay(saved.path, load_optimizer=True, of=ended_later)

@@ -3,11 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 
+from tinsmith import operations as ops
 from tinsmith.backend import ModelState
 from tinsmith.checkpoints.format import SHARD_BYTES, Checkpoint, delete_checkpoint, read_checkpoint, write_checkpoint
 from tinsmith.checkpoints.sizes import size_of
@@ -19,9 +20,18 @@ from tinsmith.errors import NotFoundError, ServerError, UserError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import ReadRight
 from tinsmith.store import CheckpointKind, CheckpointRecord, Lease, OperationRecord, RequestStore
+from tinsmith.store.codec import decode_result
 from tinsmith.store.revocation import loadable_checkpoint, why_gone
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The state that loading a checkpoint restores, and the directory of the version that it is of."""
+
+    state: ModelState
+    version: str
 
 
 class CheckpointReader:
@@ -32,7 +42,7 @@ class CheckpointReader:
         self._root = root
         self._base_model = base_model
 
-    async def state_at(self, path: str, *, load_optimizer: bool, right: ReadRight, tenant: str) -> ModelState:
+    async def state_at(self, path: str, *, load_optimizer: bool, right: ReadRight, tenant: str) -> Loaded:
         """Return the state that loading `path` restores.
 
         Raise RevokedError if the right that the operation had when it was submitted does not hold any more.
@@ -41,18 +51,20 @@ class CheckpointReader:
         def find() -> Awaitable[CheckpointRecord]:
             return loadable_checkpoint(self._store, path, tenant=tenant, right=right, now=datetime.now(UTC))
 
-        checkpoint = await self._read(find)
-        return _loaded(checkpoint, load_optimizer=load_optimizer)
+        record, checkpoint = await self._read(find)
+        return Loaded(_loaded(checkpoint, load_optimizer=load_optimizer), record.directory)
 
     async def state_at_replay(self, path: str, *, load_optimizer: bool, of: OperationRecord) -> ModelState:
         """Return the state that a recorded operation loaded. Raise ServerError if `path` was overwritten since."""
-        checkpoint = await self._read(partial(self._store.get_checkpoint, path))
-        if of.finished_at is None or checkpoint.created_at > of.finished_at:
+        record, checkpoint = await self._read(partial(self._store.get_checkpoint, path))
+        version = _version_loaded(of)
+        later = of.finished_at is None or checkpoint.created_at > of.finished_at
+        if later if version is None else record.directory != version:
             msg = f"{path!r}, which seq_id {of.seq_id} loaded, has been overwritten since"
             raise ServerError(msg)
         return _loaded(checkpoint, load_optimizer=load_optimizer)
 
-    async def _read(self, find: Callable[[], Awaitable[CheckpointRecord]]) -> Checkpoint:
+    async def _read(self, find: Callable[[], Awaitable[CheckpointRecord]]) -> tuple[CheckpointRecord, Checkpoint]:
         """Read the version that `find` returns. Ask again if that was replaced, and its files deleted, meanwhile."""
         record = await with_retries(find)
         try:
@@ -68,7 +80,7 @@ class CheckpointReader:
         if checkpoint.base_model != self._base_model:
             msg = f"{path!r} is a checkpoint of base model {checkpoint.base_model!r}, not of {self._base_model!r}"
             raise UserError(msg)
-        return checkpoint
+        return record, checkpoint
 
 
 class CheckpointWriter:
@@ -176,3 +188,10 @@ def _loaded(checkpoint: Checkpoint, *, load_optimizer: bool) -> ModelState:
     if load_optimizer:
         return checkpoint.state
     return replace(checkpoint.state, adam_m={}, adam_v={}, gradients={}, step=0)
+
+
+def _version_loaded(of: OperationRecord) -> str | None:
+    if of.result_kind is None or of.result is None:
+        return None
+    result = decode_result(of.result_kind, of.result)
+    return result.version if isinstance(result, ops.WeightsLoaded | ops.ModelCreated) else None

@@ -98,20 +98,22 @@ class ModelOperations:
 
     async def _create(self, operation: ops.CreateModel, record: OperationRecord) -> Outcome:
         effects: tuple[Effect, ...] = ()
-        state: ModelState | None = None
+        state, version = None, None
         if operation.checkpoint is not None:
-            state = await self._reader.state_at(
+            loaded = await self._reader.state_at(
                 operation.checkpoint,
                 load_optimizer=operation.load_optimizer,
                 right=operation.right,
                 tenant=record.tenant,
             )
+            state, version = loaded.state, loaded.version
             operation = replace(operation, lora=state.lora)
             taken = await self._keep(operation.model_id, state, record)
             effects = (LoraResolved(model_id=operation.model_id, lora=state.lora), taken)
         await self._models.create(operation, state)
         ready = RunStateChanged(model_id=operation.model_id, state=RunState.READY)
-        return Outcome(result=ops.ModelCreated(model_id=operation.model_id), effects=(*effects, ready))
+        created = ops.ModelCreated(model_id=operation.model_id, version=version)
+        return Outcome(result=created, effects=(*effects, ready))
 
     async def _save_state(self, operation: ops.SaveState, record: OperationRecord) -> Outcome:
         async with self._captured(operation.model_id) as state:
@@ -140,10 +142,10 @@ class ModelOperations:
             return _saved(await self._writer.write(operation.path, "external", state, record, ttl_seconds=ttl_seconds))
 
     async def _load_state(self, operation: ops.LoadState, record: OperationRecord) -> Outcome:
-        state = await self._reader.state_at(
+        loaded = await self._reader.state_at(
             operation.path, load_optimizer=operation.load_optimizer, right=operation.right, tenant=record.tenant
         )
-        own = self._models.lora(operation.model_id)
+        state, own = loaded.state, self._models.lora(operation.model_id)
         if replace(state.lora, seed=own.seed) != own:
             msg = (
                 f"{operation.path!r} has {_describe(state.lora)}, but model {operation.model_id!r} has "
@@ -152,7 +154,7 @@ class ModelOperations:
             raise UserError(msg)
         taken = await self._keep(operation.model_id, state, record)
         await self._models.restore(operation.model_id, state)
-        result = ops.WeightsLoaded(model_id=operation.model_id, path=operation.path)
+        result = ops.WeightsLoaded(model_id=operation.model_id, path=operation.path, version=loaded.version)
         return Outcome(result=result, effects=(taken,))
 
     async def _keep(self, model_id: str, state: ModelState, record: OperationRecord) -> RecoveryPointTaken:
