@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -122,12 +122,13 @@ class CallWatch:
         finally:
             self._retrying = False
 
-    def progressed(self) -> None:
-        """Note that a backend reports progress: what runs is not hung."""
+    def progressed(self, kinds: Collection[str] | None = None) -> None:
+        """Note that a backend reports progress: what runs is not hung. `kinds`: only these calls; None: all."""
         with self._lock:
             now_s = self._now_s()
             for call in self._running.values():
-                call.began_s = now_s
+                if kinds is None or call.kind in kinds:
+                    call.began_s = now_s
 
     def look(self) -> Seen | None:
         """Return the call that has used most of its time, None if there is none."""

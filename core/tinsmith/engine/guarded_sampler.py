@@ -2,6 +2,7 @@
 
 import logging
 from functools import partial
+from typing import Final
 
 from tinsmith.backend import Capabilities, SamplingBackend, Snapshot
 from tinsmith.engine.call_watch import CallWatch, Sizes
@@ -10,6 +11,9 @@ from tinsmith.operations import Failed, Sample, SampleOutput
 from tinsmith.result_checks import WrongResultError, check_sample
 
 _log = logging.getLogger(__name__)
+
+_LOAD, _DROP, _SAMPLE = "load_snapshot", "drop_snapshot", "sample"
+CALLS: Final = (_LOAD, _DROP, _SAMPLE)
 
 
 class GuardedSampler(SamplingBackend):
@@ -21,17 +25,21 @@ class GuardedSampler(SamplingBackend):
     def capabilities(self) -> Capabilities:
         return self._sampler.capabilities
 
+    @property
+    def trouble(self) -> str | None:
+        return self._sampler.trouble
+
     async def load_snapshot(self, snapshot: Snapshot) -> None:
-        with self._watch.call("load_snapshot"):
+        with self._watch.call(_LOAD):
             await guarded(partial(self._sampler.load_snapshot, snapshot))
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
-        with self._watch.call("drop_snapshot"):
+        with self._watch.call(_DROP):
             await guarded(partial(self._sampler.drop_snapshot, snapshot_id))
 
     async def sample(self, op: Sample) -> SampleOutput | Failed:
         """Draw. A result that the contract does not allow is a failure of its own request."""
-        with self._watch.call("sample", self._sizes(op, op.params.max_tokens)) as call:
+        with self._watch.call(_SAMPLE, self._sizes(op, op.params.max_tokens)) as call:
             result = self._checked(op, await guarded(partial(self._sampler.sample, op)))
             call.did = {} if isinstance(result, Failed) else self._sizes(op, _longest(result))
             return result

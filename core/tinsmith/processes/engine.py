@@ -140,5 +140,7 @@ async def _found_record(store: RequestStore, base_model: str) -> EngineRecord:
 
 def _first_record(found: EngineRecord, lease: Lease) -> EngineRecord:
     """Take over the record. The counts start again."""
-    taken_over = replace(found, engine_id=lease.engine_id, pid=os.getpid(), consistency=None, turn=None)
+    taken_over = replace(
+        found, engine_id=lease.engine_id, pid=os.getpid(), consistency=None, turn=None, sampler_trouble=None
+    )
     return replace(taken_over, state=EngineState.STARTING, detail="", progress=None)

@@ -24,6 +24,7 @@ from tinsmith.processes.assembly import capabilities_of, check_routing_replay, m
 from tinsmith.processes.deaths import Cause
 from tinsmith.processes.lease import Taken
 from tinsmith.processes.reports import EngineReports
+from tinsmith.processes.sampler_watch import watching
 from tinsmith.processes.stopping import unless_stopped
 from tinsmith.processes.watchdog import Watchdog
 from tinsmith.scheduler import Scheduler
@@ -177,7 +178,8 @@ class EngineRun:
         _log.info("ready: %s, on %s in %s", self.model.name, capabilities.device, capabilities.dtype or "its own type")
         stop = asyncio.create_task(_call_when_set(stopping, engine.stop))
         try:
-            await engine.run()
+            with watching(sampler, self.reports, self.watch):
+                await engine.run()
         finally:
             stop.cancel()
 

@@ -69,6 +69,12 @@ class EngineReports:
         self.record = replace(self.record, turn=turn)
         self._changed.set()
 
+    def sampler(self, trouble: str | None) -> None:
+        """Record why nothing can be sampled for now, to be sent soon."""
+        if trouble != self.record.sampler_trouble:
+            self.record = replace(self.record, sampler_trouble=trouble)
+            self._changed.set()
+
     def silence(self, why: str | None) -> None:
         """Report the engine as silent, or with None as before, soon."""
         if why != self._silence:

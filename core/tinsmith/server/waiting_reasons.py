@@ -38,6 +38,8 @@ def explain(operation: OperationRecord, waiting: Waiting, quotas: QuotaSettings)
         running = operation.state is OperationState.RUNNING and engine.state is EngineState.SILENT
         own = f"; your {operation.kind} is running{_since(operation)}" if running else ""
         return _paused(f"{_engine_text(engine)}{own}")
+    if not operation.ordered and engine.sampler_trouble is not None:
+        return _paused(f"nothing is sampled from {operation.base_model!r} for now: {engine.sampler_trouble}")
     if waiting.place is not None:
         return _place_reason(engine, waiting.place, quotas)
     if waiting.missing_seq_id is not None:

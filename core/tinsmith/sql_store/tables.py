@@ -305,6 +305,7 @@ class EngineRow(Table, table=True):
     capabilities: Capabilities | None = _json(Capabilities, nullable=True)
     consistency: ConsistencyCounts | None = _json(ConsistencyCounts, nullable=True)
     turn: DeviceTurn | None = _json(DeviceTurn, nullable=True)
+    sampler_trouble: str | None = None
 
 
 class LeaseRow(Table, table=True):

@@ -228,6 +228,7 @@ class EngineRecord:
     capabilities: Capabilities | None = None
     consistency: ConsistencyCounts | None = None  # None: nothing has been saved for sampling
     turn: DeviceTurn | None = None  # None: trainer and sampler take no turns
+    sampler_trouble: str | None = None  # why nothing can be sampled for now; training goes on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from tinsmith.engine.engine import Engine
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import capabilities_of, make_backends, make_scheduler, make_turns
 from tinsmith.processes.reports import EngineReports
+from tinsmith.processes.sampler_watch import watching
 from tinsmith.settings import ModelSettings, PluginSection, Settings
 from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore
 from tinsmith.testing.engine_driver import take_over
@@ -35,7 +36,7 @@ def engine_thread(settings: Settings, model: ModelSettings, plugins: Plugins, st
         lease = loop.call(take_over(store, model.name))
         stack.callback(lambda: loop.call(store.release_lease(model.name, lease.engine_id)))
         engine, reports = loop.call(_start(settings, model, plugins, store, lease, backend, sampler))
-        running: Future[None] = asyncio.run_coroutine_threadsafe(_run(engine, reports), loop.loop)
+        running: Future[None] = asyncio.run_coroutine_threadsafe(_run(engine, reports, sampler), loop.loop)
         try:
             yield
         finally:
@@ -73,6 +74,7 @@ async def _start(
     return engine, reports
 
 
-async def _run(engine: Engine, reports: EngineReports) -> None:
+async def _run(engine: Engine, reports: EngineReports, sampler: SamplingBackend | None) -> None:
     async with reports.running():
-        await engine.run()
+        with watching(sampler, reports):
+            await engine.run()

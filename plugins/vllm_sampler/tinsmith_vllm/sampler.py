@@ -159,8 +159,11 @@ class VllmSampler(SamplingBackend):
     @property
     def trouble(self) -> str | None:
         for group in (self._replicas, self._full_replicas):
-            if group and not any(replica.is_running for replica in group):
+            running = [replica for replica in group if replica.is_running]
+            if group and not running:
                 return group[0].trouble or "vllm has ended, and starts again"
+            if group and all(replica.gate.is_reserved for replica in running):
+                return "vllm has died, and what it was drawing is drawn again one by one"
         return None
 
     @property

@@ -112,7 +112,10 @@ async def healthz() -> wire.Health:
 @open_router.get("/readyz")
 @open_router.get("/api/v1/readyz")
 async def readyz(request: Request, context: Context) -> Response:
-    """Answer 503 until every engine is ready, with the state of each. Why one failed is told to callers with a key."""
+    """Answer 503 until every engine is ready and its sampler works, with the state of each.
+
+    Why one failed is told to callers with a key.
+    """
     records = await context.engines.records()
     engines = {}
     for model in context.settings.models:
@@ -122,7 +125,9 @@ async def readyz(request: Request, context: Context) -> Response:
             if record is None
             else {"state": record.state.value, "detail": _detail(record, request, context), "progress": record.progress}
         )
-    ready = all(engine["state"] == EngineState.READY for engine in engines.values())
+        if record is not None and record.sampler_trouble is not None:
+            engines[model.name]["sampler"] = record.sampler_trouble
+    ready = all(engine["state"] == EngineState.READY and "sampler" not in engine for engine in engines.values())
     return JSONResponse({"status": "ok" if ready else "waiting", "engines": engines}, 200 if ready else 503)
 
 

@@ -1,0 +1,102 @@
+"""A sampler whose process is down: /readyz and waiting samples say so, and training goes on."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tinsmith import operations as ops
+from tinsmith.backend import BackendContext, SamplerSpec
+from tinsmith.builtin.toy_backend import ToyConfig
+from tinsmith.builtin.toy_sampler import ToySampler
+from tinsmith.hookspecs import hookimpl
+from tinsmith.operations import Failed, Sample, SampleOutput
+from tinsmith.settings import ModelSettings
+from tinsmith.testing.engine_driver import EngineDriver
+from tinsmith.testing.harness import RunningServer, running_server
+
+TROUBLE = "the process has died (reference 0123abcd in the operator's log), and starts again"
+MODEL = ModelSettings.model_validate({"name": "toy", "backend": {"plugin": "toy"}, "sampler": {"plugin": "weak"}})
+
+
+class WeakSampler(ToySampler):
+    """Samples nothing until it is told that it is well."""
+
+    down: str | None = None
+    well = threading.Event()
+
+    @property
+    def trouble(self) -> str | None:
+        return self.down
+
+    async def sample(self, op: Sample) -> SampleOutput | Failed:
+        await asyncio.to_thread(self.well.wait)
+        return await super().sample(op)
+
+
+class WeakSamplers:
+    @hookimpl
+    def tinsmith_register_samplers(self) -> SamplerSpec[ToyConfig]:
+        return SamplerSpec(name="weak", config=ToyConfig, create=self.create, description="a sampler with trouble")
+
+    @staticmethod
+    def create(config: ToyConfig, context: BackendContext) -> WeakSampler:
+        return WeakSampler(config, context)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
+    monkeypatch.setattr(WeakSampler, "down", None)
+    WeakSampler.well.set()
+    with running_server(tmp_path, models=[MODEL], extra_plugins=[WeakSamplers()]) as running:
+        yield running
+    WeakSampler.well.set()
+
+
+def until(server: RunningServer, status: int) -> dict[str, Any]:
+    while (answer := httpx.get(f"{server.url}/readyz")).status_code != status:
+        pass
+    engine: dict[str, Any] = answer.json()["engines"]["toy"]
+    return engine
+
+
+def test_training_goes_on_while_the_sampler_is_down(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    until(server, 200)
+    client = EngineDriver(server.store, "toy")
+    server.call(client.open_session())
+    server.call(client.result(server.call(client.create_model())))
+    WeakSampler.well.clear()
+    monkeypatch.setattr(WeakSampler, "down", TROUBLE)
+    engine = until(server, 503)
+    assert engine["state"] == "ready"
+    assert engine["sampler"] == TROUBLE
+
+    sampling = {
+        "sampling_session_id": "s1:sample:0",
+        "seq_id": 0,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+        "sampling_params": {"max_tokens": 2},
+    }
+    with httpx.Client(base_url=f"{server.url}/api/v1/", timeout=300) as http:
+        session = {"session_id": "s1", "sampling_session_seq_id": 0, "base_model": "toy"}
+        assert http.post("create_sampling_session", json=session).status_code == 200
+        request_id = http.post("asample", json=sampling).json()["request_id"]
+        while "nothing is sampled" not in (told := http.post("retrieve_future", json={"request_id": request_id}).text):
+            pass
+        assert TROUBLE in told
+
+    tokens = np.arange(1, 12, dtype=np.int64)
+    inputs = {"target_tokens": tokens[1:], "weights": np.full(10, 0.5, np.float32)}
+    datum = ops.Datum(tokens_T=tokens[:-1].astype(np.int32), loss_inputs=inputs)
+    passed = server.call(client.run(ops.ForwardBackward(model_id="s1:train:0", data=(datum,))))
+    assert isinstance(passed, ops.ForwardBackwardOutput)
+
+    monkeypatch.setattr(WeakSampler, "down", None)
+    WeakSampler.well.set()
+    assert "sampler" not in until(server, 200)
+    assert isinstance(server.call(client.result(request_id)), SampleOutput)
