@@ -53,7 +53,9 @@ class WeakSamplers:
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
     monkeypatch.setattr(WeakSampler, "down", None)
     WeakSampler.well.set()
-    with running_server(tmp_path, models=[MODEL], extra_plugins=[WeakSamplers()]) as running:
+    with running_server(
+        tmp_path, models=[MODEL], server={"long_poll_s": 0.05}, extra_plugins=[WeakSamplers()]
+    ) as running:
         yield running
     WeakSampler.well.set()
 
@@ -76,15 +78,16 @@ def test_training_goes_on_while_the_sampler_is_down(server: RunningServer, monke
     assert engine["state"] == "ready"
     assert engine["sampler"] == TROUBLE
 
-    sampling = {
-        "sampling_session_id": "s1:sample:0",
-        "seq_id": 0,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
-        "sampling_params": {"max_tokens": 2},
-    }
-    with httpx.Client(base_url=f"{server.url}/api/v1/", timeout=300) as http:
-        session = {"session_id": "s1", "sampling_session_seq_id": 0, "base_model": "toy"}
-        assert http.post("create_sampling_session", json=session).status_code == 200
+    key = {"X-API-Key": "tml-sampler"}
+    with httpx.Client(base_url=f"{server.url}/api/v1/", headers=key, timeout=300) as http:
+        session = http.post("create_session", json={"tags": [], "user_metadata": None, "sdk_version": "1"}).json()
+        wanted = {"session_id": session["session_id"], "sampling_session_seq_id": 0, "base_model": "toy"}
+        sampling = {
+            "sampling_session_id": http.post("create_sampling_session", json=wanted).json()["sampling_session_id"],
+            "seq_id": 0,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+            "sampling_params": {"max_tokens": 2},
+        }
         request_id = http.post("asample", json=sampling).json()["request_id"]
         while "nothing is sampled" not in (told := http.post("retrieve_future", json={"request_id": request_id}).text):
             pass
