@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import logging
 import os
 import resource
@@ -30,6 +29,7 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_store
 from tinsmith.processes.data_dir_lock import DataDirLock
 from tinsmith.processes.display import EngineDisplay, is_busy, show_banner
+from tinsmith.processes.garbage import collect_old, collect_rarely
 from tinsmith.processes.housekeeping import Housekeeping
 from tinsmith.processes.logs import log_to_stderr
 from tinsmith.processes.repeated_warnings import RepeatedWarnings
@@ -193,14 +193,14 @@ async def _serve(
         console = Console(stderr=True, emoji=False)
         show_banner(console, settings, plugins, url)
         with _signals(http, supervisor):
-            gc.collect()
-            gc.freeze()  # all this stays: a full collection that looked at it would stop every thread for 100 ms
+            collect_rarely()
             try:
                 async with asyncio.TaskGroup() as beside:
                     tasks = [
                         beside.create_task(_housekeeping(settings, store, context)),
                         beside.create_task(context.hearing.watch()),
                         beside.create_task(_show_engines(console, settings, context.engines)),
+                        beside.create_task(collect_old()),
                         beside.create_task(_announce(http, settings, plugins, url, lock)),
                     ]
                     await http.serve([listener])
