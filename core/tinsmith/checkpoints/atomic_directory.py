@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from tinsmith.checkpoints.tinker_path import VERSION_MARK
 from tinsmith.errors import DiskError, NotFoundError, UserError
 from tinsmith.failpoints import durable_boundary
 
@@ -250,5 +251,6 @@ def _disk_errors_named(directory: str, done: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        msg = f"checkpoint {directory!r} could not be {done}: {error.strerror or error}; {_remedy(error)}"
+        name = directory.partition(VERSION_MARK)[0]  # the version is of no use to who named it
+        msg = f"checkpoint {name!r} could not be {done}: {error.strerror or error}; {_remedy(error)}"
         raise DiskError(msg) from error
