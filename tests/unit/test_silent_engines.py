@@ -5,13 +5,17 @@ import re
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import cast
 
 import httpx
 import numpy as np
 import pytest
 
 from tinsmith import operations as ops
+from tinsmith.errors import StoreError
 from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.engine_child import EngineChild
+from tinsmith.processes.lost_engines import LostEngine
 from tinsmith.processes.reports import EngineReports
 from tinsmith.server.app import create_app
 from tinsmith.settings import Settings
@@ -130,3 +134,91 @@ async def test_an_engine_that_runs_nothing(store: SqlStore, http: httpx.AsyncCli
     found = await figures(http)
     assert (found["silent"], found["ready"], found["oldest_operation_seconds"]) == (0, 1, 0)
     assert await store.running_since() == {}
+
+
+class Child:
+    """The process of an engine, as its supervisor holds it."""
+
+    def __init__(self) -> None:
+        self.model = TOY
+        self.engine_id = "engine-1"
+        self.killed: list[float] = []
+
+    def kill_lost(self, engine_id: str, silent_s: float) -> None:
+        assert engine_id == self.engine_id
+        self.killed.append(silent_s)
+
+
+class Overdue(SqlStore):
+    """Its leases have run out, unless the database cannot be read."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(SqlStoreConfig(), StoreContext(data_dir=directory))
+        self.engines = {"engine-1": 999.0}
+        self.unreachable = False
+
+    async def overdue_engines(self) -> dict[str, float]:
+        if self.unreachable:
+            msg = "no connection"
+            raise StoreError(msg)
+        return self.engines
+
+
+class Watching:
+    def __init__(self, tmp_path: Path) -> None:
+        self.s = 0.0
+        self.child = Child()
+        self.store = Overdue(tmp_path)
+        self.lost = LostEngine(cast("EngineChild", self.child), self.store, 100.0, clock=lambda: self.s)
+
+    async def passes(self, seconds: float) -> None:
+        for _ in range(round(seconds / 5)):
+            self.s += 5.0
+            await self.lost.look()
+
+
+@pytest.fixture
+def watching(tmp_path: Path) -> Watching:
+    return Watching(tmp_path)
+
+
+async def test_an_engine_that_stays_silent_is_killed(watching: Watching, caplog: pytest.LogCaptureFixture) -> None:
+    await watching.passes(100)
+    assert watching.child.killed == []
+    assert "the engine of 'toy' gives no sign of life" in caplog.text
+    await watching.passes(10)
+    assert watching.child.killed[0] == 100.0
+
+
+async def test_an_engine_that_renews_its_lease_in_between_is_not_killed(
+    watching: Watching, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        watching.store.engines = {"engine-1": 1.0}
+        await watching.passes(90)
+        watching.store.engines = {}
+        await watching.passes(5)
+    assert watching.child.killed == []
+    assert caplog.text.count("the engine of 'toy' gives signs of life again") == 3
+
+
+async def test_a_supervisor_that_was_paused_or_could_not_read_the_database_has_learnt_nothing(
+    watching: Watching,
+) -> None:
+    """When it goes on, each lease has run out: nobody could renew it."""
+    await watching.passes(20)
+    watching.s += 3600.0
+    await watching.passes(5)
+    watching.store.unreachable = True
+    await watching.passes(3600)
+    watching.store.unreachable = False
+    await watching.passes(10)
+    assert watching.child.killed == []
+
+
+async def test_the_next_engine_starts_afresh(watching: Watching) -> None:
+    await watching.passes(95)
+    watching.child.engine_id = "engine-2"
+    watching.store.engines = {"engine-1": 1.0, "engine-2": 1.0}
+    await watching.passes(95)
+    assert watching.child.killed == []
