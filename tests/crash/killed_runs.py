@@ -97,7 +97,7 @@ class Served:
         found: dict[int, psutil.Process] = {}
         for engine in psutil.Process(self.launcher.process.pid).children():
             with suppress(psutil.NoSuchProcess):
-                found |= {int(each.environ()[INDEX[0]]): each for each in engine.children() if is_worker(each)}
+                found |= {int(each.environ()[INDEX]): each for each in engine.children() if is_worker(each)}
         return [found[rank] for rank in sorted(found)]
 
     def kill_everything(self) -> None:
@@ -211,7 +211,8 @@ def check(served: Served, killer: Killer, expected: list[Any], state: dict[str, 
     service = tinker.ServiceClient(base_url=served.url, api_key="tml-test")
     seen, path = run(service, served.model.name, killer.at_step)
     killer.join(WAIT_S)
-    assert killer.error is None
+    if killer.error is not None:
+        raise killer.error
     assert killer.kills == len(killer.moments)
     assert seen == expected
     assert state_at(served.data_dir, path) == state
