@@ -5,10 +5,11 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -429,13 +430,119 @@ def test_a_compiler_that_fails_is_named(
 
 
 def test_they_are_compiled_once(tmp_path: Path) -> None:
-    compiler = shutil.which("c++")
-    assert compiler is not None
+    compiler = compiler_here()
     found = library.compiled(tmp_path, compiler)
     made = found.stat().st_mtime_ns
     assert list(tmp_path.iterdir()) == [found]
     assert library.compiled(tmp_path, compiler) == found
     assert found.stat().st_mtime_ns == made
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a compiled library."""
+    directory = tmp_path_factory.mktemp("built")
+    library.compiled(directory, compiler_here())
+    return directory
+
+
+def compiler_here() -> str:
+    compiler = shutil.which("c++")
+    assert compiler is not None
+    return compiler
+
+
+_LOADS = """
+import os, sys
+from pathlib import Path
+from tinsmith_jax.kernels import library, native
+if len(sys.argv) > 2:
+    native.ctypes.CDLL = lambda _: os.kill(os.getpid(), 9)
+print(native.load(Path(sys.argv[1])))
+"""
+
+
+def load_in_a_process(directory: Path, *, dies: bool = False) -> tuple[int, str, str]:
+    """Load the kernels, or die while they are loaded. Return the exit status and what was printed."""
+    command = [sys.executable, "-c", _LOADS, str(directory), *["dies"][: int(dies)]]
+    ran = subprocess.run(
+        command, check=False, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+    )
+    return ran.returncode, ran.stdout.strip(), ran.stderr
+
+
+def truncate(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def no_content(_: bytes) -> bytes:
+    return b""
+
+
+def zeros(content: bytes) -> bytes:
+    return bytes(len(content))
+
+
+def zeros_at_the_end(content: bytes) -> bytes:
+    return content[: len(content) // 2] + bytes(len(content) - len(content) // 2)
+
+
+def another_bit(content: bytes) -> bytes:
+    changed = bytearray(content)
+    changed[len(content) // 3] ^= 1
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("damage", [truncate, no_content, zeros, zeros_at_the_end, another_bit])
+def test_a_damaged_library_is_compiled_again(
+    built: Path, tmp_path: Path, damage: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut in the first start left one that killed every engine by SIGBUS or SIGSEGV."""
+    (good,) = built.iterdir()
+    content = good.read_bytes()
+    (tmp_path / good.name).write_bytes(damage(content))
+    put = []
+
+    def remake(made: Path, place: Path) -> None:
+        put.append(made)
+        place.write_bytes(content)
+
+    monkeypatch.setattr(library, "_run", _without_compiling)
+    monkeypatch.setattr(library, "_put", remake)
+    assert library.compiled(tmp_path, compiler_here()) == tmp_path / good.name
+    assert put
+    assert (tmp_path / good.name).read_bytes() == content
+
+
+def _without_compiling(command: Sequence[str]) -> bytes:
+    return subprocess.run(command, check=True, capture_output=True).stdout if "--version" in command else b""
+
+
+def test_a_library_that_kills_its_loader_is_compiled_again_and_then_given_up(built: Path, tmp_path: Path) -> None:
+    (good,) = built.iterdir()
+    shutil.copy(good, tmp_path)
+    made = (tmp_path / good.name).stat().st_ino
+    assert load_in_a_process(tmp_path, dies=True)[0] == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2
+    assert load_in_a_process(tmp_path, dies=True)[0] == -signal.SIGKILL
+    assert (tmp_path / good.name).stat().st_ino != made
+    status, loaded, told = load_in_a_process(tmp_path)
+    assert (status, loaded) == (0, "False")
+    assert "has ended this process before" in told
+    for marker in tmp_path.glob("*.loading-1-*"):
+        marker.unlink()
+    assert load_in_a_process(tmp_path)[:2] == (0, "True")
+    assert [each.name for each in tmp_path.iterdir()] == [good.name]
+    assert load_in_a_process(tmp_path)[:2] == (0, "True")
+
+
+def test_a_marker_of_a_process_that_is_loading_says_nothing(built: Path, tmp_path: Path) -> None:
+    (good,) = built.iterdir()
+    shutil.copy(good, tmp_path)
+    with library.loading(tmp_path / good.name), library.loading(tmp_path / good.name):
+        before = (tmp_path / good.name).stat().st_ino
+        assert library.compiled(tmp_path, compiler_here()).stat().st_ino == before
+    assert [each.name for each in tmp_path.iterdir()] == [good.name]
 
 
 _BEGINS = """

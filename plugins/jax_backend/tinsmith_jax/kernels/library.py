@@ -1,21 +1,30 @@
 """The library of the kernels in C++ (cpu/): compiled once with the machine's compiler, and kept. No jax here.
 
 Compiling takes longer than importing jax, so it begins before.
+
+A damaged library, as a power cut leaves it, kills whoever loads it. So its digest stands at its end, where no loader
+looks, and is compared first; and whoever loads it leaves a marker meanwhile. If a process has died there, the library
+is compiled again; if that one kills, too, this machine does without.
 """
 
+import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
+
+logger = logging.getLogger(__name__)
 
 SOURCES: Final = Path(__file__).with_name("cpu")
 _FLAGS: Final = (
@@ -65,23 +74,87 @@ def begin(directory: Path, compiler: str) -> Future[Path]:
 
 
 def compiled(directory: Path, compiler: str) -> Path:
-    """Return the library's path, and compile it first if it is not there.
+    """Return the library's path, and compile it first if it is not there or damaged.
 
-    It is kept as long as the sources, the compiler and the machine's instructions are.
+    It is kept as long as the sources, the compiler and the machine's instructions are. Raise OSError if it kills those
+    that load it.
     """
     sources = sorted(file for file in SOURCES.iterdir() if file.suffix in {".cc", ".h"})
     version = _run([compiler, "--version"])
     call = command(compiler, version)
     parts = [version, _instructions(), *(file.read_bytes() for file in sources), " ".join(call).encode()]
     library = directory / f"kernels-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
-    if not library.exists():
+    deaths = _deaths(library)
+    if any(generation > 0 for generation in deaths.values()):
+        markers = ", ".join(map(str, deaths))
+        msg = (
+            f"loading them has ended this process before, also once they were compiled again; to try, remove {markers}"
+        )
+        raise OSError(msg)
+    if deaths or not _is_intact(library):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory) as scratch, ThreadPoolExecutor() as pool:
             objects = {file: f"{scratch}/{file.stem}.o" for file in sources if file.suffix == ".cc"}
             list(pool.map(_run, ([*call, "-c", str(file), "-o", made] for file, made in objects.items())))
             _run([*call, "-shared", *objects.values(), "-o", f"{scratch}/{library.name}"])
-            Path(scratch, library.name).replace(library)
+            _put(Path(scratch, library.name), library)
     return library
+
+
+def _put(made: Path, library: Path) -> None:
+    """Add the digest, and put the library in its place once it is on disk."""
+    with made.open("r+b") as file:
+        digest = hashlib.file_digest(file, "sha256").digest()
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
+    made.replace(library)
+    directory = os.open(library.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _is_intact(library: Path) -> bool:
+    try:
+        content = library.read_bytes()
+    except FileNotFoundError:
+        return False
+    size = hashlib.sha256().digest_size
+    intact = hashlib.sha256(content[:-size]).digest() == content[-size:]
+    if not intact:
+        logger.warning("%s is damaged, the kernels are compiled again", library)
+    return intact
+
+
+@contextmanager
+def loading(library: Path) -> Iterator[None]:
+    """Leave a marker during the block, by which the next process knows if this one dies in it."""
+    deaths = _deaths(library)
+    handle, hidden = tempfile.mkstemp(prefix=".loading-", dir=library.parent)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # until this process ends, in whatever way
+        marker = library.with_name(f"{library.stem}.loading-{int(bool(deaths))}-{Path(hidden).name[9:]}")
+        Path(hidden).rename(marker)
+        yield
+        for each in (marker, *deaths):
+            each.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
+
+
+def _deaths(library: Path) -> dict[Path, int]:
+    """Return the markers of processes that died while they loaded the library: 0 = the first build, 1 = a later one."""
+    found = {}
+    for marker in library.parent.glob(f"{library.stem}.loading-*"):
+        try:
+            with marker.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, FileNotFoundError):  # it is loading, or has just ended
+            continue
+        found[marker] = int(marker.name.split(".loading-")[1].split("-")[0])
+    return found
 
 
 def command(compiler: str, version: bytes) -> list[str]:

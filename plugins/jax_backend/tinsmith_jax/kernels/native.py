@@ -50,9 +50,12 @@ def load(directory: Path) -> bool:
         logger.warning(told, ", ".join(library.compilers()))
         return False
     try:
-        found = ctypes.CDLL(str(library.begin(directory, compiler).result()))
+        path = library.begin(directory, compiler).result()
+        with library.loading(path):
+            found = ctypes.CDLL(str(path))
+            found.tinsmith_multiplies_bfloat16()  # is code that runs
     except (OSError, subprocess.SubprocessError) as error:
-        told = "cannot compile the kernels for CPUs with %s, so XLA's are used, which are slower: %s"
+        told = "cannot use kernels for CPUs that %s compiles, so XLA's are used, which are slower: %s"
         logger.warning(told, compiler, _reason(error))
         return False
     for name in (LAYERS, DRAW, FORWARD, BACKWARD, HEAD_FORWARD, HEAD_BACKWARD, STEP):
