@@ -29,6 +29,7 @@ from tinsmith.errors import ServerError, UnsupportedError, UserError
 from tinsmith.huggingface import model_files as hf_files
 from tinsmith.huggingface import peft_experts, peft_layout
 from tinsmith.huggingface.decoder import HEAD
+from tinsmith.huggingface.outside_files import check_depth, open_regular
 from tinsmith.huggingface.safetensors_files import (
     DTYPES,
     FileVersion,
@@ -395,7 +396,7 @@ def describe(path: Path) -> StoredFile:
 
 
 def _described(path: Path) -> tuple[StoredFile, FileVersion]:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         version = file_version(file)
         return StoredFile(size=version.size, sha256=hashlib.file_digest(file, "sha256").hexdigest()), version
 
@@ -496,6 +497,11 @@ def read_manifest(found: Path) -> Manifest:
         raise UnsupportedError(msg)
     data = _read_bytes(path)
     try:
+        check_depth(data)
+    except ValueError as error:
+        msg = f"{MANIFEST} is damaged: {error}"
+        raise ServerError(msg) from error
+    try:
         version = msgspec.json.decode(data, type=_Version).format_version
         if version > FORMAT_VERSION:
             msg = f"format version {version} is newer than {FORMAT_VERSION}, which this tinsmith reads; upgrade it"
@@ -556,7 +562,8 @@ def _read_bytes(path: Path) -> bytes:
         msg = f"{path.name} is a symbolic link; a checkpoint holds plain files only"
         raise ServerError(msg)
     try:
-        return path.read_bytes()
+        with open_regular(path) as opened:
+            return opened.read()
     except FileNotFoundError as error:
         msg = f"{path.name} is missing"
         raise ServerError(msg) from error

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn
 from rich.table import Table
@@ -25,6 +24,7 @@ from tinsmith.checkpoints.versions import newest_on_disk
 from tinsmith.commands.flags import base_model_name_of
 from tinsmith.commands.open_store import opened_store
 from tinsmith.commands.options import AsJson, ConfigFile, DataDir, plugins_of, settings_without_models
+from tinsmith.commands.printable import escape, printable
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.huggingface.safetensors_files import DTYPES
 from tinsmith.plugins.loading import Plugins
@@ -83,14 +83,14 @@ def show(
         if tensors:
             _print_tensors(console, what, tensors)
     for name, file in told["files"].items():
-        console.print(f"{escape(name)}  {file['size']:,} bytes  {file['sha256'] or ''}")
+        console.print(f"{escape(name)}  {file['size']:,} bytes  {escape(file['sha256'] or '')}")
 
 
 def _print_tensors(console: Console, what: str, tensors: dict[str, dict[str, Any]]) -> None:  # Any: JSON
     total = sum(each["bytes"] for each in tensors.values())
     table = Table(f"{what} ({len(tensors)}, {total:,} bytes)", "dtype", "shape", box=None, pad_edge=False)
     for name, each in tensors.items():
-        table.add_row(escape(name), each["dtype"], " x ".join(map(str, each["shape"])))
+        table.add_row(escape(name), escape(each["dtype"]), " x ".join(map(str, each["shape"])))
     console.print(table)
 
 
@@ -118,7 +118,7 @@ def verify(
         typer.echo(json.dumps({"faults": found, "base_model": directory and str(directory)}, indent=2))
     else:
         for fault in found:
-            typer.echo(fault)
+            typer.echo(printable(fault))
         compared = f"compared with {directory}" if directory else "not compared with a base model (--base-model)"
         typer.echo(f"{len(found) or 'no'} fault{'s' * (len(found) != 1)} in {contents.kind}, {compared}")
     if found:

@@ -10,10 +10,10 @@ from typing import Any, Final
 import msgspec
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from tinsmith.commands.open_store import opened_store
+from tinsmith.commands.printable import escape
 from tinsmith.commands.runs_report import OperationReport, RunReport, report
 from tinsmith.errors import NotFoundError
 from tinsmith.plugins.loading import Plugins

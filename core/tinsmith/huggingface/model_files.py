@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tinsmith.errors import ConfigError, ServerError
+from tinsmith.huggingface.outside_files import read_json
 from tinsmith.huggingface.safetensors_files import shard_files
 
 BESIDE_THE_WEIGHTS: Final = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -18,7 +19,7 @@ def read_model_config(directory: Path) -> dict[str, Any]:  # Any: JSON
     """Read config.json. Raise ConfigError if it is missing or is not a JSON object."""
     file = directory / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file)
     except FileNotFoundError as error:
         msg = f"{str(directory)!r} is not a Hugging Face model directory: it has no config.json"
         raise ConfigError(msg) from error

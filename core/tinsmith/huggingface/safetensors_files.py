@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from tinsmith.errors import ServerError
 from tinsmith.huggingface import int8
+from tinsmith.huggingface.outside_files import open_regular, parse_json, read_json
 from tinsmith.operations import Array, FloatArray
 
 DTYPES: Final[Mapping[str, tuple[str, str]]] = {
@@ -88,7 +89,10 @@ class StoredTensor:
     def _raw(self, first: int, count: int, stored: np.dtype[Any]) -> npt.NDArray[Any]:
         whole = math.prod(self.shape) * stored.itemsize == self.num_bytes
         try:
-            with self.file.open("rb") as opened:
+            with open_regular(self.file) as opened:
+                if not whole or os.fstat(opened.fileno()).st_size < self.start + self.num_bytes:
+                    msg = f"{self.file.name} is damaged: tensor {self.name!r} is cut short"
+                    raise ServerError(msg)
                 replaced = self.version is not None and file_version(opened) != self.version
                 raw = np.fromfile(opened, stored, count, offset=self.start + first * stored.itemsize)
         except OSError as error:
@@ -97,7 +101,7 @@ class StoredTensor:
         if replaced:
             msg = f"{self.file.name} has been replaced since it was verified; try again"
             raise ServerError(msg)
-        if not whole or raw.size != count:
+        if raw.size != count:
             msg = f"{self.file.name} is damaged: tensor {self.name!r} is cut short"
             raise ServerError(msg)
         return raw
@@ -122,10 +126,10 @@ class Int8Tensor(StoredTensor):
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """List the tensors of a file. Raise ServerError if it is not a complete safetensors file."""
     try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
             (length,) = struct.unpack("<Q", opened.read(8))
-            header: Any = json.loads(opened.read(length)) if length <= min(_MAX_HEADER, size) else None
+            header: Any = parse_json(opened.read(length)) if length <= min(_MAX_HEADER, size) else None
     except FileNotFoundError as error:
         msg = f"{file.name} is missing"
         raise ServerError(msg) from error
@@ -145,16 +149,19 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 def _stored_tensor(file: Path, name: str, entry: Any, data_start: int) -> StoredTensor:  # Any: JSON
     try:
-        start, end = entry["data_offsets"]
+        start, end = map(int, entry["data_offsets"])
+        if not 0 <= start <= end or any(int(size) < 0 for size in entry["shape"]):
+            msg = "its place or its shape is negative"
+            raise ValueError(msg)  # noqa: TRY301 - reported below
         return StoredTensor(
             name=name,
             file=file,
             dtype=str(entry["dtype"]),
             shape=tuple(int(size) for size in entry["shape"]),
-            start=data_start + int(start),
-            num_bytes=int(end) - int(start),
+            start=data_start + start,
+            num_bytes=end - start,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         msg = f"{file.name} is damaged: the header entry of {name!r} is not readable"
         raise ServerError(msg) from error
 
@@ -271,7 +278,7 @@ def index_file(directory: Path, stem: str) -> Path:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        found = {name: str(file) for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+        found = {name: str(file) for name, file in read_json(index)["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         msg = f"{index.name} is damaged: {error}"
         raise ServerError(msg) from error

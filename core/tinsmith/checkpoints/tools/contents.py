@@ -1,6 +1,5 @@
 """What a directory holds: a checkpoint of ours, a PEFT adapter, or a Hugging Face model. Reads no weights."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ import msgspec
 from tinsmith.checkpoints import format as checkpoints
 from tinsmith.checkpoints.format import Manifest
 from tinsmith.errors import UserError
+from tinsmith.huggingface.outside_files import read_json
 from tinsmith.huggingface.safetensors_files import StoredTensors
 
 Layout = Literal["adapter", "model"]
@@ -121,8 +121,8 @@ def _files(contents: Contents) -> dict[str, dict[str, Any]]:  # Any: JSON
 
 def _read_json(file: Path) -> dict[str, Any]:  # Any: JSON
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = read_json(file)
+    except (OSError, ValueError) as error:
         msg = f"{file.name} cannot be read: {error}"
         raise UserError(msg) from error
     if not isinstance(content, dict):
