@@ -24,7 +24,7 @@ class TestMegatronTraining(TrainingBackendContract):
 
 
 class TestMegatronTrainingAbuse(TrainingAbuseContract):
-    long_form, random_cases = True, 300
+    long_form, random_cases = True, 100
 
     @pytest.fixture
     def backend(self, two_ranks: MegatronBackend) -> MegatronBackend:
