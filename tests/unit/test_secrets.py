@@ -21,6 +21,7 @@ from tinsmith.processes import engine_child
 from tinsmith.processes.engine_child import EngineChild, _environment
 from tinsmith.processes.serve import _take_from_environment
 from tinsmith.settings import ApiKey, PluginSection, Settings, secrets
+from tinsmith.settings.environment import WORKER_KEY as WORKER_KEY_VARIABLE
 from tinsmith.settings.secrets import CleanFormatter, cleaned
 from tinsmith.settings.sources import Flag
 from tinsmith.sql_store.choose import dialect_of
@@ -275,7 +276,7 @@ def test_workers_get_their_key_alone(launch_with: str, tmp_path: Path, monkeypat
     monkeypatch.setattr(subprocess, "Popen", Started)
     launch = launching.Launch(
         config=WorkersConfig(nproc_per_node=2),
-        environment={launching.COORDINATOR: "unix:/none", launching.KEY: "of the group"},
+        environment={launching.COORDINATOR: "unix:/none", WORKER_KEY_VARIABLE: "of the group"},
         directory=tmp_path,
         gpus=False,
         default_per_node=1,
@@ -286,6 +287,6 @@ def test_workers_get_their_key_alone(launch_with: str, tmp_path: Path, monkeypat
         host.run_host("h:1", processes=1, index=None, wait_s=0, again=False)
     key = WORKER_KEY if launch_with == "host" else "of the group"
     for environment in started:
-        assert environment.pop(launching.KEY) == key
+        assert environment.pop(WORKER_KEY_VARIABLE) == key
         assert_clean(str(environment))
     assert started
