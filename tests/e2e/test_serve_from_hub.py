@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import urllib.error
@@ -130,4 +131,8 @@ def test_a_name_that_the_hub_does_not_know_fails_with_a_remedy(
     file.write_text("models: [{name: maker/tiny, revision: v9, backend: {plugin: toy-of-a-directory}}]")
     with serving(launcher, tmp_path, environment, "--config", str(file)) as (process, url):
         detail = wait_for(process, url, "failed")["detail"]
-    assert f"the model 'maker/tiny' has no revision 'v9'; see {hub.url}/maker/tiny/branches" in detail
+    reference = re.search("reference [0-9a-f]+", detail)
+    assert reference is not None, detail
+    log = " ".join((tmp_path / "log").read_text().split())
+    told = log[log.index(f"{reference[0]}:") :]
+    assert f"the model 'maker/tiny' has no revision 'v9'; see {hub.url}/maker/tiny/branches" in told

@@ -389,7 +389,7 @@ def test_wrong_input_fails_by_itself(service: tinker.ServiceClient, base_model: 
     for words, tokens, fields in (
         ("context window: 9 . 128 > 128", prompt(3), {"max_tokens": CONTEXT}),
         (str(VOCAB), [VOCAB], {}),
-        ("temperature 0.005", prompt(3), {"temperature": 0.005}),
+        ("temperature is 0.005", prompt(3), {"temperature": 0.005}),
         ("top_p", prompt(3), {"top_p": 2.0}),
     ):
         with pytest.raises((tinker.RequestFailedError, tinker.BadRequestError), match=words):

@@ -61,7 +61,9 @@ class SkeletonSampler(tinsmith.SamplingBackend):
         head_VH = self._heads_VH.get(op.snapshot_id)
         if head_VH is None:
             return tinsmith.Failed(message=f"snapshot {op.snapshot_id!r} is not loaded", category="server")
-        logp_VV = _log_softmax(self._embedding_VH @ head_VH.T)  # row: this token; column: the next one
+        logp_VV = _next_logprobs(self._embedding_VH, head_VH)  # row: this token; column: the next one
+        if not np.abs(logp_VV).max() <= np.finfo(np.float32).max:  # true for NaN, too
+            return tinsmith.diverged(op)
         sequences = [await _draw(op, index, logp_VV) for index in range(op.num_samples)]
         scores_P, targets = None, None
         if op.prompt_logprobs:
@@ -103,7 +105,12 @@ def _choose(logp_V: Float64Array, params: SamplingParams, rng: np.random.Generat
     return int(best_first[np.searchsorted(cumulative[: kept - 1], rng.random() * cumulative[kept - 1], side="right")])
 
 
-@np.errstate(all="ignore")  # NaN in, NaN out: its owner's business
+@np.errstate(all="ignore")  # of diverged weights; the caller looks at the result
+def _next_logprobs(embedding_VH: Float64Array, head_VH: Float64Array) -> Float64Array:
+    return _log_softmax(embedding_VH @ head_VH.T)
+
+
+@np.errstate(all="ignore")
 def _log_softmax(logits_VV: Float64Array) -> Float64Array:
     result: Float64Array = logits_VV - np.logaddexp.reduce(logits_VV, axis=-1, keepdims=True)
     return result
