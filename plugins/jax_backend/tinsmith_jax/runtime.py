@@ -9,10 +9,7 @@ from typing import Any, Final
 
 import jax
 from jax._src import compiler  # no public setting has every process write entries
-from jax._src.compilation_cache import (  # no public API writes or unpacks entries
-    decompress_executable,
-    put_executable_and_time,
-)
+from jax._src.compilation_cache import put_executable_and_time  # no public API writes entries
 from jaxlib import _jax  # no public setting says where gloo listens
 
 from tinsmith_jax.admission import Budget, budget_of, computing_of, require_enough, targets_of
@@ -21,11 +18,9 @@ from tinsmith_jax.costs import Computing
 from tinsmith_jax.kernels import native
 from tinsmith_jax.kernels.choice import Kernels, choose
 from tinsmith_jax.model_config import ModelConfig
-
-logger = logging.getLogger(__name__)
+from tinsmith_jax.program_cache import verify_programs
 
 _BFLOAT16_COLUMNS: Final = 32  # of which kernels/cpu wants a multiple
-_COMPILE_TIME_BYTES: Final = 4  # at the start of an entry, before the program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +63,7 @@ def prepare(cache_dir: Path) -> None:
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
     compiled = cache_dir / "compiled"
     compiled.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _remove_damaged(compiled)
+    verify_programs()
     jax.config.update("jax_compilation_cache_dir", str(compiled))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -106,28 +101,6 @@ def keep_own_programs() -> None:
             put_executable_and_time(cache_key, module_name, executable, backend, int(compile_time_secs))
 
     compiler._cache_write = write  # noqa: SLF001 - as above
-
-
-def _remove_damaged(compiled: Path) -> None:
-    """Remove programs that a killed process did not finish writing.
-
-    JAX writes cache entries in place. It refuses to read an incomplete one but never replaces it, so it would recompile
-    that program at every start.
-    """
-    damaged = [entry for entry in compiled.iterdir() if entry.is_file() and not _is_whole(entry)]
-    for entry in damaged:
-        entry.unlink(missing_ok=True)
-    if damaged:
-        told = "removed %d damaged compiled programs from %s: they will be compiled again"
-        logger.warning(told, len(damaged), compiled)
-
-
-def _is_whole(entry: Path) -> bool:
-    try:
-        unpacked = decompress_executable(entry.read_bytes())
-    except Exception:  # noqa: BLE001  (of whichever library packs; what it is does not matter)
-        return False
-    return len(unpacked) > _COMPILE_TIME_BYTES
 
 
 def divided(config: JaxConfig, model: ModelConfig, memory: int | None, *, trains: bool, samples: bool) -> Budget:
