@@ -9,7 +9,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tinsmith.errors import StoreError
+from tinsmith.errors import ResultExpiredError, StoreError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.housekeeping import Housekeeping
 from tinsmith.server.app import create_app
@@ -19,7 +19,8 @@ from tinsmith.settings import ServerSettings, Settings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.steady_clock import SteadyClock
-from tinsmith.store import SessionRecord, StoreContext
+from tinsmith.store import EngineRecord, EngineState, OperationState, SessionRecord, StoreContext
+from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.harness import TOY
 from tinsmith.testing.postgres import Postgres
 
@@ -249,3 +250,70 @@ async def test_a_session_that_moved_to_another_server_counts_as_heard_there(seve
     after.sessions = []
     await pass_time(clock, 90, after)  # and the first server is gone
     assert await after.ended(session_id)
+
+
+async def finish(deployment: Deployment) -> str:
+    """Return a request that has its result, a failure. The store dates it by its own clock."""
+    client = EngineDriver(deployment.store, "toy", session_id="without a client")
+    await client.open_session()
+    request_id = await client.create_model()
+    broken = EngineRecord(
+        base_model="toy", state=EngineState.FAILED, updated_at=deployment.clock.now(), detail="broken"
+    )
+    await deployment.store.report_engine(broken)
+    assert await is_kept(deployment, request_id)
+    return request_id
+
+
+async def is_kept(deployment: Deployment, request_id: str) -> bool:
+    try:
+        operation = await deployment.store.get_operation(request_id)
+    except ResultExpiredError:
+        return False
+    assert operation.state == OperationState.FAILED
+    return True
+
+
+async def fill_the_disk(deployment: Deployment, server: Server) -> None:
+    deployment.store.full = True
+    await pass_time(deployment.clock, 90, server)
+    deployment.store.full = False
+
+
+async def pause(deployment: Deployment, server: Server) -> None:
+    deployment.clock.s += 90
+    await server.housekeeping.round()
+
+
+async def start_late(deployment: Deployment, _: Server) -> None:
+    deployment.clock.s += 90
+    restarted = await deployment.start()
+    await pass_time(deployment.clock, 55, restarted)
+
+
+@pytest.mark.parametrize("outage", [fill_the_disk, pause, start_late])
+async def test_results_outlive_an_outage_longer_than_their_retention(
+    alone: Deployment, clock: Clock, outage: Callable[[Deployment, Server], Awaitable[None]]
+) -> None:
+    clock.start -= timedelta(seconds=60)
+    server = await alone.start()
+    await server.create_session()
+    await pass_time(clock, 60, server)
+    request_id = await finish(alone)
+    await outage(alone, server)
+    assert await is_kept(alone, request_id)
+    if outage is not start_late:
+        await pass_time(clock, 55, server)
+        assert await is_kept(alone, request_id)
+
+
+async def test_results_are_deleted_in_time_after_many_outages(alone: Deployment, clock: Clock) -> None:
+    clock.start -= timedelta(seconds=5 * (120 + 90))
+    server = await alone.start()
+    await server.create_session()
+    for _ in range(5):
+        await pass_time(clock, 120, server)
+        await pause(alone, server)
+    request_id = await finish(alone)
+    await pass_time(clock, 150, server)
+    assert not await is_kept(alone, request_id)

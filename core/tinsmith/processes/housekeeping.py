@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import deque
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Final
@@ -21,6 +22,9 @@ from tinsmith.store import CheckpointRecord, RequestStore
 
 _OTHERS_LATER: Final = timedelta(hours=1)
 """How much later a server ends sessions that another one heard last: until then, that one may have been unable to."""
+
+_BACK_S: Final = 60.0
+"""After a start or a break, how long results are kept in any case: until then, clients may not have come back."""
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +54,8 @@ class Housekeeping:
         self._hearing = hearing
         self._server_id = server_id
         self._next_orphans_s = -math.inf
+        self._reached_at: datetime | None = None  # in the last round in which clients could reach this server
+        self._breaks: deque[tuple[datetime, timedelta]] = deque()  # their ends and lengths, oldest first
 
     @property
     def interval_s(self) -> float:
@@ -68,21 +74,43 @@ class Housekeeping:
     async def round(self) -> None:
         """Do everything that is due. After a jump of the clock, nothing expires until the clock has been steady."""
         now, steady_s = self._clock.read()
+        heard_s = steady_s if self._hearing is None else min(steady_s, self._hearing.lasts_s())
         if steady_s >= self._settings.session_timeout_s:  # otherwise clients may have had no time for heartbeats
-            heard_s = steady_s if self._hearing is None else min(steady_s, self._hearing.lasts_s())
             await self._expire_sessions(now, heard_s=heard_s)
             await self._forget_sessions(now)
         elif self._clock.jumped:
             return
-        finished_before = now - timedelta(seconds=self._settings.result_retention_s)
-        idle_since = min(finished_before, now - timedelta(seconds=self._keep_log_s))
-        num_pruned = await self._store.prune(finished_before, idle_since=idle_since)
-        if num_pruned:
-            _log.debug("deleted %d operations past their retention", num_pruned)
+        if self._hearing is None or heard_s >= _BACK_S:
+            await self._prune(now, now - self._out_of_reach(now, heard_s=heard_s))
         for record in await self._store.expired_checkpoints(now):
             await self._delete(record)
         await asyncio.to_thread(sweep, self._checkpoint_root)
         await self._remove_orphans()
+
+    async def _prune(self, now: datetime, reached: datetime) -> None:
+        """Delete what is past its retention. `reached`: now, less the time in which clients could fetch nothing."""
+        finished_before = reached - timedelta(seconds=self._settings.result_retention_s)
+        idle_since = min(finished_before, now - timedelta(seconds=self._keep_log_s))
+        num_pruned = await self._store.prune(finished_before, idle_since=idle_since)
+        if num_pruned:
+            _log.debug("deleted %d operations past their retention", num_pruned)
+
+    def _out_of_reach(self, now: datetime, *, heard_s: float) -> timedelta:
+        """Return for how long this server was out of reach since the oldest results finished that are still kept."""
+        if self._hearing is None:
+            return timedelta()
+        heard_since = now - timedelta(seconds=heard_s)
+        if self._reached_at is not None and heard_since > self._reached_at:
+            self._breaks.append((heard_since, heard_since - self._reached_at))
+        self._reached_at = now
+        total, retention = timedelta(), timedelta(seconds=self._settings.result_retention_s)
+        for number, (end, length) in enumerate(reversed(self._breaks)):
+            if now - end - total >= retention:  # what finished before it has been within reach for long enough
+                for _ in range(len(self._breaks) - number):
+                    self._breaks.popleft()
+                break
+            total += length
+        return total
 
     async def _expire_sessions(self, now: datetime, *, heard_s: float) -> None:
         """End sessions that were silent although this server could hear them, for all of `heard_s`."""
