@@ -3,15 +3,22 @@
 import json
 import os
 import struct
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tinsmith.checkpoints.format import read_manifest
+from tinsmith.backend import ModelState
+from tinsmith.checkpoints.format import read_manifest, write_checkpoint, write_peft_adapter
 from tinsmith.commands.printable import escape, printable
 from tinsmith.errors import ServerError
 from tinsmith.huggingface.outside_files import open_regular, parse_json, read_json
 from tinsmith.huggingface.safetensors_files import StoredTensors, read_header
+from tinsmith.operations import LoraConfig
 
 DEEP = b'{"a":' * 200_000 + b"1" + b"}" * 200_000
 
@@ -65,3 +72,36 @@ def test_a_terminal_obeys_nothing_from_outside() -> None:
     assert printable(hostile).isprintable()
     assert printable("Qwen/Qwen3 größe 模型") == "Qwen/Qwen3 größe 模型"
     assert escape(hostile).isprintable()
+
+
+def sound_checkpoints(directory: Path) -> None:
+    """A training and a sampler checkpoint of an adapter, an export of it, and a whole model in shards."""
+    weights = {
+        f"base_model.model.model.layers.0.self_attn.q_proj.lora_{side}.weight": np.ones(shape, np.float32)
+        for side, shape in (("A", (4, 16)), ("B", (24, 4)))
+    }
+    lora = LoraConfig(rank=4, seed=7, train_unembed=False)
+    adapter = ModelState(lora=lora, weights=weights, adam_m=weights, adam_v=weights, gradients=weights, step=3)
+    full = replace(adapter, lora=LoraConfig(rank=0, seed=1))
+    for name, kind, state in (
+        ("training", "training", adapter), ("sampler", "sampler", adapter), ("full", "training", full),
+    ):  # fmt: skip
+        write_checkpoint(
+            directory, name, kind=kind, state=state, base_model="tiny", user_metadata={"a": "b"},
+            created_at=datetime(2026, 1, 31, tzinfo=UTC), overwrite=False, shard_bytes=300,
+        )  # fmt: skip
+    (directory / "export").mkdir()
+    write_peft_adapter(directory / "export", adapter, base_model="tiny")
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.thorough)])
+def test_random_damage_is_refused_by_name_in_bounded_memory(tmp_path: Path, count: int) -> None:
+    sound_checkpoints(tmp_path / "sound")
+    child = Path(__file__).with_name("damaged_checkpoints.py")
+    done = subprocess.run(
+        [sys.executable, child, tmp_path, "0", str(count)], check=False, capture_output=True, text=True, timeout=1800
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["unexpected"] == []
+    assert told["seen"]["refused"] > count / 4

@@ -29,7 +29,7 @@ from tinsmith.errors import ServerError, UnsupportedError, UserError
 from tinsmith.huggingface import model_files as hf_files
 from tinsmith.huggingface import peft_experts, peft_layout
 from tinsmith.huggingface.decoder import HEAD
-from tinsmith.huggingface.outside_files import check_depth, open_regular
+from tinsmith.huggingface.outside_files import MAX_JSON, check_depth, open_regular
 from tinsmith.huggingface.safetensors_files import (
     DTYPES,
     FileVersion,
@@ -230,7 +230,9 @@ def _check_state(state: ModelState) -> None:
 def _shapes(what: str, tensors: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of an adapter's tensors, without reading files. Raise ServerError if a dtype is another one."""
     if isinstance(tensors, StoredTensors):
-        found = {name: (tensor.shape, _DTYPES[tensor.dtype]) for name, tensor in tensors.stored.items()}
+        found = {
+            name: (tensor.shape, _DTYPES.get(tensor.dtype, tensor.dtype)) for name, tensor in tensors.stored.items()
+        }
     else:
         found = {name: (array.shape, str(array.dtype)) for name, array in tensors.items()}
     for name, (_, dtype) in found.items():
@@ -453,6 +455,14 @@ def _adapter_state(found: Path, manifest: Manifest) -> ModelState:
 
 def _verified(found: Path, manifest: Manifest, names: Sequence[str]) -> dict[str, FileVersion]:
     """Compare files with the manifest. Return their versions. Raise ServerError if one is not what was written."""
+    for name in names:
+        if Path(name).name != name:
+            msg = f"{MANIFEST} is damaged: it names {name!r}, which is no file in its directory"
+            raise ServerError(msg)
+        path = found / name
+        if path.is_file() and path.stat().st_size != manifest.files[name].size:  # before a hole of terabytes is read
+            msg = f"{name} is damaged: {path.stat().st_size} bytes, expected {manifest.files[name].size} bytes"
+            raise ServerError(msg)
     actual = _each_described(_describe_whole, [found / name for name in names])
     for name, (stored, _) in actual.items():
         _compare(name, stored, manifest.files[name])
@@ -495,7 +505,7 @@ def read_manifest(found: Path) -> Manifest:
     if not path.exists() and ((found / ADAPTER_CONFIG).exists() or (found / "config.json").exists()):
         msg = f"this is an export without {MANIFEST}; load a training or sampler checkpoint instead"
         raise UnsupportedError(msg)
-    data = _read_bytes(path)
+    data = _read_bytes(path, MAX_JSON)
     try:
         check_depth(data)
     except ValueError as error:
@@ -507,7 +517,7 @@ def read_manifest(found: Path) -> Manifest:
             msg = f"format version {version} is newer than {FORMAT_VERSION}, which this tinsmith reads; upgrade it"
             raise UnsupportedError(msg)
         manifest = msgspec.json.decode(data, type=Manifest)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         msg = f"{MANIFEST} is damaged: {error}"
         raise ServerError(msg) from error
     weights = _WEIGHTS if manifest.lora.rank else f"{MODEL}.safetensors.index.json"
@@ -522,7 +532,7 @@ def _read_arrays(found: Path, manifest: Manifest, name: str) -> dict[str, Array]
     expected = manifest.files.get(name)
     if expected is None:
         return {}
-    data = _read_bytes(found / name)
+    data = _read_bytes(found / name, expected.size)
     actual = StoredFile(size=len(data), sha256=hashlib.sha256(data).hexdigest())
     _compare(name, actual, expected)
     try:
@@ -557,13 +567,21 @@ def _describe_whole(path: Path) -> tuple[StoredFile, FileVersion]:
         raise ServerError(msg) from error
 
 
-def _read_bytes(path: Path) -> bytes:
+def _read_bytes(path: Path, limit: int) -> bytes:
+    """Read a file. Raise ServerError if it has more than `limit` bytes, or they do not fit into memory."""
     if path.is_symlink():
         msg = f"{path.name} is a symbolic link; a checkpoint holds plain files only"
         raise ServerError(msg)
     try:
         with open_regular(path) as opened:
+            size = file_version(opened).size
+            if size > limit:
+                msg = f"{path.name} is damaged: {size} bytes, expected at most {limit}"
+                raise ServerError(msg)
             return opened.read()
+    except MemoryError as error:
+        msg = f"{path.name} cannot be read: its {size} bytes do not fit into memory"
+        raise ServerError(msg) from error
     except FileNotFoundError as error:
         msg = f"{path.name} is missing"
         raise ServerError(msg) from error

@@ -8,7 +8,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
 
-_MAX_JSON: Final = 100_000_000  # bytes
+MAX_JSON: Final = 32_000_000  # bytes: parsed, they may take some twenty times as many
 _MAX_DEPTH: Final = 64
 _STRINGS: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _BRACKETS: Final = re.compile(rb"[\[\]{}]")
@@ -27,8 +27,8 @@ def open_regular(file: Path) -> BufferedReader:
 def read_json(file: Path) -> Any:  # Any: JSON
     """Parse a file. Raise OSError, or ValueError if it is not JSON, too large or nested too deeply."""
     with open_regular(file) as opened:
-        if os.fstat(opened.fileno()).st_size > _MAX_JSON:
-            msg = f"it is larger than {_MAX_JSON} bytes"
+        if os.fstat(opened.fileno()).st_size > MAX_JSON:
+            msg = f"it is larger than {MAX_JSON} bytes"
             raise ValueError(msg)
         return parse_json(opened.read())
 

@@ -98,6 +98,9 @@ class StoredTensor:
         except OSError as error:
             msg = f"{self.file.name} cannot be read: {error.strerror or error}"
             raise ServerError(msg) from error
+        except MemoryError as error:
+            msg = f"{self.file.name}: tensor {self.name!r} of {self.num_bytes} bytes does not fit into memory"
+            raise ServerError(msg) from error
         if replaced:
             msg = f"{self.file.name} has been replaced since it was verified; try again"
             raise ServerError(msg)
