@@ -1,4 +1,4 @@
-"""Workers are killed with SIGKILL, of a mesh and of Megatron: the client sees delay, and the undisturbed run's bits."""
+"""Workers are killed or paused, of a mesh and of Megatron: the client sees delay, and the undisturbed run's bits."""
 
 import itertools
 import os
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -47,17 +48,22 @@ class Undisturbed:
     compiled: Path
 
     @contextmanager
-    def served(self, launcher: Launcher, data_dir: Path, *, by_scheduler: int | None = None) -> Iterator[Served]:
+    def served(
+        self, launcher: Launcher, data_dir: Path, *, by_scheduler: int | None = None, lease_s: float | None = None
+    ) -> Iterator[Served]:
         """Serve the model; its engines find the programs that the undisturbed run compiled.
 
         by_scheduler: the port at which workers join that the test starts.
+        lease_s: of the engine, instead of the default.
         """
         shutil.copytree(self.compiled, data_dir / "cache")
-        if by_scheduler is None:
-            model, environ = self.model, {}
-        else:
+        model = self.model
+        environ: dict[str, str] = {}
+        if by_scheduler is not None:
             joined = {"launcher": "scheduler", "control_address": f"127.0.0.1:{by_scheduler}"}
             model, environ = with_backend(self.model, **joined), {KEY: SECRET}
+        if lease_s is not None:
+            environ["TINSMITH_RECOVERY__LEASE_S"] = str(lease_s)
         with serving(launcher, data_dir, model, environ=environ) as served:
             yield served
 
@@ -142,6 +148,30 @@ def test_each_worker_and_the_engine_are_killed(group: Undisturbed, launcher: Lau
         seen.update(each.pid for each in served.workers())
     assert len(seen) >= group.num_workers * 2
     wait_until_ended(list(seen))
+
+
+def test_each_worker_and_the_engine_are_paused(group: Undisturbed, launcher: Launcher, tmp_path: Path) -> None:
+    """For longer than the engine's lease. Nobody has to be replaced."""
+    turns, seen = itertools.count(), set[int]()
+    with group.served(launcher, tmp_path / "paused", lease_s=1.0) as served:
+
+        def pause_the_next() -> bool:
+            workers = served.workers()
+            if len(workers) < group.num_workers:
+                return False
+            seen.update(each.pid for each in workers)
+            turn = next(turns)
+            process = workers[turn] if turn < group.num_workers else workers[0].parent()
+            assert process is not None
+            process.suspend()
+            time.sleep(2.5)  # the length is the point
+            process.resume()
+            return True
+
+        moments = [(2 + 3 * turn, 0.05) for turn in range(group.num_workers + 1)]
+        check(served, Killer(pause_the_next, moments), *group.outcome)
+        seen.update(each.pid for each in served.workers())
+    assert len(seen) == group.num_workers
 
 
 @dataclass(frozen=True)
