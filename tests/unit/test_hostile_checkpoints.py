@@ -14,11 +14,11 @@ import pytest
 
 from tinsmith.backend import ModelState
 from tinsmith.checkpoints.format import read_manifest, write_checkpoint, write_peft_adapter
-from tinsmith.commands.printable import escape, printable
 from tinsmith.errors import ServerError
 from tinsmith.huggingface.outside_files import open_regular, parse_json, read_json
 from tinsmith.huggingface.safetensors_files import StoredTensors, read_header
 from tinsmith.operations import LoraConfig
+from tinsmith.processes.printable import escape, escape_lines, printable
 
 DEEP = b'{"a":' * 200_000 + b"1" + b"}" * 200_000
 
@@ -72,6 +72,7 @@ def test_a_terminal_obeys_nothing_from_outside() -> None:
     assert printable(hostile).isprintable()
     assert printable("Qwen/Qwen3 größe 模型") == "Qwen/Qwen3 größe 模型"
     assert escape(hostile).isprintable()
+    assert escape_lines("a\n\x1b[2Jb") == "a\n\\x1b[2Jb"
 
 
 def sound_checkpoints(directory: Path) -> None:

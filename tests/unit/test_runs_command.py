@@ -131,3 +131,16 @@ def test_a_server_without_runs(tmp_path: Path) -> None:
         assert "a run begins when a client creates a training client" in runs(tmp_path, "list")
         with pytest.raises(TinsmithError, match="there are none yet"):
             runs(tmp_path, "show", "nope")
+
+
+@pytest.mark.parametrize("arguments", [("list",), ("list", "--json"), ("show", RUN), ("show", RUN, "--json")])
+def test_a_terminal_obeys_no_tenant(server: RunningServer, arguments: tuple[str, ...]) -> None:
+    with sqlite3.connect(server.settings.server.data_dir / "tinsmith.db") as database:
+        (tenant,) = database.execute("SELECT tenant FROM runs WHERE model_id = ?", (RUN,)).fetchone()
+        database.execute("UPDATE runs SET tenant = ? WHERE model_id = ?", ("\x1b]0;x\x07\x9b31m\u202e", RUN))
+    try:
+        assert all(line.isprintable() for line in runs(server, *arguments).split("\n"))
+    finally:
+        with database:
+            database.execute("UPDATE runs SET tenant = ? WHERE model_id = ?", (tenant, RUN))
+        database.close()

@@ -24,11 +24,11 @@ from tinsmith.checkpoints.versions import newest_on_disk
 from tinsmith.commands.flags import base_model_name_of
 from tinsmith.commands.open_store import opened_store
 from tinsmith.commands.options import AsJson, ConfigFile, DataDir, plugins_of, settings_without_models
-from tinsmith.commands.printable import escape, printable
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.huggingface.safetensors_files import DTYPES
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_store
+from tinsmith.processes.printable import escape, printable
 from tinsmith.settings import Settings
 from tinsmith.store import CheckpointRecord, RequestStore
 

@@ -9,7 +9,6 @@ from typing import Final
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from tinsmith.commands.checkpoint import add_checkpoint_commands
 from tinsmith.commands.demo import add_demo_command
@@ -22,6 +21,7 @@ from tinsmith.commands.simulate import add_simulate_command
 from tinsmith.commands.worker import add_worker_command
 from tinsmith.errors import TinsmithError
 from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.printable import escape_lines
 from tinsmith.settings.environment import remember_credentials
 from tinsmith.settings.secrets import cleaned
 
@@ -38,7 +38,7 @@ def app() -> None:
         group(obj=plugins, prog_name="tinsmith")
     except TinsmithError as error:
         console = Console(stderr=True, soft_wrap=True, emoji=False)
-        console.print(f"[bold red]error:[/] {escape(cleaned(str(error)))}", highlight=False)
+        console.print(f"[bold red]error:[/] {escape_lines(cleaned(str(error)))}", highlight=False)
         sys.exit(_EXIT_USAGE)
     except Exception:  # noqa: BLE001 - it ends the process, and its traceback may hold a secret
         sys.stderr.write(cleaned(traceback.format_exc()))

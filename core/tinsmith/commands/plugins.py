@@ -12,7 +12,6 @@ from typing import Annotated, Final
 import typer
 import yaml
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from tinsmith.authoring.check_plugin import (
@@ -29,6 +28,7 @@ from tinsmith.authoring.new_plugin import PluginKind, write_plugin
 from tinsmith.commands.options import AsJson, plugins_of
 from tinsmith.errors import UserError
 from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.printable import escape, escape_lines, printable_lines
 
 _FAILED: Final = 1
 _COLOURS: Final[Mapping[Outcome, str]] = {"passed": "green", "skipped": "yellow", "failed": "red"}
@@ -50,7 +50,11 @@ def list_plugins(context: typer.Context) -> None:
     rows = plugins_of(context).report()
     for row in rows:
         offers = ", ".join(row.offers) or "-"
-        name, shown = (f"[red]{escape(row.name)}[/]", f"[red]{escape(row.error)}[/]") if row.error else (row.name, "")
+        name, shown = (
+            (f"[red]{escape(row.name)}[/]", f"[red]{escape_lines(row.error)}[/]")
+            if row.error
+            else (escape(row.name), "")
+        )
         told = "\n".join(part for part in (escape(offers) if row.offers or not row.error else "", shown) if part)
         contract = "?" if row.contract is None else f"v{row.contract}"
         table.add_row(name, escape(row.distribution), escape(row.version), contract, told)
@@ -113,11 +117,11 @@ def _print_report(console: Console, name: str, plugins: Plugins, report: CheckRe
         for area in dict.fromkeys(finding.area for finding in findings):
             rows = _summary([finding for finding in findings if finding.area == area])
             for number, (outcome, told) in enumerate(rows):
-                table.add_row("" if number else f"  {area}", f"[{_COLOURS[outcome]}]{outcome}[/]", escape(told))
+                table.add_row("" if number else f"  {area}", f"[{_COLOURS[outcome]}]{outcome}[/]", escape_lines(told))
         console.print(table)
         for finding in findings if whole else ():
             if finding.traceback:
-                console.print(finding.traceback, markup=False)
+                console.print(printable_lines(finding.traceback), markup=False)
     numbers = ", ".join(f"{report.num(outcome)} {outcome}" for outcome in _COLOURS)
     console.print(f"\n{numbers}")
 

@@ -1,6 +1,7 @@
 """The tables that `tinsmith runs list` and `runs show` print, or the same as JSON."""
 
 import asyncio
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tinsmith.commands.open_store import opened_store
-from tinsmith.commands.printable import escape
 from tinsmith.commands.runs_report import OperationReport, RunReport, report
 from tinsmith.errors import NotFoundError
 from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.printable import escape
 from tinsmith.settings import Settings
 from tinsmith.store import LogTotals, RequestStore, RunRecord, RunState
 
@@ -48,7 +49,7 @@ def print_runs(
         return
     console = _console()
     if not page.runs:
-        of = "" if tenant is None else f" of tenant {tenant!r}"
+        of = "" if tenant is None else f" of tenant {escape(repr(tenant))}"
         where = str(settings.server.data_dir)
         empty = f"no runs{of} in {where}; a run begins when a client creates a training client"
         console.print(empty if page.total == 0 else f"there are {page.total} runs; --offset {offset} is past the last")
@@ -243,4 +244,5 @@ def _console() -> Console:
 
 
 def _print_json(value: Any) -> None:  # Any: a dataclass of the store's records
-    print(msgspec.json.format(msgspec.json.encode(value)).decode())  # noqa: T201 - the command's answer
+    # In ASCII, of which a terminal obeys nothing: msgspec escapes fewer characters.
+    print(json.dumps(json.loads(msgspec.json.encode(value)), indent=2))  # noqa: T201 - the command's answer

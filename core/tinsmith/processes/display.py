@@ -6,13 +6,13 @@ from importlib.metadata import version
 
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
 
 from tinsmith.huggingface.hub_cache import hub_endpoint
 from tinsmith.plugins.contract_version import CONTRACT_VERSION
 from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.printable import escape, escape_lines
 from tinsmith.settings import ModelSettings, Settings
 from tinsmith.store import EngineRecord, EngineState
 
@@ -29,7 +29,7 @@ def show_banner(console: Console, settings: Settings, plugins: Plugins, url: str
     report = plugins.report()
     refused = [row for row in report if row.error and row.contract != CONTRACT_VERSION]
     for row in refused:
-        grid.add_row("refused", escape(str(row.error)))
+        grid.add_row("refused", escape_lines(str(row.error)))
     broken = [row.name for row in report if row.error and row not in refused]
     if broken:
         grid.add_row("broken", escape(f"plugins {', '.join(broken)}; see `tinsmith plugins`"))

@@ -10,7 +10,6 @@ from typing import Annotated, Final
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from tinsmith.commands.doctor.data_directory import check_data_directory
@@ -31,6 +30,7 @@ from tinsmith.commands.options import (
 )
 from tinsmith.errors import ConfigError
 from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.printable import escape, escape_lines
 from tinsmith.settings import Settings
 from tinsmith.settings.secrets import cleaned
 
@@ -117,9 +117,9 @@ def _print_table(findings: Iterable[Finding]) -> None:
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     shown = ""
     for finding in findings:
-        told = escape(finding.found)
+        told = escape_lines(finding.found)
         if finding.remedy:
-            told += f"\n[bold]{escape(finding.remedy)}[/]"
+            told += f"\n[bold]{escape_lines(finding.remedy)}[/]"
         subject = "" if finding.subject == shown else finding.subject
         table.add_row(f"[{_COLOURS[finding.status]}]{finding.status}[/]", escape(subject), told)
         shown = finding.subject

@@ -10,6 +10,16 @@ def printable(text: str) -> str:
     )
 
 
+def printable_lines(text: str) -> str:
+    """Make text printable, and keep its lines."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 def escape(text: str) -> str:
     """Make text printable, and free of rich's markup."""
     return markup.escape(printable(text))
+
+
+def escape_lines(text: str) -> str:
+    """Make text printable and free of rich's markup, and keep its lines."""
+    return markup.escape(printable_lines(text))
