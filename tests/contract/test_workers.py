@@ -257,6 +257,23 @@ def test_other_code_of_the_same_version_is_refused(
     assert re.match(problem, refused.message)
 
 
+@pytest.mark.parametrize(("theirs", "joins"), [(None, True), ("another", False)])
+def test_a_program_may_be_in_a_package_without_plugins(tmp_path: Path, theirs: str | None, *, joins: bool) -> None:
+    """Of such a package workers tell no digest."""
+    door = FrontDoor(None, tmp_path / "control", SECRET.encode(), {**code_of("tinsmith"), "programs": "own"})
+    channel = Channel(connect(door.address, 0.0))
+    try:
+        channel.prove(SECRET.encode(), "worker")
+        channel.send(newest(code={**code_of("tinsmith"), **({"programs": theirs} if theirs else {})}))
+        if joins:
+            assert len(wait_for(door, bool)) == 1
+        else:
+            assert isinstance(channel.receive(), Refused)
+    finally:
+        channel.close()
+        door.close()
+
+
 def test_code_is_told_apart_by_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     digests = set()
