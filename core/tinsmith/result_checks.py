@@ -25,6 +25,7 @@ from tinsmith.operations import (
 
 _CATEGORIES: Final = ("user", "server", "unknown")
 _STOP_REASONS: Final = ("stop", "length")
+_INT_BITS: Final = 63  # of a number that the log can store
 _NUMERIC: Final = "biuf"  # kinds of dtypes
 
 # Any below: whatever a plugin has returned.
@@ -177,8 +178,8 @@ def _check_metrics(metrics: Any) -> None:
     _check_type("metrics", metrics, Mapping)
     for name, value in metrics.items():
         _check_type("the name of a metric", name, str)
-        if not isinstance(value, float | int) or isinstance(value, bool):
-            raise _wrong(f"the metric {name}", value, "a float")
+        if type(value) not in (float, int) or (type(value) is int and value.bit_length() > _INT_BITS):
+            raise _wrong(f"the metric {name}", value, "a float of Python, not of NumPy")  # the log stores these alone
 
 
 def _check_failure(failure: Failed) -> None:

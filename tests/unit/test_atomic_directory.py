@@ -1,5 +1,7 @@
 """Two processes that both believe that they write: one was stopped, and goes on after the other has taken over."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,24 @@ def said(fresh: Path, text: str) -> None:
 
 def text_at(root: Path, name: str) -> str:
     return (atomic_directory.find(root, name) / "text").read_text()
+
+
+def test_directories_above_that_cannot_be_synchronised_fail_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the root of an automounter."""
+    home, own = tmp_path / "home", os.fsync
+    root = home / "user" / "data" / "checkpoints"
+    root.mkdir(parents=True)
+
+    def fsync(descriptor: int) -> None:
+        if os.path.samestat(os.fstat(descriptor), home.stat()):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        own(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write(root, "one", "text", 1)
+    assert text_at(root, "one") == "text"
 
 
 @pytest.mark.parametrize("name", ["run/a", "run/b"])

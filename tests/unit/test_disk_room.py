@@ -22,7 +22,7 @@ from tinsmith.server.disk_quota import DiskQuota
 from tinsmith.settings import QuotaSettings, RecoverySettings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.store import KeptBytes, StoreContext
+from tinsmith.store import KeptBytes, RecoveryPointRecord, StoreContext
 from tinsmith.store.disk_room import (
     DiskSpace,
     allowed_bytes,
@@ -60,7 +60,7 @@ def test_a_share_leaves_room_for_others_whatever_one_keeps() -> None:
 def test_by_default_little_of_a_large_disk_is_left_for_others() -> None:
     """Whoever kept much before there was a limit, or is alone, goes on."""
     kept = KeptBytes(tenant="ann", checkpoints=800 * GIB)
-    assert allowed_bytes(QuotaSettings(), kept, LARGE) == (800 + 100 - 16) * GIB
+    assert allowed_bytes(QuotaSettings(), kept, LARGE) == (800 + 100 - 4) * GIB
     small = DiskSpace(total_bytes=100 * GIB, free_bytes=11 * GIB)
     assert allowed_bytes(QuotaSettings(), KeptBytes(tenant="bob"), small) == 8 * GIB
 
@@ -202,6 +202,25 @@ async def test_what_has_no_room_is_refused_whole_and_training_goes_on(
     skipped = [each for each in caplog.records if "no recovery point of" in each.getMessage()]
     assert skipped
     assert all(each.levelno == logging.WARNING and setting in each.getMessage() for each in skipped)
+
+
+async def test_a_recovery_point_needs_no_more_room_than_the_one_that_it_replaces(tmp_path: Path) -> None:
+    every_step = RecoverySettings(point_every_operations=1)
+
+    async def points(client: EngineDriver, newest: int) -> list[RecoveryPointRecord]:
+        """Step until there is one that is as new."""
+        while True:
+            found = await client.store.list_recovery_points(MODEL)
+            if len(found) == every_step.keep_points and found[0].seq_id >= newest:
+                return found
+            await step(client)
+
+    async with serving(tmp_path / "free", QuotaSettings(), recovery=every_step) as client:
+        size = (await points(client, 1))[0].size_bytes
+    share = QuotaSettings(disk_bytes=int((every_step.keep_points + 0.5) * size))
+    async with serving(tmp_path / "bounded", share, recovery=every_step) as client:
+        first = (await points(client, 1))[0].seq_id
+        assert (await points(client, first + 2))[0].seq_id > first
 
 
 async def test_a_load_needs_room_for_its_recovery_point(tmp_path: Path, disk: Disk) -> None:

@@ -1,5 +1,6 @@
 """A session's silence counts only while its server could record heartbeats, on a real store with a clock of our own."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
@@ -19,7 +20,7 @@ from tinsmith.settings import ServerSettings, Settings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.steady_clock import SteadyClock
-from tinsmith.store import EngineRecord, EngineState, OperationState, SessionRecord, StoreContext
+from tinsmith.store import CheckpointRecord, EngineRecord, EngineState, OperationState, SessionRecord, StoreContext
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.harness import TOY
 from tinsmith.testing.postgres import Postgres
@@ -194,6 +195,27 @@ async def test_a_heartbeat_that_hangs_ends_no_session(alone: Deployment, clock: 
     assert await server.send_heartbeats() == [200]
     await pass_time(clock, 55, server)
     assert not await server.ended(session_id)
+
+
+async def test_other_housekeeping_that_fails_keeps_no_session(
+    alone: Deployment, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says nothing about heartbeats, and may fail in every round."""
+    server = await alone.start()
+    await pass_time(clock, 90, server)
+    failed = asyncio.Event()
+
+    async def fail(_now: datetime) -> list[CheckpointRecord]:
+        failed.set()
+        msg = "statement timeout"
+        raise StoreError(msg)
+
+    monkeypatch.setattr(alone.store, "expired_checkpoints", fail)
+    rounds = asyncio.create_task(server.housekeeping.run())
+    await failed.wait()
+    rounds.cancel()
+    await asyncio.wait([rounds])
+    assert server.hearing.lasts_s() >= TIMEOUT_S
 
 
 async def test_short_breaks_do_not_keep_a_silent_session(alone: Deployment, clock: Clock) -> None:

@@ -111,6 +111,8 @@ PASSES: dict[str, Lie] = {
     "a metric that is text": metrics(loss="0.5"),
     "a metric that is an array": metrics(loss=np.zeros(1, np.float32)),
     "a metric that is None": metrics(extra=None),
+    "a metric of NumPy": metrics(loss=np.float64(0.5)),
+    "a metric beyond 64 bits": metrics(loss=2**70),
     "a failure without text": first(lambda _: ops.Failed(message=None)),  # type: ignore[arg-type]
     "a failure of nobody": first(lambda _: ops.Failed(message="no", category="nobody")),  # type: ignore[arg-type]
 }

@@ -26,6 +26,7 @@ from tinsmith.failpoints import durable_boundary
 _NEW: Final = ".new-"
 _LEFTOVERS: Final = (f".*{_NEW}*", ".*.deleted-*", ".made-*")
 _LEFT_BEHIND_S: Final = 3600.0
+_NOT_OURS: Final = {errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EROFS}
 _ROOT_DEPTH: Final = 3  # names on the way from the parent of the data directory to a root, at most
 _TRIES: Final = 100  # of an operation that another process keeps undoing
 
@@ -207,11 +208,15 @@ def _sync_parents(root: Path, target: Path) -> None:
 def _sync_ancestors(root: Path) -> None:
     """Make the names of `root` and of the directories above it durable, once in a process.
 
-    Whoever made them may have died before. A directory that this user cannot read is not one that tinsmith made.
+    Whoever made them may have died before. A directory that this user cannot read, or whose file system cannot be
+    synchronised (the root of an automounter, a read-only image), is not one that tinsmith made.
     """
     for parent in root.absolute().parents[:_ROOT_DEPTH]:
-        with suppress(PermissionError):
+        try:
             _fsync(parent)
+        except OSError as error:
+            if error.errno not in _NOT_OURS:
+                raise
 
 
 def _repair(parent: Path, epoch: int) -> None:

@@ -159,7 +159,8 @@ class ModelOperations:
 
     async def _keep(self, model_id: str, state: ModelState, record: OperationRecord) -> RecoveryPointTaken:
         """Keep what is about to be loaded: a recovery cannot rely on the checkpoint, which may be deleted by then."""
-        await self._room.expect(record.tenant, size_of(state, "training"))
+        replaced = await self._recovery_points.replaced_bytes(model_id)
+        await self._room.expect(record.tenant, max(0, size_of(state, "training") - replaced))
         await self._checks.persist(model_id)
         taken = await self._recovery_points.write(model_id, record.seq_id, state)
         return RecoveryPointTaken(record=taken, keep=self._recovery_points.keep)

@@ -74,7 +74,8 @@ class RecoveryPointTaker:
     ) -> None:
         try:
             with ending_the_engine(base_model, "capture_state"):
-                await self._room.expect(tenant, size_of(state, "training"))
+                replaced = await self._recovery_points.replaced_bytes(model_id)
+                await self._room.expect(tenant, max(0, size_of(state, "training") - replaced))
                 await self._checks.persist(model_id)
                 written = await self._recovery_points.write(model_id, seq_id, state)
             del state

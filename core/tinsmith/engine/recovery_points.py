@@ -73,6 +73,11 @@ class RecoveryPoints:
         if (model := self._models.get(model_id)) is not None:
             model.taking = None
 
+    async def replaced_bytes(self, model_id: str) -> int:
+        """Return the size of the recovery point that the next one replaces, or 0."""
+        registered = await self._store.list_recovery_points(model_id)
+        return registered[-1].size_bytes if len(registered) >= self.keep else 0
+
     @durable_boundary("recovery_point.write")
     async def write(self, model_id: str, seq_id: int, state: ModelState) -> RecoveryPointRecord:
         """Make it durable. It is not used before it is registered. Raise ServerError if the disk fails."""

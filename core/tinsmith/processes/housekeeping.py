@@ -13,7 +13,7 @@ from typing import Final
 
 from tinsmith.checkpoints.atomic_directory import sweep
 from tinsmith.checkpoints.format import delete_checkpoint
-from tinsmith.errors import NotFoundError, StoreError, TinsmithError
+from tinsmith.errors import NotFoundError, TinsmithError
 from tinsmith.processes.orphans import remove_orphans
 from tinsmith.server.hearing import Hearing
 from tinsmith.settings import RecoverySettings, ServerSettings
@@ -66,8 +66,6 @@ class Housekeeping:
             try:
                 await self.round()
             except (TinsmithError, OSError) as error:
-                if self._hearing is not None and isinstance(error, StoreError):
-                    self._hearing.failed(error)
                 _log.error("housekeeping failed, trying again in %.0f s: %s", self.interval_s, error)
             await asyncio.sleep(self.interval_s)
 

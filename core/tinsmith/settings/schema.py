@@ -377,7 +377,7 @@ class TenantQuotas(_Section):
         gt=0,
         le=1,
         description="share of what the tenant keeps and what is free beyond the reserve, taken together, that it may "
-        "keep if `disk_bytes` is not set; default: all but a fifth, and all but 16 GiB if that is less",
+        "keep if `disk_bytes` is not set; default: all but a fifth, and all but 4 GiB if that is less",
     )
 
 

@@ -11,7 +11,7 @@ from tinsmith.store.records import KeptBytes
 
 _RESERVE_BYTES: Final = 1 << 30
 _RESERVE_PART: Final = 20  # of a small file system, the reserve is this part
-_LEFT_BYTES: Final = 16 << 30  # that one tenant leaves for others, unless configured otherwise
+_LEFT_BYTES: Final = 4 << 30  # that one tenant leaves for others, unless configured otherwise
 _LEFT_PART: Final = 5  # or this part of what there is, if that is less
 _UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
