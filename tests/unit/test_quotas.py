@@ -17,6 +17,7 @@ from tinsmith.settings import QuotaSettings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import PendingCounts, StoreContext
+from tinsmith.store.disk_room import DiskSpace
 from tinsmith.testing.store_records import a_checkpoint, a_model, a_sample, a_session, an_operation
 
 
@@ -137,6 +138,33 @@ async def test_a_request_that_others_wait_for_is_admitted_in_any_case(store: Wat
     await quotas.admit_operation(an_operation(seq_id=1))
     with pytest.raises(CapacityError, match="pending_operations"):  # twice the quota
         await quotas.admit_operation(an_operation(seq_id=1))
+
+
+async def test_a_refused_request_takes_no_room_from_others(store: WatchedStore, clock: Clock) -> None:
+    """What is free is read once a second: until then, a tenant that sends again at once would use it up."""
+    limits = QuotaSettings(pending_samples=1, pending_operations=1)
+    quotas = Quotas(store, limits, read_space=lambda: DiskSpace(2**40, 2**39), clock=clock)
+    await store.submit(a_sample(0))
+    await a_model(store)
+    await store.submit(an_operation(seq_id=1))
+    before = await quotas.disk.space()
+    for _ in range(3):
+        with pytest.raises(CapacityError, match="pending_samples"):
+            await quotas.admit_sample(a_sample(1, payload=b"x" * 1000))
+        with pytest.raises(CapacityError, match="pending_operations"):
+            await quotas.admit_operation(an_operation(seq_id=2, payload=b"x" * 1000))
+    assert await quotas.disk.space() == before
+
+
+async def test_a_request_without_room_on_the_disk_does_not_count_as_waiting(store: WatchedStore, clock: Clock) -> None:
+    """Or a tenant that has to free space could not: what does so may have to wait, too."""
+    limits = QuotaSettings(pending_operations=2, disk_bytes=100)
+    quotas = Quotas(store, limits, read_space=lambda: DiskSpace(2**40, 2**39), clock=clock)
+    for seq_id in range(2, 6):
+        with pytest.raises(CapacityError, match="disk_bytes"):
+            await quotas.admit_operation(an_operation(seq_id=seq_id, payload=b"x" * 1000))
+    await quotas.admit_operation(an_operation(seq_id=6, kind="unload_model"))
+    await quotas.admit_operation(an_operation(seq_id=7, kind="unload_model"))
 
 
 async def test_models_and_sessions_are_limited(store: WatchedStore, clock: Clock) -> None:

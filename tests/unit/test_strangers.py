@@ -171,6 +171,43 @@ async def test_a_plugin_is_not_asked_about_strangers_who_come_too_fast(server: S
         assert (await http.get(f"/api/v1/{path}", headers=bob)).status_code == 200, "it has been known before"
 
 
+_CHANGING = (
+    "accept baggage cf-connecting-ip cf-ray content-type date elastic-apm-traceparent fly-request-id forwarded "
+    "sentry-trace traceparent tracestate uber-trace-id via x-amzn-trace-id x-appengine-request-log-id x-b3-spanid "
+    "x-b3-traceid x-cloud-trace-context x-correlation-id x-datadog-parent-id x-envoy-attempt-count x-forwarded-for "
+    "x-forwarded-port x-idempotency-key x-original-forwarded-for x-real-ip x-request-id x-request-start "
+    "x-stainless-retry-count"
+)
+_TELLING = (
+    "authorization cf-access-jwt-assertion cookie team tenant x-amzn-oidc-identity x-api-key x-auth-request-email "
+    "x-forwarded-email x-forwarded-client-cert x-forwarded-user x-request-user x-tenant x-user"
+)
+
+
+async def test_a_caller_is_known_whatever_a_proxy_adds(server: Server) -> None:
+    """Proxies number each request, and say when and on which way it came."""
+    http = await server.start(Elsewhere())
+    bob = {"x-user": "bob"}
+
+    async def status_of(number: int) -> int:
+        added = {name: f"{number}-{name}" for name in _CHANGING.split()}
+        return (await http.get("/api/v1/sessions", headers=bob | added)).status_code
+
+    assert await status_of(0) == 200
+    await spend(http)
+    assert [await status_of(number) for number in range(1, 4)] == [200] * 3
+
+
+@pytest.mark.parametrize("name", _TELLING.split())
+async def test_who_differs_in_what_may_tell_callers_apart_is_not_known(name: str) -> None:
+    callers = strangers.Strangers(per_s=0.001, burst=1, clock=lambda: 0.0)
+    callers.take()
+    ann, eve = ({"headers": [(b"host", b"h"), (name.encode(), value)]} for value in (b"ann", b"eve"))
+    callers.note_known(ann)
+    assert callers.refuses_unasked(ann) == 0
+    assert callers.refuses_unasked(eve) > 0
+
+
 # Kept answers ---------------------------------------------------------------------------------------------------------
 
 

@@ -84,7 +84,6 @@ class Quotas:
                 del self._in_progress[tenant]
 
     async def admit_sample(self, operation: NewOperation) -> None:
-        await self.disk.admit(operation.tenant, len(operation.payload))
         await self._admit_pending(operation, "pending_samples")
 
     async def admit_operation(self, operation: NewOperation) -> None:
@@ -94,21 +93,25 @@ class Quotas:
         twice the quota. One that frees space needs none.
         """
         try:
-            await self._admit_operation(operation)
+            await self._admit_pending(operation, "pending_operations")
         except CapacityError:
             if not await self._store.is_awaited(operation.subject_id, operation.seq_id):
                 raise
-            await self._admit_operation(operation, awaited=True)
+            await self._admit_pending(operation, "pending_operations", awaited=True)
 
-    async def _admit_operation(self, operation: NewOperation, *, awaited: bool = False) -> None:
-        if operation.kind not in _FREES:
-            await self.disk.admit(operation.tenant, len(operation.payload), awaited=awaited)
-        await self._admit_pending(operation, "pending_operations", times=2 if awaited else 1)
-
-    async def _admit_pending(self, operation: NewOperation, setting: str, *, times: int = 1) -> None:
-        more = {setting: 1, "queued_bytes": len(operation.payload), _OPEN_SAVES: int(operation.kind in _SAVES)}
+    async def _admit_pending(self, operation: NewOperation, setting: str, *, awaited: bool = False) -> None:
+        """Count the bytes last: they are taken from all tenants. What is counted before is taken back in that case."""
+        tenant, num_bytes = operation.tenant, len(operation.payload)
+        more = {setting: 1, "queued_bytes": num_bytes, _OPEN_SAVES: int(operation.kind in _SAVES)}
         remedy = "send this one again when some of them are done"
-        await self._admit(self._pending, operation.tenant, more, remedy, times=times)
+        counts = await self._admit(self._pending, tenant, more, remedy, times=2 if awaited else 1)
+        if operation.kind in _FREES:
+            return
+        try:
+            await self.disk.admit(tenant, num_bytes, awaited=awaited)
+        except BaseException:
+            counts.subtract(more)
+            raise
 
     async def admit_model(self, tenant: str) -> None:
         await self._admit(self._models, tenant, {"live_models": 1}, "end sessions whose models you no longer need")
@@ -139,8 +142,8 @@ class Quotas:
 
     async def _admit(
         self, tallies: Tallies, tenant: str, more: Mapping[str, int], remedy: str, *, times: int = 1
-    ) -> None:
-        """Admit and count all of `more`, or nothing. Something that is alone always fits."""
+    ) -> Counter[str]:
+        """Admit and count all of `more`, or nothing. Something that is alone always fits. Return what counts it."""
         counts = await tallies.of(tenant)
         for setting, number in more.items():
             limit = self._limit(tenant, setting)
@@ -148,6 +151,7 @@ class Quotas:
                 retry_after_s = 1.0 if tallies is self._pending else _STANDING_S
                 raise CapacityError(_too_much(setting, limit, remedy), retry_after_s=retry_after_s)
         counts.update(more)
+        return counts
 
     def _limit(self, tenant: str, setting: str) -> int | None:
         limit: int | None = getattr(self._settings.of(tenant), setting) if setting in _WHAT else None

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import random
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
@@ -26,15 +27,30 @@ REFUSED_AFTER_S: Final = 5.0
 _ROUTE: Final = SimpleNamespace(path="(without a key)")  # under which `/metrics` counts refusals
 _KNOWN: Final = 10_000
 _CHANGING: Final = (
-    b"accept",
-    b"connection",
-    b"content-",
-    b"host",
-    b"user-agent",
-    b"x-stainless-",
-    b"x-idempotency-key",
+    # of the client
+    *(b"accept", b"cache-control", b"connection", b"content-", b"date", b"expect", b"host", b"if-", b"pragma"),
+    *(b"priority", b"range", b"sec-", b"user-agent", b"x-stainless-", b"x-idempotency-key"),
+    # of proxies: on which way a request came, and when
+    *(b"cdn-loop", b"cf-connecting-", b"cf-ew-", b"cf-ip", b"cf-visitor", b"cf-worker", b"fastly-", b"forwarded"),
+    *(b"true-client-ip", b"via", b"x-amz-cf-id", b"x-azure-", b"x-envoy-", b"x-forwarded-for", b"x-forwarded-host"),
+    *(b"x-forwarded-port", b"x-forwarded-prefix", b"x-forwarded-proto", b"x-forwarded-scheme", b"x-forwarded-server"),
+    *(
+        b"x-original-forwarded-",
+        b"x-original-u",
+        b"x-queue-start",
+        b"x-real-ip",
+        b"x-request-start",
+        b"x-scheme",
+        b"x-vercel-id",
+    ),
+    # of tracers; the names of most others have one of the words below
+    *(b"b3", b"baggage", b"newrelic", b"x-b3-", b"x-datadog-", b"x-instana-", b"x-newrelic-", b"x-ot-"),
 )
-"""Headers that begin so say nothing about who sent a request."""
+_CHANGING_WORDS: Final = re.compile(rb"trace|span|request-?id|correlation|transaction|log-?id|-ray$")
+"""Headers that begin so, or have such a word in their name, say nothing about who sent a request, and may change with
+each. Every other may be what a plugin knows a caller by: proxies and gateways name a user in `x-forwarded-user`,
+`x-amzn-oidc-identity` or `cf-access-jwt-assertion`.
+"""
 
 Pause = Callable[[float], Awaitable[object]]
 
@@ -97,6 +113,6 @@ def spread(seconds: float) -> float:
 def _fingerprint(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     found = hashlib.sha256()
     for name, value in sorted(headers):
-        if not name.startswith(_CHANGING):
+        if not (name.startswith(_CHANGING) or _CHANGING_WORDS.search(name)):
             found.update(b"%d:%b%d:%b" % (len(name), name, len(value), value))
     return found.digest()
