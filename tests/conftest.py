@@ -6,7 +6,14 @@ from collections.abc import Iterator
 import pytest
 from processes import Launcher, launching
 
+from tinsmith.settings import secrets
 from tinsmith.testing.postgres import Postgres, PostgresMissingError, running_postgres
+
+
+@pytest.fixture(autouse=True)
+def _no_secrets_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process masks every secret that it has read, and those of tests may be plain words."""
+    monkeypatch.setattr(secrets, "_known", {})
 
 
 @pytest.fixture(scope="session")

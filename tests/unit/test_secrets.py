@@ -51,12 +51,6 @@ class Gauge:
         return [tinsmith.BackendSpec(name="gauge", config=GaugeConfig, create=create, needs_model_path=False)]
 
 
-@pytest.fixture(autouse=True)
-def _no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests of this process have secrets of their own."""
-    monkeypatch.setattr(secrets, "_known", {})
-
-
 @pytest.fixture
 def plugins(monkeypatch: pytest.MonkeyPatch) -> Plugins:
     loaded = Plugins.load([Gauge()])
