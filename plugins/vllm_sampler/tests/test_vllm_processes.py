@@ -305,6 +305,37 @@ async def test_while_vllm_does_not_start_again_samples_fail_and_the_trouble_is_t
         sampler.close()
 
 
+@pytest.mark.parametrize("good_lives", [1])
+async def test_three_starts_in_vain_fail_all_who_wait(
+    tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, good_lives: int
+) -> None:
+    """Whoever waited to be alone used to count the starts by itself, so eight samples took two dozen."""
+    monkeypatch.setattr("tinsmith_vllm.replica._LONGEST_PAUSE_S", 0.01)
+    body = f"""
+    if life > {good_lives}:
+        sys.exit("no device")
+    channel.send(ready)
+    held = 0
+    while (message := channel.receive()) is not None:
+        held += isinstance(message, Generate)
+        if held == 8 or held and life > 1:
+            sys.exit("a fault of the device")
+"""
+    sampler = make_sampler(tiny_models["qwen3"], tmp_path, python=program(tmp_path, COUNTING + body))
+    lives = tmp_path / "lives"
+    try:
+        waiting = [asyncio.create_task(sampler.sample(op(prompt(n)))) for n in range(8)]
+        while int(lives.read_text() or 1) <= good_lives:  # noqa: ASYNC110 - a process says so
+            await asyncio.sleep(0.01)
+        waiting.append(asyncio.create_task(sampler.sample(op(prompt(9)))))
+        for result in await asyncio.wait_for(asyncio.gather(*waiting), WAIT_S):
+            assert isinstance(result, Failed)
+            assert "vllm did not start 3 times while this sample waited: vllm replica 0 ended with" in result.message
+        assert int(lives.read_text()) <= good_lives + 8
+    finally:
+        sampler.close()
+
+
 def test_what_keeps_vllm_from_starting_is_said(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     python = program(tmp_path, "sys.exit('no device')")
     with pytest.raises(ServerError, match=r"ended with status 1: the end of its log .*no device"):

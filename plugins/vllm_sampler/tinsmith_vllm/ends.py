@@ -9,14 +9,15 @@ from tinsmith_vllm.replica import Replica
 REPEATEDLY: Final = 2
 _MAX_DEATHS: Final = 3
 _MAX_INTERRUPTIONS: Final = 3
-_MAX_FAILED_STARTS: Final = 3
+MAX_FAILED_STARTS: Final = 3
 
 
 class Ends:
-    def __init__(self) -> None:
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = replicas
         self.died: list[Replica] = []  # while they drew the sample, by themselves
         self._interruptions = 0
-        self._failed_starts = 0
+        self._began_to_wait()
 
     @property
     def is_suspect(self) -> bool:
@@ -29,19 +30,25 @@ class Ends:
 
     def add(self, replica: Replica, death: Death) -> None:
         if not death.was_ready:
-            self._failed_starts += 1
-        elif death.from_outside and self._interruptions < _MAX_INTERRUPTIONS:
+            return  # it is counted for all who wait: see `waited_in_vain`
+        self._began_to_wait()
+        if death.from_outside and self._interruptions < _MAX_INTERRUPTIONS:
             self._interruptions += 1
         else:
             self.died.append(replica)
 
-    def are_enough(self, replicas: Sequence[Replica]) -> bool:
+    def _began_to_wait(self) -> None:
+        self._failed_before = {replica: replica.failed_starts for replica in self._replicas}
+
+    def waited_in_vain(self, replica: Replica) -> bool:
+        """Return whether the replica has failed to start too often since the sample began to wait, wherever it did."""
+        failed = replica.failed_starts - self._failed_before[replica]
+        return not replica.is_running and failed >= MAX_FAILED_STARTS
+
+    def are_enough(self) -> bool:
         """Return whether the sample fails. It may try one more replica, as the first may be broken itself."""
-        untried = any(not each.is_gone and each not in self.died for each in replicas)
-        deaths = len(self.died) >= (_MAX_DEATHS if untried else REPEATEDLY)
-        return deaths or self._failed_starts >= _MAX_FAILED_STARTS
+        untried = any(not each.is_gone and each not in self.died for each in self._replicas)
+        return len(self.died) >= (_MAX_DEATHS if untried else REPEATEDLY)
 
     def __str__(self) -> str:
-        if self._failed_starts >= _MAX_FAILED_STARTS:
-            return f"vllm did not start {self._failed_starts} times while this sample waited"
         return f"vllm died {len(self.died)} times over this sample"

@@ -86,6 +86,7 @@ class Replica:
         self.is_running = False  # the process answers; until then, messages wait
         self.is_unstartable = False  # with this configuration, so trying again would not help
         self.deaths_in_a_row = 0  # since it drew a sample: a process that was ended from outside does not count
+        self.failed_starts = 0  # ever, after the first start
         self.gate = Gate()  # of the samples that it draws
         self.trouble = ""  # why the process does not answer, in words that tenants may read
         self._launch = launch
@@ -195,6 +196,7 @@ class Replica:
             self.trouble = f"{death.how} ({reference}), and starts again"
             self.deaths_in_a_row += not death.from_outside
             failures = 0 if death.was_ready else failures + 1
+            self.failed_starts += not death.was_ready
             self._tell_all(ReplicaDiedError(death, reference))
             if self._closing.wait(_pause_s(max(failures, self.deaths_in_a_row - 1))):
                 return death

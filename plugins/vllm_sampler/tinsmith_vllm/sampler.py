@@ -35,7 +35,7 @@ from tinsmith_vllm.compat import MAX_TEMPERATURE, MIN_TEMPERATURE
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.demand import has_experts, known_shape
 from tinsmith_vllm.drawing import Drawing
-from tinsmith_vllm.ends import REPEATEDLY, Ends
+from tinsmith_vllm.ends import MAX_FAILED_STARTS, REPEATEDLY, Ends
 from tinsmith_vllm.launching import launches
 from tinsmith_vllm.memory import AdapterMemory
 from tinsmith_vllm.messages import Abort, Count, Counted, Drawn, Load, Loaded, Ready, Refused, Unload
@@ -303,21 +303,25 @@ class VllmSampler(SamplingBackend):
         Any sample that a dying replica was drawing is a suspect, and drawn again alone. So the one that kills fails by
         itself, and the others succeed.
         """
-        ends = Ends()
+        ends = Ends(replicas)
         while True:
             replica = self._choose(replicas, op, adapter_id, ends)
+            if ends.waited_in_vain(replica):
+                return _not_started(replica)
             waited = replica.gate.is_reserved
             try:
                 async with replica.gate.entered(alone=ends.is_suspect):
                     if waited and self._choose(replicas, op, adapter_id, ends) is not replica:
                         continue
+                    if ends.waited_in_vain(replica):  # while it was in the gate's queue
+                        return _not_started(replica)
                     output = await self._draw(replica, op, adapter_id)
                     replica.deaths_in_a_row = 0
                     return output
             except ReplicaDiedError as error:
                 _log.warning("a sample is drawn again: %s", error)
                 ends.add(replica, error.death)
-                if ends.are_enough(replicas):
+                if ends.are_enough():
                     return Failed(message=f"{ends}: {error}", category="server")
 
     def _choose(self, replicas: list[Replica], op: Sample, adapter_id: int, ends: Ends) -> Replica:
@@ -393,6 +397,11 @@ class VllmSampler(SamplingBackend):
             replica.close()
         self._files.close()
         self._large_files.close()
+
+
+def _not_started(replica: Replica) -> Failed:
+    message = f"vllm did not start {MAX_FAILED_STARTS} times while this sample waited: {replica.trouble}"
+    return Failed(message=message, category="server")
 
 
 def _refused(answer: Refused) -> Failed:
