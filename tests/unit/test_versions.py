@@ -32,6 +32,7 @@ from tinsmith.steady_clock import SteadyClock
 from tinsmith.store import CheckpointRecord, StoreContext
 from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, make_engine, take_over
 from tinsmith.testing.harness import TOY
+from tinsmith.testing.store_records import a_checkpoint
 
 MODEL = "s1:train:0"
 STEP = ops.OptimStep(model_id=MODEL, adam=ops.AdamParams(weight_decay=0.5))
@@ -248,6 +249,31 @@ async def test_orphans_are_removed_and_nothing_else(setup: Setup) -> None:
     assert claimed.kind == "save_state"
     assert await remove_orphans(setup.store, setup.root, older_than_s=0) == [], "an engine may be writing it"
     assert all((setup.root / each).is_dir() for each in strange), "this store knows nothing of them"
+
+
+class Counted:
+    """A store that counts what it is asked."""
+
+    def __init__(self, store: SqlStore) -> None:
+        self._store = store
+        self.asked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked += 1
+        return getattr(self._store, name)
+
+
+async def test_many_checkpoints_are_compared_with_few_reads(setup: Setup) -> None:
+    """Housekeeping does nothing else meanwhile: no session expires."""
+    asked = []
+    for number in range(40):
+        record = a_checkpoint(f"c{number}", directory=f"{MODEL}/weights/c{number}~01")
+        (setup.root / record.directory).mkdir(parents=True)
+        await setup.store.add_checkpoint(record)
+        counted = Counted(setup.store)
+        assert await remove_orphans(counted, setup.root, older_than_s=0) == []  # type: ignore[arg-type]
+        asked.append(counted.asked)
+    assert asked[-1] == asked[0]
 
 
 async def test_checkpoints_of_earlier_versions_are_found(setup: Setup) -> None:

@@ -5,7 +5,10 @@ its save after another had taken over, and by deletions that were cut short.
 """
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from tinsmith.checkpoints.format import delete_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
@@ -16,22 +19,31 @@ from tinsmith.store import RequestStore, RunState
 _WRITING_S = 3600.0
 """A command that imports a checkpoint, or writes one from a replay, records it within this time."""
 
+_PART: Final = 1000  # directories whose records are read together
+
 
 async def remove_orphans(store: RequestStore, root: Path, *, older_than_s: float = _WRITING_S) -> list[str]:
     """Return the directories that were removed. What this store knows nothing of is left: it may be another's."""
     removed = []
-    for directory in await asyncio.to_thread(lambda: list(versions_on_disk(root, older_than_s=older_than_s))):
-        if await _is_orphan(store, directory):
-            await asyncio.to_thread(delete_checkpoint, root, directory)
-            removed.append(directory)
+    found = await asyncio.to_thread(lambda: list(_paths_on_disk(root, older_than_s)))
+    for start in range(0, len(found), _PART):
+        part = found[start : start + _PART]
+        # Almost all are recorded. Only the others are looked at one by one, in an order that matters.
+        recorded = await store.recorded_directories({str(path) for _, path in part})
+        for directory, path in part:
+            if directory not in recorded and await _is_orphan(store, directory, path):
+                await asyncio.to_thread(delete_checkpoint, root, directory)
+                removed.append(directory)
     return removed
 
 
-async def _is_orphan(store: RequestStore, directory: str) -> bool:
-    try:
-        path = TinkerPath.of_directory(directory)
-    except UserError:
-        return False
+def _paths_on_disk(root: Path, older_than_s: float) -> Iterator[tuple[str, TinkerPath]]:
+    for directory in versions_on_disk(root, older_than_s=older_than_s):
+        with suppress(UserError):  # no directory of a checkpoint
+            yield directory, TinkerPath.of_directory(directory)
+
+
+async def _is_orphan(store: RequestStore, directory: str, path: TinkerPath) -> bool:
     # First the model, then the record: a save that is recorded in between is found by the second look.
     known = await _is_idle(store, path.model_id)
     if known is False:

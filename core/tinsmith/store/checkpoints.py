@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from datetime import datetime
 
 from tinsmith.errors import NotFoundError
@@ -25,6 +26,14 @@ class Checkpoints(ABC):
             for record in (await self.list_checkpoints(None, model_id=model_id))[0]:
                 newest.setdefault((model_id, record.kind), record)
         return list(newest.values())
+
+    async def recorded_directories(self, paths: Collection[str]) -> set[str]:
+        """Return the directories of those of these checkpoints that exist. A store should read them together."""
+        found = set()
+        for path in paths:
+            with suppress(NotFoundError):
+                found.add((await self.get_checkpoint(path)).directory)
+        return found
 
     async def kept_checkpoints(self, tenant: str) -> KeptCheckpoints:
         """Return how many checkpoints a tenant has, and their size. A store may count none."""

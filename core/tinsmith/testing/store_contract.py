@@ -201,6 +201,8 @@ class RequestStoreContract(
         assert await store.list_checkpoints("ann") == ([second, first], 2)
         assert await store.list_checkpoints("ann", limit=1, offset=1) == ([first], 2)
         assert await store.list_checkpoints(None, model_id="other") == ([], 0)
+        never = "tinker://s1:train:0/weights/never"
+        assert await store.recorded_directories([first.path, second.path, never]) == {first.directory, second.directory}
         expires_at = NOW + timedelta(days=1)
         changed = await store.update_checkpoint(first.path, lambda it: replace(it, public=True, expires_at=expires_at))
         assert changed == replace(first, public=True, expires_at=expires_at)
@@ -212,12 +214,13 @@ class RequestStoreContract(
                 await missing(first.path)
         assert await state_of(store, request_id) == OperationState.SUCCEEDED
         assert await store.list_checkpoints("ann") == ([second], 1)
+        assert await store.recorded_directories([first.path, second.path]) == {second.directory}
         assert await store.expired_checkpoints(expires_at) == []
         # a client that did not receive the answer asks again
         assert await store.deleted_checkpoint(first.path) == changed
-        for never in (second.path, "tinker://s1:train:0/weights/never"):
-            with pytest.raises(NotFoundError, match=never):
-                await store.deleted_checkpoint(never)
+        for there in (second.path, never):
+            with pytest.raises(NotFoundError, match=there):
+                await store.deleted_checkpoint(there)
         for newer in (replace(second, created_at=NOW), replace(second, expires_at=expires_at)):
             with pytest.raises(NotFoundError, match="second"):
                 await store.delete_version(newer)

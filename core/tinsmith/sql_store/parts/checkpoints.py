@@ -22,6 +22,9 @@ class SqlCheckpoints(Connections, Checkpoints):
     async def newest_checkpoints(self, model_ids: Collection[str]) -> list[CheckpointRecord]:
         return await self._reader.read(checkpoints.newest, model_ids)
 
+    async def recorded_directories(self, paths: Collection[str]) -> set[str]:
+        return await self._reader.read(checkpoints.directories, paths)
+
     async def kept_checkpoints(self, tenant: str) -> KeptCheckpoints:
         return await self._reader.read(counting.kept_checkpoints, tenant)
 

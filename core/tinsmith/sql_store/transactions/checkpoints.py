@@ -21,6 +21,9 @@ _THERE = col(CheckpointRow.deleted_at).is_(None)
 _GET = sqlalchemy.select(*(CHECKPOINTS.c[field.name] for field in fields(CheckpointRecord))).where(
     CHECKPOINTS.c.path == bindparam("wanted"), CHECKPOINTS.c.deleted_at.is_(None)
 )
+_DIRECTORIES = sqlalchemy.select(CHECKPOINTS.c.directory).where(
+    CHECKPOINTS.c.path.in_(bindparam("paths", expanding=True)), CHECKPOINTS.c.deleted_at.is_(None)
+)
 
 _each = CHECKPOINTS.alias("each")
 _NEWEST = (
@@ -58,6 +61,15 @@ def newest(session: Session, model_ids: Collection[str]) -> list[CheckpointRecor
             values = {"kind": kind, "model_ids": ids[start : start + _PART]}
             rows = session.connection().execute(_NEWEST_OF, values).mappings()
             found += [CheckpointRecord(**row) for row in rows]
+    return found
+
+
+def directories(session: Session, paths: Collection[str]) -> set[str]:
+    found: set[str] = set()
+    wanted = sorted(paths)
+    for start in range(0, len(wanted), _PART):
+        part = wanted[start : start + _PART]
+        found.update(session.connection().execute(_DIRECTORIES, {"paths": part}).scalars())
     return found
 
 
