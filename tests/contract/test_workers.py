@@ -285,6 +285,17 @@ def test_code_is_told_apart_by_what_it_says(tmp_path: Path, monkeypatch: pytest.
     assert code_of("no_such_package") == {}
 
 
+def test_an_editors_lock_is_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a link that leads nowhere, named like the file."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("edited", "closed"):
+        (tmp_path / f"package_{name}").mkdir()
+        (tmp_path / f"package_{name}" / "__init__.py").write_text("x = 4")
+    (tmp_path / "package_edited" / ".#__init__.py").symlink_to("me@machine.123:456")
+    [digest] = set(code_of("package_edited", "package_closed").values())
+    assert digest
+
+
 @pytest.mark.parametrize(
     ("key", "problem"),
     [("x", "has 1 characters, and must have at least 32"), ("ab" * 32, "has 2 different characters")],

@@ -18,6 +18,7 @@ from tinsmith.commands.load_settings import load_settings
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings.sources import Flag
 from tinsmith.testing import TinyShape, write_tiny_model
+from tinsmith.workers.keys import KEY, shared_key
 
 ROOT = DEPLOY.parent
 HOW_TO = ROOT / "docs" / "how-to" / "run-on-gke.md"
@@ -195,6 +196,17 @@ def console_blocks() -> list[str]:
     """Return the commands of each console block."""
     blocks = re.findall(r"^```console\n(.*?)^```$", HOW_TO.read_text(), re.DOTALL | re.MULTILINE)
     return [re.sub(r"^\$ ", "", block, flags=re.MULTILINE) for block in blocks]
+
+
+def test_no_example_shows_a_worker_key_that_is_refused() -> None:
+    """A literal one, in what is set or said to be. "..." is for the reader to fill in, $ is for the shell."""
+    files = [path for place in ("deploy", "docs", "examples") for path in (ROOT / place).rglob("*") if path.is_file()]
+    texts = {path: path.read_text(errors="replace") for path in (*files, ROOT / "README.md")}
+    shown = [(path, key) for path, text in texts.items() for key in re.findall(rf"{KEY}=([^\s`]+)", text)]
+    assert shown
+    for path, key in shown:
+        if not key.startswith(("...", "$")):
+            assert shared_key({KEY: key.strip("\"'")}), path
 
 
 def test_the_how_to_names_files_and_objects_that_exist() -> None:

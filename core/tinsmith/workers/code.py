@@ -35,7 +35,7 @@ def _digest(package: str) -> str | None:
         return None
     found = hashlib.sha256()
     for root in map(Path, spec.submodule_search_locations or []):
-        for file in sorted(path for path in root.rglob("*") if path.suffix in _SOURCE):
+        for file in sorted(path for path in root.rglob("*") if path.suffix in _SOURCE and path.is_file()):
             found.update(f"{file.relative_to(root).as_posix()}\0{file.stat().st_size}\0".encode())
             found.update(file.read_bytes())
     if spec.submodule_search_locations is None and spec.origin is not None:  # one file

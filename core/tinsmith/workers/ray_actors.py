@@ -69,13 +69,13 @@ class RayActors:
             for node in range(launch.config.nnodes)
             for _ in range(per_node)
         ]
-        self._refuse_without_tokens()
+        self._refuse_without_tokens(launch.config.start_timeout_s)
         self._running: list[Any] = [each.work.remote(key, self.num_workers) for each in self._actors]
 
-    def _refuse_without_tokens(self) -> None:
+    def _refuse_without_tokens(self, timeout_s: float) -> None:
         """Strangers who reach a cluster that asks for none run code on it, without the workers' key."""
         try:
-            asking = ray.get([each.asks_for_a_token.remote() for each in self._actors])
+            asking = ray.get([each.asks_for_a_token.remote() for each in self._actors], timeout=timeout_s)
         except RayError as error:
             self.close()
             first, *_ = str(error).splitlines()
