@@ -247,6 +247,80 @@ def own_backend(contract_model: Any, jax_cache: Any) -> Iterator[JaxBackend]:
     backend.close()
 
 
+@pytest.fixture
+def small_steps(contract_model: Any, jax_cache: Any) -> Iterator[JaxBackend]:
+    """A backend that reads one tile and decodes two tokens in a round."""
+    from few_programs import FEW_PROGRAMS
+
+    backend = make_backend(contract_model, jax_cache, **FEW_PROGRAMS, decode_steps=2, prefill_tokens=64)
+    yield backend
+    backend.close()
+
+
+async def test_a_late_failure_does_not_part_what_had_gone_well_together(
+    small_steps: JaxBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache is lost, so all are drawn anew: together, but for the step that failed."""
+    ops = [make_sample(prompt(9, seed=n), session=f"s{n}", seed=n, max_tokens=100) for n in range(4)]
+    calls: list[int] = []
+    device = small_steps._sampler._device
+    original = device.decode
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return original(*args)
+
+    monkeypatch.setattr(device, "decode", counted)
+    expected = await sample_all(small_steps, ops)
+    undisturbed = len(calls)
+    last = undisturbed - 2
+
+    def fail_once(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == last:
+            for array in jax.tree.leaves(device._cache):
+                array.delete()
+            msg = "out of memory"
+            raise RuntimeError(msg)
+        return original(*args)
+
+    calls.clear()
+    monkeypatch.setattr(device, "decode", fail_once)
+    for result, right in zip(await at_once(small_steps, ops), expected, strict=True):
+        assert_same(result, right)
+    assert len(calls) <= 2 * undisturbed + 2 * len(ops), f"{undisturbed} without the failure"
+
+
+async def test_suspects_do_not_wait_behind_a_load_that_does_not_end(
+    small_steps: JaxBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts whose reading failed are read alone, though others always wait to be read."""
+    sampler, failures = small_steps._sampler, []
+    original = sampler._device.prefill
+    suspects = {"one", "other"}
+
+    def planted(tiles: list[PromptTile]) -> Any:
+        if not failures and suspects <= {each.op.sampling_session_id for each in sampler._involved}:
+            failures.append(1)
+            msg = "out of memory"
+            raise RuntimeError(msg)
+        return original(tiles)
+
+    async def keep_loading(number: int) -> None:
+        for n in range(6):
+            tokens = prompt(100, seed=100 * number + n)
+            await sample(small_steps, make_sample(tokens, session=f"load{number}", max_tokens=1))
+
+    monkeypatch.setattr(sampler._device, "prefill", planted)
+    ops = [make_sample(prompt(100, seed=n), session=name, max_tokens=1) for n, name in enumerate(sorted(suspects))]
+    samples = asyncio.ensure_future(sample_all(small_steps, ops))
+    loads = [asyncio.ensure_future(keep_loading(number)) for number in range(1, 5)]
+    await samples
+    assert failures
+    assert not any(each.done() for each in loads)
+    await asyncio.gather(*loads)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("kind", [PlantedError, StopIteration, SystemExit])
 async def test_a_device_that_fails_by_itself_ends_the_engine(

@@ -1,6 +1,7 @@
-"""Whose fault a failed step is: those who were in it are tried one by one, until each is past the place of the failure.
+"""Whose fault a failed step is: those who were in it are tried one by one at the place of the failure.
 
-A step is a dispatch, or what the host prepares for it, of one request or of several at a time.
+Whoever must draw its tokens anew shares steps up to there: they had gone well. A step is a dispatch, or what the host
+prepares for it, of one request or of several at a time.
 """
 
 from collections.abc import Iterable
@@ -9,22 +10,25 @@ from tinsmith_jax.slots import Draw, Request
 
 
 class Suspects:
-    """The sequences that were in a step that failed, with the number of tokens that they had."""
+    """The sequences that were in steps that failed, with the numbers of tokens that they had."""
 
     def __init__(self) -> None:
-        self._tokens: dict[Draw, int] = {}
+        self._places: dict[Draw, set[int]] = {}
 
     def add(self, draws: Iterable[Draw]) -> None:
         for draw in draws:
-            self._tokens[draw] = max(len(draw.tokens), self._tokens.get(draw, 0))
+            self._places.setdefault(draw, set()).add(len(draw.tokens))
 
     def groups(self, requests: Iterable[Request]) -> list[list[Request]]:
-        """Return which requests may share a step: all that are under no suspicion, and each of the others alone."""
-        if not self._tokens:
+        """Return which requests may share a step: each that is at a place of failure alone, then all others together.
+
+        In this order, nobody who is alone waits behind a load that does not end.
+        """
+        if not self._places:
             together = list(dict.fromkeys(requests))
             return [together] if together else []
         self._drop_cleared()
-        suspected = {draw.request for draw in self._tokens}
+        suspected = {draw.request for draw, places in self._places.items() if len(draw.tokens) in places}
         shared: list[Request] = []
         alone: list[list[Request]] = []
         for request in dict.fromkeys(requests):
@@ -32,14 +36,14 @@ class Suspects:
                 alone.append([request])
             else:
                 shared.append(request)
-        return [shared, *alone] if shared else alone
+        return [*alone, shared] if shared else alone
 
     def _drop_cleared(self) -> None:
-        """Forget those that have drawn a token where the step failed, and those that have ended."""
+        """Forget those that are past all their places, and those that have ended."""
         cleared = [
             draw
-            for draw, tokens in self._tokens.items()
-            if len(draw.tokens) > tokens or draw.stop_reason is not None or draw.request.cancelled
+            for draw, places in self._places.items()
+            if len(draw.tokens) > max(places) or draw.stop_reason is not None or draw.request.cancelled
         ]
         for draw in cleared:
-            del self._tokens[draw]
+            del self._places[draw]
