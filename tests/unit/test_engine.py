@@ -16,14 +16,16 @@ import pytest
 from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, Capabilities, HostSnapshot, Snapshot
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
-from tinsmith.checkpoints.format import delete_checkpoint, read_checkpoint
-from tinsmith.engine import store_retries
+from tinsmith.checkpoints.format import delete_checkpoint, read_checkpoint, write_checkpoint
+from tinsmith.engine import checkpoint_files, store_retries
+from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.failures import EngineFailedError
 from tinsmith.engine.sampling_snapshots import Keeping, Snapshots
 from tinsmith.errors import StoreError, UnsupportedError, UserError
 from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES
+from tinsmith.settings import WatchdogSettings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import Claim, Completion, Lease, OperationState, RunState, StoreContext
@@ -277,6 +279,72 @@ async def test_a_refused_creation_fails_what_follows(setup: Setup, client: Engin
         assert run.state == RunState.LOST
         later = await client.submit(a_step(client))
         assert "could not be created" in (await client.failure(later)).message
+
+
+class Passing:
+    """Time that passes for a watch while calls run."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.watch = CallWatch(WatchdogSettings(), clock=lambda: self.now_s)
+
+    def is_hung_after(self, seconds: float) -> bool:
+        for _ in range(round(seconds)):
+            self.now_s += 1.0
+            seen = self.watch.look()
+            assert seen is not None
+        return seen.is_hung
+
+
+async def test_a_retry_has_as_much_time_as_a_first_call(setup: Setup, client: EngineDriver) -> None:
+    """It is tried in a new process, which compiles again."""
+    engine = await setup.make_engine()
+    running = asyncio.create_task(engine.run())
+    await client.result(await client.create_model())
+    setup.backend.fail_next = RuntimeError("a crash")
+    step = await client.submit(a_step(client))
+    with pytest.raises(EngineFailedError):
+        await asyncio.wait_for(running, WAIT_S)
+    setup.backend = WatchedBackend(setup.data_dir)
+    setup.backend.training_held = threading.Event()
+    passing = Passing()
+    async with setup.running(watch=passing.watch):
+        assert await asyncio.to_thread(setup.backend.begun.acquire, timeout=WAIT_S)
+        is_hung = passing.is_hung_after(WatchdogSettings().first_s - 100)
+        setup.backend.training_held.set()
+        assert not is_hung
+        assert isinstance(await client.result(step), ops.OptimStepOutput)
+
+
+async def test_a_save_is_hung_only_if_its_files_are_whatever_it_waited_for(
+    setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passing, settings = Passing(), WatchdogSettings()
+    writing, released = threading.Event(), threading.Event()
+
+    def slow(*args: Any, **kwargs: Any) -> int:
+        writing.set()
+        assert released.wait(WAIT_S)
+        return write_checkpoint(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint_files, "write_checkpoint", slow)
+    async with setup.running(watch=passing.watch):
+        for number in range(2):
+            await client.result(await client.create_model(number))
+        setup.backend.training_held = threading.Event()
+        step = await client.submit(a_step(client, 1))
+        assert await asyncio.to_thread(setup.backend.begun.acquire, timeout=WAIT_S)
+        save = await client.submit(ops.SaveState(model_id=client.model_id(), path=client.path("here")))
+        while (await setup.store.get_operation(save)).state != OperationState.RUNNING:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.001)
+        behind_a_slow_step = passing.is_hung_after(settings.first_s - 100)
+        setup.backend.training_held.set()
+        await client.result(step)
+        assert await asyncio.to_thread(writing.wait, WAIT_S)
+        slowly, for_ever = passing.is_hung_after(settings.most_s - 100), passing.is_hung_after(101)
+        released.set()
+        assert isinstance(await client.result(save), ops.WeightsSaved)
+    assert (behind_a_slow_step, slowly, for_ever) == (False, False, True)
 
 
 async def test_save_and_load_bit_for_bit(setup: Setup, client: EngineDriver) -> None:

@@ -2,7 +2,8 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast
@@ -150,18 +151,28 @@ class Child:
 
 
 class Overdue(SqlStore):
-    """Its leases have run out, unless the database cannot be read."""
+    """Its leases have run out, unless the database cannot be read. While it is read-only, nobody can renew one."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(SqlStoreConfig(), StoreContext(data_dir=directory))
         self.engines = {"engine-1": 999.0}
-        self.unreachable = False
+        self.unreachable = self.read_only = False
+        self.write_takes: Callable[[], None] = lambda: None
 
     async def overdue_engines(self) -> dict[str, float]:
         if self.unreachable:
             msg = "no connection"
             raise StoreError(msg)
         return self.engines
+
+    async def list_engines(self) -> list[EngineRecord]:
+        return []
+
+    async def report_engine(self, record: EngineRecord, *, lease: Lease | None = None) -> None:
+        self.write_takes()
+        if self.read_only:
+            msg = "cannot execute INSERT in a read-only transaction"
+            raise StoreError(msg)
 
 
 class Watching:
@@ -214,6 +225,39 @@ async def test_a_supervisor_that_was_paused_or_could_not_read_the_database_has_l
     watching.store.unreachable = False
     await watching.passes(10)
     assert watching.child.killed == []
+
+
+async def test_silence_counts_only_while_the_database_can_be_written(watching: Watching) -> None:
+    """Else a healthy engine cannot renew its lease, and needs a moment once it can."""
+    await watching.passes(95)
+    watching.store.read_only = True
+    await watching.passes(3600)
+    watching.store.read_only = False
+    await watching.passes(95)
+    assert watching.child.killed == []
+    await watching.passes(15)
+    assert watching.child.killed
+
+
+async def test_silence_does_not_count_while_writes_take_long(watching: Watching) -> None:
+    def slow() -> None:
+        watching.s += 60.0
+
+    watching.store.write_takes = slow
+    await watching.passes(3600)
+    assert watching.child.killed == []
+
+
+async def test_a_look_changes_nothing_that_an_engine_reported(store: SqlStore) -> None:
+    await a_ready_engine(store, lease_s=0.001)
+    (before,) = await store.list_engines()
+    while "engine-1" not in await store.overdue_engines():
+        pass
+    child = Child()
+    await LostEngine(cast("EngineChild", child), store, 100.0).look()
+    (after,) = await store.list_engines()
+    assert after.updated_at > before.updated_at
+    assert replace(after, updated_at=before.updated_at) == before
 
 
 async def test_the_next_engine_starts_afresh(watching: Watching) -> None:

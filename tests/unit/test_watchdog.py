@@ -76,15 +76,28 @@ def test_an_idle_engine_is_not_silent(world: World) -> None:
     assert world.told == world.ended == []
 
 
-def test_first_calls_have_more_time_but_not_when_they_are_retried(world: World) -> None:
+def test_first_calls_have_more_time(world: World) -> None:
     world.call_of(140)
     assert world.told == []
-    world.call_of(1, "sample")
-    with world.watch.retrying():
-        world.call_of(60, "create_model")
-        assert len(world.told) == 1
-        world.call_of(120, "capture_state")
-    assert len(world.ended) > 0
+    world.call_of(310, "sample")
+    assert "sample did not return within 300 s" in world.ended[0]
+
+
+def test_work_on_files_has_much_time_whatever_others_took(world: World) -> None:
+    for _ in range(3):
+        world.watch.files(lambda: world.passes(1), 1e6)()
+    world.watch.files(lambda: world.passes(2400), 1e11)()
+    world.watch.files(lambda: world.passes(2400))()
+    assert world.told == []
+    world.watch.files(lambda: world.passes(5001), 1e6)()
+    assert "work on files did not return within 5000 s" in world.ended[0]
+
+
+def test_work_on_many_bytes_has_more_time(world: World) -> None:
+    world.watch.files(lambda: world.passes(4000), 1e11)()
+    assert world.told == []
+    world.watch.files(lambda: world.passes(10_001), 1e11)()
+    assert "work on files did not return within 10000 s" in world.ended[0]
 
 
 def test_loading_has_much_time(world: World) -> None:

@@ -117,8 +117,8 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
     thread = TrainingThread(parts.thread, parts.turns, parts.watch)
     gate = ConsistencyGate(backend, sampler, options.consistency, call=thread.call)
     models = Models(backend, thread, before_change=gate.before_change)
-    reader = CheckpointReader(store, data_dir.checkpoints, base_model=lease.base_model)
-    room = DiskRoom(store, options.quotas, partial(space_at, data_dir.root))
+    reader = CheckpointReader(store, data_dir.checkpoints, base_model=lease.base_model, watch=parts.watch)
+    room = DiskRoom(store, options.quotas, parts.watch.files(partial(space_at, data_dir.root)))
     writer = CheckpointWriter(
         store,
         data_dir.checkpoints,
@@ -126,10 +126,11 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         room=room,
         model_path=options.model_path,
         shard_bytes=options.shard_bytes,
+        watch=parts.watch,
     )
     recovery_root = data_dir.recovery_points(lease.base_model)
     waiting = WaitingStates(options.recovery.waiting_bytes)
-    recovery_points = RecoveryPoints(store, lease, root=recovery_root, settings=options.recovery)
+    recovery_points = RecoveryPoints(store, lease, root=recovery_root, settings=options.recovery, watch=parts.watch)
     snapshots = Snapshots(
         store,
         sampler,
@@ -138,6 +139,7 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         spill_root=data_dir.spilled_snapshots(lease.base_model),
         keeping=options.keeping,
         room=room,
+        watch=parts.watch,
     )
     checks = SnapshotChecks(
         store, lease, snapshots, gate, tasks, most_waiting=_most_waiting(parts, sampler, options.keeping)
@@ -162,7 +164,6 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         ),
         recorder,
         RecoveryPointTaker(recovery_points, models, checks, waiting, room, tasks),
-        parts.watch,
         tasks,
         stopping=stopping,
     )
@@ -183,7 +184,7 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         max_attempts=options.recovery.max_retries + 1,
     )
     places = Places(store, lease, capabilities=backend.capabilities, settings=options.quotas)
-    return Engine(claims, training, sampling, recovery, places, parts.watch, tasks=tasks, stopping=stopping)
+    return Engine(claims, training, sampling, recovery, places, tasks=tasks, stopping=stopping)
 
 
 def _most_waiting(parts: EngineParts, sampler: SamplingBackend, keeping: Keeping) -> int:

@@ -10,11 +10,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 from tinsmith.settings import WatchdogSettings
 
+T = TypeVar("T")
+
 LOADING: Final = "loading"
+FILES: Final = "work on files"
 
 Sizes = Mapping[str, float]
 """What the time of a call grows with, such as {"tokens": 512}. A part that is zero takes no time."""
@@ -22,6 +25,8 @@ Sizes = Mapping[str, float]
 _LOOKS: Final = 40  # in the least time that a call may take
 _LATE: Final = 5  # looks: whoever looks later than this was paused, and so were the calls
 _ALIKE: Final = 2  # powers of two: calls that are at most so much smaller tell how long one takes
+
+_BYTES_PER_S: Final = 10e6  # a disk that is slower counts as one that hangs
 
 _ONE: Final[Sizes] = {"calls": 1.0}
 
@@ -94,7 +99,6 @@ class CallWatch:
         self._ended: Counter[str] = Counter()
         self._measured: dict[str, _Measured] = defaultdict(_Measured)
         self._looked_at_s, self._awake_s = clock(), 0.0
-        self._retrying = False
 
     @contextmanager
     def call(self, kind: str, sizes: Sizes = _ONE) -> Iterator[Watched]:
@@ -113,14 +117,17 @@ class CallWatch:
                 del self._running[number]
                 self._end(call, self._now_s() - call.began_s)
 
-    @contextmanager
-    def retrying(self) -> Iterator[None]:
-        """Give first calls no extra time until the block ends: they had it before the engine ended on them."""
-        self._retrying = True
-        try:
-            yield
-        finally:
-            self._retrying = False
+    def files(self, work: Callable[[], T], num_bytes: float = 0.0) -> Callable[[], T]:
+        """Wrap what reads or writes so many bytes of files, 0 if that is unknown. Waiting for a thread does not count.
+
+        What other files took says nothing: the next file may be a thousand times as large.
+        """
+
+        def watched() -> T:
+            with self.call(FILES, {"bytes": num_bytes}):
+                return work()
+
+        return watched
 
     def progressed(self, kinds: Collection[str] | None = None) -> None:
         """Note that a backend reports progress: what runs is not hung. `kinds`: only these calls; None: all."""
@@ -152,9 +159,11 @@ class CallWatch:
         least_s, most_s = self._settings.least_s, max(self._settings.least_s, self._settings.most_s)
         if kind == LOADING:
             return most_s
+        if kind == FILES:
+            return max(most_s, sizes["bytes"] / _BYTES_PER_S)
         expected_s = self._measured[kind].expected_s(sizes)
         if expected_s is None:
-            return least_s if self._retrying else max(least_s, self._settings.first_s)
+            return max(least_s, self._settings.first_s)
         return min(most_s, max(least_s, self._settings.factor * expected_s))
 
 

@@ -13,12 +13,14 @@ from tinsmith.backend import ModelState
 from tinsmith.checkpoints.format import SHARD_BYTES, Checkpoint, delete_checkpoint, read_checkpoint, write_checkpoint
 from tinsmith.checkpoints.sizes import size_of
 from tinsmith.checkpoints.tinker_path import TinkerPath
+from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.disk_room import DiskRoom
 from tinsmith.engine.failures import in_a_thread
 from tinsmith.engine.store_retries import with_retries
 from tinsmith.errors import NotFoundError, ServerError, UserError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import ReadRight
+from tinsmith.settings import WatchdogSettings
 from tinsmith.store import CheckpointKind, CheckpointRecord, Lease, OperationRecord, RequestStore
 from tinsmith.store.codec import decode_result
 from tinsmith.store.revocation import loadable_checkpoint, why_gone
@@ -37,8 +39,9 @@ class Loaded:
 class CheckpointReader:
     """Reads training states of one base model. Files are read outside the event loop and the training thread."""
 
-    def __init__(self, store: RequestStore, root: Path, *, base_model: str) -> None:
+    def __init__(self, store: RequestStore, root: Path, *, base_model: str, watch: CallWatch | None = None) -> None:
         self._store = store
+        self._watch = watch or CallWatch(WatchdogSettings())
         self._root = root
         self._base_model = base_model
 
@@ -68,7 +71,8 @@ class CheckpointReader:
         """Read the version that `find` returns. Ask again if that was replaced, and its files deleted, meanwhile."""
         record = await with_retries(find)
         try:
-            checkpoint = await asyncio.to_thread(read_checkpoint, self._root, record.directory)
+            read = partial(read_checkpoint, self._root, record.directory)
+            checkpoint = await asyncio.to_thread(self._watch.files(read, record.size_bytes))
         except NotFoundError:
             if (await with_retries(find)).directory == record.directory:
                 raise
@@ -95,6 +99,7 @@ class CheckpointWriter:
         room: DiskRoom,
         model_path: Path | None = None,
         shard_bytes: int = SHARD_BYTES,
+        watch: CallWatch | None = None,
     ) -> None:
         """`model_path` is the base model's directory; full fine-tuning copies its configuration and tokenizer."""
         self._store = store
@@ -103,6 +108,7 @@ class CheckpointWriter:
         self._room = room
         self._model_path = model_path
         self._shard_bytes = shard_bytes
+        self._watch = watch or CallWatch(WatchdogSettings())
         self._versions: dict[str, set[str]] = {}  # by path: directories of which one is recorded with the save's result
 
     @durable_boundary("checkpoint.write")
@@ -123,7 +129,8 @@ class CheckpointWriter:
         `directory` is one that `TinkerPath.new_directory` returned; None: a new one. Raise UserError if the name is
         taken, or the disk has no room for it.
         """
-        await self._room.expect(record.tenant, size_of(state, kind))
+        num_bytes = size_of(state, kind)
+        await self._room.expect(record.tenant, num_bytes)
         now = datetime.now(UTC)
         replaced = await self._recorded(path)
         if replaced is not None and not overwrite and why_gone(replaced, None, now) is None:
@@ -144,7 +151,7 @@ class CheckpointWriter:
             model_path=self._model_path,
             shard_bytes=self._shard_bytes,
         )
-        size = await in_a_thread(partial(write, self._root, directory))
+        size = await in_a_thread(self._watch.files(partial(write, self._root, directory), num_bytes))
         return CheckpointRecord(
             path=path,
             model_id=parsed.model_id,

@@ -7,7 +7,6 @@ at a time as the sampler draws. `assembly.py` builds an engine.
 import asyncio
 import logging
 
-from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.claims import Claims
 from tinsmith.engine.model_places import Places
 from tinsmith.engine.recovery import Recovery, RecoveryProgress
@@ -27,7 +26,6 @@ class Engine:
         sampling: SamplingLane,
         recovery: Recovery,
         places: Places,
-        watch: CallWatch,
         *,
         tasks: asyncio.TaskGroup,
         stopping: asyncio.Event,
@@ -38,7 +36,6 @@ class Engine:
         self._sampling = sampling
         self._recovery = recovery
         self._places = places
-        self._watch = watch
         self._tasks = tasks
         self._stopping = stopping
 
@@ -82,8 +79,7 @@ class Engine:
 
     async def _feed(self) -> None:
         """Claim what there is room for, and hand it to the lanes."""
-        with self._watch.retrying():
-            await self._retry_suspects()
+        await self._retry_suspects()
         self._claims.wake()
         while True:
             await self._claims.woken()

@@ -17,9 +17,11 @@ from pathlib import Path
 
 from tinsmith.backend import ModelState
 from tinsmith.checkpoints.format import delete_checkpoint, read_checkpoint, write_checkpoint
+from tinsmith.checkpoints.sizes import size_of
+from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.failures import in_a_thread
 from tinsmith.failpoints import durable_boundary
-from tinsmith.settings import RecoverySettings
+from tinsmith.settings import RecoverySettings, WatchdogSettings
 from tinsmith.store import Lease, RecoveryPointRecord, RequestStore
 
 
@@ -35,8 +37,17 @@ class _Model:
 class RecoveryPoints:
     """Belongs to one event loop; files are written in other threads."""
 
-    def __init__(self, store: RequestStore, lease: Lease, *, root: Path, settings: RecoverySettings) -> None:
+    def __init__(
+        self,
+        store: RequestStore,
+        lease: Lease,
+        *,
+        root: Path,
+        settings: RecoverySettings,
+        watch: CallWatch | None = None,
+    ) -> None:
         self._store = store
+        self._watch = watch or CallWatch(WatchdogSettings())
         self._root = root
         self._lease = lease
         self._settings = settings
@@ -94,7 +105,8 @@ class RecoveryPoints:
             epoch=self._lease.epoch,
         )
         async with self._models.setdefault(model_id, _Model()).writing:
-            size = await in_a_thread(partial(write, self._root, directory))
+            files = self._watch.files(partial(write, self._root, directory), size_of(state, "training"))
+            size = await in_a_thread(files)
         return RecoveryPointRecord(
             model_id=model_id, seq_id=seq_id, directory=directory, size_bytes=size, created_at=now
         )
@@ -135,7 +147,9 @@ class RecoveryPoints:
 
     async def read(self, record: RecoveryPointRecord) -> ModelState:
         """Raise TinsmithError if it is missing or damaged."""
-        checkpoint = await asyncio.to_thread(read_checkpoint, self._root, record.directory)
+        checkpoint = await asyncio.to_thread(
+            self._watch.files(partial(read_checkpoint, self._root, record.directory), record.size_bytes)
+        )
         return checkpoint.state
 
 

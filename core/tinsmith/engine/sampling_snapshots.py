@@ -16,12 +16,14 @@ from tinsmith import operations as ops
 from tinsmith.backend import ModelState, SamplingBackend, Snapshot
 from tinsmith.checkpoints.format import delete_checkpoint, read_snapshot, write_checkpoint
 from tinsmith.checkpoints.tinker_path import VERSION_MARK, TinkerPath
+from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.disk_room import DiskRoom
 from tinsmith.engine.failures import in_a_thread
 from tinsmith.engine.store_retries import with_retries
 from tinsmith.errors import NotFoundError, ServerError, UnsupportedError, UserError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import LoraConfig
+from tinsmith.settings import WatchdogSettings
 from tinsmith.store import Lease, RequestStore
 from tinsmith.store.revocation import usable_checkpoint, why_gone
 
@@ -75,8 +77,10 @@ class Snapshots:
         spill_root: Path,
         keeping: Keeping,
         room: DiskRoom,
+        watch: CallWatch | None = None,
     ) -> None:
         self._store = store
+        self._watch = watch or CallWatch(WatchdogSettings())
         self._sampler = sampler
         self._lease = lease
         self._checkpoint_root = checkpoint_root
@@ -264,7 +268,8 @@ class Snapshots:
     async def _load(self, snapshot_id: str, held: _Held) -> None:
         async with held.loading:
             if held.snapshot is None:
-                snapshot = await asyncio.to_thread(read_snapshot, held.root, held.directory, snapshot_id)
+                read = partial(read_snapshot, held.root, held.directory, snapshot_id)
+                snapshot = await asyncio.to_thread(self._watch.files(read))
                 await self._sampler.load_snapshot(snapshot)
                 held.loaded(snapshot)
 
@@ -303,7 +308,7 @@ class Snapshots:
         async with self._writing:
             if (why := await self._room.why_not(snapshot.num_bytes)) is not None:
                 raise UserError(why)
-            await in_a_thread(partial(self._write, held, snapshot))
+            await in_a_thread(self._watch.files(partial(self._write, held, snapshot), snapshot.num_bytes))
         held.on_disk = True
 
     def _write(self, held: _Held, snapshot: Snapshot) -> None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.claimed import Claimed, Finished, Outcome
 from tinsmith.engine.failures import ending_the_engine
 from tinsmith.engine.model_operations import ModelOperation, ModelOperations
@@ -27,7 +26,6 @@ class TrainingLane:
         operations: ModelOperations,
         recorder: Recorder,
         recovery_points: RecoveryPointTaker,
-        watch: CallWatch,
         tasks: asyncio.TaskGroup,
         *,
         stopping: asyncio.Event,
@@ -37,7 +35,6 @@ class TrainingLane:
         self._operations = operations
         self._recorder = recorder
         self._recovery_points = recovery_points
-        self._watch = watch
         self._tasks = tasks
         self._stopping = stopping
         self._changed = asyncio.Event()  # there may be something to choose
@@ -99,7 +96,7 @@ class TrainingLane:
         """The model stays held until the result is recorded: a retry must find what the store knows of its files."""
         started = time.monotonic()
         record = claimed.record
-        with ending_the_engine(record.base_model, record.kind), self._watch.call(f"the operation {record.kind}"):
+        with ending_the_engine(record.base_model, record.kind):
             outcome = await self._outcome(claimed)
         self._recovery_points.ran([record])
         finished = Finished(claimed=claimed, outcome=outcome)

@@ -301,13 +301,14 @@ class WatchdogSettings(_Section):
     most_s: float = Field(
         10_800.0,
         gt=0,
-        description="seconds that loading, and any other call, may take without reporting progress",
+        description="seconds that loading, and any other call, may take without reporting progress; reading or "
+        "writing files may take longer if they are larger than 10 MB for each of these seconds",
     )
     lost_s: float = Field(
         300.0,
         gt=0,
-        description="seconds after its lease has run out for which an engine may be silent; then its supervisor kills "
-        "it",
+        description="seconds after its lease has run out for which an engine may be silent while its supervisor can "
+        "write to the database; then the supervisor kills it",
     )
 
 

@@ -13,12 +13,13 @@ from tinsmith import operations as ops
 from tinsmith.backend import SamplingBackend, TrainingBackend
 from tinsmith.builtin.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.engine.assembly import EngineOptions, EngineParts, assemble_engine
+from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.device_turns import DeviceTurns
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.sampling_snapshots import Keeping
 from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES
-from tinsmith.settings import DataDir
+from tinsmith.settings import DataDir, WatchdogSettings
 from tinsmith.store import (
     WAITS_FOR_PLACE,
     EngineRecord,
@@ -55,7 +56,7 @@ async def make_engine(
     on_finished: Callable[[OperationFinished], None] = lambda _: None,
     thread: ThreadPoolExecutor | None = None,
     turns: DeviceTurns | None = None,
-    **options: Any,  # Any: fields of EngineOptions
+    **options: Any,  # Any: fields of EngineOptions, and `watch`
 ) -> Engine:
     """Build an engine of base model "toy" with the default scheduler and the built-in losses.
 
@@ -72,6 +73,7 @@ async def make_engine(
         on_finished=on_finished,
         thread=thread,
         turns=turns,
+        watch=options.pop("watch", None) or CallWatch(WatchdogSettings()),
     )
     keeping = options.pop("keeping", Keeping(max_resident=8, max_bytes=1 << 30))
     return assemble_engine(parts, EngineOptions(**{"gap_timeout_s": 600.0, "keeping": keeping, **options}))
