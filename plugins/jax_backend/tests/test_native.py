@@ -1,6 +1,7 @@
 """The kernels in C++: against XLA's, with equal bits in any company, and on machines that cannot compile them."""
 
 import asyncio
+import errno
 import logging
 import os
 import platform
@@ -543,6 +544,28 @@ def test_a_marker_of_a_process_that_is_loading_says_nothing(built: Path, tmp_pat
         before = (tmp_path / good.name).stat().st_ino
         assert library.compiled(tmp_path, compiler_here()).stat().st_ino == before
     assert [each.name for each in tmp_path.iterdir()] == [good.name]
+
+
+@pytest.mark.parametrize("place", ["tempfile.mkstemp", "fcntl.flock"])
+def test_a_cache_that_takes_no_marker_is_used_without(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """It may be read-only, or on a file system without locks. The library's digest has been compared before."""
+    (good,) = built.iterdir()
+    shutil.copy(good, tmp_path)
+    tmp_path.joinpath(f"{good.stem}.loading-0-left").touch()  # by a machine that could
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS if place == "tempfile.mkstemp" else errno.ENOSYS, "planted")
+
+    monkeypatch.setattr(f"tinsmith_jax.kernels.library.{place}", refused)
+    ran = []
+    with library.loading(tmp_path / good.name):
+        ran.append(1)
+    assert ran
+    assert not list(tmp_path.glob(".loading-*"))
+    with pytest.raises(OSError, match="cannot load"), library.loading(tmp_path / good.name):
+        raise OSError("cannot load")
 
 
 _BEGINS = """

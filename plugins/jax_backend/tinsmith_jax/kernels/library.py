@@ -130,18 +130,37 @@ def _is_intact(library: Path) -> bool:
 
 @contextmanager
 def loading(library: Path) -> Iterator[None]:
-    """Leave a marker during the block, by which the next process knows if this one dies in it."""
+    """Leave a marker during the block, by which the next process knows if this one dies in it.
+
+    Where none can be left, on a read-only or lockless file system, do without: the digest has been compared before.
+    """
     deaths = _deaths(library)
-    handle, hidden = tempfile.mkstemp(prefix=".loading-", dir=library.parent)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)  # until this process ends, in whatever way
-        marker = library.with_name(f"{library.stem}.loading-{int(bool(deaths))}-{Path(hidden).name[9:]}")
-        Path(hidden).rename(marker)
+        handle, marker = _mark(library, generation=int(bool(deaths)))
+    except OSError as error:
+        logger.warning("%s is loaded without a marker: %s", library, error)
+        yield
+        return
+    try:
         yield
         for each in (marker, *deaths):
             each.unlink(missing_ok=True)
     finally:
         os.close(handle)
+
+
+def _mark(library: Path, *, generation: int) -> tuple[int, Path]:
+    """Return a locked marker, and the open file that holds the lock until this process ends, in whatever way."""
+    handle, hidden = tempfile.mkstemp(prefix=".loading-", dir=library.parent)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        marker = library.with_name(f"{library.stem}.loading-{generation}-{Path(hidden).name[9:]}")
+        Path(hidden).rename(marker)
+    except BaseException:
+        os.close(handle)
+        Path(hidden).unlink(missing_ok=True)
+        raise
+    return handle, marker
 
 
 def _deaths(library: Path) -> dict[Path, int]:
@@ -151,7 +170,7 @@ def _deaths(library: Path) -> dict[Path, int]:
         try:
             with marker.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, FileNotFoundError):  # it is loading, or has just ended
+        except OSError:  # it is loading, or has just ended; or nothing can be locked or read here
             continue
         found[marker] = int(marker.name.split(".loading-")[1].split("-")[0])
     return found
