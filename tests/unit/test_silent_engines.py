@@ -143,6 +143,7 @@ class Child:
     def __init__(self) -> None:
         self.model = TOY
         self.engine_id = "engine-1"
+        self.is_stopped = False
         self.killed: list[float] = []
 
     def kill_lost(self, engine_id: str, silent_s: float) -> None:
@@ -236,6 +237,13 @@ async def test_silence_counts_only_while_the_database_can_be_written(watching: W
     await watching.passes(95)
     assert watching.child.killed == []
     await watching.passes(15)
+    assert watching.child.killed
+
+
+async def test_a_stopped_engine_that_keeps_all_from_writing_is_killed(watching: Watching) -> None:
+    watching.child.is_stopped = True
+    watching.store.read_only = True
+    await watching.passes(110)
     assert watching.child.killed
 
 

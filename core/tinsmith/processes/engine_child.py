@@ -94,6 +94,12 @@ class EngineChild:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped the process, as with SIGSTOP."""
+        process = self._process
+        return process is not None and process.returncode is None and is_stopped(process.pid)
+
     def kill_lost(self, engine_id: str, silent_s: float) -> None:
         """Kill the process that gives no sign of life. What it runs is suspected, unless somebody has stopped it."""
         process = self._process

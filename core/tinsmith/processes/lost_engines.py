@@ -22,7 +22,7 @@ class LostEngine:
 
     Time between two looks counts only if both could be made when they were due: a supervisor that was paused learns
     nothing about the engine. If the store cannot be read or written, or only slowly, the time starts again: a healthy
-    engine could not renew its lease either.
+    engine could not renew its lease either. A stopped process is not healthy, so nothing is written for it.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class LostEngine:
         engine_id, began_s = self._child.engine_id, self._clock()
         try:
             is_overdue = engine_id in await self._store.overdue_engines()
-            if is_overdue:
+            if is_overdue and not self._child.is_stopped:  # a stopped one may hold a lock that keeps all from writing
                 await self._write()
         except ServerError as error:
             _log.debug("whether an engine gives signs of life cannot be told: %s", error)
