@@ -68,7 +68,7 @@ async def test_a_process_that_falls_silent_is_replaced_and_then_the_sample_fails
         result = await asyncio.wait_for(sampler.sample(op(prompt(1))), WAIT_S)
         assert isinstance(result, Failed)
         assert result.category == "server"
-        assert "died 2 times over this sample" in result.message
+        assert "died 3 times over this sample" in result.message
         assert sampler.process_ids != [first]
     finally:
         sampler.close()
@@ -175,7 +175,7 @@ async def test_a_replica_that_always_dies_fails_no_sample(tiny_models: dict[str,
         for number in range(4):  # new prompts, none of which the other replica knows
             result = await asyncio.wait_for(sampler.sample(op(prompt(number), max_tokens=1)), WAIT_S)
             assert isinstance(result, SampleOutput), result
-        assert sampler._replicas[0].deaths_in_a_row == 2, "what has died again and again comes last"
+        assert sampler._replicas[0].deaths_in_a_row == 3, "what has died again and again comes last"
         await sampler.load_snapshot(blank_adapter())
         result = await asyncio.wait_for(sampler.sample(op(prompt(1), "blank", max_tokens=1)), WAIT_S)
         assert isinstance(result, SampleOutput), result
@@ -200,7 +200,7 @@ COUNTING = """
 
 
 async def test_a_sample_that_kills_fails_by_itself(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    """Its neighbours are drawn one by one in the next life, it dies alone, and whoever comes then finds vllm."""
+    """All are drawn together once more, then one by one; it dies alone, and whoever comes then finds vllm."""
     body = """
     channel.send(ready)
     held = []
@@ -209,7 +209,7 @@ async def test_a_sample_that_kills_fails_by_itself(tiny_models: dict[str, Path],
             continue
         if message.max_tokens == 13:
             sys.exit("a bad sample")
-        if life == 1:
+        if life < 3:
             held.append(message)
         else:
             draw(message)
@@ -222,13 +222,39 @@ async def test_a_sample_that_kills_fails_by_itself(tiny_models: dict[str, Path],
         for result in await asyncio.wait_for(asyncio.gather(*neighbours), WAIT_S):
             assert isinstance(result, SampleOutput), result
         assert isinstance(failed, Failed)
-        assert "vllm died 2 times over this sample" in failed.message
+        assert "vllm died 3 times over this sample" in failed.message
         assert "in the operator's log" in failed.message
         assert str(tmp_path) not in failed.message
         assert "a bad sample" not in failed.message, "the log of a process may tell of others"
         later = await asyncio.wait_for(sampler.sample(op(prompt(1), max_tokens=1)), WAIT_S)
         assert isinstance(later, SampleOutput), later
-        assert (tmp_path / "lives").read_text() == "3"
+        assert (tmp_path / "lives").read_text() == "4"
+    finally:
+        sampler.close()
+
+
+async def test_after_one_death_all_are_drawn_again_together(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """One fault of a device used to make hours of what many draw in minutes: the second life answers all or none."""
+    body = """
+    channel.send(ready)
+    held = []
+    while (message := channel.receive()) is not None:
+        if isinstance(message, Generate):
+            held.append(message)
+        if len(held) == 8:
+            if life == 1:
+                sys.exit("a fault of the device")
+            for each in held:
+                draw(each)
+"""
+    sampler = make_sampler(tiny_models["qwen3"], tmp_path, python=program(tmp_path, COUNTING + body))
+    try:
+        samples = [asyncio.create_task(sampler.sample(op(prompt(n), max_tokens=2))) for n in range(8)]
+        done, _ = await asyncio.wait(samples, timeout=WAIT_S)
+        assert len(done) == len(samples)
+        for each in samples:
+            assert isinstance(each.result(), SampleOutput), each.result()
+        assert (tmp_path / "lives").read_text() == "2"
     finally:
         sampler.close()
 
@@ -305,7 +331,7 @@ async def test_while_vllm_does_not_start_again_samples_fail_and_the_trouble_is_t
         sampler.close()
 
 
-@pytest.mark.parametrize("good_lives", [1])
+@pytest.mark.parametrize("good_lives", [1, 2])
 async def test_three_starts_in_vain_fail_all_who_wait(
     tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, good_lives: int
 ) -> None:
@@ -318,15 +344,16 @@ async def test_three_starts_in_vain_fail_all_who_wait(
     held = 0
     while (message := channel.receive()) is not None:
         held += isinstance(message, Generate)
-        if held == 8 or held and life > 1:
+        if held == 8:
             sys.exit("a fault of the device")
 """
     sampler = make_sampler(tiny_models["qwen3"], tmp_path, python=program(tmp_path, COUNTING + body))
     lives = tmp_path / "lives"
     try:
         waiting = [asyncio.create_task(sampler.sample(op(prompt(n)))) for n in range(8)]
-        while int(lives.read_text() or 1) <= good_lives:  # noqa: ASYNC110 - a process says so
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(WAIT_S):
+            while int(lives.read_text() or 1) <= good_lives:  # noqa: ASYNC110 - a process says so
+                await asyncio.sleep(0.01)
         waiting.append(asyncio.create_task(sampler.sample(op(prompt(9)))))
         for result in await asyncio.wait_for(asyncio.gather(*waiting), WAIT_S):
             assert isinstance(result, Failed)

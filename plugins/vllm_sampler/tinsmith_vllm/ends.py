@@ -6,8 +6,9 @@ from typing import Final
 from tinsmith_vllm.deaths import Death
 from tinsmith_vllm.replica import Replica
 
-REPEATEDLY: Final = 2
-_MAX_DEATHS: Final = 3
+_TOGETHER: Final = 2  # deaths, after which a sample is drawn alone: the first may be a fault of the device
+REPEATEDLY: Final = _TOGETHER + 1
+_MAX_DEATHS: Final = REPEATEDLY + 1
 _MAX_INTERRUPTIONS: Final = 3
 MAX_FAILED_STARTS: Final = 3
 
@@ -21,12 +22,12 @@ class Ends:
 
     @property
     def is_suspect(self) -> bool:
-        return bool(self.died)
+        return len(self.died) >= _TOGETHER
 
     @property
     def own(self) -> Replica | None:
-        """The replica that a suspect stays with: while it may be to blame, it goes to no other."""
-        return self.died[0] if len(self.died) == 1 else None
+        """The replica that died over the sample, which goes to no other while it may be to blame."""
+        return self.died[-1] if 0 < len(self.died) < REPEATEDLY else None
 
     def add(self, replica: Replica, death: Death) -> None:
         if not death.was_ready:

@@ -300,8 +300,8 @@ class VllmSampler(SamplingBackend):
     async def _insist(self, op: Sample, adapter_id: int, replicas: list[Replica]) -> SampleOutput | Failed:
         """Sample, and draw again if the replica dies: the same seeds give the same tokens.
 
-        Any sample that a dying replica was drawing is a suspect, and drawn again alone. So the one that kills fails by
-        itself, and the others succeed.
+        What a dying replica was drawing is drawn again together, once. Any sample that it was drawing at two deaths is
+        a suspect, and drawn again alone. So the one that kills fails by itself, and the others succeed.
         """
         ends = Ends(replicas)
         while True:
@@ -329,8 +329,8 @@ class VllmSampler(SamplingBackend):
 
         One that has read the beginning of the prompt may be somewhat busier. If replicas merge, one comes first that
         draws no sequences with other weights, which would have to end before. One that has died again and again comes
-        last, and one where a suspect is drawn alone. A suspect stays with the replica that died over it, unless that
-        has died of another one as well.
+        last, and one where a suspect is drawn alone. A sample stays with the replica that died over it, unless that has
+        died again and again.
         """
         if (own := ends.own) is not None and own.deaths_in_a_row < REPEATEDLY and not own.is_gone:
             return own
