@@ -61,7 +61,10 @@ class Tenant:
         return answer
 
     def save(self, name: str) -> Any:
-        return self.result(self.numbered("save_weights", path=name).json())
+        answer = self.numbered("save_weights", path=name)
+        if answer.status_code == 429:  # what is kept was read anew after the save was checked: as the SDK, send again
+            answer = self.numbered("save_weights", path=name)
+        return self.result(answer.json())
 
     def much(self, seq_id: int) -> httpx.Response:
         """Send a large pass. Its number is ahead of the model's, so it is kept and does not run."""
