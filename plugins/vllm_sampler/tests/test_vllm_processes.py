@@ -417,6 +417,16 @@ def test_the_range_of_the_extras_is_that_of_compat() -> None:
                 compat.check_version(version)
 
 
+@pytest.mark.parametrize(("on_ray", "found"), [(False, "127.0.0.1 lo lo"), (True, "")])
+def test_workers_listen_on_loopback_unless_ray_may_put_them_on_other_machines(
+    monkeypatch: pytest.MonkeyPatch, on_ray: bool, found: str
+) -> None:
+    monkeypatch.setattr("os.environ", {})
+    compat.prepare_environment(cpu=False, eager=False, on_ray=on_ray)
+    names = ("VLLM_HOST_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    assert " ".join(os.environ[name] for name in names if name in os.environ) == found
+
+
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0"])
 def test_other_versions_are_refused(version: str) -> None:
     with pytest.raises(compat.UnsupportedVllmError, match=rf"vllm {version} is installed .* needs >=0.32,<0.33"):

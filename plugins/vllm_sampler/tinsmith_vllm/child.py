@@ -88,7 +88,8 @@ def _engine(start: Start, channel: Channel[ToVllm]) -> tuple[Any, bool]:
     if start.merge_on_cpu and cpu:
         engine_args["enable_lora"] = False
     merges = not engine_args["enable_lora"]
-    compat.prepare_environment(cpu=cpu, eager=bool(engine_args["enforce_eager"]))
+    on_ray = engine_args.get("distributed_executor_backend") == "ray"  # and so perhaps on other machines
+    compat.prepare_environment(cpu=cpu, eager=bool(engine_args["enforce_eager"]), on_ray=on_ray)
     engine = compat.make_engine(engine_args)
     device, vocab_size, max_model_len, dtype = compat.describe(engine)
     channel.send(

@@ -69,7 +69,7 @@ def check_version(version: str) -> None:
         raise UnsupportedVllmError(msg)
 
 
-def prepare_environment(*, cpu: bool, eager: bool) -> None:
+def prepare_environment(*, cpu: bool, eager: bool, on_ray: bool) -> None:
     """Set the variables that vLLM reads when imported. The operator's values take precedence, but for the first two."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
@@ -78,11 +78,9 @@ def prepare_environment(*, cpu: bool, eager: bool) -> None:
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
-        # its workers are on this machine, and must not listen where others reach them
-        "VLLM_HOST_IP": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
     }
+    if not on_ray:  # the workers are on this machine, and must not listen where others reach them
+        defaults.update(VLLM_HOST_IP="127.0.0.1", GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     if cpu and eager:
         defaults["TORCHDYNAMO_DISABLE"] = "1"  # otherwise the first requests wait for a C++ compiler
     for name, value in defaults.items():
