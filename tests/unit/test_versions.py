@@ -1,6 +1,7 @@
 """Each version of a checkpoint has files of its own: whoever deletes or writes late never meets a newer one."""
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -17,6 +18,8 @@ from tinsmith.backend import BackendContext
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.checkpoints import atomic_directory
 from tinsmith.checkpoints import format as checkpoints
+from tinsmith.checkpoints.atomic_directory import sweep
+from tinsmith.checkpoints.versions import versions_on_disk
 from tinsmith.engine.checkpoint_files import CheckpointReader
 from tinsmith.engine.engine import Engine
 from tinsmith.errors import LeaseLostError, ServerError
@@ -305,3 +308,22 @@ async def test_a_replay_loads_the_version_that_was_loaded_or_none(setup: Setup) 
         ended_later = replace(load, finished_at=datetime.now(UTC) + timedelta(hours=1))
         with pytest.raises(ServerError, match="has been overwritten since"):
             await reader.state_at_replay(saved.path, load_optimizer=True, of=ended_later)
+
+
+def test_maintenance_passes_over_what_is_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deletion or a save beside it removes directories that it has just seen."""
+    weights = tmp_path / "m" / "weights"
+    for name in ("a~1", ".a~0.deleted-x", ".b~0.deleted-y"):
+        (weights / name).mkdir(parents=True)
+    (tmp_path / "ended" / "weights").mkdir(parents=True)
+    gone, own = {str(weights / ".a~0.deleted-x"), str(tmp_path / "ended")}, os.scandir
+
+    def scandir(path: str | Path) -> Any:
+        if str(path) in gone:
+            raise FileNotFoundError(path)
+        return own(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert list(versions_on_disk(tmp_path, older_than_s=-1)) == ["m/weights/a~1"]
+    sweep(tmp_path, older_than_s=-1)
+    assert not (weights / ".b~0.deleted-y").exists()

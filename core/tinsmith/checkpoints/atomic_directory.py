@@ -123,7 +123,9 @@ def delete(root: Path, directory: str) -> None:
 def sweep(root: Path, *, older_than_s: float = _LEFT_BEHIND_S) -> None:
     """Remove leftovers of crashes below `root` that are too old to be in use, and parents that this leaves empty."""
     now = time.time()
-    for leftover in [path for pattern in _LEFTOVERS for path in root.rglob(pattern)]:
+    # os.walk passes over directories that somebody else removes meanwhile, where Path.rglob raises.
+    found = [Path(parent, name) for parent, names, _ in os.walk(root) for name in names]
+    for leftover in [path for path in found if any(map(path.match, _LEFTOVERS))]:
         with suppress(FileNotFoundError):
             if leftover.is_dir() and now - leftover.stat().st_ctime > older_than_s:
                 shutil.rmtree(leftover, ignore_errors=True)

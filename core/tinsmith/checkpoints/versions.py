@@ -3,11 +3,15 @@
 Earlier versions of tinsmith kept the only version in `<path>`.
 """
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from tinsmith.checkpoints.tinker_path import VERSION_MARK, TinkerPath
+
+_KIND_DEPTH: Final = 2  # of directories that hold checkpoints: MODEL/weights
 
 
 def newest_on_disk(root: Path, path: TinkerPath) -> str:
@@ -24,9 +28,17 @@ def newest_on_disk(root: Path, path: TinkerPath) -> str:
 def versions_on_disk(root: Path, *, older_than_s: float) -> Iterator[str]:
     """Yield the directories of versions that were given their name so long ago."""
     before = time.time() - older_than_s
-    for found in root.glob(f"*/*/[!.]*{VERSION_MARK}*"):
+    for found in _named_versions(root):
         try:
             if found.is_dir() and not found.is_symlink() and found.stat().st_ctime <= before:
                 yield str(found.relative_to(root))
         except FileNotFoundError:  # deleted meanwhile
             continue
+
+
+def _named_versions(root: Path) -> Iterator[Path]:
+    """Walk: that passes over directories which somebody else removes meanwhile, where Path.glob raises."""
+    for parent, names, _ in os.walk(root):
+        if len(Path(parent).relative_to(root).parts) == _KIND_DEPTH:
+            yield from (Path(parent, name) for name in names if VERSION_MARK in name and not name.startswith("."))
+            names.clear()
