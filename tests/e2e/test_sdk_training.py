@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from tinker import types
 
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
 from tinsmith.testing.harness import RunningServer
@@ -33,6 +34,21 @@ def test_outputs_have_the_shape_of_their_targets(model: tinker.TrainingClient) -
     assert [len(each) for each in logprobs(output)] == [d.model_input.length for d in data]
     total = -sum(sum(each) for each in logprobs(output))
     assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
+
+
+def test_scripts_find_what_hosted_tinker_answers(model: tinker.TrainingClient) -> None:
+    """Public scripts read the loss of each target, and the norm before clipping under its name there."""
+    weights = [0.5, 0.0, -2.0, 1.0]
+    inputs = {"target_tokens": np.array([5, 6, 7, 8]), "weights": np.array(weights, np.float32)}
+    data = [types.Datum(model_input=types.ModelInput.from_ints([4, 5, 6, 7]), loss_fn_inputs=inputs)]
+    output = model.forward_backward(data, "cross_entropy").result(timeout=300)
+    ((scores, losses),) = [
+        (each["logprobs"].to_numpy(), each["elementwise_loss"].to_numpy()) for each in output.loss_fn_outputs
+    ]
+    np.testing.assert_array_equal(losses, -np.array(weights, np.float32) * scores)
+    metrics = model.optim_step(types.AdamParams(learning_rate=0.01)).result(timeout=300).metrics
+    assert metrics is not None
+    assert metrics["unclipped_grad_l2:mean"] == metrics["grad_norm"] > 0
 
 
 def test_a_batch_cut_into_chunks_is_the_batch(client: tinker.ServiceClient) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState, Snapshot, TrainingBackend
 from tinsmith.engine.failures import BackendFailedError
-from tinsmith.engine.routed_experts import with_count_of_replayed
+from tinsmith.engine.pass_results import completed
 from tinsmith.engine.training_thread import TrainingThread
 from tinsmith.errors import OutOfMemoryError, UserError
 from tinsmith.failpoints import durable_boundary
@@ -63,7 +63,7 @@ class Models:
             raise BackendFailedError(msg) from error
         with self._expecting(kind):
             check_batch(operations, results)
-        return [with_count_of_replayed(each, result) for each, result in zip(operations, results, strict=True)]
+        return [completed(each, result) for each, result in zip(operations, results, strict=True)]
 
     async def _run_one_by_one(
         self, operations: Sequence[BatchOperation], error: OutOfMemoryError

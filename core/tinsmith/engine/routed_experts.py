@@ -5,7 +5,6 @@ What a training operation replays is part of the operation.
 
 import asyncio
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
 
 import numpy as np
 
@@ -14,21 +13,6 @@ from tinsmith.engine.claimed import Claimed, Outcome
 from tinsmith.engine.sampling_snapshots import Snapshots
 from tinsmith.store import ExpertsSampled
 from tinsmith.store.routed_experts import digest_of, encode_experts
-
-Result = TypeVar("Result")
-
-NUM_REPLAYED: Final = "routing_replayed:sum"
-"""The metric of a pass: how many of its sequences were computed by the experts that sampled them."""
-
-
-def with_count_of_replayed(operation: ops.Operation, result: Result) -> Result | ops.ForwardBackwardOutput:
-    """Add the metric to the result of a pass whose routing is replayed."""
-    if not isinstance(operation, ops.ForwardBackward) or not isinstance(result, ops.ForwardBackwardOutput):
-        return result
-    experts = [datum.routed_experts for datum in operation.data if datum.routed_experts is not None]
-    if not experts:
-        return result
-    return replace(result, metrics={**result.metrics, NUM_REPLAYED: float(sum(len(each) > 0 for each in experts))})
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Final, assert_never
 
 import numpy as np
 import orjson
@@ -14,6 +14,7 @@ from tinsmith.protocol import tensors as wire_tensors
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
+GRAD_NORM_OF_HOSTED: Final = "unclipped_grad_l2:mean"
 
 _STOP_REASONS: Mapping[ops.StopReason, pb.StopReason] = {
     "stop": pb.STOP_REASON_STOP,
@@ -48,7 +49,7 @@ def answer(result: ops.Result) -> Answer:
         case ops.ModelCreated():
             return _json({"model_id": result.model_id})  # of create_model and load_weights: no "type" fits both
         case ops.OptimStepOutput():
-            return _json({"metrics": {key: json_number(value) for key, value in result.metrics.items()}})
+            return _json({"metrics": {key: json_number(value) for key, value in _step_metrics(result).items()}})
         case ops.WeightsSaved():
             return _json(
                 _present(path=result.path, sampling_session_id=result.sampling_session_id, size_bytes=result.size_bytes)
@@ -59,6 +60,12 @@ def answer(result: ops.Result) -> Answer:
             return _json({"model_id": result.model_id})
         case _:
             assert_never(result)
+
+
+def _step_metrics(output: ops.OptimStepOutput) -> dict[str, float]:
+    """Return the norm before clipping under the name that hosted Tinker uses, too."""
+    norm = {GRAD_NORM_OF_HOSTED: output.metrics["grad_norm"]} if "grad_norm" in output.metrics else {}
+    return {**output.metrics, **norm}
 
 
 def json_number(value: float) -> float | str:

@@ -21,7 +21,7 @@ def largest_result(operation: ops.Operation) -> int:
         case ops.Sample():
             return _PER_ITEM + operation.num_samples * _largest_sequence(operation) + _prompt_scores(operation)
         case ops.ForwardBackward():
-            return _PER_ITEM + sum(_largest_output(datum) for datum in operation.data)
+            return _PER_ITEM + sum(_largest_output(datum, operation.loss_fn) for datum in operation.data)
         case _:
             return _PER_ITEM
 
@@ -42,9 +42,10 @@ def _prompt_scores(operation: ops.Sample) -> int:
     return size
 
 
-def _largest_output(datum: ops.Datum) -> int:
+def _largest_output(datum: ops.Datum, loss_fn: str) -> int:
     targets = datum.loss_inputs.get("target_tokens")
-    return _PER_ITEM + (0 if targets is None else targets.size * _CELL_BYTES)
+    num_arrays = 2 if loss_fn == "cross_entropy" else 1  # the loss of each target, beside its logprob
+    return num_arrays * (_PER_ITEM + (0 if targets is None else targets.size * _CELL_BYTES))
 
 
 def size_bound(result: ops.Result) -> int:
