@@ -203,7 +203,7 @@ async def test_a_training_request_that_does_not_fit_fails_and_keeps_its_number(
     app = http._transport.app  # type: ignore[attr-defined]  # of the test's transport
     context, run = app.state.context, await store.get_run("s1:train:0")
     draw = np.random.default_rng(0)
-    large = a_pass(run.model_id, *draw.integers(0, 2**62, 250_000).tolist())  # 2 MB, and a result of 1 MB
+    large = a_pass(run.model_id, *draw.integers(0, 2**62, 130_000).tolist())  # above the limit; its result is not
     wide = a_pass(run.model_id, *[1] * 600_000)  # compresses well; its result might not
     submitted = [
         await submit_training(context, run, seq_id, operation)
@@ -213,7 +213,7 @@ async def test_a_training_request_that_does_not_fit_fails_and_keeps_its_number(
         assert isinstance(await client.result(submitted[2].request_id or ""), ops.OptimStepOutput)
     first, second = [(await client.failure(each.request_id or "")).message for each in submitted[:2]]
     assert f"bytes in the store, and this server stores at most {LIMIT}; send less in one request" in first
-    assert "the result could take 2400" in second
+    assert "the result could take 4800" in second
     assert "send fewer sequences" in second
 
 
