@@ -31,6 +31,8 @@ from tinsmith.backend import (
 from tinsmith.divergence import (
     are_finite,
     diverged,
+    refuses_step,
+    step_result,
     unless_diverged,
 )
 from tinsmith.errors import (
@@ -139,6 +141,7 @@ from tinsmith.store import (
     EngineRecord,
     EngineState,
     ExpertsSampled,
+    FailedPass,
     FinishedSample,
     FinishedSamples,
     Held,
@@ -241,6 +244,7 @@ __all__ = [
     "ExpertsSampled",
     "ExportAdapter",
     "Failed",
+    "FailedPass",
     "FinishedSample",
     "FinishedSamples",
     "FloatArray",
@@ -351,5 +355,7 @@ __all__ = [
     "diverged",
     "hookimpl",
     "log_privately",
+    "refuses_step",
+    "step_result",
     "unless_diverged",
 ]

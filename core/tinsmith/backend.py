@@ -5,7 +5,7 @@ A backend never sees HTTP, the store or a tenant's bookkeeping: it receives oper
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -270,7 +270,15 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def optim_step(self, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
-        """Step each named model (at most once per call) and clear its pending gradient. Leave others unchanged."""
+        """Step each named model (at most once per call) and clear its pending gradient. Leave others unchanged.
+
+        A step that is not finite (`tinsmith.step_result`) fails: it changes neither weights nor moments nor the number
+        of steps, and clears the pending gradient. All workers of a backend must decide alike.
+        """
+
+    def drop_gradient(self, model_id: str) -> None:
+        """Clear the model's pending gradient, and change nothing else. Override it if there is a cheaper way."""
+        self.restore_state(model_id, replace(self.capture_state(model_id), gradients={}))
 
     @abstractmethod
     def capture_state(self, model_id: str) -> ModelState:

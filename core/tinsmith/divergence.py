@@ -1,10 +1,41 @@
-"""What every sampler answers where weights have diverged: a refusal by name, for the sender of that request alone."""
+"""What every backend answers to numbers that are not finite: a refusal by name, for the sender of that request alone.
 
+An optimizer step that is not finite is not applied, so training does not ruin a model. Weights that are not finite all
+the same, because they were loaded for instance, are not sampled.
+"""
+
+import math
 from collections.abc import Mapping
+from typing import Final
 
 import numpy as np
 
-from tinsmith.operations import Array, Failed, Sample, SampleOutput
+from tinsmith.operations import AdamParams, Array, Failed, OptimStepOutput, Sample, SampleOutput
+
+_MOST: Final = math.sqrt(float(np.finfo(np.float32).max))
+"""The largest norm whose square, which the second moment adds up, is finite in float32."""
+
+
+def step_result(norm: float, adam: AdamParams) -> OptimStepOutput | Failed:
+    """Return the result of an optimizer step by the norm of its gradient before clipping.
+
+    A Failed means that the step must not be applied: the norm is not finite, or what clipping leaves of it is so large
+    that the moments would not be.
+    """
+    left = min(norm, adam.grad_clip_norm) if adam.grad_clip_norm > 0.0 else norm
+    if math.isfinite(norm) and left <= _MOST:
+        return OptimStepOutput(metrics={"grad_norm": norm})
+    return Failed(
+        message=f"the norm of the gradient is {norm:.6g}; allowed: finite, and at most {_MOST:.3g} after clipping. The "
+        "step was not applied: weights and moments are as before it, and the gradient is dropped. Look at the losses "
+        "of the passes since the last step, and send them again with other data or loss inputs",
+        gradient_dropped=True,
+    )
+
+
+def refuses_step(norm: float, adam: AdamParams) -> bool:
+    """Return whether `step_result` is a failure."""
+    return isinstance(step_result(norm, adam), Failed)
 
 
 def diverged(op: Sample) -> Failed:

@@ -251,6 +251,7 @@ class Failed:
 
     message: str
     category: Category = "user"
+    gradient_dropped: bool = False  # a step that was not applied, but has cleared the pending gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,10 @@
 """What a backend or sampler returns, compared with what it was asked: types, numbers, lengths and dtypes; no copies.
 
 The engine checks every result before it records it, and the contract suites check the same. Values are not judged,
-except for tokens: a model that has diverged has losses and logprobs that are not finite.
+except for tokens and the metrics of steps: a model that has diverged has losses and logprobs that are not finite.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -48,6 +49,7 @@ def check_batch(operations: Sequence[ForwardBackward | OptimStep], results: Any)
         elif isinstance(operation, OptimStep):
             _check_type("the result", result, OptimStepOutput)
             _check_metrics(result.metrics)
+            _check_finite(result.metrics)
         else:
             _check_type("the result", result, ForwardBackwardOutput)
             _check_pass(operation, result)
@@ -180,6 +182,12 @@ def _check_metrics(metrics: Any) -> None:
         _check_type("the name of a metric", name, str)
         if type(value) not in (float, int) or (type(value) is int and value.bit_length() > _INT_BITS):
             raise _wrong(f"the metric {name}", value, "a float of Python, not of NumPy")  # the log stores these alone
+
+
+def _check_finite(metrics: Mapping[str, float]) -> None:
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise _wrong(f"the metric {name} of a step", value, "a finite number: a step that is not finite fails")
 
 
 def _check_failure(failure: Failed) -> None:

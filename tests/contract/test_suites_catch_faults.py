@@ -15,6 +15,7 @@ from tinsmith.builtin import toy_backend, toy_sampling, toy_training
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.builtin.toy_model import Adapter
 from tinsmith.builtin.toy_training import Scored, TrainedModel
+from tinsmith.divergence import refuses_step
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.operations import (
     AdamParams,
@@ -117,6 +118,42 @@ def gradients_stay_after_a_step(patch: Patch) -> None:
         return norm
 
     patch.setattr(TrainedModel, "optim_step", optim_step)
+
+
+def steps_are_never_refused(patch: Patch) -> None:
+    patch.setattr(toy_training, "refuses_step", lambda *_: False)
+
+
+def refused_steps_answer_success(patch: Patch) -> None:
+    patch.setattr(toy_backend, "step_result", lambda norm, _: OptimStepOutput(metrics={"grad_norm": norm}))
+
+
+def refused_steps_count(patch: Patch) -> None:
+    def optim_step(self: TrainedModel, adam: AdamParams) -> float:
+        norm = _optim_step(self, adam)
+        self.step += refuses_step(norm, adam)
+        return norm
+
+    patch.setattr(TrainedModel, "optim_step", optim_step)
+
+
+def a_refused_step_refuses_its_call(patch: Patch) -> None:
+    step = ToyBackend.optim_step
+
+    def optim_step(self: ToyBackend, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
+        results = step(self, ops)
+        failed = [result for result in results if isinstance(result, Failed)]
+        return failed * len(ops) if failed else results
+
+    patch.setattr(ToyBackend, "optim_step", optim_step)
+
+
+def drop_every_gradient(patch: Patch) -> None:
+    def drop_gradient(self: ToyBackend, model_id: str) -> None:
+        for model in self._device.models.values():
+            model.gradients = {}
+
+    patch.setattr(ToyBackend, "drop_gradient", drop_gradient)
 
 
 def ignore_in_steps(**fields: float) -> Fault:
@@ -634,6 +671,7 @@ def abuse_of(what: str, group: str) -> tuple[str, dict[str, Any]]:
 
 
 LOSSES: dict[str, Any] = {"loss_fn": "ppo", "defaults": False}
+NOT_FINITE = "test_a_step_that_is_not_finite_fails_and_changes_nothing"
 FAULTS: list[tuple[Fault, str, dict[str, Any]]] = [
     (loss_is_a_mean, "test_loss_is_the_sum_that_the_oracle_gives", LOSSES),
     (loss_config_is_ignored, "test_loss_is_the_sum_that_the_oracle_gives", LOSSES),
@@ -651,6 +689,14 @@ FAULTS: list[tuple[Fault, str, dict[str, Any]]] = [
     (forward_adds_gradients, "test_forward_leaves_gradients_alone", {}),
     (gradients_are_replaced, "test_gradients_add_up", {}),
     (gradients_stay_after_a_step, "test_step_applies_and_clears", {}),
+    (steps_are_never_refused, NOT_FINITE, {"ruin": "a NaN in the last tensor"}),
+    (steps_are_never_refused, NOT_FINITE, {"ruin": "squares that are infinite"}),
+    (steps_are_never_refused, "test_a_refused_first_step_leaves_no_moments", {}),
+    (refused_steps_answer_success, NOT_FINITE, {"ruin": "an infinity"}),
+    (refused_steps_count, NOT_FINITE, {"ruin": "an infinity that is clipped"}),
+    (gradients_stay_after_a_step, NOT_FINITE, {"ruin": "a NaN in the first tensor"}),
+    (a_refused_step_refuses_its_call, "test_a_refused_step_makes_no_difference_to_others", {}),
+    (drop_every_gradient, "test_a_gradient_can_be_dropped", {}),
     (ignore_in_steps(grad_clip_norm=0.0), "test_step_is_adamw", {"kind": "clipped"}),
     (ignore_in_steps(weight_decay=0.0), "test_step_is_adamw", {"kind": "weight decay"}),
     (ignore_in_steps(beta1=0.9), "test_step_is_adamw", {"kind": "other betas"}),

@@ -168,7 +168,7 @@ def test_garbage_and_wrong_keys(toy_server: RunningServer, neighbour: Neighbour)
 def test_a_missing_number_fails_what_waits_behind_it(
     tmp_path_factory: pytest.TempPathFactory, new_http: Callable[[RunningServer], httpx.Client]
 ) -> None:
-    """The gap is named; the model goes on."""
+    """The gap is named, also in the next step, as what is missing may have been a pass. The model goes on."""
     from tinsmith.testing.harness import running_server
 
     with running_server(tmp_path_factory.mktemp("gaps"), server={"gap_timeout_s": 0.5, "long_poll_s": 44}) as server:
@@ -182,7 +182,9 @@ def test_a_missing_number_fails_what_waits_behind_it(
         failed = http.post("retrieve_future", json=late).json()
         assert failed["category"] == "user"
         assert "seq_id 1" in failed["error"]
-        on = http.post("optim_step", json={**submit, "seq_id": 3}).json()
+        discarded = http.post("optim_step", json={**submit, "seq_id": 3}).json()
+        assert "seq_id 1" in http.post("retrieve_future", json=discarded).json()["error"]
+        on = http.post("optim_step", json={**submit, "seq_id": 4}).json()
         assert "metrics" in http.post("retrieve_future", json=on).json()
 
 

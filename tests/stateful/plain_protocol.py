@@ -1,7 +1,8 @@
 """The protocol as one client may rely on it: a plain model, written apart from the store and the engine.
 
-One model's operations are applied in seq_id order, each once, at the moment at which nothing is missing before it. The
-answers come from a backend of its own, which sees one operation after the other, and never dies.
+One model's operations are applied in seq_id order, each once, at the moment at which nothing is missing before it. A
+step is discarded if a pass since the last one failed. The answers come from a backend of its own, which sees one
+operation after the other, and never dies.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState
 from tinsmith.builtin.toy_backend import ToyBackend
+from tinsmith.engine.pass_results import completed
 from tinsmith.store.codec import encode_operation
 
 POISON = 13  # a token that kills the engine
@@ -23,6 +25,11 @@ class Entry:
     operation: ops.Operation
     request_id: str
     answer: ops.Result | None = None  # None while a number before it is missing
+    behind_a_gap: bool = False  # it failed, because a number before it never came
+
+    @property
+    def gradient_dropped(self) -> bool:
+        return isinstance(self.answer, ops.Failed) and self.answer.gradient_dropped
 
 
 @dataclass
@@ -60,6 +67,7 @@ class PlainModel:
         waiting = [seq_id for seq_id, entry in self.entries.items() if entry.answer is None]
         for seq_id in waiting:
             self.entries[seq_id].answer = ops.Failed(message=f"seq_id {self.next_seq_id} ")
+            self.entries[seq_id].behind_a_gap = True
         if waiting:
             self.next_seq_id = max(waiting) + 1
         return len(waiting)
@@ -73,6 +81,17 @@ class PlainModel:
     def state(self) -> ModelState:
         return self.backend.capture_state(self.model_id)
 
+    def _spoilt(self) -> bool:
+        """Return whether a pass has failed since the gradient was cleared, or something that may have been one."""
+        for _, entry in sorted(self.entries.items(), reverse=True):
+            failed = isinstance(entry.answer, ops.Failed)
+            if entry.behind_a_gap or (failed and type(entry.operation) is ops.ForwardBackward):
+                return True
+            applied = entry.answer is not None and (not failed or entry.gradient_dropped)
+            if applied and isinstance(entry.operation, ops.OptimStep | ops.LoadState):
+                return False
+        return False
+
     def _apply(self, operation: ops.Operation) -> ops.Result:  # noqa: C901 - one rule each
         match operation:
             case ops.CreateModel():
@@ -81,15 +100,20 @@ class PlainModel:
             case ops.ForwardBackward() if any(POISON in datum.tokens_T for datum in operation.data):
                 return KILLED
             case ops.Forward():
-                return self.backend.forward([operation])[0]
+                return completed(operation, self.backend.forward([operation])[0])
             case ops.ForwardBackward():
-                return self.backend.forward_backward([operation])[0]
+                return completed(operation, self.backend.forward_backward([operation])[0])
+            case ops.OptimStep() if self._spoilt():
+                self.backend.drop_gradient(self.model_id)
+                return ops.Failed(message="this step is discarded", gradient_dropped=True)
             case ops.OptimStep():
                 return self.backend.optim_step([operation])[0]
             case ops.SaveState() if operation.path in self.checkpoints:
                 return ops.Failed(message="exists already")
             case ops.SaveState():
-                self.checkpoints[operation.path] = self.state()
+                self.checkpoints[operation.path] = (
+                    replace(self.state(), gradients={}) if self._spoilt() else self.state()
+                )
                 return ops.WeightsSaved(path=operation.path)
             case ops.LoadState() if operation.path not in self.checkpoints:
                 return ops.Failed(message="")

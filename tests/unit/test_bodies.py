@@ -27,7 +27,7 @@ from tinsmith.server.heavy_work import LARGE_BYTES, HeavyWork
 from tinsmith.server.key_tokens import KeyTokens
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.server.signed_urls import Grant, UrlSigner
-from tinsmith.settings import ApiKey, KeySource
+from tinsmith.settings import ApiKey
 
 LIMIT = 10_000
 
@@ -144,12 +144,10 @@ async def test_a_zstd_bomb_never_takes_more_memory_than_the_limit(client: httpx.
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(("encoding", "status"), [("zstd", 400), ("gzip", 415), ("br", 415), ("zstd, gzip", 415)])
-async def test_what_cannot_be_unpacked_is_refused_with_a_detail(
-    client: httpx.AsyncClient, encoding: str, status: int
-) -> None:
+@pytest.mark.parametrize("encoding", ["zstd", "gzip", "br"])
+async def test_what_cannot_be_unpacked_is_refused_with_a_detail(client: httpx.AsyncClient, encoding: str) -> None:
     answer = await client.post("/", content=b"no such thing", headers={"content-encoding": encoding})
-    assert answer.status_code == status
+    assert answer.status_code == 400
     assert "zstd" in answer.json()["detail"]
 
 
@@ -326,7 +324,7 @@ async def test_heavy_work_is_done_one_at_a_time_and_by_turns_among_tenants() -> 
 
 
 def test_without_configured_keys_each_key_is_a_tenant_of_its_own() -> None:
-    keys = ApiKeys(LiveKeys(KeySource(keys=())), KeyTokens(b"s" * 32, 60))
+    keys = ApiKeys(LiveKeys(()), KeyTokens(b"s" * 32, 60))
     first = keys.tinsmith_authenticate({"x-api-key": "tml-a"})
     assert first == keys.tinsmith_authenticate({"x-api-key": "tml-a"})
     assert first.tenant != keys.tinsmith_authenticate({"x-api-key": "tml-b"}).tenant
@@ -339,12 +337,7 @@ def test_without_configured_keys_each_key_is_a_tenant_of_its_own() -> None:
 def test_configured_keys_are_the_only_ones() -> None:
     keys = ApiKeys(
         LiveKeys(
-            KeySource(
-                keys=(
-                    ApiKey(key=SecretStr("tml-one"), tenant="one"),
-                    ApiKey(key=SecretStr("tml-two"), tenant="two", admin=True),
-                )
-            )
+            [ApiKey(key=SecretStr("tml-one"), tenant="one"), ApiKey(key=SecretStr("tml-two"), tenant="two", admin=True)]
         ),
         KeyTokens(b"s" * 32, 60),
     )

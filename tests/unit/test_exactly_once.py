@@ -30,6 +30,11 @@ EXPECTED = {
     "tidy_removes_newer": "recovery starts after seq_id -1, but the log is pruned up to 0",
     "prune_past_oldest": "recovery starts after seq_id 0, but the log is pruned up to 1",
     "gap_closed_while_running": "applied_seq_id is 2, but seq_id 0 is running",
+    "windows_ignored": r"was applied as \(0, 2, 3\), the log says \(-4,\)",
+    "windows_forgotten": r"was applied as \(0, 2\), the log says \(-3,\)",
+    "discards_not_replayed": r"recovery point of seq_id 3 holds \(0, 2, 3\), not \(-4,\)",
+    "discards_are_failures": r"recovery point of seq_id 1 holds \(-2,\), not \(0,\)",
+    "prune_failed_passes": r"was applied as \(0, 2, 3\), the log says \(-4,\)",
     "replay_from_start": r"was applied as \(0, 0, 1\)",
 }
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinsmith.protocol.partial_request import address_of
+from tinsmith.protocol.partial_request import address_of, asks_forward_only
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
 
 
@@ -43,3 +43,23 @@ def test_json_states_its_address_anywhere() -> None:
 )
 def test_anything_else_is_nobodys(start: bytes) -> None:
     assert address_of(start) is None
+
+
+@pytest.mark.parametrize("num_data", [0, 1, 1024])
+def test_a_whole_body_says_whether_it_changes_a_gradient(num_data: int) -> None:
+    message = pb.ForwardBackwardRequest(model_id="m", seq_id=300_000, loss_fn="ppo", loss_fn_config={"a": 0.5})
+    for _ in range(num_data):
+        message.data.add().model_input.add().encoded_text.tokens = b"1234" * 40
+    assert not asks_forward_only(message.SerializeToString())
+    message.forward_only = True
+    message.loss_fn_config_v2["a"].number = 0.5
+    whole = message.SerializeToString()
+    assert asks_forward_only(whole)
+    assert not any(asks_forward_only(whole[:length]) for length in range(0, len(whole) - 30, max(1, len(whole) // 30)))
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{}", b"\xff" * 100, b"\x0b" * 100, b"\x30", b"\x31\x01", b"\x08\x01" * 100_000]
+)
+def test_what_cannot_be_read_counts_as_a_pass(body: bytes) -> None:
+    assert not asks_forward_only(body)

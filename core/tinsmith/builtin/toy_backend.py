@@ -26,7 +26,7 @@ from tinsmith.backend import (
 from tinsmith.builtin import toy_sampling, toy_training
 from tinsmith.builtin.toy_model import Adapter, ToyModel
 from tinsmith.builtin.toy_training import TrainedModel
-from tinsmith.divergence import unless_diverged
+from tinsmith.divergence import step_result, unless_diverged
 from tinsmith.errors import CapacityError, UserError
 from tinsmith.hookspecs import hookimpl
 from tinsmith.operations import (
@@ -135,7 +135,10 @@ class ToyBackend(SleepableTrainingBackend, SamplingBackend):
 
     def optim_step(self, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
         norms = [self._device.models[op.model_id].optim_step(op.adam) for op in ops]
-        return [OptimStepOutput(metrics={"grad_norm": norm}) for norm in norms]
+        return [step_result(norm, op.adam) for norm, op in zip(norms, ops, strict=True)]
+
+    def drop_gradient(self, model_id: str) -> None:
+        self._device.models[model_id].gradients = {}
 
     # State -----------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tinsmith.builtin.toy_model import Adapter, Float64Array, ToyModel, log_softmax, quiet
+from tinsmith.divergence import refuses_step
 from tinsmith.losses import LossSpec
 from tinsmith.operations import AdamParams, Array, Datum, FloatArray, LoraConfig
 
@@ -42,11 +43,14 @@ class TrainedModel:
 
     @quiet
     def optim_step(self, adam: AdamParams) -> float:
-        """Step as torch.optim.AdamW does, clear the gradient, and return its norm before clipping."""
-        self.step += 1
+        """Step as torch.optim.AdamW does unless refused, clear the gradient, and return its norm before clipping."""
         gradients = {name: self.gradients.get(name, np.zeros_like(w)) for name, w in self.weights.items()}
         # by name: the order in which a checkpoint gives the weights back must not show in the last bit
         norm = float(np.sqrt(sum(np.sum(gradients[name].astype(np.float64) ** 2) for name in sorted(gradients))))
+        self.gradients = {}
+        if refuses_step(norm, adam):
+            return norm
+        self.step += 1
         clip = min(1.0, adam.grad_clip_norm / (norm + _CLIP_EPS)) if adam.grad_clip_norm > 0 else 1.0
         for name, weight in self.weights.items():
             gradient = gradients[name] * np.float64(clip)
@@ -58,7 +62,6 @@ class TrainedModel:
             self.weights = self.weights | {name: stepped.astype(np.float32)}
             self.adam_m = self.adam_m | {name: m.astype(np.float32)}
             self.adam_v = self.adam_v | {name: v.astype(np.float32)}
-        self.gradients = {}
         return norm
 
     def _moment(self, moments: Mapping[str, FloatArray], name: str) -> Float64Array:

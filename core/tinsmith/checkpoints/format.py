@@ -24,6 +24,7 @@ import safetensors.numpy
 
 from tinsmith.backend import HostSnapshot, ModelState
 from tinsmith.checkpoints import atomic_directory
+from tinsmith.checkpoints.finite import check_finite
 from tinsmith.checkpoints.linked_files import link, whole_file, whole_set
 from tinsmith.errors import ServerError, UnsupportedError, UserError
 from tinsmith.huggingface import model_files as hf_files
@@ -51,6 +52,7 @@ _WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 _OPTIMIZER = "optimizer.safetensors"
 _GRADIENTS = "gradients.safetensors"
+_ANY_TENSORS = "*.safetensors"
 MANIFEST = "tinsmith.json"
 _HASHERS = 8  # threads; one hashes about as fast as one disk reads
 
@@ -112,6 +114,7 @@ def write_checkpoint(  # noqa: PLR0913 - what a checkpoint says, and how it is p
     epoch: int = 0,
     model_path: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
+    finite: bool = False,
 ) -> int:
     """Write the parts of `state` that `kind` needs, and return the checkpoint's size in bytes.
 
@@ -119,6 +122,8 @@ def write_checkpoint(  # noqa: PLR0913 - what a checkpoint says, and how it is p
     model's directory, from which configuration and tokenizer are copied.
 
     `epoch` is that of the lease under which an engine writes.
+
+    With `finite`, raise UserError if weights or moments are not finite. Pending gradients may be.
 
     Use `beside_others` if other processes may be writing below the same parent; it excludes `overwrite`. Raise
     UserError if the directory exists (unless `overwrite`), ServerError if the state is malformed or the disk refuses.
@@ -144,7 +149,7 @@ def write_checkpoint(  # noqa: PLR0913 - what a checkpoint says, and how it is p
             _write_files(fresh, manifest, state)
         else:
             _write_full(fresh, manifest.kind, state, model_path, shard_bytes)
-        _write_manifest(fresh, manifest)
+        _write_manifest(fresh, manifest, finite=finite)
         sizes.extend(path.stat().st_size for path in fresh.iterdir())
 
     if beside_others:
@@ -373,11 +378,14 @@ def _check_tensor(name: str, dtype: str, shape: tuple[int, ...], expected: tuple
         raise ServerError(msg)
 
 
-def _write_manifest(fresh: Path, manifest: Manifest) -> None:
+def _write_manifest(fresh: Path, manifest: Manifest, *, finite: bool) -> None:
+    """An export has none."""
     if manifest.kind != "external":
-        files = _each_described(describe, sorted(fresh.iterdir()))
+        files = _each_described(_describe_finite if finite else describe, sorted(fresh.iterdir()))
         encoded = msgspec.json.encode(replace(manifest, files=files))
         (fresh / MANIFEST).write_bytes(msgspec.json.format(encoded, indent=2) + b"\n")
+    elif finite:
+        _each_described(check_finite, sorted(fresh.glob(_ANY_TENSORS)))
 
 
 def _write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
@@ -395,6 +403,13 @@ def _write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
 def describe(path: Path) -> StoredFile:
     """Return a file's size and checksum, reading all of it, a small part at a time."""
     return _described(path)[0]
+
+
+def _describe_finite(path: Path) -> StoredFile:
+    """Do as `describe`, and raise UserError if weights or moments in it are not finite."""
+    if path.match(_ANY_TENSORS) and not path.name.startswith(GRADIENTS):
+        check_finite(path)  # which brings the file into memory
+    return describe(path)
 
 
 def _described(path: Path) -> tuple[StoredFile, FileVersion]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -131,7 +131,9 @@ class _Replay:
                         replayer=replayer,
                         progress=lambda seq_id: progress.update(task, completed=seq_id + 1),
                     )
-                    return rebuilt, await models.capture(model_id)
+                    state = await models.capture(model_id)
+                    spoilt = await store.failed_pass(model_id, after_seq_id=None, before_seq_id=until + 1)
+                    return rebuilt, state if spoilt is None else replace(state, gradients={})  # as a save has it
                 except BackendFailedError as error:
                     msg = f"the backend failed while it rebuilt {model_id!r}: {error}"
                     raise ServerError(msg) from error

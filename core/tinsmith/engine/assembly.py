@@ -10,6 +10,7 @@ from typing import Final
 
 from tinsmith.backend import SamplingBackend, TrainingBackend
 from tinsmith.checkpoints.format import SHARD_BYTES
+from tinsmith.engine.batches import Batches
 from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.checkpoint_files import CheckpointReader, CheckpointWriter
 from tinsmith.engine.claims import Claims
@@ -39,6 +40,7 @@ from tinsmith.engine.training_lane import TrainingLane
 from tinsmith.engine.training_line import TrainingLine
 from tinsmith.engine.training_thread import TrainingThread
 from tinsmith.engine.waiting_states import WaitingStates
+from tinsmith.engine.windows import Windows
 from tinsmith.hook_values import OperationFinished
 from tinsmith.host_memory import host_memory
 from tinsmith.losses import LossSpec
@@ -148,22 +150,25 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
     decoder = OperationDecoder(training=backend.capabilities, sampling=sampler.capabilities, losses=parts.losses)
     claims = Claims(store, lease, decoder=decoder, settings=options.recovery, gap_timeout_s=options.gap_timeout_s)
     recorder = Recorder(store, lease, claims, on_finished=parts.on_finished)
+    windows = Windows(store)
+    taker = RecoveryPointTaker(recovery_points, models, checks, waiting, room, tasks)
     limits = Limits(max_batch_tokens=backend.capabilities.max_batch_tokens)
     training = TrainingLane(
         TrainingLine(parts.scheduler, limits, models.why_not),
-        models,
+        Batches(models, windows),
         ModelOperations(
             models,
             SaveForSampler(store, models, snapshots, gate, checks, checkpoints=writer, room=room),
             checks,
             reader=reader,
             writer=writer,
-            recovery_points=recovery_points,
+            recovery_points=taker,
             waiting=waiting,
-            room=room,
+            windows=windows,
         ),
+        windows,
         recorder,
-        RecoveryPointTaker(recovery_points, models, checks, waiting, room, tasks),
+        taker,
         tasks,
         stopping=stopping,
     )

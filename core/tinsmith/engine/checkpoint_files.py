@@ -127,7 +127,7 @@ class CheckpointWriter:
         """Make a checkpoint durable, and return its record. `tidy` must follow.
 
         `directory` is one that `TinkerPath.new_directory` returned; None: a new one. Raise UserError if the name is
-        taken, or the disk has no room for it.
+        taken, the disk has no room for it, or the model has diverged.
         """
         num_bytes = size_of(state, kind)
         await self._room.expect(record.tenant, num_bytes)
@@ -150,6 +150,7 @@ class CheckpointWriter:
             epoch=self._lease.epoch,
             model_path=self._model_path,
             shard_bytes=self._shard_bytes,
+            finite=True,
         )
         size = await in_a_thread(self._watch.files(partial(write, self._root, directory), num_bytes))
         return CheckpointRecord(

@@ -51,6 +51,11 @@ class Outcome:
     comparing: asyncio.Task[ops.Consistency | None] | None = None  # of an ephemeral one: ends with the verdict
     applied: bool = False  # the result is a failure, but the operation has changed its model
 
+    @classmethod
+    def of(cls, result: ops.Result) -> "Outcome":
+        """Return the outcome of an operation of a batch."""
+        return cls(result=result, applied=isinstance(result, ops.Failed) and result.gradient_dropped)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:

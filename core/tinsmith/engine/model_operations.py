@@ -10,15 +10,14 @@ from typing import assert_never
 
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState
-from tinsmith.checkpoints.sizes import size_of
 from tinsmith.engine.checkpoint_files import CheckpointReader, CheckpointWriter
 from tinsmith.engine.claimed import Outcome, failed
-from tinsmith.engine.disk_room import DiskRoom
 from tinsmith.engine.models import Models
-from tinsmith.engine.recovery_points import RecoveryPoints
+from tinsmith.engine.recovery_point_taker import RecoveryPointTaker
 from tinsmith.engine.save_for_sampler import SaveForSampler
 from tinsmith.engine.snapshot_checks import SnapshotChecks
 from tinsmith.engine.waiting_states import WaitingStates
+from tinsmith.engine.windows import Windows
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.store import (
     CheckpointRecord,
@@ -26,7 +25,6 @@ from tinsmith.store import (
     Effect,
     LoraResolved,
     OperationRecord,
-    RecoveryPointTaken,
     RunState,
     RunStateChanged,
 )
@@ -45,9 +43,9 @@ class ModelOperations:
         *,
         reader: CheckpointReader,
         writer: CheckpointWriter,
-        recovery_points: RecoveryPoints,
+        recovery_points: RecoveryPointTaker,
         waiting: WaitingStates,
-        room: DiskRoom,
+        windows: Windows,
     ) -> None:
         self._models = models
         self._save_for_sampler = save_for_sampler
@@ -56,7 +54,7 @@ class ModelOperations:
         self._writer = writer
         self._recovery_points = recovery_points
         self._waiting = waiting
-        self._room = room
+        self._windows = windows
 
     async def run(self, operation: ModelOperation, record: OperationRecord) -> Outcome:
         """Run one. If the request or the disk is at fault, the outcome says so."""
@@ -108,7 +106,7 @@ class ModelOperations:
             )
             state, version = loaded.state, loaded.version
             operation = replace(operation, lora=state.lora)
-            taken = await self._keep(operation.model_id, state, record)
+            taken = await self._recovery_points.keep(operation.model_id, state, record)
             effects = (LoraResolved(model_id=operation.model_id, lora=state.lora), taken)
         await self._models.create(operation, state)
         ready = RunStateChanged(model_id=operation.model_id, state=RunState.READY)
@@ -116,11 +114,12 @@ class ModelOperations:
         return Outcome(result=created, effects=(*effects, ready))
 
     async def _save_state(self, operation: ops.SaveState, record: OperationRecord) -> Outcome:
+        spoilt = await self._windows.failed_pass(record) is not None
         async with self._captured(operation.model_id) as state:
             written = await self._writer.write(
                 operation.path,
                 "training",
-                state,
+                replace(state, gradients={}) if spoilt else state,  # which no step will apply
                 record,
                 overwrite=operation.overwrite,
                 ttl_seconds=operation.ttl_seconds,
@@ -152,18 +151,10 @@ class ModelOperations:
                 f"{_describe(own)}; create a new model from the checkpoint instead"
             )
             raise UserError(msg)
-        taken = await self._keep(operation.model_id, state, record)
+        taken = await self._recovery_points.keep(operation.model_id, state, record)
         await self._models.restore(operation.model_id, state)
         result = ops.WeightsLoaded(model_id=operation.model_id, path=operation.path, version=loaded.version)
         return Outcome(result=result, effects=(taken,))
-
-    async def _keep(self, model_id: str, state: ModelState, record: OperationRecord) -> RecoveryPointTaken:
-        """Keep what is about to be loaded: a recovery cannot rely on the checkpoint, which may be deleted by then."""
-        replaced = await self._recovery_points.replaced_bytes(model_id)
-        await self._room.expect(record.tenant, max(0, size_of(state, "training") - replaced))
-        await self._checks.persist(model_id)
-        taken = await self._recovery_points.write(model_id, record.seq_id, state)
-        return RecoveryPointTaken(record=taken, keep=self._recovery_points.keep)
 
     async def _unload(self, model_id: str) -> Outcome:
         await self._models.unload(model_id)

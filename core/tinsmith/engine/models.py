@@ -91,6 +91,9 @@ class Models:
             case ops.OptimStep():
                 return self._backend.optim_step
 
+    async def drop_gradient(self, model_id: str) -> None:
+        await self._thread.call(self._backend.drop_gradient, model_id)
+
     async def create(self, operation: ops.CreateModel, state: ModelState | None) -> None:
         """Create a model; restore `state` if it starts from one."""
         await self._thread.call(self._backend.create_model, operation)

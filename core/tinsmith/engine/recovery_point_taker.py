@@ -14,7 +14,7 @@ from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.engine.snapshot_checks import SnapshotChecks
 from tinsmith.engine.waiting_states import Place, WaitingStates
 from tinsmith.errors import LeaseLostError, TinsmithError
-from tinsmith.store import OperationRecord
+from tinsmith.store import OperationRecord, RecoveryPointTaken
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +42,14 @@ class RecoveryPointTaker:
         """Note that these operations have run on the backend."""
         for record in records:
             self._recovery_points.ran(record.subject_id, record.seq_id)
+
+    async def keep(self, model_id: str, state: ModelState, record: OperationRecord) -> RecoveryPointTaken:
+        """Keep what is about to be loaded: a recovery cannot rely on the checkpoint, which may be deleted by then."""
+        replaced = await self._recovery_points.replaced_bytes(model_id)
+        await self._room.expect(record.tenant, max(0, size_of(state, "training") - replaced))
+        await self._checks.persist(model_id)
+        taken = await self._recovery_points.write(model_id, record.seq_id, state)
+        return RecoveryPointTaken(record=taken, keep=self._recovery_points.keep)
 
     async def take_due(self, records: Sequence[OperationRecord], recorded: asyncio.Task[None]) -> None:
         """Capture those models of a batch whose recovery point is due. Call before the next batch.

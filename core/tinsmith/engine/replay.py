@@ -1,7 +1,8 @@
 """Rebuilding a model: restore its newest readable recovery point, then replay the operations after it.
 
 Training state is a function of the log: creation, passes, optimizer steps and loads that succeeded, in seq_id order.
-The results of replayed operations are compared with the recorded ones.
+A step that was refused for its gradient is one of them: what it did was to drop it. The results of replayed operations
+are compared with the recorded ones.
 """
 
 import asyncio
@@ -109,10 +110,12 @@ class Replayer:
         if record.payload is None:
             msg = f"its log is incomplete: the content of the {record.kind} with seq_id {record.seq_id} is gone"
             raise ModelLostError(msg)
-        result = await self._run_again(decode_operation(record.kind, record.payload), record)
-        if record.result_kind is None or record.result is None:
+        recorded = _recorded(record)
+        if isinstance(recorded, ops.Failed) and recorded.gradient_dropped:
+            await self._models.drop_gradient(record.subject_id)
             return []
-        differs = difference(decode_result(record.result_kind, record.result), result)
+        result = await self._run_again(decode_operation(record.kind, record.payload), record)
+        differs = None if recorded is None else difference(recorded, result)
         return [] if differs is None else [f"{record.kind} with seq_id {record.seq_id}, {differs}"]
 
     @durable_boundary("recovery.replay")
@@ -142,3 +145,9 @@ class Replayer:
 
     async def _loaded(self, path: str, record: OperationRecord, *, load_optimizer: bool) -> ModelState:
         return await self._checkpoints.state_at_replay(path, load_optimizer=load_optimizer, of=record)
+
+
+def _recorded(record: OperationRecord) -> ops.Result | None:
+    if record.result_kind is None or record.result is None:
+        return None
+    return decode_result(record.result_kind, record.result)

@@ -8,13 +8,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import cast
 
+from tinsmith.engine.batches import Batches
 from tinsmith.engine.claimed import Claimed, Finished, Outcome
 from tinsmith.engine.failures import ending_the_engine
 from tinsmith.engine.model_operations import ModelOperation, ModelOperations
-from tinsmith.engine.models import BatchOperation, Models
 from tinsmith.engine.recorder import Recorder
 from tinsmith.engine.recovery_point_taker import RecoveryPointTaker
 from tinsmith.engine.training_line import TrainingLine
+from tinsmith.engine.windows import Windows
 from tinsmith.failpoints import durable_boundary
 
 
@@ -22,8 +23,9 @@ class TrainingLane:
     def __init__(
         self,
         line: TrainingLine,
-        models: Models,
+        batches: Batches,
         operations: ModelOperations,
+        windows: Windows,
         recorder: Recorder,
         recovery_points: RecoveryPointTaker,
         tasks: asyncio.TaskGroup,
@@ -31,8 +33,9 @@ class TrainingLane:
         stopping: asyncio.Event,
     ) -> None:
         self._line = line
-        self._models = models
+        self._batches = batches
         self._operations = operations
+        self._windows = windows
         self._recorder = recorder
         self._recovery_points = recovery_points
         self._tasks = tasks
@@ -78,10 +81,7 @@ class TrainingLane:
         started = time.monotonic()
         records = [each.record for each in chosen]
         with ending_the_engine(records[0].base_model, records[0].kind):
-            results = await self._models.run_batch([cast("BatchOperation", each.operation) for each in chosen])
-        finished = [
-            Finished(claimed=each, outcome=Outcome(result=result)) for each, result in zip(chosen, results, strict=True)
-        ]
+            finished = await self._batches.run(chosen)
         recorded = self._tasks.create_task(self._recorder.record(finished, time.monotonic() - started))
         self._recovery_points.ran(records)
         await self._recovery_points.take_due(records, recorded)
@@ -98,6 +98,7 @@ class TrainingLane:
         record = claimed.record
         with ending_the_engine(record.base_model, record.kind):
             outcome = await self._outcome(claimed)
+        self._windows.ran(record, outcome.result)
         self._recovery_points.ran([record])
         finished = Finished(claimed=claimed, outcome=outcome)
         await self._recorder.record([finished], time.monotonic() - started)

@@ -6,6 +6,9 @@ import orjson
 
 _MODEL_ID: Final = b"\x0a"  # field 1, length-delimited
 _SEQ_ID: Final = b"\x10"  # field 2, varint
+_FORWARD_ONLY: Final = 0x30  # field 6, varint
+_MAX_FIELDS: Final = 2048  # that are looked at; the SDK sends at most 1,024 data in a request
+_VALUE_BYTES: Final = {1: 8, 5: 4}  # of the other wire types
 _MAX_VARINT_BYTES: Final = 5  # of an int32 that is not negative
 _MAX_JSON_BYTES: Final = 1 << 20  # larger requests with a number are protobuf
 
@@ -19,6 +22,26 @@ def address_of(body: bytes) -> tuple[str, int] | None:
     if address is None or not address[0].isprintable() or not 1 <= address[1] < 2**31:
         return None
     return address
+
+
+def asks_forward_only(body: bytes) -> bool:
+    """Return whether a protobuf ForwardBackwardRequest says that it changes no gradient, as far as it can be read."""
+    at = 0
+    for _ in range(_MAX_FIELDS):
+        key, at = _varint(body, at)
+        if at >= len(body):
+            return False
+        form = key & 7
+        if form in (0, 2):
+            number, at = _varint(body, at)
+            if key == _FORWARD_ONLY:
+                return at <= len(body) and number != 0
+            at += number if form == 2 else 0
+        elif form in _VALUE_BYTES:
+            at += _VALUE_BYTES[form]
+        else:
+            return False
+    return False
 
 
 def _in_json(body: bytes) -> tuple[str, int] | None:

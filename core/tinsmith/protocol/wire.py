@@ -1,8 +1,8 @@
 """The JSON bodies of the Tinker API, field for field as SDK 0.38.0 sends and reads them.
 
-In a body that changes numbers (`_ExactBody`), a field that no SDK has is refused: `unknown_fields.py`. In all others it
-is ignored, so that a newer SDK still works. `field_status.py` lists what happens to the known ones, and `bounds.py` how
-much each may hold. Protobuf bodies are in `tinsmith.protocol.proto`. Models of answers leave out what is None.
+Unknown fields are ignored on input, so that a newer SDK still works. `field_status.py` lists what happens to the known
+ones, and `bounds.py` how much each may hold. Protobuf bodies are in `tinsmith.protocol.proto`. Models of answers leave
+out what is None.
 """
 
 from datetime import datetime
@@ -52,12 +52,6 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
 
 
-class _ExactBody(_Body):
-    """Changes numbers, so nothing in it may be without effect. The `type` of a request repeats the endpoint."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
 # Sessions -------------------------------------------------------------------------------------------------------------
 
 
@@ -95,7 +89,7 @@ class ProjectRequest(_Body):
 # Models and training --------------------------------------------------------------------------------------------------
 
 
-class LoraConfig(_ExactBody):
+class LoraConfig(_Body):
     rank: Int
     seed: Seed | None = None
     train_unembed: bool = True
@@ -103,20 +97,17 @@ class LoraConfig(_ExactBody):
     train_attn: bool = True
 
 
-class OptimizerConfig(_ExactBody):
-    """`adamw`; every other type is refused by its name."""
-
+class OptimizerConfig(_Body):
     type: Name = "adamw"
 
 
-class CreateModelRequest(_ExactBody):
+class CreateModelRequest(_Body):
     session_id: Name
     model_seq_id: SeqId
     base_model: Name
     user_metadata: JsonMetadata | None = None
     lora_config: LoraConfig | None = None
-    optimizer_config: OptimizerConfig | None = None
-    type: Literal["create_model"] = "create_model"
+    optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
 class ModelRequest(_Body):
@@ -125,7 +116,7 @@ class ModelRequest(_Body):
     model_id: Name
 
 
-class AdamParams(_ExactBody):
+class AdamParams(_Body):
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
@@ -134,30 +125,28 @@ class AdamParams(_ExactBody):
     grad_clip_norm: float = 0.0
 
 
-class OptimStepRequest(_ExactBody):
+class OptimStepRequest(_Body):
     """`adam_params`, or `optimizer_params` of another family."""
 
     model_id: Name
     seq_id: SeqId
     adam_params: AdamParams | None = None
     optimizer_params: JsonMetadata | None = None
-    type: Literal["optim_step"] = "optim_step"
 
 
 # Weights --------------------------------------------------------------------------------------------------------------
 
 
-class SaveWeightsRequest(_ExactBody):
+class SaveWeightsRequest(_Body):
     model_id: Name
     seq_id: SeqId
     path: Name | None = None
     ttl_seconds: Int | None = None
     overwrite: bool = False
     user_metadata: TextMetadata | None = None
-    type: Literal["save_weights"] = "save_weights"
 
 
-class SaveWeightsForSamplerRequest(_ExactBody):
+class SaveWeightsForSamplerRequest(_Body):
     """With `path` persisted, without ephemeral."""
 
     model_id: Name
@@ -167,10 +156,9 @@ class SaveWeightsForSamplerRequest(_ExactBody):
     kind: Name = "snapshot"
     ttl_seconds: Int | None = None
     user_metadata: TextMetadata | None = None
-    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
-class SaveWeightsExternalRequest(_ExactBody):
+class SaveWeightsExternalRequest(_Body):
     model_id: Name
     seq_id: SeqId
     path: Name | None = None
@@ -178,10 +166,9 @@ class SaveWeightsExternalRequest(_ExactBody):
     age_encryption_recipients: Annotated[list[Name], Field(max_length=bounds.MAX_RECIPIENTS, fail_fast=True)] | None = (
         None
     )
-    type: Literal["save_weights_external"] = "save_weights_external"
 
 
-class LoadWeightsRequest(_ExactBody):
+class LoadWeightsRequest(_Body):
     """Makes a new model (`session_id`, `model_seq_id`), or loads into an existing one (`model_id`, `seq_id`)."""
 
     path: Name
@@ -194,7 +181,6 @@ class LoadWeightsRequest(_ExactBody):
     user_metadata: JsonMetadata | None = None
     optimizer_config: OptimizerConfig | None = None
     weights_access_token: Name | None = None
-    type: Literal["load_weights"] = "load_weights"
 
 
 class WeightsInfoRequest(_Body):
@@ -208,12 +194,11 @@ class TtlRequest(_Body):
 # Sampling -------------------------------------------------------------------------------------------------------------
 
 
-class CreateSamplingSessionRequest(_ExactBody):
+class CreateSamplingSessionRequest(_Body):
     session_id: Name
     sampling_session_seq_id: Int64
     base_model: Name | None = None
     model_path: Name | None = None
-    type: Literal["create_sampling_session"] = "create_sampling_session"
 
 
 class SamplingSessionRequest(_Body):
@@ -222,21 +207,21 @@ class SamplingSessionRequest(_Body):
     sampling_session_id: Name
 
 
-class Chunk(_ExactBody):
+class Chunk(_Body):
     """`encoded_text` with tokens; every other type is refused by its name."""
 
     type: Name = "encoded_text"
     tokens: Integers = Field(default_factory=lambda: np.zeros(0, np.int64))
 
 
-class ModelInput(_ExactBody):
+class ModelInput(_Body):
     chunks: Annotated[list[Chunk], Field(max_length=bounds.MAX_CHUNKS, fail_fast=True)]
 
 
 Stop = str | Annotated[list[Int], Field(fail_fast=True)] | Annotated[list[str], Field(fail_fast=True)]
 
 
-class SamplingParams(_ExactBody):
+class SamplingParams(_Body):
     max_tokens: Int | None = None
     seed: Seed | None = None
     stop: Annotated[Stop | None, BeforeValidator(bounds.stop)] = None
@@ -245,7 +230,7 @@ class SamplingParams(_ExactBody):
     top_p: float = 1.0
 
 
-class TensorData(_ExactBody):
+class TensorData(_Body):
     data: Numbers
     dtype: Literal["int64", "float32"]
     shape: Shape | None = None
@@ -258,7 +243,7 @@ class TensorData(_ExactBody):
         return self.data.nbytes + (8 * prod(self.shape or []) if self.sparse_crow_indices is not None else 0)
 
 
-class SampleRequest(_ExactBody):
+class SampleRequest(_Body):
     prompt: ModelInput
     sampling_params: SamplingParams = SamplingParams()
     sampling_session_id: Name | None = None
@@ -273,7 +258,6 @@ class SampleRequest(_ExactBody):
     record_stability_info: bool | None = None
     base_model: Name | None = None
     model_path: Name | None = None
-    type: Literal["sample"] = "sample"
 
     @property
     def num_bytes(self) -> int:
@@ -410,14 +394,10 @@ class ModelData(BaseModel):
     tokenizer_id: str
 
 
-class AdamOptimizer(BaseModel):
-    type: Literal["adamw"] = "adamw"
-
-
 class ModelInfo(BaseModel):
     model_id: str
     model_data: ModelData
-    optimizer_config: AdamOptimizer = AdamOptimizer()
+    optimizer_config: OptimizerConfig = OptimizerConfig()
     is_lora: bool = True
     lora_rank: int
     model_name: str
@@ -426,7 +406,7 @@ class ModelInfo(BaseModel):
 
 class WeightsInfo(BaseModel):
     base_model: str
-    optimizer_config: AdamOptimizer = AdamOptimizer()
+    optimizer_config: OptimizerConfig = OptimizerConfig()
     is_lora: bool = True
     lora_rank: int
     train_unembed: bool

@@ -25,7 +25,6 @@ from tinsmith.server.known import Known, KnownRequest, KnownRun, KnownSession
 from tinsmith.server.large_answers import LargeAnswers
 from tinsmith.server.quotas import Quotas
 from tinsmith.server.signed_urls import UrlSigner
-from tinsmith.server.unknown_field_counts import UnknownFieldCounts
 from tinsmith.settings import Settings
 from tinsmith.store import EngineRecord, EngineState, RequestStore, SamplingSessionRecord
 
@@ -48,7 +47,6 @@ class Metrics:
     tokens: Counter
     seconds: Histogram
     routing_replay: Counter
-    unknown_fields: UnknownFieldCounts
 
     @classmethod
     def create(cls) -> "Metrics":
@@ -73,7 +71,6 @@ class Metrics:
                 ["base_model", "kind", "outcome"],
                 registry=registry,
             ),
-            unknown_fields=UnknownFieldCounts(registry),
         )
 
 

@@ -14,7 +14,6 @@ from starlette.exceptions import HTTPException
 
 from tinsmith.errors import CapacityError, DiskError, InvalidTokenError, StoreError, TinsmithError
 from tinsmith.references import log_privately, public_text
-from tinsmith.server.media_types import MediaTypeError
 
 _log = logging.getLogger(__name__)
 
@@ -49,8 +48,6 @@ def _headers_of(error: Exception) -> dict[str, str]:
     match error:
         case CapacityError():
             return {"retry-after": str(math.ceil(error.retry_after_s))}
-        case MediaTypeError():
-            return {error.header: error.offered}
         case StoreError() | DiskError():
             return {"retry-after": str(_OUTAGE_S)}
         case InvalidTokenError():  # makes the SDK exchange its key again and repeat the request

@@ -12,14 +12,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
-from tinsmith.errors import UserError
+from tinsmith.errors import UnsupportedError, UserError
 from tinsmith.protocol import bounds
-from tinsmith.protocol.answers import JSON
-from tinsmith.protocol.unknown_fields import UnknownFieldError, validated
 from tinsmith.server.auth import authenticated, caller_of
 from tinsmith.server.body_budget import lease_of
 from tinsmith.server.context import context_of
-from tinsmith.server.media_types import MediaTypeError
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -48,33 +45,27 @@ class _StrictRequest(Request):
 
 
 async def _refuse_other_types(request: Request) -> None:
-    """Raises MediaTypeError if there is a body that does not claim to be JSON: a route would get its bare bytes."""
+    """Raises UnsupportedError if there is a body that does not claim to be JSON: a route would get its bare bytes."""
     given = request.headers.get("content-type", "")
     kind = given.partition(";")[0].strip().lower()
-    if kind == JSON or (kind.startswith("application/") and kind.endswith("+json")):
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return
     if await request.body():
         authenticated(request, context_of(request))  # a wrong key is the first thing to report
         found = f"the content-type {given[:100]!r} is not offered" if given else "the body has no content-type"
-        msg = f"{found}; send {JSON!r}"
-        raise MediaTypeError(msg, offered=JSON)
+        msg = f"{found}; send 'application/json'"
+        raise UnsupportedError(msg)
 
 
 def _decoded(body: bytes, model: type[BaseModel] | None) -> Any:  # Any: as above
     try:
         content = bounds.json_content(body)
-        return validated(model, content) if model is not None and isinstance(content, dict) else content
+        return model.model_validate(content) if model is not None and isinstance(content, dict) else content
     except UserError as error:
         raise _RefusedError(error) from error
     except ValidationError as error:
         problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
         raise _RefusedError(RequestValidationError(problems)) from error
-
-
-def _count(request: Request, error: Exception) -> None:
-    """Let `/metrics` name what clients send and this server does not know."""
-    if isinstance(error, UnknownFieldError):
-        context_of(request).metrics.unknown_fields.count(error.fields)
 
 
 def _strict(request: Request, model: type[BaseModel] | None) -> _StrictRequest:
@@ -100,11 +91,7 @@ class JsonRoute(APIRoute):
                 return await handle(request)
             except _RefusedError as refused:
                 authenticated(request, context_of(request))  # a wrong key is the first thing to report
-                _count(request, refused.error)
                 raise refused.error from refused
-            except UserError as error:
-                _count(request, error)
-                raise
 
         async def read_strictly(request: Request) -> Response:
             return await self.answer(_strict(request, model), typed)

@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from tinsmith.errors import CapacityError, NotFoundError, UserError
-from tinsmith.protocol.partial_request import address_of
+from tinsmith.protocol.partial_request import address_of, asks_forward_only
 from tinsmith.server.auth import authenticated, own_known_run
 from tinsmith.server.context import API_PREFIX, context_of
 from tinsmith.server.error_answers import validation_detail
@@ -64,5 +64,7 @@ async def record_refusal(request: Request, body: bytes, message: str) -> Respons
         run = await own_known_run(context, authenticated(request, context), model_id)
     except NotFoundError:
         return None
+    if kind == "forward_backward" and asks_forward_only(body):
+        kind = "forward"  # whose failure spoils no step
     submitted = await submit_refusal(context, run, seq_id, kind, message)
     return JSONResponse(submitted.model_dump(exclude_none=True))

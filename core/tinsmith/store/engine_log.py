@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from tinsmith.store.claim_room import Claim, ClaimRoom
-from tinsmith.store.records import Completion, Lease, OperationRecord
+from tinsmith.store.records import Completion, FailedPass, Lease, OperationRecord
 
 
 class EngineLog(ABC):
@@ -40,6 +40,15 @@ class EngineLog(ABC):
 
         Operations that were cancelled in the meantime are skipped, and so are those that another engine has claimed. An
         operation whose effect SamplingSessionCreated finds its id taken fails, and has no effect.
+        """
+
+    @abstractmethod
+    async def failed_pass(self, model_id: str, *, after_seq_id: int | None, before_seq_id: int) -> FailedPass | None:
+        """Return the first forward_backward that failed between two operations of a model, whoever failed it.
+
+        What `fail_gaps` has failed counts, of whichever kind: what never arrived may have been a pass. `after_seq_id`
+        None: since the last operation that cleared the pending gradient, a succeeded optim_step or load_state, or the
+        creation.
         """
 
     @abstractmethod

@@ -355,9 +355,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A result to record. A failure that is `applied` counts as a success that has lost its result.
+    """A result to record. A failure that is `applied` counts as a success: the operation has changed its model.
 
-    It has changed its model, so a recovery must run it again.
+    Either its result could not be stored, and a recovery must run it again, or it is a step that has dropped the
+    pending gradient.
     """
 
     request_id: str
@@ -365,6 +366,15 @@ class Completion:
     effects: tuple[Effect, ...] = ()
     applied: bool = False
     usage: Usage = Usage()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedPass:
+    """A forward_backward that failed, or an operation that failed behind a missing one, which may have been a pass."""
+
+    seq_id: int
+    request_id: str
+    failure: Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -122,15 +123,20 @@ class EngineDriver:
     def path(self, name: str, kind: str = "weights", number: int = 0) -> str:
         return f"tinker://{self.model_id(number)}/{kind}/{name}"
 
-    async def submit(self, operation: ops.Operation, *, seq_id: int | None = None) -> str:
-        """Submit an operation under the next seq_id of its subject, and return the request_id."""
+    async def submit(
+        self, operation: ops.Operation, *, seq_id: int | None = None, refused: ops.Failed | None = None
+    ) -> str:
+        """Submit an operation under the next seq_id of its subject, and return the request_id.
+
+        `refused`: as what the server has refused.
+        """
         subject_id = operation.sampling_session_id if isinstance(operation, ops.Sample) else operation.model_id
         if isinstance(operation, ops.Sample) and (operation.snapshot_id or "").startswith("tinker://"):
             await self._open_sampling_session(operation)
         if seq_id is None:
             seq_id = self._next_seq_id[subject_id]
             self._next_seq_id[subject_id] += 1
-        return await self.store.submit(self._new(operation, subject_id, seq_id))
+        return await self.store.submit(replace(self._new(operation, subject_id, seq_id), refused=refused))
 
     async def _open_sampling_session(self, operation: ops.Sample) -> None:
         """Open the session of a sample from a checkpoint, unless it is open already."""

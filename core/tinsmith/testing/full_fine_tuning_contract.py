@@ -21,6 +21,7 @@ from tinsmith.testing.abuse_training import attack
 from tinsmith.testing.abuse_training_cases import cases_of
 from tinsmith.testing.contract import assert_same_arrays, assert_same_numbers, assert_same_state, need
 from tinsmith.testing.model_driver import ModelDriver, logprobs_of, ragged_data, succeeded
+from tinsmith.testing.training_divergence import TrainingDivergenceContract
 from tinsmith.testing.training_numerics import NumericsContract
 from tinsmith.testing.training_optimizer import OptimizerContract
 from tinsmith.testing.training_routing import RoutingReplayContract
@@ -57,7 +58,9 @@ class FullDriver(ModelDriver):
         return model_id
 
 
-class FullFineTuningContract(NumericsContract, OptimizerContract, StateContract, RoutingReplayContract):
+class FullFineTuningContract(
+    NumericsContract, OptimizerContract, TrainingDivergenceContract, StateContract, RoutingReplayContract
+):
     """Numerics, optimizer, state, routing replay as for every model, and tests that only concern models of rank 0."""
 
     @pytest.fixture

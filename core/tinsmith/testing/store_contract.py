@@ -359,6 +359,27 @@ class RequestStoreContract(
         second = await store.submit(an_operation(seq_id=2))
         assert await claim(store) == [second]
 
+    async def test_a_failed_pass_stays_until_its_window_ends(self, store: RequestStore) -> None:
+        """Recovery points do not say that the step after it is to be discarded."""
+        await a_model(store)
+        for seq_id, kind in ((1, "forward_backward"), (2, "forward_backward")):
+            await store.submit(
+                an_operation(seq_id=seq_id, kind=kind, refused=Failed(message="no") if seq_id == 1 else None)
+            )
+        await complete(store, [done(request_id) for request_id in await claim(store)])
+        await store.add_recovery_point(await lease_of(store), a_recovery_point(2), keep=2)
+        later = datetime.now(UTC) + timedelta(hours=1)
+        assert await store.prune(later) == 2
+        failed = await store.failed_pass("s1:train:0", after_seq_id=None, before_seq_id=3)
+        assert failed is not None
+        assert failed.seq_id == 1
+        step = await store.submit(an_operation(seq_id=3))
+        await claim(store)
+        await complete(store, [Completion(request_id=step, result=Failed(message="discarded"), applied=True)])
+        await store.add_recovery_point(await lease_of(store), a_recovery_point(3), keep=1)
+        assert await store.prune(later) == 2
+        assert await store.failed_pass("s1:train:0", after_seq_id=None, before_seq_id=4) is None
+
     async def test_everything_outlives_a_restart(self, store: RequestStore, make_store: MakeStore) -> None:
         await a_model(store)
         first = await store.submit(an_operation(seq_id=1))

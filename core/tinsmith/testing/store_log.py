@@ -20,6 +20,7 @@ from tinsmith.store import (
     SEQ_IDS_PER_CLONE,
     CheckpointWritten,
     ClaimRoom,
+    Completion,
     EngineRecord,
     EngineState,
     Held,
@@ -125,6 +126,47 @@ class LogContract(StoreSuite):
         first = await store.submit(an_operation(seq_id=1))
         assert await claim(store) == [first, third]
         assert (await store.get_run("s1:train:0")).next_seq_id == 4
+
+    async def test_a_failed_pass_is_found_in_its_window(self, store: RequestStore) -> None:
+        """Whoever failed it. A step that succeeded, or has dropped the gradient, ends a window."""
+        no, kinds = Failed(message="no"), ("forward_backward", "optim_step", *["forward_backward"] * 2, "forward")
+        await a_model(store)
+        for seq_id, kind in enumerate((*kinds, "forward_backward", "optim_step", "optim_step"), start=1):
+            refused = no if seq_id in (4, 5) else None
+            await store.submit(an_operation(seq_id=seq_id, kind=kind, refused=refused))
+        ids = [record.request_id for record in await store.claim(await lease_of(store), max_operations=9)]
+        await complete(store, [done(ids[0]), done(ids[1]), done(ids[2]), done(ids[3], Failed(message="large"))])
+        await complete(store, [done(ids[4], no), Completion(request_id=ids[5], result=no, applied=True)])
+
+        async def found(after: int | None, before: int) -> tuple[int, str] | None:
+            failed = await store.failed_pass("s1:train:0", after_seq_id=after, before_seq_id=before)
+            if failed is None:
+                return None
+            assert failed.request_id is not None
+            assert await failure_of(store, failed.request_id) == failed.failure
+            return failed.seq_id, failed.failure.message
+
+        assert [await found(None, before) for before in range(1, 9)] == [None] * 4 + [(4, "no")] * 4
+        assert [await found(after, 7) for after in range(1, 7)] == [(4, "no")] * 3 + [(6, "large")] * 2 + [None]
+        assert await found(None, 9) is None
+
+    async def test_what_failed_behind_a_gap_is_found_in_its_window(self, store: RequestStore) -> None:
+        """Of whichever kind: what never arrived may have been a pass. A step that was refused early does not count."""
+        await a_model(store)
+        for seq_id, kind in ((1, "optim_step"), (2, "forward_backward"), (4, "save_state")):
+            await store.submit(an_operation(seq_id=seq_id, kind=kind))
+        refused = await store.submit(an_operation(seq_id=6, refused=Failed(message="no")))
+        await complete(store, [done(request_id) for request_id in await claim(store)])
+        await heard(store)
+        assert await store.fail_gaps(BASE, older_than=datetime.now(UTC) + timedelta(hours=1)) == 1
+        for after in (None, 2):
+            failed = await store.failed_pass("s1:train:0", after_seq_id=after, before_seq_id=5)
+            assert failed is not None
+            assert failed.seq_id == 4
+            assert "seq_id 3" in failed.failure.message
+        assert await store.failed_pass("s1:train:0", after_seq_id=None, before_seq_id=4) is None
+        assert await store.failed_pass("s1:train:0", after_seq_id=5, before_seq_id=7) is None
+        assert await state_of(store, refused) == OperationState.FAILED
 
     async def test_what_belongs_to_nothing_is_refused(self, store: RequestStore) -> None:
         with pytest.raises(NotFoundError, match="s1:train:0"):

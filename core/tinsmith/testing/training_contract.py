@@ -14,6 +14,7 @@ Tests of capabilities that the backend does not claim are skipped.
 """
 
 from tinsmith.testing.abuse_training import TrainingAbuseContract
+from tinsmith.testing.training_divergence import TrainingDivergenceContract
 from tinsmith.testing.training_isolation import IsolationContract
 from tinsmith.testing.training_numerics import AdapterContract, NumericsContract
 from tinsmith.testing.training_optimizer import OptimizerContract
@@ -26,6 +27,7 @@ class TrainingBackendContract(
     AdapterContract,
     NumericsContract,
     OptimizerContract,
+    TrainingDivergenceContract,
     IsolationContract,
     StateContract,
     RoutingReplayContract,

@@ -38,14 +38,18 @@ class Adapter:
         """Return what there is of the state."""
         return [each for each in (self.weights, self.m, self.v, self.gradients) if each is not None]
 
-    def begin_step(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Count a step, and take the pending gradient, zeros if there is none. Return gradient, m and v."""
+    def take_gradient(self) -> torch.Tensor:
+        """Take the pending gradient, zeros if there is none."""
+        gradient = torch.zeros_like(self.weights) if self.gradients is None else self.gradients
+        self.gradients = None
+        return gradient
+
+    def begin_step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Count a step. Return m and v."""
         if self.m is None or self.v is None:
             self.m, self.v = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
-        gradient = torch.zeros_like(self.weights) if self.gradients is None else self.gradients
         self.step += 1
-        self.gradients = None
-        return gradient, self.m, self.v
+        return self.m, self.v
 
 
 class FullModelOfWorker(ABC):
@@ -68,7 +72,11 @@ class FullModelOfWorker(ABC):
 
     @abstractmethod
     def optim_step(self, adam: AdamParams) -> float:
-        """Step this worker's part. Return the norm of the whole gradient before clipping."""
+        """Step this worker's part, unless that is refused. Return the norm of the whole gradient before clipping."""
+
+    @abstractmethod
+    def drop_gradient(self) -> None:
+        """Clear this worker's part of the pending gradient."""
 
 
 Full = TypeVar("Full", bound=FullModelOfWorker)
@@ -89,7 +97,7 @@ class ModelsOfWorker(ABC, Generic[Full]):
 
     @abstractmethod
     def _step_adapters(self, steps: Sequence[ModelStep]) -> list[float]:
-        """Step these LoRA models and return the norms of their gradients before clipping."""
+        """Step these LoRA models, but for refused ones, and return the norms of their gradients before clipping."""
 
     def unload_model(self, model_id: str) -> None:
         """Free this worker's part of the model, which may be missing if creating the model failed."""
@@ -161,7 +169,7 @@ class ModelsOfWorker(ABC, Generic[Full]):
     # steps
 
     def optim_step(self, steps: Sequence[ModelStep]) -> list[float]:
-        """Step the models and return the norms of their gradients before clipping."""
+        """Step the models, but for refused ones, and return the norms of their gradients before clipping."""
         own = [step for step in steps if step.model_id not in self._full]
         norms = dict(zip((step.model_id for step in own), self._step_adapters(own), strict=True))
         for step in steps:
@@ -169,6 +177,13 @@ class ModelsOfWorker(ABC, Generic[Full]):
                 self._settle(step.model_id)
                 norms[step.model_id] = self._full[step.model_id].optim_step(step.adam)
         return [norms[step.model_id] for step in steps]
+
+    def drop_gradient(self, model_id: str) -> None:
+        if model_id in self._full:
+            self._settle(model_id, ("gradients",))
+            self._full[model_id].drop_gradient()
+        else:
+            self._adapters[model_id].gradients = None
 
 
 def free_what_is_unused() -> None:

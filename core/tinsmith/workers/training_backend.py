@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tinsmith.backend import ModelState, Placement, SleepableTrainingBackend, Snapshot, TrainingBackend
+from tinsmith.divergence import step_result
 from tinsmith.errors import CapacityError, ConfigError, NotFoundError, UserError
 from tinsmith.losses import LossSpec
 from tinsmith.operations import (
@@ -56,9 +57,9 @@ class ModelStep:
 class WorkersBackend(TrainingBackend):
     """Keeps the models that the workers train. A subclass makes them, and runs passes.
 
-    The workers' program has `unload_model(model_id)`, `optim_step(steps)`, which steps models in the order of a list of
-    `ModelStep` and returns the norms of their gradients before clipping, and what `AdapterModelState` and
-    `FullModelState` ask for.
+    The workers' program has `unload_model(model_id)`, `drop_gradient(model_id)`, `optim_step(steps)`, which steps the
+    models of a list of `ModelStep` in order, unless `refuses_step`, and returns the norms of their gradients before
+    clipping, and what `AdapterModelState` and `FullModelState` ask for.
 
     Called from one thread. Any exception other than UserError leaves it unusable.
     """
@@ -172,11 +173,12 @@ class WorkersBackend(TrainingBackend):
         steps = [ModelStep(model_id=op.model_id, adam=op.adam) for op in ops if op.model_id in self._models]
         norms = iter(self.ranks.call("optim_step", steps)[0] if steps else ())
         return [
-            OptimStepOutput(metrics={"grad_norm": next(norms)})
-            if op.model_id in self._models
-            else _unknown(op.model_id)
-            for op in ops
+            step_result(next(norms), op.adam) if op.model_id in self._models else _unknown(op.model_id) for op in ops
         ]
+
+    def drop_gradient(self, model_id: str) -> None:
+        self._model(model_id)
+        self.ranks.call("drop_gradient", model_id)
 
     def _run(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput | Failed]:
         refused = {index: failure for index, op in enumerate(ops) if (failure := self._refusal(op)) is not None}

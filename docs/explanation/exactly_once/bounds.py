@@ -1,4 +1,7 @@
-"""How much is searched. In the programs, t trains, p is poison, r was refused, and s is a sample."""
+"""How much is searched.
+
+In the programs, t trains, n's gradient is not finite, p is poison, r was refused, o steps, and s is a sample.
+"""
 
 from exactly_once.values import Bounds, Faults
 
@@ -13,6 +16,9 @@ BOUNDS = {
     "small:given-up": Bounds(
         programs=("t",), faults=Faults(crashes=2, takeovers=1), keep=1, in_order=True, max_interruptions=2
     ),
+    "small:windows": Bounds(programs=("trto",), faults=Faults(crashes=1), keep=1, in_order=True),
+    "small:not-finite": Bounds(programs=("noto",), faults=Faults(crashes=1), keep=1, in_order=True),
+    "small:next-window": Bounds(programs=("tpoto",), faults=Faults(crashes=1), in_order=True),
     # the same, with more of everything
     "large:takeover": Bounds(programs=("tt", "tt"), faults=Faults(crashes=1, takeovers=2), in_order=True),
     "large:answers": Bounds(
@@ -23,5 +29,6 @@ BOUNDS = {
     "large:poison": Bounds(programs=("tpt", "t"), faults=Faults(crashes=1, takeovers=1), in_order=True),
     "large:points": Bounds(programs=("ttt",), faults=Faults(crashes=1, takeovers=1), keep=1, in_order=True),
     "large:damage": Bounds(programs=("ttt",), faults=Faults(crashes=1, takeovers=1, damages=1), keep=2, in_order=True),
+    "large:windows": Bounds(programs=("trotpo",), faults=Faults(crashes=1, takeovers=1), keep=1, in_order=True),
     "large:poison-points": Bounds(programs=("tpt",), faults=Faults(crashes=1), keep=1, in_order=True),
 }

@@ -1,7 +1,22 @@
 """The invariants: what must hold in every state, and in every step."""
 
 from exactly_once.steps import Step
-from exactly_once.values import FAILED, FINISHED, GAVE_UP, POISON, SAMPLE, SUCCEEDED, Bounds, Content, State, Subject
+from exactly_once.values import (
+    FAILED,
+    FINISHED,
+    GAVE_UP,
+    POISON,
+    SAMPLE,
+    STEP,
+    SUCCEEDED,
+    Bounds,
+    Content,
+    State,
+    Subject,
+    after,
+    holds_failed_pass,
+    is_finite,
+)
 
 
 def broken_in(state: State, bounds: Bounds) -> str | None:
@@ -9,7 +24,7 @@ def broken_in(state: State, bounds: Bounds) -> str | None:
     for number, (subject, program) in enumerate(zip(state.subjects, bounds.programs, strict=True)):
         found = _alone(subject, program, bounds)
         if found is None and program[0] != SAMPLE:
-            found = _order(subject) or _recovery_points(subject) or _recoverable(subject)
+            found = _order(subject, program) or _recovery_points(subject, program) or _recoverable(subject)
         if found is not None:
             return f"subject {number}: {found}"
     return None
@@ -40,12 +55,11 @@ def is_finished(state: State) -> bool:
     return True
 
 
-def _order(subject: Subject) -> str | None:
+def _order(subject: Subject, program: str) -> str | None:
     """Exactly once, in order: an operation saw what succeeded before it, each operation once."""
-    applied: Content = ()
     for seq_id, row in enumerate(subject.rows):
         if row is not None and row.state == SUCCEEDED:
-            applied = (*applied, seq_id)
+            applied = _truth(subject, program, seq_id)
             if row.result != applied:
                 return f"seq_id {seq_id} was applied as {row.result}, the log says {applied}"
         if seq_id <= subject.applied_seq_id and row is not None and row.state not in FINISHED:
@@ -53,18 +67,26 @@ def _order(subject: Subject) -> str | None:
     return None
 
 
-def _truth(subject: Subject, up_to: int) -> Content:
-    rows = enumerate(subject.rows[: up_to + 1])
-    return tuple(seq_id for seq_id, row in rows if row is not None and row.state == SUCCEEDED)
+def _truth(subject: Subject, program: str, up_to: int) -> Content:
+    """Return what the log says of the state.
+
+    A step is discarded if, and only if, its gradient is not finite, or its window holds a failed pass.
+    """
+    content: Content = ()
+    for seq_id, row in enumerate(subject.rows[: up_to + 1]):
+        if row is not None and row.state == SUCCEEDED:
+            failed = holds_failed_pass(subject, program, seq_id, pruned=True) or not is_finite(content, program)
+            content = after(content, program, seq_id, discarded=program[seq_id] == STEP and failed)
+    return content
 
 
-def _recovery_points(subject: Subject) -> str | None:
+def _recovery_points(subject: Subject, program: str) -> str | None:
     files = {directory: content for directory, _, content in subject.files}
     for seq_id, directory in subject.recovery_points:
         if seq_id > subject.applied_seq_id:
             return f"the recovery point of seq_id {seq_id} is past the recorded results"
-        if directory in files and files[directory] != _truth(subject, seq_id):
-            return f"the recovery point of seq_id {seq_id} holds {files[directory]}, not {_truth(subject, seq_id)}"
+        if directory in files and files[directory] != (truth := _truth(subject, program, seq_id)):
+            return f"the recovery point of seq_id {seq_id} holds {files[directory]}, not {truth}"
     return None
 
 

@@ -33,5 +33,13 @@ MUTATIONS = {
     ),
     "prune_past_oldest": ("`prune` keeps what comes after the newest recovery point, not the oldest", "small:damage"),
     "gap_closed_while_running": ("`fail_gaps` goes on while an operation before the gap runs", "small:gaps"),
+    "windows_ignored": ("a step is applied, though a pass of its window has failed", "small:windows"),
+    "windows_forgotten": ("an engine knows of no pass that failed before it started", "small:next-window"),
+    "discards_not_replayed": ("recovery applies a step that was discarded", "small:windows"),
+    "discards_are_failures": (
+        "`complete` records a step that was discarded as one that has changed nothing",
+        "small:not-finite",
+    ),
+    "prune_failed_passes": ("`prune` keeps no failed pass whose window is open", "small:windows"),
     "replay_from_start": ("recovery replays the whole log on top of the recovery point", "small:points"),
 }

@@ -13,6 +13,7 @@ from exactly_once.values import (
     RECOVERING,
     REGISTERED,
     SAMPLE,
+    STEP,
     SUCCEEDED,
     WRITTEN,
     Bounds,
@@ -23,6 +24,10 @@ from exactly_once.values import (
     State,
     Subject,
     Taking,
+    after,
+    holds_failed_pass,
+    is_discarded,
+    is_finite,
     replaced,
 )
 
@@ -134,9 +139,11 @@ class Steps:
         if model < len(state.subjects):
             points, applied_seq_id = engine.seen[model]
             rebuilt = engine._replace(
-                backend=(*engine.backend, self._rebuilt(state.subjects[model], points)),
+                backend=(*engine.backend, self._rebuilt(state.subjects[model], self._programs[model], points)),
                 positions=(*engine.positions, applied_seq_id),
             )
+            if "windows_forgotten" in self._mutations:
+                rebuilt = rebuilt._replace(started=rebuilt.positions)
             return Step("the engine rebuilds", (number, model), _with_engine(state, number, rebuilt))
         if not engine.current and "requeue_unfenced" not in self._mutations:
             return self._refused(state, number)
@@ -146,14 +153,20 @@ class Steps:
             return Step("the engine is ready", (number,), state)
         return Step("requeue", (number,), self._requeued(state, "interrupted" if state.interrupted else "crashed"))
 
-    def _rebuilt(self, subject: Subject, points: RecoveryPoints) -> Content:
-        """Restore the newest good recovery point of those seen at the start, and replay what succeeded after it."""
+    def _rebuilt(self, subject: Subject, program: str, points: RecoveryPoints) -> Content:
+        """Restore the newest good recovery point of those seen at the start, and replay what succeeded after it.
+
+        A step that was discarded drops the pending passes again.
+        """
         files = {directory: (seq_id, content) for directory, seq_id, content in subject.files}
         good = next((files[directory] for _, directory in points if directory in files), (-1, ()))
         seq_id, content = good
-        after = -1 if "replay_from_start" in self._mutations else seq_id
-        rows = enumerate(subject.rows)
-        return content + tuple(n for n, row in rows if n > after and row and row.state == SUCCEEDED and row.kept)
+        start = -1 if "replay_from_start" in self._mutations else seq_id
+        for n, row in enumerate(subject.rows):
+            if n > start and row and row.state == SUCCEEDED and row.kept:
+                discarded = is_discarded(row, n) and "discards_not_replayed" not in self._mutations
+                content = after(content, program, n, discarded=discarded)
+        return content
 
     @staticmethod
     def _refused(state: State, number: int) -> Step:
@@ -216,7 +229,7 @@ class Steps:
                 yield Step("poison kills the engine", where, dead)
                 continue
             rest = tuple(each for each in engine.claimed if each != (subject, seq_id))
-            content = engine.backend[subject] if kind == SAMPLE else (*engine.backend[subject], seq_id)
+            content = self._content(state.subjects[subject], subject, seq_id, engine)
             ran = engine._replace(
                 claimed=rest,
                 backend=replaced(engine.backend, subject, content),
@@ -224,6 +237,19 @@ class Steps:
                 ran=(*engine.ran, (subject, seq_id, () if kind == SAMPLE else content)),
             )
             yield Step("the backend runs", where, _with_engine(state, number, ran))
+
+    def _content(self, subject: Subject, number: int, seq_id: int, engine: Engine) -> Content:
+        """Return the training state after an operation."""
+        content, program = engine.backend[number], self._programs[number]
+        if program[seq_id] == SAMPLE:
+            return content
+        since = engine.started[number] if engine.started else -1
+        ran = [done for of, done, _ in engine.ran if of == number]
+        failed = holds_failed_pass(subject, program, seq_id, since=since, ran=ran)
+        if "windows_ignored" in self._mutations:
+            failed = False
+        discarded = program[seq_id] == STEP and (failed or not is_finite(content, program))
+        return after(content, program, seq_id, discarded=discarded)
 
     def _records(self, state: State, number: int, engine: Engine) -> Iterator[Step]:
         if not engine.ran:

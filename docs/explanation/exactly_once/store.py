@@ -12,11 +12,13 @@ from exactly_once.values import (
     REFUSED,
     RUNNING,
     SAMPLE,
+    STEP,
     SUCCEEDED,
     Bounds,
     Content,
     Row,
     Subject,
+    is_discarded,
     replaced,
 )
 
@@ -82,7 +84,10 @@ class Store:
         assert row is not None
         if row.state != RUNNING and "complete_twice" not in self._mutations:
             return subject
-        subject = _with_row(subject, seq_id, row._replace(state=SUCCEEDED, result=result))
+        row = row._replace(state=SUCCEEDED, result=result)
+        if "discards_are_failures" in self._mutations and is_discarded(row, seq_id):
+            row = row._replace(state=FAILED)
+        subject = _with_row(subject, seq_id, row)
         return subject if program[0] == SAMPLE else _applied(subject, seq_id)
 
     def requeue(self, subject: Subject, program: str, ended: Ended) -> Subject:
@@ -151,8 +156,22 @@ class Store:
                 continue
             if program[0] != SAMPLE and (seq_id >= subject.next_seq_id or seq_id > needed_after):
                 continue
+            if self._is_needed(subject, program, seq_id):
+                continue
             pruned = _with_row(subject, seq_id, row._replace(kept=False))
             yield seq_id, pruned._replace(pruned_seq_id=max(pruned.pruned_seq_id, seq_id))
+
+    def _is_needed(self, subject: Subject, program: str, seq_id: int) -> bool:
+        """Return whether it is a failed pass, whose window has not ended: recovery points do not tell of it."""
+        row = subject.rows[seq_id]
+        if "prune_failed_passes" in self._mutations or program[0] == SAMPLE or row is None or row.state != FAILED:
+            return False
+        steps = (each for n, each in enumerate(subject.rows) if n > seq_id and program[n] == STEP)
+        return (
+            program[seq_id] != STEP
+            and STEP in program[seq_id:]
+            and not any(each and each.state == SUCCEEDED for each in steps)
+        )
 
 
 def _with_row(subject: Subject, seq_id: int, row: Row) -> Subject:

@@ -1,5 +1,6 @@
 """The parts of a state. Everything is immutable and hashable; a state is one value."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,11 +13,13 @@ DOWN, RECOVERING, ALONE, READY = "down", "recovering", "alone", "ready"
 COPIED, WRITTEN, REGISTERED = "copied", "written", "registered"
 """Stages of a recovery point that is being taken."""
 
-TRAIN, POISON, REFUSED, SAMPLE = "t", "p", "r", "s"
-"""Kinds of operations. POISON kills its engine; REFUSED was recorded as failed at once; SAMPLE has no order."""
+TRAIN, INFINITE, POISON, REFUSED, STEP, SAMPLE = "t", "n", "p", "r", "o", "s"
+"""Kinds of operations. TRAIN is a pass; INFINITE is one whose gradient is not finite, POISON one that kills its engine,
+REFUSED one that was recorded as failed at once. STEP is an optimizer step. SAMPLE has no order."""
 
 Content = tuple[int, ...]
-"""A training state, as the seq_ids applied to it in order. Equal tuples stand for equal bits."""
+"""A training state, as the seq_ids applied to it in order, and ~seq_id for a step that has dropped the pending passes.
+Equal tuples stand for equal bits."""
 
 RecoveryPoints = tuple[tuple[int, str], ...]
 """Registered (seq_id, directory), newest first."""
@@ -72,6 +75,7 @@ class Engine(NamedTuple):
     ran: tuple[tuple[int, int, Content], ...] = ()  # with results that are not recorded yet, in order
     taking: tuple[Taking | None, ...] = ()
     looked: tuple[int, int] | None = None  # only where a claim is not atomic
+    started: tuple[int, ...] = ()  # what had run before it, by model; only where it forgets what that was
     name: str = ""  # goes into the directory of its recovery points
 
 
@@ -109,6 +113,49 @@ class Bounds:
     def start(self) -> State:
         subjects = tuple(Subject(rows=(None,) * len(program)) for program in self.programs)
         return State(subjects, (Engine(),) * self.engines, self.faults)
+
+
+def after(content: Content, program: str, seq_id: int, *, discarded: bool) -> Content:
+    """Return the training state after one more operation. A step that is discarded drops the passes before it."""
+    if not discarded:
+        return (*content, seq_id)
+    return (*content[: len(content) - len(pending(content, program))], ~seq_id)
+
+
+def pending(content: Content, program: str) -> Content:
+    """Return the passes since the last step."""
+    start = len(content)
+    while start and content[start - 1] >= 0 and program[content[start - 1]] != STEP:
+        start -= 1
+    return content[start:]
+
+
+def is_finite(content: Content, program: str) -> bool:
+    """Return whether a step could be applied: the backend decides by the pending gradient."""
+    return all(program[seq_id] != INFINITE for seq_id in pending(content, program))
+
+
+def is_discarded(row: Row, seq_id: int) -> bool:
+    """Return whether the result of a step says that it was discarded."""
+    return row.result is not None and row.result[-1:] == (~seq_id,)
+
+
+def holds_failed_pass(
+    subject: Subject, program: str, seq_id: int, *, since: int = -1, ran: Collection[int] = (), pruned: bool = False
+) -> bool:
+    """Return whether a pass has failed in the window of a step, as the log says; `pruned`: as it once said.
+
+    Of what an engine `ran`, it knows the results before they are recorded.
+    """
+    for before in range(seq_id - 1, since, -1):
+        row = subject.rows[before]
+        if row is None or not (row.kept or pruned):
+            continue
+        if program[before] == STEP and (row.state == SUCCEEDED or before in ran):
+            return False
+        if program[before] != STEP and row.state == FAILED:
+            return True
+    return False
 
 
 def replaced(values: tuple, index: int, value: object) -> tuple:  # type: ignore[type-arg]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tinsmith import AdamParams
+from tinsmith import AdamParams, refuses_step
 from tinsmith.huggingface import Kind, StoredTensor, Targets
 from tinsmith.torch_workers import FullModelOfWorker, HostCopies, LossTable
 from tinsmith.workers import FullState, Segment, Slice
@@ -89,10 +89,13 @@ class FullModel(FullModelOfWorker):
                 part.parameter.grad = before
 
     def optim_step(self, adam: AdamParams) -> float:
-        """Step this rank's shards. Return the norm of the whole gradient before clipping."""
+        """Step this rank's shards, unless that is refused. Return the norm of the whole gradient before clipping."""
         parts = self._base.parts
         gradients = [torch.zeros_like(part.local) if (found := _gradient(part)) is None else found for part in parts]
         norm = self._norm(gradients)
+        if refuses_step(norm, adam):
+            self.drop_gradient()
+            return norm
         self._step += 1
         self._moments = True
         tensors = [
@@ -103,7 +106,7 @@ class FullModel(FullModelOfWorker):
         ]
         for start in range(0, len(tensors), _TOGETHER):
             adamw_(tensors[start : start + _TOGETHER])
-        self._drop_gradients()
+        self.drop_gradient()
         return norm
 
     def _norm(self, gradients: Sequence[torch.Tensor]) -> float:
@@ -120,7 +123,7 @@ class FullModel(FullModelOfWorker):
         """Return whether it is this rank, of those that hold the same numbers, that counts and writes them."""
         return self._mesh.replica == 0 and (self._mesh.tp_rank == 0 or part.across_tp == "divided")
 
-    def _drop_gradients(self) -> None:
+    def drop_gradient(self) -> None:
         for part in self._base.parts:
             part.parameter.grad = None
 
@@ -176,7 +179,7 @@ class FullModel(FullModelOfWorker):
 
     def restore(self, state: FullState, stored: Targets) -> None:
         """Replace the current state by this rank's part of these tensors."""
-        self._drop_gradients()
+        self.drop_gradient()
         self._moments, self._step = state.moments, state.step
         for part in self._base.parts:
             _read(part, stored["weights"][part.name], part.local)

@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 import torch
 import torch.distributed as dist
 
-from tinsmith import ConfigError, LoraConfig
+from tinsmith import ConfigError, LoraConfig, refuses_step
 from tinsmith.huggingface import HEAD
 from tinsmith.torch_workers import LossTable, ModelsOfWorker, SleepingTensors, free_what_is_unused, storage_bytes
 from tinsmith.workers import AdapterLayout, ModelStep, Scored, Segment
@@ -293,14 +293,17 @@ class Trainer(ModelsOfWorker[FullModel]):
     # steps
 
     def _step_adapters(self, steps: Sequence[ModelStep]) -> list[float]:
-        tensors = []
+        tensors, norms = list[Stepped](), list[float]()
         for step in steps:
             adapter = self._adapters[step.model_id]
-            gradient, m, v = adapter.begin_step()
+            gradient = adapter.take_gradient()
             norm = square_norm(gradient) ** 0.5
-            tensors.append(Stepped(adapter.weights, gradient, m, v, step.adam, norm, adapter.step))
+            norms.append(norm)
+            if not refuses_step(norm, step.adam):
+                m, v = adapter.begin_step()
+                tensors.append(Stepped(adapter.weights, gradient, m, v, step.adam, norm, adapter.step))
         adamw_(tensors)
-        return [tensor.norm for tensor in tensors]
+        return norms
 
 
 def _gradients(leaves: Leaves) -> torch.Tensor:

@@ -219,6 +219,9 @@ class RemoteTraining:
         norms: list[float] = self._run("step", steps)
         return norms
 
+    def drop_gradient(self, model_id: str) -> None:
+        self._run("drop_gradient", model_id)
+
     def _run(self, method: str, *arguments: Any) -> Any:
         return self._workers.run("training", method, *arguments)
 

@@ -22,6 +22,7 @@ from tinsmith import (
     ReplayedExperts,
     Snapshot,
     TrainingBackend,
+    step_result,
 )
 from tinsmith_jax.admission import Budget
 from tinsmith_jax.buckets import MAX_ADAPTERS, PASSES, Bucket, Buckets, Pass
@@ -115,7 +116,11 @@ class Trainer(TrainingBackend):
             if len(ops) == 1:
                 return [Failed(message=str(error), category=error.category)]
             return [result for op in ops for result in self._step_what_fits([op])]
-        return [OptimStepOutput(metrics={"grad_norm": norm}) for norm in norms]
+        return [step_result(norm, op.adam) for norm, op in zip(norms, ops, strict=True)]
+
+    def drop_gradient(self, model_id: str) -> None:
+        self._require(model_id)
+        self.device.drop_gradient(model_id)
 
     def _score(self, ops: Sequence[ForwardBackward], kind: Pass) -> list[ForwardBackwardOutput | Failed]:
         failed = {index: failure for index, op in enumerate(ops) if (failure := self._refusal(op)) is not None}

@@ -15,7 +15,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from tinsmith import AdamParams, Array, LoraConfig, ModelState, Turns
+from tinsmith import AdamParams, Array, LoraConfig, ModelState, Turns, refuses_step
 from tinsmith.huggingface import Kind, StoredTensors
 from tinsmith_jax import adapters, optimizer, state_slices
 from tinsmith_jax.adapters import Adapter, JaxSnapshot
@@ -245,7 +245,7 @@ class TrainingDevice:
             self._models[model_id].gradients = gradients
 
     def step(self, steps: Sequence[tuple[str, AdamParams]]) -> list[float]:
-        """Step models, all or none. Return the norms of their gradients before clipping."""
+        """Step models, but for refused ones, or none. Return the norms of their gradients before clipping."""
         models = [self._models[model_id] for model_id, _ in steps]
         programs = [self._programs.get(self._train.step(model.padded_rank)) for model in models]
         with out_of_memory_named(f"the optimizer steps of {len(models)} models", "end a session"), self._turns.turn():
@@ -253,12 +253,19 @@ class TrainingDevice:
                 self._stepped(run, model, adam) for run, model, (_, adam) in zip(programs, models, steps, strict=True)
             ]
             norms = [float(norm) for _, norm in stepped]  # wait for all of them
-        for model_id, _ in steps:
-            self.before_replacing(model_id, _ALL)
-        for model, (state, _) in zip(models, stepped, strict=True):
-            model.state, model.gradients = state, None
-            model.step += 1
+        refused = [refuses_step(norm, adam) for norm, (_, adam) in zip(norms, steps, strict=True)]
+        for (model_id, _), dropped in zip(steps, refused, strict=True):
+            self.before_replacing(model_id, _GRADIENTS if dropped else _ALL)
+        for model, (state, _), dropped in zip(models, stepped, refused, strict=True):
+            model.gradients = None
+            if not dropped:
+                model.state = state
+                model.step += 1
         return norms
+
+    def drop_gradient(self, model_id: str) -> None:
+        self.before_replacing(model_id, _GRADIENTS)
+        self._models[model_id].gradients = None
 
     def _stepped(self, run: Compiled, model: _Model, adam: AdamParams) -> tuple[optimizer.State, Any]:
         """Return the new state and the norm. They may still be being computed."""

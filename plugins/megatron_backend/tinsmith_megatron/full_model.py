@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from tinsmith import AdamParams
+from tinsmith import AdamParams, refuses_step
 from tinsmith.huggingface import Kind, StoredTensor, Targets, WeightFiles
 from tinsmith.torch_workers import FullModelOfWorker, HostCopies, LossTable
 from tinsmith.workers import FullState, ModelPart, Scored, Segment, Slice
@@ -104,11 +104,17 @@ class FullModel(FullModelOfWorker):
             shard.end()
 
     def optim_step(self, adam: AdamParams) -> float:
-        """Step this rank's shards, and spread the weights. Return the norm of the whole gradient before clipping."""
+        """Step this rank's shards, and spread the weights, unless that is refused.
+
+        Return the norm of the whole gradient before clipping.
+        """
         for shard in self._shards:
             if shard.gradient is None:
                 shard.gradient = torch.zeros_like(shard.weights)
         norm = self._norm()
+        if refuses_step(norm, adam):
+            self.drop_gradient()
+            return norm
         self._step += 1
         self._moments = True
         for shard in self._shards:
@@ -117,6 +123,10 @@ class FullModel(FullModelOfWorker):
             shard.gradient = None
         self._spread()
         return norm
+
+    def drop_gradient(self) -> None:
+        for shard in self._shards:
+            shard.gradient = None
 
     def _norm(self) -> float:
         squares = torch.zeros((), dtype=torch.float64, device=self._device)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from tinsmith import LoraConfig
+from tinsmith import LoraConfig, refuses_step
 from tinsmith.torch_workers import LossTable, ModelsOfWorker
 from tinsmith.workers import (
     AdapterLayout,
@@ -122,11 +122,13 @@ class Trainer(ModelsOfWorker[FullModel]):
     # steps
 
     def _step_adapters(self, steps: Sequence[ModelStep]) -> list[float]:
-        begun = [self._adapters[step.model_id].begin_step() for step in steps]
-        norms = self._norms(steps, [gradient for gradient, _, _ in begun])
-        for step, (gradient, m, v), norm in zip(steps, begun, norms, strict=True):
-            adapter = self._adapters[step.model_id]
-            adamw_(adapter.weights, m, v, gradient, step.adam, norm, adapter.step)
+        gradients = [self._adapters[step.model_id].take_gradient() for step in steps]
+        norms = self._norms(steps, gradients)
+        for step, gradient, norm in zip(steps, gradients, norms, strict=True):
+            if not refuses_step(norm, step.adam):
+                adapter = self._adapters[step.model_id]
+                m, v = adapter.begin_step()
+                adamw_(adapter.weights, m, v, gradient, step.adam, norm, adapter.step)
         return norms
 
     def _norms(self, steps: Sequence[ModelStep], gradients: Sequence[torch.Tensor]) -> list[float]:

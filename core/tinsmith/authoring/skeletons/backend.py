@@ -92,9 +92,16 @@ class SkeletonBackend(tinsmith.TrainingBackend):
         return ForwardBackwardOutput(loss_fn_outputs=tuple(logprobs), metrics={"loss:sum": total})
 
     def optim_step(self, ops: Sequence[tinsmith.OptimStep]) -> list[OptimStepOutput | Failed]:
-        for op in ops:
-            self._states[op.model_id] = _adamw(self._states[op.model_id], op.adam)
-        return [OptimStepOutput() for _ in ops]
+        return [self._step(op) for op in ops]
+
+    @np.errstate(all="ignore")
+    def _step(self, op: tinsmith.OptimStep) -> OptimStepOutput | Failed:
+        state = self._states[op.model_id]
+        norm = float(np.sqrt(sum(np.sum(g.astype(np.float64) ** 2) for g in state.gradients.values())))
+        result = tinsmith.step_result(norm, op.adam)  # refuses a gradient that is not finite
+        refused = isinstance(result, Failed)
+        self._states[op.model_id] = replace(state, gradients={}) if refused else _adamw(state, op.adam, norm)
+        return result
 
     def capture_state(self, model_id: str) -> ModelState:
         return self._states[model_id]
@@ -107,11 +114,10 @@ class SkeletonBackend(tinsmith.TrainingBackend):
 
 
 @np.errstate(all="ignore")
-def _adamw(state: ModelState, adam: AdamParams) -> ModelState:
+def _adamw(state: ModelState, adam: AdamParams, norm: float) -> ModelState:
     """Step as torch's AdamW does, in float64, and clear the pending gradient."""
     zeros = {name: np.zeros(weight.shape) for name, weight in state.weights.items()}
     g, m, v = ({**zeros, **each} for each in (state.gradients, state.adam_m, state.adam_v))
-    norm = np.sqrt(sum(np.sum(gradient.astype(np.float64) ** 2) for gradient in g.values()))
     clip = min(1.0, adam.grad_clip_norm / (norm + 1e-6)) if adam.grad_clip_norm > 0 else 1.0
     step, weights = state.step + 1, dict(state.weights)
     for name, weight in state.weights.items():

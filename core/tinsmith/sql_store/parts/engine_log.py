@@ -11,9 +11,9 @@ from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.grouping import Models
 from tinsmith.sql_store.parts.connections import Connections
 from tinsmith.sql_store.parts.failing import fail_in_parts
-from tinsmith.sql_store.transactions import cancelling, claiming, completing, gaps, log
+from tinsmith.sql_store.transactions import cancelling, claiming, completing, gaps, log, windows
 from tinsmith.sql_store.transactions.writer import Transaction
-from tinsmith.store import Claim, ClaimRoom, Completion, EngineLog, Lease, OperationRecord
+from tinsmith.store import Claim, ClaimRoom, Completion, EngineLog, FailedPass, Lease, OperationRecord
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,6 +59,11 @@ class SqlEngineLog(Connections, EngineLog):
         if completions:
             models = partial(completing.models_of, completions=completions)
             await self._durable.write_locking(models, completing.complete, lease, completions)
+
+    async def failed_pass(self, model_id: str, *, after_seq_id: int | None, before_seq_id: int) -> FailedPass | None:
+        return await self._reader.read(
+            windows.failed_pass, model_id, after_seq_id=after_seq_id, before_seq_id=before_seq_id
+        )
 
     async def cancelled(self, lease: Lease) -> list[str]:
         if not await self._reader.read(cancelling.any_untold, lease.base_model):

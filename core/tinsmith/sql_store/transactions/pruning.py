@@ -18,7 +18,7 @@ from tinsmith.sql_store.tables import (
     RetentionRow,
     RunRow,
 )
-from tinsmith.sql_store.transactions import log
+from tinsmith.sql_store.transactions import log, windows
 from tinsmith.sql_store.transactions.writer import Transaction
 
 _SAMPLES_KEPT_LONGER: Final = timedelta(hours=3)
@@ -89,6 +89,7 @@ def _unneeded(finished_before: datetime, idle_since: datetime):  # type: ignore[
                             # a refused operation whose turn has not come: without its row there would be a gap
                             col(OperationRow.seq_id) < col(RunRow.next_seq_id),
                             col(OperationRow.seq_id) <= oldest,
+                            windows.is_done_with(),
                         ),
                     ),
                     or_(idle_since >= finished_before, col(RunRow.last_request_at) < idle_since),

@@ -200,7 +200,7 @@ def insert(
         "num_tokens": operation.num_tokens,
         "num_bytes": operation.num_bytes,
         "payload_bytes": len(operation.payload) if with_payload else 0,
-        "early": run is not None and arriving.is_early(run, operation.seq_id),
+        "early": with_payload and run is not None and arriving.is_early(run, operation.seq_id),
         "digest": operation.digest,
         "state": OperationState.QUEUED,
         "created_at": tx.now,

@@ -1,0 +1,74 @@
+"""Windows: what a model's passes have added up since its last step, and whether one of them has failed.
+
+The step of such a window would apply a part of what its client meant, so it is refused, and the gradient is dropped.
+The decision is a function of the log, whichever engine takes it. An engine notes what it runs, and asks the store for
+what it did not see: operations before its start, and requests that were refused when they were submitted.
+"""
+
+from dataclasses import dataclass, field
+
+from tinsmith import operations as ops
+from tinsmith.engine.store_retries import with_retries
+from tinsmith.store import EngineLog, FailedPass, OperationRecord
+
+_CLEARING = frozenset({"create_model", "optim_step", "load_state"})  # the pending gradient
+
+
+@dataclass(slots=True)
+class _Window:
+    seen: int  # the last seq_id that was noted
+    unread: list[tuple[int | None, int]] = field(default_factory=list)  # between which numbers the store must be asked
+    failed: FailedPass | None = None
+
+
+class Windows:
+    """Belongs to one engine, which is told of everything that it runs, in order."""
+
+    def __init__(self, store: EngineLog) -> None:
+        self._store = store
+        self._windows: dict[str, _Window] = {}  # by model_id
+
+    def ran(self, record: OperationRecord, result: ops.Result) -> None:
+        """Note the result of an operation of a model."""
+        failure = result if isinstance(result, ops.Failed) else None
+        if record.kind == "unload_model":
+            self._windows.pop(record.subject_id, None)
+        elif record.kind in _CLEARING and (failure is None or failure.gradient_dropped):
+            self._windows[record.subject_id] = _Window(record.seq_id)
+        else:
+            window = self._reached(record)
+            if failure is not None and record.kind == "forward_backward" and window.failed is None:
+                window.failed = FailedPass(seq_id=record.seq_id, request_id=record.request_id, failure=failure)
+
+    async def failed_pass(self, record: OperationRecord) -> FailedPass | None:
+        """Return a pass that has failed in the window of an operation that is about to run."""
+        window = self._reached(record)
+        for after, before in window.unread:
+            found = await with_retries(
+                self._store.failed_pass, record.subject_id, after_seq_id=after, before_seq_id=before
+            )
+            if found is not None and (window.failed is None or found.seq_id < window.failed.seq_id):
+                window.failed = found
+        window.unread.clear()
+        return window.failed
+
+    def _reached(self, record: OperationRecord) -> _Window:
+        """Return the model's window up to this operation. What lies between it and the last one was not seen."""
+        window = self._windows.get(record.subject_id)
+        if window is None:
+            window = self._windows[record.subject_id] = _Window(record.seq_id, [(None, record.seq_id)])
+        elif record.seq_id > window.seen + 1:
+            window.unread.append((window.seen, record.seq_id))
+        window.seen = record.seq_id
+        return window
+
+
+def discarded(failed: FailedPass) -> ops.Failed:
+    """Return the refusal of a step whose window holds a failed pass."""
+    request = f"request {failed.request_id}: {failed.failure.message}"
+    return ops.Failed(
+        message=f"this step is discarded, because a pass since the last one failed or never arrived ({request}). "
+        "The gradient is dropped, weights and moments are as before; send all passes of the step again",
+        category=failed.failure.category,
+        gradient_dropped=True,
+    )
