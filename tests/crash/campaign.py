@@ -5,7 +5,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +31,12 @@ _WHOM: list[tuple[str, ...]] = [("engine",), ("serve",), ("serve", "engine"), ()
 _HOW_OFTEN = [12, 4, 4, 1]
 _CONNECTIONS, _CONNECTIONS_HOW_OFTEN = ("connections",), 4  # where there are any
 _DEATHS_PER_STEP = 12  # an operation that is interrupted 20 times fails, as recovery.max_interruptions says
+
+
+def settings_with(store: CampaignStore, more: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    parts = (SETTINGS, store.settings, more)
+    names = {name for part in parts for name in part}
+    return {name: {key: value for part in parts for key, value in part.get(name, {}).items()} for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,14 +271,20 @@ def disturbed(
 def client_of(served: Served, model: ModelSettings, store: CampaignStore, at_step: Callable[[int], None]) -> Expected:
     service = tinker.ServiceClient(base_url=served.url, api_key="tml-test")
     seen, saved = scenario.run(service, model.name, at_step)
-    states = [scenario.state_at(served.data_dir, path) for path in saved]
-    query = partial(store.query, served.data_dir)
+    found = outcome(served.data_dir, store, seen, saved)
+    service.close("success").result(timeout=scenario.WAIT_S)
+    return found
+
+
+def outcome(data_dir: Path, store: CampaignStore, seen: list[Any], saved: list[str]) -> Expected:
+    """Return what a client saw and saved, and what its session, not closed yet, has left in the store."""
+    states = [scenario.state_at(data_dir, path) for path in saved]
+    query = partial(store.query, data_dir)
     kinds = journal(query, TinkerPath.parse(saved[0]).model_id)
     used = query(
         "SELECT sum(trained_tokens), sum(prefilled_tokens), sum(sampled_tokens), sum(checkpoints) FROM usage "
         "GROUP BY tenant, base_model"
     )
-    service.close("success").result(timeout=scenario.WAIT_S)
     return Expected(seen, states, kinds, [tuple(map(int, row)) for row in used])
 
 

@@ -8,11 +8,15 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Protocol, Self
 
 from processes import DIRECTORY, Launcher
 
 LIMIT_S = 600
+
+
+class File(Protocol):
+    def fileno(self) -> int: ...
 
 
 class Forked:
@@ -24,8 +28,8 @@ class Forked:
         *arguments: str,
         environ: Mapping[str, str],
         cwd: Path | None = None,
-        output: IO[bytes] | None = None,
-        errors: IO[bytes] | None = None,
+        output: File | None = None,
+        errors: File | None = None,
     ) -> None:
         """`arguments` are those of `tinsmith`, or `-m MODULE ...` or `-c CODE ...` as for Python."""
         where = {DIRECTORY: str(cwd or Path.cwd())}

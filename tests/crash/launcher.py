@@ -9,6 +9,7 @@ input, output and error) and NUL-separated text: number of arguments, arguments,
 wait status. A connection that says `watch` is told of every birth and death instead.
 """
 
+import ctypes
 import functools
 import gc
 import importlib
@@ -30,6 +31,7 @@ POISONED = "CRASH_POISONED"
 HANGING = "CRASH_HANGING"
 LABEL = "CRASH_LABEL"  # in a process's environment: which campaign run it belongs to, if any
 DIRECTORY = "CRASH_DIRECTORY"  # in a process's environment: where it runs
+NETWORK = "CRASH_NETWORK"  # in a process's environment: the directory of the namespaces of its machine, see networks.py
 _HERE = Path(__file__).parent
 _MESSAGE_BYTES = 1 << 20
 
@@ -139,6 +141,8 @@ class Launcher:
             os.environ.clear()
             os.environ.update(environ)
             os.chdir(environ.pop(DIRECTORY, "."))
+            if NETWORK in environ:
+                self.move_to(Path(environ[NETWORK]))
             sys.path[:1] = ["", *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
             sys.dont_write_bytecode = bool(environ.get("PYTHONDONTWRITEBYTECODE"))
             failpoints.arm(plan or environ.get(failpoints.VARIABLE, ""))
@@ -160,6 +164,13 @@ class Launcher:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+
+    def move_to(self, namespaces: Path) -> None:
+        kernel = ctypes.CDLL(None, use_errno=True)
+        for name in ("net", "uts"):
+            with (namespaces / name).open() as namespace:
+                if kernel.setns(namespace.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), "setns")
 
     def run_program(self, arguments: list[str]) -> None:
         match arguments:

@@ -27,6 +27,7 @@ from tinsmith.testing.ports import hold_port
 
 LABEL = "CRASH_LABEL"
 DIRECTORY = "CRASH_DIRECTORY"
+NETWORK = "CRASH_NETWORK"
 POISONED = "CRASH_POISONED"
 POISON = 61  # a token: where engines are poisoned, a pass that holds it aborts the process
 WAIT_S = 300.0
@@ -134,15 +135,19 @@ class Served:
         on_line: Callable[[str], None] = lambda _: None,
         prepare: Callable[["Served"], None] = lambda _: None,
         poisoned: bool = False,
+        environ: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`prepare` is called before the first process is started; with `poisoned` POISON ends an engine."""
+        """`prepare` is called before the first process is started; with `poisoned` POISON ends an engine.
+
+        `environ`: more variables of all processes.
+        """
         directory.mkdir(parents=True)
         self.launcher = launcher
         self.label = str(directory / "run")
         self.data_dir = directory / "data"
         self.on_event = on_event
         self.on_line = on_line
-        self.environ = {POISONED: str(POISON)} if poisoned else {}
+        self.environ = {**environ, **({POISONED: str(POISON)} if poisoned else {})}
         self.held = hold_port()
         self.port = self.held.getsockname()[1]
         content = {

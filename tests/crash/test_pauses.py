@@ -3,24 +3,38 @@
 import contextlib
 import os
 import signal
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import scenario
-from campaign import SETTINGS, Expected, assert_same, client_of, undisturbed
+from campaign import Expected, assert_same, client_of, settings_with, undisturbed
 from campaign_stores import SQLITE, CampaignStore, on_postgres
+from interludes import Interlude, Interludes
 from processes import WAIT_S, Launcher, Served
 
 from tinsmith.testing.harness import TOY
 from tinsmith.testing.postgres import Postgres
 
 ENGINE, SERVER, BOTH = ("engine",), ("serve",), ("serve", "engine")
+
+
+@contextlib.contextmanager
+def stopped(served: Served, roles: tuple[str, ...]) -> Iterator[None]:
+    with served.changed:
+        assert served.changed.wait_for(lambda: all(served.pids[role] for role in roles), WAIT_S)
+        pids = {pid for role in roles for pid in served.pids[role]}
+    _signal(pids, signal.SIGSTOP)
+    yield
+    _signal(pids, signal.SIGCONT)
+
+
+def _signal(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # its supervisor has killed it meanwhile
+            os.kill(pid, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,87 +44,27 @@ class Pause:
     for_s: float
 
 
-class Pauser:
-    """Stops processes of one server when the client reaches a step, and lets them go on after a while."""
-
-    def __init__(self, served: Served, pauses: Sequence[Pause]) -> None:
-        self.served, self.pauses = served, pauses
-        self.begun = self.done = 0
-        self.step = -1
-        self.finished = False
-        self.news = threading.Condition()
-
-    def at_step(self, number: int) -> None:
-        """Return once what is to be stopped at this step has been."""
-        due = sum(pause.step <= number for pause in self.pauses)
-        with self.news:
-            self.step = number
-            self.news.notify_all()
-            assert self.news.wait_for(lambda: self.begun >= due, WAIT_S)
-
-    def finish(self) -> None:
-        with self.news:
-            self.finished = True
-            self.news.notify_all()
-
-    def run(self) -> None:
-        for pause in self.pauses:
-            with self.news:
-                self.news.wait_for(lambda step=pause.step: self.step >= step or self.finished)
-                if self.finished:
-                    return
-            pids = self.some_of(pause.roles)
-            _signal(pids, signal.SIGSTOP)
-            with self.news:
-                self.begun += 1
-                self.news.notify_all()
-            time.sleep(pause.for_s)  # the length is the point
-            _signal(pids, signal.SIGCONT)
-            self.done += 1
-
-    def some_of(self, roles: tuple[str, ...]) -> set[int]:
-        served = self.served
-        with served.changed:
-            assert served.changed.wait_for(lambda: all(served.pids[role] for role in roles), WAIT_S)
-            return {pid for role in roles for pid in served.pids[role]}
-
-
-def _signal(pids: set[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):  # its supervisor has killed it meanwhile
-            os.kill(pid, number)
-
-
-def settings_with(store: CampaignStore, more: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    parts = (SETTINGS, store.settings, more)
-    names = {name for part in parts for name in part}
-    return {name: {key: value for part in parts for key, value in part.get(name, {}).items()} for name in names}
-
-
 def paused(served: Served, expected: Expected, pauses: Sequence[Pause], store: CampaignStore = SQLITE) -> None:
     """Run the scenario while processes pause; raise AssertionError where it differs from the undisturbed run."""
-    pauser = Pauser(served, pauses)
-    with ThreadPoolExecutor(1) as pool:
-        pausing = pool.submit(pauser.run)
-        try:
-            found = client_of(served, TOY, store, pauser.at_step)
-        finally:
-            pauser.finish()
-            pausing.result()
-    assert pauser.done == len(pauses)
+    planned = [
+        Interlude(
+            each.step, partial(stopped, served, each.roles), partial(time.sleep, each.for_s)
+        )  # its length is the point
+        for each in pauses
+    ]
+    with Interludes(planned).running() as at_step:
+        found = client_of(served, TOY, store, at_step)
     assert_same(expected, found)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_short_pauses(launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_pauses(launcher: Launcher, for_a_while: Expected, tmp_path: Path) -> None:
     """Longer than a lease. Whether the supervisor kills what stops, or lets it go on, makes no difference."""
-    monkeypatch.setattr(scenario, "STEPS", 13)
-    expected = undisturbed(launcher, tmp_path / "undisturbed")
     short = {"recovery": {"lease_s": 1.0}, "watchdog": {"lost_s": 1.0}}
     served = Served(launcher, tmp_path / "run", [TOY], settings=settings_with(SQLITE, short))
     try:
-        paused(served, expected, [Pause(3, ENGINE, 1.5), Pause(6, BOTH, 1.5), Pause(9, ENGINE, 4.0)])
+        paused(served, for_a_while, [Pause(3, ENGINE, 1.5), Pause(6, BOTH, 1.5), Pause(9, ENGINE, 4.0)])
         assert served.stop() == 0
     finally:
         served.close()

@@ -27,9 +27,11 @@ _log = logging.getLogger(__name__)
 class NotifyWakeUps(WakeUps):
     """A payload holds the sender's name and the topics, one on each line. After an outage, all topics are woken."""
 
-    def __init__(self, conninfo: str) -> None:
+    def __init__(self, conninfo: str, *, prepare: str = "") -> None:
+        """`prepare`: a statement for each new connection."""
         super().__init__()
         self._conninfo = conninfo
+        self._prepare = prepare
         self._own = secrets.token_hex(4)
         self._listening = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -63,6 +65,7 @@ class NotifyWakeUps(WakeUps):
         while True:
             try:
                 async with await psycopg.AsyncConnection.connect(self._conninfo, autocommit=True) as connection:
+                    await connection.execute(self._prepare.encode())
                     await connection.execute(f"LISTEN {_CHANNEL}")
                     self._listening.set()
                     self.wake(self.topics())  # notifications may have been missed

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import psycopg
@@ -38,8 +39,18 @@ _KEEPALIVE: Final = {
     "keepalives_count": "3",
     "tcp_user_timeout": "25000",
 }
+_OF_THE_DATABASE: Final = {
+    "keepalives_idle": "tcp_keepalives_idle",
+    "keepalives_interval": "tcp_keepalives_interval",
+    "keepalives_count": "tcp_keepalives_count",
+    "tcp_user_timeout": "tcp_user_timeout",
+}
+"""The same at the other end, which would keep the sessions of a machine that is cut off for two hours."""
 _IDLE_MS: Final = 10_000
-"""The database ends a transaction that has been idle this long: a stopped process must not keep its locks."""
+"""The database ends a transaction that has been idle this long: a stopped process must not keep its locks.
+
+If the process continues, it repeats the transaction.
+"""
 _GONE: Final = ("08", "57P")  # connection exceptions; a server that shuts down or starts
 _FULL: Final = "53300"  # too many connections
 _OLDEST: Final = (13,)
@@ -81,7 +92,14 @@ class PostgresDialect(Dialect):
         return self._database(isolation_level="READ COMMITTED", read_only=False, synchronous_commit=commit)
 
     def wakeups(self) -> WakeUps:
-        return NotifyWakeUps(self._conninfo)
+        return NotifyWakeUps(self._conninfo, prepare=self._prepare)
+
+    @property
+    def _prepare(self) -> str:
+        """Return a statement that has the database notice as early as we do that the other end is gone."""
+        values = {name: self._url.query[ours] for ours, name in _OF_THE_DATABASE.items()}
+        values["idle_in_transaction_session_timeout"] = str(_IDLE_MS)
+        return "SELECT " + ", ".join(f"set_config('{name}', '{value}', false)" for name, value in values.items())
 
     @property
     def _conninfo(self) -> str:
@@ -100,7 +118,8 @@ class PostgresDialect(Dialect):
             isolation_level=isolation_level,
             read_only=read_only,
             outage_s=self._config.outage_s,
-            scrubber=Scrubber(self._conninfo, share=self._config.rewrite_share),
+            prepare=self._prepare,
+            scrubber=Scrubber(self._conninfo, prepare=self._prepare, share=self._config.rewrite_share),
         )
 
 
@@ -122,8 +141,17 @@ class PostgresDatabase(Database):
     locks_rows = True
 
     def __init__(
-        self, url: URL, name: str, *, isolation_level: str, read_only: bool, outage_s: float, scrubber: Scrubber
+        self,
+        url: URL,
+        name: str,
+        *,
+        isolation_level: str,
+        read_only: bool,
+        outage_s: float,
+        prepare: str,
+        scrubber: Scrubber,
     ) -> None:
+        """`prepare`: a statement for each new connection."""
         engine = make_engine(
             url.set(drivername="postgresql+tinsmith"),
             poolclass=QueuePool,
@@ -135,7 +163,7 @@ class PostgresDatabase(Database):
             execution_options={"postgresql_readonly": True} if read_only else {},
         )
         super().__init__(engine)
-        event.listen(engine, "connect", _prepare)
+        event.listen(engine, "connect", partial(_prepare, prepare))
         self._name = name
         self._scrubber = scrubber
         self._writes = not read_only
@@ -221,10 +249,9 @@ class PostgresDatabase(Database):
         await super().close()
 
 
-def _prepare(connection: Any, record: object) -> None:  # Any: the driver's connection
-    """Have the database end transactions that this process leaves open. If the process continues, it repeats them."""
+def _prepare(statement: str, connection: Any, record: object) -> None:  # Any: the driver's connection
     del record
-    connection.execute(f"SET idle_in_transaction_session_timeout = {_IDLE_MS}")
+    connection.execute(statement)
     connection.commit()
 
 

@@ -34,8 +34,10 @@ _log = logging.getLogger(__name__)
 class Scrubber:
     """Rewrites tables after this process has deleted rows. A rewrite locks its table: `share` of the time at most."""
 
-    def __init__(self, conninfo: str, *, share: float) -> None:
+    def __init__(self, conninfo: str, *, prepare: str, share: float) -> None:
+        """`prepare`: a statement for each new connection."""
         self._conninfo = conninfo
+        self._prepare = prepare
         self._share = share
         self._due = True  # an earlier process may have died after deleting
         self._not_before = 0.0
@@ -50,6 +52,7 @@ class Scrubber:
             return
         try:
             async with await psycopg.AsyncConnection.connect(self._conninfo, autocommit=True) as connection:
+                await connection.execute(self._prepare.encode())
                 took_s = await _rewrite(connection)
         except psycopg.Error as error:
             msg = f"deleted rows could not be removed from the database's files: {error}"
