@@ -252,6 +252,8 @@ class Failed:
     message: str
     category: Category = "user"
     gradient_dropped: bool = False  # a step that was not applied, but has cleared the pending gradient
+    cause: str = field(default="", compare=False)
+    """What only the operator may read besides: administrators see it, and everybody on a server without keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,20 @@ Texts of exceptions, lines of logs and paths may tell about another tenant's wor
 
 import logging
 import secrets
+from dataclasses import dataclass
 
 from tinsmith.errors import StoreError, TinsmithError
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What is said of an error."""
+
+    public: str
+    cause: str = ""  # for the operator alone; empty if there is no more to say
+
+    def to(self, *, operator: bool) -> str:
+        return f"{self.public}: {self.cause}" if operator and self.cause else self.public
 
 
 def log_privately(log: logging.Logger, text: str, *, error: BaseException | None = None) -> str:
@@ -16,10 +28,11 @@ def log_privately(log: logging.Logger, text: str, *, error: BaseException | None
     return f"reference {reference} in the operator's log"
 
 
-def public_text(error: TinsmithError, log: logging.Logger, *, during: str) -> str:
-    """Return what tenants may read of an error. If that is not its message, log the message."""
+def told(error: TinsmithError, log: logging.Logger, *, during: str) -> Told:
+    """Divide an error's message. What tenants may not read is logged as well."""
     if error.public:
-        return str(error)
+        return Told(str(error))
     known = isinstance(error, StoreError)  # there may be one for each request, and a traceback tells no more
     what = "the request store cannot be used now" if known else "something on our side failed"
-    return f"{what} ({log_privately(log, f'{during}: {error}', error=None if known else error)})"
+    reference = log_privately(log, f"{during}: {error}", error=None if known else error)
+    return Told(f"{what} ({reference})", str(error))

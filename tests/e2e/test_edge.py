@@ -13,7 +13,7 @@ import zstandard
 from tinsmith.server.gate import names_of
 from tinsmith.server.routes import sampling
 from tinsmith.settings import ServerSettings
-from tinsmith.store import EngineRecord, EngineState
+from tinsmith.store import EngineFailure, EngineRecord, EngineState
 from tinsmith.testing.harness import RunningServer, running_server
 
 KEY = {"X-API-Key": "tml-mine"}
@@ -195,19 +195,40 @@ def test_paths_are_short_and_hold_no_control_characters(http: httpx.Client, path
 # What needs no key ----------------------------------------------------------------------------------------------------
 
 
-def test_why_an_engine_failed_is_for_callers_with_a_key(tmp_path: Path) -> None:
-    """It may be a line of the engine's log."""
-    with running_server(tmp_path, engines=False) as server:
-        record = EngineRecord(
-            base_model="toy", state=EngineState.FAILED, detail="token=hf_secret", updated_at=datetime.now(UTC)
-        )
-        server.call(server.store.report_engine(record))
-        for headers, detail in (
-            ({}, "the reason is in the server's log; send an API key to see it here"),
-            (KEY, "token=hf_secret"),
-        ):
-            ready = httpx.get(f"{server.url}/readyz", headers=headers, timeout=300)
-            assert ready.status_code == 503
-            assert ready.json()["engines"]["toy"]["detail"] == detail
+REFERENCE = "reference 1f2e3d4c in the operator's log"
+HOW = f"the engine of 'toy' ended with exit code 1 ({REFERENCE})"
+FULL = f"the engine of 'toy' ended with exit code 1 (/srv/planted is missing; {REFERENCE})"
+READERS = [{"key": f"tml-{name}", "tenant": name, "admin": name == "admin"} for name in ("ann", "admin")]
+
+
+def an_engine(state: EngineState, detail: str) -> EngineRecord:
+    failure = EngineFailure(attempt=3, text=HOW, reference=REFERENCE, cause="/srv/planted is missing")
+    return EngineRecord(base_model="toy", state=state, detail=detail, failure=failure, updated_at=datetime.now(UTC))
+
+
+def test_how_an_engine_failed_is_for_callers_with_a_key_and_why_for_the_operator(tmp_path: Path) -> None:
+    """The cause may be a line of the engine's log."""
+
+    def readiness(server: RunningServer, name: str | None) -> dict[str, Any]:
+        headers = {} if name is None else {"X-API-Key": f"tml-{name}"}
+        ready = httpx.get(f"{server.url}/readyz", headers=headers, timeout=300)
+        assert ready.status_code == 503
+        return dict(ready.json()["engines"]["toy"])
+
+    def details(server: RunningServer, *names: str | None) -> list[Any]:
+        return [readiness(server, name)["detail"] for name in names]
+
+    failed, loading = an_engine(EngineState.FAILED, HOW), an_engine(EngineState.LOADING, "loading weights")
+    with running_server(tmp_path, engines=False, server={"api_keys": READERS}) as server:
+        server.call(server.store.report_engine(failed))
+        in_the_log = "the reason is in the server's log; send an API key to see it here"
+        assert details(server, None, "ann", "admin") == [in_the_log, HOW, FULL]
         for path in ("metrics", "healthz", "openapi.json"):
-            assert "hf_secret" not in httpx.get(f"{server.url}/{path}", timeout=300).text
+            assert "planted" not in httpx.get(f"{server.url}/{path}", timeout=300).text
+        server.call(server.store.report_engine(loading))
+        assert details(server, None, "ann", "admin") == ["loading weights"] * 3
+        restarted = [readiness(server, name).get("restarted") for name in (None, "ann", "admin")]
+        assert restarted == [None, f"attempt 3: before, {HOW}", f"attempt 3: before, {FULL}"]
+    with running_server(tmp_path, engines=False) as server:
+        server.call(server.store.report_engine(failed))
+        assert details(server, None, "anybody") == [FULL, FULL]

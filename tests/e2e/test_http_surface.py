@@ -91,6 +91,13 @@ def a_checkpoint(model: str, tenant: str) -> CheckpointRecord:
     )
 
 
+def test_a_session_begins_with_a_warning_that_nothing_has_loaded(http: httpx.Client) -> None:
+    """The SDK prints it."""
+    told = ok(http.post("create_session", json={}))
+    assert told["warning_message"].startswith("no engine of 'toy' has started yet. Requests wait until it is ready")
+    assert "error_message" not in told
+
+
 # Repeats --------------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""What an exception, a log line or a path says is for the operator. Tenants get a reference to it."""
+"""What an exception, a log line or a path says is for operators and administrators. Tenants get a reference to it."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.store_records import a_checkpoint
 
 SECRET = "planted-secret-7f3a"
-KEYS = [{"key": f"tml-{name}", "tenant": name} for name in ("sender", "neighbour")]
+KEYS = [{"key": f"tml-{name}", "tenant": name, "admin": name == "admin"} for name in ("sender", "neighbour", "admin")]
 REFERENCE = re.compile(r"reference ([0-9a-f]{8}) in the operator's log")
 FAULTY_ENGINE = f"""
 import logging, sys
@@ -100,7 +100,7 @@ def supervisor(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 @pytest.mark.usefixtures("supervisor")
 def test_what_ends_an_engine_is_told_to_no_tenant(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
-    sender, neighbour, stranger = (Tenant(server, name) for name in ("sender", "neighbour", None))
+    sender, neighbour, admin, stranger = (Tenant(server, name) for name in ("sender", "neighbour", "admin", None))
     models = {each: each.model() for each in (sender, neighbour)}
     fatal = sender.step(models[sender], 1, 0.5)
     harmless = neighbour.step(models[neighbour], 1, 0.1)
@@ -119,6 +119,7 @@ def test_what_ends_an_engine_is_told_to_no_tenant(server: RunningServer, caplog:
     (reference,) = REFERENCE.findall(failed["error"])
     (logged,) = [each.getMessage() for each in caplog.records if f"reference {reference}" in each.getMessage()]
     assert SECRET in logged
+    assert SECRET in admin.post("retrieve_future", request_id=fatal).json()["error"]
 
 
 def test_a_store_that_fails_is_a_503_without_sql(
@@ -137,6 +138,7 @@ def test_a_store_that_fails_is_a_503_without_sql(
     (reference,) = REFERENCE.findall(detail)
     (logged,) = [each.getMessage() for each in caplog.records if f"reference {reference}" in each.getMessage()]
     assert "INSERT INTO sessions" in logged
+    assert "INSERT INTO sessions" in Tenant(server, "admin").post("create_session").json()["detail"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
@@ -168,6 +170,8 @@ def test_a_result_that_the_store_refused_tells_no_sql(tmp_path: Path, monkeypatc
         saved = sender.post("save_weights", model_id=sender.model(), seq_id=1, path="a").json()
         while (answer := sender.post("retrieve_future", **saved)).status_code == 408:
             pass
+        seen = Tenant(server, "admin").post("retrieve_future", **saved)
     assert answer.json()["category"] == "server"
     assert SECRET not in answer.text
     assert REFERENCE.search(answer.text)
+    assert SECRET in seen.text

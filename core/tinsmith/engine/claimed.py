@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from tinsmith import operations as ops
 from tinsmith.errors import TinsmithError
 from tinsmith.hook_values import OperationFinished
-from tinsmith.references import public_text
+from tinsmith.references import told
 from tinsmith.scheduler import Pending
+from tinsmith.settings.secrets import cleaned
 from tinsmith.store import Completion, Effect, OperationRecord, Usage
 
 _log = logging.getLogger(__name__)
@@ -93,4 +94,5 @@ class Finished:
 
 
 def failed(error: TinsmithError, *, during: str) -> ops.Failed:
-    return ops.Failed(message=public_text(error, _log, during=during), category=error.category)
+    what = told(error, _log, during=during)
+    return ops.Failed(message=what.public, category=error.category, cause=cleaned(what.cause))

@@ -13,7 +13,7 @@ from tinsmith.engine.sampling_snapshots import Snapshots
 from tinsmith.engine.snapshot_checks import SnapshotChecks
 from tinsmith.engine.store_retries import with_retries
 from tinsmith.errors import LeaseLostError, ModelLostError, StoreError, TinsmithError
-from tinsmith.references import public_text
+from tinsmith.references import told
 from tinsmith.store import Lease, LiveModel, OperationRecord, RecoveryPointRecord, RequestStore, RunRecord
 from tinsmith.store.codec import decode_operation
 
@@ -89,7 +89,7 @@ class Recovery:
             raise ModelLostError(msg)
 
     async def _lose(self, model_id: str, error: TinsmithError) -> None:
-        why = public_text(error, _log, during=f"the rebuild of {model_id}")
+        why = told(error, _log, during=f"the rebuild of {model_id}").public
         reason = f"it could not be rebuilt after its engine had ended: {why}"
         _log.error("model %s is lost: %s", model_id, reason, exc_info=error)
         await with_retries(self._store.lose_run, self._lease, model_id, reason)

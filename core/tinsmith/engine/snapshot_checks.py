@@ -21,7 +21,7 @@ from tinsmith.engine.sampling_snapshots import Snapshots
 from tinsmith.engine.store_retries import with_retries
 from tinsmith.errors import ServerError, TinsmithError
 from tinsmith.operations import Consistency
-from tinsmith.references import public_text
+from tinsmith.references import told
 from tinsmith.store import Lease, RequestStore
 
 _log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class SnapshotChecks:
                             await due.wait()
                 return await self._gate.check(model_id, snapshot.snapshot_id, snapshot.lora, scoring)
         except TinsmithError as error:  # it had left the sampler's memory, and cannot be read from the disk
-            why = public_text(error, _log, during=f"the check of {snapshot.snapshot_id}")
+            why = told(error, _log, during=f"the check of {snapshot.snapshot_id}").public
             return Consistency(verdict="inconsistent", reason=why)
 
     def hurry(self, snapshot_id: str | None) -> None:

@@ -18,6 +18,8 @@ class Restarts:
         self._interruptions = 0  # likewise
         self._next_delay_s = supervisor.restart_backoff_s
         self.number = 0
+        self.attempt = 0
+        """Restarts since the engine was last ready."""
 
     def delay_after_s(self, death: Death, *, was_ready: bool) -> float | None:
         """Return the seconds to wait before the next start, or None if the engine is given up."""
@@ -25,9 +27,11 @@ class Restarts:
             return 0.0  # the next one waits for the lease as a standby
         if was_ready:
             self._crashes, self._interruptions, self._next_delay_s = 0, 0, self._supervisor.restart_backoff_s
+            self.attempt = 0
         elif self._is_one_too_many(death.cause):
             return None
         self.number += 1
+        self.attempt += 1
         delay_s = self._next_delay_s
         self._next_delay_s = min(2 * delay_s, self._supervisor.restart_backoff_max_s)
         return delay_s

@@ -15,7 +15,8 @@ from tinsmith.processes.lost_engines import LostEngine
 from tinsmith.processes.restarts import Restarts
 from tinsmith.references import log_privately
 from tinsmith.settings import ModelSettings, Settings
-from tinsmith.store import EngineRecord, EngineState, RequestStore
+from tinsmith.settings.secrets import cleaned
+from tinsmith.store import EngineFailure, EngineRecord, EngineState, RequestStore
 
 _STOP_S: Final = 20.0  # to finish the running batch
 _REMEDY: Final = "fix it and restart the server: existing models then continue"
@@ -70,14 +71,15 @@ class Supervisor:
             if self._stopping.is_set():
                 break
             before = ended.death.cause
-            reason = _reason(child.model.name, ended.death)
             delay_s = restarts.delay_after_s(ended.death, was_ready=was_ready)
+            failure = _failure(child.model.name, ended.death, restarts.attempt)
             if delay_s is None:
-                await self._report(child, EngineState.FAILED, f"{reason}; {_REMEDY}", restarts=restarts.number)
+                detail = f"{failure.text}; {_REMEDY}"
+                await self._report(child, EngineState.FAILED, detail, restarts=restarts.number, failure=failure)
                 return
             if delay_s:
-                detail = f"{reason}; restarting in {delay_s:g} s"
-                await self._report(child, EngineState.RESTARTING, detail, restarts=restarts.number)
+                detail = f"{failure.text}; restarting in {delay_s:g} s"
+                await self._report(child, EngineState.RESTARTING, detail, restarts=restarts.number, failure=failure)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), delay_s)
         await self._report(child, EngineState.STOPPED, restarts=restarts.number)
@@ -111,7 +113,15 @@ class Supervisor:
         except ServerError as error:
             _log.warning("the lease of a dead engine of %r has to run out: %s", child.model.name, error)
 
-    async def _report(self, child: EngineChild, state: EngineState, detail: str = "", *, restarts: int = 0) -> None:
+    async def _report(
+        self,
+        child: EngineChild,
+        state: EngineState,
+        detail: str = "",
+        *,
+        restarts: int = 0,
+        failure: EngineFailure | None = None,
+    ) -> None:
         name = child.model.name
         now = datetime.now(UTC)
         fresh = EngineRecord(base_model=name, state=state, updated_at=now)
@@ -127,17 +137,20 @@ class Supervisor:
                     engine_id=None,
                     pid=None,
                     restarts=restarts,
+                    failure=failure,
                 )
             )
         except ServerError:
             _log.exception("cannot report that the engine of %r is %s", name, state)
 
 
-def _reason(name: str, death: Death) -> str:
-    """Log why an engine ended. Return what tenants may know of it."""
+def _failure(name: str, death: Death, attempt: int) -> EngineFailure:
+    """Log why an engine ended. Return what may be known of it, by whom."""
     how = f"the engine of {name!r} {death.how}"
-    said = f": {death.last_words}" if death.last_words else ""
-    return f"{how} ({log_privately(_log, how + said)})"
+    reference = log_privately(_log, f"{how}: {death.last_words}" if death.last_words else how)
+    return EngineFailure(
+        attempt=attempt, text=f"{how} ({reference})", reference=reference, cause=cleaned(death.last_words)
+    )
 
 
 def models_to_run(settings: Settings) -> list[ModelSettings]:

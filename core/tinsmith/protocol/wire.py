@@ -362,8 +362,8 @@ class ServerCapabilities(BaseModel):
 
 class SessionCreated(BaseModel):
     session_id: str
-    info_message: str | None = None
-    warning_message: str | None = None
+    warning_message: str | None = None  # the SDK prints it
+    error_message: str | None = None  # likewise
     type: Literal["create_session"] = "create_session"
 
 

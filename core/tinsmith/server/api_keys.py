@@ -98,6 +98,14 @@ class ApiKeys:
         msg = "the API key has been removed"
         raise AuthenticationError(msg)
 
+    @property
+    def accept_anybody(self) -> bool:
+        """Whether no keys are configured, so that whoever reaches this server is its operator."""
+        try:
+            return not self._keys.now()
+        except AuthenticationError:  # all of them were removed
+            return False
+
     def _index(self, keys: tuple[ApiKey, ...]) -> dict[str, ApiKey]:
         """Return the keys by their ids, so that a wrong key costs the same however many there are.
 

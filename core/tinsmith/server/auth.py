@@ -61,6 +61,12 @@ def identified_by(scope: Scope, ask: Callable[[], Principal]) -> Principal:
     return known
 
 
+def known_caller(scope: Scope) -> Principal | None:
+    """Return who sent a request, if anybody has asked and it is known."""
+    known = scope.get(_CALLER)
+    return known if isinstance(known, Principal) else None
+
+
 def forget_caller(scope: Scope) -> None:
     """Have the route ask again: keys may have been removed while a slow body was read."""
     scope.pop(_CALLER, None)

@@ -15,6 +15,7 @@ from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from tinsmith.backend import Capabilities
+from tinsmith.hook_values import Principal
 from tinsmith.huggingface.hub_cache import HubReference, cached_model
 from tinsmith.losses import LossSpec
 from tinsmith.plugins.loading import Plugins
@@ -115,10 +116,6 @@ class Engines:
         record = (await self.records()).get(base_model)
         return record.capabilities if record is not None else None
 
-    async def not_ready(self, base_models: tuple[str, ...]) -> list[str]:
-        records = await self.records()
-        return [name for name in base_models if name not in records or records[name].state is not EngineState.READY]
-
 
 def _as_it_is(record: EngineRecord, overdue: Mapping[str, float]) -> EngineRecord:
     """Replace the state of an engine that no longer renews its lease."""
@@ -152,6 +149,7 @@ class ServerContext:
     runs: Known[KnownRun] = field(init=False)
     samplers: Known[SamplingSessionRecord] = field(init=False)
     requests: Known[KnownRequest] = field(init=False)
+    _asks_plugins: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.hearing = Hearing(unnoticed_s=self.settings.server.session_timeout_s / _UNNOTICED)
@@ -159,6 +157,7 @@ class ServerContext:
         self.runs = Known(self._run)
         self.samplers = Known(self.store.get_sampling_session)
         self.requests = Known(self._request)
+        self._asks_plugins = self.plugins.authenticators() != [self.api_keys]
 
     async def _session(self, session_id: str) -> KnownSession:
         return KnownSession((await self.store.get_session(session_id)).tenant)
@@ -168,6 +167,15 @@ class ServerContext:
 
     async def _request(self, request_id: str) -> KnownRequest:
         return KnownRequest((await self.store.get_operation(request_id)).tenant)
+
+    def is_operator(self, caller: Principal | None) -> bool:
+        """Return whether a caller may read what operators read: causes of failures, with paths and lines of logs.
+
+        Administrators may, and everybody if nobody needs a key: then tenant and operator are one person.
+        """
+        if caller is not None and caller.admin:
+            return True
+        return self.api_keys.accept_anybody and not self._asks_plugins
 
     @property
     def checkpoint_root(self) -> Path:

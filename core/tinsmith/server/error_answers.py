@@ -13,7 +13,10 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from tinsmith.errors import CapacityError, DiskError, InvalidTokenError, StoreError, TinsmithError
-from tinsmith.references import log_privately, public_text
+from tinsmith.references import Told, log_privately, told
+from tinsmith.server.auth import known_caller
+from tinsmith.server.context import context_of
+from tinsmith.settings.secrets import cleaned
 
 _log = logging.getLogger(__name__)
 
@@ -36,11 +39,18 @@ async def tinsmith_error(request: Request, error: Exception) -> JSONResponse:
     call = f"{request.method} {request.url.path!r}"  # quoted: a path may hold line breaks
     if error.http_status >= 500 and error.public:
         _log.error("%s: %s", call, error)
-    text = public_text(error, _log, during=call)
+    text = _text(request, told(error, _log, during=call))
     content = {"detail": text}
     if isinstance(error, CapacityError):
         content |= {"queue_state": error.queue_state, "queue_state_reason": text}
     return JSONResponse(content, error.http_status, _headers_of(error))
+
+
+def _text(request: Request, what: Told) -> str:
+    if not what.cause:
+        return what.public
+    operator = context_of(request).is_operator(known_caller(request.scope))
+    return cleaned(what.to(operator=operator))
 
 
 def _headers_of(error: Exception) -> dict[str, str]:
@@ -106,10 +116,12 @@ async def _unexpected(request: Request, error: Exception) -> JSONResponse:
     """Answer with a reference to the log entry, which holds the traceback."""
     call = f"{request.method} {request.url.path!r}"
     if isinstance(error, OSError) and error.errno in _DISK:
-        what = f"the server's disk cannot be used now ({log_privately(_log, f'{call}: {error}', error=error)})"
-        answer = await tinsmith_error(request, DiskError(what))
+        reference = log_privately(_log, f"{call}: {error}", error=error)
+        what = Told(f"the server's disk cannot be used now ({reference})", str(error))
+        answer = await tinsmith_error(request, DiskError(_text(request, what)))
         answer.headers.update(_CLOSING)
         return answer
     reference = secrets.token_hex(4)
     _log.error("%s failed, reference %s", call, reference, exc_info=error)
-    return JSONResponse({"detail": f"internal error, reference {reference} in the server's log"}, 500, _CLOSING)
+    what = Told(f"internal error, reference {reference} in the server's log", f"{type(error).__name__}: {error}")
+    return JSONResponse({"detail": _text(request, what)}, 500, _CLOSING)

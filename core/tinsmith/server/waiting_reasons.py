@@ -1,9 +1,14 @@
-"""Explains why an operation is still pending. The SDK shows the text to its user."""
+"""Explains why an operation is still pending.
+
+The SDK shows the text of a pause to its user: at once for a sample that it polls separately, after 15 minutes for
+everything else.
+"""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
+from tinsmith.server.engine_texts import engine_text, percent
 from tinsmith.settings import QuotaSettings
 from tinsmith.store import (
     MANY_AHEAD,
@@ -19,7 +24,7 @@ from tinsmith.store import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingReason:
-    """The SDK stays quiet while "active", and shows the text of a pause."""
+    """The SDK stays quiet while "active"."""
 
     queue_state: Literal["active", "paused_capacity", "paused_rate_limit"]
     text: str
@@ -37,7 +42,7 @@ def explain(operation: OperationRecord, waiting: Waiting, quotas: QuotaSettings)
     if engine.state is not EngineState.READY:
         running = operation.state is OperationState.RUNNING and engine.state is EngineState.SILENT
         own = f"; your {operation.kind} is running{_since(operation)}" if running else ""
-        return _paused(f"{_engine_text(engine)}{own}")
+        return _paused(f"{engine_text(engine)}{own}")
     if not operation.ordered and engine.sampler_trouble is not None:
         return _paused(f"nothing is sampled from {operation.base_model!r} for now: {engine.sampler_trouble}")
     if waiting.place is not None:
@@ -51,7 +56,7 @@ def explain(operation: OperationRecord, waiting: Waiting, quotas: QuotaSettings)
         held_s = max(0.0, (datetime.now(UTC) - turn.since).total_seconds())  # the engine's clock may be ahead
         return _paused(f"waits for its turn on the device: {turn.side} has it for {held_s:.0f} s")
     if operation.state is OperationState.RUNNING:
-        detail = f" ({engine.detail}{_percent(engine)})" if engine.detail else ""
+        detail = f" ({engine.detail}{percent(engine)})" if engine.detail else ""
         return WaitingReason(queue_state="active", text=f"{operation.kind} is running{_since(operation)}{detail}")
     ahead = f"more than {MANY_AHEAD - 1:,}" if waiting.num_ahead >= MANY_AHEAD else str(waiting.num_ahead)
     return WaitingReason(queue_state="active", text=f"{ahead} of your requests are ahead in the queue")
@@ -95,16 +100,6 @@ def _place_reason(engine: EngineRecord, place: PlaceWait, quotas: QuotaSettings)
         f"{place.taken} of the {max_models} places for models of {engine.base_model!r} are taken, "
         f"{place.taken_by_tenant} of them by you, and {place.num_waiting} models wait for one; {remedy}"
     )
-
-
-def _engine_text(engine: EngineRecord) -> str:
-    detail = f": {engine.detail}{_percent(engine)}" if engine.detail else ""
-    restarts = f", restart {engine.restarts}" if engine.restarts else ""
-    return f"the engine of {engine.base_model!r} is {engine.state.value}{detail}{restarts}"
-
-
-def _percent(engine: EngineRecord) -> str:
-    return "" if engine.progress is None else f", {engine.progress:.0%}"
 
 
 def _paused(text: str) -> WaitingReason:

@@ -14,7 +14,7 @@ from sqlmodel import Field, SQLModel, UniqueConstraint
 from tinsmith.backend import Capabilities
 from tinsmith.operations import LoraConfig
 from tinsmith.sql_store.columns import AsJson, AsText, Microseconds
-from tinsmith.store import ConsistencyCounts, DeviceTurn, EngineState, OperationState, RunState
+from tinsmith.store import ConsistencyCounts, DeviceTurn, EngineFailure, EngineState, OperationState, RunState
 
 R = TypeVar("R")
 Row = TypeVar("Row", bound=SQLModel)
@@ -306,6 +306,7 @@ class EngineRow(Table, table=True):
     consistency: ConsistencyCounts | None = _json(ConsistencyCounts, nullable=True)
     turn: DeviceTurn | None = _json(DeviceTurn, nullable=True)
     sampler_trouble: str | None = None
+    failure: EngineFailure | None = _json(EngineFailure, nullable=True)
 
 
 class LeaseRow(Table, table=True):

@@ -214,6 +214,20 @@ class LogTotals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFailure:
+    """How an engine's last process ended, and which start follows."""
+
+    attempt: int  # 1: the first restart since the engine was last ready
+    text: str  # "the engine of 'toy' ended with exit code 1 (reference 1f2e3d4c in the operator's log)"
+    reference: str  # in the text, and in every text that quotes it
+    cause: str  # what the process said last, for the operator alone
+
+    def explained(self, text: str) -> str:
+        """Return a text that may quote this failure with the cause beside its reference, for the operator."""
+        return text.replace(self.reference, f"{self.cause}; {self.reference}") if self.cause else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRecord:
     """What the engine of one base model last reported of itself."""
 
@@ -229,6 +243,7 @@ class EngineRecord:
     consistency: ConsistencyCounts | None = None  # None: nothing has been saved for sampling
     turn: DeviceTurn | None = None  # None: trainer and sampler take no turns
     sampler_trouble: str | None = None  # why nothing can be sampled for now; training goes on
+    failure: EngineFailure | None = None  # None: no process of it has ended by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

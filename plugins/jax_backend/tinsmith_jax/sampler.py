@@ -629,7 +629,8 @@ def _request(slot: Slot) -> Request:
 
 def _fails_alone(error: Exception) -> Failed:
     what = "sampling failed with this request alone"
-    return Failed(message=f"{what} ({log_privately(logger, what, error=error)})", category="server")
+    reference = log_privately(logger, what, error=error)
+    return Failed(message=f"{what} ({reference})", category="server", cause=f"{type(error).__name__}: {error}")
 
 
 def _describe(given: SlotInput, i: int, slot: Slot) -> None:

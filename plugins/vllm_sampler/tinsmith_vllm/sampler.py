@@ -408,7 +408,7 @@ def _refused(answer: Refused) -> Failed:
     if answer.is_for_sender:
         return Failed(message=f"vllm refuses the sample: {answer.message}")
     reference = log_privately(_log, f"vllm refuses a sample: {answer.message}")
-    return Failed(message=f"vllm cannot draw this sample ({reference})", category="server")
+    return Failed(message=f"vllm cannot draw this sample ({reference})", category="server", cause=answer.message)
 
 
 def _experts_of_token(model_path: Path) -> tuple[int, int] | None:

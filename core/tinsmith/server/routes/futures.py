@@ -13,11 +13,13 @@ from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
 from tinsmith.errors import ServerError, TinsmithError
+from tinsmith.hook_values import Principal
 from tinsmith.operations import Failed
 from tinsmith.protocol import answers, wire
-from tinsmith.references import log_privately
+from tinsmith.references import Told, log_privately
 from tinsmith.server.auth import Caller, expect_readable_operation, own_operation, polled_sampler
 from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.engine_texts import with_causes
 from tinsmith.server.json_routes import DirectRoute, JsonRoute
 from tinsmith.server.waiting_reasons import explain
 from tinsmith.store import EngineState, FinishedSample, OperationRecord, OperationState
@@ -47,7 +49,7 @@ async def retrieve_future(body: wire.RetrieveFutureRequest, caller: Caller, cont
         await expect_readable_operation(context, caller, body.request_id)
         operation = await _wait(context, body.request_id)
         if operation.state not in _FINISHED:
-            return await _still_pending(context, operation)
+            return await _still_pending(context, caller, operation)
     except ServerError as error:
         if error.http_status >= 500:
             await asyncio.sleep(_DAMPING_S)
@@ -56,6 +58,8 @@ async def retrieve_future(body: wire.RetrieveFutureRequest, caller: Caller, cont
     if body.allow_metadata_only and size > INLINE_BYTES:
         return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
     answer = await run_in_threadpool(_answer, operation) if size > _THREAD_BYTES else _answer(operation)
+    if isinstance(answer, Failed):
+        answer = answers.answer(await _failure(context, caller, answer))
     return Response(answer.body, media_type=answer.media_type)
 
 
@@ -122,9 +126,10 @@ async def _until_stopping(context: ServerContext, poll: Coroutine[Any, Any, T]) 
             task.cancel()
 
 
-async def _still_pending(context: ServerContext, operation: OperationRecord) -> JSONResponse:
+async def _still_pending(context: ServerContext, caller: Principal, operation: OperationRecord) -> JSONResponse:
     waiting = await context.store.waiting(operation.request_id)
-    engine = (await context.engines.records()).get(operation.base_model)
+    engines = await context.engines.records()
+    engine = engines.get(operation.base_model)
     if engine is not None and engine.state is EngineState.SILENT:
         waiting = replace(waiting, engine=engine)
     reason = explain(operation, waiting, context.settings.quotas)
@@ -132,19 +137,31 @@ async def _still_pending(context: ServerContext, operation: OperationRecord) -> 
         "type": "try_again",
         "request_id": operation.request_id,
         "queue_state": reason.queue_state,
-        "queue_state_reason": reason.text,
+        "queue_state_reason": with_causes(reason.text, engines.values(), operator=context.is_operator(caller)),
     }
     return JSONResponse(content, 408)
 
 
-def _answer(operation: OperationRecord) -> answers.Answer:
-    """A failure is a 200 with `error` and `category`: the only form that the SDK turns into a typed exception."""
+def _answer(operation: OperationRecord) -> answers.Answer | Failed:
     if operation.result is None or operation.result_kind is None:
         message = "cancelled" if operation.state is OperationState.CANCELLED else "the result is missing"
-        return answers.answer(Failed(message=message, category="user" if message == "cancelled" else "server"))
+        return Failed(message=message, category="user" if message == "cancelled" else "server")
     try:
-        return answers.answer(decode_result(operation.result_kind, operation.result))
+        result = decode_result(operation.result_kind, operation.result)
+        return result if isinstance(result, Failed) else answers.answer(result)
     except TinsmithError as error:
         what = f"the result of {operation.request_id} cannot be returned"
         text = f"{what} ({log_privately(_log, f'{what}: {error}', error=error)})"
-        return answers.answer(Failed(message=text, category="server"))
+        return Failed(message=text, category="server", cause=str(error))
+
+
+async def _failure(context: ServerContext, caller: Principal, failed: Failed) -> Failed:
+    """Return a failure as the caller may read it.
+
+    Its answer is a 200 with `error` and `category`: the only form that the SDK turns into a typed exception.
+    """
+    if failed.category == "user" or not context.is_operator(caller):
+        return failed
+    text = Told(failed.message, failed.cause).to(operator=True)
+    records = (await context.engines.records()).values()
+    return replace(failed, message=with_causes(text, records, operator=True))

@@ -9,7 +9,8 @@ from fastapi.responses import JSONResponse, Response
 from tinsmith.errors import UnsupportedError, UserError
 from tinsmith.protocol import translate, wire
 from tinsmith.server.auth import Caller, authenticated
-from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.context import Context
+from tinsmith.server.engine_texts import last_failure, with_causes
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.store import EngineRecord, EngineState
 
@@ -114,29 +115,34 @@ async def healthz() -> wire.Health:
 async def readyz(request: Request, context: Context) -> Response:
     """Answer 503 until every engine is ready and its sampler works, with the state of each.
 
-    Why one failed is told to callers with a key.
+    How one failed is told to callers with a key, and the cause to administrators and on a server without keys.
     """
     records = await context.engines.records()
+    try:
+        caller = authenticated(request, context)
+    except UserError:
+        caller = None
+    operator = context.is_operator(caller)
     engines = {}
     for model in context.settings.models:
         record = records.get(model.name)
         engines[model.name] = (
-            {"state": "starting"}
+            {"state": EngineState.STARTING.value}
             if record is None
-            else {"state": record.state.value, "detail": _detail(record, request, context), "progress": record.progress}
+            else _reported(record, with_failure=operator or caller is not None, operator=operator)
         )
-        if record is not None and record.sampler_trouble is not None:
-            engines[model.name]["sampler"] = record.sampler_trouble
     ready = all(engine["state"] == EngineState.READY and "sampler" not in engine for engine in engines.values())
     return JSONResponse({"status": "ok" if ready else "waiting", "engines": engines}, 200 if ready else 503)
 
 
-def _detail(record: EngineRecord, request: Request, context: ServerContext) -> str:
-    """After a failure the detail may be a line of the engine's log."""
-    if record.state not in {EngineState.RESTARTING, EngineState.FAILED}:
-        return record.detail
-    try:
-        authenticated(request, context)
-    except UserError:
-        return "the reason is in the server's log; send an API key to see it here"
-    return record.detail
+def _reported(record: EngineRecord, *, with_failure: bool, operator: bool) -> dict[str, str | float | None]:
+    """Return what one engine reports. `with_failure`: the caller may know how its last process ended."""
+    detail, before = record.detail, last_failure(record)
+    if record.state in {EngineState.RESTARTING, EngineState.FAILED} and not with_failure:
+        detail = "the reason is in the server's log; send an API key to see it here"
+    found = {"state": record.state.value, "detail": with_causes(detail, [record], operator=operator)}
+    if before is not None and with_failure:
+        found["restarted"] = with_causes(before, [record], operator=operator)
+    if record.sampler_trouble is not None:
+        found["sampler"] = record.sampler_trouble
+    return {**found, "progress": record.progress}

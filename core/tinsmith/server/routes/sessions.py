@@ -10,6 +10,7 @@ from tinsmith.errors import ServerError, UserError
 from tinsmith.protocol import bounds, wire
 from tinsmith.server.auth import AccessScope, Caller, own_known_session, own_session, readable_session, visible_tenant
 from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.engine_texts import session_messages
 from tinsmith.server.json_routes import DirectRoute, JsonRoute
 from tinsmith.store import RunRecord, SessionRecord
 
@@ -48,9 +49,12 @@ async def create_session(
         ),
         idempotency_key=x_idempotency_key,
     )
-    waiting = await context.engines.not_ready(tuple(model.name for model in context.settings.models))
-    info = f"still loading: {', '.join(waiting)}; requests wait until it is done" if waiting else None
-    return wire.SessionCreated(session_id=session.session_id, info_message=info)
+    warning, error = session_messages(
+        [model.name for model in context.settings.models],
+        await context.engines.records(),
+        operator=context.is_operator(caller),
+    )
+    return wire.SessionCreated(session_id=session.session_id, warning_message=warning, error_message=error)
 
 
 async def session_heartbeat(body: wire.SessionRequest, caller: Caller, context: Context) -> wire.SessionHeartbeat:
