@@ -12,6 +12,7 @@
     |   `-- UnsupportedError      a field or value this server refuses  400
     |-- ServerError               we are at fault                       500, category "server"
     |   |-- StoreError            the request store cannot be used now  503
+    |   |   `-- StoreFullError    its disk is full                      503
     |   |-- DiskError             the disk is full, or fails            503
     |   |-- ModelLostError        the training state is gone            500
     |   |-- LeaseLostError        another engine serves the base model  500
@@ -108,6 +109,12 @@ class StoreError(ServerError):
 
     http_status: ClassVar[int] = 503
     public: ClassVar[bool] = False
+
+
+class StoreFullError(StoreError):
+    """The disk of the request store is full: nothing was recorded, and once there is space, the same call succeeds."""
+
+    public: ClassVar[bool] = True
 
 
 class DiskError(ServerError):

@@ -3,7 +3,7 @@
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,9 @@ def test_only_what_must_be_written_uses_the_reserve(tmp_path: Path) -> None:
         assert failed["category"] == "user"
         assert "quotas.disk_reserve_bytes" in failed["error"]
         again.ok("session_heartbeat", session_id=again.session)
+        ready = httpx.get(f"{server.url}/readyz", timeout=300)
+        assert ready.status_code == 503
+        assert "quotas.disk_reserve_bytes" in ready.json()["storage"]
         assert "metrics" in again.result(waiting)
         assert again.http.delete(f"training_runs/{again.model}/checkpoints/weights/first").status_code == 200
         again.ok(f"sessions/{again.session}/finish", reason={"type": "success"}, detail=None)
@@ -187,3 +190,37 @@ def test_a_tenant_that_fills_a_real_disk_stops_nobody(tmp_path: Path) -> None:
         assert seq_id > 20
         neighbour.train_sample_save_and_live()
         assert space_at(disk).free_bytes > 1 << 20
+
+
+def fill(file: Path) -> None:
+    with file.open("wb", buffering=0) as filler, suppress(OSError):
+        while True:
+            filler.write(bytes(4096))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small file system")
+def test_a_server_is_not_ready_while_its_disk_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody else fills it, to the last byte."""
+
+    def readiness() -> httpx.Response:
+        return httpx.get(f"{server.url}/readyz", timeout=300)
+
+    with small_disk(tmp_path / "disk", "6m") as disk, running_server(disk, server=SERVER) as server:
+        tenant = Tenant(server, "neighbour")
+        tenant.start()
+        assert readiness().status_code == 200
+        fill(disk / "filler")
+        while readiness().status_code == 200:
+            pass
+        told = [tenant.numbered("save_weights", path="a"), tenant.numbered("optim_step", adam_params={})]
+        told += [tenant.post("create_session"), readiness()]
+        assert {answer.status_code for answer in told} <= {429, 503}
+        assert all("disk" in answer.text for answer in told), [answer.text for answer in told]
+        for _ in range(3):
+            tenant.ok("session_heartbeat", session_id=tenant.session)
+        (disk / "filler").unlink()
+        while readiness().status_code != 200:
+            pass
+        tenant.train_sample_save_and_live()
+    logged = [each.getMessage() for each in caplog.records if each.name == "tinsmith.server.storage_health"]
+    assert [text.partition(":")[0] for text in logged] == ["not ready", "ready again"]

@@ -199,6 +199,7 @@ async def _serve(
                     tasks = [
                         beside.create_task(_housekeeping(settings, store, context)),
                         beside.create_task(context.hearing.watch()),
+                        beside.create_task(context.storage.watch()),
                         beside.create_task(_show_engines(console, settings, context.engines)),
                         beside.create_task(collect_old()),
                         beside.create_task(_announce(http, settings, plugins, url, lock)),

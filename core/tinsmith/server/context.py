@@ -26,6 +26,7 @@ from tinsmith.server.known import Known, KnownRequest, KnownRun, KnownSession
 from tinsmith.server.large_answers import LargeAnswers
 from tinsmith.server.quotas import Quotas
 from tinsmith.server.signed_urls import UrlSigner
+from tinsmith.server.storage_health import StorageHealth
 from tinsmith.settings import Settings
 from tinsmith.store import EngineRecord, EngineState, RequestStore, SamplingSessionRecord
 
@@ -145,6 +146,7 @@ class ServerContext:
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     server_id: str = field(default_factory=partial(secrets.token_hex, 8))
     hearing: Hearing = field(init=False)
+    storage: StorageHealth = field(init=False)
     sessions: Known[KnownSession] = field(init=False)
     runs: Known[KnownRun] = field(init=False)
     samplers: Known[SamplingSessionRecord] = field(init=False)
@@ -153,6 +155,7 @@ class ServerContext:
 
     def __post_init__(self) -> None:
         self.hearing = Hearing(unnoticed_s=self.settings.server.session_timeout_s / _UNNOTICED)
+        self.storage = StorageHealth(self.store, self.quotas.disk)
         self.sessions = Known(self._session)
         self.runs = Known(self._run)
         self.samplers = Known(self.store.get_sampling_session)

@@ -70,10 +70,14 @@ class DiskQuota:
 
     async def admit_unowned(self) -> None:
         """Admit something small that counts towards no share. Raise CapacityError if only the reserve is left."""
-        if self._read_space is not None:
-            why = why_in_reserve(self._settings, await self.space(), more=0)
-            if why is not None:
-                raise CapacityError(why, retry_after_s=_RETRY_AFTER_S, queue_state="paused_capacity")
+        if (why := await self.why_full()) is not None:
+            raise CapacityError(why, retry_after_s=_RETRY_AFTER_S, queue_state="paused_capacity")
+
+    async def why_full(self) -> str | None:
+        """Return that only the reserve is left, or None if there is more."""
+        if self._read_space is None:
+            return None
+        return why_in_reserve(self._settings, await self.space(), more=0)
 
     async def why_no_save(self, tenant: str) -> UserError | None:
         """Return why a tenant may save nothing more, or None if it may. The engine knows the size, and asks again."""

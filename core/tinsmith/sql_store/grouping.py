@@ -1,6 +1,7 @@
 """Running many callers' functions in one transaction: calls that arrive during one transaction share the next."""
 
 import asyncio
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -9,10 +10,15 @@ from typing import Any, Final
 from sqlalchemy.exc import SQLAlchemyError
 from sqlmodel import Session
 
-from tinsmith.errors import StoreError
+from tinsmith.errors import StoreError, StoreFullError
 from tinsmith.sql_store.databases.database import Database
 
 _CLOSED: Final = "the request store is closed"
+_FULL: Final = (
+    "the disk of the request store is full, so nothing of this was recorded; free space, then the same request succeeds"
+)
+_CHECK: Final = "check that its disk has free space and that no other program locks it"
+_DISK_FULL: Final = "53100"  # the SQL state of PostgreSQL
 
 Models = Iterable[str] | Callable[[Session], Iterable[str]]
 
@@ -124,8 +130,13 @@ def _store_error(error: Exception) -> Exception:
     """Wrap errors of the database in a StoreError; return any other error as it is."""
     if not isinstance(error, SQLAlchemyError | OSError):
         return error
-    wrapped = StoreError(
-        f"the request store failed: {error}; check that its disk has free space and that no other program locks it"
-    )
+    wrapped = StoreFullError(_FULL) if _is_full(error) else StoreError(f"the request store failed: {error}; {_CHECK}")
     wrapped.__cause__ = error
     return wrapped
+
+
+def _is_full(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in {errno.ENOSPC, errno.EDQUOT}
+    cause = getattr(error, "orig", None)  # the driver's
+    return getattr(cause, "sqlite_errorname", None) == "SQLITE_FULL" or getattr(cause, "sqlstate", None) == _DISK_FULL

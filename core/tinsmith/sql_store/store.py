@@ -18,7 +18,7 @@ from tinsmith.sql_store.parts.sampling_sessions import SqlSamplingSessions
 from tinsmith.sql_store.parts.server_log import SqlServerLog
 from tinsmith.sql_store.parts.sessions import SqlSessions
 from tinsmith.sql_store.parts.usage import SqlUsageLog
-from tinsmith.sql_store.transactions import pruning, routed_experts, shared_secrets
+from tinsmith.sql_store.transactions import pruning, routed_experts, shared_secrets, write_checks
 from tinsmith.store import RequestStore
 
 _PART: Final = 500  # operations that one transaction deletes
@@ -50,6 +50,11 @@ class SqlStore(
         if (found := await self._reader.read(shared_secrets.find, name)) is not None:
             return found
         return await self._durable.write(shared_secrets.find_or_make, name)
+
+    async def expect_writes(self) -> None:
+        for writer in (self._durable, self._relaxed):
+            if writer.failed:
+                await writer.write(write_checks.write)
 
     @durable_boundary("store.prune")
     async def prune(self, finished_before: datetime, *, idle_since: datetime | None = None) -> int:

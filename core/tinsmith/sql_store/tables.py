@@ -380,6 +380,15 @@ class RetentionRow(Table, table=True):
     finished_before: datetime = _time()
 
 
+class WriteCheckRow(Table, table=True):
+    """A row is put in place of the last one to find out whether the database can be written again."""
+
+    __tablename__ = "write_checks"
+
+    id: int | None = Field(default=None, primary_key=True)
+    content: bytes = Field(sa_type=LargeBinary)
+
+
 # Hot paths use the bare tables: a mapped object costs several times as much as its statement.
 OPERATIONS, PAYLOADS, RESULTS, ENGINES, RUNS = (
     row.metadata.tables[str(row.__tablename__)] for row in (OperationRow, PayloadRow, ResultRow, EngineRow, RunRow)

@@ -73,6 +73,9 @@ class RequestStore(
     async def secret(self, name: str) -> bytes:
         """Return the 32 random bytes of that name, which are the same for every process on this database."""
 
+    async def expect_writes(self) -> None:
+        """Raise StoreError if the last write failed, and a small one fails now."""
+
     @abstractmethod
     async def prune(self, finished_before: datetime, *, idle_since: datetime | None = None) -> int:
         """Delete operations that finished before then, with payloads and results. Return how many.

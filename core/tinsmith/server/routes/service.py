@@ -12,6 +12,7 @@ from tinsmith.server.auth import Caller, authenticated
 from tinsmith.server.context import Context
 from tinsmith.server.engine_texts import last_failure, with_causes
 from tinsmith.server.json_routes import JsonRoute
+from tinsmith.settings.secrets import cleaned
 from tinsmith.store import EngineRecord, EngineState
 
 router = APIRouter(tags=["service"], route_class=JsonRoute)
@@ -113,7 +114,7 @@ async def healthz() -> wire.Health:
 @open_router.get("/readyz")
 @open_router.get("/api/v1/readyz")
 async def readyz(request: Request, context: Context) -> Response:
-    """Answer 503 until every engine is ready and its sampler works, with the state of each.
+    """Answer 503 until every engine is ready and its sampler works, with the state of each, and while the disk is full.
 
     How one failed is told to callers with a key, and the cause to administrators and on a server without keys.
     """
@@ -132,7 +133,11 @@ async def readyz(request: Request, context: Context) -> Response:
             else _reported(record, with_failure=operator or caller is not None, operator=operator)
         )
     ready = all(engine["state"] == EngineState.READY and "sampler" not in engine for engine in engines.values())
-    return JSONResponse({"status": "ok" if ready else "waiting", "engines": engines}, 200 if ready else 503)
+    trouble = await context.storage.trouble()
+    storage = {} if trouble is None else {"storage": cleaned(trouble.to(operator=operator))}
+    ready = ready and trouble is None
+    content = {"status": "ok" if ready else "waiting", "engines": engines, **storage}
+    return JSONResponse(content, 200 if ready else 503)
 
 
 def _reported(record: EngineRecord, *, with_failure: bool, operator: bool) -> dict[str, str | float | None]:

@@ -7,7 +7,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import sqlalchemy
 from sqlalchemy import bindparam
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, InterfaceError, InternalError, OperationalError
 from sqlmodel import Session
 
 from tinsmith.failpoints import durable_boundary
@@ -53,6 +53,8 @@ class Writer(Grouping):
         super().__init__([database], max_group=_MAX_GROUP)
         self._database = database
         self._wakeups = wakeups
+        self.failed = False
+        """Whether the database could not be written when it was written last."""
 
     async def write(self, function: Callable[Concatenate[Transaction, P], T], *args: P.args, **options: P.kwargs) -> T:
         """Run a synchronous function in a transaction. Return its result once the transaction is committed.
@@ -89,7 +91,12 @@ class Writer(Grouping):
             _commit(session)
             self._wakeups.send(topics)
 
-        results = await database.run(work, commit=commit)
+        try:
+            results = await database.run(work, commit=commit)
+        except (OperationalError, InterfaceError, InternalError, OSError):
+            self.failed = True
+            raise
+        self.failed = False
         self._wakeups.wake(topics)
         return results
 
