@@ -1,10 +1,13 @@
 """Whose sample is drawn next: places, reserves and turns."""
 
 import asyncio
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from tinsmith import operations as ops
 from tinsmith.backend import Capabilities
@@ -39,11 +42,11 @@ def a_sample(tenant: str, number: int, *, sequences: int = 1, max_tokens: int = 
     return Claimed(record=record, operation=operation)
 
 
-def a_line(places: int = 8, **weights: float) -> SampleLine:
+def a_line(places: int = 8, clock: Callable[[], float] = time.time, **weights: float) -> SampleLine:
     capabilities = Capabilities(
         vocab_size=8, max_context_tokens=1000, max_batch_tokens=1000, sampling=True, max_sequences=places
     )
-    return SampleLine(FairScheduler(FairConfig(weights=weights)), capabilities)
+    return SampleLine(FairScheduler(FairConfig(weights=weights)), capabilities, clock=clock)
 
 
 def add(line: SampleLine, tenant: str, count: int, **more: int) -> None:
@@ -79,6 +82,28 @@ def test_a_place_is_free_for_whoever_has_none() -> None:
     assert take_all(line) == []  # the reserve is for others
     add(line, "bob", 1)
     assert take_all(line) == ["bob0"]
+
+
+@pytest.mark.parametrize("end", [SampleLine.end, SampleLine.remove], ids=["drawn", "cancelled"])
+def test_places_are_kept_for_others_while_there_are_any(end: Callable[[SampleLine, str], object]) -> None:
+    now_s = [1000.0]
+    line = a_line(32, clock=lambda: now_s[0])
+    add(line, "ann", 1)
+    if end is SampleLine.end:
+        take_all(line)
+    now_s[0] += 600  # as long as a sample may take
+    end(line, "ann0")
+    add(line, "hog", 90)
+    taken = take_all(line)
+    assert len(taken) == 28 + (1 if "ann0" in taken else 0)
+    now_s[0] += 61
+    taken += take_all(line)
+    assert len([each for each in taken if each.startswith("hog")]) == 40
+    add(line, "bob", 1)  # whoever comes is another tenant at once
+    assert take_all(line) == ["bob0"]
+    now_s[0] += 600
+    line.end("hog0")
+    assert take_all(line) == [], "bob is still there"
 
 
 def test_places_go_to_whoever_was_served_least() -> None:

@@ -7,12 +7,14 @@ chooses among the oldest of each tenant.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Final, cast
 
 from tinsmith import operations as ops
 from tinsmith.backend import Capabilities
 from tinsmith.engine.claimed import Claimed
 from tinsmith.scheduler import Limits, Pending, Scheduler
+
+_STAYS_S: Final = 60.0  # for which a tenant counts after its last sample; a clock that is set back ends it
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,9 @@ class SampleLine:
 
     While there is a single tenant, the sampler gets a quarter more than it draws, so that it never waits for the next
     one. As soon as there is a second tenant, an eighth of the places is reserved for tenants of which nothing is being
-    drawn, so that one with long samples does not keep out the others. All other places are given in the scheduler's
-    order: a sample of many sequences waits until they fit, and nobody else takes their places meanwhile.
+    drawn, so that one with long samples does not keep out the others. A tenant counts for a minute after its last
+    sample: one that sends the next when it has read the last finds a place. All other places are given in the
+    scheduler's order: a sample of many sequences waits until they fit, and nobody else takes their places meanwhile.
 
     The reserved places have an order of their own, over those tenants alone, and count nothing in the common one. They
     add to what a tenant gets there: one sample at a time, while nothing else of it is drawn.
@@ -52,11 +55,11 @@ class SampleLine:
         self._memory: dict[bool, Mapping[str, float]] = {False: {}, True: {}}  # the scheduler's, by `reserved`
         self._waiting: dict[str, dict[str, _Waiting]] = {}  # by tenant and request_id, oldest first
         self._drawn: dict[str, _Place] = {}  # by request_id
-        self._tenants: set[str] = set()  # that have ever sampled
+        self._present: dict[str, float] = {}  # by tenant, when it last had a sample here
+        self._is_shared = False
 
     def add(self, claimed: Claimed) -> None:
         record = claimed.record
-        self._tenants.add(record.tenant)
         pending = replace(claimed.as_pending(), model_id=record.request_id)  # samples have no order
         self._waiting.setdefault(record.tenant, {})[record.request_id] = _Waiting(claimed, pending)
 
@@ -64,6 +67,7 @@ class SampleLine:
         """Remove a waiting sample. Return False if it is not waiting."""
         for tenant, samples in self._waiting.items():
             if samples.pop(request_id, None) is not None:
+                self._present[tenant] = self._clock()
                 if not samples:
                     del self._waiting[tenant]
                 return True
@@ -74,6 +78,7 @@ class SampleLine:
 
     def take(self) -> Claimed | None:
         """Take the sample that is drawn next. Return None if there is none, or no place for it."""
+        self._look_who_is_present()
         heads = [next(iter(samples.values())) for samples in self._waiting.values()]
         taken = self._take_of(heads, reserved=False)
         if taken is None:
@@ -84,7 +89,15 @@ class SampleLine:
 
     def end(self, request_id: str) -> None:
         """Free the places of a sample."""
-        self._drawn.pop(request_id, None)
+        place = self._drawn.pop(request_id, None)
+        if place is not None:
+            self._present[place.tenant] = self._clock()
+
+    def _look_who_is_present(self) -> None:
+        now_s = self._clock()
+        self._present |= dict.fromkeys((*self._waiting, *(place.tenant for place in self._drawn.values())), now_s)
+        recent = {tenant: at_s for tenant, at_s in self._present.items() if abs(now_s - at_s) <= _STAYS_S}
+        self._present, self._is_shared = recent, len(recent) > 1
 
     def _take_of(self, heads: Sequence[_Waiting], *, reserved: bool) -> Claimed | None:
         """Take the one that the scheduler chooses, if it fits."""
@@ -108,11 +121,11 @@ class SampleLine:
 
     @property
     def _num_reserved(self) -> int:
-        return -(-self._places // 8) if len(self._tenants) > 1 and self._places > 1 else 0
+        return -(-self._places // 8) if self._is_shared and self._places > 1 else 0
 
     @property
     def _num_common(self) -> int:
-        ahead = self._places // 4 if len(self._tenants) <= 1 else 0
+        ahead = 0 if self._is_shared else self._places // 4
         return self._places + ahead - self._num_reserved
 
     def _sequences(self, waiting: _Waiting) -> int:
