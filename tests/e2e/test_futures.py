@@ -77,7 +77,7 @@ def test_an_expired_result_is_a_410_and_an_unknown_one_a_404(
     kept = forward(http, model_id)
     body = {"session_id": model_id.split(":")[0], "sampling_session_seq_id": 0, "base_model": "toy"}
     sample = {
-        **http.post("create_sampling_session", json=body).json(),
+        "sampling_session_id": http.post("create_sampling_session", json=body).json()["sampling_session_id"],
         "seq_id": 0,
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
         "sampling_params": {"max_tokens": 2},

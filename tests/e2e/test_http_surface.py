@@ -213,6 +213,28 @@ def test_a_training_request_of_the_wrong_form_keeps_its_number_too(
     assert result["error"].startswith("body.")
 
 
+def test_what_no_sdk_sends_is_refused_by_name_and_counted(
+    http: httpx.Client, server: RunningServer, session: str
+) -> None:
+    answer = create_model(http, session, lora_config={"rank": 4, "alpha": 64})
+    assert (answer.status_code, "'lora_config.alpha' (64) is not known" in answer.json()["detail"]) == (400, True)
+    model = ok(create_model(http, session, lora_config={"rank": 4, "alpha": 0}))["model_id"]
+    step = {"model_id": model, "seq_id": 1, "adam_params": {"amsgrad": True}}
+    unknown = forward_backward(model, 2) + b"\x98\x06\x01"
+    for number, submitted in (
+        (1, http.post("optim_step", json=step)),
+        (2, http.post("forward_backward", content=unknown, headers=PROTOBUF)),
+    ):
+        failed = ok(http.post("retrieve_future", json={"request_id": ok(submitted)["request_id"]}))
+        assert (failed["category"], "is not known" in failed["error"]) == ("user", True), number
+    stranger = http.post("optim_step", json={**step, "unseen": 1}, headers={"X-API-Key": "no-key"})
+    assert stranger.status_code == 401
+    shown = httpx.get(f"{server.url}/metrics", timeout=300).text
+    for message, field in (("LoraConfig", "alpha"), ("AdamParams", "amsgrad"), ("ForwardBackwardRequest", "99")):
+        assert f'tinsmith_unknown_fields_total{{field="{field}",message="{message}"}} 1.0' in shown
+    assert "unseen" not in shown
+
+
 def test_a_sample_can_be_cancelled(http: httpx.Client, session: str) -> None:
     ok(
         http.post(
@@ -465,6 +487,7 @@ def test_models_that_cannot_be_are_refused_at_once(
         ({"path": "tinker://a/weights/../b"}, 400, "is not a checkpoint path"),
         ({"path": "tinker://x/sampler_weights/y"}, 400, "is not a training checkpoint"),
         ({"path": "tinker://x/weights/y", "model_id": "m", "seq_id": 1}, 400, "either session_id and model_seq_id"),
+        ({"path": "tinker://x/weights/y", "seq_id": 1}, 400, "either session_id and model_seq_id"),
         ({"path": "tinker://x/weights/y", "weights_access_token": "t"}, 400, "weights_access_token"),
     ],
 )
@@ -687,7 +710,9 @@ def test_too_many_waiting_samples_of_one_tenant_get_a_429(tmp_path: Path) -> Non
                 session = ok(http.post("create_session", json={}))["session_id"]
                 sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
                 sample = {
-                    **ok(http.post("create_sampling_session", json=sampler)),
+                    "sampling_session_id": ok(http.post("create_sampling_session", json=sampler))[
+                        "sampling_session_id"
+                    ],
                     "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
                     "sampling_params": {"max_tokens": 2},
                 }

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
 from tinsmith.errors import UserError
@@ -9,6 +10,7 @@ from tinsmith.protocol import bounds, proto_scan, training_request
 from tinsmith.protocol import tensors as wire_tensors
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
 from tinsmith.protocol.proto_scan import MAX_PARTS, check_parts
+from tinsmith.protocol.unknown_fields import UnknownField, UnknownFieldError
 
 REQUEST = pb.ForwardBackwardRequest.DESCRIPTOR
 HEAD = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy").SerializeToString()
@@ -135,13 +137,92 @@ def test_sparse_tensors_are_counted_together_before_they_are_made_dense() -> Non
 
 
 def test_data_are_parsed_as_in_the_whole_message() -> None:
-    """Wherever they come: between other fields, or of a wire type that makes them unknown fields."""
-    first, second = request(2), request(3)
-    second.loss_fn, second.seq_id, second.forward_only = "ppo", 7, True
-    unknown = b"\x18\x05" + b"\x1d" + b"abcd" + b"\x7a\x02xy"  # field 3 as a number, and a field of the future
-    body = first.SerializeToString() + unknown + second.SerializeToString()
+    """Wherever they come: between other fields, and beside fields that are not known and hold nothing."""
+    before, after = request(2), pb.ForwardBackwardRequest(forward_only=True)
+    after.data.extend(request(3).data)
+    unknown = b"\x18\x00" + b"\x1d" + bytes(4) + b"\x7a\x00"  # field 3 as a number, and a field of the future
+    body = before.SerializeToString() + unknown + after.SerializeToString()
     whole, parsed = pb.ForwardBackwardRequest.FromString(body), training_request.parse(body)
     assert [parsed.datum(index) for index in range(len(parsed.data))] == list(whole.data)
     assert len(parsed.data) == 5
     del whole.data[:]
     assert parsed.head == whole
+
+
+# What a parser would pass over ----------------------------------------------------------------------------------------
+
+
+def messages(message: Descriptor, *above: int) -> dict[str, tuple[int, ...]]:
+    """Return the way to every message in a request, by its name: field numbers, the outermost first."""
+    found = {message.name: above}
+    for field in message.fields:
+        if field.message_type is not None:
+            found |= messages(field.message_type, *above, field.number)
+    return found
+
+
+@pytest.mark.parametrize(("name", "way"), messages(REQUEST).items())
+def test_unknown_fields_of_every_message_are_refused_unless_they_hold_nothing(name: str, way: tuple[int, ...]) -> None:
+    for nothing in (
+        b"\x98\x06\x00",
+        b"\x98\x06\x80\x00",
+        b"\x99\x06" + bytes(8),
+        b"\x9a\x06\x00",
+        b"\x9d\x06" + bytes(4),
+    ):
+        check_parts(HEAD + nest(*way, content=nothing), REQUEST)
+    for something in (b"\x98\x06\x80\x01", b"\x99\x06" + b"\1" * 8, b"\x9a\x06\x01\x00", b"\x9d\x06" + b"\1" * 4):
+        with pytest.raises(UnknownFieldError, match=f"field 99 of {name} \\(.* is not known, allowed: 1 ") as refused:
+            training_request.parse(HEAD + nest(*way, content=something))
+        assert refused.value.fields == (UnknownField(name, "99"),)
+
+
+def test_a_known_field_of_another_form_is_unknown() -> None:
+    for form in (b"\x20\x01", b"\x1d" + b"\1" * 4):  # loss_fn as a number, data as a float
+        with pytest.raises(UnknownFieldError):
+            training_request.parse(HEAD[:-15] + form)
+
+
+def tensor(**fields: object) -> bytes:
+    return pb.Tensor(**fields).SerializeToString()
+
+
+def entry(name: str, content: bytes = b"") -> bytes:
+    return length_delimited(1, name.encode()) + length_delimited(2, content)
+
+
+DENSE, SPARSE = tensor(dense=b"1234"), tensor(sparse_csr=pb.SparseCsr(values=b"1234"))
+TWICE = {
+    "the loss": (HEAD + length_delimited(4, b"ppo"), "ForwardBackwardRequest: loss_fn is given more than once"),
+    "an input": (HEAD + nest(3, content=nest(2, content=entry("weights")) * 2), "loss_fn_inputs 'weights' is given"),
+    "an input, backwards": (
+        HEAD + nest(3, content=nest(2, content=b"\x12\x00" + length_delimited(1, b"weights")) * 2),
+        "loss_fn_inputs 'weights' is given",
+    ),
+    "a setting": (
+        HEAD + nest(5, content=entry("beta")[:-2] + b"\x11" + bytes(8)) * 2,
+        "loss_fn_config 'beta' is given",
+    ),
+    "an encoding": (
+        HEAD + nest(3, 2, content=entry("weights", DENSE + SPARSE)),
+        "Tensor: dense or sparse_csr is given",
+    ),
+    "a chunk": (
+        HEAD + nest(3, 1, content=nest(2, content=b"") + nest(1, content=b"")),
+        "encoded_text or image or dmel",
+    ),
+    "tokens": (HEAD + nest(3, 1, 1, content=b"\x0a\x00\x0a\x04\1\0\0\0"), "EncodedTextChunk: tokens is given"),
+}
+
+
+@pytest.mark.parametrize(("body", "words"), TWICE.values(), ids=TWICE)
+def test_several_values_in_one_place_are_refused(body: bytes, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        training_request.parse(body)
+
+
+def test_wasteful_encoders_are_understood() -> None:
+    """Numbers that are longer than they need be, zeros that need not be sent, and lists that could be packed."""
+    long_shape = b"\x20\x81\x80\x00" + b"\x20\x02" + b"\x18\x00"
+    parsed = training_request.parse(HEAD + b"\x30\x00" + nest(3, 2, content=entry("weights", long_shape)))
+    assert list(parsed.datum(0).loss_fn_inputs["weights"].shape) == [1, 2]

@@ -12,6 +12,7 @@ from tinsmith.protocol import training_request, translate, wire
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
 from tinsmith.protocol.tensors import tensor_from_proto
 from tinsmith.protocol.training_request import TrainingRequest
+from tinsmith.protocol.unknown_fields import validated
 
 MODEL = "s:train:0"
 
@@ -117,6 +118,34 @@ def test_what_sparse_targets_do_not_list_counts_nothing() -> None:
     np.testing.assert_array_equal(inputs["weights"], [[0, 1], [0, 0], [1, 1]])
 
 
+def sparse_targets(*col_indices: int) -> TrainingRequest:
+    """All but the last in the first of two rows."""
+    message = pb.ForwardBackwardRequest(model_id=MODEL, seq_id=1, loss_fn="cross_entropy")
+    targets = message.data.add().loss_fn_inputs["target_tokens"]
+    targets.dtype = pb.DTYPE_INT64
+    targets.shape.extend([2, 3])
+    num_cells = len(col_indices)
+    targets.sparse_csr.values = np.arange(1, num_cells + 1).astype("<i8").tobytes()
+    targets.sparse_csr.crow_indices = np.array([0, num_cells - 1, num_cells], "<i8").tobytes()
+    targets.sparse_csr.col_indices = np.array(col_indices, "<i8").tobytes()
+    return parsed(message)
+
+
+def test_cells_of_sparse_tensors_come_once_in_any_order() -> None:
+    inputs = translate.forward_backward(sparse_targets(2, 0, 0)).data[0].loss_inputs
+    np.testing.assert_array_equal(inputs["target_tokens"], [[2, 0, 1], [3, 0, 0]])
+    for repeated in ((2, 2, 0), (2, 0, 2, 1)):
+        with pytest.raises(UserError, match="target_tokens: this sparse tensor has several values for row 0, column 2"):
+            translate.forward_backward(sparse_targets(*repeated))
+
+
+def test_a_setting_has_one_value() -> None:
+    message = encoded([datum([1], target_tokens=[1])], loss_fn="ppo", loss_fn_config={"clip_low_threshold": 0.8})
+    message.head.loss_fn_config["clip_low_threshold"] = 0.9
+    with pytest.raises(UserError, match=r"'clip_low_threshold' is 0\.9, and 0\.8 in loss_fn_config_v2"):
+        translate.forward_backward(message)
+
+
 def test_spans_are_accepted_and_change_nothing() -> None:
     plain = pb.ForwardBackwardRequest(model_id=MODEL, seq_id=1, loss_fn="cross_entropy")
     plain.data.add().model_input.add().encoded_text.tokens = np.array([1], "<i4").tobytes()
@@ -174,7 +203,7 @@ def test_our_module_and_the_sdks_agree_on_the_wire() -> None:
 
 def create_request(**fields: object) -> wire.CreateModelRequest:
     body = {"session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config": {"rank": 4}, **fields}
-    return wire.CreateModelRequest.model_validate(body)
+    return validated(wire.CreateModelRequest, body)
 
 
 def test_a_missing_seed_is_the_same_for_a_repeat_and_another_for_another_model() -> None:
@@ -200,13 +229,13 @@ def test_dimuon_and_full_fine_tuning_are_refused_by_name() -> None:
         translate.create_model(create_request(lora_config=None))
     step = {"model_id": MODEL, "seq_id": 1, "optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}
     with pytest.raises(UnsupportedError, match="optimizer_params: 'dimuon'"):
-        translate.optim_step(wire.OptimStepRequest.model_validate(step))
+        translate.optim_step(validated(wire.OptimStepRequest, step))
 
 
 def test_every_adam_field_arrives() -> None:
     params = tinker.AdamParams(learning_rate=1.0, beta1=0.1, beta2=0.2, eps=0.3, weight_decay=0.4, grad_clip_norm=0.5)
     body = tinker.types.OptimStepRequest(adam_params=params, model_id=MODEL, seq_id=2).model_dump()
-    operation = translate.optim_step(wire.OptimStepRequest.model_validate(body))
+    operation = translate.optim_step(validated(wire.OptimStepRequest, body))
     assert operation.adam == ops.AdamParams(**params.model_dump())
 
 
@@ -224,7 +253,7 @@ def test_lifetimes_out_of_range_are_refused(ttl: int) -> None:
 
 
 def sampler_request(**fields: object) -> wire.SaveWeightsForSamplerRequest:
-    return wire.SaveWeightsForSamplerRequest.model_validate({"model_id": MODEL, "seq_id": 4, **fields})
+    return validated(wire.SaveWeightsForSamplerRequest, {"model_id": MODEL, "seq_id": 4, **fields})
 
 
 def test_a_sampler_is_persisted_by_name_or_ephemeral_by_number() -> None:
@@ -250,6 +279,7 @@ def test_what_a_sampler_cannot_be_is_refused_by_name() -> None:
     for fields, words in (
         ({"kind": "inflight", "sampling_session_seq_id": 0}, "kind 'inflight' is not offered"),
         ({}, "path and sampling_session_seq_id are both missing"),
+        ({"path": "x", "sampling_session_seq_id": 0}, "path and sampling_session_seq_id exclude each other"),
         ({"sampling_session_seq_id": 0, "ttl_seconds": 3600}, "ttl_seconds needs a name"),
     ):
         with pytest.raises(UserError, match=words):
@@ -262,9 +292,9 @@ def test_encryption_and_foreign_tokens_are_refused_by_name() -> None:
         translate.save_weights_external(export)
     load = {"model_id": MODEL, "seq_id": 1, "path": "tinker://m/weights/x", "optimizer": True}
     with pytest.raises(UnsupportedError, match="weights_access_token"):
-        translate.load_weights(wire.LoadWeightsRequest.model_validate({**load, "weights_access_token": "t"}))
+        translate.load_weights(validated(wire.LoadWeightsRequest, {**load, "weights_access_token": "t"}))
     with pytest.raises(UserError, match="is not a training checkpoint"):
-        translate.load_weights(wire.LoadWeightsRequest.model_validate({**load, "path": "tinker://m/sampler_weights/x"}))
+        translate.load_weights(validated(wire.LoadWeightsRequest, {**load, "path": "tinker://m/sampler_weights/x"}))
 
 
 # Sampling -------------------------------------------------------------------------------------------------------------
@@ -278,7 +308,7 @@ def sample_request(**fields: object) -> wire.SampleRequest:
         "seq_id": 7_000_000_000,
         **fields,
     }
-    return wire.SampleRequest.model_validate(body)
+    return validated(wire.SampleRequest, body)
 
 
 def sample(request: wire.SampleRequest, max_context_tokens: int | None = None) -> ops.Sample:
@@ -365,6 +395,18 @@ def test_target_tokens_come_dense_or_sparse() -> None:
         ({"target_prompt_logprobs": {"data": [1.0], "dtype": "float32", "shape": [1, 1]}}, "send int64"),
         ({"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [2, 2]}}, "does not hold 1 values"),
         ({"target_prompt_logprobs": {"data": [], "dtype": "int64", "shape": [0, 2**40, 2**40]}}, "is not supported"),
+        (
+            {
+                "target_prompt_logprobs": {
+                    "data": [1, 2, 3, 4],
+                    "dtype": "int64",
+                    "shape": [2, 3],
+                    "sparse_crow_indices": [0, 1, 4],
+                    "sparse_col_indices": [1, 2, 0, 2],
+                }
+            },
+            "has several values for row 1, column 2",
+        ),
         (
             {
                 "target_prompt_logprobs": {

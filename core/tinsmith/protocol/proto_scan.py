@@ -1,30 +1,64 @@
-"""How many parts a protobuf message has, counted on the wire before anything is built from it.
+"""What is checked of a protobuf message on the wire, where a parser would say nothing.
 
-An empty message takes two bytes on the wire and hundreds in memory, so a body's size alone bounds neither memory nor
-time.
+- How many parts it has. An empty message takes two bytes on the wire and hundreds in memory, so a body's size alone
+  bounds neither memory nor time.
+- Whether all of it is known: a parser skips what is not. Fields that hold nothing are skipped here, too; see
+  `unknown_fields.py` for the reason.
+- Whether each value has a place of its own: a parser takes the last of several.
 """
 
 from functools import cache
-from typing import Final
+from typing import Final, NamedTuple
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 
 from tinsmith.errors import UserError
+from tinsmith.protocol.unknown_fields import UnknownField, unknown
 
 MAX_PARTS: Final = 1 << 18
 """A datum with one chunk and three tensors has 25; the SDK sends at most 1,024 data in a request."""
 
+_VARINT: Final = 0
 _BYTES: Final = 2
+_SIZES: Final = {1: 8, 5: 4}
+"""Of values of the other wire types. A group is none, which no message of the API has."""
+_FORMS: Final = {
+    **dict.fromkeys((FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_SFIXED64), 1),
+    **dict.fromkeys((FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_MESSAGE), _BYTES),
+    **dict.fromkeys((FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_FIXED32, FieldDescriptor.TYPE_SFIXED32), 5),
+}
+"""The wire types of all but varints."""
+_SHOWN_BYTES: Final = 16
+_SHOWN_CHARS: Final = 100
+_LONG: Final = 0x80
 _MAX_SHIFT: Final = 63
 
 
-def check_parts(body: bytes, descriptor: Descriptor) -> None:
-    """Raise UserError for more than MAX_PARTS fields, at any depth, and DecodeError for what is no protobuf message.
+class _Field(NamedTuple):
+    """What a key on the wire, which is a number and a wire type, stands for."""
 
-    A packed list counts as many more as it has bytes.
+    inner: Descriptor | None = None  # of a message
+    is_packed: bool = False
+
+
+def check_parts(body: bytes, descriptor: Descriptor) -> None:
+    """Raise DecodeError for what is no protobuf message, and UserError for more than MAX_PARTS fields, at any depth.
+
+    A packed list counts as many more as it has bytes. Raises UnknownFieldError for an unknown field that holds
+    something.
     """
-    _count(body, 0, len(body), descriptor, 0)
+    _check(body, 0, len(body), descriptor, 0)
+
+
+def check_places(wire: bytes | memoryview, parsed: Message) -> None:
+    """Raise UserError if some of the message was lost when it was parsed: several values in one place.
+
+    A parsed message is never shorter than what it was parsed from, unless that happened, or its encoder wasted bytes.
+    """
+    if parsed.ByteSize() < len(wire):
+        _check_places(bytes(wire), 0, len(wire), parsed.DESCRIPTOR)
 
 
 def split_off(number: int, body: bytes) -> tuple[bytes, list[memoryview]]:
@@ -42,17 +76,23 @@ def split_off(number: int, body: bytes) -> tuple[bytes, list[memoryview]]:
     return b"".join(rest), values
 
 
-def _count(body: bytes, at: int, end: int, message: Descriptor, parts: int) -> int:
+def _check(body: bytes, at: int, end: int, message: Descriptor, parts: int) -> int:
     """Return the number of parts with those of this message added."""
     fields = _fields(message)
     while at < end:
-        key, at = _varint(body, at, end)
-        number, form = key >> 3, key & 7
-        length, at = _length(form, body, at, end)
+        key, value_at = (body[at], at + 1) if body[at] < _LONG else _varint(body, at, end)
+        length, at = _length(key & 7, body, value_at, end)
         parts += 1
-        if form == _BYTES and length > 0 and number in fields:
-            inner = fields[number]
-            parts = parts + length if inner is None else _count(body, at, at + length, inner, parts)
+        if key not in fields:
+            if key >> 3 == 0:  # no field has that number
+                raise _damaged(at)
+            _refuse_unknown(message, key, body[value_at : at + length])
+        else:
+            inner, is_packed = fields[key]
+            if inner is not None:
+                parts = _check(body, at, at + length, inner, parts)
+            elif is_packed:
+                parts += length
         if parts > MAX_PARTS:
             msg = f"the body has more than {MAX_PARTS} fields, chunks and tensors; send fewer data at a time"
             raise UserError(msg)
@@ -60,31 +100,66 @@ def _count(body: bytes, at: int, end: int, message: Descriptor, parts: int) -> i
     return parts
 
 
+def _refuse_unknown(message: Descriptor, key: int, value: bytes) -> None:
+    """Raise UnknownFieldError unless the value is 0 or empty; before bytes comes their length."""
+    if not any(value) or (key & 7 == _VARINT and _varint(value, 0, len(value))[0] == 0):
+        return
+    number, known = key >> 3, (f"{field.number} ({field.name})" for field in message.fields)
+    shown = value.hex() if len(value) <= _SHOWN_BYTES else f"{value[:_SHOWN_BYTES].hex()}... of {len(value)} bytes"
+    raise unknown(UnknownField(message.name, str(number)), f"field {number} of {message.name} ({shown})", allowed=known)
+
+
+def _check_places(body: bytes, at: int, end: int, message: Descriptor) -> None:
+    fields, taken = _fields(message), set[str]()
+    while at < end:
+        key, at = _varint(body, at, end)
+        length, at = _length(key & 7, body, at, end)
+        if key in fields:
+            place = _place(message.fields_by_number[key >> 3], body[at : at + length])
+            if place in taken:
+                name = place[:_SHOWN_CHARS]
+                msg = f"{message.name}: {name} is given more than once, and the last would count; send one"
+                raise UserError(msg)
+            if place:
+                taken.add(place)
+            inner = fields[key].inner
+            if inner is not None:
+                _check_places(body, at, at + length, inner)
+        at += length
+
+
+def _place(field: FieldDescriptor, value: bytes) -> str:
+    """Return the name of what a field sets; "" if it adds to a list. Fields that exclude each other set the same."""
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return f"{field.name} {GetMessageClass(field.message_type).FromString(value).key!r}"
+    if field.is_repeated:
+        return ""
+    exclusive = field.containing_oneof.fields if field.containing_oneof is not None else (field,)
+    return " or ".join(each.name for each in exclusive)
+
+
 @cache
-def _fields(message: Descriptor) -> dict[int, Descriptor | None]:
-    """Return the messages in a message by their field number, and None for packed lists."""
-    found: dict[int, Descriptor | None] = {}
+def _fields(message: Descriptor) -> dict[int, _Field]:
+    """Return the fields of a message by their keys. A list of numbers may be packed."""
+    found: dict[int, _Field] = {}
     for field in message.fields:
-        if field.message_type is not None:
-            found[field.number] = field.message_type
-        elif field.is_repeated and field.type not in {FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING}:
-            found[field.number] = None
+        form = _FORMS.get(field.type, _VARINT)
+        found[field.number << 3 | form] = _Field(field.message_type)
+        if field.is_repeated and form != _BYTES:
+            found[field.number << 3 | _BYTES] = _Field(is_packed=True)
     return found
 
 
 def _length(form: int, body: bytes, at: int, end: int) -> tuple[int, int]:
     """Return how long the value of this wire type is, and where it starts."""
-    match form:
-        case 0:  # a varint
-            length, start = 0, _varint(body, at, end)[1]
-        case 1:  # 64 bits
-            length, start = 8, at
-        case 2:  # bytes, text, a message or a packed list
-            length, start = _varint(body, at, end)
-        case 5:  # 32 bits
-            length, start = 4, at
-        case _:  # a group, which no message of the API has
-            raise _damaged(at)
+    if form == _BYTES:  # or text, a message, a packed list
+        length, start = _varint(body, at, end)
+    elif form == _VARINT:
+        length, start = 0, _varint(body, at, end)[1]
+    elif form in _SIZES:
+        length, start = _SIZES[form], at
+    else:
+        raise _damaged(at)
     if start + length > end:
         raise _damaged(at)
     return length, start
@@ -92,6 +167,8 @@ def _length(form: int, body: bytes, at: int, end: int) -> tuple[int, int]:
 
 def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
     """Return the number and the position after it."""
+    if at < end and body[at] < _LONG:  # as most are
+        return body[at], at + 1
     number, shift = 0, 0
     while at < end and shift <= _MAX_SHIFT:
         byte = body[at]

@@ -138,9 +138,24 @@ def dense_from_csr(
     ):
         msg = f"{name}: the indices of this sparse tensor do not describe {len(values)} values in shape {list(shape)}"
         raise UserError(msg)
+    rows = np.repeat(np.arange(num_rows), np.diff(crow_indices))
+    _refuse_repeated_cells(name, rows, col_indices)
     dense = np.full((num_rows, num_columns), fill, values.dtype)
-    dense[np.repeat(np.arange(num_rows), np.diff(crow_indices)), col_indices] = values
+    dense[rows, col_indices] = values
     return dense
+
+
+def _refuse_repeated_cells(name: str, rows: ops.IntArray, col_indices: ops.IntArray) -> None:
+    """The last value of a cell would win without a word."""
+    if not ((np.diff(rows) == 0) & (np.diff(col_indices) <= 0)).any():  # sorted, as every library writes them
+        return
+    order = np.lexsort((col_indices, rows))
+    rows, columns = rows[order], col_indices[order]
+    repeated = (np.diff(rows) == 0) & (np.diff(columns) == 0)
+    if repeated.any():
+        at = repeated.argmax()
+        msg = f"{name}: this sparse tensor has several values for row {rows[at]}, column {columns[at]}; send one"
+        raise UserError(msg)
 
 
 def as_float32(name: str, values: ops.Array) -> ops.FloatArray:

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from tinsmith.errors import UserError
 from tinsmith.protocol import bounds
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
-from tinsmith.protocol.proto_scan import check_parts, split_off
+from tinsmith.protocol.proto_scan import check_parts, check_places, split_off
 from tinsmith.protocol.tensors import MAX_DENSE_ELEMENTS
 
 MAX_DATA: Final = 16_384
@@ -41,11 +41,14 @@ def parse(body: bytes) -> TrainingRequest:
         check_parts(body, pb.ForwardBackwardRequest.DESCRIPTOR)
         rest, data = split_off(pb.ForwardBackwardRequest.DATA_FIELD_NUMBER, body)
         head = pb.ForwardBackwardRequest.FromString(rest)
+        check_places(rest, head)
         _check_head(head)
         _check_count("data", len(data), MAX_DATA)
         sparse_elements = 0
         for index, datum in enumerate(data):
-            sparse_elements += _checked(index, pb.Datum.FromString(datum))
+            parsed = pb.Datum.FromString(datum)
+            check_places(datum, parsed)
+            sparse_elements += _checked(index, parsed)
             _check_count("data: elements of sparse tensors", sparse_elements, MAX_DENSE_ELEMENTS)
     except DecodeError as error:
         msg = f"the body of {len(body)} bytes is not a protobuf ForwardBackwardRequest: {error}"

@@ -135,6 +135,9 @@ def _loss_config(request: pb.ForwardBackwardRequest) -> Mapping[str, float]:
         if value.WhichOneof("value") != "number":
             msg = f"loss_fn_config: {key!r} is text, {value.text[:100]!r}; {request.loss_fn!r} takes numbers only"
             raise UnsupportedError(msg)
+        if config.get(key, value.number) != value.number:
+            msg = f"loss_fn_config: {key!r} is {config[key]}, and {value.number} in loss_fn_config_v2; send one number"
+            raise UserError(msg)
         config[key] = value.number
     return {key: config[key] for key in sorted(config)}
 
@@ -168,6 +171,9 @@ def save_weights_for_sampler(request: wire.SaveWeightsForSamplerRequest, session
         msg = f"kind {request.kind!r} is not offered; use 'snapshot', whose weights never change"
         raise UnsupportedError(msg)
     if request.path is not None:
+        if request.sampling_session_seq_id is not None:
+            msg = "path and sampling_session_seq_id exclude each other; send the name for a checkpoint, or the number"
+            raise UserError(msg)
         return ops.SaveForSampler(
             model_id=request.model_id,
             path=_new_path(request.model_id, "sampler_weights", request.path),

@@ -1,8 +1,8 @@
 """The JSON bodies of the Tinker API, field for field as SDK 0.38.0 sends and reads them.
 
-Unknown fields are ignored on input, so that a newer SDK still works. `field_status.py` lists what happens to the known
-ones, and `bounds.py` how much each may hold. Protobuf bodies are in `tinsmith.protocol.proto`. Models of answers leave
-out what is None.
+In a body that changes numbers (`_ExactBody`), a field that no SDK has is refused: `unknown_fields.py`. In all others it
+is ignored, so that a newer SDK still works. `field_status.py` lists what happens to the known ones, and `bounds.py` how
+much each may hold. Protobuf bodies are in `tinsmith.protocol.proto`. Models of answers leave out what is None.
 """
 
 from datetime import datetime
@@ -52,6 +52,12 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
 
 
+class _ExactBody(_Body):
+    """Changes numbers, so nothing in it may be without effect. The `type` of a request repeats the endpoint."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
 # Sessions -------------------------------------------------------------------------------------------------------------
 
 
@@ -89,7 +95,7 @@ class ProjectRequest(_Body):
 # Models and training --------------------------------------------------------------------------------------------------
 
 
-class LoraConfig(_Body):
+class LoraConfig(_ExactBody):
     rank: Int
     seed: Seed | None = None
     train_unembed: bool = True
@@ -97,17 +103,20 @@ class LoraConfig(_Body):
     train_attn: bool = True
 
 
-class OptimizerConfig(_Body):
+class OptimizerConfig(_ExactBody):
+    """`adamw`; every other type is refused by its name."""
+
     type: Name = "adamw"
 
 
-class CreateModelRequest(_Body):
+class CreateModelRequest(_ExactBody):
     session_id: Name
     model_seq_id: SeqId
     base_model: Name
     user_metadata: JsonMetadata | None = None
     lora_config: LoraConfig | None = None
-    optimizer_config: OptimizerConfig = OptimizerConfig()
+    optimizer_config: OptimizerConfig | None = None
+    type: Literal["create_model"] = "create_model"
 
 
 class ModelRequest(_Body):
@@ -116,7 +125,7 @@ class ModelRequest(_Body):
     model_id: Name
 
 
-class AdamParams(_Body):
+class AdamParams(_ExactBody):
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
@@ -125,28 +134,30 @@ class AdamParams(_Body):
     grad_clip_norm: float = 0.0
 
 
-class OptimStepRequest(_Body):
+class OptimStepRequest(_ExactBody):
     """`adam_params`, or `optimizer_params` of another family."""
 
     model_id: Name
     seq_id: SeqId
     adam_params: AdamParams | None = None
     optimizer_params: JsonMetadata | None = None
+    type: Literal["optim_step"] = "optim_step"
 
 
 # Weights --------------------------------------------------------------------------------------------------------------
 
 
-class SaveWeightsRequest(_Body):
+class SaveWeightsRequest(_ExactBody):
     model_id: Name
     seq_id: SeqId
     path: Name | None = None
     ttl_seconds: Int | None = None
     overwrite: bool = False
     user_metadata: TextMetadata | None = None
+    type: Literal["save_weights"] = "save_weights"
 
 
-class SaveWeightsForSamplerRequest(_Body):
+class SaveWeightsForSamplerRequest(_ExactBody):
     """With `path` persisted, without ephemeral."""
 
     model_id: Name
@@ -156,9 +167,10 @@ class SaveWeightsForSamplerRequest(_Body):
     kind: Name = "snapshot"
     ttl_seconds: Int | None = None
     user_metadata: TextMetadata | None = None
+    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
-class SaveWeightsExternalRequest(_Body):
+class SaveWeightsExternalRequest(_ExactBody):
     model_id: Name
     seq_id: SeqId
     path: Name | None = None
@@ -166,9 +178,10 @@ class SaveWeightsExternalRequest(_Body):
     age_encryption_recipients: Annotated[list[Name], Field(max_length=bounds.MAX_RECIPIENTS, fail_fast=True)] | None = (
         None
     )
+    type: Literal["save_weights_external"] = "save_weights_external"
 
 
-class LoadWeightsRequest(_Body):
+class LoadWeightsRequest(_ExactBody):
     """Makes a new model (`session_id`, `model_seq_id`), or loads into an existing one (`model_id`, `seq_id`)."""
 
     path: Name
@@ -181,6 +194,7 @@ class LoadWeightsRequest(_Body):
     user_metadata: JsonMetadata | None = None
     optimizer_config: OptimizerConfig | None = None
     weights_access_token: Name | None = None
+    type: Literal["load_weights"] = "load_weights"
 
 
 class WeightsInfoRequest(_Body):
@@ -194,11 +208,12 @@ class TtlRequest(_Body):
 # Sampling -------------------------------------------------------------------------------------------------------------
 
 
-class CreateSamplingSessionRequest(_Body):
+class CreateSamplingSessionRequest(_ExactBody):
     session_id: Name
     sampling_session_seq_id: Int64
     base_model: Name | None = None
     model_path: Name | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
 
 
 class SamplingSessionRequest(_Body):
@@ -207,21 +222,21 @@ class SamplingSessionRequest(_Body):
     sampling_session_id: Name
 
 
-class Chunk(_Body):
+class Chunk(_ExactBody):
     """`encoded_text` with tokens; every other type is refused by its name."""
 
     type: Name = "encoded_text"
     tokens: Integers = Field(default_factory=lambda: np.zeros(0, np.int64))
 
 
-class ModelInput(_Body):
+class ModelInput(_ExactBody):
     chunks: Annotated[list[Chunk], Field(max_length=bounds.MAX_CHUNKS, fail_fast=True)]
 
 
 Stop = str | Annotated[list[Int], Field(fail_fast=True)] | Annotated[list[str], Field(fail_fast=True)]
 
 
-class SamplingParams(_Body):
+class SamplingParams(_ExactBody):
     max_tokens: Int | None = None
     seed: Seed | None = None
     stop: Annotated[Stop | None, BeforeValidator(bounds.stop)] = None
@@ -230,7 +245,7 @@ class SamplingParams(_Body):
     top_p: float = 1.0
 
 
-class TensorData(_Body):
+class TensorData(_ExactBody):
     data: Numbers
     dtype: Literal["int64", "float32"]
     shape: Shape | None = None
@@ -243,7 +258,7 @@ class TensorData(_Body):
         return self.data.nbytes + (8 * prod(self.shape or []) if self.sparse_crow_indices is not None else 0)
 
 
-class SampleRequest(_Body):
+class SampleRequest(_ExactBody):
     prompt: ModelInput
     sampling_params: SamplingParams = SamplingParams()
     sampling_session_id: Name | None = None
@@ -258,6 +273,7 @@ class SampleRequest(_Body):
     record_stability_info: bool | None = None
     base_model: Name | None = None
     model_path: Name | None = None
+    type: Literal["sample"] = "sample"
 
     @property
     def num_bytes(self) -> int:
@@ -394,10 +410,14 @@ class ModelData(BaseModel):
     tokenizer_id: str
 
 
+class AdamOptimizer(BaseModel):
+    type: Literal["adamw"] = "adamw"
+
+
 class ModelInfo(BaseModel):
     model_id: str
     model_data: ModelData
-    optimizer_config: OptimizerConfig = OptimizerConfig()
+    optimizer_config: AdamOptimizer = AdamOptimizer()
     is_lora: bool = True
     lora_rank: int
     model_name: str
@@ -406,7 +426,7 @@ class ModelInfo(BaseModel):
 
 class WeightsInfo(BaseModel):
     base_model: str
-    optimizer_config: OptimizerConfig = OptimizerConfig()
+    optimizer_config: AdamOptimizer = AdamOptimizer()
     is_lora: bool = True
     lora_rank: int
     train_unembed: bool

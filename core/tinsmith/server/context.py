@@ -27,6 +27,7 @@ from tinsmith.server.large_answers import LargeAnswers
 from tinsmith.server.quotas import Quotas
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.server.storage_health import StorageHealth
+from tinsmith.server.unknown_field_counts import UnknownFieldCounts
 from tinsmith.settings import Settings
 from tinsmith.store import EngineRecord, EngineState, RequestStore, SamplingSessionRecord
 
@@ -49,6 +50,7 @@ class Metrics:
     tokens: Counter
     seconds: Histogram
     routing_replay: Counter
+    unknown_fields: UnknownFieldCounts
 
     @classmethod
     def create(cls) -> "Metrics":
@@ -73,6 +75,7 @@ class Metrics:
                 ["base_model", "kind", "outcome"],
                 registry=registry,
             ),
+            unknown_fields=UnknownFieldCounts(registry),
         )
 
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from tinsmith.errors import UnsupportedError, UserError
 from tinsmith.protocol import bounds
+from tinsmith.protocol.unknown_fields import UnknownFieldError, validated
 from tinsmith.server.auth import authenticated, caller_of
 from tinsmith.server.body_budget import lease_of
 from tinsmith.server.context import context_of
@@ -60,12 +61,18 @@ async def _refuse_other_types(request: Request) -> None:
 def _decoded(body: bytes, model: type[BaseModel] | None) -> Any:  # Any: as above
     try:
         content = bounds.json_content(body)
-        return model.model_validate(content) if model is not None and isinstance(content, dict) else content
+        return validated(model, content) if model is not None and isinstance(content, dict) else content
     except UserError as error:
         raise _RefusedError(error) from error
     except ValidationError as error:
         problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
         raise _RefusedError(RequestValidationError(problems)) from error
+
+
+def _count(request: Request, error: Exception) -> None:
+    """Let `/metrics` name what clients send and this server does not know."""
+    if isinstance(error, UnknownFieldError):
+        context_of(request).metrics.unknown_fields.count(error.fields)
 
 
 def _strict(request: Request, model: type[BaseModel] | None) -> _StrictRequest:
@@ -91,7 +98,11 @@ class JsonRoute(APIRoute):
                 return await handle(request)
             except _RefusedError as refused:
                 authenticated(request, context_of(request))  # a wrong key is the first thing to report
+                _count(request, refused.error)
                 raise refused.error from refused
+            except UserError as error:
+                _count(request, error)
+                raise
 
         async def read_strictly(request: Request) -> Response:
             return await self.answer(_strict(request, model), typed)

@@ -68,18 +68,25 @@ async def save_weights_external(
 
 @router.post("/load_weights", response_model_exclude_none=True)
 async def load_weights(body: wire.LoadWeightsRequest, caller: Caller, context: Context) -> wire.Submitted:
-    if body.session_id is not None and body.model_seq_id is not None and body.model_id is None:
-        return await _create_from_checkpoint(context, caller, body, body.session_id, body.model_seq_id)
-    if body.model_id is None or body.seq_id is None or body.session_id is not None:
-        msg = "send either session_id and model_seq_id, for a new model, or model_id and seq_id, for an existing one"
-        raise UserError(msg)
-    run = await own_known_run(context, caller, body.model_id)
+    match body.session_id, body.model_seq_id, body.model_id, body.seq_id:
+        case str(session_id), int(model_seq_id), None, None:
+            return await _create_from_checkpoint(context, caller, body, session_id, model_seq_id)
+        case None, None, str(model_id), int(seq_id):
+            return await _load_into(context, caller, body, model_id, seq_id)
+    msg = "send either session_id and model_seq_id, for a new model, or model_id and seq_id, for an existing one"
+    raise UserError(msg)
+
+
+async def _load_into(
+    context: ServerContext, caller: Principal, body: wire.LoadWeightsRequest, model_id: str, seq_id: int
+) -> wire.Submitted:
+    run = await own_known_run(context, caller, model_id)
     operation, problem = translate.load_weights(body), None
     try:
         operation = replace(operation, right=await _right_to_load(context, caller, body.path, run))
     except UserError as error:
         problem = error
-    return await submit_training(context, run, body.seq_id, operation, problem=problem)
+    return await submit_training(context, run, seq_id, operation, problem=problem)
 
 
 async def _create_from_checkpoint(

@@ -1,0 +1,128 @@
+"""Fields of JSON bodies that this server does not know, and nulls in the place of what may be left out.
+
+In a body that changes numbers, an unknown field is refused by name: it would have no effect, and nobody would notice.
+But a newer SDK may send each of its fields, whether or not its user has set them. So one that holds nothing (null,
+false, 0, "", an empty list or object) is left out: that is how JSON says that a feature is not used. In all other
+bodies, unknown fields are left out.
+
+A null in the place of a field that may be left out counts as left out, unless the field is a decimal number: there, the
+SDK writes null for NaN.
+
+None of this costs anything for a body that holds no such thing.
+"""
+
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from functools import cache
+from itertools import islice
+from typing import Any, Final, NamedTuple, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from tinsmith.errors import UnsupportedError
+
+SDK_VERSIONS: Final = "0.22.3 to 0.38.0"
+"""Of the SDKs whose every field is known here."""
+
+_MOST_NAMED: Final = 5
+_SHOWN_CHARS: Final = 100
+
+Json = dict[str, Any]  # Any: whatever a client sent
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class UnknownField(NamedTuple):
+    """A field that is refused. `message` is the name of its message in the protocol, `name` whatever was sent."""
+
+    message: str
+    name: str
+
+
+class UnknownFieldError(UnsupportedError):
+    """Fields that would have no effect."""
+
+    def __init__(self, message: str, fields: tuple[UnknownField, ...]) -> None:
+        super().__init__(message)
+        self.fields = fields
+
+
+def validated(model: type[Model], content: Json) -> Model:
+    """Return an instance of the model. `content` is the caller's to give: nulls and the like may be removed from it.
+
+    Raises UnknownFieldError, or ValidationError for what is wrong otherwise.
+    """
+    try:
+        return model.model_validate(content)
+    except ValidationError:
+        found = list(islice(_tidied(model, content, ""), _MOST_NAMED))
+    if found:
+        fields, lines = zip(*found, strict=True)
+        raise _refusal(fields, "; ".join(lines))
+    return model.model_validate(content)
+
+
+def unknown(field: UnknownField, what: str, *, allowed: Iterable[str]) -> UnknownFieldError:
+    """Make the error for a field outside of JSON. `what` names it, its message and its value."""
+    return _refusal((field,), f"{what} is not known, allowed: {', '.join(allowed)}")
+
+
+def _refusal(fields: tuple[UnknownField, ...], lines: str) -> UnknownFieldError:
+    msg = f"{lines}; this server knows the fields of SDK {SDK_VERSIONS}, and any other would have no effect: remove it"
+    return UnknownFieldError(msg, fields)
+
+
+def _line(model: type[BaseModel], where: str, name: str, value: object) -> str:
+    known = list(model.model_fields)
+    close = get_close_matches(name, known, 1) if len(name) < _SHOWN_CHARS else []
+    hint = f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(known)}"
+    return f"{where + name[:_SHOWN_CHARS]!r} ({_shown(value)}) is not known, {hint}"
+
+
+def _shown(value: object) -> str:
+    match value:
+        case dict():
+            return f"an object of {len(value)} fields"
+        case list():
+            return f"a list of {len(value)}"
+        case str():
+            return repr(value[:_SHOWN_CHARS])
+        case _:
+            return repr(value)
+
+
+def _tidied(model: type[BaseModel], content: Json, where: str) -> Iterator[tuple[UnknownField, str]]:
+    """Remove what counts as left out, and yield the unknown fields that do not, each with what is to be said.
+
+    An object of another type than the one known here keeps none of its fields: whatever they say, it is refused by its
+    type, by those who read that.
+    """
+    for name in list(content):
+        value, field = content[name], model.model_fields.get(name)
+        if field is None:
+            if value and model.model_config.get("extra") == "forbid" and not _is_of_other_type(model, content):
+                yield UnknownField(model.__name__, name), _line(model, where, name, value)
+            del content[name]
+        elif value is None and not field.is_required() and field.annotation is not float:
+            del content[name]
+        elif (inner := _models_in(model).get(name)) is not None:
+            for at, part in enumerate(value) if isinstance(value, list) else [(None, value)]:
+                if isinstance(part, dict):
+                    yield from _tidied(inner, part, f"{where}{name}{'' if at is None else f'[{at}]'}.")
+
+
+def _is_of_other_type(model: type[BaseModel], content: Json) -> bool:
+    field = model.model_fields.get("type")
+    return field is not None and content.get("type") not in (None, field.default)
+
+
+@cache
+def _models_in(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """Return the models of fields that hold one, or a list of them."""
+    found = {name: _model_in(field.annotation) for name, field in model.model_fields.items()}
+    return {name: inner for name, inner in found.items() if inner is not None}
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:  # Any: a type expression
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for each in get_args(annotation) if (found := _model_in(each)) is not None), None)
