@@ -363,10 +363,36 @@ def test_malformed_protobuf_is_a_400_with_a_detail(http: httpx.Client, body: byt
     assert "protobuf" in answer.json()["detail"]
 
 
-def test_json_where_protobuf_is_due_says_so(http: httpx.Client) -> None:
-    answer = http.post("forward_backward", json={"model_id": "x"})
-    assert answer.status_code == 400
-    assert "application/x-protobuf" in answer.json()["detail"]
+def test_a_form_of_body_that_is_not_read_is_a_415_and_says_which_is(http: httpx.Client, model: str) -> None:
+    numbered = {"model_id": model, "seq_id": 1}
+    for path, sent, header, offered in (
+        ("forward_backward", {"json": {"model_id": "x"}}, "accept", "application/x-protobuf"),
+        (
+            "optim_step",
+            {"content": b"model_id=x", "headers": {"content-type": "text/plain"}},
+            "accept",
+            "application/json",
+        ),
+        ("optim_step", {"json": numbered, "headers": {"content-encoding": "gzip"}}, "accept-encoding", "zstd"),
+        ("forward_backward", {"content": b"x", "headers": {"content-encoding": "zstd, br"}}, "accept-encoding", "zstd"),
+    ):
+        answer = http.post(path, **sent)
+        assert (answer.status_code, answer.headers[header]) == (415, offered)
+        assert offered in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "status"),
+    [
+        ("2026-01-01T00:00:00", "2026-01-02T00:00:00Z", 200),
+        ("2026-01-01T02:00:00", "2026-01-01T02:30:00+01:00", 400),  # which is earlier
+        ("0001-01-01T00:00:00+05:00", "0001-01-02T00:00:00", 422),
+        ("9999-12-31T00:00:00Z", "9999-12-31T23:00:00-05:00", 422),
+    ],
+)
+def test_times_without_a_zone_are_in_utc(http: httpx.Client, first: str, last: str, status: int) -> None:
+    window = {"starting_on": first, "ending_before": last}
+    assert http.get("billing/usage/events", params=window).status_code == status
 
 
 @pytest.mark.parametrize("path", ["forward_backward", "create_session", "asample", "no_such_route"])

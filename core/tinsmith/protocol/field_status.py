@@ -267,7 +267,7 @@ FIELDS: dict[str, dict[str, Status]] = {
     "GenericEvent": dict.fromkeys((*_EVENT, "event_name", "event_data"), _DROPPED),
     "GetBillingUsageRequest": dict.fromkeys(
         ("starting_on", "ending_before"),
-        _honoured("in whole days in UTC: all that the window touches"),
+        _honoured("in UTC, also without a zone; in whole hours: all that the window touches"),
     ),
     "GetCurrentCheckpointStorageUsageRequest": {"project_id": _honoured()},
     # Bodies that are no class of the SDK, and query parameters

@@ -24,6 +24,7 @@ from tinsmith.server.body_budget import FREE_BYTES, LEASE, BodyBudget, Lease
 from tinsmith.server.context import API_PREFIX
 from tinsmith.server.error_answers import tinsmith_error
 from tinsmith.server.heavy_work import HeavyWork
+from tinsmith.server.media_types import MediaTypeError
 from tinsmith.server.refusals import record_refusal
 
 STRANGER_BYTES: Final = FREE_BYTES
@@ -149,7 +150,7 @@ class BodyLimit:
             return body
         if encoding != "zstd":
             msg = f"content-encoding {encoding[:100]!r} is not offered; send zstd or none"
-            raise UserError(msg)
+            raise MediaTypeError(msg, header="accept-encoding", offered="zstd")
         claimed = _claimed_bytes(body)
         self._limits.check(path, claimed, partial(_start, encoding, body))
         await lease.wait_to_resize(len(body) + claimed)

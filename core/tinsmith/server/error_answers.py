@@ -16,6 +16,7 @@ from tinsmith.errors import CapacityError, DiskError, InvalidTokenError, StoreEr
 from tinsmith.references import Told, log_privately, told
 from tinsmith.server.auth import known_caller
 from tinsmith.server.context import context_of
+from tinsmith.server.media_types import MediaTypeError
 from tinsmith.settings.secrets import cleaned
 
 _log = logging.getLogger(__name__)
@@ -58,6 +59,8 @@ def _headers_of(error: Exception) -> dict[str, str]:
     match error:
         case CapacityError():
             return {"retry-after": str(math.ceil(error.retry_after_s))}
+        case MediaTypeError():
+            return {error.header: error.offered}
         case StoreError() | DiskError():
             return {"retry-after": str(_OUTAGE_S)}
         case InvalidTokenError():  # makes the SDK exchange its key again and repeat the request

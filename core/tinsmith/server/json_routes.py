@@ -12,12 +12,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
-from tinsmith.errors import UnsupportedError, UserError
+from tinsmith.errors import UserError
 from tinsmith.protocol import bounds
+from tinsmith.protocol.answers import JSON
 from tinsmith.protocol.unknown_fields import UnknownFieldError, validated
 from tinsmith.server.auth import authenticated, caller_of
 from tinsmith.server.body_budget import lease_of
 from tinsmith.server.context import context_of
+from tinsmith.server.media_types import MediaTypeError
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -46,16 +48,16 @@ class _StrictRequest(Request):
 
 
 async def _refuse_other_types(request: Request) -> None:
-    """Raises UnsupportedError if there is a body that does not claim to be JSON: a route would get its bare bytes."""
+    """Raises MediaTypeError if there is a body that does not claim to be JSON: a route would get its bare bytes."""
     given = request.headers.get("content-type", "")
     kind = given.partition(";")[0].strip().lower()
-    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+    if kind == JSON or (kind.startswith("application/") and kind.endswith("+json")):
         return
     if await request.body():
         authenticated(request, context_of(request))  # a wrong key is the first thing to report
         found = f"the content-type {given[:100]!r} is not offered" if given else "the body has no content-type"
-        msg = f"{found}; send 'application/json'"
-        raise UnsupportedError(msg)
+        msg = f"{found}; send {JSON!r}"
+        raise MediaTypeError(msg, offered=JSON)
 
 
 def _decoded(body: bytes, model: type[BaseModel] | None) -> Any:  # Any: as above

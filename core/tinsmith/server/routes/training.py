@@ -7,12 +7,13 @@ from fastapi import APIRouter, Request
 
 from tinsmith import operations as ops
 from tinsmith.checks import check_operation
-from tinsmith.errors import UserError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import training_request, translate, wire
+from tinsmith.protocol.answers import PROTOBUF
 from tinsmith.server.auth import Caller, own_known_run, own_session, readable_run
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.known import KnownRun
+from tinsmith.server.media_types import MediaTypeError
 from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import accepted, new_training_operation, submit_decoded, submit_training
@@ -85,12 +86,12 @@ async def get_info(body: wire.ModelRequest, caller: Caller, context: Context) ->
 @router.post("/forward_backward", response_model_exclude_none=True)
 async def forward_backward(request: Request, caller: Caller, context: Context) -> wire.Submitted:
     """The body is protobuf: `ForwardBackwardRequest`."""
-    if not request.headers.get("content-type", "").startswith("application/x-protobuf"):
+    if not request.headers.get("content-type", "").startswith(PROTOBUF):
         msg = (
             f"content-type {request.headers.get('content-type')!r} is not offered for forward_backward; send "
-            "application/x-protobuf (tinker 0.25 or newer does)"
+            f"{PROTOBUF} (tinker 0.25 or newer does)"
         )
-        raise UserError(msg)
+        raise MediaTypeError(msg, offered=PROTOBUF)
     body = await request.body()
     parsed = await context.heavy.run(caller.tenant, _WORK_PER_BYTE * len(body), partial(training_request.parse, body))
     run = await own_known_run(context, caller, parsed.head.model_id)

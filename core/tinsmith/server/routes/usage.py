@@ -4,7 +4,7 @@ A tenant sees its own usage, an administrator everybody's.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import UTC, timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Annotated, Final
 
@@ -13,7 +13,7 @@ from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
-from pydantic import AwareDatetime
+from pydantic import AfterValidator
 
 from tinsmith.errors import UserError
 from tinsmith.protocol import wire
@@ -25,6 +25,18 @@ from tinsmith.store import StoredCheckpoints, UsageRecord
 
 router = APIRouter(tags=["usage"], route_class=JsonRoute)
 
+
+def _in_utc(time: datetime) -> datetime:
+    """Raise ValueError for a time that UTC cannot express: the first and last hours of the calendar, elsewhere."""
+    try:
+        return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+    except OverflowError as error:
+        msg = "is out of range in UTC"
+        raise ValueError(msg) from error
+
+
+Time = Annotated[datetime, Query(description="without a zone: in UTC"), AfterValidator(_in_utc)]
+
 _GIGABYTE: Final = 1e9
 _HOUR: Final = timedelta(hours=1)
 _LONGEST: Final = timedelta(days=31)
@@ -32,8 +44,8 @@ _LONGEST: Final = timedelta(days=31)
 
 @router.get("/billing/usage/events", response_model=wire.BillingUsage, response_model_exclude_none=True)
 async def usage_events(
-    starting_on: Annotated[AwareDatetime, Query()],
-    ending_before: Annotated[AwareDatetime, Query()],
+    starting_on: Time,
+    ending_before: Time,
     caller: Caller,
     context: Context,
 ) -> Response:
@@ -44,9 +56,8 @@ async def usage_events(
             f"last at most {_LONGEST.days} days"
         )
         raise UserError(msg)
-    first = starting_on.astimezone(UTC)
-    last = ending_before.astimezone(UTC) - timedelta(microseconds=1)
-    read = partial(context.store.hourly_usage, visible_tenant(caller, "accessible"), first=first, last=last)
+    last = ending_before - timedelta(microseconds=1)
+    read = partial(context.store.hourly_usage, visible_tenant(caller, "accessible"), first=starting_on, last=last)
     return await context.large_answers.build(caller.tenant, read, _usage_json)
 
 
