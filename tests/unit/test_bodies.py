@@ -27,7 +27,7 @@ from tinsmith.server.heavy_work import LARGE_BYTES, HeavyWork
 from tinsmith.server.key_tokens import KeyTokens
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.server.signed_urls import Grant, UrlSigner
-from tinsmith.settings import ApiKey
+from tinsmith.settings import ApiKey, KeySource
 
 LIMIT = 10_000
 
@@ -326,7 +326,7 @@ async def test_heavy_work_is_done_one_at_a_time_and_by_turns_among_tenants() -> 
 
 
 def test_without_configured_keys_each_key_is_a_tenant_of_its_own() -> None:
-    keys = ApiKeys(LiveKeys(()), KeyTokens(b"s" * 32, 60))
+    keys = ApiKeys(LiveKeys(KeySource(keys=())), KeyTokens(b"s" * 32, 60))
     first = keys.tinsmith_authenticate({"x-api-key": "tml-a"})
     assert first == keys.tinsmith_authenticate({"x-api-key": "tml-a"})
     assert first.tenant != keys.tinsmith_authenticate({"x-api-key": "tml-b"}).tenant
@@ -339,7 +339,12 @@ def test_without_configured_keys_each_key_is_a_tenant_of_its_own() -> None:
 def test_configured_keys_are_the_only_ones() -> None:
     keys = ApiKeys(
         LiveKeys(
-            [ApiKey(key=SecretStr("tml-one"), tenant="one"), ApiKey(key=SecretStr("tml-two"), tenant="two", admin=True)]
+            KeySource(
+                keys=(
+                    ApiKey(key=SecretStr("tml-one"), tenant="one"),
+                    ApiKey(key=SecretStr("tml-two"), tenant="two", admin=True),
+                )
+            )
         ),
         KeyTokens(b"s" * 32, 60),
     )

@@ -1,6 +1,7 @@
 """Tokens stand for API keys: exactly as long as they are young, ours, and the key is known."""
 
 import base64
+import hashlib
 import json
 import time
 from typing import Any
@@ -12,10 +13,10 @@ from pydantic import SecretStr
 from tinsmith.errors import AuthenticationError, InvalidTokenError
 from tinsmith.hook_values import Principal
 from tinsmith.server import key_tokens
-from tinsmith.server.api_keys import ApiKeys
+from tinsmith.server.api_keys import ApiKeys, owner_of
 from tinsmith.server.key_tokens import KeyToken, KeyTokens
 from tinsmith.server.live_keys import LiveKeys
-from tinsmith.settings import ApiKey
+from tinsmith.settings import ApiKey, KeySource
 
 SECRET = b"s" * 32
 ONE = ApiKey(key=SecretStr("tml-one"), tenant="one@example.org")
@@ -23,7 +24,7 @@ TWO = ApiKey(key=SecretStr("tml-two"), tenant="two", admin=True)
 
 
 def keys(*known: ApiKey, secret: bytes = SECRET, lifetime_s: int = 3600) -> ApiKeys:
-    return ApiKeys(LiveKeys(known), KeyTokens(secret, lifetime_s))
+    return ApiKeys(LiveKeys(KeySource(keys=known)), KeyTokens(secret, lifetime_s))
 
 
 def claims_of(token: str) -> dict[str, Any]:
@@ -34,6 +35,19 @@ def test_a_token_is_as_good_as_its_key_on_every_server_of_a_store() -> None:
     for known, key in (((ONE, TWO), "tml-two"), ((), "tml-anything")):
         token = keys(*known).exchange(key)
         assert keys(*known).tinsmith_authenticate({"x-api-key": token}) == keys(*known).principal(key)
+
+
+def test_a_key_and_its_hash_are_the_same_key_in_every_way() -> None:
+    hashed = ApiKey(key=SecretStr("sha256:" + hashlib.sha256(b"tml-two").hexdigest().upper()), tenant="two", admin=True)
+    assert keys(ONE, hashed).principal("tml-two") == keys(ONE, TWO).principal("tml-two")
+    token = keys(ONE, TWO).exchange("tml-two")
+    assert keys(ONE, hashed).principal(token) == keys(ONE, TWO).principal(token)
+    assert owner_of("tml-two", (ONE, hashed)) == keys(TWO).principal("tml-two")
+    for known_from_the_file in (hashed.key.get_secret_value(), hashed.digest):
+        with pytest.raises(AuthenticationError):
+            keys(ONE, hashed).principal(known_from_the_file)
+        with pytest.raises(AuthenticationError):
+            owner_of(known_from_the_file, (ONE, hashed))
 
 
 def test_a_token_has_the_claims_that_the_sdk_reads_and_does_not_tell_the_key() -> None:

@@ -13,12 +13,13 @@ import pytest_asyncio
 
 from tinsmith.commands import cli
 from tinsmith.commands.load_settings import load_api_keys
-from tinsmith.errors import AuthenticationError
+from tinsmith.errors import AuthenticationError, ConfigError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server import bodies, live_keys
 from tinsmith.server.app import create_app
 from tinsmith.server.live_keys import LiveKeys
-from tinsmith.settings import ServerSettings, Settings
+from tinsmith.settings import KeySource, ServerSettings, Settings
+from tinsmith.settings.schema import digest_of_key
 from tinsmith.settings.sources import Flag
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
@@ -30,6 +31,7 @@ ANN, BOB = "{key: tml-ann, tenant: ann}", "{key: tml-bob, tenant: bob}"
 
 def write(file: Path, *keys: str) -> None:
     file.write_text(f"server: {{api_keys: [{', '.join(keys)}]}}\n", encoding="utf-8")
+    file.chmod(0o600)
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ def file(tmp_path: Path) -> Path:
 
 def live(file: Path, flags: tuple[Flag, ...] = (), environ: dict[str, str] | None = None) -> LiveKeys:
     read = partial(load_api_keys, file=file, environ=environ or {}, flags=flags)
-    return LiveKeys(read(), file=file, read=read)
+    return LiveKeys(read(), read=read)
 
 
 def tenants(keys: LiveKeys) -> list[str]:
@@ -69,7 +71,7 @@ def test_a_change_within_one_tick_of_the_file_systems_clock_is_seen(
     now_s = 0.0
     monkeypatch.setattr(live_keys, "_stamp", lambda _file: (1,))
     read = partial(load_api_keys, file=file, environ={}, flags=())
-    keys = LiveKeys((), file=file, read=read, clock=lambda: now_s)
+    keys = LiveKeys(KeySource(keys=(), files=(file,)), read=read, clock=lambda: now_s)
     assert tenants(keys) == ["ann", "bob"]
     write(file, BOB)
     assert tenants(keys) == ["bob"]
@@ -99,7 +101,7 @@ def test_a_file_that_is_replaced_is_followed(file: Path) -> None:
 def test_an_unchanged_file_is_not_read_again(file: Path) -> None:
     now_s, reads = [0.0], []
     read = partial(load_api_keys, file=file, environ={}, flags=())
-    keys = LiveKeys(read(), file=file, read=lambda: reads.append(1) or read(), clock=lambda: now_s[0])  # type: ignore[func-returns-value]
+    keys = LiveKeys(read(), read=lambda: reads.append(1) or read(), clock=lambda: now_s[0])  # type: ignore[func-returns-value]
     for now_s[0] in (0.0, 1.0, 100.0):
         assert tenants(keys) == ["ann", "bob"]
     assert reads == [1]
@@ -163,6 +165,55 @@ def test_the_first_key_closes_a_server_without_keys(tmp_path: Path) -> None:
     write(file)
     with pytest.raises(AuthenticationError):
         keys.now()
+
+
+def test_keys_in_a_file_of_their_own_are_followed_too(file: Path) -> None:
+    own = file.with_name("keys.yaml")
+    file.write_text(f"server: {{api_keys: [{ANN}], api_keys_file: {own}}}\n", encoding="utf-8")
+    own.write_text(f"- {BOB}\n", encoding="utf-8")
+    keys = live(file)
+    assert tenants(keys) == ["ann", "bob"]
+    own.write_text("- {key: tml-eve, tenant: eve}\n", encoding="utf-8")
+    assert tenants(keys) == ["ann", "eve"]
+    own.write_text("", encoding="utf-8")
+    assert tenants(keys) == ["ann"]
+    other = file.with_name("other.yaml")
+    other.write_text(f"- {BOB}\n", encoding="utf-8")
+    file.write_text(f"server: {{api_keys_file: {other}}}\n", encoding="utf-8")
+    assert tenants(keys) == ["bob"]
+    other.write_text(f"- {ANN}\n", encoding="utf-8")
+    assert tenants(keys) == ["ann"]
+    other.unlink()
+    assert tenants(keys) == ["ann"]
+
+
+def test_a_key_that_comes_twice_changes_nothing(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = live(file)
+    hashed = f"{{key: 'sha256:{digest_of_key('tml-ann')}', tenant: ann}}"
+    for again in ("{key: tml-ann, tenant: eve}", hashed):
+        write(file, ANN, again)
+        assert tenants(keys) == ["ann", "bob"]
+        assert "server.api_keys.1.key: is the key of server.api_keys.0 again" in caplog.messages[-1]
+    assert "tml-ann" not in caplog.text
+    with pytest.raises(ConfigError, match=r"server\.api_keys\.1 has the key of server\.api_keys\.0"):
+        LiveKeys(KeySource(keys=(*keys.now()[:1], *keys.now()[:1])))
+
+
+def test_a_file_of_keys_that_everybody_can_read_is_logged(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = file.with_name("keys.yaml")
+    file.write_text(f"server: {{api_keys_file: {own}}}\n", encoding="utf-8")  # which holds none itself
+    file.chmod(0o644)
+    for mode, key, warns in (
+        (0o644, "tml-ann", True),
+        (0o640, "tml-ann", False),
+        (0o644, f"'sha256:{digest_of_key('tml-ann')}'", False),
+    ):
+        own.write_text(f"- {{key: {key}, tenant: ann}}\n", encoding="utf-8")
+        own.chmod(mode)
+        live(file).warn_of_readers()
+        assert len(caplog.messages) == warns
+        assert all(f"can read the API keys in {own};" in each for each in caplog.messages)
+        caplog.clear()
 
 
 def test_keys_given_elsewhere_go_before_those_of_the_file(file: Path) -> None:

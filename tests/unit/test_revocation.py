@@ -22,7 +22,7 @@ from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.app import create_app
 from tinsmith.server.live_keys import LiveKeys
-from tinsmith.settings import ApiKey, QuotaSettings, ServerSettings, Settings
+from tinsmith.settings import ApiKey, KeySource, QuotaSettings, ServerSettings, Settings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import StoreContext
@@ -520,8 +520,8 @@ async def test_a_key_that_may_no_longer_read_a_checkpoint_takes_its_links_and_sa
         await ann[0].http.delete(f"{of(each)}/publish")
     assert await statuses(root, made) == {(200, "")}
     demoted = root[1].http._transport.app.state.context.api_keys  # type: ignore[attr-defined]  # of the test's transport
-    keys = [key.model_copy(update={"admin": False}) for key in demoted._keys.now()]
-    monkeypatch.setattr(demoted, "_keys", LiveKeys(keys))
+    keys = tuple(key.model_copy(update={"admin": False}) for key in demoted._keys.now())
+    monkeypatch.setattr(demoted, "_keys", LiveKeys(KeySource(keys=keys)))
     why = "is not published, and the API key of the link may no longer read it"
     assert await statuses([root[1]], made) == {(404, why)}
     assert_closed(await root[1].asample(sampler, 0), shared, "is not published, and your key may no longer read it")

@@ -22,7 +22,7 @@ from tinsmith.processes.engine_child import EngineChild, _environment
 from tinsmith.processes.serve import _take_from_environment
 from tinsmith.settings import ApiKey, PluginSection, Settings, secrets
 from tinsmith.settings.environment import WORKER_KEY as WORKER_KEY_VARIABLE
-from tinsmith.settings.secrets import CleanFormatter, cleaned
+from tinsmith.settings.secrets import CleanFormatter, cleaned, is_secret_name
 from tinsmith.settings.sources import Flag
 from tinsmith.sql_store.choose import dialect_of
 from tinsmith.sql_store.config import SqlStoreConfig
@@ -95,6 +95,12 @@ def test_a_slip_in_the_api_keys_prints_none(plugins: Plugins, tmp_path: Path, sl
     assert_clean(str(caught.value))
     named = {"variable": "TINSMITH_SERVER__API_KEYS", "flag": "--server.api_keys", "file": f"{file}:"}
     assert named[source] in str(caught.value), "it says where the mistake is"
+
+
+def test_the_place_of_a_secret_is_shown() -> None:
+    assert [is_secret_name(name) for name in ("api_keys", "file_key", "token_path")] == [True, True, False]
+    section = PluginSection.model_validate({"plugin": "gauge", "engine_args": {"password_file": "/run/file"}})
+    assert "/run/file" in section.model_dump_json()
 
 
 def test_settings_that_pydantic_refuses_are_not_repeated() -> None:

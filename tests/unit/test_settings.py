@@ -179,7 +179,7 @@ def test_everything_wrong_is_reported_at_once_with_its_source(plugins: Plugins, 
         return found
 
     prot = line(f"{file}:2: server.prot: ")
-    assert "unknown key, allowed: api_keys, data_dir, " in prot
+    assert "unknown key, allowed: api_keys, api_keys_file, data_dir, " in prot
     assert prot.endswith("; did you mean 'port'?")
     assert "valid integer" in line(f"{file}:3: server.port: ")
     assert "got 'high'" in line(f"{file}:3: server.port: ")
@@ -264,6 +264,39 @@ def test_keys_that_the_sdk_refuses_are_refused_and_never_shown(plugins: Plugins,
     message = failure(plugins, write(GOOD), flags=[("models.0.backend.secret_token", "[hunter2]")])
     assert "models.0.backend.secret_token: " in message
     assert "hunter2" not in message
+
+
+def test_a_key_for_two_tenants_is_refused_with_both_places(plugins: Plugins, write, tmp_path: Path) -> None:
+    own = tmp_path / "keys.yaml"
+    own.write_text("# more\n- key: tml-abc\n  tenant: bob\n")
+    keys = f"  api_keys_file: {own}\n  api_keys:\n    - tenant: alice\n      key: tml-abc\n"
+    file = write(GOOD.replace("models:", f"{keys}models:"))
+    message = failure(plugins, file)
+    line = file.read_text().splitlines().index("      key: tml-abc") + 1
+    assert message.startswith(
+        f"{own}:2: server.api_keys.1.key: is the key of server.api_keys.0 again ({file}:{line}), "
+    )
+    assert "tml-abc" not in message
+
+
+def test_what_is_wrong_with_a_file_of_keys_is_told_with_its_line(plugins: Plugins, write, tmp_path: Path) -> None:
+    own = tmp_path / "keys.yaml"
+    file = write(GOOD.replace("models:", f"  api_keys_file: {own}\nmodels:"))
+    assert f"cannot read the file of API keys {str(own)!r}: No such file" in failure(plugins, file)
+    for content, words in (
+        ("tml-abc: alice\n", f"{own}:1: expected a list"),
+        ("- {key: tml-abc}\n", f"{own}:1: server.api_keys.0.tenant: field required"),
+        (
+            "- {key: sha256:abc, tenant: alice}\n",
+            f"{own}:1: server.api_keys.0.key: 'sha256:' is not followed by the 64",
+        ),
+        ("- {key: abc, tenant: alice}\n", "the SDK refuses keys that do not start with 'tml-'"),
+        ("- {key: [", f"{own}:"),
+    ):
+        own.write_text(content)
+        message = failure(plugins, file)
+        assert words in message
+        assert "tml-abc" not in message
 
 
 def test_a_model_directory_is_found_by_name_or_path(plugins: Plugins, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ checked in one pass, including the plugins' own sections, and all problems are r
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -18,8 +19,8 @@ from tinsmith.errors import ConfigError, PluginError, UserError
 from tinsmith.huggingface.hub_cache import HubReference, is_offline, offline_message
 from tinsmith.plugins.loading import Plugins
 from tinsmith.plugins.registry import suggestion
-from tinsmith.settings import ApiKey, DeviceSettings, ModelSettings, PluginSection, Settings
-from tinsmith.settings.schema import RENAMED
+from tinsmith.settings import DeviceSettings, KeySource, ModelSettings, PluginSection, Settings
+from tinsmith.settings.schema import HASHED, RENAMED, repeated_keys
 from tinsmith.settings.secrets import cleaned, hidden, is_secret_name, remember_keys, shown
 from tinsmith.settings.sources import (
     CONFIG_VARIABLE,
@@ -33,8 +34,11 @@ from tinsmith.settings.sources import (
     read_environment,
     read_file,
     read_flags,
+    read_list,
 )
 
+_API_KEYS: Final[KeyPath] = ("server", "api_keys")
+_DIGEST: Final = re.compile("[0-9a-f]{64}")
 _REMEDIES: Final = {
     "string_type": "put it in quotes",
     "missing": "add it",
@@ -57,7 +61,7 @@ def load_settings(
     Without `needs_models` there may be no models, and those given are returned as they were written.
     Raise ConfigError with one line for each problem: source, key, what is wrong, value, remedy.
     """
-    layers = _read_layers(file_of(file, environ), environ, flags)
+    layers, _ = _read_layers(file_of(file, environ), environ, flags)
     problems = _Problems(layers)
     _check_stray_variables(environ, problems)
     settings: Settings | None = _validate(Settings, layers.tree(), (), problems)
@@ -69,19 +73,22 @@ def load_settings(
     return settings
 
 
-def load_api_keys(*, file: Path | None, environ: Mapping[str, str], flags: Iterable[Flag]) -> tuple[ApiKey, ...]:
-    """Return `server.api_keys` alone, for a server that is running. It may be empty.
+def load_api_keys(*, file: Path | None, environ: Mapping[str, str], flags: Iterable[Flag]) -> KeySource:
+    """Return the API keys alone, for a server that is running. There may be none.
 
     Raise ConfigError if a key is wrong, or if anything else is that can be seen without the plugins.
     """
-    layers = _read_layers(file_of(file, environ), environ, flags)
+    layers, files = _read_layers(file_of(file, environ), environ, flags)
     problems = _Problems(layers)
     settings: Settings | None = _validate(Settings, layers.tree(), (), problems)
     if settings is not None:
-        _check_prefixes(settings, problems)
+        _check_each_key(settings, problems)
     problems.raise_if_any()
     assert settings is not None
-    return settings.server.api_keys
+    keys = settings.server.api_keys
+    plain = {layers.source_of((*_API_KEYS, index, "key")) for index, key in enumerate(keys) if not key.is_hashed}
+    holds_plain = [each for each in files if any(str(source).startswith(f"{each}:") for source in plain)]
+    return KeySource(keys=keys, files=files, plain_in=tuple(holds_plain))
 
 
 def file_of(file: Path | None, environ: Mapping[str, str]) -> Path | None:
@@ -91,14 +98,22 @@ def file_of(file: Path | None, environ: Mapping[str, str]) -> Path | None:
     return file
 
 
-def _read_layers(file: Path | None, environ: Mapping[str, str], flags: Iterable[Flag]) -> Layers:
-    layers = Layers()
-    if file is not None:
-        read_file(layers, file)
+def _read_layers(
+    file: Path | None, environ: Mapping[str, str], flags: Iterable[Flag]
+) -> tuple[Layers, tuple[Path, ...]]:
+    """Return the layers, and the files that were read."""
+    layers, files = Layers(), [] if file is None else [file]
+    for each in files:
+        read_file(layers, each)
     read_environment(layers, environ)
     read_flags(layers, flags)
     _remember_secrets(layers.tree())
-    return layers
+    server = layers.tree().get("server")
+    if isinstance(server, dict) and isinstance(named := server.get("api_keys_file"), str):
+        files.append(Path(named).expanduser())
+        read_list(layers, files[-1], _API_KEYS, what="the file of API keys")
+        _remember_secrets(layers.tree())
+    return layers, tuple(files)
 
 
 def _remember_secrets(tree: Mapping[str, Any]) -> None:  # Any: not validated yet
@@ -122,6 +137,9 @@ class _Problems:
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
         self._lines: dict[str, None] = {}  # ordered, without repeats
+
+    def origin(self, path: KeyPath) -> str | None:
+        return self._layers.source_of(path)
 
     def add(self, path: KeyPath, reason: str, *, source: str | None = None) -> None:
         origin = source or self._layers.source_of(path)
@@ -257,13 +275,25 @@ def _check_keys(settings: Settings, problems: _Problems) -> None:
             f"refused: everybody who reaches {server.host!r} could use the server; add `server.api_keys`, or listen "
             "on 127.0.0.1",
         )
-    _check_prefixes(settings, problems)
+    _check_each_key(settings, problems)
 
 
-def _check_prefixes(settings: Settings, problems: _Problems) -> None:
-    for index, key in enumerate(settings.server.api_keys):
-        if not key.key.get_secret_value().startswith("tml-"):
-            problems.add(("server", "api_keys", index, "key"), "the SDK refuses keys that do not start with 'tml-'")
+def _check_each_key(settings: Settings, problems: _Problems) -> None:
+    keys = settings.server.api_keys
+    for index, key in enumerate(keys):
+        if key.is_hashed and not _DIGEST.fullmatch(key.digest):
+            problems.add(
+                (*_API_KEYS, index, "key"), f"{HASHED!r} is not followed by the 64 hexadecimal digits of a SHA-256"
+            )
+        elif not key.is_hashed and not key.key.get_secret_value().startswith("tml-"):
+            problems.add((*_API_KEYS, index, "key"), "the SDK refuses keys that do not start with 'tml-'")
+    for before, index in repeated_keys(keys):
+        first = format_key((*_API_KEYS, before))
+        problems.add(
+            (*_API_KEYS, index, "key"),
+            f"is the key of {first} again ({problems.origin((*_API_KEYS, before, 'key'))}), which one tenant alone can "
+            "have; keep one of the entries, or make another key",
+        )
 
 
 def _check_engines(settings: Settings, problems: _Problems) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tinsmith.commands.flags import setting_flag
-from tinsmith.commands.load_settings import file_of, load_api_keys, load_settings
+from tinsmith.commands.load_settings import load_api_keys, load_settings
 from tinsmith.commands.options import (
     ANY_SETTING,
     WITH_MODEL,
@@ -61,9 +61,8 @@ def serve(
     )
     environ = dict(os.environ)
     settings = load_settings(plugins_of(context), file=config, environ=environ, flags=flags)
-    file = file_of(config, environ)
-    read = partial(load_api_keys, file=file, environ=environ, flags=flags)
-    run_server(settings, plugins_of(context), LiveKeys(settings.server.api_keys, file=file, read=read))
+    read = partial(load_api_keys, file=config, environ=environ, flags=flags)
+    run_server(settings, plugins_of(context), LiveKeys(read(), read=read))
 
 
 def engine(

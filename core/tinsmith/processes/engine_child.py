@@ -113,7 +113,7 @@ class EngineChild:
 
     def _write_settings(self) -> None:
         """Write the engine's settings for this user alone, since the store's URL may hold a password. Omit API keys."""
-        server = self._settings.server.model_copy(update={"api_keys": (), "host": "127.0.0.1"})
+        server = self._settings.server.model_copy(update={"api_keys": (), "api_keys_file": None, "host": "127.0.0.1"})
         supervisor = self._settings.supervisor.model_copy(update={"engines": None})
         changed = {"models": (self.model,), "server": server, "supervisor": supervisor}
         own = self._settings.model_copy(update=changed)

@@ -62,6 +62,8 @@ def serve(settings: Settings, plugins: Plugins, keys: LiveKeys | None = None) ->
     configure_logging(settings.server.log_level)
     settings = with_files_for_connections(settings)
     _take_from_environment(settings.server)
+    if keys is not None:
+        keys.warn_of_readers()
     settings = _placed(settings, plugins)
     with DataDirLock(settings.data_dir, shared=settings.server.share_data_dir) as lock:
         listener = listen(settings.server)

@@ -6,7 +6,6 @@ token that stands for it for a limited time.
 """
 
 import hashlib
-import hmac
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -16,6 +15,7 @@ from tinsmith.hookspecs import hookimpl
 from tinsmith.server.key_tokens import KeyTokens
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.settings import ApiKey
+from tinsmith.settings.schema import digest_of_key
 
 HEADER: Final = "x-api-key"
 _KEY_PREFIX: Final = "tml-"
@@ -48,7 +48,7 @@ class ApiKeys:
         keys = self._keys.now()
         if not keys:
             return _anyone(credential)
-        found = self._index(keys).get(self._tokens.key_id(credential))
+        found = self._index(keys).get(self._tokens.key_id(digest_of_key(credential)))
         if found is None:
             raise AuthenticationError(_UNKNOWN)
         return _owner(found)
@@ -112,12 +112,12 @@ class ApiKeys:
         The ids are keyed hashes, so the time of a look-up reveals nothing.
         """
         if self._indexed[0] is not keys or self._indexed[1] is not self._tokens:
-            self._by_id = {self._tokens.key_id(each.key.get_secret_value()): each for each in keys}
+            self._by_id = {self._tokens.key_id(each.digest): each for each in keys}
             self._indexed = (keys, self._tokens)
         return self._by_id
 
     def _key_id(self, key: str) -> str:
-        return self._tokens.key_id(key) if self._keys.now() else _ANYBODY
+        return self._tokens.key_id(digest_of_key(key)) if self._keys.now() else _ANYBODY
 
     def _of_token(self, credential: str) -> Principal:
         token = self._tokens.read(credential)
@@ -136,13 +136,10 @@ def owner_of(key: str, keys: Sequence[ApiKey]) -> Principal:
     """Return the owner of a key among the configured ones. Raises AuthenticationError if it is not among them."""
     if not keys:
         return _anyone(key)
-    found: Principal | None = None
-    for known in keys:  # compare with all of them, so that timing reveals nothing
-        if hmac.compare_digest(known.key.get_secret_value().encode(), key.encode()):
-            found = _owner(known)
+    found = next((each for each in keys if each.digest == digest_of_key(key)), None)
     if found is None:
         raise AuthenticationError(_UNKNOWN)
-    return found
+    return _owner(found)
 
 
 def _anyone(key: str) -> Principal:

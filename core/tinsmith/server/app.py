@@ -9,7 +9,7 @@ from prometheus_client import Gauge
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tinsmith.errors import PluginError
+from tinsmith.errors import ConfigError, PluginError
 from tinsmith.hook_values import Principal, RoutesContext
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server import error_answers
@@ -30,7 +30,7 @@ from tinsmith.server.routes import futures, not_offered, runs, sampling, service
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.server.static_paths import StaticPaths
 from tinsmith.server.strangers import Strangers
-from tinsmith.settings import Settings
+from tinsmith.settings import KeySource, Settings
 from tinsmith.store import RequestStore
 from tinsmith.store.disk_room import reserve_bytes, space_at
 
@@ -47,8 +47,11 @@ async def create_app(
     its keys become one of them. Raises PluginError if two plugins offer a loss of one name.
     """
     app = FastAPI(title="tinsmith", version=version("tinsmith"), openapi_url=None)
+    if settings.server.api_keys_file is not None and keys is None:
+        msg = "server.api_keys_file has not been read; load the settings with load_settings, or pass its keys"
+        raise ConfigError(msg)
     tokens = KeyTokens(await store.secret("key tokens"), settings.server.token_lifetime_s)
-    api_keys = ApiKeys(keys or LiveKeys(settings.server.api_keys), tokens)
+    api_keys = ApiKeys(keys or LiveKeys(KeySource(keys=settings.server.api_keys)), tokens)
     _add_api_keys(plugins, api_keys)
     context = ServerContext(
         settings=settings,

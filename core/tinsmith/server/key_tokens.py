@@ -40,9 +40,9 @@ class KeyTokens:
         self._lifetime_s = lifetime_s
         self._read_before: dict[str, KeyToken] = {}  # the oldest first
 
-    def key_id(self, key: str) -> str:
-        """Return an id of a key that does not reveal it, not even by trying out keys."""
-        return hmac.new(self._secret, key.encode(), hashlib.sha256).hexdigest()[:32]
+    def key_id(self, digest: str) -> str:
+        """Return an id of the key with this digest. It does not reveal the key, not even by trying out keys."""
+        return hmac.new(self._secret, digest.encode(), hashlib.sha256).hexdigest()[:32]
 
     def issue(self, principal: Principal, key_id: str, *, not_after: int | None = None) -> str:
         now = int(time.time())

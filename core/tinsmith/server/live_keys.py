@@ -1,24 +1,26 @@
-"""The configured API keys as they are now: read again when the configuration file changes.
+"""The configured API keys as they are now: read again when a file changes that holds them.
 
 Every request asks here, so a key that is removed from the file is refused from the next request on.
 """
 
 import logging
+import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from tinsmith.errors import AuthenticationError, ConfigError
-from tinsmith.settings import ApiKey
+from tinsmith.settings import ApiKey, KeySource
+from tinsmith.settings.schema import repeated_keys
 
 _log = logging.getLogger(__name__)
 
 _UNSETTLED_S: Final = 3.0
 """A file system may give two changes in a row the same time stamp. The content is compared for this long after one."""
 
-_Stamp = tuple[int, ...]
+_Stamps = tuple[tuple[int, ...] | None, ...]
 
 
 class LiveKeys:
@@ -26,24 +28,27 @@ class LiveKeys:
 
     def __init__(
         self,
-        keys: Sequence[ApiKey],
+        source: KeySource,
         *,
-        file: Path | None = None,
-        read: Callable[[], Sequence[ApiKey]] | None = None,
+        read: Callable[[], KeySource] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`read` returns the keys that apply now that `file` has changed. It raises ConfigError if the file is wrong.
+        """`read` returns the keys that apply now that a file has changed. It raises ConfigError if a file is wrong.
 
-        Without a file, the keys never change.
+        Without it, the keys never change. Raises ConfigError if one key is given twice.
         """
-        self._keys = tuple(keys)
-        self._had_keys = bool(keys)
-        self._file = file
+        for before, index in repeated_keys(source.keys):
+            msg = f"server.api_keys.{index} has the key of server.api_keys.{before}; keep one, or make another key"
+            raise ConfigError(msg)
+        self._source = source
+        self._keys = source.keys
+        self._had_keys = bool(source.keys)
+        self._files = source.files
         self._read = read
         self._clock = clock
         self._lock = threading.Lock()
-        self._stamp: _Stamp | None = None  # unlike any file's: it may have changed since `keys` were read
-        self._content: bytes | None = None
+        self._stamps: _Stamps = ()  # unlike any files': they may have changed since the keys were read
+        self._contents: tuple[bytes | None, ...] = ()
         self._changed_at_s = clock()
         self._is_settled = False
 
@@ -52,35 +57,50 @@ class LiveKeys:
 
         Raise AuthenticationError if all of them have been removed: the server must not become open to everybody.
         """
-        if self._file is not None and self._read is not None:
+        if self._files and self._read is not None:
             with self._lock:
-                self._follow(self._file, self._read)
+                self._follow(self._read)
         if self._had_keys and not self._keys:
             msg = "this server accepts no API key: all of them were removed from `server.api_keys`"
             raise AuthenticationError(msg)
         return self._keys
 
-    def _follow(self, file: Path, read: Callable[[], Sequence[ApiKey]]) -> None:
-        stamp = _stamp(file)
-        if stamp != self._stamp:
-            self._stamp, self._changed_at_s, self._is_settled = stamp, self._clock(), False
+    def warn_of_readers(self) -> None:
+        """Log which files with keys, and not only their hashes, every user of the machine may read."""
+        for file in self._source.plain_in:
+            if file.exists() and file.stat().st_mode & stat.S_IROTH:
+                _log.warning(
+                    "every user of this machine can read the API keys in %s; take that right away (chmod o-r), or give "
+                    "each key as 'sha256:' and its hash",
+                    file,
+                )
+
+    def _follow(self, read: Callable[[], KeySource]) -> None:
+        stamps = tuple(map(_stamp, self._files))
+        if stamps != self._stamps:
+            self._stamps, self._changed_at_s, self._is_settled = stamps, self._clock(), False
         elif self._is_settled:
             return
         else:  # this may be the last time that the content is compared
             self._is_settled = self._clock() - self._changed_at_s > _UNSETTLED_S
-        content = _content(file)
-        if content != self._content:
-            self._content = content
+        contents = tuple(map(_content, self._files))
+        if contents != self._contents:
+            self._contents = contents
             self._take(read)
 
-    def _take(self, read: Callable[[], Sequence[ApiKey]]) -> None:
+    def _take(self, read: Callable[[], KeySource]) -> None:
         try:
-            keys = tuple(read())
+            source = read()
         except ConfigError as error:
             _log.error("the API keys stay as they are, because the changed configuration cannot be used: %s", error)
             return
+        keys = source.keys
+        if source.files != self._files:  # which are read again at the next request
+            self._files, self._stamps, self._contents = source.files, (), ()
         if keys == self._keys:
             return
+        self._source = source
+        self.warn_of_readers()
         before, after = set(self._keys), set(keys)
         _log.warning(
             "the API keys have changed: %d added, %d removed, %d now%s",
@@ -92,7 +112,7 @@ class LiveKeys:
         self._keys, self._had_keys = keys, self._had_keys or bool(keys)
 
 
-def _stamp(file: Path) -> _Stamp | None:
+def _stamp(file: Path) -> tuple[int, ...] | None:
     """Return what changes with the file's content, as far as its file system records it."""
     try:
         found = file.stat()

@@ -4,6 +4,9 @@ The descriptions become the reference page and the help of flags. The section of
 `models[].backend:`, `models[].sampler:`) accepts any key here, and is checked against the plugin's own config class.
 """
 
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -110,12 +113,49 @@ class DeviceSettings(_Section):
         return value
 
 
+HASHED: Final = "sha256:"
+"""What a key begins with that is given as its hash."""
+
+
 class ApiKey(_Section):
     """A key that clients may use."""
 
-    key: Secret = Field(description="must start with `tml-`, because the SDK refuses any other key")
+    key: Secret = Field(
+        description="must start with `tml-`, because the SDK refuses any other key; or `sha256:` and the hash of a key "
+        "in hexadecimal digits"
+    )
     tenant: str = Field(description="owner of everything that is created with this key")
     admin: bool = Field(default=False, description="may read the objects of every tenant and change only its own")
+
+    @property
+    def is_hashed(self) -> bool:
+        return self.key.get_secret_value().startswith(HASHED)
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the key, by which it is known in either form."""
+        text = self.key.get_secret_value()
+        return text.removeprefix(HASHED).lower() if self.is_hashed else digest_of_key(text)
+
+
+def digest_of_key(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def repeated_keys(keys: Sequence[ApiKey]) -> list[tuple[int, int]]:
+    """Return the positions of the keys that are there before, each after the first position of the same key."""
+    first: dict[str, int] = {}
+    found = [(first.setdefault(each.digest, index), index) for index, each in enumerate(keys)]
+    return [(before, index) for before, index in found if before != index]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeySource:
+    """The keys as they are configured now, and where they come from."""
+
+    keys: tuple[ApiKey, ...]
+    files: tuple[Path, ...] = ()  # a change of which changes the keys
+    plain_in: tuple[Path, ...] = ()  # files that hold a key itself, and not only its hash
 
 
 class LimitsSettings(_Section):
@@ -172,6 +212,11 @@ class ServerSettings(_Section):
     )
     api_keys: tuple[ApiKey, ...] = Field(
         (), description="keys that clients may use; without any, every key that starts with `tml-` is accepted"
+    )
+    api_keys_file: Path | None = Field(
+        None,
+        description="YAML file with further keys: a list of entries like those of `api_keys`; a running server follows "
+        "it, as it follows the configuration file",
     )
     token_lifetime_s: int = Field(
         3600,

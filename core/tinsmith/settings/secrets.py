@@ -19,6 +19,9 @@ _WORDS: Final = frozenset(
 )
 """A text is a secret if the name of its key, or of one above it, contains such a word: `hf_token`, not `max_tokens`."""
 
+_PLACES: Final = frozenset({"file", "path"})
+"""What a name ends with that says where a secret is: `api_keys_file`."""
+
 _FEWEST_CHARS: Final = 5
 """Shorter values are masked where they are, but not looked for in other text, which would become unreadable."""
 
@@ -114,7 +117,8 @@ def remember_keys(value: object) -> None:
 
 
 def is_secret_name(name: str) -> bool:
-    return not _WORDS.isdisjoint(re.split(r"[^a-z]+", name.lower()))
+    words = re.split(r"[^a-z]+", name.lower())
+    return words[-1] not in _PLACES and not _WORDS.isdisjoint(words)
 
 
 def cleaned(text: str) -> str:

@@ -68,6 +68,11 @@ class Layers:
                     return given.source
         return None
 
+    def length_of(self, path: KeyPath) -> int:
+        """Return how many entries of the list at the path are given."""
+        depth = len(path)
+        return len({known[depth] for known in self._given if known[:depth] == path and len(known) > depth})
+
     def tree(self) -> dict[str, Any]:
         """Return nested mappings and lists. Any: not validated yet."""
         root: dict[str | int, Any] = {}
@@ -81,13 +86,7 @@ class Layers:
 
 def read_file(layers: Layers, file: Path) -> None:
     """Add a YAML file. Raise ConfigError if it cannot be read, with the line of the mistake."""
-    try:
-        document = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except OSError as error:
-        msg = f"cannot read the configuration file {str(file)!r}: {error.strerror or error}"
-        raise ConfigError(msg) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(_not_yaml(file, error)) from error
+    document = _document(file, "the configuration file")
     if document is None:
         return
     if not isinstance(document, yaml.MappingNode):
@@ -95,6 +94,30 @@ def read_file(layers: Layers, file: Path) -> None:
         raise ConfigError(msg)
     for path, given in _nodes(document, (), file):
         layers.put(path, given)
+
+
+def read_list(layers: Layers, file: Path, path: KeyPath, *, what: str) -> None:
+    """Add the entries of a YAML file to a list. Raise ConfigError as `read_file` does."""
+    document = _document(file, what)
+    if document is None:
+        return
+    if not isinstance(document, yaml.SequenceNode):
+        msg = f"{file}:{document.start_mark.line + 1}: expected a list, as in {format_key(path)}"
+        raise ConfigError(msg)
+    start = layers.length_of(path)
+    for index, item in enumerate(document.value):
+        for inner, given in _nodes(item, (*path, start + index), file):
+            layers.put(inner, given)
+
+
+def _document(file: Path, what: str) -> yaml.Node | None:
+    try:
+        return yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except OSError as error:
+        msg = f"cannot read {what} {str(file)!r}: {error.strerror or error}"
+        raise ConfigError(msg) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(_not_yaml(file, error)) from error
 
 
 def _not_yaml(file: Path, error: Exception) -> str:
