@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
 
 from tinsmith.operations import Consistency, Failed
 from tinsmith.store import RequestStore
@@ -12,6 +12,8 @@ from tinsmith.store import RequestStore
 if TYPE_CHECKING:
     from fastapi import Request
     from prometheus_client import CollectorRegistry
+
+E = TypeVar("E")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +32,16 @@ class RoutesContext:
     store: RequestStore  # open while requests are answered; not yet open when the hook is called
     registry: CollectorRegistry  # `/metrics` shows it; a plugin may register its own collectors
     caller: Callable[[Request], Principal]
-    """Identifies the sender of a request, as core's routes do: use it as `Depends(context.caller)`. An unknown
-    sender gets a 401."""
+    """Identifies the sender of a request, as core's routes do: use it as `Depends(context.caller)`."""
+    _public: list[object] = field(default_factory=list, init=False, repr=False)
+
+    def public(self, endpoint: E) -> E:
+        """Mark the endpoint of a route that needs no key. All others answer an unknown sender with a 401."""
+        self._public.append(endpoint)
+        return endpoint
+
+    def is_public(self, endpoint: object) -> bool:
+        return endpoint in self._public
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ def metrics_router(context: RoutesContext) -> APIRouter:
     router, page = APIRouter(tags=["service"]), _Page(context)
 
     @router.get("/metrics", include_in_schema=False)
+    @context.public
     async def metrics(request: Request) -> Response:
         return PlainTextResponse(await page.text(fresh=_has_key(request)), media_type=CONTENT_TYPE_LATEST)
 

@@ -25,6 +25,7 @@ from tinsmith.server.download_links import has_signature
 from tinsmith.server.gate import Gate, names_of
 from tinsmith.server.key_tokens import KeyTokens
 from tinsmith.server.live_keys import LiveKeys
+from tinsmith.server.plugin_routes import add_plugin_routes
 from tinsmith.server.quotas import Quotas
 from tinsmith.server.routes import futures, not_offered, runs, sampling, service, sessions, training, usage, weights
 from tinsmith.server.signed_urls import UrlSigner
@@ -72,8 +73,9 @@ async def create_app(
     api.include_router(runs.files_router)
     app.include_router(api)
     app.include_router(service.open_router)
-    for router in plugins.routes(settings, _routes_context(context)):
-        app.include_router(router)
+    routes_context = _routes_context(context)
+    for router in plugins.routes(settings, routes_context):
+        add_plugin_routes(app, router, routes_context, plugins)
     add_descriptions(app)
     app.router.routes.insert(0, StaticPaths(app.router.routes))
     error_answers.install(app)
