@@ -125,7 +125,7 @@ def test_a_body_that_does_not_claim_to_be_json_is_refused_by_its_type(
 ) -> None:
     headers = {} if content_type is None else {"Content-Type": content_type}
     answer = http.post("asample", content=b"{}", headers=headers)
-    assert (answer.status_code, answer.json()) == (400, {"detail": detail})
+    assert (answer.status_code, answer.json()) == (415, {"detail": detail})
     assert http.post("asample", content=b"{}", headers={**headers, "X-API-Key": "sk-x"}).status_code == 401
 
 

@@ -53,7 +53,7 @@ async def test_each_leads_to_the_route_that_comes_first(store: SqlStore) -> None
         (b"", {}, 422, "body: Field required"),
         (b"[1]", {}, 422, "body"),
         (b'{"session_id": 7}', {}, 422, "body.session_id"),
-        (b'{"session_id": "a"}', {"content-type": "text/plain"}, 400, "is not offered"),
+        (b'{"session_id": "a"}', {"content-type": "text/plain"}, 415, "is not offered"),
         (b'{"session_id": 7}', {"x-api-key": "wrong"}, 401, "tml-"),
         (b'{"session_id": "a"}', {"x-api-key": "wrong"}, 401, "tml-"),
     ],
