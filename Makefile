@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup test test-all check fix bench bench-recovery docs test-crash test-malice test-gpu licences audit clean
+.PHONY: help demo setup test test-all check fix bench bench-recovery docs dist test-crash test-malice test-gpu licences audit clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,6 +79,9 @@ test-gpu: $(VENV)/.dev-installed ## Run the tests that need an accelerator
 # Ignored: psycopg, an optional dependency used as it is, may be LGPL; oss-harmony, which only vLLM brings, is Apache-2.0 by
 # its repository but does not say so in its package.
 LICENCES := MIT;Apache;BSD;ISC;PSF;Python Software Foundation;MPL-2.0;Mozilla Public License 2.0;Unlicense;CC0
+
+dist: $(VENV)/.dev-installed ## Build wheels and source distributions of tinsmith and its plugins into dist/
+	$(BIN)/python deploy/make_dist.py $(if $(URL),--url $(URL))
 
 licences: $(VENV)/.audit-installed ## Check that every dependency has a licence that Apache-2.0 software may depend on
 	$(VENV)/audit/bin/pip-licenses --python=$(BIN)/python --from=mixed --partial-match --allow-only="$(LICENCES)" \

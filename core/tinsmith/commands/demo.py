@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Annotated, Final
 
@@ -30,6 +31,12 @@ _POLL_S: Final = 0.2
 _START_TIMEOUT_S: Final = 300.0
 _STOP_TIMEOUT_S: Final = 30.0
 _SCRIPT: Final = "pig_latin.py"
+_MODEL: Final = "tiny-qwen3"
+_IMPORTED: Final = ("tinker", "transformers")  # by the script; the extra `examples` has them
+_NEXT: Final = """
+Next: read the script, {script},
+and run your own against a server that stays: tinsmith serve {model}
+(or any Qwen3 or Llama 3 model). tinsmith doctor MODEL says what a larger one needs."""
 _EXIT_INTERRUPTED: Final = 130
 _INTERRUPTS: Final = (signal.SIGINT, signal.SIGTERM)
 
@@ -50,21 +57,26 @@ def run_demo(directory: Path, *, backend: str | None = None) -> int:
     """Return the script's exit code, 130 if interrupted. Raise ServerError if the server does not start."""
     console = Console(emoji=False)
     script = find_example(_SCRIPT)
+    _check_imports()
     for number in _INTERRUPTS:
         signal.signal(number, _interrupt)
     try:
         with served_tiny_model(console, directory, backend=backend) as (url, base_model):
-            return _run_script(script, url, base_model)
+            code = _run_script(script, url, base_model)
     except KeyboardInterrupt:
         console.print("\ninterrupted; everything is stopped")
         return _EXIT_INTERRUPTED
+    if code == 0:
+        next_steps = _NEXT.format(script=script, model=directory / _MODEL)
+        console.print(next_steps, highlight=False, soft_wrap=True)
+    return code
 
 
 @contextmanager
 def served_tiny_model(console: Console, directory: Path, *, backend: str | None = None) -> Iterator[tuple[str, str]]:
     """Make a tiny model if there is none, serve it, yield URL and base model once it is ready, stop the server."""
     directory.mkdir(parents=True, exist_ok=True)
-    model = directory / "tiny-qwen3"
+    model = directory / _MODEL
     if not (model / "config.json").is_file():
         num_parameters = write_tiny_model(model, TinyShape(), overwrite=True)
         console.print(f"wrote a random Qwen3 with {num_parameters:,} parameters to {model}")
@@ -80,8 +92,15 @@ def find_example(name: str) -> Path:
     for folder in (package.parents[1] / "examples", package / "examples"):
         if (folder / name).is_file():
             return folder / name
-    msg = f"the example {name!r} is not installed; run the demo in a clone of the repository"
+    msg = f"the example {name!r} lies neither in the package nor beside its sources; install tinsmith anew"
     raise UserError(msg)
+
+
+def _check_imports() -> None:
+    missing = [name for name in _IMPORTED if find_spec(name) is None]
+    if missing:
+        msg = f"the demo's script imports {', '.join(missing)}, not installed here; pip install 'tinsmith[examples]'"
+        raise UserError(msg)
 
 
 @contextmanager

@@ -1,0 +1,117 @@
+"""What `make dist` builds, used as somebody would who has no clone; and the commands that the pages tell to type."""
+
+import re
+import shlex
+import subprocess
+import sys
+import zipfile
+from email import message_from_bytes
+from email.message import Message
+from pathlib import Path
+
+import pytest
+from clean_environment import CleanEnvironment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")})
+INSTALLS = re.compile(r"(?:^|[`\s/])(?:uv )?pip install ([^`\n#&)]+)")
+OURS = re.compile(r"tinsmith|^\.|\s\.")
+NAME = re.compile(r'^name = "(.+)"', re.MULTILINE)
+
+
+URL = "https://example.org/team/tinsmith"
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    into = tmp_path_factory.mktemp("made") / "dist"
+    command = [sys.executable, str(ROOT / "deploy" / "make_dist.py"), "--into", str(into), "--url", URL]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    return into
+
+
+@pytest.fixture(scope="module")
+def environment(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> CleanEnvironment:
+    """With the core, the JAX backend and what the demo needs, installed by the documented command."""
+    environment = CleanEnvironment(tmp_path_factory.mktemp("clean"), "tinsmith[examples]", "tinsmith-jax")
+    environment.run("python", "-m", "pip", "install", "--quiet", "--find-links", str(dist), "tinsmith[jax,examples]")
+    return environment
+
+
+def descriptions(dist: Path) -> dict[str, Message]:
+    """Return the metadata of each wheel, by name."""
+    found = {}
+    for wheel in dist.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as files:
+            [name] = [each for each in files.namelist() if each.endswith(".dist-info/METADATA")]
+            message = message_from_bytes(files.read(name))
+            assert any(each.endswith("licenses/LICENSE") for each in files.namelist()), wheel
+        found[canonicalize_name(str(message["Name"]))] = message
+    return found
+
+
+def targets(message: Message) -> list[str]:
+    return re.findall(r"\]\(([^)#\s]+)", str(message.get_payload()))
+
+
+def test_every_wheel_can_be_shown_by_an_index(dist: Path) -> None:
+    """With its licence, classifiers, and a description whose links lead somewhere."""
+    wheels = descriptions(dist)
+    assert len(wheels) == 1 + len(list(ROOT.glob("plugins/*/pyproject.toml")))
+    for name, message in wheels.items():
+        assert [each for each in targets(message) if not each.startswith(("https://", "http://"))] == [], name
+        assert message["License-Expression"] == "Apache-2.0"
+        assert message.get_all("Classifier"), name
+    inside = [each for message in wheels.values() for each in targets(message) if each.startswith(URL)]
+    assert len(inside) > 30
+    assert [each for each in inside if not (ROOT / each.split("/", 7)[7]).exists()] == []
+
+
+def documented() -> list[tuple[str, list[str]]]:
+    """Return page and requirements of every `pip install` of tinsmith that a page tells to type."""
+    found = [
+        (page, command) for page in PAGES for command in INSTALLS.findall(page.read_text()) if OURS.search(command)
+    ]
+    return [(page.relative_to(ROOT).as_posix(), shlex.split(command)) for page, command in found]
+
+
+def test_every_documented_command_can_be_resolved(dist: Path) -> None:
+    """Each distribution that is named is in the clone, or among the wheels, and has the extras that are asked for."""
+    wheels, commands = descriptions(dist), documented()
+    assert len(commands) > 15
+    for page, words in commands:
+        for word in words:
+            place, _, rest = word.partition("[")
+            if place.startswith("."):  # of the clone; in the tutorial, the reader's own package
+                name = NAME.findall((ROOT / place / "pyproject.toml").read_text())[0]
+            elif place.startswith("tinsmith"):
+                assert "--find-links" in words, f"{page}: no index has {word}; install from the clone or from wheels"
+                name = place
+            else:
+                continue
+            extras = set(rest.rstrip("]").split(",")) - {""}
+            offered = set(wheels[name].get_all("Provides-Extra") or [])
+            assert extras <= offered or page == "docs/how-to/write-a-loss.md", f"{page}: {word}; offered: {offered}"
+
+
+def test_all_of_ours_that_a_wheel_needs_is_built(dist: Path) -> None:
+    wheels = descriptions(dist)
+    needed = [Requirement(each).name for message in wheels.values() for each in message.get_all("Requires-Dist") or []]
+    assert {each for each in needed if each.startswith("tinsmith")} <= set(wheels)
+
+
+def test_the_wheels_work_without_a_clone(environment: CleanEnvironment) -> None:
+    imported = "import tinsmith, tinsmith_jax; print(tinsmith.__file__, tinsmith_jax.__file__)"
+    assert str(ROOT) not in environment.run("python", "-c", imported)
+    environment.run("tinsmith", "tiny-model", "tiny")
+    assert "jax" in environment.run("tinsmith", "plugins")
+    assert environment.run("tinsmith", "doctor", "tiny").endswith("healthy\n")
+
+
+@pytest.mark.thorough  # in a clone it is tested with the other examples
+def test_the_demo_runs_from_the_wheels(environment: CleanEnvironment) -> None:
+    told = environment.run("tinsmith", "demo")
+    assert "(right)" in told
+    assert "tinsmith serve" in told
