@@ -2,14 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
+import uvicorn
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from uvicorn.server import ServerState
 
 import tinsmith
 from tinsmith.errors import AuthenticationError
@@ -25,27 +28,31 @@ from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import StoreContext
 
 KEY, BURST = {"x-api-key": "tml-mine"}, 5
+MOST = 16  # connections, the fewest that are allowed
 WRONG = {"x-api-key": "tml-wrong"}
 
 
 class Server:
-    """An app whose clock stands still, and whose pauses end at once and are written down."""
+    """An app whose clock stands still, and whose pauses end once they may and are written down."""
 
     def __init__(self, store: SqlStore, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store = store
         self.pauses: list[float] = []
+        self.pauses_end = asyncio.Event()
+        self.pauses_end.set()
         self._monkeypatch = monkeypatch
 
     async def start(self, *extra: object, keys: bool = True, burst: int = BURST) -> httpx.AsyncClient:
         async def pause(seconds: float) -> None:
             self.pauses.append(seconds)
-            await asyncio.sleep(0)
+            await self.pauses_end.wait()
 
         for module in ("strangers.Strangers", "probes.Probes"):
             path = f"tinsmith.server.{module}.__init__.__kwdefaults__"
             self._monkeypatch.setitem(_defaults(path), "clock", lambda: 0.0)
             self._monkeypatch.setitem(_defaults(path), "pause", pause)
-        server: dict[str, Any] = {"limits": {"keyless_burst": burst, "keyless_requests_per_s": 0.001}}
+        limits = {"keyless_burst": burst, "keyless_requests_per_s": 0.001, "connections": MOST}
+        server: dict[str, Any] = {"limits": limits}
         if keys:
             server["api_keys"] = [{"key": KEY["x-api-key"], "tenant": "ann"}]
         models = [{"name": "tiny", "backend": {"plugin": "toy"}}]
@@ -308,3 +315,76 @@ async def test_strangers_make_room_before_those_who_are_known() -> None:
             break
     assert gone == [[True, False, False, False], [True, True, False, False], [True, True, True, False]]
     assert not admit(Connection(is_known=False)), "nobody is idle"
+
+
+class Socket:
+    """A connection of its own to a server."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self.writer = writer
+
+    async def status(self) -> int:
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        length = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
+        await self._reader.readexactly(int(length.partition(b":")[2]))
+        return int(head.split(b" ", 2)[1])
+
+    def ask(self, path: str, headers: dict[str, str]) -> None:
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.writer.write(f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\n{lines}\r\n".encode())
+
+    async def is_cut(self) -> bool:
+        try:
+            return await self._reader.read() == b""
+        except ConnectionResetError:
+            return True
+
+
+@asynccontextmanager
+async def listening(server: Server) -> AsyncIterator[Callable[[], Any]]:
+    """Serve over real sockets until the block ends. The value connects."""
+    state, sockets = ServerState(), list[Socket]()
+    config = uvicorn.Config(server.app, http=bounded_http.BoundedHttp, ws="none", lifespan="off", log_config=None)
+    config.load()
+    loop = asyncio.get_running_loop()
+    listener = await loop.create_server(lambda: bounded_http.BoundedHttp(config, state, {}, loop), "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+
+    async def connect() -> Socket:
+        sockets.append(Socket(*await asyncio.open_connection("127.0.0.1", port)))
+        return sockets[-1]
+
+    try:
+        yield connect
+    finally:
+        server.pauses_end.set()
+        listener.close()
+        for each in sockets:
+            each.writer.transport.abort()
+        while state.connections:  # noqa: ASYNC110 - sockets have no events
+            await asyncio.sleep(0)
+        await asyncio.gather(*state.tasks)
+        await listener.wait_closed()
+
+
+@pytest.mark.parametrize("path", ["/api/v1/sessions", "/healthz"], ids=["refused", "late probes"])
+async def test_who_waits_for_a_late_answer_makes_room_before_a_tenant_that_is_idle(
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr("tinsmith.server.probes.BURST", 0)
+    await spend(await server.start())
+    server.pauses_end.clear()
+    async with listening(server) as connect:
+        tenant = await connect()
+        tenant.ask("/api/v1/sessions", KEY)
+        assert await tenant.status() == 200
+        waiting = [await connect() for _ in range(MOST - 1)]
+        for each in waiting:
+            each.ask(path, {})
+        while len(server.pauses) < len(waiting):  # noqa: ASYNC110 - sockets have no events
+            await asyncio.sleep(0)
+        for each in (await connect(), tenant):
+            each.ask("/api/v1/sessions", KEY)
+            assert await each.status() == 200
+        assert await waiting[0].is_cut()

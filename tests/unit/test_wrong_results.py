@@ -122,6 +122,7 @@ STEPS: dict[str, Lie] = {
     "a pass's result": first(lambda _: ops.ForwardBackwardOutput(loss_fn_outputs=(), metrics={"loss:sum": 0.0})),
     "metrics None": first(lambda r: replace(r, metrics=None)),
     "a metric that is text": metrics(norm="1"),
+    "a metric whose name is none": first(lambda r: replace(r, metrics={**r.metrics, 7: 1.0})),
 }
 STATES: dict[str, Lie] = {"nothing": lambda _: None, "a negative step": lambda s: replace(s, step=-1)}
 
@@ -138,18 +139,33 @@ def top(name: str, change: Lie) -> Lie:
     return lambda value: replace(value, **{name: change(getattr(value, name))})
 
 
+def at(sequence: ops.SampledSequence, places: Sequence[int]) -> ops.SampledSequence:
+    """Take the tokens at these places, with all that belongs to them."""
+    top, where = sequence.top_logprobs, np.array(places, int)
+    assert top is not None
+    return replace(
+        sequence,
+        tokens=sequence.tokens[where],
+        logprobs=sequence.logprobs[where],
+        top_logprobs=replace(top, token_ids=top.token_ids[where], logprobs=top.logprobs[where]),
+    )
+
+
+def alternatives(length: int) -> ops.TopLogprobs:
+    return ops.TopLogprobs(token_ids=np.zeros((length, TOP), np.int32), logprobs=np.zeros((length, TOP), np.float32))
+
+
 SAMPLES: dict[str, Lie] = {
     "nothing": lambda _: None,
     "a pass's result": lambda _: ops.ForwardBackwardOutput(loss_fn_outputs=(), metrics={"loss:sum": 0.0}),
     "a sequence missing": field("sequences", lambda s: s[1:]),
     "a sequence too many": field("sequences", lambda s: (*s, *s)),
+    "None for sequences": field("sequences", lambda _: None),
     "None for a sequence": sequences(lambda _: None),
     "a token beyond the vocabulary": sequences(field("tokens", lambda t: t + 10_000)),
     "a negative token": sequences(field("tokens", lambda t: t - 10_000)),
-    "no tokens": sequences(lambda s: replace(s, tokens=s.tokens[:0], logprobs=s.logprobs[:0])),
-    "more tokens than asked for": sequences(
-        lambda s: replace(s, tokens=np.tile(s.tokens, 9), logprobs=np.tile(s.logprobs, 9))
-    ),
+    "no tokens": sequences(lambda s: at(s, [])),
+    "more tokens than asked for": sequences(lambda s: at(s, [*range(len(s.tokens))] * 9)),
     "tokens that are no integers": sequences(field("tokens", lambda t: t.astype(np.float32))),
     "tokens that are objects": sequences(field("tokens", lambda t: t.astype(object))),
     "a list of tokens": sequences(field("tokens", lambda t: t.tolist())),
@@ -162,6 +178,7 @@ SAMPLES: dict[str, Lie] = {
     "alternatives beyond the vocabulary": sequences(field("top_logprobs", top("token_ids", lambda a: a + 10_000))),
     "short alternatives": sequences(field("top_logprobs", top("logprobs", lambda a: a[1:]))),
     "experts of another shape": sequences(field("routed_experts", lambda _: np.zeros((1, 1), np.uint16))),
+    "a list of experts": sequences(field("routed_experts", lambda _: [[[0]]])),
     "short prompt logprobs": field("prompt_logprobs", lambda a: a[1:]),
     "no prompt logprobs": field("prompt_logprobs", lambda _: None),
     "no alternatives of the prompt": field("top_prompt_logprobs", lambda _: None),
@@ -171,6 +188,14 @@ SAMPLES: dict[str, Lie] = {
     "a layout": field("target_layout", lambda _: ops.SparseLayout(crow_indices=None, col_indices=None)),  # type: ignore[arg-type]
     "more cached than there is": field("prompt_cache_hit_tokens", lambda _: NUM_PROMPT + 1),
     "cached text": field("prompt_cache_hit_tokens", lambda _: "3"),
+    "a failure without text": lambda _: ops.Failed(message=None),  # type: ignore[arg-type]
+    "a failure of nobody": lambda _: ops.Failed(message="no", category="nobody"),  # type: ignore[arg-type]
+}
+UNASKED: dict[str, Lie] = {
+    "alternatives": sequences(field("top_logprobs", lambda _: alternatives(4))),
+    "prompt logprobs": field("prompt_logprobs", lambda _: np.zeros(NUM_PROMPT, np.float32)),
+    "alternatives of the prompt": field("top_prompt_logprobs", lambda _: alternatives(NUM_PROMPT)),
+    "targets": field("target_prompt_logprobs", lambda _: np.zeros((NUM_PROMPT - 1, 2), np.float32)),
 }
 
 
@@ -204,6 +229,16 @@ def a_sample(client: EngineDriver) -> ops.Sample:
     )
 
 
+def a_plain_sample(client: EngineDriver) -> ops.Sample:
+    return replace(
+        a_sample(client),
+        prompt_logprobs=False,
+        topk_prompt_logprobs=0,
+        topk_sample_logprobs=0,
+        target_prompt_logprobs=None,
+    )
+
+
 def replace_id(snapshot: Any) -> Any:
     snapshot.snapshot_id = "another"
     return snapshot
@@ -234,21 +269,28 @@ async def test_a_wrong_result_of_training_ends_the_engine(
     assert (await store.get_operation(request_id)).state == OperationState.RUNNING
 
 
-@pytest.mark.parametrize("lie", SAMPLES.values(), ids=SAMPLES)
+SAMPLING = {
+    f"{make.__name__}: {name}": (make, lie)
+    for make, lies in ((a_sample, SAMPLES), (a_plain_sample, UNASKED))
+    for name, lie in lies.items()
+}
+
+
+@pytest.mark.parametrize(("make", "lie"), SAMPLING.values(), ids=SAMPLING)
 async def test_a_wrong_result_of_a_sampler_fails_its_request_and_names_the_sampler(
-    store: SqlStore, tmp_path: Path, lie: Lie
+    store: SqlStore, tmp_path: Path, make: Callable[[EngineDriver], Any], lie: Lie
 ) -> None:
     backend, client = LyingBackend(tmp_path), EngineDriver(store, "toy")
     await client.open_session()
     engine = await make_engine(store, backend, tmp_path, sampler=backend)
     task = asyncio.create_task(engine.run())
-    assert isinstance(await client.run(a_sample(client)), ops.SampleOutput)
+    assert isinstance(await client.run(make(client)), ops.SampleOutput)
     backend.lie = lie
-    failure = await client.failure(await client.submit(a_sample(client)))
+    failure = await client.failure(await client.submit(make(client)))
     assert failure.category == "server"
     assert "the sampler LyingBackend breaks its contract" in failure.message
     backend.lie = _truth
-    assert isinstance(await client.run(a_sample(client)), ops.SampleOutput)
+    assert isinstance(await client.run(make(client)), ops.SampleOutput)
     engine.stop()
     await asyncio.wait_for(task, WAIT_S)
 
