@@ -72,15 +72,21 @@ def custom_loss(training: tinker.TrainingClient) -> float:
 
 
 def refused(training: tinker.TrainingClient) -> None:
+    """A pass, and then the step whose window holds it."""
     wrong = types.Datum(
         model_input=types.ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": [99999], "weights": [1.0]}
     )
-    message = "nothing was refused"
+    fails(training.forward_backward([wrong], "cross_entropy"), "99999")
+    fails(training.optim_step(types.AdamParams()), "this step is discarded")
+
+
+def fails(future: Any, words: str) -> None:
+    message = "it succeeded"
     try:
-        training.forward_backward([wrong], "cross_entropy").result(WAIT_S)
+        future.result(WAIT_S)
     except tinker.RequestFailedError as error:
         message = str(error)
-    assert "99999" in message, message
+    assert words in message, message
 
 
 def resume(service: tinker.ServiceClient, training: tinker.TrainingClient) -> list[list[float]]:

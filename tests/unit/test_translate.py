@@ -144,6 +144,11 @@ def test_a_setting_has_one_value() -> None:
     message.head.loss_fn_config["clip_low_threshold"] = 0.9
     with pytest.raises(UserError, match=r"'clip_low_threshold' is 0\.9, and 0\.8 in loss_fn_config_v2"):
         translate.forward_backward(message)
+    for first in ({}, {"clip_low_threshold": float("nan")}):
+        message.head.loss_fn_config_v2["clip_low_threshold"].number = float("nan")
+        message.head.loss_fn_config.clear()
+        message.head.loss_fn_config.update(first)
+        assert np.isnan(translate.forward_backward(message).loss_fn_config["clip_low_threshold"])  # checked as others
 
 
 def test_spans_are_accepted_and_change_nothing() -> None:

@@ -8,6 +8,7 @@ import hashlib
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
+from math import isnan
 
 import numpy as np
 
@@ -135,7 +136,7 @@ def _loss_config(request: pb.ForwardBackwardRequest) -> Mapping[str, float]:
         if value.WhichOneof("value") != "number":
             msg = f"loss_fn_config: {key!r} is text, {value.text[:100]!r}; {request.loss_fn!r} takes numbers only"
             raise UnsupportedError(msg)
-        if config.get(key, value.number) != value.number:
+        if key in config and config[key] != value.number and not isnan(value.number):  # NaN is refused as such
             msg = f"loss_fn_config: {key!r} is {config[key]}, and {value.number} in loss_fn_config_v2; send one number"
             raise UserError(msg)
         config[key] = value.number
