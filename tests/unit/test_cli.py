@@ -1,6 +1,8 @@
 """The command line, as a person types it."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,10 +28,48 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
     return (code if isinstance(code, int) else 0), out, err
 
 
-def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(monkeypatch, capsys, "version")
+@pytest.mark.parametrize("asked", ["version", "--version"])
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked: str) -> None:
+    code, out, _ = run(monkeypatch, capsys, asked)
     assert code == 0
     assert out.startswith("tinsmith 0.")
+
+
+@pytest.mark.parametrize("asked", [("-h",), ("serve", "-h"), ("runs", "list", "-h")])
+def test_help_has_a_short_form(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked: tuple[str, ...]
+) -> None:
+    code, out, _ = run(monkeypatch, capsys, *asked)
+    assert code == 0
+    assert "Usage: tinsmith" in out
+
+
+def test_shells_complete_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(monkeypatch, capsys, "--show-completion", "bash")
+    assert code == 0
+    assert "complete" in out
+
+
+def test_a_path_that_the_locale_cannot_read_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(monkeypatch, capsys, "tiny-model", os.fsdecode("größe".encode("latin-1")))
+    assert code == 2
+    assert "set PYTHONUTF8=1" in err
+
+
+def test_a_terminal_in_ascii_shows_other_characters_as_escapes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tinsmith", "doctor", "--data-dir", str(tmp_path / "größe"), "toy"]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert "Traceback" not in done.stderr
+    assert "gr\\xf6\\xdfe" in done.stdout
 
 
 def test_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

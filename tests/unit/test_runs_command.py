@@ -1,7 +1,14 @@
 """`tinsmith runs`: what people and scripts see."""
 
+import fcntl
 import json
+import os
+import re
 import sqlite3
+import struct
+import subprocess
+import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +94,26 @@ def test_a_run_is_shown(server: RunningServer) -> None:
     assert "no checkpoint 'tinker" in lines["4"] or "no checkpoint" in lines["4"]
     (total,) = [line.split() for line in shown.splitlines() if line.startswith("all ")]
     assert total[1:4] == ["5", "1", "5"], "operations, retried, tokens"
+
+
+def test_a_run_is_named_by_how_it_begins(server: RunningServer) -> None:
+    assert "run              s1:train:0" in runs(server, "show", "s1")
+    assert "run              s2:train:0" in runs(server, "show", "last")
+    with pytest.raises(TinsmithError, match="2 runs begin with 's', such as 's2:train:0', 's1:train:0'; type more"):
+        runs(server, "show", "s")
+
+
+def test_a_narrow_terminal_shows_ids_whole(server: RunningServer) -> None:
+    """They are what people copy."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    command = [sys.executable, "-m", "tinsmith", "runs", "list", "--data-dir", str(server.settings.server.data_dir)]
+    subprocess.run(command, stdin=theirs, stdout=theirs, stderr=theirs, check=True, timeout=120)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    os.close(theirs)
+    assert re.findall(r"s\d:train:0", shown) == ["s2:train:0", "s1:train:0"]
+    assert max(map(len, re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines())) <= 60
 
 
 def test_a_page_of_a_run(server: RunningServer) -> None:

@@ -195,6 +195,8 @@ def test_everything_wrong_is_reported_at_once_with_its_source(plugins: Plugins, 
     [
         ("server:\n  port: [1\n", "tinsmith.yaml:3: not valid YAML: expected ',' or ']'"),
         ("- a\n- b\n", ":1: expected a mapping"),
+        ("server: &s\n  port: *s\n", ":1: server.port is an alias of what it is part of; write its value out"),
+        ("models: &m [*m]\n", ":1: models.0 is an alias of what it is part of"),
         ("server: {port: 1}\nserver: {port: 2}\n", ":2: server is already set in line 1; keep one"),
         ("server:\n  port: 1\n  port: 2\n", ":3: server.port is already set in line 2"),
         ("models:\n  - {name: a, backend: {plugin: gauge}}\n  - {name: a, backend: {plugin: gauge}}\n", "'a' occurs 2"),
@@ -213,6 +215,10 @@ def test_a_bad_file_is_refused_with_the_line(plugins: Plugins, write, text: str,
     message = failure(plugins, write(text))
     assert expected in message
     assert "tinsmith.yaml" in message
+
+
+def test_an_empty_mapping_sets_nothing(plugins: Plugins, write) -> None:
+    assert failure(plugins, write("{}\n")).startswith("models: no model to serve")
 
 
 def test_a_missing_file(plugins: Plugins) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
 from importlib.metadata import version as distribution_version
-from typing import Final
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
@@ -19,12 +20,14 @@ from tinsmith.commands.runs import add_run_commands
 from tinsmith.commands.serving import add_serving_commands
 from tinsmith.commands.simulate import add_simulate_command
 from tinsmith.commands.worker import add_worker_command
-from tinsmith.errors import TinsmithError
+from tinsmith.errors import TinsmithError, UserError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.printable import escape_lines
 from tinsmith.settings.environment import remember_credentials
 from tinsmith.settings.secrets import cleaned
 
+_SURROGATES: Final = ("\ud800", "\udfff")
+"""What Python decodes bytes to that its file system encoding does not know."""
 _EXIT_FAILED: Final = 1
 _EXIT_USAGE: Final = 2
 
@@ -32,9 +35,11 @@ _EXIT_USAGE: Final = 2
 def app() -> None:
     """Run the command line. An error meant for people goes to stderr without a traceback, with exit code 2."""
     remember_credentials()
+    _print_what_can_be_printed()
     plugins = Plugins.load()
     group = build_group(plugins)
     try:
+        _check_arguments()
         group(obj=plugins, prog_name="tinsmith")
     except TinsmithError as error:
         console = Console(stderr=True, soft_wrap=True, emoji=False)
@@ -50,9 +55,10 @@ def build_group(plugins: Plugins) -> typer.Typer:
     group = typer.Typer(
         help="A self-hosted server for the Tinker API.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
+    group.callback()(_of_the_group)
     add_serving_commands(group)
     add_plan_command(group)
     add_worker_command(group)
@@ -70,3 +76,35 @@ def build_group(plugins: Plugins) -> typer.Typer:
 def version() -> None:
     """Print the version of tinsmith."""
     typer.echo(f"tinsmith {distribution_version('tinsmith')}")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+def _of_the_group(
+    _: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="print the version, and exit")
+    ] = False,
+) -> None:
+    """A self-hosted server for the Tinker API."""
+
+
+def _check_arguments() -> None:
+    """Raise UserError for one that this terminal's encoding cannot read: as a path, it would name another file."""
+    for argument in sys.argv[1:]:
+        if any(_SURROGATES[0] <= character <= _SURROGATES[1] for character in argument):
+            msg = (
+                f"{argument!a} cannot be read as {sys.getfilesystemencoding()}; set PYTHONUTF8=1, or a locale such "
+                "as LC_ALL=C.UTF-8"
+            )
+            raise UserError(msg)
+
+
+def _print_what_can_be_printed() -> None:
+    """Have a terminal that knows few characters show the others as escapes, instead of ending the command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

@@ -20,6 +20,7 @@ from tinsmith.backend import Progress as ReportProgress
 from tinsmith.checkpoints.format import write_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.commands.open_store import opened_store
+from tinsmith.commands.run_names import find_run
 from tinsmith.engine.checkpoint_files import CheckpointReader
 from tinsmith.engine.failures import BackendFailedError
 from tinsmith.engine.models import Models
@@ -72,13 +73,10 @@ class _Replay:
         self._data_dir = settings.data_dir
         self.written: str | None = None
 
-    async def run(self, model_id: str, until: int, to: str, *, accept_differences: bool) -> None:
+    async def run(self, run: str, until: int, to: str, *, accept_differences: bool) -> None:
         async with opened_store(self._settings, self._plugins) as store:
-            try:
-                log = await store.run_log(model_id)
-            except NotFoundError as error:
-                msg = f"no run {model_id!r}; `tinsmith runs list` shows them all"
-                raise NotFoundError(msg) from error
+            model_id = await find_run(store, run)
+            log = await store.run_log(model_id)
             model = self._model_of(log.run)
             target = _target(to, log.run, self._data_dir)
             await self._refuse_taken(store, target)

@@ -19,7 +19,10 @@ from tinsmith.commands.options import (
     settings_without_models,
 )
 
-Run = Annotated[str, typer.Argument(help="id of the run; `tinsmith runs list` prints it")]
+Run = Annotated[
+    str,
+    typer.Argument(help="id of the run, as `tinsmith runs list` prints it, or how only one begins; `last`: the newest"),
+]
 Limit = Annotated[int, typer.Option(min=1, max=10_000, help="number of rows to print")]
 
 

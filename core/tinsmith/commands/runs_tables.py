@@ -14,14 +14,16 @@ from rich.console import Console
 from rich.table import Table
 
 from tinsmith.commands.open_store import opened_store
+from tinsmith.commands.run_names import find_run
 from tinsmith.commands.runs_report import OperationReport, RunReport, report
-from tinsmith.errors import NotFoundError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.printable import escape
 from tinsmith.settings import Settings
-from tinsmith.store import LogTotals, RequestStore, RunRecord, RunState
+from tinsmith.store import LogTotals, RunRecord, RunState
 
 _WIDE: Final = 200  # columns, if the output is not a terminal
+_KEPT_WHOLE: Final = {"run", "seq", "kind", "in the log"}
+"""Columns that a narrow terminal does not break: what people copy, and what tells the rows apart."""
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 _STATES: Final = {RunState.READY: "green", RunState.LOST: "red", RunState.UNLOADED: "dim"}
 
@@ -75,28 +77,17 @@ def print_runs(
 def print_run(
     settings: Settings, plugins: Plugins, *, run: str, from_seq_id: int | None, limit: int, as_json: bool
 ) -> None:
-    """Print one run and a page of its log. Raise NotFoundError if there is no such run."""
+    """Print one run and a page of its log. Raise TinsmithError as `find_run` does."""
 
     async def read() -> RunReport:
         async with opened_store(settings, plugins) as store:
-            return await _report(store, run, from_seq_id, limit)
+            return await report(store, await find_run(store, run), from_seq_id=from_seq_id, limit=limit)
 
     found = asyncio.run(read())
     if as_json:
         _print_json(found)
     else:
         _show(_console(), found)
-
-
-async def _report(store: RequestStore, run: str, from_seq_id: int | None, limit: int) -> RunReport:
-    try:
-        return await report(store, run, from_seq_id=from_seq_id, limit=limit)
-    except NotFoundError as error:
-        runs, _ = await store.list_runs(None, limit=3, offset=0)
-        there = ", ".join(repr(each.model_id) for each in runs)
-        newest = f"the newest are {there}" if there else "there are none yet"
-        msg = f"no run {run!r}: {newest}; `tinsmith runs list` prints all of them"
-        raise NotFoundError(msg) from error
 
 
 def _show(console: Console, found: RunReport) -> None:
@@ -204,9 +195,9 @@ def _table(*headings: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
     for heading in headings:
         right = heading.startswith(">")
-        fold = heading in {"run", "outcome", "base model"}
+        kept_whole = heading in _KEPT_WHOLE or (right and heading != ">operations")
         table.add_column(
-            heading.removeprefix(">"), justify="right" if right else "left", no_wrap=not fold, overflow="fold"
+            heading.removeprefix(">"), justify="right" if right else "left", no_wrap=kept_whole, overflow="fold"
         )
     return table
 

@@ -92,7 +92,7 @@ def read_file(layers: Layers, file: Path) -> None:
     if not isinstance(document, yaml.MappingNode):
         msg = f"{file}:{document.start_mark.line + 1}: expected a mapping with keys such as 'server' and 'models'"
         raise ConfigError(msg)
-    for path, given in _nodes(document, (), file):
+    for path, given in _nodes(document, (), file) if document.value else ():
         layers.put(path, given)
 
 
@@ -200,8 +200,14 @@ def _leaves(value: object) -> Iterator[tuple[KeyPath, object]]:
             yield (key, *path), leaf
 
 
-def _nodes(node: yaml.Node, path: KeyPath, file: Path) -> Iterator[tuple[KeyPath, Given]]:
+def _nodes(
+    node: yaml.Node, path: KeyPath, file: Path, above: tuple[yaml.Node, ...] = ()
+) -> Iterator[tuple[KeyPath, Given]]:
     line = f"{file}:{node.start_mark.line + 1}"
+    if any(node is each for each in above):
+        msg = f"{line}: {format_key(path)} is an alias of what it is part of; write its value out"
+        raise ConfigError(msg)
+    above = (*above, node)
     if isinstance(node, yaml.MappingNode) and node.value:
         seen: dict[str, int] = {}
         for key_node, value_node in node.value:
@@ -211,10 +217,10 @@ def _nodes(node: yaml.Node, path: KeyPath, file: Path) -> Iterator[tuple[KeyPath
                 msg = f"{file}:{key_line}: {format_key((*path, key))} is already set in line {seen[key]}; keep one"
                 raise ConfigError(msg)
             seen[key] = key_line
-            yield from _nodes(value_node, (*path, key), file)
+            yield from _nodes(value_node, (*path, key), file, above)
     elif isinstance(node, yaml.SequenceNode) and node.value:
         for index, item in enumerate(node.value):
-            yield from _nodes(item, (*path, index), file)
+            yield from _nodes(item, (*path, index), file, above)
     else:
         yield path, Given(value=_scalar(node, line), source=line)
 
