@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,12 +17,13 @@ from tinsmith.backend import BackendContext
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.engine import assembly
 from tinsmith.engine.sampling_snapshots import Keeping
+from tinsmith.errors import CapacityError
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.server.disk_quota import DiskQuota
 from tinsmith.settings import QuotaSettings, RecoverySettings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.store import KeptBytes, StoreContext
+from tinsmith.store import KeptBytes, RequestStore, StoreContext
 from tinsmith.store.disk_room import (
     DiskSpace,
     allowed_bytes,
@@ -104,6 +105,22 @@ async def test_requests_that_come_together_at_the_start_are_all_admitted(tmp_pat
         await asyncio.gather(*(quota.admit("ann", 1) for _ in range(5)))
     finally:
         await store.close()
+
+
+async def test_a_save_fails_if_there_is_no_room_for_its_request_either() -> None:
+    """With a 429, it would be sent again until its tenant deletes something."""
+
+    class Store:
+        async def kept_bytes(self, tenant: str) -> list[KeptBytes]:
+            return [KeptBytes(tenant=tenant, checkpoints=199_900)]
+
+    settings = QuotaSettings(disk_bytes=200_000)
+    quota = DiskQuota(cast("RequestStore", Store()), settings, lambda: LARGE, time.monotonic)
+    with pytest.raises(CapacityError):
+        await quota.admit("ann", 170)
+    why = await quota.why_no_save("ann")
+    assert why is not None
+    assert "quotas.disk_bytes" in str(why)
 
 
 # An engine -----------------------------------------------------------------------------------------------------------

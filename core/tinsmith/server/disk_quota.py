@@ -24,6 +24,7 @@ from tinsmith.store.disk_room import (
 
 _RETRY_AFTER_S: Final = 10.0  # only a tenant, or the operator, can make room
 _FOR_AWAITED: Final = 0.5  # the part of the reserve that stays closed to requests that others wait for
+_LEAST_SAVE_BYTES: Final = 4096  # the files of the smallest save take as much, and its request less
 _LOG: Final = "log"
 
 
@@ -80,12 +81,15 @@ class DiskQuota:
         return why_in_reserve(self._settings, await self.space(), more=0)
 
     async def why_no_save(self, tenant: str) -> UserError | None:
-        """Return why a tenant may save nothing more, or None if it may. The engine knows the size, and asks again."""
+        """Return why a tenant may save nothing more, or None if it may. The engine knows the size, and asks again.
+
+        A save without room for its own request would otherwise be refused with a 429, again and again.
+        """
         if self._read_space is None:
             return None
         space = await self.space()
-        why = why_in_reserve(self._settings, space, more=0)
-        why = why or self._why_over_share(tenant, await self._kept.of(tenant), space, 0)
+        why = why_in_reserve(self._settings, space, more=_LEAST_SAVE_BYTES)
+        why = why or self._why_over_share(tenant, await self._kept.of(tenant), space, _LEAST_SAVE_BYTES)
         return None if why is None else UserError(why)
 
     def freed(self, tenant: str) -> None:
