@@ -1,10 +1,12 @@
 """A server that cannot record requests says so, and no session ends for it. `test_disk_quota` fills a real disk."""
 
 import errno
+import itertools
 import logging
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import cast
 
 import httpx
 import pytest
@@ -12,11 +14,14 @@ from sqlalchemy.exc import OperationalError
 
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.app import create_app
-from tinsmith.settings import Settings
+from tinsmith.server.disk_quota import DiskQuota
+from tinsmith.server.storage_health import StorageHealth
+from tinsmith.settings import QuotaSettings, Settings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.transactions import sessions, write_checks
-from tinsmith.store import EngineRecord, EngineState, StoreContext
+from tinsmith.store import EngineRecord, EngineState, RequestStore, StoreContext
+from tinsmith.store.disk_room import DiskSpace
 from tinsmith.testing.harness import TOY
 from tinsmith.testing.store_records import NOW
 
@@ -65,6 +70,32 @@ async def post(http: httpx.AsyncClient, path: str, **body: object) -> httpx.Resp
 async def ready(http: httpx.AsyncClient, name: str) -> tuple[int, str]:
     answer = await http.get("/readyz", headers={"X-API-Key": f"tml-{name}"})
     return answer.status_code, answer.json().get("storage", "")
+
+
+async def test_a_disk_that_cannot_be_asked_is_told() -> None:
+    """What looks at it must not end the server."""
+
+    class Store:
+        async def expect_writes(self) -> None:
+            pass
+
+    def read() -> DiskSpace:
+        if broken_disk:
+            raise OSError(errno.EIO, "input/output error", "/srv/planted")
+        return DiskSpace(total_bytes=1 << 40, free_bytes=1 << 39)
+
+    broken_disk = False
+    store = cast("RequestStore", Store())
+    clock = itertools.count(step=2.0)
+    health = StorageHealth(store, DiskQuota(store, QuotaSettings(), read, lambda: next(clock)))
+    assert await health.trouble() is None
+    broken_disk = True
+    told = await health.trouble()
+    assert told is not None
+    assert "planted" not in told.public
+    assert "planted" in told.cause
+    broken_disk = False
+    assert await health.trouble() is None
 
 
 @pytest.mark.parametrize("fault", [in_sqlite, in_postgres, without_room])

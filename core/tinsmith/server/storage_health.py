@@ -27,9 +27,7 @@ class StorageHealth:
 
     async def trouble(self) -> Told | None:
         """Return why requests cannot be recorded now, or None if they can."""
-        found = await self._why_no_writes()
-        if found is None and (full := await self._disk.why_full()) is not None:
-            found = Told(full)
+        found = await self._why_no_writes() or await self._why_no_room()
         if found is not None and self._trouble is None:
             _log.error("not ready: %s", found.to(operator=True))
         elif found is None and self._trouble is not None:
@@ -42,6 +40,13 @@ class StorageHealth:
         while True:
             await self.trouble()
             await asyncio.sleep(_LOOK_S)
+
+    async def _why_no_room(self) -> Told | None:
+        try:
+            full = await self._disk.why_full()
+        except OSError as error:
+            return Told("the server's disk cannot be read now", str(error))
+        return None if full is None else Told(full)
 
     async def _why_no_writes(self) -> Told | None:
         """A database that is away holds a write for long: look whether the last try has come back."""
