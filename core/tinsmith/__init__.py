@@ -68,6 +68,10 @@ from tinsmith.hook_values import (
 from tinsmith.hookspecs import (
     hookimpl,
 )
+from tinsmith.lifeline import (
+    Tethered,
+    run_tethered,
+)
 from tinsmith.losses import (
     BUILTIN_LOSSES,
     LossFunction,
@@ -121,6 +125,9 @@ from tinsmith.scheduler import (
     Pending,
     Scheduler,
     SchedulerSpec,
+)
+from tinsmith.scratch import (
+    Scratch,
 )
 from tinsmith.settings import (
     Settings,
@@ -320,6 +327,7 @@ __all__ = [
     "SaveState",
     "Scheduler",
     "SchedulerSpec",
+    "Scratch",
     "ServerError",
     "ServerStarted",
     "ServerStopping",
@@ -340,6 +348,7 @@ __all__ = [
     "StoreFullError",
     "StoreSpec",
     "StoredCheckpoints",
+    "Tethered",
     "TinsmithError",
     "TokenArray",
     "TopLogprobs",
@@ -360,6 +369,7 @@ __all__ = [
     "hookimpl",
     "log_privately",
     "refuses_step",
+    "run_tethered",
     "step_result",
     "unless_diverged",
 ]

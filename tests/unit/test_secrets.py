@@ -16,6 +16,7 @@ import tinsmith
 from tinsmith.commands import cli
 from tinsmith.commands.load_settings import load_settings
 from tinsmith.errors import ConfigError
+from tinsmith.lifeline import Tethered
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes import engine_child
 from tinsmith.processes.engine_child import EngineChild, _environment
@@ -266,14 +267,15 @@ def test_a_server_leaves_no_setting_to_what_it_starts(caplog: pytest.LogCaptureF
 def test_workers_get_their_key_alone(launch_with: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, str]] = []
 
-    class Started(subprocess.Popen[bytes]):
-        def __init__(self, command: list[str], *, env: dict[str, str], **options: Any) -> None:
-            del command, options
+    class Started(Tethered):
+        def __init__(self, command: list[str], *, env: dict[str, str]) -> None:
+            del command
             tell = "import json, os; print(json.dumps(dict(os.environ)))"
             super().__init__([sys.executable, "-c", tell], stdout=subprocess.PIPE, env=env)
             started.append(json.loads(self.communicate()[0]))
 
-    monkeypatch.setattr(subprocess, "Popen", Started)
+    for module in (launching, host):
+        monkeypatch.setattr(module, "Tethered", Started)
     launch = launching.Launch(
         config=WorkersConfig(nproc_per_node=2),
         environment={launching.COORDINATOR: "unix:/none", WORKER_KEY_VARIABLE: "of the group"},

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pydantic import ValidationError
 
 from tinsmith.errors import PluginError, UserError
 from tinsmith.plugins.registry import Offer
+from tinsmith.scratch import Scratch
 
 if TYPE_CHECKING:
     import pytest
@@ -106,11 +105,21 @@ def check_plugin(
         raise PluginError(msg) from error
     del hypothesis, pytest_asyncio
     collector = _Collector(progress)
-    with tempfile.TemporaryDirectory(prefix="tinsmith-check-") as name, contextlib.chdir(name):
-        test_file, ini = Path(name, "test_plugin.py"), Path(name, "pytest.ini")
+    with Scratch("tinsmith-check-") as scratch, contextlib.chdir(scratch.path):
+        test_file, ini = scratch.path / "test_plugin.py", scratch.path / "pytest.ini"
         test_file.write_text(_TEST_FILE.format(plugin=plugin, options=dict(options), trainer=trainer), encoding="utf-8")
         ini.write_text(_INI, encoding="utf-8")
-        arguments = ["-p", "no:terminal", "-p", "no:cacheprovider", "-c", str(ini), "--rootdir", name, str(test_file)]
+        arguments = [
+            "-p",
+            "no:terminal",
+            "-p",
+            "no:cacheprovider",
+            "-c",
+            str(ini),
+            "--rootdir",
+            str(scratch.path),
+            str(test_file),
+        ]
         code = pytest.main(arguments, plugins=[collector])
     if collector.errors or code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         told = "\n".join(collector.errors) or f"pytest ended with {code!r}"

@@ -23,6 +23,7 @@ from tinsmith.commands.flags import base_model_name_of
 from tinsmith.commands.options import Backend
 from tinsmith.errors import ServerError, UserError
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith.lifeline import Tethered
 from tinsmith.processes.data_dir_lock import read_server_url
 from tinsmith.settings import DataDir
 from tinsmith.settings.sources import ENV_PREFIX
@@ -104,14 +105,14 @@ def _check_imports() -> None:
 
 
 @contextmanager
-def _server(model: Path, directory: Path, backend: str | None) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+def _server(model: Path, directory: Path, backend: str | None) -> Iterator[tuple[Tethered, Path]]:
     log = directory / "server.log"
     command = [sys.executable, "-m", "tinsmith", "serve", "--base-model", str(model), "--port", "0"]
     command += ["--data-dir", str(directory / "data"), *(["--backend", backend] if backend else [])]
     with log.open("wb") as output:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
         environ = {**kept, "PYTHONSAFEPATH": "1"}  # nothing is imported from the current directory
-        server: subprocess.Popen[bytes] | None = None
+        server: Tethered | None = None
         try:
             with _interrupted_afterwards():
                 server = _start(command, output, environ)
@@ -121,12 +122,12 @@ def _server(model: Path, directory: Path, backend: str | None) -> Iterator[tuple
                 _stop(server)
 
 
-def _start(command: list[str], output: IO[bytes], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(command: list[str], output: IO[bytes], environ: Mapping[str, str]) -> Tethered:
     """Start a session of its own, so that Ctrl-C reaches only the demo, which then stops the server in order."""
-    return subprocess.Popen(command, stdout=output, stderr=output, env=environ, start_new_session=True)
+    return Tethered(command, stdout=output, stderr=output, env=environ)
 
 
-def _stop(server: subprocess.Popen[bytes]) -> None:
+def _stop(server: Tethered) -> None:
     if server.poll() is not None:
         return
     server.terminate()
@@ -137,11 +138,10 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
         try:
             server.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
+            server.end()
 
 
-def _wait_until_ready(console: Console, server: subprocess.Popen[bytes], data_dir: DataDir, log: Path) -> str:
+def _wait_until_ready(console: Console, server: Tethered, data_dir: DataDir, log: Path) -> str:
     """Return the server's URL once every engine is ready. Show the progress meanwhile."""
     deadline = time.monotonic() + _START_TIMEOUT_S
     with console.status("starting the server") as status:
@@ -178,10 +178,10 @@ def _readiness(url: str) -> tuple[bool, str]:
 def _run_script(script: Path, url: str, base_model: str) -> int:
     command = [sys.executable, str(script), "--base-url", url, "--base-model", base_model]
     environ = {**os.environ, "TINKER_API_KEY": "tml-demo", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    process: subprocess.Popen[bytes] | None = None
+    process: Tethered | None = None
     try:
         with _interrupted_afterwards():
-            process = subprocess.Popen(command, env=environ)
+            process = Tethered(command, env=environ)
         return process.wait()
     except KeyboardInterrupt:
         if process is not None:

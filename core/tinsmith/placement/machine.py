@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tinsmith.lifeline import run_tethered
+from tinsmith.settings import child_environment
 from tinsmith.workers import count_gpus
 
 _QUERY: Final = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
@@ -39,8 +41,9 @@ def _memory(devices: tuple[str, ...]) -> int | None:
     if not devices or any(each.startswith("MIG") for each in devices):
         return None
     try:
-        answer = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
+        answer = run_tethered(_QUERY, env=child_environment(), timeout_s=_LIMIT_S)
+        answer.check_returncode()
     except (OSError, subprocess.SubprocessError):
         return None
-    sizes = [int(line) << 20 for line in answer.stdout.split() if line.isdecimal()]
+    sizes = [int(line) << 20 for line in answer.stdout.decode().split() if line.isdecimal()]
     return min(sizes, default=None)

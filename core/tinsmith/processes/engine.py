@@ -17,7 +17,7 @@ import uvloop
 from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.failures import EngineFailedError
 from tinsmith.errors import LeaseLostError, ServerError
-from tinsmith.lifeline import end_with
+from tinsmith.lifeline import end_with, leave
 from tinsmith.placement.machine import this_machine
 from tinsmith.placement.plan import make_plan, with_placement
 from tinsmith.plugins.loading import Plugins
@@ -56,8 +56,7 @@ def run_engine(settings: Settings, model_name: str, plugins: Plugins) -> None:
     try:
         uvloop.run(_until_signalled(settings, model_name, plugins))
     except StoppedWhileLoadingError:
-        sys.stderr.flush()
-        os._exit(0)  # without waiting for the thread that loads
+        leave(0)  # without waiting for the thread that loads
     except EngineFailedError as error:
         _log.error("%s", error)
         sys.exit(1)

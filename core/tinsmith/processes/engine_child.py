@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from tinsmith.failpoints import durable_boundary
+from tinsmith.lifeline import end_group
 from tinsmith.processes.deaths import Cause, Death, Witness, is_stopped
 from tinsmith.settings import ModelSettings, Settings, child_environment
 from tinsmith.settings.environment import HUB_TOKENS, WORKER_KEY
@@ -74,17 +75,26 @@ class EngineChild:
         self._last_lines.clear()
         self._lost = None
         own = {SUPERVISED: before or "", ENGINE_ID: engine_id, "PYTHONUNBUFFERED": "1"}  # no last words are lost
-        self._process = await _start(_command(self), {**_environment(), **own})
+        other_end, tether = os.pipe()  # this end closes when this process dies, however it dies
+        try:
+            self._process = await _start(_command(self), {**_environment(), **own}, other_end)
+        except BaseException:
+            os.close(tether)
+            raise
+        finally:
+            os.close(other_end)
         if self._ending is not None:  # asked to end while it was being started
             self.end(self._ending)
         output = asyncio.create_task(self._pass_on(self._process))
         try:
             code = await self._process.wait()
+            await asyncio.to_thread(end_group, self._process.pid)
             await asyncio.wait([output], timeout=_LAST_WORDS_S)  # what it started may hold its output open
             judged = witness.judge(code, self._last_lines[-1] if self._last_lines else "")
             return Ended(engine_id, self._lost or judged)
         finally:
             output.cancel()
+            os.close(tether)
             self.settings_file.unlink(missing_ok=True)
 
     def end(self, number: signal.Signals) -> None:
@@ -92,7 +102,10 @@ class EngineChild:
         self._ending = number
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
+                if number is signal.SIGKILL:
+                    os.killpg(self._process.pid, number)  # this process may end before it could look after the rest
+                else:
+                    self._process.send_signal(number)
 
     @property
     def is_stopped(self) -> bool:
@@ -144,10 +157,10 @@ def new_engine_id() -> str:
 
 
 @durable_boundary("supervisor.start_engine")
-async def _start(command: tuple[str, ...], environment: dict[str, str]) -> asyncio.subprocess.Process:
+async def _start(command: tuple[str, ...], environment: dict[str, str], stdin: int) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *command,
-        stdin=asyncio.subprocess.PIPE,  # closes when this process dies, however it dies
+        stdin=stdin,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env=environment,

@@ -2,17 +2,15 @@
 
 import os
 import secrets
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final
 
 from tinsmith.backend import Progress
 from tinsmith.errors import ConfigError
+from tinsmith.scratch import Scratch
 from tinsmith.workers.channel import Channel, Encoded, encoded, ready
 from tinsmith.workers.code import code_of, package_of
 from tinsmith.workers.config import WorkersConfig
@@ -56,16 +54,16 @@ class WorkerGroup:
         self._channels: list[Channel] = []
         self._broken: str | None = None
         self._launcher: Launcher | None = None
-        self._directory = Path(tempfile.mkdtemp(prefix="tinsmith-workers-"))  # mode 0700
+        self._scratch = Scratch("tinsmith-workers-")
         self._door: FrontDoor | None = None
         try:
             key = _key(config)
             code = code_of("tinsmith", package_of(program))
-            self._door = FrontDoor(config.control_address, self._directory / "control", key.encode(), code)
+            self._door = FrontDoor(config.control_address, self._scratch.path / "control", key.encode(), code)
             launch = Launch(
                 config=config,
                 environment={**(environment or {}), COORDINATOR: self._door.address, KEY: key},
-                directory=self._directory,
+                directory=self._scratch.path,
                 gpus=gpus,
                 default_per_node=default_per_node,
             )
@@ -221,7 +219,7 @@ class WorkerGroup:
         if self._launcher is not None:
             self._launcher.close()
             self._launcher = None
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._scratch.close()
 
     def _ask_to_end(self) -> None:
         for channel in self._channels:

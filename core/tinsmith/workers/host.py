@@ -1,15 +1,15 @@
 """The workers of one machine, for a scheduler that starts one program on each: `tinsmith worker`."""
 
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+from tinsmith.lifeline import Tethered
 from tinsmith.settings.environment import child_environment
 from tinsmith.workers.keys import KEY
-from tinsmith.workers.launching import COORDINATOR, INDEX, NUM_WORKERS, WAIT_S, WITH_PARENT, end
+from tinsmith.workers.launching import COORDINATOR, INDEX, NUM_WORKERS, WAIT_S, WITH_PARENT
 
 _PAUSE_S: Final = 2.0  # before workers join again
 _POLL_S: Final = 0.1
@@ -39,14 +39,11 @@ def run_host(coordinator: str, *, processes: int, index: int | None, wait_s: flo
 
 
 @contextmanager
-def _started(
-    environment: dict[str, str], processes: int, index: int | None
-) -> Iterator[Sequence["subprocess.Popen[bytes]"]]:
+def _started(environment: dict[str, str], processes: int, index: int | None) -> Iterator[Sequence[Tethered]]:
     ranks = [None if index is None else index * processes + local for local in range(processes)]
     workers = [
-        subprocess.Popen(
+        Tethered(
             [sys.executable, "-m", "tinsmith.workers"],
-            stdin=subprocess.PIPE,
             env=environment if rank is None else {**environment, INDEX: str(rank)},
         )
         for rank in ranks
@@ -57,10 +54,10 @@ def _started(
         for worker in workers:
             worker.kill()
         for worker in workers:
-            end(worker)
+            worker.end()
 
 
-def _first_failure(workers: Sequence["subprocess.Popen[bytes]"]) -> int:
+def _first_failure(workers: Sequence[Tethered]) -> int:
     """Wait until all have ended, or one has failed. Returns its status as a shell would."""
     while True:
         codes = [worker.poll() for worker in workers]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from tinsmith.errors import ConfigError
+from tinsmith.lifeline import Tethered
 from tinsmith.settings.environment import child_environment
 from tinsmith.workers.config import WorkersConfig
 
@@ -75,12 +76,7 @@ class LocalProcesses:
         own = {**launch.environment, NUM_WORKERS: str(launch.num_workers), WITH_PARENT: "1"}
         shared = {"OMP_NUM_THREADS": "1", **child_environment(), **own}
         self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tinsmith.workers"],
-                stdin=subprocess.PIPE,
-                env={**shared, INDEX: str(index)},
-                start_new_session=True,  # Ctrl-C in the terminal reaches the server alone
-            )
+            Tethered([sys.executable, "-m", "tinsmith.workers"], env={**shared, INDEX: str(index)})
             for index in range(launch.num_workers)
         ]
 
@@ -92,13 +88,7 @@ class LocalProcesses:
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_S)
-            end(process)
-
-
-def end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a worker that has a pipe as its standard input, and wait."""
-    with process:  # closes the pipe
-        process.kill()
+            process.end()
 
 
 class Scheduler:

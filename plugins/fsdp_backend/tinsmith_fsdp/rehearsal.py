@@ -6,7 +6,6 @@ and the allocator take for themselves, and the GPU's attention, for which that o
 """
 
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tinsmith import BUILTIN_LOSSES, AdamParams, LoraConfig
+from tinsmith import BUILTIN_LOSSES, AdamParams, LoraConfig, Scratch
 from tinsmith.torch_workers import Adapter, LossTable
 from tinsmith.workers import AdapterLayout, ModelStep, Segment, deal
 from tinsmith_fsdp import head, trainer
@@ -74,10 +73,11 @@ def rehearse(
     try:
         mesh = mesh_of(torch.device("cpu"), ranks.dp * ranks.tp, config)
         counted, fake = Allocations(), FakeTensorMode(allow_non_fake_inputs=True)
-        with tempfile.TemporaryDirectory() as directory:
+        with Scratch("tinsmith-rehearsal-") as scratch:
+            directory = scratch.path
             kind = str(model["architectures"][0]).removesuffix("ForCausalLM").lower()
-            (Path(directory) / "config.json").write_text(json.dumps({"model_type": kind, **model}))
-            setup = _setup(config, model, ranks, directory)
+            (directory / "config.json").write_text(json.dumps({"model_type": kind, **model}))
+            setup = _setup(config, model, ranks, str(directory))
             bases = [_Unreal(setup, mesh, fake, counted, trainable=which) for which in _copies(loras)]
             with fake, counted, _logits_of(on_cpu=ranks.on_cpu), patch.object(trainer, "square_norm", _any_norm):
                 run, step = _made(setup, mesh, bases, loras, lengths)

@@ -515,7 +515,7 @@ def test_a_damaged_library_is_compiled_again(
     assert (tmp_path / good.name).read_bytes() == content
 
 
-def _without_compiling(command: Sequence[str]) -> bytes:
+def _without_compiling(command: Sequence[str], **_: object) -> bytes:
     return subprocess.run(command, check=True, capture_output=True).stdout if "--version" in command else b""
 
 

@@ -22,7 +22,7 @@ from tinsmith import Array, ConfigError, Failed, Placement, SampleOutput, Server
 from tinsmith.huggingface import known_config
 from tinsmith.testing import write_tiny_model
 from tinsmith_vllm import compat
-from tinsmith_vllm.adapters import AdapterFiles, _remove_orphans
+from tinsmith_vllm.adapters import AdapterFiles
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.demand import demand
 from tinsmith_vllm.launching import launches
@@ -588,32 +588,3 @@ def test_files_of_a_process_that_was_killed_are_removed_by_the_next(tmp_path: Pa
     for files in (living, next_one):
         files.close()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_others_put_beside_the_files_is_neither_opened_nor_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Shared memory is a directory in which everybody writes: links lead elsewhere, and locks may be of other users."""
-    private, shared, target = (tmp_path / name for name in ("private", "shared", "target"))
-    for directory in (private, shared):
-        directory.mkdir(mode=0o700)
-    (private / "kept").touch()
-    linked = shared / "tinsmith-vllm-linked"
-    linked.symlink_to(private)
-    trap = shared / "tinsmith-vllm-trap"
-    trap.mkdir(mode=0o700)
-    (trap / "owner.lock").symlink_to(target)
-    open_to_all = shared / "tinsmith-vllm-open"
-    open_to_all.mkdir()
-    open_to_all.chmod(0o777)
-    AdapterFiles(shared, shared).close()
-    assert not target.exists(), "a lock is opened through a link"
-    assert [path.name for path in private.iterdir()] == ["kept"]
-    assert list(open_to_all.iterdir()) == []
-    (trap / "owner.lock").unlink()
-    with monkeypatch.context() as patch:
-        patch.setattr("os.geteuid", lambda: trap.stat().st_uid + 1)
-        _remove_orphans(shared)
-    assert list(trap.iterdir()) == [], "another user's lock is opened"
-    _remove_orphans(shared)
-    assert not trap.exists()

@@ -7,28 +7,24 @@ An adapter that vLLM applies is a PEFT directory, with the experts' adapters in 
 fully trained model is shards of all its weights.
 """
 
-import fcntl
 import json
 import math
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from tinsmith import Array, ServerError, Snapshot, UnsupportedError, are_finite
+from tinsmith import Array, Scratch, ServerError, Snapshot, UnsupportedError, are_finite
 from tinsmith.huggingface import HEAD, Delta, ShardWriter, adapter_config, deltas
 from tinsmith_vllm.messages import ADAPTER, CHANGES, CONFIG, Changes
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _PREFIX: Final = "tinsmith-vllm-"
-_LOCK: Final = "owner.lock"
 _HEAD, _EMBEDDING = f"{HEAD}.weight", "model.embed_tokens.weight"
 _SHARD_BYTES: Final = 2 << 30
 
@@ -38,10 +34,7 @@ class AdapterFiles:
 
     def __init__(self, configured: Path | None, fallback: Path, ids: Iterator[int] | None = None) -> None:
         parent = configured or (_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else fallback)
-        parent.mkdir(parents=True, exist_ok=True)
-        _remove_orphans(parent)
-        self._root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        self._lock = _locked(self._root)
+        self._scratch = Scratch(_PREFIX, parent)
         self._ids = count(1) if ids is None else ids  # never reused: vLLM's caches are keyed by it
 
     def write(self, snapshot: Snapshot, base_model: str) -> tuple[int, Path]:
@@ -87,7 +80,7 @@ class AdapterFiles:
     def _fresh(self) -> Iterator[tuple[int, Path]]:
         """Make a directory for the block to fill, under a new id. Remove it if the block fails."""
         adapter_id = next(self._ids)
-        directory = self._root / str(adapter_id)
+        directory = self._scratch.path / str(adapter_id)
         directory.mkdir()
         try:
             yield adapter_id, directory
@@ -99,9 +92,7 @@ class AdapterFiles:
         shutil.rmtree(directory, ignore_errors=True)
 
     def close(self) -> None:
-        shutil.rmtree(self._root, ignore_errors=True)
-        if self._lock is not None:
-            self._lock.close()
+        self._scratch.close()
 
 
 class DivergedError(Exception):
@@ -162,35 +153,3 @@ def _check_shapes(snapshot_id: str, shapes: Mapping[str, tuple[int, ...]], base:
             found = "has no such weight" if expected is None else f"has {list(expected)}"
             msg = f"snapshot {snapshot_id!r} has {name!r} of the shape {list(shape)}; the base model {found}"
             raise UnsupportedError(msg)
-
-
-def _remove_orphans(parent: Path) -> None:
-    for directory in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # another user's, or just removed by another process
-            if (lock := _locked(directory)) is not None:
-                shutil.rmtree(directory, ignore_errors=True)
-                lock.close()
-
-
-def _locked(directory: Path) -> IO[bytes] | None:
-    """Return the lock file of a directory, locked while it is open, or None if another process holds the lock.
-
-    Anybody may write to the parent, so follow no links, and open nothing in a directory that others may write to. Raise
-    OSError if it is not this user's alone.
-    """
-    place = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        found = os.fstat(place)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            msg = f"{directory} is not a directory of this user that nobody else can open"
-            raise PermissionError(msg)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        lock = os.fdopen(os.open(_LOCK, flags, 0o600, dir_fd=place), "r+b", buffering=0)
-    finally:
-        os.close(place)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        return None
-    return lock

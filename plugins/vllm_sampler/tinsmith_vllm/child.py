@@ -50,7 +50,6 @@ _PR_SET_PDEATHSIG: Final = 1
 def main() -> None:
     descriptor = int(sys.argv[1])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # Linux; elsewhere the closed socket ends it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole process group; the engine decides
     channel: Channel[ToVllm] = Channel(socket.socket(fileno=descriptor), ToVllm)
     start = channel.receive()
     if not isinstance(start, Start):

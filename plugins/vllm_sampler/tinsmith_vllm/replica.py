@@ -18,7 +18,7 @@ from typing import IO, Final
 
 import msgspec
 
-from tinsmith import child_environment, log_privately
+from tinsmith import Tethered, child_environment, log_privately
 from tinsmith_vllm.channel import Channel
 from tinsmith_vllm.deaths import Death, Witness
 from tinsmith_vllm.gate import Gate
@@ -99,7 +99,7 @@ class Replica:
         self._may_start = threading.Event()
         self._may_start.set()
         self._is_silent = False  # whether the last process was ended because it fell silent
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Tethered | None = None
         self._ready = threading.Event()
         self._description: Ready | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -246,27 +246,19 @@ class Replica:
     def _cannot_start(self, why: str) -> Death:
         return Death(how=f"{self.name} cannot start", last_words=why, was_ready=False, hopeless=True)
 
-    def _end(self, process: "subprocess.Popen[bytes]") -> None:
+    def _end(self, process: Tethered) -> None:
         """Wait for a process that closed its socket: it is about to exit with its own status and last log lines."""
         with suppress(subprocess.TimeoutExpired):
             process.wait(0 if self._is_silent else _LEAVING_S)
-        process.kill()
-        process.wait()
+        process.end()
 
-    def _popen(self, theirs: socket.socket, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    def _popen(self, theirs: socket.socket, log: IO[bytes]) -> Tethered:
         """Start the process in this thread, which outlives it: the kernel kills it with the thread that started it."""
         environment = {**child_environment(), **self._launch.environment}
         paths = [str(self._launch.package_path), *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         command = [str(self._launch.python), "-m", "tinsmith_vllm.child", str(theirs.fileno())]
-        return subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        return Tethered(command, pass_fds=[theirs.fileno()], env=environment, stdout=log, stderr=subprocess.STDOUT)
 
     def _send(self, channel: Channel[FromVllm], outbox: "queue.SimpleQueue[msgspec.Struct | None]") -> None:
         with suppress(OSError):  # the reader notices the process's end

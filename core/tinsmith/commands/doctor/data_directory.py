@@ -7,11 +7,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Final
 
 from tinsmith.commands.doctor.finding import Finding, gigabytes
 from tinsmith.file_systems import NETWORK, file_system_of
+from tinsmith.scratch import Scratch
 from tinsmith.settings import DataDir
 
 _LITTLE: Final = 10e9  # bytes; a few checkpoints of an adapter, not one of a large model
@@ -33,8 +33,8 @@ def check_data_directory(data_dir: DataDir, *, with_database: bool) -> Iterator[
     subject = f"data directory {data_dir.root}"
     existing = next(path for path in (data_dir.root, *data_dir.root.parents) if path.exists())
     try:
-        with TemporaryDirectory(dir=existing, prefix=".tinsmith-doctor-") as scratch:
-            faults = [*_lock_faults(Path(scratch) / "lock"), *_rename_faults(Path(scratch))]
+        with Scratch(".tinsmith-doctor-", existing) as scratch:
+            faults = [*_lock_faults(scratch.path / "lock"), *_rename_faults(scratch.path)]
     except OSError as error:
         found = f"cannot write to {str(existing)!r}: {error.strerror}"
         yield Finding(subject, "problem", found, "choose another with --data-dir, or change its owner")

@@ -1,6 +1,6 @@
 """Ask a backend about its devices and a model, in a process of its own: it loads the framework, and may crash.
 
-python -m tinsmith.commands.doctor.probe BACKEND    with {"options": ..., "model_path": ...} on standard input
+python -m tinsmith.commands.doctor.probe BACKEND DESCRIPTOR    and in the descriptor {"options": ..., "model_path": ...}
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Final
 
 from tinsmith.backend import Device
 from tinsmith.errors import ServerError, TinsmithError
+from tinsmith.lifeline import run_tethered
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import child_environment
 from tinsmith.settings.environment import HUB_TOKENS
@@ -27,21 +29,21 @@ def probe_backend(name: str, options: Mapping[str, Any], model_path: Path | None
     asked = json.dumps({"options": dict(options), "model_path": None if model_path is None else str(model_path)})
     command = [sys.executable, "-m", "tinsmith.commands.doctor.probe", name]
     try:
-        done = subprocess.run(
-            command,
-            env=child_environment(keep=HUB_TOKENS),
-            input=asked,
-            capture_output=True,
-            text=True,
-            timeout=_LIMIT_S,
-            check=False,
-        )
+        with TemporaryFile() as question:  # arguments are shown to other users, and options may hold a secret
+            question.write(asked.encode())
+            question.seek(0)
+            fd = question.fileno()
+            done = run_tethered(
+                [*command, str(fd)], env=child_environment(keep=HUB_TOKENS), timeout_s=_LIMIT_S, pass_fds=[fd]
+            )
     except subprocess.TimeoutExpired as error:
         msg = f"the backend {name!r} does not answer within {_LIMIT_S:.0f} s"
         raise ServerError(msg) from error
-    answers = [line.removeprefix(_MARK) for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    answers = [
+        line.removeprefix(_MARK) for line in done.stdout.decode(errors="replace").splitlines() if line.startswith(_MARK)
+    ]
     if not answers:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        last = (done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
         msg = f"the backend {name!r} ended with exit code {done.returncode}: {last}"
         raise ServerError(msg)
     answer = json.loads(answers[-1])
@@ -51,7 +53,8 @@ def probe_backend(name: str, options: Mapping[str, Any], model_path: Path | None
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
+    with open(int(sys.argv[2])) as question:  # noqa: PTH123 - a descriptor
+        asked = json.load(question)
     spec = Plugins.load().backends.get(sys.argv[1])
     assert spec.diagnose is not None
     path = asked["model_path"]

@@ -2,16 +2,14 @@
 
 import importlib.util
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from tinsmith import ConfigError, ServerError
+from tinsmith import ConfigError, Scratch, ServerError, Tethered
 from tinsmith_jax.compile_check.figures import PLANNED, Figures, read_figures
 from tinsmith_jax.compile_check.options import Options
 
@@ -33,8 +31,8 @@ def compile_program(options: Options, program: str, *, code: bool) -> Figures:
 
     Raise ConfigError if model and mesh do not fit together, ServerError if the compiler breaks.
     """
-    with tempfile.TemporaryDirectory(prefix="tinsmith-compile-") as directory:
-        place = Path(directory)
+    with Scratch("tinsmith-compile-") as scratch:
+        place = scratch.path
         with _child(options, program, place) as child:
             while child.poll() is None and (code or not any(place.glob(PLANNED))):
                 time.sleep(_INTERVAL_S)
@@ -54,7 +52,7 @@ def largest_that_fits(options: Options, program: str) -> Iterator[Figures]:
 
 
 @contextmanager
-def _child(options: Options, program: str, place: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _child(options: Options, program: str, place: Path) -> Iterator[Tethered]:
     """Start a compilation, and end it on leaving."""
     environment = {
         **os.environ,
@@ -64,13 +62,8 @@ def _child(options: Options, program: str, place: Path) -> Iterator[subprocess.P
         "XLA_FLAGS": f"--xla_dump_to={place} --xla_dump_hlo_as_text",
     }
     command = [sys.executable, "-m", "tinsmith_jax.compile_check.child", options.model_dump_json(), program, str(place)]
-    with (place / "log.txt").open("wb") as log:
-        child = subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        try:
-            yield child
-        finally:
-            child.kill()
-            child.wait()
+    with (place / "log.txt").open("wb") as log, Tethered(command, env=environment, stdout=log, stderr=log) as child:
+        yield child
 
 
 def _raise_if_broken(place: Path, code: int) -> None:

@@ -13,16 +13,17 @@ import logging
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
+
+from tinsmith import Scratch, child_environment, run_tethered
 
 logger = logging.getLogger(__name__)
 
@@ -93,11 +94,13 @@ def compiled(directory: Path, compiler: str) -> Path:
         raise OSError(msg)
     if deaths or not _is_intact(library):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory) as scratch, ThreadPoolExecutor() as pool:
-            objects = {file: f"{scratch}/{file.stem}.o" for file in sources if file.suffix == ".cc"}
-            list(pool.map(_run, ([*call, "-c", str(file), "-o", made] for file, made in objects.items())))
-            _run([*call, "-shared", *objects.values(), "-o", f"{scratch}/{library.name}"])
-            _put(Path(scratch, library.name), library)
+        with Scratch("compiling-", directory) as scratch, ThreadPoolExecutor() as pool:
+            place = scratch.path
+            objects = {file: f"{place}/{file.stem}.o" for file in sources if file.suffix == ".cc"}
+            calls = [[*call, "-c", str(file), "-o", made] for file, made in objects.items()]
+            list(pool.map(partial(_run, temporary=place), calls))
+            _run([*call, "-shared", *objects.values(), "-o", f"{place}/{library.name}"], temporary=place)
+            _put(place / library.name, library)
     return library
 
 
@@ -190,8 +193,12 @@ def _headers() -> Path:
     return Path(jaxlib.origin).with_name("include")
 
 
-def _run(command: Sequence[str]) -> bytes:
-    return subprocess.run(command, check=True, capture_output=True).stdout
+def _run(command: Sequence[str], *, temporary: Path | None = None) -> bytes:
+    """Return what the compiler says. Its own files go to `temporary`."""
+    own = {} if temporary is None else {"TMPDIR": str(temporary)}
+    done = run_tethered(command, env={**child_environment(), **own})
+    done.check_returncode()
+    return done.stdout
 
 
 def _instructions() -> bytes:
