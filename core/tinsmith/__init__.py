@@ -28,6 +28,10 @@ from tinsmith.backend import (
     Snapshot,
     TrainingBackend,
 )
+from tinsmith.compilers import (
+    compiler_names,
+    find_compiler,
+)
 from tinsmith.divergence import (
     are_finite,
     diverged,
@@ -365,7 +369,9 @@ __all__ = [
     "WeightsSaved",
     "are_finite",
     "child_environment",
+    "compiler_names",
     "diverged",
+    "find_compiler",
     "hookimpl",
     "log_privately",
     "refuses_step",

@@ -4,7 +4,7 @@ A backend never sees HTTP, the store or a tenant's bookkeeping: it receives oper
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -400,6 +400,11 @@ class BackendSpec(Generic[C]):
 
     Load the framework, but no weights. Raise ConfigError if the model in the directory is not supported.
     """
+    check: Callable[[C, Path | None], Iterable[str]] | None = None
+    """Say why the backend cannot start on this machine, as far as that can be told at once: a reason for each obstacle.
+
+    Called before each start, with the model's directory if it is known. Import no framework.
+    """
     demand: Callable[[C, Mapping[str, Any] | None, Placement], Demand] | None = None  # Any: JSON
     """Say what the backend would take with that placement, given the model's parsed config.json.
 
@@ -418,8 +423,10 @@ class SamplerSpec(Generic[C]):
     config: type[C]
     create: Callable[[C, BackendContext], SamplingBackend]
     description: str = ""
+    diagnose: Callable[[C, Path | None], Sequence[Device]] | None = None
+    check: Callable[[C, Path | None], Iterable[str]] | None = None
     demand: Callable[[C, Mapping[str, Any] | None, Placement], Demand] | None = None  # Any: JSON
-    """As for a BackendSpec."""
+    """These three are as for a BackendSpec."""
 
 
 AnyBackendSpec = BackendSpec[Any]  # Any: specs of different configs live in one registry

@@ -49,7 +49,7 @@ class Tethered(subprocess.Popen[bytes]):
         """Raise OSError if there is no such program."""
         program = [str(part) for part in command]
         if shutil.which(program[0], path=env.get("PATH")) is None:
-            raise FileNotFoundError(errno.ENOENT, "there is no such program", program[0])
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), program[0])
         reader, writer = os.pipe()
         self._untie = weakref.finalize(self, os.close, writer)
         tied = [sys.executable, "-I", "-S", tether.__file__, *program]

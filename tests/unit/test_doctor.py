@@ -119,8 +119,8 @@ def test_a_data_directory_that_cannot_be_written(
 ) -> None:
     (tmp_path / "file").touch()
     problem = only_problem(launcher, environment, *TOY, "--data-dir", str(tmp_path / "file" / "data"))
-    assert problem["found"] == f"cannot write to {str(tmp_path / 'file')!r}: Not a directory"
-    assert "choose another with --data-dir" in problem["remedy"]
+    assert problem["subject"] == "data directory"
+    assert f"cannot write to {str(tmp_path / 'file')!r}: Not a directory; choose another" in problem["found"]
 
 
 def test_a_damaged_model(launcher: Launcher, environment: dict[str, str], tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_what_ignores_the_request_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_program_that_is_not_there() -> None:
-    with pytest.raises(FileNotFoundError, match="there is no such program: 'no-such-program'"):
+    with pytest.raises(FileNotFoundError, match="No such file or directory: 'no-such-program'"):
         Tethered(["no-such-program"], env=ENVIRON)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.databases import postgres, postgres_scrubbing
 from tinsmith.sql_store.databases.notify_wakeups import _MAX_PAYLOAD_BYTES, NotifyWakeUps, _payloads
 from tinsmith.sql_store.databases.postgres import PostgresDatabase
+from tinsmith.sql_store.diagnosis import diagnose
 from tinsmith.sql_store.migrate import alembic_config, known_revisions
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.tables import SessionRow, Table, to_row
@@ -392,3 +394,18 @@ async def test_what_another_transaction_reads_goes_later(
     await store.prune(datetime.now(UTC) + LATER)
     assert not in_tables(postgres, postgres_url, secret)
     await store.close()
+
+
+async def test_a_look_tells_of_the_database_and_changes_nothing(postgres: Postgres) -> None:
+    """By the scheme that many hosts write, too."""
+    url = postgres.new_database()
+    config, context = (
+        SqlStoreConfig.model_validate({"url": url.replace("postgresql", "postgres")}),
+        StoreContext(data_dir=Path("unused")),
+    )
+    assert re.fullmatch(r"PostgreSQL 1\d[\d.]*, empty, answers in [\d.]+ ms", diagnose(config, context))
+    assert postgres.execute(url, "SELECT tablename FROM pg_tables WHERE schemaname = 'public'") == []
+    store = a_store(url)
+    await store.open()
+    await store.close()
+    assert f", schema {known_revisions()[-1]}, answers in " in diagnose(config, context)

@@ -39,8 +39,10 @@ _USAGE: Final[Mapping[PluginKind, str]] = {
 Select it by its name:
 
 ```console
-$ tinsmith serve --base-model skeleton-dashed --backend skeleton-dashed
+$ tinsmith serve --base-model skeleton-dashed --backend skeleton-dashed --models.0.sampler.plugin none
 ```
+
+It only trains, so nobody samples (`none`), or a sampler does that you configure beside it.
 
 It brings its own model. To train a Hugging Face model instead, remove `needs_model_path=False` from the spec and read
 the directory `context.model_path`.""",

@@ -24,6 +24,7 @@ from tinsmith.commands.options import (
     plugins_of,
     settings_of,
 )
+from tinsmith.processes.before_start import obstacles, refuse
 
 
 def add_serving_commands(group: typer.Typer) -> None:
@@ -99,3 +100,4 @@ def check_config(
     """Check the configuration as `serve` would, and print every resulting setting. Starts nothing."""
     settings = settings_of(context, config, arguments=model, base_model=base_model, name=name, backend=backend)
     typer.echo(settings.model_dump_json(indent=2))
+    refuse(obstacles(settings, plugins_of(context)))

@@ -20,6 +20,7 @@ BUILTINS: Final = (
     "sql_store",
     "toy_backend",
     "toy_sampler",
+    "no_sampler",
     "hugging_face_cache",
     "metrics_log",
     "metrics_route",

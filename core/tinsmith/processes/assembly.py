@@ -28,6 +28,9 @@ from tinsmith.scheduler import Scheduler
 from tinsmith.settings import DataDir, ModelSettings, PluginSection, Settings
 from tinsmith.store import DeviceTurn, RequestStore, StoreContext
 
+NO_SAMPLER: Final = "none"
+"""The sampler of a model that is only trained."""
+
 _WEAKNESS: Final[dict[Isolation, int]] = {"bitwise": 0, "close": 1, "none": 2}
 
 
@@ -52,6 +55,8 @@ def make_backends(
     if model.sampler is None:
         samples = isinstance(backend, SamplingBackend) and backend.capabilities.sampling
         return backend, backend if samples and isinstance(backend, SamplingBackend) else None
+    if model.sampler.plugin == NO_SAMPLER:
+        return backend, None
     try:
         if model.turns.enabled:
             _able_to_sleep(model, backend).sleep()  # while the sampler loads, it has the devices

@@ -5,12 +5,17 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from typing import IO, Self
+import time
+from pathlib import Path
+from typing import IO, Final, Self
 
 from tinsmith.errors import ConfigError
 from tinsmith.settings import DataDir
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # it is written: never what a link points to
+
+_TRIES: Final = 3
+_PAUSE_S: Final = 0.05
 
 
 class DataDirLock:
@@ -33,15 +38,10 @@ class DataDirLock:
             msg = f"server.data_dir: cannot write to {str(self._path.parent)!r}: {error.strerror}; choose another"
             raise ConfigError(msg) from error
         try:
-            fcntl.flock(file, (fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = _described(file.read())
+            _lock(file, self._path, shared=self._shared)
+        except BaseException:
             file.close()
-            msg = (
-                f"server.data_dir: {str(self._path.parent)!r} is in use by another server{holder}; stop it, choose "
-                "another directory with --data-dir, or set server.share_data_dir for all of them"
-            )
-            raise ConfigError(msg) from error
+            raise
         self._file = file
         self.describe(url=None)
         return self
@@ -61,6 +61,42 @@ class DataDirLock:
                 self._file.truncate()
             self._file.close()
             self._file = None
+
+
+def refuse_if_in_use(data_dir: DataDir, *, shared: bool) -> None:
+    """Raise ConfigError if a server could not use the directory now. Make nothing."""
+    path = data_dir.server_lock
+    existing = next(each for each in (path.parent, *path.parents) if each.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        why = "Permission denied" if existing.is_dir() else "Not a directory"
+        msg = f"server.data_dir: cannot write to {str(existing)!r}: {why}; choose another with --data-dir"
+        raise ConfigError(msg)
+    try:
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW), "r+")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        msg = f"server.data_dir: cannot write to {str(path)!r}: {error.strerror}; choose another with --data-dir"
+        raise ConfigError(msg) from error
+    with file:
+        _lock(file, path, shared=shared)
+
+
+def _lock(file: IO[str], path: Path, *, shared: bool) -> None:
+    """Raise ConfigError if another server holds the lock. One that looks whether somebody does lets go at once."""
+    for again in reversed(range(_TRIES)):
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if again:
+                time.sleep(_PAUSE_S)
+                continue
+            msg = (
+                f"server.data_dir: {str(path.parent)!r} is in use by another server{_described(file.read())}; stop it, "
+                "choose another directory with --data-dir, or set server.share_data_dir for all of them"
+            )
+            raise ConfigError(msg) from error
+        return
 
 
 def _described(content: str) -> str:

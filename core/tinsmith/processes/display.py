@@ -12,6 +12,7 @@ from rich.table import Table
 from tinsmith.huggingface.hub_cache import hub_endpoint
 from tinsmith.plugins.contract_version import CONTRACT_VERSION
 from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.assembly import NO_SAMPLER
 from tinsmith.processes.printable import escape, escape_lines
 from tinsmith.settings import ModelSettings, Settings
 from tinsmith.store import EngineRecord, EngineState
@@ -59,7 +60,9 @@ def _origin(model: ModelSettings, plugins: Plugins) -> str:
 
 def _runs_on(model: ModelSettings) -> str:
     backend = model.backend.plugin if model.backend else "the default backend"
-    sampler = f", sampled by {model.sampler.plugin}" if model.sampler else ""
+    sampler = ""
+    if model.sampler is not None:
+        sampler = ", not sampled" if model.sampler.plugin == NO_SAMPLER else f", sampled by {model.sampler.plugin}"
     return f"trained by {backend}{sampler}"
 
 

@@ -27,6 +27,7 @@ from tinsmith.placement.plan import make_plan_of_sound, with_placement
 from tinsmith.placement.report import lines_of
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_store
+from tinsmith.processes.before_start import obstacles, refuse
 from tinsmith.processes.data_dir_lock import DataDirLock
 from tinsmith.processes.display import EngineDisplay, is_busy, show_banner
 from tinsmith.processes.garbage import collect_old, collect_rarely
@@ -60,6 +61,7 @@ def serve(settings: Settings, plugins: Plugins, keys: LiveKeys | None = None) ->
     `keys` are those of the settings, as they change. By default they do not.
     """
     configure_logging(settings.server.log_level)
+    refuse([each for each in obstacles(settings, plugins) if not each.may_pass])
     settings = with_files_for_connections(settings)
     _take_from_environment(settings.server)
     if keys is not None:

@@ -23,6 +23,8 @@ def dialect_of(config: SqlStoreConfig, context: StoreContext) -> Dialect:
             "postgresql://user@host/database"
         )
         raise ConfigError(msg) from error
+    if url.drivername == "postgres":  # as many programs and hosts write it
+        url = url.set(drivername="postgresql")
     match url.get_backend_name():
         case "sqlite" if context.shared:
             msg = (

@@ -33,18 +33,13 @@ def migrate(connection: Connection, name: str) -> None:
 
     Raise ConfigError if a newer tinsmith has migrated the database. `name` is its name in messages.
     """
-    found, revisions = _found(connection), known_revisions()
+    found, revisions = found_revision(connection), known_revisions()
     if found == revisions[-1]:
         return  # without importing alembic, which takes a third of a second
     if found is None:
         _create(connection, revisions[-1])
         return
-    if found not in revisions:
-        msg = (
-            f"database {name!r} has the schema {found!r} of a newer tinsmith; this one knows schemas up to "
-            f"{revisions[-1]!r}; upgrade tinsmith, or set store.url to another database"
-        )
-        raise ConfigError(msg)
+    check_known(found, name)
     from alembic import command
 
     config = alembic_config()
@@ -54,6 +49,17 @@ def migrate(connection: Connection, name: str) -> None:
     command.upgrade(config, "head")
     took_s = time.monotonic() - started_s
     _log.info("migrated database %r from schema %s to %s in %.1f s", name, found, revisions[-1], took_s)
+
+
+def check_known(revision: str, name: str) -> None:
+    """Raise ConfigError if the database called `name` has a schema that this tinsmith does not know."""
+    revisions = known_revisions()
+    if revision not in revisions:
+        msg = (
+            f"database {name!r} has the schema {revision!r} of a newer tinsmith; this one knows schemas up to "
+            f"{revisions[-1]!r}; upgrade tinsmith, or set store.url to another database"
+        )
+        raise ConfigError(msg)
 
 
 def _create(connection: Connection, revision: str) -> None:
@@ -78,7 +84,8 @@ def alembic_config() -> Config:
     return config
 
 
-def _found(connection: Connection) -> str | None:
+def found_revision(connection: Connection) -> str | None:
+    """Return the revision of the database's schema; None if it is empty."""
     if not inspect(connection).has_table("alembic_version"):
         return None
     found: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))

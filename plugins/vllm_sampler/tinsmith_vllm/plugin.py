@@ -1,9 +1,10 @@
 """The hooks of tinsmith-vllm. Imported in every process. The parent's side, including this module, imports no vLLM."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from tinsmith import BackendContext, Demand, Placement, SamplerSpec, SamplingBackend, hookimpl
+from tinsmith import BackendContext, Demand, Device, Placement, SamplerSpec, SamplingBackend, hookimpl
 from tinsmith_vllm.config import VllmConfig
 
 
@@ -26,6 +27,22 @@ def demand(config: VllmConfig, model: Mapping[str, Any] | None, placement: Place
     return counted(config, model, placement)
 
 
+def check(config: VllmConfig, model_path: Path | None) -> Iterable[str]:
+    """Say what keeps vLLM from starting in its environment."""
+    from tinsmith_vllm.seen import obstacles
+
+    del model_path
+    return obstacles(config)
+
+
+def diagnose(config: VllmConfig, model_path: Path | None) -> Sequence[Device]:
+    """Return the devices that vLLM's interpreter sees."""
+    from tinsmith_vllm.seen import find_devices
+
+    del model_path
+    return find_devices(config)
+
+
 @hookimpl
 def tinsmith_register_samplers() -> SamplerSpec[VllmConfig]:
     return SamplerSpec(
@@ -33,5 +50,7 @@ def tinsmith_register_samplers() -> SamplerSpec[VllmConfig]:
         config=VllmConfig,
         create=create,
         description="samples with vLLM in a process of its own, one LoRA adapter per snapshot",
+        diagnose=diagnose,
+        check=check,
         demand=demand,
     )

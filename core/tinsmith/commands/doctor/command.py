@@ -15,7 +15,7 @@ from rich.table import Table
 from tinsmith.commands.doctor.data_directory import check_data_directory
 from tinsmith.commands.doctor.finding import Finding
 from tinsmith.commands.doctor.installation import check_installation
-from tinsmith.commands.doctor.models import check_backends, check_hub, check_model
+from tinsmith.commands.doctor.models import check_backends, check_hub, check_model, check_sampler
 from tinsmith.commands.doctor.port import check_port
 from tinsmith.commands.options import (
     WITH_MODEL,
@@ -30,6 +30,7 @@ from tinsmith.commands.options import (
 )
 from tinsmith.errors import ConfigError
 from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.before_start import look_at_store, obstacles
 from tinsmith.processes.printable import escape, escape_lines
 from tinsmith.settings import Settings
 from tinsmith.settings.secrets import cleaned
@@ -79,13 +80,20 @@ def _examine(plugins: Plugins, load: Callable[..., Settings]) -> Iterator[Findin
     yield finding
     if settings is None:
         return
-    yield check_port(settings.server)
-    yield from check_data_directory(settings.data_dir, with_database=_holds_database(settings))
+    found = obstacles(settings, plugins)
+    reasons = {each.check: each.reason for each in found}
+    yield check_port(settings.server, reasons.get("port"))
+    if "data directory" not in reasons:
+        yield from check_data_directory(settings.data_dir, with_database=_holds_database(settings))
+    if "database" not in reasons and (told := look_at_store(settings, plugins)) is not None:
+        yield Finding("database", "ok", told)
+    yield from (Finding(each.check, "problem", each.reason) for each in found if each.check != "port")
     yield check_hub()
     if not settings.models:
         yield from check_backends(plugins)
     for model in settings.models if finding.status == "ok" else ():
         yield from check_model(model, plugins)
+        yield from check_sampler(model, plugins)
 
 
 def _holds_database(settings: Settings) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tinsmith.backend import AnyBackendSpec, Device
 from tinsmith.commands.doctor.finding import Finding, gigabytes
-from tinsmith.commands.doctor.probe import probe_backend
+from tinsmith.commands.doctor.probe import probe
 from tinsmith.errors import ConfigError, ServerError
 from tinsmith.host_memory import machine_memory
 from tinsmith.huggingface.hub_cache import HubReference, hub_endpoint, is_offline
@@ -48,6 +48,22 @@ def check_model(model: ModelSettings, plugins: Plugins) -> Iterator[Finding]:
             yield _memory(subject, size, devices)
 
 
+def check_sampler(model: ModelSettings, plugins: Plugins) -> Iterator[Finding]:
+    """Ask a separate sampler for its devices; it may have an interpreter of its own."""
+    if model.sampler is None:
+        return
+    spec = plugins.samplers.get(model.sampler.plugin)
+    if spec.diagnose is None:
+        return
+    subject = f"sampler {spec.name} of {model.name}"
+    try:
+        devices = probe("samplers", spec.name, own_options(model.sampler, spec), model.path)
+    except ServerError as error:
+        yield Finding(subject, "problem", str(error), "choose another sampler or model, or mend its environment")
+        return
+    yield Finding(subject, "ok", ", ".join(_shown(device) for device in devices))
+
+
 def _check_files(directory: Path) -> int:
     """Return the size of the weights in bytes. Raise ConfigError or ServerError if anything is missing or damaged."""
     read_model_config(directory)
@@ -76,7 +92,7 @@ def _devices(
 ) -> tuple[Finding, Sequence[Device] | None]:
     options = own_options(model.backend, spec)
     try:
-        devices = probe_backend(spec.name, options, path)
+        devices = probe("backends", spec.name, options, path)
     except ServerError as error:
         remedy = "choose another backend or model" if path is not None else f"reinstall the package of {spec.name}"
         return Finding(subject, "problem", str(error), remedy), None

@@ -1,4 +1,4 @@
-"""Check that the configured port is free; if it is not, name the process that holds it."""
+"""Whether the configured port is free; if it is not, which process holds it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ from pathlib import Path
 from typing import Final
 
 from tinsmith.commands.doctor.finding import Finding
-from tinsmith.errors import ConfigError
 from tinsmith.settings import ServerSettings
 
 _LISTENS: Final = "0A"  # in /proc/net/tcp
 
 
-def check_port(server: ServerSettings) -> Finding:
-    from tinsmith.processes.serve import listen  # here, because other commands need no web framework
-
+def check_port(server: ServerSettings, problem: str | None) -> Finding:
+    """Say how the port is. `problem`: why the server cannot listen there."""
     subject = f"port {server.port}"
-    try:
-        listen(server).close()
-    except ConfigError as error:
+    if problem is not None:
         holders = ", ".join(sorted(_holders(server.port)))
-        return Finding(subject, "problem", str(error), f"it is held by {holders}" if holders else "")
+        return Finding(subject, "problem", problem, f"it is held by {holders}" if holders else "")
     return Finding(subject, "ok", f"free on {server.host}" if server.port else "a free one is picked")
 
 

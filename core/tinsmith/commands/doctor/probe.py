@@ -1,6 +1,6 @@
-"""Ask a backend about its devices and a model, in a process of its own: it loads the framework, and may crash.
+"""Ask a backend or sampler about its devices and a model, in a process of its own, since the framework may crash.
 
-python -m tinsmith.commands.doctor.probe BACKEND DESCRIPTOR    and in the descriptor {"options": ..., "model_path": ...}
+python -m tinsmith.commands.doctor.probe KIND NAME DESCRIPTOR    in the descriptor: {"options": ..., "model_path": ...}
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from tinsmith.backend import Device
 from tinsmith.errors import ServerError, TinsmithError
@@ -20,14 +20,16 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import child_environment
 from tinsmith.settings.environment import HUB_TOKENS
 
+Kind = Literal["backends", "samplers"]
+
 _LIMIT_S: Final = 120.0
 _MARK: Final = "tinsmith-probe: "  # frameworks print, too
 
 
-def probe_backend(name: str, options: Mapping[str, Any], model_path: Path | None) -> list[Device]:
-    """Return the devices that a backend would use. Raise ServerError with what it says if it cannot."""
+def probe(kind: Kind, name: str, options: Mapping[str, Any], model_path: Path | None) -> list[Device]:
+    """Return the devices that a backend or sampler would use. Raise ServerError with what it says if it cannot."""
     asked = json.dumps({"options": dict(options), "model_path": None if model_path is None else str(model_path)})
-    command = [sys.executable, "-m", "tinsmith.commands.doctor.probe", name]
+    command = [sys.executable, "-m", "tinsmith.commands.doctor.probe", kind, name]
     try:
         with TemporaryFile() as question:  # arguments are shown to other users, and options may hold a secret
             question.write(asked.encode())
@@ -37,14 +39,14 @@ def probe_backend(name: str, options: Mapping[str, Any], model_path: Path | None
                 [*command, str(fd)], env=child_environment(keep=HUB_TOKENS), timeout_s=_LIMIT_S, pass_fds=[fd]
             )
     except subprocess.TimeoutExpired as error:
-        msg = f"the backend {name!r} does not answer within {_LIMIT_S:.0f} s"
+        msg = f"the {kind[:-1]} {name!r} does not answer within {_LIMIT_S:.0f} s"
         raise ServerError(msg) from error
     answers = [
         line.removeprefix(_MARK) for line in done.stdout.decode(errors="replace").splitlines() if line.startswith(_MARK)
     ]
     if not answers:
         last = (done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-        msg = f"the backend {name!r} ended with exit code {done.returncode}: {last}"
+        msg = f"the {kind[:-1]} {name!r} ended with exit code {done.returncode}: {last}"
         raise ServerError(msg)
     answer = json.loads(answers[-1])
     if "error" in answer:
@@ -53,9 +55,11 @@ def probe_backend(name: str, options: Mapping[str, Any], model_path: Path | None
 
 
 def main() -> None:
-    with open(int(sys.argv[2])) as question:  # noqa: PTH123 - a descriptor
+    with open(int(sys.argv[3])) as question:  # noqa: PTH123 - a descriptor
         asked = json.load(question)
-    spec = Plugins.load().backends.get(sys.argv[1])
+    plugins = Plugins.load()
+    offers = plugins.backends if sys.argv[1] == "backends" else plugins.samplers
+    spec = offers.get(sys.argv[2])
     assert spec.diagnose is not None
     path = asked["model_path"]
     try:

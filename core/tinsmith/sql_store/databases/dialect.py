@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Engine
 
 from tinsmith.sql_store.databases.database import Database
 from tinsmith.sql_store.databases.wakeups import WakeUps
@@ -15,6 +15,17 @@ class Dialect(ABC):
     @abstractmethod
     def name(self) -> str:
         """The database's name in messages, without a password."""
+
+    @abstractmethod
+    def visitor(self) -> Engine | None:
+        """Return what connects without changing or waiting for anything; None if the database is yet to be made.
+
+        Raise ConfigError if it can never be used.
+        """
+
+    @abstractmethod
+    def version(self, connection: Connection) -> str:
+        """Return the database's name and version."""
 
     @abstractmethod
     def reader(self) -> Database:

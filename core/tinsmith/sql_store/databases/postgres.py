@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 import psycopg
 from psycopg.pq import Format
-from sqlalchemy import Connection, event, text
+from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.dialects import registry
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 from sqlalchemy.engine import URL
@@ -83,6 +83,15 @@ class PostgresDialect(Dialect):
     def name(self) -> str:
         return self._url.set(query={}).render_as_string(hide_password=True)
 
+    def visitor(self) -> Engine:
+        query = {**self._url.query, "connect_timeout": "5"}
+        return create_engine(self._url.set(query=query), execution_options={"postgresql_readonly": True})
+
+    def version(self, connection: Connection) -> str:
+        found = connection.dialect.server_version_info or (0,)
+        check_age(found, self.name)
+        return f"PostgreSQL {'.'.join(map(str, found))}"
+
     def reader(self) -> Database:
         return self._database(isolation_level="REPEATABLE READ", read_only=True)
 
@@ -121,6 +130,13 @@ class PostgresDialect(Dialect):
             prepare=self._prepare,
             scrubber=Scrubber(self._conninfo, prepare=self._prepare, share=self._config.rewrite_share),
         )
+
+
+def check_age(version: tuple[Any, ...], name: str) -> None:
+    """Raise ConfigError if PostgreSQL is too old. Any: SQLAlchemy's own."""
+    if version < _OLDEST:
+        msg = f"store.url: PostgreSQL {version[0]} at {name} is too old; use {_OLDEST[0]} or later"
+        raise ConfigError(msg)
 
 
 class _BinaryCursor(psycopg.Cursor[Any]):
@@ -233,10 +249,7 @@ class PostgresDatabase(Database):
 
     def _migrate(self, work: Callable[[Connection], None]) -> None:
         with self._engine.begin() as connection:
-            version = connection.dialect.server_version_info or (0,)
-            if version < _OLDEST:
-                msg = f"store.url: PostgreSQL {version[0]} at {self._name} is too old; use {_OLDEST[0]} or later"
-                raise ConfigError(msg)
+            check_age(connection.dialect.server_version_info or (0,), self._name)
             connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))  # a migration is not retried
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
             work(connection)

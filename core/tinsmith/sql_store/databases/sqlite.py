@@ -7,8 +7,9 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
+from urllib.parse import quote
 
-from sqlalchemy import Connection, Engine, event
+from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.dialects import registry
 from sqlalchemy.dialects.sqlite.pysqlite import SQLiteDialect_pysqlite
 from sqlalchemy.engine import URL
@@ -61,6 +62,16 @@ class SqliteDialect(Dialect):
     @property
     def name(self) -> str:
         return str(self.path)
+
+    def visitor(self) -> Engine | None:
+        _refuse_network(self.path)
+        if not self.path.exists():
+            return None
+        url = URL.create("sqlite", database=f"file:{quote(str(self.path))}", query={"mode": "ro", "uri": "true"})
+        return create_engine(url, connect_args={"timeout": 1.0})
+
+    def version(self, connection: Connection) -> str:
+        return f"SQLite {connection.scalar(text('SELECT sqlite_version()'))}"
 
     def reader(self) -> Database:
         return SqliteDatabase(self.path, begin=_begin_reading, pragmas=self._pragmas("normal"))

@@ -12,7 +12,6 @@ import hashlib
 import logging
 import os
 import platform
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +41,6 @@ _FLAGS: Final = (
 are read as one number, which strict aliasing would forbid."""
 _GCC_FLAGS: Final = ("-ftree-vectorize", "-fvect-cost-model=dynamic", "--param=avoid-fma-max-bits=0")
 """Without the last, GCC contracts some forms only: it believes that some processors add faster than they contract."""
-_COMPILERS: Final = ("c++", "g++", "clang++")
 
 
 def begins_early(environment: Mapping[str, str]) -> bool:
@@ -50,16 +48,6 @@ def begins_early(environment: Mapping[str, str]) -> bool:
     told = environment.get("JAX_PLATFORMS")
     on_cpu = told == "cpu" or not (told or find_spec("jax_plugins") or find_spec("libtpu"))
     return on_cpu and "jax" not in sys.modules
-
-
-def compilers() -> tuple[str, ...]:
-    """Return the names under which a compiler is looked for."""
-    chosen = os.environ.get("CXX")
-    return (chosen,) if chosen else _COMPILERS
-
-
-def find_compiler() -> str | None:
-    return next((found for found in map(shutil.which, compilers()) if found), None)
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import Final
 
 import jax
 
+from tinsmith import compiler_names, find_compiler
 from tinsmith_jax.kernels import library
 
 logger = logging.getLogger(__name__)
@@ -44,10 +45,10 @@ def load(directory: Path) -> bool:
     global _library  # noqa: PLW0603 - XLA registers a target once per process, too
     if _library is not None:
         return True
-    compiler = library.find_compiler()
+    compiler = find_compiler()
     if compiler is None:
         told = "no C++ compiler (%s) is installed: sampling on this CPU takes two to four times as long without one"
-        logger.warning(told, ", ".join(library.compilers()))
+        logger.warning(told, ", ".join(compiler_names()))
         return False
     try:
         path = library.begin(directory, compiler).result()

@@ -1,0 +1,140 @@
+"""What must hold before a server starts: one list of checks, for `serve`, `doctor` and `check-config`.
+
+What can be seen in the configuration alone is checked when it is loaded. Nothing here changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from tinsmith.errors import ConfigError, PluginError, StoreError
+from tinsmith.placement.sections import AnySpec, own_options
+from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.assembly import NO_SAMPLER
+from tinsmith.processes.data_dir_lock import refuse_if_in_use
+from tinsmith.settings import ModelSettings, PluginSection, Settings
+from tinsmith.store import StoreContext
+
+_ANYBODY: Final = "key-"
+"""What the tenants of a server without keys begin with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """Why a server cannot start."""
+
+    check: str
+    reason: str
+    may_pass: bool = False  # by itself, so that a server waits for it
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.reason}"
+
+
+class Check(NamedTuple):
+    name: str
+    look: Callable[[Settings, Plugins], Iterator[str]]
+    """Yield what is wrong, or raise ConfigError, or StoreError if it may pass."""
+
+
+def obstacles(settings: Settings, plugins: Plugins) -> list[Obstacle]:
+    """Return everything that keeps a server with these settings from starting on this machine now."""
+    found: list[Obstacle] = []
+    for check in CHECKS:
+        try:
+            found.extend(Obstacle(check.name, reason) for reason in check.look(settings, plugins))
+        except (ConfigError, PluginError) as error:
+            found.append(Obstacle(check.name, str(error)))
+        except StoreError as error:
+            found.append(Obstacle(check.name, str(error), may_pass=True))
+    return found
+
+
+def refuse(found: list[Obstacle]) -> None:
+    """Raise ConfigError if there are any, with a line for each."""
+    if len(found) == 1:
+        raise ConfigError(str(found[0]))
+    if found:
+        listed = "\n".join(f"  {each}" for each in found)
+        msg = f"the server cannot start, for {len(found)} reasons:\n{listed}"
+        raise ConfigError(msg)
+
+
+def look_at_store(settings: Settings, plugins: Plugins) -> str | None:
+    """Return what the store says of itself. Raise ConfigError, or StoreError if it cannot be reached for now."""
+    spec = plugins.stores.get(settings.store.plugin)
+    config = spec.config.model_validate(settings.store.options())
+    context = StoreContext(data_dir=settings.data_dir.root, shared=settings.server.share_data_dir)
+    if spec.diagnose is None:
+        spec.create(config, context)
+        return None
+    return spec.diagnose(config, context)
+
+
+def _quotas(settings: Settings, plugins: Plugins) -> Iterator[str]:
+    if plugins.authenticators():  # whose tenants they are is theirs to know
+        return
+    tenants = sorted({key.tenant for key in settings.server.api_keys})
+    for name in settings.quotas.tenants:
+        if tenants and name not in tenants:
+            known = ", ".join(tenants)
+            yield f"quotas.tenants.{name}: no key belongs to this tenant; tenants of `server.api_keys`: {known}"
+        elif not tenants and not name.startswith(_ANYBODY):
+            yield f"quotas.tenants.{name}: without `server.api_keys`, there is no such tenant; add its key"
+
+
+def _port(settings: Settings, plugins: Plugins) -> Iterator[str]:
+    del plugins
+    from tinsmith.processes.serve import listen  # here, because other commands need no web framework
+
+    listen(settings.server).close()
+    return iter(())
+
+
+def _data_directory(settings: Settings, plugins: Plugins) -> Iterator[str]:
+    del plugins
+    refuse_if_in_use(settings.data_dir, shared=settings.server.share_data_dir)
+    return iter(())
+
+
+def _database(settings: Settings, plugins: Plugins) -> Iterator[str]:
+    look_at_store(settings, plugins)
+    return iter(())
+
+
+def _trainers(settings: Settings, plugins: Plugins) -> Iterator[str]:
+    for model in settings.models:
+        if model.backend is not None:
+            spec = plugins.backends.get(model.backend.plugin)
+            yield from _obstacles_of(f"the backend {spec.name} of {model.name!r}", spec, model.backend, model)
+
+
+def _samplers(settings: Settings, plugins: Plugins) -> Iterator[str]:
+    for index, model in enumerate(settings.models):
+        if model.sampler is not None:
+            spec = plugins.samplers.get(model.sampler.plugin)
+            yield from _obstacles_of(f"the sampler {spec.name} of {model.name!r}", spec, model.sampler, model)
+        elif model.backend is not None and not plugins.backends.get(model.backend.plugin).samples:
+            others = ", ".join(name for name in plugins.samplers.unambiguous() if name != NO_SAMPLER)
+            yield (
+                f"models.{index}: the backend {model.backend.plugin} of {model.name!r} only trains; add `sampler: "
+                f"{{plugin: NAME}}` with one of {others}, or with {NO_SAMPLER} if nobody is to sample"
+            )
+
+
+def _obstacles_of(who: str, spec: AnySpec, section: PluginSection, model: ModelSettings) -> Iterator[str]:
+    if spec.check is not None:
+        config = spec.config.model_validate(own_options(section, spec))
+        yield from (f"{who}: {reason}" for reason in spec.check(config, model.path))
+
+
+CHECKS: Final = (
+    Check("quotas", _quotas),
+    Check("port", _port),
+    Check("data directory", _data_directory),
+    Check("database", _database),
+    Check("backend", _trainers),
+    Check("sampler", _samplers),
+)
