@@ -21,7 +21,7 @@ from launcher import HANGING
 from processes import Launcher
 
 from tinsmith import operations as ops
-from tinsmith.errors import LeaseLostError, UserError
+from tinsmith.errors import LeaseLostError, StoreError, UserError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes import deaths, engine_child
 from tinsmith.processes import supervisor as supervisor_module
@@ -256,6 +256,30 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert "SIGKILL" in failed.detail
     # three crashes are too many, and so are six deaths from outside: these come first
     assert seen.read_text() == ".interruption.interruption.crash.interruption.interruption.crash.interruption."
+
+
+async def test_an_outage_of_the_store_gives_up_no_engine(
+    tmp_path: Path, store: SqlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it lasts. Once the store can be written, interruptions count."""
+    outage = 6
+
+    async def refuse(*_: object) -> None:
+        nonlocal outage
+        outage -= 1
+        if not outage:
+            patch.undo()
+        msg = "the database has not been reachable"
+        raise StoreError(msg)
+
+    use_command(monkeypatch, f"raise SystemExit({deaths.EXIT_STORE})")
+    settings = settings_for(tmp_path)
+    settings = settings.model_copy(update={"recovery": RecoverySettings(max_interruptions=2)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "release_lease", refuse)
+        async with supervised(settings, store):
+            failed = await until(store, lambda record: record.state == EngineState.FAILED)
+    assert (outage, failed.restarts) == (0, 6 + 2)
 
 
 async def test_an_engine_that_was_killed_for_memory_has_crashed(

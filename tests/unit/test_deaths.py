@@ -105,6 +105,16 @@ def test_an_engine_that_was_ready_is_never_given_up() -> None:
     assert delays(policy, CRASH, 1) == [None]
 
 
+def test_an_outage_of_the_store_may_last_as_long_as_it_will() -> None:
+    """An interruption in it tells nothing about the engine, and does not count. A crash does."""
+    policy = restarts(max_restarts=0, max_interruptions=1)
+    found = [policy.delay_after_s(INTERRUPTION, was_ready=False, in_outage=True) for _ in range(100)]
+    assert found == [1.0, 2.0, 4.0, *[5.0] * 97]
+    assert policy.delay_after_s(INTERRUPTION, was_ready=False) == 5.0
+    assert policy.delay_after_s(INTERRUPTION, was_ready=False) is None
+    assert restarts(max_restarts=0).delay_after_s(CRASH, was_ready=False, in_outage=True) is None
+
+
 def test_a_superseded_engine_is_started_again_at_once_and_nothing_is_counted() -> None:
     policy = restarts(max_restarts=0, max_interruptions=1)
     assert delays(policy, SUPERSEDED, 5) == [0.0] * 5

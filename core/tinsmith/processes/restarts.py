@@ -21,14 +21,18 @@ class Restarts:
         self.attempt = 0
         """Restarts since the engine was last ready."""
 
-    def delay_after_s(self, death: Death, *, was_ready: bool) -> float | None:
-        """Return the seconds to wait before the next start, or None if the engine is given up."""
+    def delay_after_s(self, death: Death, *, was_ready: bool, in_outage: bool = False) -> float | None:
+        """Return the seconds to wait before the next start, or None if the engine is given up.
+
+        in_outage: nobody can write to the store at the moment. However long that lasts, an interruption then tells
+        nothing about the engine.
+        """
         if death.cause is Cause.SUPERSEDED:
             return 0.0  # the next one waits for the lease as a standby
         if was_ready:
             self._crashes, self._interruptions, self._next_delay_s = 0, 0, self._supervisor.restart_backoff_s
             self.attempt = 0
-        elif self._is_one_too_many(death.cause):
+        elif not (in_outage and death.cause.is_from_outside) and self._is_one_too_many(death.cause):
             return None
         self.number += 1
         self.attempt += 1

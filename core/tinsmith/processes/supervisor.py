@@ -67,11 +67,11 @@ class Supervisor:
         while not self._stopping.is_set():
             ended = await self._run(child, before)
             was_ready = await self._was_ready(child, ended.engine_id)  # before anybody else may report
-            await self._free_lease(child, ended.engine_id)
+            in_outage = not await self._free_lease(child, ended.engine_id)
             if self._stopping.is_set():
                 break
             before = ended.death.cause
-            delay_s = restarts.delay_after_s(ended.death, was_ready=was_ready)
+            delay_s = restarts.delay_after_s(ended.death, was_ready=was_ready, in_outage=in_outage)
             failure = _failure(child.model.name, ended.death, restarts.attempt)
             if delay_s is None:
                 detail = f"{failure.text}; {_REMEDY}"
@@ -106,12 +106,14 @@ class Supervisor:
             for each in records
         )
 
-    async def _free_lease(self, child: EngineChild, engine_id: str) -> None:
-        """Release the lease of a dead process, so that nobody has to wait until it runs out."""
+    async def _free_lease(self, child: EngineChild, engine_id: str) -> bool:
+        """Release the lease of a dead process, so that nobody has to wait until it runs out. Return whether it is."""
         try:
             await self._store.release_lease(child.model.name, engine_id)
         except ServerError as error:
             _log.warning("the lease of a dead engine of %r has to run out: %s", child.model.name, error)
+            return False
+        return True
 
     async def _report(
         self,
