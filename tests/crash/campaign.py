@@ -158,7 +158,7 @@ class Disturber:
         return fresh
 
     def said(self, line: str) -> None:
-        if "tinsmith.processes.engine: ready:" in line and self.down_since is not None:
+        if "tinsmith.processes.engine_run: ready:" in line and self.down_since is not None:
             self.tally.recoveries_s.append(time.monotonic() - self.down_since)
             self.down_since = None
 

@@ -65,6 +65,7 @@ def test_a_thousand_kills(launcher: Launcher, expected: Expected, tmp_path: Path
     tally = Tally(wanted=KILLS, seed=SEED)
     in_parallel(tally, lambda number: fire(launcher, tmp_path, expected, tally, number, SQLITE))
     assert not tally.never_hit
+    assert tally.recoveries_s
 
 
 @pytest.mark.crash
