@@ -330,6 +330,10 @@ class World:
         clock = SteadyClock(lambda: now, lambda: 0.0)
         await Housekeeping(settings, self.store_of("expire"), self.root, clock=clock).round()
 
+    async def sweeping_later(self) -> None:
+        await pause("sweep")  # before the save there are no files, and nothing to look at
+        await self.sweeping()
+
     async def sweeping(self) -> None:
         await remove_orphans(self.store_of("sweep"), self.root, older_than_s=0)
 

@@ -55,7 +55,7 @@ async def open_bobs(world: World) -> None:
 SCENARIOS: Final[dict[str, Scenario]] = {
     "save and expiry": Scenario(lambda w: {"save": w.saving, "expire": w.expiring}, ttl_s=3600),
     "save and deletion": Scenario(lambda w: {"save": w.saving, "delete": w.deleting}),
-    "save and sweep": Scenario(lambda w: {"save": w.saving, "sweep": w.sweeping}),
+    "save and sweep": Scenario(lambda w: {"save": w.saving, "sweep": w.sweeping_later}),
     "save and the session's end": Scenario(lambda w: {"save": w.saving, "end": w.ending_the_session}),
     "more time and expiry": Scenario(lambda w: {"keep": w.keeping_longer, "expire": w.expiring}, ttl_s=3600),
     "deletion and expiry": Scenario(lambda w: {"delete": w.deleting, "expire": w.expiring}, ttl_s=3600),
