@@ -20,8 +20,10 @@ from interludes import Interlude, Interludes
 from networks import Machine, Network, a_database, a_network, on_database
 from processes import WAIT_S, Launcher, Served
 
-from tinsmith.settings import ModelSettings
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import TOY
+from tinsmith.workers.keys import KEY
 
 KEYS = {"host": "0.0.0.0", "api_keys": [{"key": "tml-test", "tenant": "anybody"}]}
 _PROGRAM: Final = Path(__file__).with_name("client_program.py")
@@ -156,6 +158,71 @@ def test_a_database_that_is_cut_off_for_a_moment(
 
 @pytest.mark.crash
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("options", "outage_s"), [pytest.param({}, 30.0, id="as shipped"), pytest.param(QUICK, 1.0, id="impatient")]
+)
+def test_a_database_that_is_cut_off(
+    network: Network, launcher: Launcher, tmp_path: Path, options: dict[str, str], outage_s: float
+) -> None:
+    """For longer than the time-out of a session. If nobody has patience, engines die and cannot start for a minute."""
+    expected = undisturbed(launcher, tmp_path / "undisturbed")
+    ours, theirs = network.add(), network.add()
+    with a_database(theirs) as database:
+        store = on_database(database, theirs, **options)
+        more = {
+            "store": {"outage_s": outage_s},
+            "server": {"session_timeout_s": 60.0, "result_retention_s": 3600.0},
+            "recovery": {"lease_s": 5.0, "max_interruptions": 3},
+        }
+        died = Line("ended with exit code 3")
+        with serving(launcher, ours, tmp_path / "run", settings_with(store, more), died.heard) as served:
+            before: set[int] = set()
+
+            def last() -> None:
+                before.update(sessions(store))
+                time.sleep(100.0)  # as above
+
+            cuts = [Interlude(step, partial(network.cut, ours, theirs), last) for step in (10, 36)]
+            ran_as_expected(expected, served, store, ours, served.url, cuts)
+            wait_until_ended(store, before)
+    assert died.is_set() == (outage_s == 1.0)
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(3600)
+def test_standbys_take_over_from_machines_that_are_cut_off(
+    network: Network, launcher: Launcher, tmp_path: Path
+) -> None:
+    """To and fro. The client keeps to one server, also while that cannot reach the database."""
+    expected = undisturbed(launcher, tmp_path / "undisturbed")
+    one, two, theirs = network.add(), network.add(), network.add()
+    with a_database(theirs) as database:
+        store = on_database(database, theirs)
+        shared = {"share_data_dir": True, "session_timeout_s": 60.0, "data_dir": str(tmp_path / "one" / "data")}
+        settings = settings_with(store, {"server": shared, "recovery": {"lease_s": 2.0}})
+        takes = [Line("tinsmith.processes.engine_run: ready:") for _ in range(2)]
+        with (
+            serving(launcher, one, tmp_path / "one", settings, takes[0].heard) as first,
+            serving(launcher, two, tmp_path / "two", settings, takes[1].heard) as second,
+        ):
+            takes[0].wait_for()
+
+            def until_the_other_serves(number: int) -> None:
+                takes[number].clear()
+                takes[number].wait_for()
+                time.sleep(5.0)
+
+            cuts = [
+                Interlude(8, partial(network.cut, one, theirs), partial(until_the_other_serves, 1)),
+                Interlude(20, partial(network.cut, two, theirs), partial(until_the_other_serves, 0)),
+                Interlude(36, partial(network.cut, one, theirs), partial(time.sleep, 75.0)),
+            ]
+            del second
+            ran_as_expected(expected, first, store, one, first.url, cuts)
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(3600)
 def test_a_client_that_is_cut_off(network: Network, launcher: Launcher, tmp_path: Path) -> None:
     """For longer than its requests wait, and than its session's time-out less a heartbeat."""
     expected = undisturbed(launcher, tmp_path / "undisturbed")
@@ -168,3 +235,64 @@ def test_a_client_that_is_cut_off(network: Network, launcher: Launcher, tmp_path
         ]
         url = f"http://{ours.address}:{served.port}"
         ran_as_expected(expected, served, SQLITE, theirs, url, cuts)
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(3600)
+def test_workers_that_are_cut_off(
+    network: Network, launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine notices by itself, and waits for all workers to join again, which they do when they can."""
+    monkeypatch.setattr(scenario, "STEPS", 9)
+    write_tiny_model(tmp_path / "tiny", TinyShape(num_layers=2, hidden_size=64, intermediate_size=96))
+    sampler = {"plugin": "jax", "warm_up": False, "max_context_tokens": 128, "max_lora_rank": 8, "decode_slots": 4}
+    backend = {"plugin": "fsdp", "device": "cpu", "max_lora_rank": 8, "max_context_tokens": 128}
+    model = ModelSettings(
+        name="tiny",
+        path=tmp_path / "tiny",
+        backend=PluginSection.model_validate({**backend, "nproc_per_node": 2}),
+        sampler=PluginSection.model_validate(sampler),
+    )
+    expected = undisturbed(launcher, tmp_path / "undisturbed", model)
+    ours, theirs = network.add(), network.add()
+    address = f"{ours.address}:7000"
+    apart = {**backend, "nnodes": 2, "nproc_per_node": 1, "launcher": "scheduler", "control_address": address}
+    model = model.model_copy(update={"backend": PluginSection.model_validate(apart)})
+    died = Line("worker 1 of 2 .* died before it had answered")
+    settings = settings_with(SQLITE, {})
+    secret = {KEY: "a secret of the test, long enough"}
+    with (
+        hosting(launcher, [ours, theirs], address, secret, tmp_path / "workers"),
+        serving(launcher, ours, tmp_path / "run", settings, died.heard, model=model, environ=secret) as served,
+    ):
+
+        def until_noticed() -> None:
+            died.clear()
+            died.wait_for()
+
+        cuts = [
+            Interlude(3, partial(network.cut, ours, theirs), until_noticed),
+            Interlude(6, partial(network.cut, ours, theirs), partial(time.sleep, 100.0)),  # both notice
+        ]
+        ran_as_expected(expected, served, SQLITE, ours, served.url, cuts, model)
+    tried = re.findall(r"waiting for the engine at .*: timed out", (tmp_path / "workers").read_text())
+    assert tried, "a worker tries again while the kernel would still wait"
+
+
+@contextmanager
+def hosting(
+    launcher: Launcher, machines: Sequence[Machine], coordinator: str, secret: Mapping[str, str], log: Path
+) -> Iterator[None]:
+    """Run a worker on each machine, again and again."""
+    hosts = []
+    with log.open("wb") as output:
+        for index, machine in enumerate(machines):
+            environ = {**launcher.environ, **machine.environ, **secret, "GLOO_SOCKET_IFNAME": "eth0"}
+            arguments = ["worker", "--coordinator", coordinator, "--index", str(index), "--again"]
+            hosts.append(Forked(launcher, *arguments, environ=environ, output=output, errors=output))
+    try:
+        yield
+    finally:
+        for host in hosts:
+            host.kill()
+            host.wait()

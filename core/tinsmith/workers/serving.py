@@ -28,6 +28,7 @@ from tinsmith.workers.launching import COORDINATOR, INDEX, NUM_WORKERS, WAIT_S, 
 from tinsmith.workers.messages import Answer, Call, Hello, Part, ProgressMade, Refused, Welcome, WorkerFailed
 
 _RETRY_S: Final = 0.5
+_CONNECT_S: Final = 10.0  # the kernel would wait two minutes for a machine that is cut off, and not look in between
 
 
 class RefusedError(RuntimeError):
@@ -244,7 +245,9 @@ def _connect_once(coordinator: str) -> socket.socket:
             raise
         return peer
     host, _, port = coordinator.rpartition(":")
-    return socket.create_connection((host, int(port)))
+    peer = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
+    peer.settimeout(None)
+    return peer
 
 
 def meeting_point(peer: socket.socket) -> socket.socket:
