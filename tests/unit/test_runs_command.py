@@ -108,7 +108,8 @@ def test_a_narrow_terminal_shows_ids_whole(server: RunningServer) -> None:
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
     command = [sys.executable, "-m", "tinsmith", "runs", "list", "--data-dir", str(server.settings.server.data_dir)]
-    subprocess.run(command, stdin=theirs, stdout=theirs, stderr=theirs, check=True, timeout=120)
+    environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm"}
+    subprocess.run(command, env=environ, stdin=theirs, stdout=theirs, stderr=theirs, check=True, timeout=120)
     shown = os.read(ours, 1 << 16).decode()
     os.close(ours)
     os.close(theirs)
