@@ -33,6 +33,7 @@ from tinsmith.compilers import (
     find_compiler,
 )
 from tinsmith.divergence import (
+    NOT_FINITE,
     are_finite,
     diverged,
     refuses_step,
@@ -218,6 +219,7 @@ def __getattr__(name: str) -> object:
 __all__ = [
     "BUILTIN_LOSSES",
     "LORA_ALPHA",
+    "NOT_FINITE",
     "SEQ_IDS_PER_CLONE",
     "WAITS_FOR_PLACE",
     "AdamParams",

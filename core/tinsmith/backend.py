@@ -265,7 +265,8 @@ class TrainingBackend(ABC):
     def forward_backward(self, ops: Sequence[ForwardBackward]) -> list[ForwardBackwardOutput | Failed]:
         """Do as `forward`, and add to each model's pending gradient. A model's operations are applied in order.
 
-        A `Failed` operation adds nothing.
+        A `Failed` operation adds nothing. If a pending gradient is not finite then, the metrics of its model's
+        operations have `tinsmith.NOT_FINITE` 1.0. Core does the same for losses.
         """
 
     @abstractmethod

@@ -16,6 +16,10 @@ _MOST: Final = math.sqrt(float(np.finfo(np.float32).max))
 """The largest norm whose square, which the second moment adds up, is finite in float32."""
 
 
+NOT_FINITE: Final = "not_finite:max"
+"""The metric of a pass: 1 if its loss, or the gradient that is then pending, is not finite, else 0."""
+
+
 def step_result(norm: float, adam: AdamParams) -> OptimStepOutput | Failed:
     """Return the result of an optimizer step by the norm of its gradient before clipping.
 

@@ -44,6 +44,7 @@ Fault = Callable[[Patch], None]
 _score = toy_training.score
 _sample = toy_sampling.sample
 _optim_step = TrainedModel.optim_step
+_forward_backward = ToyBackend.forward_backward
 _accumulate = TrainedModel.accumulate
 
 
@@ -126,6 +127,19 @@ def steps_are_never_refused(patch: Patch) -> None:
 
 def refused_steps_answer_success(patch: Patch) -> None:
     patch.setattr(toy_backend, "step_result", lambda norm, _: OptimStepOutput(metrics={"grad_norm": norm}))
+
+
+def passes_hide_what_is_not_finite(patch: Patch) -> None:
+    patch.setattr(toy_backend, "are_finite", lambda _: True)
+
+
+def what_is_not_finite_is_said_of_all(patch: Patch) -> None:
+    def forward_backward(self: ToyBackend, ops: Sequence[ForwardBackward]) -> list[ForwardBackwardOutput | Failed]:
+        results = _forward_backward(self, ops)
+        said = {**results[-1].metrics} if isinstance(results[-1], ForwardBackwardOutput) else {}
+        return [replace(each, metrics={**said, **each.metrics}) for each in results]
+
+    patch.setattr(ToyBackend, "forward_backward", forward_backward)
 
 
 def refused_steps_count(patch: Patch) -> None:
@@ -671,6 +685,7 @@ def abuse_of(what: str, group: str) -> tuple[str, dict[str, Any]]:
 
 
 LOSSES: dict[str, Any] = {"loss_fn": "ppo", "defaults": False}
+SAYS_SO = "test_a_pass_whose_gradient_is_not_finite_says_so"
 NOT_FINITE = "test_a_step_that_is_not_finite_fails_and_changes_nothing"
 FAULTS: list[tuple[Fault, str, dict[str, Any]]] = [
     (loss_is_a_mean, "test_loss_is_the_sum_that_the_oracle_gives", LOSSES),
@@ -696,6 +711,8 @@ FAULTS: list[tuple[Fault, str, dict[str, Any]]] = [
     (refused_steps_count, NOT_FINITE, {"ruin": "an infinity that is clipped"}),
     (gradients_stay_after_a_step, NOT_FINITE, {"ruin": "a NaN in the first tensor"}),
     (a_refused_step_refuses_its_call, "test_a_refused_step_makes_no_difference_to_others", {}),
+    (passes_hide_what_is_not_finite, SAYS_SO, {"loss_fn": "cross_entropy"}),
+    (what_is_not_finite_is_said_of_all, SAYS_SO, {"loss_fn": "importance_sampling"}),
     (drop_every_gradient, "test_a_gradient_can_be_dropped", {}),
     (ignore_in_steps(grad_clip_norm=0.0), "test_step_is_adamw", {"kind": "clipped"}),
     (ignore_in_steps(weight_decay=0.0), "test_step_is_adamw", {"kind": "weight decay"}),

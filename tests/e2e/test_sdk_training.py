@@ -157,17 +157,6 @@ def test_rl_losses_run(model: tinker.TrainingClient, loss_fn: str, config: dict[
     model.optim_step(tinker.AdamParams()).result(timeout=300)
 
 
-def test_failures_have_a_category_and_do_not_stop_what_follows(model: tinker.TrainingClient) -> None:
-    before = model.forward_backward([datum()], "cross_entropy")
-    bad = model.forward_backward([datum([1, 2, 99999])], "cross_entropy")
-    after = model.optim_step(tinker.AdamParams(learning_rate=0.01))
-    before.result(timeout=300)
-    with pytest.raises(tinker.RequestFailedError, match=r"data\[0\].*99999") as failure:
-        bad.result(timeout=300)
-    assert failure.value.category == tinker.types.RequestErrorCategory.User
-    after.result(timeout=300)
-
-
 def test_models_of_one_session_do_not_touch_each_other(
     client: tinker.ServiceClient, new_client: Callable[[], tinker.ServiceClient]
 ) -> None:

@@ -47,8 +47,9 @@ def test_a_script_goes_on_after_a_bad_pass(models: list[tinker.TrainingClient]) 
     accumulated = model.forward_backward(ragged(3), "cross_entropy").result(timeout=300)
     assert accumulated.metrics["loss:sum"] > 0
     bad, stepped = model.forward_backward([BAD], "cross_entropy"), model.optim_step(ADAM)
-    with pytest.raises(tinker.RequestFailedError, match="token id 999"):
+    with pytest.raises(tinker.RequestFailedError, match=r"data\[0\].*token id 999") as failure:
         bad.result(timeout=300)
+    assert failure.value.category == tinker.types.RequestErrorCategory.User
     why = refused(stepped)
     assert "discarded" in why
     assert "token id 999" in why
@@ -71,9 +72,15 @@ def test_a_gradient_that_is_not_finite_costs_its_window_alone(models: list[tinke
     model, _ = models
     for each in models:
         step(each, [datum()])
-    passed, stepped = model.forward_backward([INFINITE], "importance_sampling"), model.optim_step(ADAM)
-    assert not np.isfinite(passed.result(timeout=300).metrics["loss:sum"])
+    model.holder._client_config = model.holder._client_config.model_copy(update={"fwdbwd_max_chunk_len": 1})
+    data = [rl_datum(TOKENS, [-4.0] * 6, 1.0), INFINITE]  # in chunks: the first one is fine
+    passed, stepped = model.forward_backward(data, "importance_sampling"), model.optim_step(ADAM)
+    metrics = passed.result(timeout=300).metrics
+    assert not np.isfinite(metrics["loss:sum"])
+    assert metrics["not_finite:max"] == 1
     assert "the norm of the gradient is" in refused(stepped)
+    assert step(models[1], [datum()]).metrics["not_finite:max"] == 0
+    step(model, [datum()])
     train_alike(models)
 
 

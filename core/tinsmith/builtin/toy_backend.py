@@ -26,7 +26,7 @@ from tinsmith.backend import (
 from tinsmith.builtin import toy_sampling, toy_training
 from tinsmith.builtin.toy_model import Adapter, ToyModel
 from tinsmith.builtin.toy_training import TrainedModel
-from tinsmith.divergence import step_result, unless_diverged
+from tinsmith.divergence import NOT_FINITE, are_finite, step_result, unless_diverged
 from tinsmith.errors import CapacityError, UserError
 from tinsmith.hookspecs import hookimpl
 from tinsmith.operations import (
@@ -129,9 +129,10 @@ class ToyBackend(SleepableTrainingBackend, SamplingBackend):
             for result in scored:
                 model.accumulate(result.gradients)
         loss = sum(result.loss for result in scored)  # a plain sum: never divided by tokens, weights or data
-        return ForwardBackwardOutput(
-            loss_fn_outputs=tuple(result.outputs for result in scored), metrics={"loss:sum": loss}
-        )
+        metrics = {"loss:sum": loss}
+        if backward and not are_finite(model.gradients):
+            metrics[NOT_FINITE] = 1.0
+        return ForwardBackwardOutput(loss_fn_outputs=tuple(result.outputs for result in scored), metrics=metrics)
 
     def optim_step(self, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
         norms = [self._device.models[op.model_id].optim_step(op.adam) for op in ops]

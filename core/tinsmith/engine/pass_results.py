@@ -1,5 +1,6 @@
 """What the core adds to the result of a pass, whichever backend computed it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final, TypeVar
@@ -7,6 +8,7 @@ from typing import Final, TypeVar
 import numpy as np
 
 from tinsmith import operations as ops
+from tinsmith.divergence import NOT_FINITE
 
 Result = TypeVar("Result")
 
@@ -35,7 +37,10 @@ def _outputs(operation: ops.ForwardBackward, result: ops.ForwardBackwardOutput) 
 
 
 def _metrics(operation: ops.ForwardBackward, result: ops.ForwardBackwardOutput) -> Mapping[str, float]:
+    """Add whether the loss or, as the backend says, the gradient is not finite: always, as the SDK joins chunks."""
+    finite = math.isfinite(result.metrics["loss:sum"]) and not result.metrics.get(NOT_FINITE)
+    metrics = {**result.metrics, NOT_FINITE: float(not finite)}
     experts = [datum.routed_experts for datum in operation.data if datum.routed_experts is not None]
-    if not experts:
-        return result.metrics
-    return {**result.metrics, NUM_REPLAYED: float(sum(len(each) > 0 for each in experts))}
+    if experts:
+        metrics[NUM_REPLAYED] = float(sum(len(each) > 0 for each in experts))
+    return metrics

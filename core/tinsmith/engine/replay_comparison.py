@@ -1,4 +1,7 @@
-"""Comparing the result of a replayed operation with the recorded one, bit for bit."""
+"""Comparing the result of a replayed operation with the recorded one, bit for bit.
+
+An older version may have recorded fewer outputs and metrics than are computed now.
+"""
 
 from collections.abc import Mapping
 
@@ -41,8 +44,8 @@ def _metrics(metrics: Mapping[str, float]) -> dict[str, Array]:
 
 
 def _largest(recorded: Mapping[str, Array], replayed: Mapping[str, Array]) -> str | None:
-    if recorded.keys() != replayed.keys():
-        return f"only one of the two has {', '.join(sorted(recorded.keys() ^ replayed.keys())[:5])}"
+    if missing := sorted(recorded.keys() - replayed.keys()):
+        return f"only what was recorded has {', '.join(missing[:5])}"
     worst: tuple[float, str] | None = None
     for name, before in recorded.items():
         after = replayed[name]

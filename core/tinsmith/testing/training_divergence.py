@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from tinsmith.backend import ModelState
-from tinsmith.operations import AdamParams, Array, Failed, OptimStep, OptimStepOutput
-from tinsmith.testing.contract import assert_same_numbers, assert_same_state
-from tinsmith.testing.model_driver import ModelDriver, checked, ragged_data
+from tinsmith.divergence import NOT_FINITE
+from tinsmith.operations import AdamParams, Array, Datum, Failed, ForwardBackward, OptimStep, OptimStepOutput
+from tinsmith.testing.contract import assert_same_numbers, assert_same_state, need
+from tinsmith.testing.model_driver import ModelDriver, checked, ragged_data, random_datum, succeeded, with_inputs
 from tinsmith.testing.training_suite import TrainingSuite
 
 Gradient = Mapping[str, Array]
@@ -89,6 +90,34 @@ class TrainingDivergenceContract(TrainingSuite):
             assert isinstance(results[index], OptimStepOutput), results[index]
             _assert_alike(driver, driver.state(models[index]), alone[index], "a model beside a refused step")
         assert_same_state(driver.state(models[1]), replace(states[1], gradients={}), "the refused model")
+
+    @pytest.mark.parametrize("loss_fn", ["cross_entropy", "importance_sampling"])
+    def test_a_pass_whose_gradient_is_not_finite_says_so(self, driver: ModelDriver, loss_fn: str) -> None:
+        """No longer once the gradient is dropped. Others in the call do not say it."""
+        need(loss_fn in driver.capabilities.losses, loss_fn)
+        healthy, model_id = driver.create_trained(), driver.create_trained(seed=1)
+        good, bad = self._too_steep(driver, loss_fn)
+        results = succeeded(
+            driver.backend.forward_backward(
+                [
+                    ForwardBackward(model_id=healthy, data=(good,)),
+                    ForwardBackward(model_id=model_id, data=(bad,), loss_fn=loss_fn),
+                ]
+            )
+        )
+        assert [result.metrics.get(NOT_FINITE, 0.0) for result in results] == [0.0, 1.0]
+        _assert_refused(_step(driver, [model_id])[0])
+        assert not driver.forward_backward(model_id, [good]).metrics.get(NOT_FINITE)
+
+    @staticmethod
+    def _too_steep(driver: ModelDriver, loss_fn: str) -> tuple[Datum, Datum]:
+        """Return data, and data whose gradient overflows float32."""
+        good = random_datum(66, 8, driver.capabilities.vocab_size)
+        shape = good.loss_inputs["target_tokens"].shape
+        if loss_fn == "cross_entropy":
+            return good, with_inputs(good, weights=np.full(shape, 3e38, np.float32))
+        inputs = {"logprobs": np.full(shape, -1e4, np.float32), "advantages": np.ones(shape, np.float32)}
+        return good, with_inputs(good, **inputs)
 
     def test_a_gradient_can_be_dropped(self, driver: ModelDriver) -> None:
         model_id = self._in_training(driver)

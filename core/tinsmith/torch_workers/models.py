@@ -5,7 +5,7 @@ A LoRA model's weights, moments and pending gradients are one vector each: see `
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar, get_args
 
@@ -17,6 +17,7 @@ from tinsmith.torch_workers.transfers import to_host
 from tinsmith.workers.adapter_layout import AdapterLayout
 from tinsmith.workers.adapter_models import AdapterState
 from tinsmith.workers.full_models import FullState
+from tinsmith.workers.sequences import NotFinite
 from tinsmith.workers.state_writer import Slice, StateWriter, Written
 from tinsmith.workers.training_backend import ModelStep
 
@@ -73,6 +74,10 @@ class FullModelOfWorker(ABC):
     @abstractmethod
     def optim_step(self, adam: AdamParams) -> float:
         """Step this worker's part, unless that is refused. Return the norm of the whole gradient before clipping."""
+
+    @abstractmethod
+    def gradients(self) -> Iterable[torch.Tensor]:
+        """Return this worker's part of the pending gradient."""
 
     @abstractmethod
     def drop_gradient(self) -> None:
@@ -166,7 +171,17 @@ class ModelsOfWorker(ABC, Generic[Full]):
         """Let these tensors of a fully trained model change."""
         self._state_writer.settle(model_id, kinds)
 
-    # steps
+    # gradients and steps
+
+    def _not_finite(self, models: Iterable[str]) -> list[NotFinite]:
+        """Say of which models this worker's part of the pending gradient is not finite."""
+        return [NotFinite(model_id) for model_id in models if not are_finite(self._gradients(model_id))]
+
+    def _gradients(self, model_id: str) -> Iterable[torch.Tensor]:
+        if model_id in self._full:
+            return self._full[model_id].gradients()
+        gradient = self._adapters[model_id].gradients
+        return () if gradient is None else (gradient,)
 
     def optim_step(self, steps: Sequence[ModelStep]) -> list[float]:
         """Step the models, but for refused ones, and return the norms of their gradients before clipping."""
@@ -184,6 +199,17 @@ class ModelsOfWorker(ABC, Generic[Full]):
             self._full[model_id].drop_gradient()
         else:
             self._adapters[model_id].gradients = None
+
+
+def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether all numbers are, without copies. A sum of squares is fast, but finite numbers may overflow it."""
+    found = [tensor for tensor in tensors if tensor.numel()]
+    return not found or _have_finite_norms(found, 2.0) or _have_finite_norms(found, torch.inf)
+
+
+def _have_finite_norms(tensors: Sequence[torch.Tensor], order: float) -> bool:
+    norms = [torch.linalg.vector_norm(tensor, ord=order) for tensor in tensors]
+    return bool(torch.isfinite(torch.stack(norms)).all())
 
 
 def free_what_is_unused() -> None:

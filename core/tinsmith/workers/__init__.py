@@ -11,7 +11,16 @@ from tinsmith.workers.full_models import FullModelState, FullState
 from tinsmith.workers.gpus import count_gpus
 from tinsmith.workers.group import WorkerDiedError, WorkerGroup
 from tinsmith.workers.launching import Launch, Launcher, MakeLauncher
-from tinsmith.workers.sequences import MicroBatch, Scored, Segment, combined_outputs, deal, one_by_one, segments
+from tinsmith.workers.sequences import (
+    MicroBatch,
+    NotFinite,
+    Scored,
+    Segment,
+    combined_outputs,
+    deal,
+    one_by_one,
+    segments,
+)
 from tinsmith.workers.serving import Worker, alone, serve
 from tinsmith.workers.state_files import Capture, StateFiles
 from tinsmith.workers.state_writer import Slice, StateWriter, Written
@@ -31,6 +40,7 @@ __all__ = [
     "MicroBatch",
     "ModelPart",
     "ModelStep",
+    "NotFinite",
     "Pair",
     "Scored",
     "Segment",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tinsmith.divergence import NOT_FINITE
 from tinsmith.losses import LossSpec
 from tinsmith.operations import Array, Datum, FloatArray, ForwardBackward, ForwardBackwardOutput
 
@@ -38,6 +39,13 @@ class Scored:
     index: int
     logp_TK: FloatArray
     loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class NotFinite:
+    """A rank returns it beside its results: the model's pending gradient, or the rank's part of it, is not finite."""
+
+    model_id: str
 
 
 MicroBatch = list[list[Segment]]
@@ -101,12 +109,16 @@ def _empty(num_ranks: int) -> MicroBatch:
     return [[] for _ in range(num_ranks)]
 
 
-def combined_outputs(ops: Sequence[ForwardBackward], scored: Iterable[Sequence[Scored]]) -> list[ForwardBackwardOutput]:
+def combined_outputs(
+    ops: Sequence[ForwardBackward], answers: Iterable[Sequence[Scored | NotFinite]]
+) -> list[ForwardBackwardOutput]:
     """Put together what the ranks have scored, in any order, into one output for each operation.
 
     Each datum's logprobs get the shape of its targets. Losses are summed in order, in float64.
     """
-    found = {each.index: each for share in scored for each in share}
+    every = [each for answer in answers for each in answer]
+    found = {each.index: each for each in every if isinstance(each, Scored)}
+    diverged = {each.model_id for each in every if isinstance(each, NotFinite)}
     results, start = [], 0
     for op in ops:
         own = [found[index] for index in range(start, start + len(op.data))]
@@ -115,6 +127,8 @@ def combined_outputs(ops: Sequence[ForwardBackward], scored: Iterable[Sequence[S
             {"logprobs": np.ascontiguousarray(each.logp_TK.reshape(np.shape(datum.loss_inputs["target_tokens"])))}
             for datum, each in zip(op.data, own, strict=True)
         )
-        loss = float(sum(each.loss for each in own))
-        results.append(ForwardBackwardOutput(loss_fn_outputs=logprobs, metrics={"loss:sum": loss}))
+        metrics = {"loss:sum": float(sum(each.loss for each in own))}
+        if op.model_id in diverged:
+            metrics[NOT_FINITE] = 1.0
+        results.append(ForwardBackwardOutput(loss_fn_outputs=logprobs, metrics=metrics))
     return results

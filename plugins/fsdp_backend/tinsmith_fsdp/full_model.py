@@ -123,6 +123,9 @@ class FullModel(FullModelOfWorker):
         """Return whether it is this rank, of those that hold the same numbers, that counts and writes them."""
         return self._mesh.replica == 0 and (self._mesh.tp_rank == 0 or part.across_tp == "divided")
 
+    def gradients(self) -> Iterator[torch.Tensor]:
+        return (gradient for part in self._base.parts if (gradient := _gradient(part)) is not None)
+
     def drop_gradient(self) -> None:
         for part in self._base.parts:
             part.parameter.grad = None

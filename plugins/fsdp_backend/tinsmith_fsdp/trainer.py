@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tinsmith import ConfigError, LoraConfig, refuses_step
 from tinsmith.huggingface import HEAD
 from tinsmith.torch_workers import LossTable, ModelsOfWorker, SleepingTensors, free_what_is_unused, storage_bytes
-from tinsmith.workers import AdapterLayout, ModelStep, Scored, Segment
+from tinsmith.workers import AdapterLayout, ModelStep, NotFinite, Scored, Segment
 from tinsmith_fsdp.adapter_pack import RANK_STEP, AdapterPack
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.full_model import FullModel
@@ -118,7 +118,7 @@ class Trainer(ModelsOfWorker[FullModel]):
         micros: Sequence[Sequence[Segment]],
         owners: Sequence[Sequence[Owner]],
         backward: bool,  # noqa: FBT001  (over the wire)
-    ) -> list[Scored] | NoMemory:
+    ) -> list[Scored | NotFinite] | NoMemory:
         """Score this rank's segments by micro-batch. `owners` lists the owners of all sequences of each micro-batch.
 
         If any rank runs out of memory, nothing has changed on any.
@@ -138,7 +138,7 @@ class Trainer(ModelsOfWorker[FullModel]):
         except PassDroppedError as dropped:
             return NoMemory(message=str(dropped), micro_batch=number)
         self._keep(sums)
-        return scored
+        return [*scored, *self._not_finite(models)]
 
     def _attempt(self, work: Callable[[], Made], *, backward: bool | None = None) -> Made:
         shortage = self._base.shortage
@@ -260,11 +260,12 @@ class Trainer(ModelsOfWorker[FullModel]):
         model_id: str,
         micros: Sequence[Sequence[Segment]],
         backward: bool,  # noqa: FBT001  (over the wire)
-    ) -> list[Scored]:
+    ) -> list[Scored | NotFinite]:
         """Score this rank's segments of one operation of a fully trained model."""
         if backward:
             self._settle(model_id, ("gradients",))
-        return [_scored(*found) for found in self._full[model_id].run(micros, backward=backward)]
+        scored = [_scored(*found) for found in self._full[model_id].run(micros, backward=backward)]
+        return [*scored, *self._not_finite([model_id] if backward else [])]
 
     def _leaves(self, model_id: str, *, backward: bool) -> Leaves:
         """Make leaves whose gradients go to a new vector."""

@@ -205,9 +205,9 @@ class RemoteTraining:
         scored: Scored = self._run("score", one)
         return scored
 
-    def gradients(self, passes: Sequence[TrainingPass]) -> list[Scored]:
-        scored: list[Scored] = self._run("gradients", passes)
-        return scored
+    def gradients(self, passes: Sequence[TrainingPass]) -> tuple[list[Scored], list[str]]:
+        found: tuple[list[Scored], list[str]] = self._run("gradients", passes)
+        return found
 
     def begin(self, models: Sequence[str]) -> None:
         self._run("begin", models)

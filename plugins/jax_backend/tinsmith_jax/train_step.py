@@ -145,6 +145,20 @@ class TrainPrograms:
         run = native_optimizer.adamw if self.axes.kernels.native else partial(optimizer.adamw, axes=self.axes)
         return self._program(("step", padded_rank), run, shapes, out)
 
+    @property
+    def finds_not_finite(self) -> bool:
+        """Whether `not_finite` is needed: where the host does not see the arrays."""
+        return self.layout is not None or self.limits.platform != "cpu"
+
+    def not_finite(self, padded_rank: int) -> Program:
+        """Return the program (gradients) -> whether one of an adapter's gradients is not finite."""
+
+        def run(gradients: Any) -> Any:
+            found = sum(jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in jax.tree.leaves(gradients))
+            return self.axes.highest(self.axes.anywhere(jnp.asarray(found) > 0).astype(jnp.int32)) > 0
+
+        return self._program(("not finite", padded_rank), run, lambda: (self._state(padded_rank),), Spec)
+
     def all(self) -> Iterator[Program]:
         """Return every possible program, in the order that lets most requests run soonest.
 
@@ -156,6 +170,7 @@ class TrainPrograms:
         gradients, score = (partial(each, replays=self.replays) for each in (self.gradients, self.score))
         trained, scored = (self.buckets.of(kind).soonest(ranks) for kind in ("gradients", "score"))
         yield from map(self.step, ranks)
+        yield from map(self.not_finite, ranks if self.finds_not_finite else ())
         yield from map(gradients, trained[:n])
         yield from map(score, scored[:n])
         yield from map(gradients, trained[n : 2 * n])
@@ -166,7 +181,7 @@ class TrainPrograms:
     @property
     def num_of_first_step(self) -> int:
         """Return how many of the programs, the first ones, a model's first step can be taken with, of whatever rank."""
-        return 2 * len(rank_classes(self.limits.max_lora_rank))
+        return (3 if self.finds_not_finite else 2) * len(rank_classes(self.limits.max_lora_rank))
 
     def _stacked(self, each: Any) -> Any:
         return adapters.stack(each, layers_apart=self.axes.kernels.native)
@@ -216,9 +231,7 @@ class TrainPrograms:
             lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place), shapes, placed
         )
 
-    def _program(
-        self, key: Any, run: Any, shapes: Callable[[], tuple[Any, ...]], out: Callable[[], tuple[Any, ...]]
-    ) -> Program:
+    def _program(self, key: Any, run: Any, shapes: Callable[[], tuple[Any, ...]], out: Callable[[], Any]) -> Program:
         """`shapes` of the arguments and `out`, how the results are divided, are only needed to compile."""
 
         def compiled() -> Any:

@@ -3,10 +3,12 @@
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from tinsmith import (
+    NOT_FINITE,
     CapacityError,
     CreateModel,
     Failed,
@@ -35,6 +37,27 @@ from tinsmith_jax.runtime import Limits
 from tinsmith_jax.training_device import Scored, TrainingDevice, TrainingPass
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """What a call has computed so far."""
+
+    outputs: list[list[Scored]]  # by operation, of its data
+    diverged: set[str] = field(default_factory=set)  # models whose gradients are not finite
+
+    def output(self, index: int, op: ForwardBackward) -> ForwardBackwardOutput:
+        """Give each datum's logprobs the shape of its targets; sum the losses in float64."""
+        cells = self.outputs[index]
+        logprobs = tuple(
+            {"logprobs": np.ascontiguousarray(logp.reshape(np.shape(datum.loss_inputs["target_tokens"])))}
+            for datum, (logp, _) in zip(op.data, cells, strict=True)
+        )
+        with np.errstate(invalid="ignore"):  # infinite losses of both signs are the client's own, and their sum is NaN
+            metrics = {"loss:sum": float(sum(losses.sum(dtype=np.float64) for _, losses in cells))}
+        if op.model_id in self.diverged:
+            metrics[NOT_FINITE] = 1.0
+        return ForwardBackwardOutput(loss_fn_outputs=logprobs, metrics=metrics)
 
 
 class Trainer(TrainingBackend):
@@ -125,29 +148,27 @@ class Trainer(TrainingBackend):
     def _score(self, ops: Sequence[ForwardBackward], kind: Pass) -> list[ForwardBackwardOutput | Failed]:
         failed = {index: failure for index, op in enumerate(ops) if (failure := self._refusal(op)) is not None}
         pieces = [piece for index, op in enumerate(ops) if index not in failed for piece in self._pieces(index, op)]
-        outputs: list[list[Scored]] = [[] for _ in ops]
+        results = _Results([[] for _ in ops])
         self.device.begin(list(dict.fromkeys(piece.op.model_id for piece in pieces)))
         before = self._room[kind]
         beside = self._side_by_side and kind == "gradients"
         try:
             room = room_beside(pieces, before) if beside else before
             micros = plan(pieces, self._buckets.of(kind), self.limits.call_tokens, room)
-            self._run_in_what_fits(micros, kind, outputs, beside=beside)
+            self._run_in_what_fits(micros, kind, results, beside=beside)
         except OutOfMemoryError:
             self.device.roll_back()  # a failed call adds nothing
             self._room[kind] = before
             raise
-        return [failed.get(index) or _output(op, outputs[index]) for index, op in enumerate(ops)]
+        return [failed.get(index) or results.output(index, op) for index, op in enumerate(ops)]
 
-    def _run_in_what_fits(
-        self, micros: Iterable[MicroBatch], kind: Pass, outputs: list[list[Scored]], *, beside: bool
-    ) -> None:
+    def _run_in_what_fits(self, micros: Iterable[MicroBatch], kind: Pass, results: "_Results", *, beside: bool) -> None:
         """Run micro-batches. One for which the device has no memory runs in halves, and later ones are as small."""
         work = deque(micros)
         while work:
             together = self._next(work, kind, beside=beside)
             try:
-                self._run(together, kind, outputs)
+                self._run(together, kind, results)
             except OutOfMemoryError as error:
                 lacking = str(error)
             else:
@@ -175,15 +196,19 @@ class Trainer(TrainingBackend):
             return {micro: first}
         return {micro: first, work.popleft(): self._pass(other, bucket, apart)}
 
-    def _run(self, together: Mapping[MicroBatch, TrainingPass], kind: Pass, outputs: list[list[Scored]]) -> None:
+    def _run(self, together: Mapping[MicroBatch, TrainingPass], kind: Pass, results: "_Results") -> None:
         """Run micro-batches, and append each result to its operation's outputs."""
         passes = list(together.values())
-        ran = [self.device.score(passes[0])] if kind == "score" else self.device.gradients(passes)
+        if kind == "score":
+            ran = [self.device.score(passes[0])]
+        else:
+            ran, diverged = self.device.gradients(passes)
+            results.diverged.update(diverged)
         for (micro, one), (logp_TK, loss_TK) in zip(together.items(), ran, strict=True):
             for start, piece in zip(micro.starts(one.bucket), micro.pieces, strict=True):
                 rows = slice(start, start + piece.num_tokens)
                 cells = (logp_TK[rows, : piece.num_targets], loss_TK[rows, : piece.num_targets])
-                outputs[piece.op_index].append(cells)
+                results.outputs[piece.op_index].append(cells)
 
     def _halved(self, micro: MicroBatch, kind: Pass, lacking: str) -> Sequence[MicroBatch]:
         """Raise OutOfMemoryError if it is one sequence.
@@ -258,14 +283,3 @@ class Trainer(TrainingBackend):
 
 def _unknown(model_id: str) -> Failed:
     return Failed(message=f"no model {model_id!r} in training: it was never created, or has been unloaded")
-
-
-def _output(op: ForwardBackward, cells: Sequence[Scored]) -> ForwardBackwardOutput:
-    """Give each datum's logprobs the shape of its targets; sum the losses in float64."""
-    logprobs = tuple(
-        {"logprobs": np.ascontiguousarray(logp.reshape(np.shape(datum.loss_inputs["target_tokens"])))}
-        for datum, (logp, _) in zip(op.data, cells, strict=True)
-    )
-    with np.errstate(invalid="ignore"):  # infinite losses of both signs are the client's own, and their sum is NaN
-        loss = float(sum(losses.sum(dtype=np.float64) for _, losses in cells))
-    return ForwardBackwardOutput(loss_fn_outputs=logprobs, metrics={"loss:sum": loss})

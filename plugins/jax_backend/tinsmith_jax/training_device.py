@@ -35,6 +35,10 @@ Scored = tuple[Array, Array]
 """Logprobs and losses [T, K]."""
 
 
+def _is_finite(array: Any) -> bool:
+    return bool(np.isfinite(np.asarray(array)).all())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """A model's state on the devices: immutable arrays, by kind. Moments are absent before the first step."""
@@ -190,8 +194,10 @@ class TrainingDevice:
             logp, loss = run(self._base, weights, *self._arguments(one.stream))
             return np.asarray(logp), np.asarray(loss)
 
-    def gradients(self, passes: Sequence[TrainingPass]) -> list[Scored]:
+    def gradients(self, passes: Sequence[TrainingPass]) -> tuple[list[Scored], list[str]]:
         """Do as `score`, side by side, and add the gradients of the summed losses to those of the models.
+
+        Return the models whose gradients are not finite, too.
 
         There are one or two. A model of the first is `apart` in the second. Raise OutOfMemoryError, and change nothing,
         if there is no memory for all.
@@ -205,7 +211,20 @@ class TrainingDevice:
         ran += [other.result() for other in others]
         for one, (_, sums) in zip(passes, ran, strict=True):
             self._take_sums(one, sums)
-        return [scored for scored, _ in ran]
+        models = dict.fromkeys(model_id for one in passes for model_id in one.models)
+        return [scored for scored, _ in ran], self._not_finite(list(models))
+
+    def _not_finite(self, models: Sequence[str]) -> list[str]:
+        """Return those of the models whose gradients are not finite."""
+        pending = [self._models[model_id] for model_id in models]
+        if not self._train.finds_not_finite:  # the arrays are in this process: no copies
+            found = [not all(map(_is_finite, jax.tree.leaves(model.gradients))) for model in pending]
+        else:
+            programs = [self._programs.get(self._train.not_finite(model.padded_rank)) for model in pending]
+            with self._turns.turn():
+                flags = [run(model.gradients) for run, model in zip(programs, pending, strict=True)]
+                found = [bool(flag) for flag in flags]
+        return [model_id for model_id, diverged in zip(models, found, strict=True) if diverged]
 
     def _run_gradients(self, one: TrainingPass) -> tuple[Scored, Sequence[Adapter]]:
         """Return the results, and the new sums of each row."""

@@ -124,6 +124,9 @@ class FullModel(FullModelOfWorker):
         self._spread()
         return norm
 
+    def gradients(self) -> Iterator[torch.Tensor]:
+        return (shard.gradient for shard in self._shards if shard.gradient is not None)
+
     def drop_gradient(self) -> None:
         for shard in self._shards:
             shard.gradient = None

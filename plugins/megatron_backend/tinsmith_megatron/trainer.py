@@ -19,6 +19,7 @@ from tinsmith.workers import (
     AdapterLayout,
     ModelPart,
     ModelStep,
+    NotFinite,
     Scored,
     Segment,
 )
@@ -72,7 +73,7 @@ class Trainer(ModelsOfWorker[FullModel]):
         micros: Sequence[Sequence[Segment]],
         models: Sequence[Sequence[str]],
         backward: bool,  # noqa: FBT001  (over the wire)
-    ) -> list[Scored]:
+    ) -> list[Scored | NotFinite]:
         """Score this rank's segments by micro-batch, and add to the pending gradients.
 
         models: of each micro-batch, those of all ranks' segments, by data-parallel rank.
@@ -93,20 +94,23 @@ class Trainer(ModelsOfWorker[FullModel]):
             for owners, stacks in every if self._setup.strict else every[:1]:
                 for model_id, index in owners.items():
                     self._add_gradient(model_id, stacks.gradient(index))
+        diverged = self._not_finite(sorted({each for owned in models for each in owned}) if backward else ())
         if self._place.tp_rank:
-            return []  # the others have computed the same
-        return [each for stream, found in zip(streams, scores, strict=False) for each in scored(stream, found)]
+            return [*diverged]  # the others have computed the same scores
+        results = [each for stream, found in zip(streams, scores, strict=False) for each in scored(stream, found)]
+        return [*results, *diverged]
 
     def run_full(
         self,
         model_id: str,
         micros: Sequence[Sequence[Segment]],
         backward: bool,  # noqa: FBT001  (over the wire)
-    ) -> list[Scored]:
+    ) -> list[Scored | NotFinite]:
         """Score this rank's segments of one operation of a fully trained model."""
         if backward:
             self._settle(model_id, ("gradients",))
-        return self._full[model_id].run(micros, backward=backward)
+        results = self._full[model_id].run(micros, backward=backward)
+        return [*results, *self._not_finite([model_id] if backward else [])]
 
     def _stacks(self, models: Sequence[str], *, backward: bool) -> tuple[Mapping[str, int], Stacks]:
         owners = {model_id: index for index, model_id in enumerate(models)}

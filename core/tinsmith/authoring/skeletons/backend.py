@@ -87,9 +87,11 @@ class SkeletonBackend(tinsmith.TrainingBackend):
                 gradients = {A: state.lora.scale * (dlogits_TV @ up_Vr).T @ x_TH, B: dlogits_TV.T @ x_Tr}
                 pending = {n: (state.gradients.get(n, 0.0) + g).astype(np.float32) for n, g in gradients.items()}
                 state = replace(state, gradients=pending)
+        metrics = {"loss:sum": total}
         if backward:
             self._states[op.model_id] = state
-        return ForwardBackwardOutput(loss_fn_outputs=tuple(logprobs), metrics={"loss:sum": total})
+            metrics[tinsmith.NOT_FINITE] = float(not tinsmith.are_finite(state.gradients))
+        return ForwardBackwardOutput(loss_fn_outputs=tuple(logprobs), metrics=metrics)
 
     def optim_step(self, ops: Sequence[tinsmith.OptimStep]) -> list[OptimStepOutput | Failed]:
         return [self._step(op) for op in ops]
