@@ -1,6 +1,7 @@
 """Callers without a valid key share one bucket. What they may ask is kept, and tenants and probes notice nothing."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -232,7 +233,18 @@ async def test_the_description_is_rendered_once(server: Server, monkeypatch: pyt
     assert "/api/v1/session_heartbeat" in answers[0].json()["paths"]
     assert {answer.content for answer in answers} == {answers[0].content}
     assert rendered == 1
-    assert "swagger" in (await http.get("/docs")).text
+
+
+async def test_pages_for_browsers_load_nothing_from_other_hosts(server: Server) -> None:
+    http = await server.start(burst=1000)
+    start, docs = (await http.get("/")).text, (await http.get("/docs")).text
+    assert f'base_url="{str(http.base_url).rstrip("/")}"' in start
+    loaded = re.findall(r'(?:src|href)="([^"]+)"', start + docs)
+    assert {"/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css", "/docs", "/readyz", "/metrics"} <= set(loaded)
+    for each in loaded:
+        assert each.startswith("/"), each
+        assert (await http.get(each)).status_code in {200, 503}, each  # not ready: no engine runs here
+    assert (await http.get("/docs/main.py")).status_code == 404
 
 
 async def test_the_metrics_are_rendered_once_for_all_strangers_of_a_second(

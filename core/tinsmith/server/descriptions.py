@@ -1,21 +1,57 @@
-"""`/openapi.json` and `/docs`, which everybody may read: each is rendered once, and kept as bytes."""
+"""What everybody may read in a browser: `/`, `/docs` and `/openapi.json`. What takes time is rendered once, and kept.
+
+Nothing is loaded from other hosts: Swagger UI comes from a package.
+"""
 
 import asyncio
+from html import escape
+from pathlib import Path
 from typing import Final
 
+import fastapi_swagger
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import Response
+from fastapi.responses import FileResponse, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 
 OPENAPI: Final = "/openapi.json"
+_UI: Final = Path(fastapi_swagger.__file__).parent / "resources"
+_ASSETS: Final = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon-32x32.png")
+_START: Final = """\
+<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><title>tinsmith</title>
+<link rel="icon" href="/docs/favicon-32x32.png">
+<style>body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 40rem; margin: 4rem auto; padding: 0 1rem }}</style>
+</head>
+<body>
+<h1>tinsmith {version}</h1>
+<p>A server for the Tinker API. Scripts reach it with the <code>tinker</code> SDK:</p>
+<pre>import tinker
+
+service = tinker.ServiceClient(base_url="{url}", api_key="tml-...")</pre>
+<ul>
+<li><a href="/readyz">/readyz</a>: which models are ready, and what they wait for</li>
+<li><a href="/metrics">/metrics</a>: figures for Prometheus</li>
+<li><a href="/docs">/docs</a>: every request of the API</li>
+</ul>
+</body>
+</html>
+"""
 
 
 def add_descriptions(app: FastAPI) -> None:
     """Add the routes. The app must have been made without `openapi_url` and `docs_url`."""
     rendering: dict[str, asyncio.Future[bytes]] = {}
-    docs = bytes(get_swagger_ui_html(openapi_url=OPENAPI, title=f"{app.title} - Swagger UI").body)
+    javascript, css, icon = (f"/docs/{name}" for name in _ASSETS)
+    docs = get_swagger_ui_html(
+        openapi_url=OPENAPI,
+        title=f"{app.title} - Swagger UI",
+        swagger_js_url=javascript,
+        swagger_css_url=css,
+        swagger_favicon_url=icon,
+    ).body
 
     async def describe(request: Request) -> Response:
         del request
@@ -23,12 +59,24 @@ def add_descriptions(app: FastAPI) -> None:
             rendering[""] = asyncio.ensure_future(run_in_threadpool(_rendered, app))
         return Response(await asyncio.shield(rendering[""]), media_type="application/json")
 
+    async def start(request: Request) -> Response:
+        url = escape(str(request.base_url).rstrip("/"))
+        return Response(_START.format(version=escape(app.version), url=url), media_type="text/html")
+
     async def show(request: Request) -> Response:
         del request
         return Response(docs, media_type="text/html")
 
+    async def send(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in _ASSETS:
+            return Response(status_code=404)
+        return FileResponse(_UI / name)  # in small parts: whoever reads slowly keeps no copy of a megabyte here
+
+    app.add_route("/", start, include_in_schema=False)
     app.add_route(OPENAPI, describe, include_in_schema=False)
     app.add_route("/docs", show, include_in_schema=False)
+    app.add_route("/docs/{name}", send, include_in_schema=False)
 
 
 def _rendered(app: FastAPI) -> bytes:
