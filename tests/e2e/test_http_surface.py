@@ -235,6 +235,22 @@ def test_what_no_sdk_sends_is_refused_by_name_and_counted(
     assert "unseen" not in shown
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (b'"adam_params": {"beta1": 0.1, "beta2" : 0.2, "beta1": 0.3}', "'beta1' is given more than once"),
+        (b'"adam_params": {}, "adam_params": {}', "'adam_params' is given more than once"),
+        (b'"adam_params": {}, "optimizer_params": {"a": "\\"beta1\\":"}', "optimizer_params: None is not offered"),
+        (b'"optimizer_params": {"a": ' + b"[" * 1000 + b"]" * 1000 + b"}", "is nested too deeply"),
+    ],
+)
+def test_a_name_that_comes_twice_is_refused(http: httpx.Client, model: str, fields: bytes, words: str) -> None:
+    body = b'{"model_id": "%b", "seq_id": 1, %b}' % (model.encode(), fields)
+    sent = http.post("optim_step", content=body, headers={"content-type": "application/json"})
+    failed = ok(http.post("retrieve_future", json={"request_id": ok(sent)["request_id"]}))
+    assert words in failed["error"]
+
+
 def test_a_sample_can_be_cancelled(http: httpx.Client, session: str) -> None:
     ok(
         http.post(

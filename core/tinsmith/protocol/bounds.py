@@ -4,6 +4,7 @@ No check costs more than reading what it checks, and each stops at the first err
 ValueError, as pydantic wants it.
 """
 
+import json
 import re
 from typing import Any, Final
 
@@ -32,6 +33,8 @@ MAX_CONTAINERS: Final = 1 << 16
 MAX_STRINGS: Final = 1 << 17
 """Strings in a JSON body, names of fields included."""
 MAX_DIMENSIONS: Final = 8
+MAX_COMPARED_BYTES: Final = 1 << 20
+"""Of a body that is searched for names that come twice: reading it again holds up all others."""
 
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _CONTROL_BUT_LINES: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -158,3 +161,42 @@ def json_content(body: bytes) -> Any:  # Any: JSON
                 msg = f"the body holds more than {allowed} {what}; send shorter lists"
                 raise UserError(msg)
     return orjson.loads(body)
+
+
+def refuse_repeated_names(body: bytes, content: dict[str, Any]) -> None:  # Any: JSON
+    """Raise UserError if an object in a body of up to MAX_COMPARED_BYTES has one name twice: the last would count.
+
+    `content` is what the body holds. If nothing is gone, it accounts for all colons of the body, so hardly any body is
+    read a second time.
+    """
+    if len(body) > MAX_COMPARED_BYTES:
+        return
+    try:
+        if body.count(b":") > _num_colons(content):
+            json.loads(body, object_pairs_hook=_with_each_once, parse_int=str, parse_float=str)
+    except RecursionError as error:
+        msg = "the body is nested too deeply; flatten it"
+        raise UserError(msg) from error
+
+
+def _num_colons(value: object) -> int:
+    """Count them behind names and in texts."""
+    match value:
+        case str():
+            return value.count(":")
+        case dict():
+            return len(value) + sum(map(_num_colons, value)) + sum(map(_num_colons, value.values()))
+        case [str() | dict() | list(), *_]:  # those of numbers are long
+            return sum(map(_num_colons, value))
+        case _:
+            return 0
+
+
+def _with_each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        name = next(each for each in names if names.count(each) > 1)
+        msg = f"{name[:100]!r} is given more than once in an object, and the last would count; send one"
+        raise UserError(msg)
+    return found

@@ -61,6 +61,11 @@ def validated(model: type[Model], content: Json) -> Model:
     return model.model_validate(content)
 
 
+def is_exact(model: type[BaseModel]) -> bool:
+    """Return whether nothing in such a body may be without effect."""
+    return model.model_config.get("extra") == "forbid"
+
+
 def unknown(field: UnknownField, what: str, *, allowed: Iterable[str]) -> UnknownFieldError:
     """Make the error for a field outside of JSON. `what` names it, its message and its value."""
     return _refusal((field,), f"{what} is not known, allowed: {', '.join(allowed)}")
@@ -99,7 +104,7 @@ def _tidied(model: type[BaseModel], content: Json, where: str) -> Iterator[tuple
     for name in list(content):
         value, field = content[name], model.model_fields.get(name)
         if field is None:
-            if value and model.model_config.get("extra") == "forbid" and not _is_of_other_type(model, content):
+            if value and is_exact(model) and not _is_of_other_type(model, content):
                 yield UnknownField(model.__name__, name), _line(model, where, name, value)
             del content[name]
         elif value is None and not field.is_required() and field.annotation is not float:

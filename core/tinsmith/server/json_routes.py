@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from tinsmith.errors import UserError
 from tinsmith.protocol import bounds
 from tinsmith.protocol.answers import JSON
-from tinsmith.protocol.unknown_fields import UnknownFieldError, validated
+from tinsmith.protocol.unknown_fields import UnknownFieldError, is_exact, validated
 from tinsmith.server.auth import authenticated, caller_of
 from tinsmith.server.body_budget import lease_of
 from tinsmith.server.context import context_of
@@ -63,7 +63,11 @@ async def _refuse_other_types(request: Request) -> None:
 def _decoded(body: bytes, model: type[BaseModel] | None) -> Any:  # Any: as above
     try:
         content = bounds.json_content(body)
-        return validated(model, content) if model is not None and isinstance(content, dict) else content
+        if model is None or not isinstance(content, dict):
+            return content
+        if is_exact(model):
+            bounds.refuse_repeated_names(body, content)
+        return validated(model, content)
     except UserError as error:
         raise _RefusedError(error) from error
     except ValidationError as error:
