@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from campaign import Expected, assert_same, client_of, settings_with, undisturbed
 from campaign_stores import SQLITE, CampaignStore, on_postgres
@@ -29,6 +30,19 @@ def stopped(served: Served, roles: tuple[str, ...]) -> Iterator[None]:
     _signal(pids, signal.SIGSTOP)
     yield
     _signal(pids, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def stopped_database(database: Postgres) -> Iterator[None]:
+    """Its connections stay, and nobody answers."""
+    postmaster = psutil.Process(int((database.data / "postmaster.pid").read_text().split()[0]))
+    postmaster.suspend()  # it forks no more
+    others = postmaster.children()
+    for process in others:
+        process.suspend()
+    yield
+    for process in (*others, postmaster):
+        process.resume()
 
 
 def _signal(pids: set[int], number: signal.Signals) -> None:
@@ -111,3 +125,23 @@ def test_a_standby_takes_over_from_engines_that_pause(launcher: Launcher, tmp_pa
             second.close()
     finally:
         first.close()
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(3600)
+def test_the_database_pauses(launcher: Launcher, tmp_path: Path, own_postgres: Postgres) -> None:
+    """All its processes, for longer than everybody's time-outs; whoever waits for an answer waits on."""
+    expected = undisturbed(launcher, tmp_path / "undisturbed")
+    store = on_postgres(own_postgres)
+    server = {"session_timeout_s": 60.0, "result_retention_s": 3600.0}
+    settings = settings_with(store, {"server": server, "recovery": {"lease_s": 5.0}})
+    served = Served(launcher, tmp_path / "run", [TOY], settings=settings)
+    try:
+        stop = partial(stopped_database, own_postgres)
+        planned = [Interlude(step, stop, partial(time.sleep, for_s)) for step, for_s in [(8, 20.0), (20, 100.0)]]
+        with Interludes(planned).running() as at_step:
+            found = client_of(served, TOY, store, at_step)
+        assert_same(expected, found)
+        assert served.stop() == 0
+    finally:
+        served.close()
