@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -126,17 +127,43 @@ def test_tables_name_tests_that_exist(name: str, heading: str) -> None:
         assert not function or re.search(rf"\bdef {function}\b", (ROOT / path).read_text()), test
 
 
-def test_the_site_builds_strictly_and_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
-    """Strict: every page is in the navigation, and every link and anchor leads somewhere."""
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built strictly: every page is in the navigation, and every link and anchor leads somewhere."""
     pytest.importorskip("material", reason="needs mkdocs-material")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    into = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(into)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    pages = list(tmp_path.rglob("*.html"))
+    return into
+
+
+def test_the_site_loads_nothing_from_other_hosts(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
     assert len(pages) > 20
     for page in pages:
         assert not re.findall(r"<(?:script|link|img|iframe)\b[^>]*https?://[^>]*>", page.read_text()), page
+
+
+def test_the_site_can_be_searched_from_disk(site: Path, tmp_path: Path) -> None:
+    """As the README says to open it; browsers allow a page from disk neither workers nor requests."""
+    assert (site / "search" / "search_index.js").is_file()
+    assert '<script src="iframe-worker/shim.js"' in (site / "index.html").read_text()
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("needs Chromium for the rest")
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=60000",
+        f"--user-data-dir={tmp_path}",
+    ]
+    address = f"{(site / 'index.html').as_uri()}?q=lease"
+    command = [chromium, *options, "--dump-dom", address]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    assert re.search(r"[1-9][0-9]* matching documents", shown)
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "index.md"], ids=lambda page: page.name)
