@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -192,6 +193,27 @@ async def test_a_wrong_configuration_is_given_up_at_once(
         assert "there is no directory" in caplog.text
         engine = await client.engine()
         assert (engine.state, engine.restarts) == (EngineState.FAILED, 0)
+
+
+async def test_that_an_engine_is_given_up_is_told_once_the_store_can_be_written(
+    tmp_path: Path, store: SqlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then it would seem to be restarting, and whoever waits for it would wait for ever."""
+    use_command(monkeypatch, "raise SystemExit(2)")
+    report, outages = store.report_engine, iter(range(3))
+
+    async def failing(record: EngineRecord, **options: Any) -> None:
+        if record.state is EngineState.FAILED and next(outages, None) is not None:
+            raise StoreError("the disk is full")
+        await report(record, **options)
+
+    monkeypatch.setattr(store, "report_engine", failing)
+    client = EngineDriver(store, TOY.name)
+    await client.open_session()
+    waiting = await client.create_model()
+    async with supervised(settings_for(tmp_path), store):
+        assert "ended with exit code 2" in (await client.failure(waiting)).message
+        assert next(outages, None) is None
 
 
 async def test_an_engine_that_dies_again_and_again_is_given_up(

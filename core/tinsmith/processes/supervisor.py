@@ -74,8 +74,7 @@ class Supervisor:
             delay_s = restarts.delay_after_s(ended.death, was_ready=was_ready, in_outage=in_outage)
             failure = _failure(child.model.name, ended.death, restarts.attempt)
             if delay_s is None:
-                detail = f"{failure.text}; {_REMEDY}"
-                await self._report(child, EngineState.FAILED, detail, restarts=restarts.number, failure=failure)
+                await self._give_up(child, failure, restarts=restarts.number)
                 return
             if delay_s:
                 detail = f"{failure.text}; restarting in {delay_s:g} s"
@@ -83,6 +82,14 @@ class Supervisor:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), delay_s)
         await self._report(child, EngineState.STOPPED, restarts=restarts.number)
+
+    async def _give_up(self, child: EngineChild, failure: EngineFailure, *, restarts: int) -> None:
+        """Report it until it is written: nobody else will, and what waits for the engine fails with it."""
+        detail = f"{failure.text}; {_REMEDY}"
+        while not await self._report(child, EngineState.FAILED, detail, restarts=restarts, failure=failure):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), self._settings.supervisor.restart_backoff_s)
+                return
 
     async def _run(self, child: EngineChild, before: Cause | None) -> Ended:
         """Run the process until it ends, or is killed because it gives no sign of life."""
@@ -123,7 +130,8 @@ class Supervisor:
         *,
         restarts: int = 0,
         failure: EngineFailure | None = None,
-    ) -> None:
+    ) -> bool:
+        """Return whether it is written."""
         name = child.model.name
         now = datetime.now(UTC)
         fresh = EngineRecord(base_model=name, state=state, updated_at=now)
@@ -144,6 +152,8 @@ class Supervisor:
             )
         except ServerError:
             _log.exception("cannot report that the engine of %r is %s", name, state)
+            return False
+        return True
 
 
 def _failure(name: str, death: Death, attempt: int) -> EngineFailure:
