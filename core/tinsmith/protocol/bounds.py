@@ -38,6 +38,7 @@ MAX_COMPARED_BYTES: Final = 1 << 20
 
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _CONTROL_BUT_LINES: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+_WITH_COLONS: Final = (str, dict, list)
 _STEP: Final = 1 << 20
 _VALUE_BYTES: Final = 8
 
@@ -179,17 +180,16 @@ def refuse_repeated_names(body: bytes, content: dict[str, Any]) -> None:  # Any:
         raise UserError(msg) from error
 
 
-def _num_colons(value: object) -> int:
+def _num_colons(value: str | dict[str, Any] | list[Any]) -> int:  # Any: JSON
     """Count them behind names and in texts."""
-    match value:
-        case str():
-            return value.count(":")
-        case dict():
-            return len(value) + sum(map(_num_colons, value)) + sum(map(_num_colons, value.values()))
-        case [str() | dict() | list(), *_]:  # those of numbers are long
-            return sum(map(_num_colons, value))
-        case _:
-            return 0
+    if isinstance(value, str):
+        return value.count(":")
+    if isinstance(value, dict):
+        inner: list[Any] = [each for each in value.values() if isinstance(each, _WITH_COLONS)]
+        return len(value) + "".join(value).count(":") + sum(map(_num_colons, inner))
+    if value and isinstance(value[0], _WITH_COLONS):  # lists of numbers are long
+        return sum(_num_colons(each) for each in value if isinstance(each, _WITH_COLONS))
+    return 0
 
 
 def _with_each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
