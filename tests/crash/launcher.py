@@ -138,6 +138,9 @@ class Launcher:
             for number, descriptor in enumerate(descriptors):
                 os.dup2(descriptor, number)
             os.closerange(3, 4096)
+            # The streams that were inherited know the launcher's own files, which may have been of another kind.
+            sys.stdout = os.fdopen(1, "w", closefd=False)
+            sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
             os.environ.clear()
             os.environ.update(environ)
             os.chdir(environ.pop(DIRECTORY, "."))

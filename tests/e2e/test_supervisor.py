@@ -178,8 +178,8 @@ async def test_two_models_have_an_engine_each(tmp_path: Path, store: SqlStore) -
 
 
 @pytest.mark.usefixtures("forked_engines")
-async def test_a_wrong_configuration_is_given_up_at_once(
-    tmp_path: Path, store: SqlStore, caplog: pytest.LogCaptureFixture
+async def test_a_wrong_configuration_is_given_up_at_once_and_told_once(
+    tmp_path: Path, store: SqlStore, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     missing = ModelSettings(name="broken", path=tmp_path / "missing", backend=PluginSection(plugin="toy"))
     client = EngineDriver(store, "broken")
@@ -190,9 +190,12 @@ async def test_a_wrong_configuration_is_given_up_at_once(
         assert failed.category == "server"
         assert "ended with exit code 2 (reference" in failed.message
         assert "there is no directory" not in failed.message  # it names a path: see the log
-        assert "there is no directory" in caplog.text
         engine = await client.engine()
         assert (engine.state, engine.restarts) == (EngineState.FAILED, 0)
+    logged = [record.getMessage() for record in caplog.records]
+    assert "".join([*logged, *capfd.readouterr()]).count("there is no directory") == 1
+    [line] = [line for line in logged if "there is no directory" in line]
+    assert line.startswith("reference ")
 
 
 async def test_that_an_engine_is_given_up_is_told_once_the_store_can_be_written(

@@ -238,6 +238,18 @@ def test_a_hub_that_cannot_be_reached_may_be_tried_again(launcher: Launcher, env
     assert "check the network and HF_ENDPOINT" in found["message"]
 
 
+@pytest.mark.parametrize("endpoint", ["{}/no-such-mirror", "mirror.example"])
+def test_a_mirror_that_will_never_answer_is_not_asked_again(
+    launcher: Launcher, hub: StandInHub, environment: dict[str, str], endpoint: str
+) -> None:
+    """It answers 404 without a reason, as a web server does that is no hub, or it is no URL."""
+    found = download(launcher, {**environment, "HF_ENDPOINT": endpoint.format(hub.url)})
+    assert found["error"] == "ConfigError"
+    told = "no-such-mirror answers 404 to a request for 'maker/tiny'" if "{}" in endpoint else "is not a URL"
+    assert told in found["message"]
+    assert "HF_ENDPOINT" in found["message"]
+
+
 def test_offline(launcher: Launcher, hub: StandInHub, environment: dict[str, str]) -> None:
     found = download(launcher, {**environment, "HF_HUB_OFFLINE": "1"})
     assert found["error"] == "ConfigError"

@@ -28,6 +28,7 @@ from tinsmith.errors import ConfigError, UserError
 from tinsmith.huggingface.safetensors_files import DTYPES
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_store
+from tinsmith.processes.printable import console as new_console
 from tinsmith.processes.printable import escape, printable
 from tinsmith.settings import Settings
 from tinsmith.store import CheckpointRecord, RequestStore
@@ -286,7 +287,7 @@ def _dtype(name: str | None) -> str | None:
 @contextmanager
 def _progress(what: str) -> Iterator[rewriting.Progress]:
     """Show the tensor being processed on stderr, if that is a terminal."""
-    console = Console(stderr=True, emoji=False)
+    console = new_console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"))
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what)

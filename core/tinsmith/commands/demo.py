@@ -25,6 +25,7 @@ from tinsmith.errors import ServerError, UserError
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.lifeline import Tethered
 from tinsmith.processes.data_dir_lock import read_server_url
+from tinsmith.processes.printable import console as new_console
 from tinsmith.settings import DataDir
 from tinsmith.settings.sources import ENV_PREFIX
 
@@ -56,7 +57,7 @@ def demo(
 
 def run_demo(directory: Path, *, backend: str | None = None) -> int:
     """Return the script's exit code, 130 if interrupted. Raise ServerError if the server does not start."""
-    console = Console(emoji=False)
+    console = new_console()
     script = find_example(_SCRIPT)
     _check_imports()
     for number in _INTERRUPTS:

@@ -28,7 +28,7 @@ from tinsmith.authoring.new_plugin import PluginKind, write_plugin
 from tinsmith.commands.options import AsJson, plugins_of
 from tinsmith.errors import UserError
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.printable import escape, escape_lines, printable_lines
+from tinsmith.processes.printable import console, escape, escape_lines, printable_lines
 
 _FAILED: Final = 1
 _COLOURS: Final[Mapping[Outcome, str]] = {"passed": "green", "skipped": "yellow", "failed": "red"}
@@ -58,7 +58,7 @@ def list_plugins(context: typer.Context) -> None:
         told = "\n".join(part for part in (escape(offers) if row.offers or not row.error else "", shown) if part)
         contract = "?" if row.contract is None else f"v{row.contract}"
         table.add_row(name, escape(row.distribution), escape(row.version), contract, told)
-    _console().print(table, highlight=False)
+    console().print(table, highlight=False)
 
 
 def new_plugin(
@@ -69,10 +69,10 @@ def new_plugin(
 ) -> None:
     """Write a working plugin that passes its contract suite, as a starting point."""
     root = write_plugin(name, kind, directory, installed=plugins_of(context).report())
-    console = _console()
-    console.print(f"wrote a {kind} to {escape(str(root))}; next:\n", highlight=False)
+    terminal = console()
+    terminal.print(f"wrote a {kind} to {escape(str(root))}; next:\n", highlight=False)
     for line in (f"cd {root}", 'pip install -e ".[test]"', "pytest", f"tinsmith check-plugin {name.replace('_', '-')}"):
-        console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
+        terminal.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def check(
@@ -95,7 +95,7 @@ def check(
     if json:
         typer.echo(as_json(report))
     else:
-        _print_report(_console(), name, plugins, report, whole=traceback)
+        _print_report(console(), name, plugins, report, whole=traceback)
     if report.num("failed"):
         raise typer.Exit(_FAILED)
 
@@ -184,7 +184,3 @@ def _progress() -> Iterator[Progress | None]:
         Console(file=terminal, emoji=False).status("collecting") as status,
     ):
         yield lambda done, total: status.update(f"{done} of {total} tests")
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 200, emoji=False, highlight=False)

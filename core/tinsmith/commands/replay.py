@@ -30,6 +30,7 @@ from tinsmith.engine.training_thread import TrainingThread
 from tinsmith.errors import ConfigError, NotFoundError, ServerError, UserError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_trainer
+from tinsmith.processes.printable import console as new_console
 from tinsmith.settings import DataDir, ModelSettings, Settings
 from tinsmith.store import CheckpointRecord, RequestStore, RunRecord
 
@@ -43,7 +44,7 @@ def run_replay(
     settings: Settings, plugins: Plugins, *, run: str, until: int, to: str, accept_differences: bool = False
 ) -> None:
     """Rebuild the model, write it, and print where it is. Raise TinsmithError, writing nothing, if that fails."""
-    console = Console(stderr=True, emoji=False)  # Rich would take the ":train:" of a run's name for one
+    console = new_console(stderr=True)
     replay = _Replay(settings, plugins, console)
     try:
         asyncio.run(replay.run(run, until, to, accept_differences=accept_differences))

@@ -76,17 +76,18 @@ def engine(
     log_level: LogLevel = None,
 ) -> None:
     """Run the engine of one base model by hand, on the same database as the server."""
-    from tinsmith.processes.engine import run_engine
+    from tinsmith.processes.engine import misconfiguration_told_once, run_engine
 
-    settings = settings_of(
-        context,
-        config,
-        ("--data-dir", "server.data_dir", data_dir),
-        ("--log-level", "server.log_level", log_level),
-        base_model=base_model,
-        backend=backend,
-    )
-    run_engine(settings, model, plugins_of(context))
+    with misconfiguration_told_once():
+        settings = settings_of(
+            context,
+            config,
+            ("--data-dir", "server.data_dir", data_dir),
+            ("--log-level", "server.log_level", log_level),
+            base_model=base_model,
+            backend=backend,
+        )
+        run_engine(settings, model, plugins_of(context))
 
 
 def check_config(

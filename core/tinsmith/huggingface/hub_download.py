@@ -39,6 +39,7 @@ _WORKERS: Final = 4  # files at a time
 _PROGRESS_S: Final = 0.5  # between progress checks
 _PROGRESS_STEPS: Final = 20  # each is one line if the output is not a terminal
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_PASSING: Final = (408, 425, 429)  # of the answers that blame the request
 _FORBIDDEN: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 _log = logging.getLogger(__name__)
@@ -228,6 +229,9 @@ def _unit(size: int) -> tuple[float, str]:
 @contextmanager
 def _explained(reference: HubReference) -> Iterator[None]:
     """Turn the library's exceptions into errors that tell the user what to do."""
+    if not hub_endpoint().startswith(("http://", "https://")):
+        msg = f"HF_ENDPOINT {hub_endpoint()!r} is not a URL; set it to one such as https://huggingface.co, or unset it"
+        raise ConfigError(msg)
     try:
         yield
     except TinsmithError:
@@ -243,6 +247,10 @@ def _explained(reference: HubReference) -> Iterator[None]:
             "and HF_ENDPOINT, or give a directory that holds the model; files that are complete are kept"
         )
         raise ServerError(msg) from error
+
+
+def _is_final(status: int) -> bool:
+    return 400 <= status < 500 and status not in _PASSING
 
 
 def _remedy(reference: HubReference, error: Exception) -> str | None:
@@ -265,6 +273,11 @@ def _remedy(reference: HubReference, error: Exception) -> str | None:
             return offline_message(reference)
         case hub.HfHubHTTPError() if error.response is not None and error.response.status_code in (401, 403):
             return f"{endpoint} refuses the token that reads {name!r}: {account}"
+        case hub.HfHubHTTPError() if error.response is not None and _is_final(error.response.status_code):
+            return (
+                f"{endpoint} answers {error.response.status_code} to a request for {name!r}, and will again: check the "
+                "name and HF_ENDPOINT, or give a directory that holds the model"
+            )
         case OSError() if error.errno in _FULL:
             return _no_space(reference, "the disk is full")
         case OSError() if error.errno in _FORBIDDEN:

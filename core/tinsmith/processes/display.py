@@ -135,7 +135,10 @@ def _reached(record: EngineRecord) -> str | None:
 def _line(record: EngineRecord) -> str:
     if record.state is EngineState.READY and not is_busy(record):
         return _state(record)
-    detail = f": {escape(record.detail)}{_share(record)}" if record.detail else ""
+    told = record.detail
+    if record.failure is not None:  # which the supervisor has logged
+        told = told.removeprefix(f"{record.failure.text}; ")
+    detail = f": {escape(told)}{_share(record)}" if told else ""
     return f"{_state(record)}{detail}"
 
 

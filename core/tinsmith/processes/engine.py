@@ -7,23 +7,24 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Final
+from typing import Final, NoReturn
 
 import uvloop
 
 from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.failures import EngineFailedError
-from tinsmith.errors import LeaseLostError, ServerError
+from tinsmith.errors import ConfigError, LeaseLostError, PluginError, ServerError
 from tinsmith.lifeline import end_with, leave
 from tinsmith.placement.machine import this_machine
 from tinsmith.placement.plan import make_plan, with_placement
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_scheduler, make_store
-from tinsmith.processes.deaths import EXIT_STORE, EXIT_SUPERSEDED, Cause
-from tinsmith.processes.engine_child import ENGINE_ID, SUPERVISED, new_engine_id
+from tinsmith.processes.deaths import EXIT_MISCONFIGURED, EXIT_STORE, EXIT_SUPERSEDED, Cause
+from tinsmith.processes.engine_child import ENGINE_ID, LAST_WORDS, SUPERVISED, new_engine_id
 from tinsmith.processes.engine_run import EngineRun, Previous, StoppedWhileLoadingError
 from tinsmith.processes.lease import give_back, hold_lease, take_lease
 from tinsmith.processes.life_sign import LifeSign
@@ -47,22 +48,42 @@ def run_engine(settings: Settings, model_name: str, plugins: Plugins) -> None:
 
     Exit with 1 or EXIT_STORE if another start may help. Raise ConfigError or PluginError if it cannot.
     """
-    if SUPERVISED in os.environ:
+    supervised = SUPERVISED in os.environ
+    if supervised:
         end_with(0)
     sys.setswitchinterval(SWITCH_S)
-    settings = with_placement(settings, make_plan(settings, plugins, this_machine(), [model_name]))  # or as the server
     log_to_stderr(settings.server.log_level)
     logging.getLogger("alembic").setLevel(logging.WARNING)  # it reports at every start that there is nothing to do
     try:
-        uvloop.run(_until_signalled(settings, model_name, plugins))
+        plan = make_plan(settings, plugins, this_machine(), [model_name])  # or as the server
+        uvloop.run(_until_signalled(with_placement(settings, plan), model_name, plugins))
     except StoppedWhileLoadingError:
         leave(0)  # without waiting for the thread that loads
     except EngineFailedError as error:
-        _log.error("%s", error)
-        sys.exit(1)
+        _end(error, 1, supervised=supervised)
     except ServerError as error:  # of the store: nothing that ran here is at fault
+        _end(error, EXIT_STORE, supervised=supervised)
+
+
+@contextmanager
+def misconfiguration_told_once() -> Iterator[None]:
+    """End an engine that has a supervisor with EXIT_MISCONFIGURED if the block raises ConfigError or PluginError."""
+    supervised = SUPERVISED in os.environ
+    try:
+        yield
+    except (ConfigError, PluginError) as error:
+        if not supervised:
+            raise
+        _end(error, EXIT_MISCONFIGURED, supervised=True)
+
+
+def _end(error: Exception, code: int, *, supervised: bool) -> NoReturn:
+    """Say why this engine ends. If it has a supervisor, that one logs it."""
+    if supervised:
+        print(f"{LAST_WORDS}{' '.join(str(error).splitlines())}", file=sys.stderr, flush=True)  # noqa: T201 - as above
+    else:
         _log.error("%s", error)
-        sys.exit(EXIT_STORE)
+    sys.exit(code)
 
 
 async def _until_signalled(settings: Settings, model_name: str, plugins: Plugins) -> None:

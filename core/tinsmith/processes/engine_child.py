@@ -30,6 +30,9 @@ The value is the Cause of the previous engine's death, empty if this supervisor 
 ENGINE_ID: Final = "_TINSMITH_ENGINE_ID"
 """Set in an engine's environment: the name under which it takes its lease."""
 
+LAST_WORDS: Final = "\x1e"
+"""What the line begins with in which a supervised engine says why it ends."""
+
 _TUNABLES: Final = "GLIBC_TUNABLES"
 _PAGES_STAY: Final = {
     "glibc.malloc.hugetlb": 1,
@@ -148,7 +151,9 @@ class EngineChild:
                 return
             line = cleaned(raw.decode(errors="replace").rstrip())
             if line:
-                self._last_lines.append(line)
+                self._last_lines.append(line.removeprefix(LAST_WORDS))
+            if line.startswith(LAST_WORDS):  # whoever judges the end logs them
+                continue
             print(f"[{self.model.name}] {line}", file=sys.stderr, flush=True)  # noqa: T201 - the engine's own output
 
 

@@ -1,6 +1,19 @@
 """Text from outside, on a terminal: names of files and tensors, metadata, what plugins and tenants say."""
 
+from typing import Final
+
 from rich import markup
+from rich.console import Console
+
+_UNBOUNDED: Final = 10_000  # columns
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console for people. It wraps lines on terminals only: files and pipes get each line whole."""
+    made = Console(stderr=stderr, emoji=False, highlight=False)  # ids contain :train:, which would be an emoji
+    if not made.is_terminal:
+        made.width = _UNBOUNDED
+    return made
 
 
 def printable(text: str) -> str:

@@ -33,6 +33,7 @@ from tinsmith.processes.display import EngineDisplay, is_busy, show_banner
 from tinsmith.processes.garbage import collect_old, collect_rarely
 from tinsmith.processes.housekeeping import Housekeeping
 from tinsmith.processes.logs import log_to_stderr
+from tinsmith.processes.printable import console
 from tinsmith.processes.repeated_warnings import RepeatedWarnings
 from tinsmith.processes.supervisor import Supervisor, models_to_run
 from tinsmith.server.app import begin_shutdown, create_app
@@ -93,9 +94,7 @@ def _placed(settings: Settings, plugins: Plugins) -> Settings:
     for fault in faults.values():
         _log.error("not placed: %s", fault)
     if plan:
-        Console(stderr=True, emoji=False).print(
-            "[bold]placement[/]", *map(escape, lines_of(plan)), sep="\n", soft_wrap=True
-        )
+        console(stderr=True).print("[bold]placement[/]", *map(escape, lines_of(plan)), sep="\n", soft_wrap=True)
     return with_placement(settings, plan)
 
 
@@ -194,8 +193,8 @@ async def _serve(
         app = await create_app(settings, store=store, plugins=plugins, keys=keys)
         context: ServerContext = app.state.context
         http = _HttpServer(app)
-        console = Console(stderr=True, emoji=False)
-        show_banner(console, settings, plugins, url)
+        terminal = console(stderr=True)
+        show_banner(terminal, settings, plugins, url)
         with _signals(http, supervisor):
             collect_rarely()
             try:
@@ -204,7 +203,7 @@ async def _serve(
                         beside.create_task(_housekeeping(settings, store, context)),
                         beside.create_task(context.hearing.watch()),
                         beside.create_task(context.storage.watch()),
-                        beside.create_task(_show_engines(console, settings, context.engines)),
+                        beside.create_task(_show_engines(terminal, settings, context.engines)),
                         beside.create_task(collect_old()),
                         beside.create_task(_announce(http, settings, plugins, url, lock)),
                     ]
@@ -237,10 +236,10 @@ async def _announce(http: _HttpServer, settings: Settings, plugins: Plugins, url
     plugins.server_started(ServerStarted(url=url, base_models=tuple(model.name for model in settings.models)))
 
 
-async def _show_engines(console: Console, settings: Settings, engines: Engines) -> None:
+async def _show_engines(terminal: Console, settings: Settings, engines: Engines) -> None:
     """Show what the engines report: often while they load, rarely afterwards."""
     names = tuple(model.name for model in settings.models)
-    display = EngineDisplay(console, names)
+    display = EngineDisplay(terminal, names)
     try:
         while True:
             settled = await _show_once(display, names, engines)

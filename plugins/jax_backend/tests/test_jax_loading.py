@@ -18,6 +18,7 @@ from tinsmith import BackendContext, ConfigError, Forward, LoraConfig
 from tinsmith.huggingface import read_rope
 from tinsmith.huggingface.int8 import Int8
 from tinsmith.testing.int8_model import write_int8_model
+from tinsmith_jax import runtime
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.model_config import read_config
@@ -138,3 +139,22 @@ def test_a_model_needs_a_directory(jax_cache: Path) -> None:
     context = BackendContext(model_name="tiny", model_path=None, cache_dir=jax_cache, losses=LOSSES)
     with pytest.raises(ConfigError, match="'tiny' has no directory"):
         JaxBackend(JaxConfig(), context)
+
+
+def test_a_platform_that_is_not_there_is_told_as_a_misconfiguration(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No later start finds it. A device that another process uses may be free then."""
+
+    def unable(why: str) -> None:
+        def fail() -> str:
+            raise RuntimeError(f"Unable to initialize backend 'tpu': {why}\nmore")
+
+        monkeypatch.setattr(jax, "default_backend", fail)
+
+    unable("INTERNAL: Failed to open libtpu.so")
+    with pytest.raises(ConfigError, match=r"no such platform here: .* libtpu.so; set or unset JAX_PLATFORMS"):
+        runtime.prepare(tmp_path)
+    unable("ABORTED: The TPU is already in use by process 7")
+    with pytest.raises(RuntimeError, match="already in use"):
+        runtime.prepare(tmp_path)

@@ -12,6 +12,7 @@ from jax._src import compiler  # no public setting has every process write entri
 from jax._src.compilation_cache import put_executable_and_time  # no public API writes entries
 from jaxlib import _jax  # no public setting says where gloo listens
 
+from tinsmith import ConfigError
 from tinsmith_jax.admission import Budget, budget_of, computing_of, require_enough, targets_of
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.costs import Computing
@@ -20,6 +21,8 @@ from tinsmith_jax.kernels.choice import Kernels, choose
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.program_cache import verify_programs
 
+_PASSING: Final = ("already in use", "ABORTED", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
+"""What stands in the message if a device may be there at the next start."""
 _BFLOAT16_COLUMNS: Final = 32  # of which kernels/cpu wants a multiple
 
 
@@ -57,6 +60,17 @@ class Limits:
         return replace(chosen, native=self.native and not self.recompute)
 
 
+def _platform() -> str:
+    """Return the platform that JAX computes on. Raise ConfigError if the one that was asked for will not be there."""
+    try:
+        return str(jax.default_backend())
+    except RuntimeError as error:
+        if any(each in str(error) for each in _PASSING):
+            raise
+        msg = f"JAX has no such platform here: {str(error).splitlines()[0]}; set or unset JAX_PLATFORMS"
+        raise ConfigError(msg) from error
+
+
 def prepare(cache_dir: Path) -> None:
     """Keep compiled programs in `cache_dir` across restarts. The directory is private because they are code."""
     # At INFO it reports every kind of device that this machine lacks as if that were a problem.
@@ -67,7 +81,7 @@ def prepare(cache_dir: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(compiled))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    if jax.default_backend() == "cpu":
+    if _platform() == "cpu":
         native.load(cache_dir / "native")
         # XLA keeps autotuning results, which only GPUs have, in a directory beside the programs. Its path is part of
         # every program's cache key: if the directory moved, no program would be found again.

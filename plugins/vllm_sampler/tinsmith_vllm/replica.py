@@ -85,6 +85,7 @@ class Replica:
         self.num_sequences: Counter[int] = Counter()  # in progress by adapter, counted by the router
         self.is_running = False  # the process answers; until then, messages wait
         self.is_unstartable = False  # with this configuration, so trying again would not help
+        self.is_from_outside = False  # its last end was
         self.deaths_in_a_row = 0  # since it drew a sample: a process that was ended from outside does not count
         self.failed_starts = 0  # ever, after the first start
         self.gate = Gate()  # of the samples that it draws
@@ -190,7 +191,7 @@ class Replica:
         while True:
             death = self._one_life()
             if self._closing.is_set() or self._description is None:
-                self.is_unstartable = death.hopeless
+                self.is_unstartable, self.is_from_outside = death.hopeless, death.from_outside
                 return death
             reference = log_privately(_log, str(death))
             self.trouble = f"{death.how} ({reference}), and starts again"

@@ -103,10 +103,13 @@ class VllmSampler(SamplingBackend):
                 for replica in self._all_replicas
             ]
         except ReplicaGoneError as error:
+            ended = [replica for replica in self._all_replicas if replica.is_gone]
             self.close()
-            if any(replica.is_unstartable for replica in self._all_replicas):
+            if any(replica.is_unstartable for replica in ended):
                 raise ConfigError(str(error)) from error
-            raise ServerError(str(error)) from error
+            if all(replica.is_from_outside for replica in ended):
+                raise ServerError(str(error)) from error
+            raise RuntimeError(str(error)) from error  # a crash: it ended by itself, and will a few times more
         except BaseException:
             self.close()
             raise

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json as json_format
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Annotated, Final
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from tinsmith.commands.doctor.data_directory import check_data_directory
@@ -31,7 +29,7 @@ from tinsmith.commands.options import (
 from tinsmith.errors import ConfigError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.before_start import look_at_store, obstacles
-from tinsmith.processes.printable import escape, escape_lines
+from tinsmith.processes.printable import console, escape, escape_lines
 from tinsmith.settings import Settings
 from tinsmith.settings.secrets import cleaned
 
@@ -131,7 +129,7 @@ def _print_table(findings: Iterable[Finding]) -> None:
         subject = "" if finding.subject == shown else finding.subject
         table.add_row(f"[{_COLOURS[finding.status]}]{finding.status}[/]", escape(subject), told)
         shown = finding.subject
-    console = Console(width=None if sys.stdout.isatty() else 200, emoji=False, highlight=False)
-    console.print(table)
+    terminal = console()
+    terminal.print(table)
     problems = sum(finding.status == "problem" for finding in findings)
-    console.print(f"\nproblems: {problems}" if problems else "\nhealthy")
+    terminal.print(f"\nproblems: {problems}" if problems else "\nhealthy")
