@@ -9,7 +9,7 @@ import pytest
 
 _ROOT = Path(__file__).parent
 _PLUGINS = _ROOT / "plugins"
-_JAX_OUTSIDE_ITS_PLUGIN = ("test_cross_backend", "test_sdk_imports", "test_sdk_jax")
+_JAX_OUTSIDE_ITS_PLUGIN = ("test_cross_backend", "test_sdk_imports", "test_sdk_isolation", "test_sdk_jax")
 _ON_POSTGRES = (
     "test_interleaving",
     "test_postgres_serving",

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import pytest
 from few_programs import FEW_PROGRAMS, SHAPE
-from jax_harness import VOCAB, compile_quickly, make_backend
+from jax_harness import VOCAB, as_shipped, compile_quickly, make_backend
 
 from tinsmith.huggingface.tiny_model import write_tiny_model as write_shape
 from tinsmith_jax.backend import JaxBackend
@@ -180,8 +179,5 @@ def contract_backend(contract_model: Path, jax_cache: Path) -> Iterator[JaxBacke
 
 @pytest.fixture(scope="module")
 def shipped_compilation() -> Iterator[None]:
-    """Compile as users do, with every optimization, which `make test` leaves out: the bits that matter are theirs."""
-    former = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", former)
+    with as_shipped():
+        yield

@@ -1,6 +1,7 @@
 """Makers of backends, operations and states for the tests of the jax backend."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -56,7 +57,20 @@ def compile_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     if jax.config.read("jax_disable_most_optimizations"):
         compile_lowered = jax.stages.Lowered.compile
-        monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: compile_lowered(lowered, QUICK))
+
+        def compile_quickly(lowered: jax.stages.Lowered, options: Mapping[str, str] | None = None) -> object:
+            return compile_lowered(lowered, {**(options or {}), **QUICK})
+
+        monkeypatch.setattr(jax.stages.Lowered, "compile", compile_quickly)
+
+
+@contextmanager
+def as_shipped() -> Iterator[None]:
+    """Compile as users do, with every optimization, which `make test` leaves out: the bits that matter are theirs."""
+    former = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", former)
 
 
 def local(backend: JaxBackend) -> Devices:

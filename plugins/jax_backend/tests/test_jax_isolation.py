@@ -1,14 +1,19 @@
 """Bit for bit on CPU: alone or in company, merged or apart, before and after a slot was somebody else's."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax_harness import add_model, assert_same_bits, assert_same_state, make_backend, make_op, train
 
 from tinsmith import AdamParams, Array, Forward, ForwardBackward, LoraConfig, ModelState, OptimStep
 from tinsmith_jax.backend import JaxBackend
+from tinsmith_jax.compilation import compile_program
+from tinsmith_jax.layers import rms_norm
 
 ADAM = AdamParams(learning_rate=1e-2)
 # ranks across the classes 8 and 16, flags, learning rates, decay, losses
@@ -261,11 +266,53 @@ def test_the_sum_of_a_step_without_gradient(backend: JaxBackend) -> None:
         np.testing.assert_array_equal(after[name], value * np.float32(0.75))
 
 
+PARTS: dict[str, Callable[[Array, Array], Any]] = {
+    "norm": lambda x_TI, _: rms_norm(x_TI, jnp.ones(x_TI.shape[1]), 1e-6),
+    "product": lambda x_TI, w_IO: x_TI @ w_IO,
+    "softmax": lambda x_TI, w_IO: jax.nn.softmax(x_TI @ w_IO, axis=-1),
+}
+"""What XLA computes of the rows of a whole pass, given their hidden states and a matrix."""
+
+
+@pytest.mark.parametrize(
+    ("part", "inputs", "outputs"), [("norm", 16, 16), ("product", 256, 6), ("product", 768, 32), ("softmax", 128, 8)]
+)
+def test_a_rows_bits_do_not_show_the_size_of_its_pass(
+    shipped_compilation: None, part: str, inputs: int, outputs: int
+) -> None:
+    """With its gradient. XLA leaves large sums to another library, and small ones not."""
+    rng = np.random.default_rng(0)
+    x_TI, w_IO, d_TO = (
+        rng.normal(size=shape).astype(np.float32) for shape in ((2048, inputs), (inputs, outputs), (2048, outputs))
+    )
+
+    def both(x_TI: Array, w_IO: Array, d_TO: Array) -> tuple[Any, Any]:
+        out, pull_back = jax.vjp(lambda x_TI: PARTS[part](x_TI, w_IO), x_TI)
+        return out, pull_back(d_TO)
+
+    def run(num_rows: int) -> list[Array]:
+        given = x_TI[:num_rows], w_IO, d_TO[:num_rows]
+        results = compile_program(jax.jit(both), given, on_cpu=True)(*given)
+        return [np.asarray(each)[:128] for each in jax.tree.leaves(results)]
+
+    expected = run(128)
+    for num_rows in (512, 2048):
+        for found, value in zip(run(num_rows), expected, strict=True):
+            np.testing.assert_array_equal(found.view(np.uint32), value.view(np.uint32), err_msg=f"of {num_rows} rows")
+
+
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_the_size_of_the_bucket_changes_no_bit(tiny_models: Mapping[str, Path], jax_cache: Path) -> None:
-    """Past some size XLA:CPU compiles reductions in another way: the largest bucket against the smallest."""
-    backend = make_backend(tiny_models["qwen3"], jax_cache, max_context_tokens=2048, max_batch_tokens=2048)
+@pytest.mark.parametrize(
+    ("kind", "kernels"), [("qwen3", "device"), ("qwen3", "reference"), ("qwen3_moe", "device")], ids="-".join
+)
+def test_the_size_of_the_bucket_changes_no_bit(
+    tiny_models: Mapping[str, Path], jax_cache: Path, shipped_compilation: None, kind: str, kernels: str
+) -> None:
+    """The largest bucket against the smallest."""
+    backend = make_backend(
+        tiny_models[kind], jax_cache, max_context_tokens=2048, max_batch_tokens=2048, kernels=kernels
+    )
     mine, company = make_op("m", 1, (100,)), make_op("n", 2, (1900,))
 
     def run(ops: list[ForwardBackward]) -> tuple[Array, Array, Mapping[str, Array]]:

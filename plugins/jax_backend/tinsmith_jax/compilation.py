@@ -3,10 +3,13 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, Final
+
+import jax
 
 from tinsmith import Progress
 from tinsmith_jax.memory import give_back_free_memory
@@ -16,6 +19,10 @@ logger = logging.getLogger(__name__)
 Compiled = Callable[..., Any]  # Any: jax's compiled functions are untyped
 Compile = Callable[[], Compiled]
 
+_YNNPACK_FOR_PRODUCTS: Final[Mapping[str, str]] = {
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Program:
@@ -23,6 +30,27 @@ class Program:
 
     key: Hashable
     compile: Compile
+
+
+def compile_program(function: Any, arguments: Sequence[Any], *, on_cpu: bool) -> Compiled:
+    """Compile what jax.jit returned, for arguments of which the shapes are known.
+
+    On a CPU, XLA leaves products to YNNPACK, in which a row's bits do not depend on the number of rows. It would leave
+    reductions to it as well, but only from 4096 elements on. A tenant's bits would then depend on the size of the pass,
+    and so on its company.
+    """
+    made: Compiled = function.lower(*arguments).compile(dict(_options_on_cpu()) if on_cpu else None)
+    return made
+
+
+@lru_cache(maxsize=1)
+def _options_on_cpu() -> Mapping[str, str]:
+    """Return no options if XLA is older than its use of YNNPACK: it refuses what it does not know."""
+    try:
+        jax.jit(lambda: 0).lower().compile(dict(_YNNPACK_FOR_PRODUCTS))
+    except jax.errors.JaxRuntimeError:
+        return {}
+    return _YNNPACK_FOR_PRODUCTS
 
 
 class Programs:

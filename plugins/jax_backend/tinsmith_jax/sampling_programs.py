@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tinsmith_jax import adapters, decode
-from tinsmith_jax.compilation import Program
+from tinsmith_jax.compilation import Program, compile_program
 from tinsmith_jax.kernels.choice import Kernels
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.mesh import CACHE, ONE, ROWS, Axes, Layout, Spec, adapter_specs, base_specs, resident_specs
@@ -167,12 +167,12 @@ class SamplingPrograms:
     ) -> Any:
         """Compile from shapes: the arrays need not exist, and the first call finds the program ready."""
         given_away = () if donated is None else (donated,)
-        shapes = _shapes(arguments)
         if self.layout is None:
-            return jax.jit(function, donate_argnums=given_away).lower(*shapes).compile()
-        divided = jax.shard_map(function, mesh=self.layout.devices, in_specs=into, out_specs=out, check_vma=False)
-        places = self.layout.placed_tree(into)
-        return jax.jit(divided, in_shardings=places, donate_argnums=given_away).lower(*shapes).compile()
+            jitted = jax.jit(function, donate_argnums=given_away)
+        else:
+            divided = jax.shard_map(function, mesh=self.layout.devices, in_specs=into, out_specs=out, check_vma=False)
+            jitted = jax.jit(divided, in_shardings=self.layout.placed_tree(into), donate_argnums=given_away)
+        return compile_program(jitted, _shapes(arguments), on_cpu=self.shape.one_by_one)
 
 
 def decode_arguments(slots: SlotInput, num_steps: int) -> tuple[decode.SlotState, RowParams, decode.Switches]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from tinsmith_jax import adapters, head, native_optimizer, optimizer
 from tinsmith_jax.buckets import Bucket, Buckets
-from tinsmith_jax.compilation import Program
+from tinsmith_jax.compilation import Program, compile_program
 from tinsmith_jax.layers import TILE, Tiles
 from tinsmith_jax.loss_table import LossBatch, LossTable
 from tinsmith_jax.mesh import ONE, STREAMS, Axes, Layout, Spec, adapter_specs, state_specs
@@ -51,7 +51,7 @@ class TrainPrograms:
             max_tokens=self.limits.max_batch_tokens,
             max_targets=self.limits.max_targets,
             num_streams=self.axes.num_streams,
-            on_cpu=self.limits.platform == "cpu",
+            on_cpu=self._on_cpu,
         )
 
     def score(self, bucket: Bucket, *, replays: bool = False) -> Program:
@@ -125,10 +125,10 @@ class TrainPrograms:
             return *_SCORED, (self.state_specs(bucket.padded_rank),) * bucket.num_adapters
 
         key, rows = ("gradients", bucket, replays), range(bucket.num_adapters)
-        if self.layout is not None or self.limits.platform != "cpu":
+        if self.layout is not None or not self._on_cpu:
             return self._program(key, partial(run, rows), shapes, out)
         numbers = tuple(map(np.uint32, rows))
-        return Program(key, lambda: partial(jax.jit(run).lower(numbers, *shapes()).compile(), numbers))
+        return Program(key, lambda: partial(compile_program(jax.jit(run), (numbers, *shapes()), on_cpu=True), numbers))
 
     def step(self, padded_rank: int) -> Program:
         """Return the program (state, gradients, hyper) -> (state, norm) of one adapter."""
@@ -236,9 +236,13 @@ class TrainPrograms:
 
         def compiled() -> Any:
             arguments = shapes()
-            return jax.jit(self._on_mesh(run, arguments, out())).lower(*arguments).compile()
+            return compile_program(jax.jit(self._on_mesh(run, arguments, out())), arguments, on_cpu=self._on_cpu)
 
         return Program(key, compiled)
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.limits.platform == "cpu"
 
     def _on_mesh(self, run: Any, shapes: tuple[Any, ...], out: Any) -> Any:
         if self.layout is None:
