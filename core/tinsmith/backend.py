@@ -53,7 +53,7 @@ class Capabilities:
     """
 
     vocab_size: int
-    max_context_tokens: int  # per sequence: prompt plus sampled tokens
+    max_context_tokens: int  # per sequence: prompt plus sampled tokens; see `Sample.fits`
     max_batch_tokens: int  # per call of forward or forward_backward; the scheduler's budget
     max_models: int = 1  # in training at the same time
     max_full_models: int | None = None  # of them for full fine-tuning; None: as many as `max_models`

@@ -244,7 +244,7 @@ def _check_sample(op: ops.Sample, capabilities: Capabilities) -> None:
     if num_prompt == 0:
         msg = "prompt is empty; send at least one token"
         raise UserError(msg)
-    if num_prompt + op.params.max_tokens > capabilities.max_context_tokens:
+    if not op.fits(capabilities.max_context_tokens):
         msg = (
             f"Prompt length plus max_tokens exceeds the model's context window: {num_prompt} + {op.params.max_tokens} "
             f"> {capabilities.max_context_tokens}"

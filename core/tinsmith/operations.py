@@ -227,6 +227,14 @@ class Sample:
     target_prompt_logprobs: IntArray | None = None  # [P - 1, K]; row i scores position i + 1; -1 = skip
     target_layout: SparseLayout | None = None  # set if the targets came sparse; the answer then has the same layout
 
+    def fits(self, max_context_tokens: int) -> bool:
+        """Return whether prompt and continuations fit into a context of that many tokens.
+
+        A prompt that fills the context may be scored: the one token that is drawn after it is not read.
+        """
+        room = max_context_tokens - len(self.prompt_P)
+        return self.params.max_tokens <= room or (room == 0 and self.params.max_tokens == 1)
+
 
 TrainingOperation = (
     CreateModel

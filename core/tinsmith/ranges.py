@@ -115,7 +115,7 @@ def _of_sampling(capabilities: Capabilities) -> Mapping[str, Range]:
             low=1,
             high=capabilities.max_context_tokens - 1,
             integer=True,
-            high_from="`max_context_tokens` - tokens of the prompt",
+            high_from="`max_context_tokens` - tokens of the prompt; 1 if the prompt fills the context",
         ),
         "sampling_params: seed": _SEED,
         "sampling_params: temperature": Range(
@@ -132,7 +132,7 @@ def _of_sampling(capabilities: Capabilities) -> Mapping[str, Range]:
         "topk_sample_logprobs": topk,
         "prompt_logprobs_last_n": Range(
             low=1,
-            high=capabilities.max_context_tokens - 2,
+            high=capabilities.max_context_tokens - 1,
             integer=True,
             high_from="tokens of the prompt - 1",
         ),

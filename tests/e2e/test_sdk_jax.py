@@ -154,6 +154,20 @@ def test_a_snapshot_is_what_was_trained_and_stays_so(
     assert np.abs(np.subtract(score(tokens), scored)).max() > 1e-2
 
 
+def test_a_sampler_scores_what_fills_the_context_and_tells_what_it_had_read(
+    make_client: Callable[[], tinker.ServiceClient],
+) -> None:
+    client, whole = make_client(), np.random.default_rng(3).integers(3, 300, FEW_PROGRAMS["max_context_tokens"] + 1)
+    sampler = client.create_sampling_client(base_model="tiny/qwen3").result(timeout=WAIT_S)
+    prompt, params = tinker.ModelInput.from_ints(whole[:100].tolist()), tinker.SamplingParams(max_tokens=1)
+    answers = [sampler.sample(prompt, 1, params).result(timeout=WAIT_S) for _ in range(2)]
+    assert [answer.prompt_cache_hit_tokens for answer in answers] == [0, 64]
+    scored = sampler.compute_logprobs(tinker.ModelInput.from_ints(whole[:-1].tolist())).result(timeout=WAIT_S)
+    fresh = new_model(client, "tiny/qwen3", 8)
+    trained = fresh.forward([datum(whole.tolist())], "cross_entropy").result(timeout=WAIT_S)
+    np.testing.assert_allclose(np.asarray(scored[1:], float), logprobs(trained)[0][:-1], atol=1e-4)
+
+
 def test_two_calls_equal_one(make_client: Callable[[], tinker.ServiceClient]) -> None:
     client = make_client()
     first, second = (new_model(client, "tiny/qwen3", 8) for _ in range(2))

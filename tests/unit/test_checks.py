@@ -219,11 +219,18 @@ def test_a_good_sample_passes() -> None:
     check(sample(target_prompt_logprobs=np.array([[1, -1], [-1, 9]])))
 
 
+def test_a_prompt_may_fill_the_context_as_a_trained_sequence_may() -> None:
+    check(passes([1] * 8, target_tokens=np.ones(8, np.int64), weights=np.ones(8, np.float32)))
+    check(sample([1] * 8, max_tokens=1, prompt_logprobs=True, prompt_logprobs_last_n=7))
+
+
 @pytest.mark.parametrize(
     ("op", "words"),
     [
         (sample([]), "prompt is empty"),
         (sample(max_tokens=6), r"Prompt length plus max_tokens exceeds the model's context window: 3 \+ 6 > 8"),
+        (sample([1] * 8, max_tokens=2), r"context window: 8 \+ 2 > 8"),
+        (sample([1] * 9, max_tokens=1), r"context window: 9 \+ 1 > 8"),
         (sample([1, 77]), "prompt: token id 77 at position 1"),
         (sample(max_tokens=0), "max_tokens is 0"),
         (sample(temperature=-0.1), "temperature is -0.1"),

@@ -72,9 +72,9 @@ def _questions(capabilities: Capabilities) -> Iterator[Case]:
     ranges, context = ranges_of(capabilities), capabilities.max_context_tokens
     for value in extremes(ranges["num_samples"]):
         yield _case(capabilities, {"max_tokens": 1}, num_samples=value)
-    for length in (1, 2, context - 1):
+    for length in (1, 2, context - 1, context):
         prompt = random_prompt(51, length, capabilities.vocab_size)
-        for max_tokens in {1, context - length}:
+        for max_tokens in {1, max(1, context - length)}:
             yield _case(capabilities, {"max_tokens": max_tokens}, prompt_P=prompt)
     for k in extremes(ranges["topk_sample_logprobs"]):
         yield _case(capabilities, {}, topk_sample_logprobs=k)

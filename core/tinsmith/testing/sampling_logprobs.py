@@ -37,6 +37,21 @@ class LogprobsContract(SamplingSuite):
         assert (output.prompt_logprobs[1:] <= 0).all()
 
     @in_one_loop
+    async def test_a_prompt_that_fills_the_context_is_scored(self, backend: SamplingBackend) -> None:
+        """A trainer takes a sequence as long as the context, so a teacher must score it: `compute_logprobs`."""
+        limits = backend.capabilities
+        need(limits.prompt_logprobs, "prompt logprobs")
+        prompt = random_prompt(28, limits.max_context_tokens, limits.vocab_size)
+        whole, shorter = [
+            await ask(backend, part, params(max_tokens=1), prompt_logprobs=True) for part in (prompt, prompt[:-1])
+        ]
+        assert whole.prompt_logprobs is not None
+        assert shorter.prompt_logprobs is not None
+        assert np.isfinite(whole.prompt_logprobs[1:]).all()
+        np.testing.assert_allclose(whole.prompt_logprobs[:-1], shorter.prompt_logprobs, rtol=0, atol=_A_MODEL)
+        assert len(whole.sequences[0].tokens) == 1
+
+    @in_one_loop
     async def test_nothing_is_answered_that_was_not_asked(self, backend: SamplingBackend) -> None:
         output = await ask(backend, random_prompt(21, 6, backend.capabilities.vocab_size), params())
         assert output.prompt_logprobs is None

@@ -162,7 +162,7 @@ class Sampler(SamplingBackend):
         if op.snapshot_id is not None and users is None:
             return Failed(message=f"no snapshot {op.snapshot_id!r} is loaded, load it first", category="server")
         context, wanted = self._device.shape.max_context_tokens, len(op.prompt_P) + op.params.max_tokens
-        if wanted > context:
+        if not op.fits(context):
             return Failed(message=f"prompt length plus max_tokens is {wanted}, the context window is {context} tokens")
         try:
             request = Request(op, None if users is None else users.snapshot, self._rules)

@@ -573,7 +573,8 @@ def test_vllm_takes_what_it_was_assigned_and_not_more(tmp_path: Path) -> None:
     (launch,) = launches(config, model_of(tmp_path, "Llama-3.1-8B"), tmp_path, half)
     arguments = launch.start.engine_args
     assert arguments["gpu_memory_utilization"] == 0.437
-    assert arguments["max_model_len"] == demand(config, known_config("Llama-3.1-8B"), half).batch_tokens < 131_072
+    room = demand(config, known_config("Llama-3.1-8B"), half).batch_tokens
+    assert room - 128 <= arguments["max_model_len"] < room < 131_072, "vllm needs whole blocks, and a token more"
     on_cpu = Placement(memory_bytes=40 << 30)
     (launch,) = launches(config, model_of(tmp_path, "Llama-3.1-8B"), tmp_path, on_cpu)
     weights = 4 * 8_030_261_248

@@ -107,10 +107,21 @@ def make_engine(engine_args: Mapping[str, Any]) -> Any_:
         "worker_extension_cls": "tinsmith_vllm.worker.TinsmithWorker",
     }
     clear_new_blocks()
-    engine = LLMEngine.from_engine_args(EngineArgs(**{**fixed, **engine_args}))
+    arguments = EngineArgs(**{**fixed, **engine_args})
+    _make_room_for_one_more(arguments)
+    engine = LLMEngine.from_engine_args(arguments)
     _check_heads(engine)
     engine.collective_rpc("tinsmith_install")
     return engine
+
+
+def _make_room_for_one_more(arguments: Any_) -> None:
+    """Let a prompt fill the context. vLLM draws a token after each, which it counts although it never reads it.
+
+    Raise ValueError, as vLLM does, if the settings ask for a longer context than the model has.
+    """
+    arguments.max_model_len = 1 + int(arguments.create_model_config().max_model_len)
+    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
 
 
 def clear_new_blocks() -> None:
@@ -182,12 +193,13 @@ def lora_request(adapter_id: int, name: str, path: str) -> Any_:
 
 
 def describe(engine: Any_) -> tuple[str, int, int, str]:
-    """Return the device's name, the vocabulary size, the maximum sequence length and the dtype of the weights."""
+    """Return the device's name, the vocabulary size, the tokens of the context and the dtype of the weights."""
     from vllm.platforms import current_platform
 
     config = engine.vllm_config.model_config
     dtype = str(config.dtype).removeprefix("torch.")
-    return str(current_platform.get_device_name()), int(config.get_vocab_size()), int(config.max_model_len), dtype
+    context = int(config.max_model_len) - 1  # see _make_room_for_one_more
+    return str(current_platform.get_device_name()), int(config.get_vocab_size()), context, dtype
 
 
 # In the workers -------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ _KNOWN: Final = (
 _ALLOWANCE: Final = 3 << 30  # of a GPU
 _ROOM: Final = 0.45  # of a device that weights may take, if there are more devices to divide them over
 _LONG: Final = 8192  # tokens that a sequence may have, whatever the memory
+_BLOCK: Final = 128  # tokens of a block of vLLM's cache, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +81,24 @@ def demand(config: VllmConfig, model: Mapping[str, Any] | None, placement: Place
     tokens = 0
     if placement.memory_bytes is not None:
         tokens = max(0, placement.memory_bytes - sum(fixed.values())) // each
-    least = sum(fixed.values()) + longest * each
+    least = sum(fixed.values()) + _with_one_more(longest) * each
     if config.gpu_memory_utilization and placement.device_bytes:
         least = max(least, int(config.gpu_memory_utilization * placement.device_bytes))
     return Demand(
         num_devices=num_devices,
         least_bytes=least,
         asleep_bytes=asleep,
-        fixed={**fixed, "keys and values": (tokens or longest) * each},
+        fixed={**fixed, "keys and values": (tokens or _with_one_more(longest)) * each},
         max_models=config.max_loras,
         batch_tokens=tokens or longest,
         replicas=layout.replicas,
         layout=told,
     )
+
+
+def _with_one_more(tokens: int) -> int:
+    """Return the tokens of all blocks that hold a sequence, and the token that vLLM draws after it."""
+    return -(-(tokens + 1) // _BLOCK) * _BLOCK
 
 
 def _counted(number: int, what: str) -> str:
@@ -114,7 +120,7 @@ def context_that_fits(config: VllmConfig, model: Mapping[str, Any] | None, place
     shape = known_shape(model)
     if shape is None or placement.memory_bytes is None or config.max_model_len is not None:
         return None
-    tokens = demand(config, model, placement).batch_tokens
+    tokens = demand(config, model, placement).batch_tokens // _BLOCK * _BLOCK - 1
     return tokens if tokens < shape.max_position else None
 
 

@@ -286,7 +286,7 @@ class VllmSampler(SamplingBackend):
 
     def _refusal(self, op: Sample) -> Failed | None:
         context, wanted = self._capabilities.max_context_tokens, len(op.prompt_P) + op.params.max_tokens
-        if wanted > context:
+        if not op.fits(context):
             return Failed(message=f"prompt length plus max_tokens is {wanted}, the context window is {context} tokens")
         temperature = op.params.temperature
         if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
