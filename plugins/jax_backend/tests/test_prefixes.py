@@ -70,6 +70,29 @@ async def test_a_prompt_is_read_once(backend: JaxBackend, read: list[PromptTile]
     assert_same_sequences(await alone(backend, longer), shared)
 
 
+async def test_hits_are_the_tokens_that_need_not_be_read(backend: JaxBackend, read: list[PromptTile]) -> None:
+    """Of one's own session and adapter; what is to be scored is read all the same."""
+    ops = {
+        "first": make_sample(prompt(150), "a", num_samples=4),
+        "again": make_sample(prompt(150), "a", num_samples=4),
+        "the same beginning": make_sample(begins(prompt(150)[:130], 40, seed=5), "a"),
+        "another session": make_sample(prompt(150), "a", session="t"),
+        "another adapter": make_sample(prompt(150), "b"),
+        "all scored": make_sample(prompt(150), "a", prompt_logprobs=True),
+        "the end scored": make_sample(prompt(150), "a", prompt_logprobs=True, prompt_logprobs_last_n=10),
+    }
+    hits = {}
+    for what, op in ops.items():
+        read.clear()
+        hits[what] = (await sample(backend, op)).prompt_cache_hit_tokens
+        assert hits[what] + sum(len(tile.tokens) for tile in read) == len(op.prompt_P) - 1, what
+    assert {what: number for what, number in hits.items() if number} == {
+        "again": 128,
+        "the same beginning": 128,
+        "the end scored": 128,
+    }
+
+
 async def test_requests_at_the_same_time_read_a_common_prefix_once(backend: JaxBackend, read: list[PromptTile]) -> None:
     ops = [make_sample(begins(prompt(128), 5 + n, seed=n), "a") for n in range(4)]
     together = await sample_all(backend, ops)

@@ -401,6 +401,7 @@ class Sampler(SamplingBackend):
             page = None if key is None or prompt.request.scores_tile(start, start + len(tokens)) else pages.find(key)
             if page is not None:
                 prompt.add(page)
+                prompt.num_cached += len(tokens)
                 continue
             page = pages.take()
             if key is not None and pages.name(page, key):
@@ -433,6 +434,8 @@ class Sampler(SamplingBackend):
             prompt = slot.prompt
             if prompt is None or slot.own is not None or not prompt.ready:
                 continue
+            if slot.draw is not None and slot.draw.index == 0:
+                prompt.request.cached_tokens = prompt.num_cached
             if prompt.rest is None:
                 slot.own = []
             elif prompt.request.op.num_samples == 1:

@@ -152,6 +152,7 @@ class Request:
         self.draws = [Draw(self, index, rules.watch(op.params)) for index in range(op.num_samples)]
         self.scores = PromptScores(op)
         self.scored_tokens = 0  # of the prompt, which is scored once even if several shards read it
+        self.cached_tokens = 0  # of the prompt, that the first sequence found in the cache
 
     @property
     def serial(self) -> int:
@@ -182,6 +183,7 @@ class Request:
             prompt_logprobs=self.scores.logprobs(),
             top_prompt_logprobs=self.scores.top(),
             target_prompt_logprobs=self.scores.target_logprobs(),
+            prompt_cache_hit_tokens=self.cached_tokens,
         )
 
 
@@ -198,6 +200,7 @@ class Prompt:
         self.adapter = adapter  # the adapter's row on the shard
         self.pages: list[int] = []
         self.rest: int | None = None
+        self.num_cached = 0  # tokens of pages that had been read before
         self.num_users = 0
         self._key = PrefixKey.first(request.serial, request.op.sampling_session_id)
 
