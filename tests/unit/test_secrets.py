@@ -5,11 +5,13 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from pydantic import Field, ValidationError
 
 import tinsmith
@@ -149,11 +151,41 @@ COMMANDS = (
     ("engine", "tiny"),
     ("serve",),
     ("plugins",),
+    ("worker", "--coordinator", f"{TOKEN}:x"),
+    ("worker", "--coordinator", "127.0.0.1:9", "--wait", "0"),
+    ("simulate", "absent.yaml"),
+    ("version",),
+    ("new-plugin", "Not A Name", "--kind", "backend"),
+    ("check-plugin", "Gauge", "--option", f"engine_args={{hf_token: {TOKEN}}}"),
+    ("check-plugin", "Gauge", "--json", "--traceback", "--option", f"engine_args={{hf_token: {TOKEN}}}"),
+    ("tiny-model", "made", "--num-layers", "1"),
+    ("demo", "--directory", "tinsmith.yaml"),
+    ("checkpoint", "show", "tinker://run/weights/one"),
+    ("checkpoint", "verify", "tinker://run/weights/one"),
+    ("checkpoint", "convert", "tinker://run/weights/one", "out"),
+    ("checkpoint", "export-peft", "tinker://run/weights/one", "out"),
+    ("checkpoint", "merge", "tinker://run/weights/one", "out"),
+    ("checkpoint", "import", "absent", "--base-model", "tiny", "--name", "one"),
     ("check-config", "--models.0.backend.steps", TOKEN, "--models.0.backend.engine_args.hf_token", TOKEN),
     ("check-config", "--models.0.backend.engine_arg", f'{{"hf_token": "{TOKEN}"}}'),
     ("check-config", "--store", f'{{"plugin": "sql", "urll": "{URL}"}}'),
     ("check-config", "--store.url", f"[{URL}"),
 )
+
+
+def leaves(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield every command of the tree that `--help` shows, by its words. Any: typer's own."""
+    if not hasattr(command, "commands"):
+        yield path
+        return
+    for name, inner in command.commands.items():
+        yield from leaves(inner, (*path, name))
+
+
+def test_every_command_is_among_those_that_print_no_secret(plugins: Plugins) -> None:
+    found = set(leaves(typer.main.get_command(cli.build_group(plugins))))
+    assert len(found) > 20
+    assert {leaf for leaf in found if not any(command[: len(leaf)] == leaf for command in COMMANDS)} == set()
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -171,6 +203,8 @@ def test_no_command_prints_a_secret(
     for name, value in {"TINSMITH_CONFIG": str(file), "TINSMITH_WORKER_KEY": WORKER_KEY, "HF_TOKEN": TOKEN}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["tinsmith", *command])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k test_end_of_sequence")  # of the suites that check-plugin runs
     caplog.handler.setFormatter(CleanFormatter("%(message)s"))  # as the server's own
     with suppress(SystemExit):
         cli.app()

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from tinsmith.errors import PluginError, UserError
 from tinsmith.plugins.registry import Offer
 from tinsmith.scratch import Scratch
+from tinsmith.settings.secrets import cleaned, hidden
 
 if TYPE_CHECKING:
     import pytest
@@ -93,6 +94,7 @@ def check_plugin(
     `options` are the settings of a configuration file's section. A sampler gets the adapters of the backend `trainer`.
     Raise UserError for options that no offer accepts, PluginError if the suites cannot run.
     """
+    hidden(dict(options))  # remembers the secrets among them
     _check_options(offers, options)
     if not offers:
         return CheckReport(findings=(), capabilities={}, isolation_difference={}, abuse={})
@@ -177,7 +179,7 @@ class _Collector:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self.errors.append(str(report.longrepr))
+            self.errors.append(cleaned(str(report.longrepr)))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         offer, area, test = self._tests[report.nodeid]
@@ -187,8 +189,8 @@ class _Collector:
                 area=area,
                 test=test,
                 outcome=report.outcome,
-                reason=_reason(report),
-                traceback=str(report.longrepr) if report.failed else "",
+                reason=cleaned(_reason(report)),  # a plugin may quote its options
+                traceback=cleaned(str(report.longrepr)) if report.failed else "",
             )
         if report.when == "teardown":
             self._keep_properties(offer, dict(report.user_properties))
