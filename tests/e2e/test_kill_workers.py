@@ -1,4 +1,4 @@
-"""Workers are killed or paused, of a mesh and of Megatron: the client sees delay, and the undisturbed run's bits."""
+"""Workers of each kind are killed or paused: the client sees delay, and the undisturbed run's bits."""
 
 import itertools
 import os
@@ -73,26 +73,17 @@ def mesh(num_workers: int) -> dict[str, Any]:
     return {"backend": {"plugin": "jax", "warm_up": False, "nproc_per_node": num_workers, **FEW_PROGRAMS, **layout}}
 
 
+def two_ranks(plugin: str, **options: int) -> dict[str, Any]:
+    sampler = {"plugin": "jax", "warm_up": False, "max_context_tokens": 128, "max_lora_rank": 8, "decode_slots": 4}
+    backend = {"plugin": plugin, "device": "cpu", "nproc_per_node": 2, "max_context_tokens": 128, **options}
+    return {"backend": backend, "sampler": sampler}
+
+
 MODELS = {
     "mesh of 2": mesh(2),
     "mesh of 4": mesh(4),
-    "experts on megatron": {
-        "backend": {
-            "plugin": "megatron",
-            "device": "cpu",
-            "nproc_per_node": 2,
-            "tensor_parallel": 2,
-            "expert_parallel": 2,
-            "max_context_tokens": 128,
-        },
-        "sampler": {
-            "plugin": "jax",
-            "warm_up": False,
-            "max_context_tokens": 128,
-            "max_lora_rank": 8,
-            "decode_slots": 4,
-        },
-    },
+    "fsdp": two_ranks("fsdp", max_lora_rank=8),
+    "experts on megatron": two_ranks("megatron", tensor_parallel=2, expert_parallel=2),
 }
 
 
@@ -229,6 +220,7 @@ class Hosts(threading.Thread):
             process.wait()
 
 
+@pytest.mark.parametrize("group", ["mesh of 2", "mesh of 4", "experts on megatron"], indirect=True)
 def test_each_worker_dies_at_each_boundary(group: Undisturbed, launcher: Launcher, tmp_path: Path) -> None:
     random_ = random.Random(24)
     deaths = [
