@@ -35,6 +35,7 @@ pytest.register_assert_rewrite(  # before they are imported, or a failure would 
 )
 
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model  # noqa: E402 - see above
+from tinsmith.testing.abuse_full import FullAbuseContract  # noqa: E402
 from tinsmith.testing.abuse_sampling import SamplingAbuseContract  # noqa: E402
 from tinsmith.testing.abuse_training import TrainingAbuseContract  # noqa: E402
 from tinsmith.testing.backend_context import backend_context  # noqa: E402
@@ -43,7 +44,8 @@ from tinsmith.testing.consistency_contract import ConsistencyContract  # noqa: E
 from tinsmith.testing.contract import assert_close_arrays, assert_same_arrays, assert_same_state  # noqa: E402
 from tinsmith.testing.engine_driver import EngineDriver, make_engine  # noqa: E402
 from tinsmith.testing.forked_workers import Nursery  # noqa: E402
-from tinsmith.testing.full_fine_tuning_contract import FullDriver, FullFineTuningContract  # noqa: E402
+from tinsmith.testing.full_fine_tuning_contract import FullFineTuningContract  # noqa: E402
+from tinsmith.testing.full_suite import FullDriver  # noqa: E402
 from tinsmith.testing.harness import RunningServer, running_server  # noqa: E402
 from tinsmith.testing.loss_contract import LossContract  # noqa: E402
 from tinsmith.testing.model_driver import ModelDriver, logprobs_of, ragged_data, succeeded  # noqa: E402
@@ -59,6 +61,7 @@ __all__ = [
     "CheckpointContract",
     "ConsistencyContract",
     "EngineDriver",
+    "FullAbuseContract",
     "FullDriver",
     "FullFineTuningContract",
     "LossContract",

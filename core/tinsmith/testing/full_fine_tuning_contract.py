@@ -4,21 +4,19 @@ Subclass `FullFineTuningContract` and give it a `backend` fixture, as for `Train
 such models at a time, and a `model_path` fixture if the backend reads a directory.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tinsmith.backend import ModelState, TrainingBackend
+from tinsmith.backend import ModelState
 from tinsmith.checkpoints.format import read_checkpoint, read_snapshot, write_checkpoint
 from tinsmith.huggingface.safetensors_files import StoredTensors
-from tinsmith.operations import AdamParams, Array, Failed, ForwardBackward, LoraConfig, OptimStep
+from tinsmith.operations import AdamParams, Array, Failed, ForwardBackward, OptimStep
 from tinsmith.store import CheckpointKind
-from tinsmith.testing.abuse_tally import Tally
-from tinsmith.testing.abuse_training import attack
-from tinsmith.testing.abuse_training_cases import cases_of
+from tinsmith.testing.abuse_full import FullAbuseContract
 from tinsmith.testing.contract import assert_same_arrays, assert_same_numbers, assert_same_state, need
 from tinsmith.testing.model_driver import ModelDriver, logprobs_of, ragged_data, succeeded
 from tinsmith.testing.training_divergence import TrainingDivergenceContract
@@ -30,53 +28,17 @@ from tinsmith.testing.training_state import StateContract
 _ONE_OP, _A_MODEL = 1e-5, 1e-4  # allowed float32 difference: after one operation, after a pass through a model
 _SHARD_BYTES = 3000  # small enough that even a toy model needs several files
 _COMPANY_STEPS = 5
-_NOISE = 0.05
-_ROOM = 6  # for models
-_RANDOM_CASES = 16
-
-
-class FullDriver(ModelDriver):
-    """Creates models of LoRA rank 0, whatever rank is requested."""
-
-    def create(self, *, rank: int = 0, seed: int = 0, flags: Mapping[str, bool] | None = None) -> str:
-        del rank, flags
-        return self.create_with(LoraConfig(rank=0, seed=seed))
-
-    def create_trained(self, *, rank: int = 0, seed: int = 0) -> str:
-        """Create a model whose weights are the base's plus noise.
-
-        With noise alone the norms would all but switch off the layers: gradients of attention would be too small for
-        finite differences in float32.
-        """
-        del rank
-        model_id = self.create(seed=seed)
-        base, rng = self.state(model_id), np.random.default_rng([seed, 99])
-        weights = {
-            name: (w + _NOISE * rng.normal(size=w.shape)).astype(np.float32) for name, w in sorted(base.weights.items())
-        }
-        self.backend.restore_state(model_id, ModelState(lora=base.lora, weights=weights))
-        return model_id
 
 
 class FullFineTuningContract(
-    NumericsContract, OptimizerContract, TrainingDivergenceContract, StateContract, RoutingReplayContract
+    NumericsContract,
+    OptimizerContract,
+    TrainingDivergenceContract,
+    StateContract,
+    RoutingReplayContract,
+    FullAbuseContract,
 ):
     """Numerics, optimizer, state, routing replay as for every model, and tests that only concern models of rank 0."""
-
-    @pytest.fixture
-    def driver(self, backend: TrainingBackend) -> Iterator[ModelDriver]:
-        need(backend.capabilities.full_fine_tuning, "full fine-tuning")
-        driver = FullDriver(backend)
-        yield driver
-        driver.unload_all()
-
-    @pytest.fixture
-    def adapters(self, backend: TrainingBackend) -> Iterator[ModelDriver]:
-        """A driver of LoRA models on the same backend."""
-        need(backend.capabilities.max_lora_rank, "LoRA")
-        driver = ModelDriver(backend)
-        yield driver
-        driver.unload_all()
 
     @pytest.fixture
     def model_path(self) -> Path | None:
@@ -113,18 +75,6 @@ class FullFineTuningContract(
                 for name, array in arrays.items():
                     found = getattr(actual, what)[name]
                     assert_same_numbers(driver.capabilities, found, array, f"{what} {name}")
-
-    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of numbers that have become infinite or NaN
-    @pytest.mark.parametrize("group", ["steps", "ruined weights", "random"])
-    def test_abuse_of_full_models_hurts_nobody(
-        self, driver: ModelDriver, group: str, record_property: Callable[[str, object], None]
-    ) -> None:
-        """As for adapters, whose steps may take another way."""
-        every = 3 if group == "steps" else 1  # of those of adapters: these steps take longer
-        cases = list(cases_of(driver.capabilities, group, _RANDOM_CASES, long_form=False))[::every]
-        tally = Tally(group=f"full models: {group}", cases=len(cases))
-        attack(driver, cases, tally, most_models=_ROOM)
-        tally.report(self, record_property)
 
     def test_base_stays_as_it_was(self, driver: ModelDriver, adapters: ModelDriver) -> None:
         """Training leaves unchanged the base that adapters use and from which the next model of rank 0 starts."""

@@ -22,7 +22,7 @@ from tinsmith import (
 )
 from tinsmith.checkpoints.format import read_checkpoint, write_checkpoint
 from tinsmith.plugins.loading import Plugins
-from tinsmith.testing import FullDriver, assert_same_state, logprobs_of, ragged_data
+from tinsmith.testing import FullAbuseContract, FullDriver, assert_same_state, logprobs_of, ragged_data
 from tinsmith_megatron.backend import MegatronBackend
 
 pytestmark = pytest.mark.slow  # starting ranks takes seconds
@@ -175,3 +175,18 @@ def test_what_is_not_served_is_refused(megatron_models: Mapping[str, Path], tmp_
             backend.create_model(CreateModel(model_id="c", lora=LoraConfig(rank=0, seed=0)))
     finally:
         backend.close()
+
+
+class TestMegatronFullAbuse(FullAbuseContract):
+    @pytest.fixture
+    def backend(self, two_expert_ranks: MegatronBackend) -> MegatronBackend:
+        return two_expert_ranks
+
+
+@pytest.mark.thorough
+class TestMegatronLongFullAbuse(FullAbuseContract):
+    long_form, random_cases = True, 100
+
+    @pytest.fixture
+    def backend(self, two_ranks: MegatronBackend) -> MegatronBackend:
+        return two_ranks
