@@ -57,7 +57,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningS
         tmp_path, models=[MODEL], server={"long_poll_s": 0.05}, extra_plugins=[WeakSamplers()]
     ) as running:
         yield running
-    WeakSampler.well.set()
+        WeakSampler.well.set()  # or the engine could not stop
 
 
 def until(server: RunningServer, status: int) -> dict[str, Any]:
