@@ -18,6 +18,12 @@ POISON = 13  # a token that kills the engine
 KILLED = ops.Failed(message="the engine ended ", category="server")
 """The answer to what holds POISON, once it has killed MAX_KILLS engines."""
 MAX_KILLS = 3
+REFUSED = ops.Failed(message="no such loss")
+"""The answer to a pass with a loss that there is not, as soon as it is submitted."""
+
+
+def refusal_of(operation: ops.Operation) -> ops.Failed | None:
+    return REFUSED if isinstance(operation, ops.ForwardBackward) and operation.loss_fn == "none" else None
 
 
 @dataclass
@@ -54,7 +60,7 @@ class PlainModel:
         return "new" if entry is None else "conflict"
 
     def accept(self, seq_id: int, operation: ops.Operation, request_id: str) -> None:
-        entry = self.entries[seq_id] = Entry(operation, request_id)
+        entry = self.entries[seq_id] = Entry(operation, request_id, refusal_of(operation))
         if seq_id < self.next_seq_id:
             entry.answer = ops.Failed(message="arrived after the model had gone on")
         while (due := self.entries.get(self.next_seq_id)) is not None:
@@ -83,7 +89,9 @@ class PlainModel:
 
     def _spoilt(self) -> bool:
         """Return whether a pass has failed since the gradient was cleared, or something that may have been one."""
-        for _, entry in sorted(self.entries.items(), reverse=True):
+        for seq_id, entry in sorted(self.entries.items(), reverse=True):
+            if seq_id >= self.next_seq_id:
+                continue
             failed = isinstance(entry.answer, ops.Failed)
             if entry.behind_a_gap or (failed and type(entry.operation) is ops.ForwardBackward):
                 return True
