@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import sys
 import traceback
@@ -106,5 +107,5 @@ def _check_arguments() -> None:
 def _print_what_can_be_printed() -> None:
     """Have a terminal that knows few characters show the others as escapes, instead of ending the command."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="backslashreplace")
