@@ -198,6 +198,7 @@ class Demand:
     """What a trainer or sampler would take of each of its devices. See `BackendSpec.demand`."""
 
     num_devices: int | None = None  # of this machine; None: any number; 0: none, as its devices are elsewhere
+    on_host: bool = False  # it computes on this machine's CPU: what it takes is of the machine's memory
     least_bytes: int = 0  # with less it cannot serve one model, or one sequence
     asleep_bytes: int | None = None  # what it keeps while it sleeps; None: it cannot sleep
     fixed: Mapping[str, int] = field(default_factory=dict)  # bytes by what they are for, however many models there are

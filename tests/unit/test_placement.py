@@ -3,6 +3,7 @@
 import json
 import stat
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import tinsmith
 from tinsmith.commands import cli
 from tinsmith.commands.load_settings import load_settings
 from tinsmith.errors import ConfigError
+from tinsmith.host_memory import host_memory
 from tinsmith.huggingface import known_config
 from tinsmith.placement.machine import Machine, this_machine
 from tinsmith.placement.plan import make_plan, with_placement
@@ -31,6 +33,7 @@ class Wants(tinsmith.BackendConfig):
     count: int | None = None  # of devices
     least: int = 0  # GiB of all its devices together, which share it
     asleep: int | None = 2  # GiB of each
+    on_host: bool = False
 
 
 class Faulty(Wants):
@@ -45,7 +48,13 @@ class Stranger(tinsmith.BackendConfig):
 def demand(config: Wants, model: object, placement: tinsmith.Placement) -> tinsmith.Demand:
     each = config.least * GIB // max(1, len(placement.devices))
     asleep = None if config.asleep is None else config.asleep * GIB
-    return tinsmith.Demand(num_devices=config.count, least_bytes=each, asleep_bytes=asleep, fixed={"weights": each})
+    return tinsmith.Demand(
+        num_devices=config.count,
+        on_host=config.on_host and not placement.devices,
+        least_bytes=each,
+        asleep_bytes=asleep,
+        fixed={"weights": each},
+    )
 
 
 def demand_as_told(config: Wants, model: object, placement: tinsmith.Placement) -> tinsmith.Demand:
@@ -237,6 +246,34 @@ def test_without_a_gpu_only_what_is_set_is_assigned() -> None:
         placed(Machine(), a_model({"least": 5, "memory": "4GiB"}))
 
 
+def host(size: int) -> Machine:
+    return Machine(host_bytes=size * GIB)
+
+
+def test_what_computes_on_the_cpu_divides_the_machines_memory() -> None:
+    learns, draws = {"least": 20, "on_host": True}, {"least": 10, "on_host": True}
+    assert placed(host(100), a_model(learns)) == [("", 92)]
+    assert placed(host(100), a_model(learns, draws)) == [("", 20 + 31), ("", 10 + 31)]
+    assert placed(host(100), a_model(learns, draws, turns=True)) == [("", 90), ("", 90)]
+    assert placed(host(100), a_model({**learns, "memory": "50GiB"}, draws)) == [("", 50), ("", 42)]
+    assert placed(host(100), a_model(learns, {"least": 10})) == [("", 92)], "the other one says nothing of a CPU"
+    assert placed(cards(1), a_model(learns)) == [("0", 92)], "a card is better"
+    assert placed(Machine(), a_model(learns)) == [], "nothing is known"
+    settings = Settings(models=(a_model(learns, draws), a_model(learns, name="other")))
+    once = with_placement(settings, make_plan(settings, PLUGINS, host(100), ["m", "other"]))
+    for model in ("m", "other"):
+        assert with_placement(once, make_plan(once, PLUGINS, host(100), [model])) == once, "as the engine does"
+
+
+def test_a_machine_with_too_little_memory_is_told_so_with_figures() -> None:
+    told = (
+        r"this machine, or its container, has 25\.0 GiB of memory, and 23\.0 GiB of it to give, and what is to run on "
+        r"it needs at least 30\.0 GiB: backend learns of 'm' 20\.0 GiB and sampler draws of 'm' 10\.0 GiB; give it"
+    )
+    with pytest.raises(ConfigError, match=told):
+        placed(host(25), a_model({"least": 20, "on_host": True}, {"least": 10, "on_host": True}))
+
+
 def test_the_engine_finds_its_part_in_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(models=(a_model({"least": 7}, {}),))
     plan = make_plan(settings, PLUGINS, cards(2), ["m"])
@@ -313,9 +350,10 @@ def test_the_machine_is_what_cuda_will_see(tmp_path: Path, monkeypatch: pytest.M
     driver.write_text("#!/bin/sh\nprintf '81559\\n81559\\n'\n")
     driver.chmod(driver.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert this_machine({}, tmp_path) == Machine(devices=("0", "1"), device_bytes=81559 << 20)
+    monkeypatch.setattr("tinsmith.placement.machine.host_memory", lambda: 7)
+    assert this_machine({}, tmp_path) == Machine(devices=("0", "1"), device_bytes=81559 << 20, host_bytes=7)
     assert this_machine({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path).devices == ("1",)
-    assert this_machine({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == Machine()
+    assert this_machine({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == Machine(host_bytes=7)
     assert this_machine({"CUDA_VISIBLE_DEVICES": "MIG-1"}, tmp_path).device_bytes is None
     driver.write_text("#!/bin/sh\nexit 9\n")
     assert this_machine({}, tmp_path).device_bytes is None
@@ -366,9 +404,35 @@ def test_a_directory_is_read(
     assert f"sampler draws of '{tmp_path}': devices 0, 46.0 GiB of each" in out
 
 
+def test_a_plan_for_a_cpu_tells_of_the_machines_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It was empty, and the exit code 0. The container's limit counts, which is far below the machine's memory."""
+    limit = tmp_path / "cgroup" / "pod" / "memory.max"
+    limit.parent.mkdir(parents=True)
+    limit.write_text(f"{1 << 30}\n")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("0::/pod/server\n")
+    limited = partial(host_memory, tmp_path, tmp_path / "cgroup")
+    monkeypatch.setattr("tinsmith.placement.machine.host_memory", limited)
+    typed = "Qwen3-8B", "--backend", "learns", "--models.0.backend.on_host", "true"
+    code, out = plan(monkeypatch, capsys, *typed, "--memory", "50GiB", "--models.0.backend.least", "30")
+    assert code == 0, out
+    assert "no GPU, 50.0 GiB of memory, models in training: 1" in out
+    assert "backend learns of 'Qwen3-8B': the CPU, 46.0 GiB of memory" in out
+    assert [line.split() for line in out.splitlines() if line.startswith("  ")] == [
+        ["weights", "30.0", "GiB"],
+        ["left", "16.0", "GiB"],
+    ]
+    code, out = plan(monkeypatch, capsys, *typed, "--models.0.backend.least", "30")
+    assert code == 2
+    assert "has 1.0 GiB of memory, and 0.9 GiB of it to give" in " ".join(out.split())
+
+
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
+        (("Qwen3-8B", *COMMON[:2], "--cards", "0"), "what is to run says nothing of a CPU; for a machine with GPUs"),
         (("nobody/knows-it", *COMMON, "--cards", "1"), "nothing is known of 'nobody/knows-it', which is not on this"),
         (("Qwen3-8B", *COMMON[:4], "--cards", "1", "--memory", "much"), "--memory: 'much' is not a size"),
         (("--cards", "1", "--memory", "9GiB"), "no model to plan for"),

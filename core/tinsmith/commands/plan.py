@@ -39,7 +39,10 @@ def plan(
     backend: Backend = None,
     sampler: Annotated[str | None, typer.Option(help="installed sampler of the first model")] = None,
     cards: Annotated[int | None, typer.Option(min=0, help="GPUs of the machine; default: those of this one")] = None,
-    memory: Annotated[str | None, typer.Option(help="memory of each GPU, such as `80GiB`; default: this one's")] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="memory of each GPU, such as `80GiB`, or without a GPU of the machine; default: this one's"),
+    ] = None,
     tenants: Annotated[int, typer.Option(min=1, help="models in training at a time")] = 1,
     rank: Annotated[
         int | None, typer.Option(min=1, help="their LoRA rank; default: the largest that is served")
@@ -64,6 +67,12 @@ def plan(
         settings = with_rank(settings, plugins, rank)
     machine = _machine(cards, memory)
     found = make_plan(settings, plugins, machine, [each.name for each in settings.models])
+    if not found:
+        msg = (
+            "no plan can be made: there is no GPU, and what is to run says nothing of a CPU; for a machine with GPUs "
+            "give --cards and --memory, such as --cards 1 --memory 80GiB"
+        )
+        raise ConfigError(msg)
     for line in described(found, machine, tenants=tenants):
         typer.echo(line)
 
@@ -71,11 +80,13 @@ def plan(
 def _machine(cards: int | None, memory: str | None) -> Machine:
     here = this_machine() if cards is None or memory is None else Machine()
     devices = here.devices if cards is None else tuple(map(str, range(cards)))
-    size: int | None = here.device_bytes if memory is None else _bytes(memory)
-    if devices and size is None:
+    size: int | None = None if memory is None else _bytes(memory)
+    if not devices:
+        return Machine(host_bytes=size or here.host_bytes)
+    if size is None and here.device_bytes is None:
         msg = "the memory of this machine's GPUs is not known: give --memory, such as --memory 80GiB"
         raise ConfigError(msg)
-    return Machine(devices=devices, device_bytes=size, others_alike=True)
+    return Machine(devices=devices, device_bytes=size or here.device_bytes, others_alike=True)
 
 
 def _bytes(text: str) -> int:

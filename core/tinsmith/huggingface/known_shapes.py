@@ -1,6 +1,6 @@
 """The configurations of well-known models by name, for plans about models that are not on this machine.
 
-Sizes are facts from the models' published config.json.
+Sizes and types are facts from the models' published config.json.
 """
 
 from typing import Any, Final
@@ -61,6 +61,7 @@ def known_config(name: str) -> dict[str, Any] | None:  # Any: parsed JSON
             class_name, common = _KINDS[kind]
             config = {
                 **common,
+                "dtype": "bfloat16",
                 "architectures": [class_name],
                 "hidden_size": hidden,
                 "intermediate_size": intermediate,

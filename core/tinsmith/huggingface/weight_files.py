@@ -59,6 +59,11 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
         scales = self._read(f"{name}{SCALE}", (shape[0], how.num_scales(shape[1])), (rows,))
         return dequantised(self.integers(name, shape, (rows, columns)), scales, columns, shape[1])
 
+    def matrix_types(self) -> set[str]:
+        """Return the types of the tensors with several axes, as safetensors names them: {"BF16"} of most models."""
+        stored = (self._handle(path).get_slice(name) for name, path in self._files.items())
+        return {each.get_dtype() for each in stored if len(each.get_shape()) > 1}
+
     def integers(self, name: str, shape: tuple[int, ...], cut: tuple[slice, slice]) -> npt.NDArray[np.int8]:
         """Read rows and columns of a matrix of 8-bit integers, as a NumPy array."""
         rows, columns = cut

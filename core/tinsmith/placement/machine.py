@@ -1,4 +1,4 @@
-"""The GPUs of this machine and their memory, without a framework."""
+"""The GPUs of this machine, their memory and its own, without a framework."""
 
 import os
 import subprocess
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tinsmith.host_memory import host_memory
 from tinsmith.lifeline import run_tethered
 from tinsmith.settings import child_environment
 from tinsmith.workers import count_gpus
@@ -20,20 +21,26 @@ class Machine:
     devices: tuple[str, ...] = ()  # ids for CUDA_VISIBLE_DEVICES
     device_bytes: int | None = None  # of each; of unequal ones, the smallest. None: not known
     others_alike: bool = False  # what runs on other machines has such devices there, for itself alone
+    host_bytes: int | None = None  # of the machine itself, or its container. None: not known
 
     @property
     def usable_bytes(self) -> int | None:
         """What backends may take of a device: the driver, and what their allocators lose, take the rest."""
         return None if self.device_bytes is None else self.device_bytes * 92 // 100
 
+    @property
+    def usable_host_bytes(self) -> int | None:
+        """What backends on the CPU may take: the system and the server take the rest."""
+        return None if self.host_bytes is None else self.host_bytes * 92 // 100
+
 
 def this_machine(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> Machine:
-    """Find the GPUs that CUDA will see."""
+    """Find the GPUs that CUDA will see, and the machine's own memory."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     number = count_gpus(environment, devices)
     ids = map(str, range(number)) if visible is None else map(str.strip, visible.split(",")[:number])
     found = tuple(ids)
-    return Machine(devices=found, device_bytes=_memory(found))
+    return Machine(devices=found, device_bytes=_memory(found), host_bytes=host_memory())
 
 
 def _memory(devices: tuple[str, ...]) -> int | None:

@@ -13,6 +13,9 @@ from tinsmith.placement.parts import Part, PartError
 
 _MORE_DEVICES: Final = (1, 2, 4, 8, 16, 32, 64)
 
+_HOST: Final = "host"
+"""In the place of devices, of what runs on the CPU."""
+
 T = TypeVar("T")
 
 
@@ -24,6 +27,11 @@ class Placed:
     placement: Placement
     demand: Demand
 
+    @property
+    def on_host(self) -> bool:
+        """Whether it computes on the CPU."""
+        return self.demand.on_host and not self.placement.devices
+
 
 class _TooSmallError(ConfigError):
     """A device does not have what its users need."""
@@ -31,6 +39,8 @@ class _TooSmallError(ConfigError):
 
 def place(parts: Sequence[Part], machine: Machine) -> list[Placed]:
     """Give each part devices of its own if there are enough, else let parts share them; then divide the memory.
+
+    Parts on the CPU share the machine's.
 
     Raise ConfigError if a part cannot work with what is left for it, with what would fit.
     """
@@ -153,6 +163,7 @@ def _memory(parts: Sequence[Part], chosen: Sequence[tuple[str, ...]], machine: M
     Parts that take turns have one share of a device, in which each has room beside what the other keeps in its sleep.
     """
     demands = [part.demand(_placement(devices, None, machine)) for part, devices in zip(parts, chosen, strict=True)]
+    chosen = [devices or ((_HOST,) if each.on_host else ()) for devices, each in zip(chosen, demands, strict=True)]
     for part, demand in zip(parts, demands, strict=True):
         _refuse_too_little(part, demand.least_bytes)
     units = [_unit(members, parts, demands) for members in _units(parts)]
@@ -208,19 +219,23 @@ def _refuse_too_little(part: Part, least: int) -> None:
 def _spare(device: str, users: Sequence[_Unit], parts: Sequence[Part], machine: Machine) -> int | None:
     """Return how much more than it must have each user gets that leaves its memory open. None: not known."""
     still_open = sum(user.is_open for user in users)
-    usable = machine.usable_bytes
+    usable = machine.usable_host_bytes if device == _HOST else machine.usable_bytes
     if usable is None:
         sharing = [parts[index].name for user in users for index in user.members]
-        if len(sharing) > 1 and still_open:
+        if len(sharing) > 1 and still_open and device != _HOST:
             msg = f"{' and '.join(sharing)} share device {device}, whose memory is not known: set `memory` for each"
             raise ConfigError(msg)
         return None
     needed = sum(user.least for user in users)
     if needed > usable:
         needs = " and ".join(f"{_names(user, parts)} {gib(user.least)}" for user in users)
-        msg = (
-            f"device {device} has {gib(usable)} to give, and what is to run on it needs at least {gib(needed)}: {needs}"
-        )
+        if device == _HOST:
+            has = (
+                f"this machine, or its container, has {gib(machine.host_bytes or 0)} of memory, and {gib(usable)} of it"
+            )
+        else:
+            has = f"device {device} has {gib(usable)}"
+        msg = f"{has} to give, and what is to run on it needs at least {gib(needed)}: {needs}"
         raise _TooSmallError(msg)
     return (usable - needed) // max(1, still_open)
 
@@ -230,7 +245,9 @@ def _names(unit: _Unit, parts: Sequence[Part]) -> str:
 
 
 def _what_would_fit(parts: Sequence[Part], machine: Machine) -> str:
-    """Try the same with more devices."""
+    """Try the same with more devices, if there are any."""
+    if not machine.devices:
+        return "give it more memory, serve fewer models, or make them smaller with the backends' settings"
     if any(part.wanted.devices is not None for part in parts):
         return "let fewer share a device, or leave out `devices`"
     for number in _MORE_DEVICES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from tinsmith.backend import Placement
 from tinsmith.placement.machine import Machine
 from tinsmith.placement.parts import PartError, parts_of, roles_of
 from tinsmith.placement.placing import Placed, place
@@ -13,13 +14,15 @@ from tinsmith.settings import DeviceSettings, ModelSettings, PluginSection, Sett
 
 
 def make_plan(settings: Settings, plugins: Plugins, machine: Machine, models: Collection[str]) -> list[Placed]:
-    """Place the trainers and samplers of these models. Empty if there is no GPU and no memory is set.
+    """Place the trainers and samplers of these models. Without a GPU, and if nothing is set, those that use the CPU.
 
     Raise ConfigError if something does not fit.
     """
     parts = parts_of(settings, plugins, models)
     asked = any(part.wanted != DeviceSettings() for part in parts)
-    return place(parts, machine) if machine.devices or asked else []
+    if not machine.devices and not asked:
+        parts = [part for part in parts if machine.host_bytes is not None and part.demand(Placement()).on_host]
+    return place(parts, machine)
 
 
 def make_plan_of_sound(

@@ -19,8 +19,12 @@ def lines_of(plan: Sequence[Placed]) -> Iterator[str]:
 
 def _where(placed: Placed) -> str:
     devices, memory = placed.placement.devices, placed.placement.memory_bytes
-    where = f"devices {', '.join(devices)}" if devices else "no devices of this machine are assigned"
-    each = "" if memory is None else f", {gib(memory)} of each" if devices else f", {gib(memory)} for each process"
+    if placed.on_host:
+        where = "the CPU"
+    else:
+        where = f"devices {', '.join(devices)}" if devices else "no devices of this machine are assigned"
+    share = "of memory" if placed.on_host else "of each" if devices else "for each process"
+    each = "" if memory is None else f", {gib(memory)} {share}"
     asleep = placed.demand.asleep_bytes
     if placed.part.by_turns and asleep is not None:
         each += f" in its turn, {gib(asleep)} asleep"
@@ -42,6 +46,8 @@ def described(plan: Sequence[Placed], machine: Machine, *, tenants: int) -> Iter
     if machine.device_bytes is not None:
         devices = "1 device" if len(machine.devices) == 1 else f"{len(machine.devices)} devices"
         yield f"{devices} of {gib(machine.device_bytes)}, models in training: {tenants}"
+    elif machine.host_bytes is not None:
+        yield f"no GPU, {gib(machine.host_bytes)} of memory, models in training: {tenants}"
     for placed in plan:
         yield ""
         yield f"{placed.part.name}: {_where(placed)}"
