@@ -11,6 +11,7 @@ from typing import Final, Self
 
 _PROC: Final = Path("/proc")
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+_KIB: Final = 1024
 _KIB_PER_MIB: Final = 1024
 
 
@@ -72,6 +73,36 @@ def tree_peak_mib(pid: int) -> float:
             continue
         kib += sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
     return kib / _KIB_PER_MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of a process tree: the sums over its processes."""
+
+    resident: int
+    peak: int  # of what was resident, since `forget_peaks`
+    shared_once: int  # resident, with what several processes share divided among them
+    anonymous: int  # of that, what no file backs
+
+
+def tree_memory(pid: int) -> Memory:
+    found: defaultdict[str, int] = defaultdict(int)
+    for each in tree(pid):
+        try:
+            lines = [line for name in ("status", "smaps_rollup") for line in (_PROC / str(each) / name).open()]
+        except OSError:  # it has ended
+            continue
+        for line in lines:
+            name, _, value = line.partition(":")
+            if value.endswith(" kB\n"):
+                found[name] += int(value.split()[0]) * _KIB
+    return Memory(resident=found["VmRSS"], peak=found["VmHWM"], shared_once=found["Pss"], anonymous=found["Pss_Anon"])
+
+
+def forget_peaks(pid: int) -> None:
+    """Have the tree's processes count their largest resident sizes from now on."""
+    for each in tree(pid):
+        (_PROC / str(each) / "clear_refs").write_text("5")
 
 
 def machine() -> dict[str, str | int]:

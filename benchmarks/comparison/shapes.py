@@ -34,4 +34,16 @@ SHAPES: Final = {
         head_dim=64,
         dtype="bfloat16",
     ),
+    # 457 million: Qwen3-0.6B with a smaller vocabulary
+    "large": TinyShape(
+        vocab_size=16_384,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_layers=28,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        max_context_tokens=40_960,
+        dtype="bfloat16",
+    ),
 }

@@ -1,5 +1,6 @@
 // Products of many sizes: each number must be the sum by multiply-adds in the
-// order of the inputs, however many rows there are and however they lie.
+// order of the inputs, however many rows there are and however they lie, and the
+// same if a matrix is of bfloat16 and widened.
 // Those of pairs of bfloat16, whose rounding is the processor's, and those of
 // `dots` must be the ones that a row has by itself, and near the sums. Prints
 // what is not so.
@@ -145,6 +146,13 @@ int wrong(int64_t rows, int64_t inputs, int64_t width) {
   for (int64_t r = 0; r < rows; ++r) {
     dots(x.data() + r * inputs, inputs, 1, w_turned.data(), inputs, inputs, alone.data() + r * width, width, width);
   }
+  count += differ(found, alone);
+  Numbers same = w_turned, coarse = x;
+  const std::vector<Narrow> narrow_turned = narrowed(same), narrow_x = narrowed(coarse);
+  dots(x.data(), inputs, rows, narrow_turned.data(), inputs, inputs, alone.data(), width, width);
+  count += differ(found, alone);
+  product_of_lanes({coarse.data(), nullptr}, rows, inputs, w.data(), width, nullptr, found.data(), width, width);
+  product_of_lanes({nullptr, narrow_x.data()}, rows, inputs, w.data(), width, nullptr, alone.data(), width, width);
   count += differ(found, alone);
   return inputs % 32 == 0 && width % kLanes == 0 ? count + wrong_pairs(x, rows, inputs, narrow, width) : count;
 }

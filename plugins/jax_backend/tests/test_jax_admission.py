@@ -1,6 +1,7 @@
 """What is admitted follows from bytes, which are counted before anything starts."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ from jax_harness import add_model, make_backend, make_op, train
 
 from tinsmith import AdamParams, ConfigError, CreateModel, Demand, LoraConfig, OutOfMemoryError, Placement
 from tinsmith.huggingface import decoder_shape, known_config
+from tinsmith_jax import runtime
 from tinsmith_jax.admission import Budget, budget_of, computing_of, least_bytes, require_enough
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
+from tinsmith_jax.kernels import native
 from tinsmith_jax.model_config import ARCHITECTURES, read_config
 from tinsmith_jax.placing import sampler_demand, trainer_demand
 
@@ -91,6 +94,20 @@ def test_one_model_alone_needs_room_for_one_adapter_in_a_pass() -> None:
     assert budget(73 * GIB, on_cpu=True).working(1) == budget(73 * GIB, on_cpu=True).working(2)
 
 
+@pytest.mark.parametrize(("name", "tokens"), [("Qwen3-0.6B", 256), ("Qwen3-8B", 1024)])
+def test_a_pass_on_a_cpu_keeps_at_most_half_as_much_as_the_weights_take(name: str, tokens: int) -> None:
+    """A pass over 1,024 tokens kept twice the weights."""
+    model = known_config(name)
+    assert model is not None
+    shape, config = decoder_shape(model, Path("config.json"), supported=ARCHITECTURES), JaxConfig()
+    found = budget_of(config, shape, replace(computing_of(config, on_cpu=True), stored="bfloat16"), None)
+    assert found.together_tokens == tokens
+    assert found.micro_tokens == 2048, "of one long sequence"
+    assert found.costs.kept(2 * tokens) > found.costs.base // 2
+    on_card = budget_of(config, shape, computing_of(config, on_cpu=False), None)
+    assert on_card.together_tokens == on_card.micro_tokens
+
+
 def test_every_model_in_training_may_have_a_snapshot() -> None:
     assert budget(None, on_cpu=False).max_snapshots is None
     for memory in (26, 36, 73):
@@ -130,17 +147,18 @@ def test_a_sampler_divides_its_memory_between_pages_and_snapshots() -> None:
 RANK = FEW_PROGRAMS["max_lora_rank"]
 
 
-def room_for(directory: Path, models: int, **settings: object) -> int:
+def room_for(directory: Path, cache_dir: Path, models: int, **settings: object) -> int:
     """Return the memory of a device in which so many models of the largest rank fit, and half of one more."""
-    config = JaxConfig.model_validate({**FEW_PROGRAMS, **settings})
-    shape, computing = read_config(directory), computing_of(config, on_cpu=True)
+    native.load(cache_dir / "native")
+    config, shape = JaxConfig.model_validate({**FEW_PROGRAMS, **settings}), read_config(directory)
+    computing = runtime.divided(config, shape, None, trains=True, samples=True).costs.computing
     least = least_bytes(config, shape, computing)
     return least + (2 * models - 1) * budget_of(config, shape, computing, least).model // 2 - least % 2
 
 
 @pytest.fixture(scope="module")
 def small(contract_model: Path, jax_cache: Path) -> Iterator[JaxBackend]:
-    placement = Placement(memory_bytes=room_for(contract_model, 2))
+    placement = Placement(memory_bytes=room_for(contract_model, jax_cache, 2))
     backend = make_backend(contract_model, jax_cache, placement=placement, **FEW_PROGRAMS)
     yield backend
     backend.close()
@@ -163,7 +181,7 @@ def test_a_model_that_does_not_fit_beside_the_others_is_refused_with_figures(sma
 
 
 def test_memory_that_holds_no_model_at_all_is_refused_at_the_start(contract_model: Path, jax_cache: Path) -> None:
-    placement = Placement(memory_bytes=room_for(contract_model, 0))
+    placement = Placement(memory_bytes=room_for(contract_model, jax_cache, 0))
     told = r"each device has 0\.\d+ GiB, and needs 0\.\d+ to train one model of LoRA rank 8; use a mesh of more devices"
     with pytest.raises(ConfigError, match=told):
         make_backend(contract_model, jax_cache, placement=placement, **FEW_PROGRAMS)
@@ -172,12 +190,12 @@ def test_memory_that_holds_no_model_at_all_is_refused_at_the_start(contract_mode
 @pytest.mark.slow
 def test_the_workers_of_a_mesh_divide_their_memory(contract_model: Path, jax_cache: Path) -> None:
     mesh = {"mesh": {"fsdp": 2}, "simulated_devices": 2}
-    placement = Placement(memory_bytes=room_for(contract_model, 3, **mesh))
+    placement = Placement(memory_bytes=room_for(contract_model, jax_cache, 3, **mesh))
     backend = make_backend(contract_model, jax_cache, placement=placement, **FEW_PROGRAMS, **mesh)
     try:
         assert backend.capabilities.max_models == 3
     finally:
         backend.close()
-    placement = Placement(memory_bytes=room_for(contract_model, 0, **mesh))
+    placement = Placement(memory_bytes=room_for(contract_model, jax_cache, 0, **mesh))
     with pytest.raises(ConfigError, match=r"each device has 0\.\d+ GiB, and needs 0\.\d+ to train one model"):
         make_backend(contract_model, jax_cache, placement=placement, **FEW_PROGRAMS, **mesh)

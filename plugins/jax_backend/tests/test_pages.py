@@ -141,3 +141,59 @@ def test_a_row_is_free_for_an_adapter_that_is_there_or_may_take_the_place_of_an_
     assert not rows.has_room(9), "both are in use"
     rows.release(8)
     assert rows.has_room(9)
+
+
+def test_pages_in_use_lie_close_together_and_what_is_given_back_is_free_and_was_used() -> None:
+    pages = Pages(9)
+    first, second, third, fourth = (pages.take() for _ in range(4))
+    pages.name(second, key(1))
+    for page in (first, second, fourth):
+        pages.release(page)
+    assert pages.give_back() == [first, second, fourth], "prefixes as well; not the one in use, nor those never used"
+    assert pages.find(key(1)) is None
+    assert pages.give_back() == []
+    assert pages.take() == first
+    pages.release(first)
+    pages.release(third)
+    assert pages.give_back() == [first, third]
+
+
+def test_only_so_many_pages_stay_for_prefixes_that_nobody_uses() -> None:
+    pages = Pages(9, kept=2)
+    taken = [pages.take() for _ in range(4)]
+    for token, page in enumerate(taken):
+        pages.name(page, key(token))
+    for page in taken:
+        pages.release(page)
+    assert [pages.find(key(token)) for token in range(4)] == [None, None, *taken[2:]], "those used last"
+    assert pages.num_known == 2
+
+
+def test_no_row_takes_memory_as_long_as_another_one_holds_what_nobody_uses() -> None:
+    rows = Rows(3, grows=True)
+    rows.name(first := rows.take(), 7)
+    rows.name(second := rows.take(), 8)
+    assert first != second, "7 is in use"
+    rows.release(7)
+    rows.name(again := rows.take(), 9)
+    assert again == first
+    rows.release(8)
+    rows.release(9)
+    rows.forget(9)
+    assert rows.find(9) is None
+    assert rows.give_back() == [first, second]
+    assert rows.find(8) is None
+    assert rows.give_back() == []
+    assert rows.take() in {first, second, 2}
+
+
+def test_an_adapter_that_is_gone_frees_its_row_once_nobody_uses_it() -> None:
+    rows = Rows(2)
+    rows.name(row := rows.take(), 7)
+    rows.forget(7)
+    assert rows.find(7) == row
+    rows.release(7)
+    rows.release(7)
+    rows.forget(7)
+    assert rows.find(7) is None
+    assert rows.take() == row

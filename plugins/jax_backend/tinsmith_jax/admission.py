@@ -14,6 +14,8 @@ FEWEST_TARGETS: Final = 64  # per token, even if fewer alternatives are sampled
 _GIB: Final = 2**30
 _SHORT: Final = 1024  # tokens that a sequence may have, however little memory there is
 _SMALLEST: Final = 128  # tokens of a micro-batch
+_SMALL_PASS: Final = 1 << 28  # bytes that a pass on a CPU may keep for its backward pass, however small the model
+_FEWEST_TOGETHER: Final = 256  # tokens of a pass on a CPU: with fewer, reading the weights begins to count
 _PASS_SHARE: Final = 2  # the part of what is left beside weights that a micro-batch of eight adapters may take, unasked
 _SAMPLER_SHARE: Final = 4  # the part that pages and rows of adapters may take, if models train beside them
 _GATHERED_SHARE: Final = 4  # the part of a device's memory that gathered weights may take unasked
@@ -38,6 +40,16 @@ class Budget:
         return self._model(self.config.max_lora_rank)
 
     @property
+    def drawn(self) -> int:
+        """The sequences that a shard draws at a time.
+
+        For the kernels in C++, a row costs what it costs alone, so an idle one costs nothing: unless the number is set,
+        there are twice as many as usual for the memory of `slots`, of those that are short enough.
+        """
+        is_open = "decode_slots" not in self.config.model_fields_set
+        return 2 * self.config.decode_slots if self.costs.computing.native and is_open else self.slots
+
+    @property
     def sampler(self) -> int:
         """What lies there for sampling: pages, and rows of adapters."""
         return self.costs.pages(self.slots, self.context_tokens) + self.costs.rows(self.slots) if self.samples else 0
@@ -47,6 +59,19 @@ class Budget:
         """What lies there between calls, before there is any model."""
         zeros = self.costs.zeros if self.trains else 0
         return self.costs.base + self.costs.runtime + zeros + self.sampler
+
+    @property
+    def together_tokens(self) -> int:
+        """The tokens of a stream that train in one pass, unless a single sequence has more.
+
+        On a CPU, a pass of a few hundred tokens multiplies as fast as one of thousands. So one keeps, for its backward
+        pass, at most half as much as the weights take, or what the smallest passes do.
+        """
+        if not self.costs.computing.on_cpu:
+            return self.micro_tokens
+        room = max(_SMALL_PASS, self.costs.base // 2)
+        fitting = (tokens for tokens in _halves(self.micro_tokens) if self.costs.kept(tokens) <= room)
+        return max(next(fitting, 0), min(_FEWEST_TOGETHER, self.micro_tokens))
 
     def working(self, models: int) -> int:
         """Return what the largest program takes: trainer and sampler take turns."""
@@ -96,11 +121,12 @@ class Budget:
     def _programs(self, models: int) -> Iterator[int]:
         if self.trains:
             adapters = TOGETHER if models > 1 or self.costs.computing.on_cpu else 1
+            if self.costs.computing.native:
+                adapters = min(models, TOGETHER)
             yield self.costs.micro_batch(self.micro_tokens, adapters, targets_of(self.config))
             yield self.costs.step(min(models, TOGETHER))
         if self.samples:
-            most = 2 * self.slots if self.costs.computing.on_cpu else self.slots  # drawn at a time: see sampling_device
-            yield self.costs.sampling(most, gathers_once=self.gathers_once)
+            yield self.costs.sampling(self.drawn, gathers_once=self.gathers_once)
 
     @property
     def gathers_once(self) -> bool:
@@ -185,11 +211,16 @@ class _Usual:
         most = _power(max(self.context(longest), config.max_batch_tokens or usual))
         short = config.max_context_tokens or min(shape.max_position, _SHORT)
         least = min(most, _power(max(short, config.max_batch_tokens or 0)))
-        self.tokens = [most >> i for i in range((most // least).bit_length())]
+        self.tokens = [tokens for tokens in _halves(most) if tokens >= least]
 
     def context(self, tokens: int) -> int:
         """Return the tokens of the longest sequence, given those of a micro-batch."""
         return self._given or min(self._longest, tokens)
+
+
+def _halves(tokens: int) -> list[int]:
+    """Return a power of two, and the smaller ones down to the smallest micro-batch."""
+    return [tokens >> i for i in range((tokens // _SMALLEST).bit_length())]
 
 
 def _power(tokens: int) -> int:

@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final, Literal, Self
+from typing import Literal, Self
 
 from tinsmith_jax.layers import TILE
 
 Pass = Literal["score", "gradients"]
 """Logprobs and losses alone, or their gradients as well."""
-
-PASSES: Final[tuple[Pass, ...]] = ("score", "gradients")
 
 MAX_ADAPTERS = 8  # in a micro-batch
 SMALLEST = 2 * TILE  # XLA computes a batch of one tile in a different order than a batch of several

@@ -21,7 +21,8 @@ _BY_INPUTS: Final = frozenset({"self_attn.o_proj", "mlp.down_proj"})
 """The modules whose inputs `tensor` divides; of the others it divides the outputs."""
 
 _TARGET: Final = 24  # per token and target: what a loss takes and gives
-_RUNTIME: Final = 1 << 30  # of an accelerator: its driver's, and gaps of the allocator; an allowance
+_RUNTIME: Final = {True: 1 << 29, False: 1 << 30}
+"""Allowances: on a CPU for Python, JAX and its programs; on accelerators for the driver, and gaps of the allocator."""
 _DRAWN: Final = {True: 8, False: 24}  # per row of a decoding dispatch and token of the vocabulary
 _READ_TILES: Final = {True: 2, False: 8}  # of prompts at a time
 
@@ -49,6 +50,8 @@ class Computing:
     on_cpu: bool
     dtype: str
     recompute: bool
+    native: bool = False  # by the kernels in C++
+    stored: str | None = None  # what base weights are kept in, if that is not `dtype`
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
@@ -56,6 +59,11 @@ class Computing:
     @property
     def item(self) -> int:
         return ITEM[self.dtype]
+
+    @property
+    def base_item(self) -> int:
+        """Bytes of a base weight."""
+        return ITEM[self.stored or self.dtype]
 
     @property
     def value_item(self) -> int:
@@ -89,7 +97,7 @@ class Costs:
     @property
     def base(self) -> int:
         """The weights. Norms and routers are whole on every device."""
-        counts, item = weight_counts(self.shape), self.computing.item
+        counts, item = weight_counts(self.shape), self.computing.base_item
         experts = self.shape.experts
         linear = self.shape.linear_shapes()
         in_layer = (*ATTENTION, *MLP) if experts is None else ATTENTION
@@ -118,6 +126,8 @@ class Costs:
     @property
     def zeros(self) -> int:
         """An adapter of each class, which all share that have no gradients or moments yet."""
+        if self.computing.native:
+            return 0  # nobody writes them
         ranks = rank_classes(self.max_lora_rank)
         return sum(self.weights(rank) + (self.state(rank) if self.computing.fsdp > 1 else 0) for rank in ranks)
 
@@ -135,24 +145,28 @@ class Costs:
 
     @property
     def runtime(self) -> int:
-        return 0 if self.computing.on_cpu else _RUNTIME
+        return _RUNTIME[self.computing.on_cpu]
+
+    def kept(self, tokens: int) -> int:
+        """What a pass over so many tokens keeps of all layers for its backward pass."""
+        inputs = self.shape.hidden_size * self.computing.value_item
+        return tokens * self.shape.num_layers * (inputs if self.computing.recompute else self._of_layer(_KEPT))
 
     def micro_batch(self, tokens: int, adapters: int, targets: int = 1) -> int:
-        """A pass with gradients over a stream of so many tokens, with room for so many adapters of the largest rank."""
-        kept, layer = self._of_layer(_KEPT), self._of_layer(_DIFFERENTIATED)
-        on_cpu, num_layers = self.computing.on_cpu, self.shape.num_layers
-        if self.computing.recompute:
-            saved = num_layers * self.shape.hidden_size * self.computing.value_item
-            layer += kept if on_cpu else 0
-        else:
-            saved = num_layers * kept
+        """A pass with gradients over a stream of so many tokens, with room for so many adapters of the largest rank.
+
+        The kernels in C++ take adapters one by one, but for the head's, of which there is room for all.
+        """
+        on_cpu, layer = self.computing.on_cpu, self._of_layer(_DIFFERENTIATED)
+        if self.computing.recompute and on_cpu:
+            layer += self._of_layer(_KEPT)
         at_most = tokens * layer + self._stacked(adapters)
         if on_cpu:
             logits = min(max(_CPU_LOGITS, TILE * self.shape.vocab_size), tokens * self.shape.vocab_size)
             of_head = logits * _PER_LOGIT[self.computing.dtype] // self.computing.tensor
             at_most = max(at_most, self._stacked(adapters, head=True) + of_head)
         results = adapters * self.state(self.max_lora_rank) + tokens * _TARGET * targets
-        return tokens * saved + at_most + self._copied_base(tokens, adapters) + results
+        return self.kept(tokens) + at_most + self._copied_base(tokens, adapters) + results
 
     def step(self, adapters: int) -> int:
         """The optimizer steps of so many adapters of the largest rank, whose old states stay until all are made."""
@@ -174,6 +188,8 @@ class Costs:
         """Return what adapters take side by side. On a CPU, the head's have gone when layers are differentiated."""
         on_cpu, fsdp = self.computing.on_cpu, self.computing.fsdp
         own = self.weights(self.max_lora_rank) - (self._head_weights() if on_cpu and not head else 0)
+        if self.computing.native:
+            adapters, own = TOGETHER, self._head_weights()
         return int((_STACKED[on_cpu] if fsdp == 1 else _STACKED_BY_FSDP) * adapters * own)
 
     def _head_weights(self) -> int:

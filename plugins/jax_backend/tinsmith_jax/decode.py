@@ -20,6 +20,7 @@ times the query heads per J), D = head dim, R = adapters, X = decode steps or ta
 i, r, o = in, rank, out of a LoRA.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -104,6 +105,11 @@ def cache_shapes(config: ModelConfig, num_pages: int) -> tuple[tuple[int, ...], 
     return (*pages, config.head_dim, PAGE), (*pages, PAGE, config.head_dim)
 
 
+def page_bytes(config: ModelConfig) -> int:
+    """Return what a page takes in float32."""
+    return sum(4 * math.prod(shape) for shape in cache_shapes(config, 1))
+
+
 def experts_of_token(config: ModelConfig) -> tuple[int, int]:
     """Return L and C: how many experts compute a token in how many layers."""
     assert config.experts is not None, "only models with experts return them"
@@ -136,7 +142,9 @@ def prefill(
         place_T = jnp.arange(tiles.tokens_NT.shape[1])
         position_NT = jnp.where(tiles.tokens_NT >= 0, tiles.start_N[:, None] + place_T, -1)
         rows = Rows(jnp.maximum(tiles.tokens_NT, 0), position_NT, tiles.table_NG, tiles.adapter_N)
-        written, hidden_NH = native_sampling.hidden_states(config, base, resident, cache, rows)
+        written, hidden_NH = native_sampling.hidden_states(
+            config, base, resident, cache, rows, rounds=axes.kernels.rounds
+        )
         return Cache(*written), tuple(hidden_NH.reshape(*tiles.tokens_NT.shape, -1)), None
     lora = AdapterRows.of_tiles(resident, tiles.adapter_N)
     count = jnp.sum(tiles.start_N >= 0)
@@ -163,7 +171,7 @@ def score_prompt(
     shard, row = place
     if axes.kernels.native:
         own = Tiles(row[None], resident["scale"][row][None])
-        logits_TV = native_head.logits(base["head"], resident["head"], hidden_TH, own)
+        logits_TV = native_head.logits(base["head"], resident["head"], hidden_TH, own, rounds=axes.kernels.rounds)
     else:
         lora = AdapterRows.of_tiles(resident, row[None])
         logits_TV = _logits(axes.whole(base["head"], 1), lora, hidden_TH[None], axes)[0]
@@ -225,7 +233,7 @@ def decode(  # noqa: PLR0913 - a compiled program's arguments
     def draw_next_natively(cache: Cache, now: SlotState) -> tuple[Cache, tuple[jax.Array, ...], None]:
         position_B = jnp.where(jnp.arange(num_rows) < num_used, now.position_B, -1)
         rows = Rows(now.token_B, position_B, now.table_BG, now.adapter_B)
-        written, logits_BV = native_sampling.logits(config, base, resident, cache, rows)
+        written, logits_BV = native_sampling.logits(config, base, resident, cache, rows, rounds=axes.kernels.rounds)
         token_B, logprob_B, logp_BV = native_sampling.draw(
             logits_BV, params, now.position_B + 1, num_used, any_truncated=switches.any_truncated
         )
@@ -277,24 +285,27 @@ def copy_pages(cache: Cache, source_X: jax.Array, target_X: jax.Array) -> Cache:
 
 
 def write_adapter(resident: Tree, adapter: Tree, row: jax.Array, scale: jax.Array, *, axes: Axes = ONE) -> Tree:
-    """Put an adapter into a row of all shards', padding its rank with zeros.
+    """Put an adapter into a row of all shards', padding its rank with zeros, and its scale folded into B.
 
-    Its scale is folded into B, except for the kernels in C++. These are told its scale and rank class, and multiply by
-    the scale where training does.
+    The kernels in C++ are told its scale and rank class instead. They multiply by the scale where training does, and of
+    the layers, they read nothing past the rank.
     """
     native = "rank" in resident
     folded = 1.0 if native else scale
     row = axes.own_row(row, resident["head"][0].shape[0])  # past the end on other shards, where nothing is set
 
-    def put(rows: tuple[jax.Array, jax.Array], pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def put(
+        rows: tuple[jax.Array, jax.Array], pair: tuple[jax.Array, jax.Array], *, pads: bool
+    ) -> tuple[jax.Array, jax.Array]:
         (rows_A, rows_B), (A, B) = rows, pair
-        missing = rows_A.shape[-1] - A.shape[-1]
+        missing = rows_A.shape[-1] - A.shape[-1] if pads else 0
         A = jnp.pad(A, [(0, 0)] * (A.ndim - 1) + [(0, missing)]).astype(rows_A.dtype)
         B = jnp.pad(B * folded, [(0, 0)] * (B.ndim - 2) + [(0, missing), (0, 0)]).astype(rows_B.dtype)
-        return rows_A.at[..., row, :, :].set(A), rows_B.at[..., row, :, :].set(B)
+        rank = A.shape[-1]
+        return rows_A.at[..., row, :, :rank].set(A), rows_B.at[..., row, :rank, :].set(B)
 
-    pairs = {name: resident[name] for name in adapter}
-    written: Tree = jax.tree.map(put, pairs, adapter, is_leaf=lambda node: isinstance(node, tuple))
+    layers = {name: put(resident["layers"][name], pair, pads=not native) for name, pair in adapter["layers"].items()}
+    written: Tree = {"layers": layers, "head": put(resident["head"], adapter["head"], pads=True)}
     if native:
         written["rank"] = resident["rank"].at[row].set(adapter["head"][0].shape[-1])
         written["scale"] = resident["scale"].at[row].set(scale)

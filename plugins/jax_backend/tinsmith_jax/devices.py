@@ -62,9 +62,7 @@ class Devices:
         budget = runtime.divided(config, model, memory, trains=True, samples=setup.samples)
         limits = runtime.decide(config, model, budget=budget)
         layout = None if config.mesh is None else make_layout(config.mesh, model, exact=limits.exact)
-        # Where a memory is counted, there is no room for what is not.
-        narrow = limits.native and limits.dtype == "float32" and setup.samples and memory is None
-        base = load_base(setup.model_directory, model, limits.dtype, progress, layout, narrow=narrow)
+        base = load_base(setup.model_directory, model, limits.dtype, progress, layout, widens=limits.kernels.native)
         shapes = jax.tree.map(partial(_shape_of, on_mesh=layout is not None), base)
         losses = LossTable(setup.losses)
         self.train_programs = TrainPrograms(

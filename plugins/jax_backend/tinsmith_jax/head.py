@@ -58,7 +58,7 @@ def score(
 
     def step(carry: None, chunk: _Chunk) -> tuple[None, tuple[Any, Any]]:
         if axes.kernels.native:
-            _, logp_CK = native_head.forward(_native_rows(head_VH, adapters, chunk))
+            _, logp_CK = native_head.forward(_native_rows(head_VH, adapters, chunk), rounds=axes.kernels.rounds)
         else:
             logits_CV, _ = _logits(head_VH, adapters, chunk, axes)
             logp_CK, _ = _logprobs(logits_CV, chunk.batch.targets_TK, axes)
@@ -88,9 +88,9 @@ def score_with_gradients(  # noqa: PLR0913 - what a compiled program works on
 
     def native_step(sums: Any, chunk: _Chunk) -> tuple[Any, tuple[Any, Any, Any]]:
         given = _native_rows(head_VH, adapters, chunk)
-        logits, logp_CK = native_head.forward(given)
+        logits, logp_CK = native_head.forward(given, rounds=axes.kernels.rounds)
         loss_CK, d_logp_CK = losses.per_token(logp_CK, chunk.batch)
-        d_hidden, sums = native_head.backward(given, logits, d_logp_CK, sums)
+        d_hidden, sums = native_head.backward(given, logits, d_logp_CK, sums, rounds=axes.kernels.rounds)
         return sums, (logp_CK, loss_CK, d_hidden)
 
     def step(sums: Any, chunk: _Chunk) -> tuple[Any, tuple[Any, Any, Any]]:

@@ -42,23 +42,26 @@ def rows(head_VH: Any, adapters: Any, hidden_CH: Any, tiles: Tiles, count_n: Any
     return Rows(hidden_CH, head_VH, A, B, tiles.adapter_n, tiles.scale_n, count_n, targets_CK)
 
 
-def logits(head_VH: Any, adapters: Any, hidden_CH: Any, tiles: Tiles) -> Any:
+def logits(head_VH: Any, adapters: Any, hidden_CH: Any, tiles: Tiles, *, rounds: bool) -> Any:
     """Return the logits [C, V] of whole tiles. One whose adapter is below 0 has none."""
     n = len(tiles.adapter_n)
     count_n, target_CK = np.full(n, TILE, np.int32), np.zeros((n * TILE, 1), np.int32)
-    return forward(rows(head_VH, adapters, hidden_CH, tiles, count_n, target_CK))[0].logits_CV
+    return forward(rows(head_VH, adapters, hidden_CH, tiles, count_n, target_CK), rounds=rounds)[0].logits_CV
 
 
-def forward(given: Rows) -> tuple[Logits, Any]:
-    """Return the logits and the logprobs of the targets [C, K], 0 in rows without a token."""
+def forward(given: Rows, *, rounds: bool) -> tuple[Logits, Any]:
+    """Return the logits and the logprobs of the targets [C, K], 0 in rows without a token.
+
+    `rounds`: the head is of bfloat16, and what it multiplies is rounded to that.
+    """
     C, V, r = len(given.hidden_CH), len(given.head_VH), given.A.shape[-1]
     shapes = (C, V), (C, r), (C,), given.targets_CK.shape
     call = jax.ffi.ffi_call(native.HEAD_FORWARD, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
-    *logits, logp_CK = call(*given)
+    *logits, logp_CK = call(*given, rounds=rounds)
     return Logits(*logits), logp_CK
 
 
-def backward(given: Rows, logits: Logits, d_logp_CK: Any, sums: Any) -> tuple[Any, Any]:
+def backward(given: Rows, logits: Logits, d_logp_CK: Any, sums: Any, *, rounds: bool) -> tuple[Any, Any]:
     """Return the derivatives by the hidden states [C, H], and the sums plus the gradients of the adapters."""
     arguments = (*given, d_logp_CK, logits.z_Cr, logits.totals_C, logits.logits_CV, *sums)
     results = (given.hidden_CH, logits.logits_CV, *sums)
@@ -68,5 +71,5 @@ def backward(given: Rows, logits: Logits, d_logp_CK: Any, sums: Any) -> tuple[An
         [jax.ShapeDtypeStruct(each.shape, jnp.float32) for each in results],
         input_output_aliases={last: 1, last + 1: 2, last + 2: 3},  # the logits are not needed any more
     )
-    d_hidden_CH, _, sums_A, sums_B = call(*arguments)
+    d_hidden_CH, _, sums_A, sums_B = call(*arguments, rounds=rounds)
     return d_hidden_CH, (sums_A, sums_B)

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax import lax
 
@@ -21,7 +20,6 @@ from tinsmith_jax.mesh import ONE
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.sampling_head import RowParams, truncation_floor, uniform
 from tinsmith_jax.trunk import LAYER_MODULES, embed
-from tinsmith_jax.weights import NARROW
 
 # Any: nested dictionaries of arrays (described in weights.py and adapters.py), and jax or NumPy arrays.
 Tree = Any
@@ -31,7 +29,6 @@ Parts = Sequence[jax.Array]
 _NORMS = ("input_norm", "q_norm", "k_norm", "post_norm")
 _MATRICES = ("qkv", "o", "gate_up", "down")
 _ABSENT = np.zeros((1, 0), np.float32)  # in place of norms that a model does not have
-_ABSENT_NARROW = np.zeros((1, 0), ml_dtypes.bfloat16)
 
 
 class Rows:
@@ -42,14 +39,18 @@ class Rows:
         self.table_BG, self.adapter_B = table_BG, adapter_B
 
 
-def hidden_states(config: ModelConfig, base: Tree, resident: Tree, cache: Parts, rows: Rows) -> tuple[Parts, jax.Array]:
+def hidden_states(
+    config: ModelConfig, base: Tree, resident: Tree, cache: Parts, rows: Rows, *, rounds: bool
+) -> tuple[Parts, jax.Array]:
     """Write the rows' keys and values and return the normed hidden states [N, H], zeros for rows not in use."""
-    return _layers(config, base, resident, cache, rows, config.hidden_size, gives_logits=False)
+    return _layers(config, base, resident, cache, rows, config.hidden_size, gives_logits=False, rounds=rounds)
 
 
-def logits(config: ModelConfig, base: Tree, resident: Tree, cache: Parts, rows: Rows) -> tuple[Parts, jax.Array]:
+def logits(
+    config: ModelConfig, base: Tree, resident: Tree, cache: Parts, rows: Rows, *, rounds: bool
+) -> tuple[Parts, jax.Array]:
     """Do so and return the logits [N, V], which mean nothing for rows not in use."""
-    return _layers(config, base, resident, cache, rows, config.vocab_size, gives_logits=True)
+    return _layers(config, base, resident, cache, rows, config.vocab_size, gives_logits=True, rounds=rounds)
 
 
 def draw(
@@ -86,18 +87,25 @@ def draw(
 
 
 def _layers(
-    config: ModelConfig, base: Tree, resident: Tree, cache: Parts, rows: Rows, width: int, *, gives_logits: bool
+    config: ModelConfig,
+    base: Tree,
+    resident: Tree,
+    cache: Parts,
+    rows: Rows,
+    width: int,
+    *,
+    gives_logits: bool,
+    rounds: bool,
 ) -> tuple[Parts, jax.Array]:
     x_NH = embed(base["embed"], rows.token_N, ONE).astype(jnp.float32)
     cos_ND, sin_ND = rope_angles(rows.position_N, config.rope.inv_freq, config.rope.factor)
     norms = [*(base["layers"].get(name, _ABSENT) for name in _NORMS), base["final_norm"]]
     matrices = [*(base["layers"][name] for name in _MATRICES), base["head"]]
     adapters = [factor for name in LAYER_MODULES for factor in resident["layers"][name]]
-    narrow = [base.get("narrow", {}).get(name, _ABSENT_NARROW) for name in NARROW]
     arguments = (
         *(x_NH, rows.position_N, rows.table_BG, rows.adapter_B, resident["rank"], resident["scale"], cos_ND, sin_ND),
         *(norm.astype(np.float32) for norm in norms),
-        *(*matrices, *adapters, *resident["head"], *narrow, *cache),
+        *(*matrices, *adapters, *resident["head"], *cache),
     )
     results = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in cache]
     call = jax.ffi.ffi_call(
@@ -105,5 +113,5 @@ def _layers(
         (*results, jax.ShapeDtypeStruct((len(x_NH), width), jnp.float32)),
         input_output_aliases={len(arguments) - 2: 0, len(arguments) - 1: 1},
     )
-    *written, out = call(*arguments, eps=np.float32(config.rms_norm_eps), gives_logits=gives_logits)
+    *written, out = call(*arguments, eps=np.float32(config.rms_norm_eps), gives_logits=gives_logits, rounds=rounds)
     return written, out

@@ -31,10 +31,15 @@ class _Weights(NamedTuple):
     adapters: tuple[Any, ...]
 
 
+class How(NamedTuple):
+    config: ModelConfig
+    rounds: bool  # to bfloat16, what the model's matrices multiply
+
+
 def layers(
     x_TH: Any,
     weights: Any,
-    config: ModelConfig,
+    how: How,
     adapters: Sequence[Any],
     tiles: Tiles,
     angles: Any,
@@ -54,29 +59,29 @@ def layers(
     given = _Weights((*(weights[name] for name in _MATRICES), *norms), tuple(adapters))
     x_TH = x_TH.astype(jnp.float32)
     if sums is None:
-        (out_TH,) = _forward(config, x_TH, stream, given, ())
+        (out_TH,) = _forward(how, x_TH, stream, given, ())
         return out_TH
-    return _summing(config, x_TH, stream, given, sums)
+    return _summing(how, x_TH, stream, given, sums)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _summing(config: ModelConfig, x_TH: Any, stream: Any, given: _Weights, sums: Any) -> Any:
+def _summing(how: How, x_TH: Any, stream: Any, given: _Weights, sums: Any) -> Any:
     del sums
-    return _forward(config, x_TH, stream, given, ())[0]
+    return _forward(how, x_TH, stream, given, ())[0]
 
 
-def _summing_forward(config: ModelConfig, x_TH: Any, stream: Any, given: _Weights, sums: Any) -> tuple[Any, Any]:
+def _summing_forward(how: How, x_TH: Any, stream: Any, given: _Weights, sums: Any) -> tuple[Any, Any]:
     rank = sums[0]["q"][0].shape[-1]
-    out_TH, *saved = _forward(config, x_TH, stream, given, _saved_sizes(config, rank))
+    out_TH, *saved = _forward(how, x_TH, stream, given, _saved_sizes(how.config, rank))
     return out_TH, (stream, given, sums, saved)
 
 
-def _summing_backward(config: ModelConfig, kept: Any, d_TH: Any) -> tuple[None, None, None, Any]:
+def _summing_backward(how: How, kept: Any, d_TH: Any) -> tuple[None, None, None, Any]:
     stream, given, sums, saved = kept
     before = _in_order(sums)
     call = jax.ffi.ffi_call(native.BACKWARD, [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in before])
     after = iter(
-        call(d_TH, *stream, *given.base, *_in_order(given.adapters), *saved, *before, **_attributes(config, given))
+        call(d_TH, *stream, *given.base, *_in_order(given.adapters), *saved, *before, **_attributes(how, given))
     )
     return None, None, None, tuple({name: (next(after), next(after)) for name in _MODULES} for _ in sums)
 
@@ -84,12 +89,12 @@ def _summing_backward(config: ModelConfig, kept: Any, d_TH: Any) -> tuple[None, 
 _summing.defvjp(_summing_forward, _summing_backward)
 
 
-def _forward(config: ModelConfig, x_TH: Any, stream: Any, given: _Weights, saved_sizes: tuple[int, ...]) -> Any:
+def _forward(how: How, x_TH: Any, stream: Any, given: _Weights, saved_sizes: tuple[int, ...]) -> Any:
     """Return the output [T, H] and what is to be saved of each layer: [L, T, size]."""
     T, H = x_TH.shape
-    shapes = [(T, H), *((config.num_layers, T, size) for size in saved_sizes)]
+    shapes = [(T, H), *((how.config.num_layers, T, size) for size in saved_sizes)]
     call = jax.ffi.ffi_call(native.FORWARD, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
-    return call(x_TH, *stream, *given.base, *_in_order(given.adapters), **_attributes(config, given))
+    return call(x_TH, *stream, *given.base, *_in_order(given.adapters), **_attributes(how, given))
 
 
 def _saved_sizes(config: ModelConfig, rank: int) -> tuple[int, ...]:
@@ -98,8 +103,9 @@ def _saved_sizes(config: ModelConfig, rank: int) -> tuple[int, ...]:
     return H, Q + 2 * config.kv_size, Q, Q // config.head_dim, H, 2 * config.intermediate_size, len(_MODULES) * rank
 
 
-def _attributes(config: ModelConfig, given: _Weights) -> dict[str, Any]:
-    return {"eps": np.float32(config.rms_norm_eps), "adapters": np.int32(len(given.adapters))}
+def _attributes(how: How, given: _Weights) -> dict[str, Any]:
+    eps, number = np.float32(how.config.rms_norm_eps), np.int32(len(given.adapters))
+    return {"eps": eps, "adapters": number, "rounds": how.rounds}
 
 
 def _in_order(adapters: Sequence[Any]) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ uses it any more, until its place is needed; the one that went unused longest go
 reading them again would give the same bits. What was drawn was computed in another shape.
 """
 
+import heapq
 from collections import OrderedDict
 from hashlib import blake2b
 from typing import NamedTuple
@@ -29,8 +30,11 @@ class PrefixKey(NamedTuple):
 class Pages:
     """The pages of one shard. Page 0 is not given out."""
 
-    def __init__(self, num_pages: int) -> None:
-        self._free = list(range(num_pages - 1, 0, -1))
+    def __init__(self, num_pages: int, *, kept: int | None = None) -> None:
+        """`kept`: how many pages that nobody uses may stay for the prefixes they hold; None: all."""
+        self._kept = num_pages if kept is None else kept
+        self._free = list(range(1, num_pages))  # a heap: what is in use lies close together
+        self._touched: set[int] = set()  # that have been given out since `give_back`
         self._users: dict[int, int] = {}
         self._keys: dict[int, PrefixKey] = {}
         self._known: dict[PrefixKey, int] = {}
@@ -46,13 +50,17 @@ class Pages:
 
     def take(self) -> int:
         """Return a page for new content. There is one: the sampler never uses more than a shard has."""
-        if self._free:
-            page = self._free.pop()
-        else:
-            page, _ = self._unused.popitem(last=False)
-            del self._known[self._keys.pop(page)]
+        page = heapq.heappop(self._free) if self._free else self._evict()
         self._users[page] = 1
+        self._touched.add(page)
         return page
+
+    def give_back(self) -> list[int]:
+        """Forget the prefixes that nobody uses. Return the free pages in which something may lie, in order."""
+        self._evict_to(0)
+        given = sorted(self._touched.intersection(self._free))
+        self._touched.difference_update(given)
+        return given
 
     def find(self, key: PrefixKey) -> int | None:
         """Return the page with this prefix, for one more user, or None."""
@@ -82,7 +90,7 @@ class Pages:
         del self._known[self._keys.pop(page)]
         if page in self._unused:
             del self._unused[page]
-            self._free.append(page)
+            heapq.heappush(self._free, page)
 
     def release(self, page: int) -> None:
         self._users[page] -= 1
@@ -91,8 +99,9 @@ class Pages:
         del self._users[page]
         if page in self._keys:
             self._unused[page] = None
+            self._evict_to(self._kept)
         else:
-            self._free.append(page)
+            heapq.heappush(self._free, page)
 
     def forget(self, serial: int) -> None:
         """Free what was read with an adapter that is gone; pages in use are freed with their last user."""
@@ -101,14 +110,29 @@ class Pages:
             del self._keys[page]
             if page in self._unused:
                 del self._unused[page]
-                self._free.append(page)
+                heapq.heappush(self._free, page)
+
+    def _evict_to(self, number: int) -> None:
+        """Free those pages whose prefixes went unused longest."""
+        while len(self._unused) > number:
+            heapq.heappush(self._free, self._evict())
+
+    def _evict(self) -> int:
+        page, _ = self._unused.popitem(last=False)
+        del self._known[self._keys.pop(page)]
+        return page
 
 
 class Rows:
-    """Which adapter each row of a shard holds, by serial. Unused rows keep theirs until the place is needed."""
+    """Which adapter each row of a shard holds, by serial. Unused rows keep theirs until the place is needed.
 
-    def __init__(self, num_rows: int) -> None:
-        self._free = list(range(num_rows - 1, -1, -1))
+    If a row takes memory only once it has been written, adapters in use come to have as many as there are of them at a
+    time: what nobody uses makes room before another row is written.
+    """
+
+    def __init__(self, num_rows: int, *, grows: bool = False) -> None:
+        self._free = set(range(num_rows))
+        self._touched = set() if grows else set(range(num_rows))  # that take memory
         self._rows: OrderedDict[int, int] = OrderedDict()  # by serial, the one that was wanted last at the end
         self._users: dict[int, int] = {}
 
@@ -126,14 +150,18 @@ class Rows:
 
     def take(self) -> int:
         """Return a row that may be overwritten. There is one as long as fewer adapters are in use than rows."""
-        if self._free:
-            return self._free.pop()
-        serial = next(serial for serial in self._rows if not self._users.get(serial))
-        return self._rows.pop(serial)
+        unused = next((serial for serial in self._rows if not self._users.get(serial)), None)
+        ready = self._free & self._touched
+        if unused is not None and not ready:
+            return self._rows.pop(unused)
+        row = min(ready or self._free)
+        self._free.remove(row)
+        self._touched.add(row)
+        return row
 
     def put_back(self, row: int) -> None:
         """Return a row that was taken and holds nothing now."""
-        self._free.append(row)
+        self._free.add(row)
 
     def name(self, row: int, serial: int) -> None:
         """Say which adapter has been written to a row. It has one user."""
@@ -141,3 +169,16 @@ class Rows:
 
     def release(self, serial: int) -> None:
         self._users[serial] -= 1
+
+    def forget(self, serial: int) -> None:
+        """Free the row of an adapter that is gone and that nobody uses."""
+        if serial in self._rows and not self._users.get(serial):
+            self._free.add(self._rows.pop(serial))
+
+    def give_back(self) -> list[int]:
+        """Forget the adapters that nobody uses. Return the free rows in which something may lie, in order."""
+        for serial in list(self._rows):
+            self.forget(serial)
+        given = sorted(self._free & self._touched)
+        self._touched.difference_update(given)
+        return given

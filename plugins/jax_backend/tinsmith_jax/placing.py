@@ -1,14 +1,17 @@
 """What the backend takes of its devices, and how JAX is told which they are. No jax."""
 
+import os
 from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from tinsmith import Demand, Placement
-from tinsmith.huggingface import decoder_shape
+from tinsmith import Demand, Placement, find_compiler
+from tinsmith.huggingface import DecoderShape, decoder_shape
 from tinsmith_jax.admission import Budget, budget_of, computing_of, least_bytes
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig, as_trainer
 from tinsmith_jax.costs import Computing
+from tinsmith_jax.kernels import library
 from tinsmith_jax.model_config import ARCHITECTURES
 
 _ELSEWHERE: Final = ("scheduler", "ray")  # launchers that choose the devices themselves
@@ -17,16 +20,19 @@ _ELSEWHERE: Final = ("scheduler", "ray")  # launchers that choose the devices th
 def trainer_demand(config: JaxConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:  # Any: JSON
     """See `tinsmith.BackendSpec`.
 
-    What the CPU can multiply is not known here: unless `dtype` is set, float32 is counted, which takes more.
+    What the CPU can multiply is not known here: unless `dtype` is set, float32 is counted, which takes more if the
+    kernels in C++ do not keep the model in bfloat16.
     """
     simulated, elsewhere = config.simulated_devices is not None, config.launcher in _ELSEWHERE
     num_devices = 0 if simulated or elsewhere else -(-_size(config) // config.nnodes)
     if model is None:
         return Demand(num_devices=num_devices)
-    computing = computing_of(config, on_cpu=simulated or not (placement.devices or elsewhere))
+    on_cpu = simulated or not (placement.devices or elsewhere)
+    computing = computing_of(config, on_cpu=on_cpu)
     least, budget = _budget(config, model, computing, placement, trains=True, samples=placement.samples)
     return Demand(
         num_devices=num_devices,
+        on_host=on_cpu and config.mesh is None and library.on_cpus(os.environ),
         least_bytes=least,
         fixed=_fixed(budget, f"a micro-batch of {budget.micro_tokens} tokens"),
         per_model={"weights, gradients, moments, a snapshot": budget.model},
@@ -42,10 +48,12 @@ def sampler_demand(
     if model is None:
         return Demand(num_devices=_size(config))
     whole = as_trainer(config)
-    computing = computing_of(whole, on_cpu=not placement.devices)
+    on_cpu = not placement.devices
+    computing = computing_of(whole, on_cpu=on_cpu)
     least, budget = _budget(whole, model, computing, placement, trains=False, samples=True)
     return Demand(
         num_devices=_size(config),
+        on_host=on_cpu and config.mesh is None and library.on_cpus(os.environ),
         least_bytes=least,
         fixed=_fixed(budget, "a dispatch"),
         per_model={"weights": budget.costs.weights(config.max_lora_rank)},
@@ -74,8 +82,17 @@ def _budget(
 ) -> tuple[int, Budget]:  # Any: as above
     """Return the least memory that is enough, and what becomes of that which there is."""
     shape = decoder_shape(model, Path("config.json"), supported=ARCHITECTURES)
+    if computing.on_cpu and _suits_kernels(config, shape):
+        stored = None if shape.int8 is not None else model.get("dtype") or model.get("torch_dtype")
+        computing = replace(computing, native=True, stored="bfloat16" if stored == "bfloat16" else None)
     least = least_bytes(config, shape, computing, trains=trains, samples=samples)
     return least, budget_of(config, shape, computing, placement.memory_bytes, trains=trains, samples=samples)
+
+
+def _suits_kernels(config: JaxConfig, shape: DecoderShape) -> bool:
+    """Return whether the kernels in C++ can be compiled, and compute this model."""
+    suits = config.mesh is None and shape.experts is None and config.kernels != "reference" and not config.recompute
+    return suits and find_compiler() is not None
 
 
 def _fixed(budget: Budget, program: str) -> dict[str, int]:
@@ -85,7 +102,9 @@ def _fixed(budget: Budget, program: str) -> dict[str, int]:
         f"pages and adapters of {budget.slots} slots": budget.sampler,
         "zeros for absent gradients and moments": budget.costs.zeros if budget.trains else 0,
         program: budget.working(budget.max_models),
-        "the driver, and gaps": budget.costs.runtime,
+        "Python, JAX and its programs"
+        if budget.costs.computing.on_cpu
+        else "the driver, and gaps": budget.costs.runtime,
     }
 
 

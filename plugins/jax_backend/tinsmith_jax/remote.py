@@ -263,6 +263,9 @@ class RemoteSampling:
         drawn: Drawn = self._run("decode", slots, num_steps)
         return drawn
 
+    def give_back(self, pages: Sequence[int], rows: Sequence[int]) -> None:
+        self._run("give_back", pages, rows)
+
     def _run(self, method: str, *arguments: Any, **options: Any) -> Any:
         return self._workers.run("sampling", method, *arguments, **options)
 

@@ -57,7 +57,8 @@ class Limits:
     @property
     def kernels(self) -> Kernels:
         chosen = choose(self.platform, longest=self.max_context_tokens, reference=self.reference_kernels)
-        return replace(chosen, native=self.native and not self.recompute)
+        native = self.native and not self.recompute
+        return replace(chosen, native=native, rounds=native and self.dtype == "bfloat16")
 
 
 def _platform() -> str:
@@ -124,7 +125,7 @@ def divided(config: JaxConfig, model: ModelConfig, memory: int | None, *, trains
     knows how the other rounds.
     """
     platform, alone = jax.default_backend(), trains and samples
-    computing = _computing(config, model, platform) if alone else computing_of(config, on_cpu=platform == "cpu")
+    computing = _computing(config, model, platform, alone=alone)
     budget = budget_of(config, model, computing, memory, trains=trains, samples=samples)
     require_enough(budget)
     return budget
@@ -150,14 +151,19 @@ def decide(config: JaxConfig, model: ModelConfig, platform: str | None = None, b
     )
 
 
-def _computing(config: JaxConfig, model: ModelConfig, platform: str) -> Computing:
-    """Resolve how the devices compute: in bfloat16 on a CPU as well, if the model is of that type and it pays."""
+def _computing(config: JaxConfig, model: ModelConfig, platform: str, *, alone: bool = True) -> Computing:
+    """Resolve how the devices compute: in bfloat16 on a CPU as well, if the model is of that type and it pays.
+
+    If it does not, the kernels in C++ still keep such a model in that type.
+    """
     computing = computing_of(config, on_cpu=platform == "cpu")
     stored = "float32" if model.int8 is not None else model.dtype  # 8-bit integers stand for more than bfloat16 holds
-    pays = config.dtype is None and native.multiplies_bfloat16()
+    pays = alone and config.dtype is None and native.multiplies_bfloat16()
     if pays and stored == "bfloat16" and _suits_native(config, model, "bfloat16", platform):
-        return replace(computing, dtype="bfloat16")
-    return computing
+        computing = replace(computing, dtype="bfloat16")
+    if config.recompute or not _suits_native(config, model, computing.dtype, platform):
+        return computing
+    return replace(computing, native=True, stored="bfloat16" if stored == "bfloat16" else None)
 
 
 def _suits_native(config: JaxConfig, model: ModelConfig, dtype: str, platform: str) -> bool:

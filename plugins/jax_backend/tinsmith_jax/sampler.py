@@ -100,8 +100,11 @@ class Sampler(SamplingBackend):
         capabilities: Capabilities,
         rules: StopRules,
         prefill_tokens: int,
+        idle_s: float = 60.0,
     ) -> None:
+        """`idle_s`: after so long without a request, nothing is kept for later ones."""
         self._device = device
+        self._idle_s = idle_s
         self._capabilities = capabilities
         self._config = config
         self._rules = rules
@@ -255,8 +258,12 @@ class Sampler(SamplingBackend):
     def _take_arrived(self) -> bool:
         """Wait until there is something to do. Return False if the thread must end."""
         with self._wake:
-            while not (self._closing or self._arrived or self._waiting):
-                self._wake.wait()
+            idle = not self._wake.wait_for(self._is_wanted, self._idle_s)
+        if idle:
+            self._forget_dropped()
+            self._give_back()
+        with self._wake:
+            self._wake.wait_for(self._is_wanted)
             arrived = list(self._arrived)
             self._arrived.clear()
             for waiting in arrived:
@@ -265,6 +272,15 @@ class Sampler(SamplingBackend):
         for waiting in arrived:
             self._line.add(waiting.request)
         return not closing
+
+    def _is_wanted(self) -> bool:
+        return bool(self._closing or self._arrived or self._waiting)
+
+    def _give_back(self) -> None:
+        """Keep nothing that nobody uses: prefixes, adapters, and the memory in which they lay."""
+        if self._device.shape.grows:
+            (pages,), (rows,) = self._pages, self._rows
+            self._device.give_back(pages.give_back(), rows.give_back())
 
     def _round(self) -> None:
         self._involved = ()
@@ -285,8 +301,9 @@ class Sampler(SamplingBackend):
     def _forget_dropped(self) -> None:
         while self._dropped:
             serial = self._dropped.popleft()
-            for pages in self._pages:
+            for pages, rows in zip(self._pages, self._rows, strict=True):
                 pages.forget(serial)
+                rows.forget(serial)
 
     def _fill_slots(self) -> None:
         """Assign free slots to waiting sequences, in order, as long as the next one has room."""
@@ -603,7 +620,8 @@ class Sampler(SamplingBackend):
         """Return each shard's pages and rows of adapters when it has read nothing."""
         shape = self._device.shape
         shards = range(shape.num_shards)
-        return [Pages(shape.pages_per_shard) for _ in shards], [Rows(shape.whole_per_shard) for _ in shards]
+        pages = [Pages(shape.pages_per_shard, kept=shape.kept_pages) for _ in shards]
+        return pages, [Rows(shape.whole_per_shard, grows=shape.grows) for _ in shards]
 
     def _end_with(self, error: BaseException) -> None:
         """Raise the error to all who wait, and to all who come."""

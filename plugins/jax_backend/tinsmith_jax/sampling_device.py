@@ -5,7 +5,7 @@ Takes and returns NumPy arrays. One thread calls it, and every dispatch takes a 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from tinsmith_jax.admission import Budget
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.layers import TILE
-from tinsmith_jax.memory import out_of_memory_named
+from tinsmith_jax.memory import give_back, out_of_memory_named, take_with_use
 from tinsmith_jax.mesh import Layout, put
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.runtime import Limits
@@ -25,6 +25,7 @@ from tinsmith_jax.sampling_values import Drawn, ExpertsOfPages, PageCopy, Prompt
 from tinsmith_jax.weights import Base
 
 # Any below: compiled programs, which jax does not type.
+_KEPT_BYTES: Final = 1 << 29  # that pages may take for prefixes which nobody uses, or as much as the longest sequence
 
 
 class SamplingDevice:
@@ -40,6 +41,9 @@ class SamplingDevice:
     def reset(self) -> None:
         """Start again with nothing read, because a failure may have lost the donated arrays."""
         self._cache, self._resident = self._sampling.empty()
+        if self.shape.grows:
+            for array in jax.tree.leaves((self._cache, self._adapters())):
+                take_with_use(array)
         self._hidden: dict[tuple[int, int], jax.Array] = {}  # of the tiles read last, by shard and page
 
     def is_intact(self) -> bool:
@@ -135,8 +139,22 @@ class SamplingDevice:
             experts_XBLC=None if steps.experts_XBLC is None else np.asarray(steps.experts_XBLC)[:made],
         )
 
+    def give_back(self, pages: Sequence[int], rows: Sequence[int]) -> None:
+        """Return to the system what pages and rows of adapters take that nobody uses. They then hold anything.
+
+        Only where they take memory again once something is put there; see SamplingShape.grows.
+        """
+        with self._turns.turn():
+            for array in self._cache:
+                give_back(array, array.ndim - 4, pages)
+            for array in jax.tree.leaves(self._adapters()):
+                give_back(array, array.ndim - 3, rows)
+
     def all_programs(self) -> list[Program]:
         return self._sampling.all()
+
+    def _adapters(self) -> adapters.Adapter:
+        return {name: self._resident[name] for name in ("layers", "head")}
 
     def _program(self, kind: Kind, size: int = 0) -> Any:
         return self._programs.get(self._sampling.named(kind, size))
@@ -155,18 +173,22 @@ def sampling_device(
 ) -> SamplingDevice:
     """Prepare the sampler's slots. With `routing_replay`, samples come with their experts if the model has any."""
     num_shards = 1 if layout is None else layout.axes.num_streams
-    # For the kernels in C++, a row costs what it costs alone, so an idle slot costs nothing.
-    twice = limits.native and "decode_slots" not in budget.config.model_fields_set
     shape = replace(
         sampling_shape(budget.config, limits, model, num_shards=num_shards),
-        slots_per_shard=2 * budget.slots if twice else budget.slots,
+        slots_per_shard=budget.drawn,
         whole_per_shard=budget.slots,
         native=limits.native,
+        rounds=limits.native and limits.dtype == "bfloat16",
+        kept_pages=_kept_pages(limits, model) if limits.native else None,
         returns_experts=routing_replay and model.experts is not None,
         gathers_once=budget.gathers_once,
     )
     sampling_programs = SamplingPrograms(config=model, shape=shape, base_shapes=base, layout=layout)
     return SamplingDevice(base, sampling_programs, programs=programs, turns=turns)
+
+
+def _kept_pages(limits: Limits, model: ModelConfig) -> int:
+    return max(decode.pages_of(limits.max_context_tokens), _KEPT_BYTES // decode.page_bytes(model))
 
 
 def sampling_shape(config: JaxConfig, limits: Limits, model: ModelConfig, *, num_shards: int) -> SamplingShape:

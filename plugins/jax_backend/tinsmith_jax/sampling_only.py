@@ -24,9 +24,9 @@ class JaxSampler(Sampler):
         budget = runtime.divided(whole, model, memory, trains=False, samples=True)
         limits = runtime.decide(whole, model, budget=budget)
         layout = None if config.mesh is None else make_layout(config.mesh, model, exact=limits.exact)
-        # Where a memory is counted, there is no room for what is not.
-        narrow = limits.native and limits.dtype == "float32" and memory is None
-        base = load_base(context.model_directory, model, limits.dtype, context.progress, layout, narrow=narrow)
+        base = load_base(
+            context.model_directory, model, limits.dtype, context.progress, layout, widens=limits.kernels.native
+        )
         self._programs = Programs(context.progress)
         device = sampling_device(
             budget, limits, model, base, layout,

@@ -14,7 +14,7 @@ import numpy as np
 
 from tinsmith_jax import adapters, decode
 from tinsmith_jax.compilation import Program, compile_program
-from tinsmith_jax.kernels.choice import Kernels
+from tinsmith_jax.kernels import native
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.mesh import CACHE, ONE, ROWS, Axes, Layout, Spec, adapter_specs, base_specs, resident_specs
 from tinsmith_jax.model_config import ModelConfig
@@ -44,7 +44,7 @@ class SamplingPrograms:
     @property
     def axes(self) -> Axes:
         axes = ONE if self.layout is None else self.layout.axes
-        return replace(axes, kernels=Kernels(equal_blocks=self.shape.one_by_one, native=self.shape.native))
+        return replace(axes, kernels=self.shape.kernels)
 
     def all(self) -> list[Program]:
         """Every program that can be needed, likely ones first."""
@@ -73,8 +73,17 @@ class SamplingPrograms:
         return Program(("sampling", kind, size), compiled)
 
     def empty(self) -> tuple[decode.Cache, adapters.Adapter]:
-        """Make the cache and the rows of the adapters, in one program: one for each shape is slow to compile."""
+        """Make the cache and the rows of the adapters, in one program: one for each shape is slow to compile.
+
+        For the kernels in C++, nothing is written: pages and rows take memory when something is put there.
+        """
         shapes = self.cache, self.resident
+        if self.shape.native:
+            leaves, tree = jax.tree.flatten(shapes)
+            untouched: tuple[decode.Cache, adapters.Adapter] = jax.tree.unflatten(
+                tree, jax.jit(jax.ffi.ffi_call(native.UNTOUCHED, leaves))()
+            )
+            return untouched
         specs: tuple[Any, Any] = jax.tree.map(lambda _: CACHE, self.cache), self._resident_specs
 
         places = None if self.layout is None else self.layout.placed_tree(specs)

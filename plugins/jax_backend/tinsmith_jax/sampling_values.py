@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from tinsmith import Array, FloatArray, IntArray, TokenArray
 from tinsmith_jax.decode import STOP_TABLE, pages_of
+from tinsmith_jax.kernels.choice import Kernels
 from tinsmith_jax.sampling_adapters import BASE_MODEL
 
 WordArray = npt.NDArray[np.uint32]
@@ -30,6 +31,8 @@ class SamplingShape:
     prefill_tiles: tuple[int, ...]  # of each shard, in ascending order
     dtype: str
     native: bool = False  # by the kernels in C++, in which a row costs the same in any company
+    rounds: bool = False  # these kernels multiply in bfloat16
+    kept_pages: int | None = None  # of each shard, that stay for what they hold when nobody uses them; None: all
     gathers_once: bool = False  # all weights for a decoding dispatch, instead of a layer's for each layer and step
     returns_experts: bool = False  # that compute each token
 
@@ -55,6 +58,15 @@ class SamplingShape:
     def adapters_per_shard(self) -> int:
         """At the end is a row that stays empty."""
         return self.whole_per_shard + 1
+
+    @property
+    def kernels(self) -> Kernels:
+        return Kernels(equal_blocks=self.one_by_one, native=self.native, rounds=self.rounds)
+
+    @property
+    def grows(self) -> bool:
+        """Whether pages, and rows of adapters, take memory only once something has been put there. Of one shard."""
+        return self.native
 
     def shard_of(self, slot: int) -> int:
         return slot // self.slots_per_shard

@@ -27,7 +27,7 @@ from tinsmith import (
     step_result,
 )
 from tinsmith_jax.admission import Budget
-from tinsmith_jax.buckets import MAX_ADAPTERS, PASSES, Bucket, Buckets, Pass
+from tinsmith_jax.buckets import MAX_ADAPTERS, Bucket, Buckets, Pass
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.loss_table import LossTable
 from tinsmith_jax.packing import MicroBatch, Piece, pack, plan, room_beside
@@ -88,7 +88,10 @@ class Trainer(TrainingBackend):
         self._experts, self._always_replays = experts, always_replays
         self._side_by_side = side_by_side
         self._models: dict[str, LoraConfig] = {}
-        self._room: dict[Pass, int] = dict.fromkeys(PASSES, buckets.max_tokens)  # tokens of a stream that fit
+        self._room: dict[Pass, int] = {  # tokens of a stream that run together
+            "score": buckets.max_tokens,
+            "gradients": budget.together_tokens,
+        }
 
     # Life of a model --------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from tinsmith import AdamParams, Array, LoraConfig, ModelState, Turns, refuses_step
 from tinsmith.huggingface import Kind, StoredTensors
-from tinsmith_jax import adapters, optimizer, state_slices
+from tinsmith_jax import adapters, memory, optimizer, state_slices
 from tinsmith_jax.adapters import Adapter, JaxSnapshot
 from tinsmith_jax.buckets import Bucket, Pass
 from tinsmith_jax.compilation import Compiled, Program, Programs
@@ -326,7 +326,8 @@ class TrainingDevice:
 
     def _zero_state(self, padded_rank: int) -> optimizer.State:
         """Make the state of an unused row."""
-        zeros = adapters.host_zeros(self.config, padded_rank)
+        shapes = adapters.shapes(self.config, padded_rank)
+        zeros = jax.tree.map(lambda leaf: memory.zeros(leaf.shape, leaf.dtype), shapes)
         weights = self._placed(zeros)
         parts = weights if self._train.axes.fsdp == 1 else self._divided(zeros, padded_rank)
         return optimizer.State(weights, parts, parts)

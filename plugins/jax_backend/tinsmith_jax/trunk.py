@@ -59,7 +59,7 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
         x_TH = native_training.layers(
             embed(base["embed"], tokens_T, axes),
             base["layers"],
-            config,
+            native_training.How(config, axes.kernels.rounds),
             adapters["layers"],
             tiles,
             angles,

@@ -8,8 +8,8 @@ as gate|up. Legend: L = layers, H = hidden, I = intermediate, V = vocabulary, d 
      "layers": {"input_norm": [L, H], "qkv": [L, H, q + 2 kv], "q_norm", "k_norm": [L, d] (Qwen3 only),
                 "o": [L, q, H], "post_norm": [L, H], "gate_up": [L, H, 2 I], "down": [L, I, H]}}
 
-A dense model that is loaded as float32, but whose matrices are all bfloat16, has them also as such, under "narrow", if
-that is asked for: {"qkv", "o", "gate_up", "down"} in the shapes above, and "head" as [H, V].
+Matrices are of the type that is asked for; or all of bfloat16 beside norms of float32, if the files have them so and
+the kernels widen them where they multiply.
 
 A model with E experts has, in place of the last two, "router" [L, H, E], "expert_gate_up" [L, E, H, 2 I] and
 "expert_down" [L, E, I, H].
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16)
 import numpy as np
 
 from tinsmith import Array, Progress
 from tinsmith.huggingface import WeightFiles
+from tinsmith_jax.memory import empty
 from tinsmith_jax.mesh import VOCABULARY, Index, Layout, Spec, base_specs, put_parts
 from tinsmith_jax.model_config import ModelConfig
 
@@ -51,10 +51,7 @@ _NORMS: Mapping[str, str] = {"input_norm": "input_layernorm", "post_norm": "post
 _QK_NORMS: Mapping[str, str] = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 
 
-NARROW = ("qkv", "o", "gate_up", "down", "head")
-"""The matrices that are kept in a narrow form as well."""
-
-_VECTOR = 16
+_VECTOR = 16  # columns, of which the kernels in C++ want a multiple to widen them
 
 
 def load_base(
@@ -64,11 +61,12 @@ def load_base(
     progress: Progress,
     layout: Layout | None = None,
     *,
-    narrow: bool = False,
+    widens: bool = False,
 ) -> Base:
     """Read all weights as `dtype` and put them on the default device, or divided on a mesh.
 
-    With `narrow`, add the narrow forms if they are exact.
+    `widens`: what multiplies them takes matrices of bfloat16 as well, for the same numbers as float32. If all of the
+    files' are such, they stay as they are.
 
     On a mesh, the joined matrices are laid out shard by shard: q, k and v of the first, then those of the second. Each
     device's part of a tensor is read by itself.
@@ -76,32 +74,19 @@ def load_base(
     Raise ConfigError for missing files or tensors, or wrong shapes.
     """
     with WeightFiles(directory, framework="numpy", int8=config.int8) as files:
+        of_matrices = "bfloat16" if widens and _suit_widening(files, config) else dtype
 
         def read(name: str, shape: tuple[int, ...], index: Index) -> Array:
             whole = all(part == slice(0, size) for part, size in zip(index, shape, strict=True))
             tensor: Array = files.whole(name, shape) if whole else files.part(name, shape, index)
-            return tensor.astype(np.dtype(dtype), copy=False)
+            return tensor.astype(np.dtype(dtype if len(shape) == 1 else of_matrices), copy=False)
 
-        base = _Loader(read, config, layout).load(progress)
-    return _with_narrow(base, config) if narrow else base
+        return _Loader(read, config, layout).load(progress)
 
 
-def _with_narrow(base: Base, config: ModelConfig) -> Base:
-    """Add the matrices as bfloat16, if that loses nothing: published checkpoints are mostly of that type.
-
-    The kernels want columns of each module in multiples of a vector.
-    """
-    columns = (config.q_size, config.kv_size, config.hidden_size, config.intermediate_size, config.vocab_size)
-    if any(size % _VECTOR for size in columns):
-        return base
-    narrow = {}
-    for name in NARROW:
-        matrix = np.asarray(base["head"] if name == "head" else base["layers"][name])
-        if matrix.reshape(-1).view("<u2")[::2].any():  # the lower halves
-            return base
-        rounded = matrix.astype(jnp.bfloat16)
-        narrow[name] = jax.device_put(np.ascontiguousarray(rounded.T) if name == "head" else rounded)
-    return {**base, "narrow": narrow}
+def _suit_widening(files: WeightFiles, config: ModelConfig) -> bool:
+    columns = (config.q_size, config.kv_size, config.hidden_size, config.intermediate_size)
+    return not any(size % _VECTOR for size in columns) and files.matrix_types() == {"BF16"}
 
 
 class _Loader:
@@ -177,7 +162,7 @@ class _Loader:
                     tensor = self._read(name, (width, d_in), (own, rows))
                     if found is None:
                         shape = (layers.stop - layers.start, rows.stop - rows.start, columns.stop - columns.start)
-                        found = np.empty(shape, tensor.dtype)
+                        found = empty(shape, tensor.dtype)
                     found[i - layers.start, :, offset : offset + len(tensor)] = tensor.T
                     offset += len(tensor)
             assert found is not None, "a model has at least one layer"
@@ -201,7 +186,7 @@ class _Loader:
                 path = f"model.layers.{layers.start + layer}.mlp.experts.{experts.start + expert}"
                 joined = np.concatenate([self._read(f"{path}.{module}.weight", stored, own) for module in modules]).T
                 if found is None:
-                    found = np.empty((*sizes, *joined.shape), joined.dtype)
+                    found = empty((*sizes, *joined.shape), joined.dtype)
                 found[layer, expert] = joined
             assert found is not None, "a model has at least one layer and one expert"
             return found

@@ -21,6 +21,8 @@ class Kernels:
     """Compute norms of heads in blocks of one size, which XLA:CPU needs to round them alike."""
     native: bool = False
     """Run the layers by the kernels in C++ (native.py)."""
+    rounds: bool = False
+    """These round to bfloat16 what the model's matrices multiply."""
     longest: int | None = None
     """Tokens of the longest sequence; None if it may fill the stream."""
     interpret: bool = False

@@ -44,10 +44,14 @@ _GCC_FLAGS: Final = ("-ftree-vectorize", "-fvect-cost-model=dynamic", "--param=a
 
 
 def begins_early(environment: Mapping[str, str]) -> bool:
-    """Return whether jax is yet to be imported, and is known to compute on CPUs: told so, or without any plugin."""
+    """Return whether jax is yet to be imported, and is known to compute on CPUs."""
+    return on_cpus(environment) and "jax" not in sys.modules
+
+
+def on_cpus(environment: Mapping[str, str]) -> bool:
+    """Return whether jax is known to compute on CPUs: told so, or without any plugin."""
     told = environment.get("JAX_PLATFORMS")
-    on_cpu = told == "cpu" or not (told or find_spec("jax_plugins") or find_spec("libtpu"))
-    return on_cpu and "jax" not in sys.modules
+    return told == "cpu" or not (told or find_spec("jax_plugins") or find_spec("libtpu"))
 
 
 @cache

@@ -16,6 +16,7 @@ from tinsmith_jax.kernels import library
 
 logger = logging.getLogger(__name__)
 
+UNTOUCHED: Final = "tinsmith_untouched"
 LAYERS: Final = "tinsmith_layers"
 DRAW: Final = "tinsmith_draw"
 FORWARD: Final = "tinsmith_forward"
@@ -59,7 +60,7 @@ def load(directory: Path) -> bool:
         told = "cannot use kernels for CPUs that %s compiles, so XLA's are used, which are slower: %s"
         logger.warning(told, compiler, _reason(error))
         return False
-    for name in (LAYERS, DRAW, FORWARD, BACKWARD, HEAD_FORWARD, HEAD_BACKWARD, STEP):
+    for name in (UNTOUCHED, LAYERS, DRAW, FORWARD, BACKWARD, HEAD_FORWARD, HEAD_BACKWARD, STEP):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(found, name)), platform="cpu")
     _library = found
     return True

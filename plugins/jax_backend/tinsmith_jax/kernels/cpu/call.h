@@ -85,11 +85,12 @@ struct Call {
   Arrays arguments, results;
   float eps = 0;              // of RMSNorm
   bool gives_logits = false;  // rather than hidden states
+  bool rounds = false;        // to bfloat16, what matrices of the model multiply, which must be of that type
   int32_t adapters = 0;       // that come one by one
 };
 
 using Kernel = void(Call&);
-Kernel sampling_layers, draw;                // sampling.cc
+Kernel untouched, sampling_layers, draw;     // sampling.cc
 Kernel training_forward, training_backward;  // training.cc
 Kernel head_forward, head_backward;          // head.cc
 Kernel adamw_step;                           // optimizer.cc

@@ -1,7 +1,8 @@
 // The frozen matrices of a model, and products by them.
 //
-// Those of float32 multiply float32. Those of bfloat16 multiply inputs that are rounded to bfloat16; every sum is
-// float32, and so is all that lies between two products.
+// Those of bfloat16 multiply inputs that are rounded to bfloat16, if the call says so; every sum is float32, and so is all
+// that lies between two products. Else they are widened where they multiply, to the numbers that they would be as
+// float32.
 
 #ifndef TINSMITH_FROZEN_H_
 #define TINSMITH_FROZEN_H_
@@ -12,6 +13,7 @@
 
 #include "call.h"
 #include "products.h"
+#include "room.h"
 #include "vectors.h"
 
 namespace tinsmith {
@@ -65,27 +67,39 @@ inline void pack_rows(const float* from, int64_t rows, int64_t width, Pair* to) 
 // Rows of inputs [rows, size] that follow each other, with what products by bfloat16 want of them.
 struct Inputs {
   const float* floats;
-  const Pair* pairs;  // [rows, size / 2], or null
+  const Pair* pairs;  // [rows, size / 2], or null if nothing is rounded
   int64_t size;
 };
 
 // y [rows, width] (+)= x w for columns of w, whose rows are `w_row` apart.
 inline void product(const Inputs& x, int64_t rows, Frozen w, int64_t w_row, float* y, int64_t y_row, int64_t width,
                     bool adds = false) {
-  if (w.narrow != nullptr) {
+  if (x.pairs != nullptr) {
     product({x.pairs, x.size / 2}, rows, w.narrow, w_row, x.size / 2, y, y_row, width, adds);
+  } else if (w.narrow != nullptr) {
+    product({x.floats, x.size}, rows, w.narrow, w_row, x.size, y, y_row, width, adds);
   } else {
     product({x.floats, x.size}, rows, w.wide, w_row, x.size, y, y_row, width, adds);
   }
 }
 
-// y [inputs, lanes] = w x, for x [outputs, kTile] with a token in each lane. `packed` is room for half of x.
+constexpr int64_t kWidened = 24;  // rows of w at a time, which stay near for all lanes
+
+// y [inputs, lanes] = w x, for x [outputs, kTile] with a token in each lane. `packed` is room for half of x, or null if
+// nothing is rounded.
 inline void product_of_lanes(Frozen w, int64_t inputs, int64_t outputs, const float* x, int64_t x_row, Pair* packed,
                              float* y, int64_t y_row, int64_t lanes) {
-  if (w.narrow != nullptr) {
+  if (packed != nullptr) {
     pack_rows(x, outputs, x_row, packed);
     const Strided<Pair> pairs{reinterpret_cast<const Pair*>(w.narrow), outputs / 2};
     product(pairs, inputs, static_cast<const Pair*>(packed), x_row, outputs / 2, y, y_row, lanes);
+  } else if (w.narrow != nullptr) {
+    float* wide = scratch(6, kWidened * outputs);
+    for (int64_t first = 0; first < inputs; first += kWidened) {
+      const int64_t rows = std::min(kWidened, inputs - first);
+      widen(w.narrow + first * outputs, rows * outputs, wide);
+      product({wide, outputs}, rows, x, x_row, outputs, y + first * y_row, y_row, lanes);
+    }
   } else {
     product({w.wide, outputs}, inputs, x, x_row, outputs, y, y_row, lanes);
   }

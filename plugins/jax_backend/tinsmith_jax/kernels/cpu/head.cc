@@ -33,6 +33,7 @@ struct Rows {
   const float* scale;              // [n]
   const int32_t* targets;          // [C, K]
   int64_t C, H, V, K, adapters, rank;
+  bool rounds;
 
   int64_t tiles() const { return C / kTile; }
   bool used(int64_t row) const { return row % kTile < count[row / kTile]; }
@@ -41,7 +42,7 @@ struct Rows {
 };
 
 // Takes what both passes are given.
-Rows rows_of(Arrays& given) {
+Rows rows_of(const Call& call, Arrays& given) {
   const Floats hidden = given.floats();
   const Array head = given.any();
   const Floats A = given.floats(), B = given.floats();
@@ -49,7 +50,7 @@ Rows rows_of(Arrays& given) {
   const Floats scale = given.floats();
   const Ints count = given.ints(), targets = given.ints();
   return {hidden.data,  frozen(head),   A.data,         B.data,       adapter.data,    count.data, scale.data,
-          targets.data, hidden.dims[0], hidden.dims[1], head.dims[0], targets.dims[1], A.dims[0],  A.dims[2]};
+          targets.data, hidden.dims[0], hidden.dims[1], head.dims[0], targets.dims[1], A.dims[0],  A.dims[2],  call.rounds};
 }
 
 // The log of the sum of e^x over a row.
@@ -73,13 +74,13 @@ float log_sum(const float* x, int64_t size) {
 // Logits [C, V], z = scale x A [C, r], and the logs of their sums [C]; logprobs [C, K], 0 where there is no token.
 void forward(Team& team, const Rows& s, float* logits, float* low, float* totals, float* logp) {
   Room turned(s.C * s.H);  // [n, H, kTile]
-  RoomOf<Pair> packed(s.head.narrow != nullptr ? s.C * s.H / 2 : 0);
+  RoomOf<Pair> packed(s.rounds ? s.C * s.H / 2 : 0);
   team.each(s.tiles(), [&](int64_t tile) {
     const int64_t at = tile * kTile, rows = s.count[tile];
     if (rows == 0) return;
     float* to = turned.data() + at * s.H;
     transpose(s.hidden + at * s.H, s.H, kTile, s.H, to, kTile);
-    if (s.head.narrow != nullptr) pack_rows(to, s.H, kTile, packed.data() + at * s.H / 2);
+    if (s.rounds) pack_rows(to, s.H, kTile, packed.data() + at * s.H / 2);
     if (s.adapter[tile] < 0) return;
     float* z = low + at * s.rank;
     product({s.hidden + at * s.H, s.H}, rows, s.A_of(tile), s.rank, s.H, z, s.rank, s.rank);
@@ -92,11 +93,12 @@ void forward(Team& team, const Rows& s, float* logits, float* low, float* totals
     const int64_t first = step % parts * kWords, words = std::min(kWords, s.V - first);
     const int64_t lanes = (rows + kLanes - 1) / kLanes * kLanes;
     float* found = scratch(0, kWords * kTile);
-    if (s.head.narrow != nullptr) {
+    if (s.rounds) {
       const Strided<Pair> from{reinterpret_cast<const Pair*>(s.head.narrow + first * s.H), s.H / 2};
       product(from, words, packed.data() + at * s.H / 2, kTile, s.H / 2, found, kTile, lanes);
     } else {
-      product({s.head.wide + first * s.H, s.H}, words, turned.data() + at * s.H, kTile, s.H, found, kTile, lanes);
+      product_of_lanes(s.head.from(first * s.H), words, s.H, turned.data() + at * s.H, kTile, nullptr, found, kTile,
+                       lanes);
     }
     float* to = logits + at * s.V + first;
     transpose(found, kTile, words, rows, to, s.V);
@@ -127,15 +129,14 @@ void differentiate(const Rows& s, int64_t row, float* logits, float total, const
 // Turns the logits into the derivatives by them, and adds the gradients of A and B to their sums.
 void backward(Team& team, const Rows& s, const float* d_logp, float* logits, const float* low, const float* totals,
               float* d_hidden, float* sums_A, float* sums_B) {
-  const bool rounds = s.head.narrow != nullptr;
-  RoomOf<Pair> packed(rounds ? s.C * s.V / 2 : 0);
+  RoomOf<Pair> packed(s.rounds ? s.C * s.V / 2 : 0);
   team.each(s.C, [&](int64_t row) {
     if (!s.used(row)) {
       std::fill_n(d_hidden + row * s.H, s.H, 0.0f);
       return;
     }
     differentiate(s, row, logits + row * s.V, totals[row], d_logp + row * s.K);
-    if (rounds) pack(logits + row * s.V, s.V, packed.data() + row * s.V / 2);
+    if (s.rounds) pack(logits + row * s.V, s.V, packed.data() + row * s.V / 2);
   });
   Room d_low(s.C * s.rank);
   team.each(s.tiles(), [&](int64_t tile) {
@@ -151,11 +152,14 @@ void backward(Team& team, const Rows& s, const float* d_logp, float* logits, con
     for (int64_t word = 0; word < s.V; word += kTogether) {
       const int64_t words = std::min(kTogether, s.V - word);
       const Frozen part = s.head.from(word * s.H + first);
-      if (rounds) {
-        const Strided<Pair> from{packed.data() + (at * s.V + word) / 2, s.V / 2};
-        product(from, rows, part.narrow, s.H, words / 2, to, s.H, width, word > 0);
+      const Strided<float> from{logits + at * s.V + word, s.V};
+      if (s.rounds) {
+        const Strided<Pair> pairs{packed.data() + (at * s.V + word) / 2, s.V / 2};
+        product(pairs, rows, part.narrow, s.H, words / 2, to, s.H, width, word > 0);
+      } else if (part.narrow != nullptr) {
+        product(from, rows, part.narrow, s.H, words, to, s.H, width, word > 0);
       } else {
-        product({logits + at * s.V + word, s.V}, rows, part.wide, s.H, words, to, s.H, width, word > 0);
+        product(from, rows, part.wide, s.H, words, to, s.H, width, word > 0);
       }
     }
     float* turned = scratch(0, s.rank * kColumns);
@@ -186,14 +190,14 @@ void backward(Team& team, const Rows& s, const float* d_logp, float* logits, con
 
 void head_forward(Call& call) {
   Team team(call.threads);
-  const Rows rows = rows_of(call.arguments);
+  const Rows rows = rows_of(call, call.arguments);
   const Floats logits = call.results.floats(), low = call.results.floats(), totals = call.results.floats();
   forward(team, rows, logits.data, low.data, totals.data, call.results.floats().data);
 }
 
 void head_backward(Call& call) {
   Team team(call.threads);
-  const Rows rows = rows_of(call.arguments);
+  const Rows rows = rows_of(call, call.arguments);
   const Floats d_logp = call.arguments.floats(), low = call.arguments.floats(), totals = call.arguments.floats();
   call.arguments.skip(3);  // logits and sums, which become results
   const Floats d_hidden = call.results.floats(), logits = call.results.floats(), sums_A = call.results.floats();

@@ -195,16 +195,22 @@ inline void few_rows(int64_t rows, Strided<X> x, Rows<W> w, int64_t inputs, floa
   if constexpr (R > 1) few_rows<R - 1, R == 3 ? 2 * kVectors : V>(rows, x, w, inputs, y, y_row, width, adds, soon);
 }
 
-// Copies columns of w to memory of this thread, where they follow each other until it packs others.
+// Memory of this thread, until it asks for more of that type.
 template <typename W>
-const W* packed(const W* w, int64_t w_row, int64_t rows, int64_t width) {
+W* aligned_room(int64_t size) {
   struct alignas(64) Line {
     W numbers[64 / sizeof(W)];
   };
   thread_local std::vector<Line> room;
-  const size_t lines = (rows * width * sizeof(W) + sizeof(Line) - 1) / sizeof(Line);
+  const size_t lines = (size * sizeof(W) + sizeof(Line) - 1) / sizeof(Line);
   if (room.size() < lines) room.resize(lines);
-  W* to = room.data()->numbers;
+  return room.data()->numbers;
+}
+
+// Copies columns of w to memory of this thread, where they follow each other until it packs others.
+template <typename W>
+const W* packed(const W* w, int64_t w_row, int64_t rows, int64_t width) {
+  W* to = aligned_room<W>(rows * width);
   for (int64_t r = 0; r < rows; ++r, w += w_row) {
     __builtin_prefetch(w + 16 * w_row);
     if (width == kPanel) {
@@ -248,6 +254,12 @@ void product_of(Strided<X> x, int64_t rows, const W* w, int64_t w_row, int64_t i
 
 // The first `count` numbers, or all pairs.
 inline Vec some(const float* from, int64_t count) { return load(from, count); }
+inline Vec some(const Narrow* from, int64_t count) {
+  if (count >= kLanes) return lanes<kLanes>(from);
+  float wide[kLanes] = {};
+  widen(from, count, wide);
+  return load(wide);
+}
 inline PairVec some(const Pair* from, int64_t) {
   PairVec pairs;
   std::memcpy(&pairs, from, sizeof(pairs));
@@ -256,14 +268,14 @@ inline PairVec some(const Pair* from, int64_t) {
 [[gnu::always_inline]] inline void add_products(Vec& sums, Vec x, Vec w) { sums += x * w; }
 
 // R by S numbers of `dots`; together kLanes.
-template <int R, int S, typename T>
-void dot_block(const T* x, int64_t x_row, const T* w, int64_t w_row, int64_t inputs, float* y, int64_t y_row) {
+template <int R, int S, typename X, typename W>
+void dot_block(const X* x, int64_t x_row, const W* w, int64_t w_row, int64_t inputs, float* y, int64_t y_row) {
   static_assert(R * S == kLanes);
   Vec found[R * S];
 #pragma GCC unroll 16
   for (int each = 0; each < R * S; ++each) found[each] = Vec{};
   for (int64_t i = 0; i < inputs; i += kLanes) {
-    decltype(some(x, 0)) weights[S];
+    decltype(some(w, 0)) weights[S];
 #pragma GCC unroll 16
     for (int s = 0; s < S; ++s) weights[s] = some(w + s * w_row + i, inputs - i);
 #pragma GCC unroll 16
@@ -280,15 +292,15 @@ void dot_block(const T* x, int64_t x_row, const T* w, int64_t w_row, int64_t inp
 }
 
 // One number of `dots`.
-template <typename T>
-float dot(const T* x, const T* w, int64_t inputs) {
+template <typename X, typename W>
+float dot(const X* x, const W* w, int64_t inputs) {
   Vec found{};
   for (int64_t i = 0; i < inputs; i += kLanes) add_products(found, some(x + i, inputs - i), some(w + i, inputs - i));
   return sum(found);
 }
 
-template <typename T>
-void dots_of(const T* x, int64_t x_row, int64_t rows, const T* w, int64_t w_row, int64_t inputs, float* y,
+template <typename X, typename W>
+void dots_of(const X* x, int64_t x_row, int64_t rows, const W* w, int64_t w_row, int64_t inputs, float* y,
              int64_t y_row, int64_t width) {
   const auto each = [&](int64_t r, int64_t s) { y[r * y_row + s] = dot(x + r * x_row, w + s * w_row, inputs); };
   constexpr int kHigh = kLanes / 4, kHalf = kLanes / 2;
@@ -323,7 +335,17 @@ void product(Strided<float> x, int64_t rows, const float* w, int64_t w_row, int6
 }
 void product(Strided<float> x, int64_t rows, const Narrow* w, int64_t w_row, int64_t inputs, float* y, int64_t y_row,
              int64_t width, bool adds) {
-  product_of(x, rows, w, w_row, inputs, y, y_row, width, adds);
+  if (rows <= kFewForPacking) return product_of(x, rows, w, w_row, inputs, y, y_row, width, adds);
+  constexpr int64_t panel = std::max<int64_t>(kPanel, kVectors * kLanes);
+  float* wide = aligned_room<float>(inputs * std::min(panel, width));
+  for (int64_t j = 0; j < width; j += panel) {  // many rows multiply a panel, which is widened once for all of them
+    const int64_t columns = std::min(panel, width - j);
+    for (int64_t i = 0; i < inputs; ++i) {
+      __builtin_prefetch(w + (i + 16) * w_row + j);
+      widen(w + i * w_row + j, columns, wide + i * columns);
+    }
+    product_of(x, rows, static_cast<const float*>(wide), columns, inputs, y + j, y_row, columns, adds);
+  }
 }
 void product(Strided<Pair> x, int64_t rows, const Narrow* w, int64_t w_row, int64_t pairs, float* y, int64_t y_row,
              int64_t width, bool adds) {
@@ -334,6 +356,10 @@ void product(Strided<Pair> x, int64_t rows, const Pair* w, int64_t w_row, int64_
   product_of(x, rows, w, w_row, pairs, y, y_row, width, adds);
 }
 void dots(const float* x, int64_t x_row, int64_t rows, const float* w, int64_t w_row, int64_t inputs, float* y,
+          int64_t y_row, int64_t width) {
+  dots_of(x, x_row, rows, w, w_row, inputs, y, y_row, width);
+}
+void dots(const float* x, int64_t x_row, int64_t rows, const Narrow* w, int64_t w_row, int64_t inputs, float* y,
           int64_t y_row, int64_t width) {
   dots_of(x, x_row, rows, w, w_row, inputs, y, y_row, width);
 }

@@ -32,8 +32,11 @@ void product(Strided<Pair> x, int64_t rows, const Narrow* w, int64_t w_row, int6
 void product(Strided<Pair> x, int64_t rows, const Pair* w, int64_t w_row, int64_t pairs, float* y, int64_t y_row,
              int64_t width, bool adds = false);
 
-// y [rows, width] = x [rows, inputs] times w [width, inputs] transposed; of pairs, a multiple of 16.
+// y [rows, width] = x [rows, inputs] times w [width, inputs] transposed; of pairs, a multiple of 16. Numbers of bfloat16
+// are widened.
 void dots(const float* x, int64_t x_row, int64_t rows, const float* w, int64_t w_row, int64_t inputs, float* y,
+          int64_t y_row, int64_t width);
+void dots(const float* x, int64_t x_row, int64_t rows, const Narrow* w, int64_t w_row, int64_t inputs, float* y,
           int64_t y_row, int64_t width);
 void dots(const Pair* x, int64_t x_row, int64_t rows, const Pair* w, int64_t w_row, int64_t pairs, float* y,
           int64_t y_row, int64_t width);

@@ -29,7 +29,7 @@ using Room = RoomOf<float>;
 
 // Floats of this thread, which stay until it asks for the same ones again.
 inline float* scratch(int which, int64_t size) {
-  thread_local std::array<std::vector<float>, 6> all;
+  thread_local std::array<std::vector<float>, 7> all;
   std::vector<float>& floats = all[which];
   if (static_cast<int64_t>(floats.size()) < size) floats.resize(size);
   return floats.data();

@@ -26,10 +26,9 @@ namespace tinsmith {
 namespace {
 
 constexpr int64_t kRowBlock = 8;
-constexpr int64_t kFewRows = 32;  // reading a matrix takes longer than multiplying so many rows with it
 
 // A LoRA module of all layers and adapters: A [L, R, inputs, rank] and B [L, R, rank, outputs]. Each adapter has a rank
-// of its own, beyond which there are zeros, and a scale, which is not in A or B.
+// of its own, beyond which nothing is read, and a scale, which is not in A or B.
 struct Module {
   const float* a;
   const float* b;
@@ -61,11 +60,9 @@ struct Row {
   const float *cos, *sin;
 };
 
-// A matrix of all layers [L, inputs, outputs]. `copy` has the same numbers as one of float32 in half of the memory, or
-// is null.
+// A matrix of all layers [L, inputs, outputs].
 struct Matrix {
   Array array;
-  const Narrow* copy;
 
   int64_t inputs() const { return array.dims[1]; }
   int64_t of_layer(int64_t layer) const { return layer * (array.count() / array.dims[0]); }
@@ -75,14 +72,12 @@ struct Matrix {
 struct Model {
   Floats input_norm, q_norm, k_norm, post_norm, final_norm;
   Matrix qkv, o, gate_up, down;
-  Array head;                  // [V, H]
-  const Narrow* copy_of_head;  // transposed, or null
-  std::vector<Module> lora;    // q, k, v, o, gate, up, down, head
-  const int32_t* rank;         // of each adapter
-  const float* scale;          // likewise
+  Array head;                // [V, H]
+  std::vector<Module> lora;  // q, k, v, o, gate, up, down, head
+  const int32_t* rank;       // of each adapter
+  const float* scale;        // likewise
   float eps;
-
-  bool rounds() const { return frozen(head).narrow != nullptr; }
+  bool rounds;
 };
 enum { kQ, kK, kV, kO, kGate, kUp, kDown, kHead };
 
@@ -104,7 +99,7 @@ class Pass {
         I_(model.down.inputs()),
         N_(static_cast<int64_t>(rows_.size())),
         normed_(N_ * H_),
-        packed_(model.rounds() ? N_ * std::max({H_, Q_, I_}) / 2 : 0),
+        packed_(model.rounds ? N_ * std::max({H_, Q_, I_}) / 2 : 0),
         low_(N_ * 3 * model.lora[kQ].rank) {
     for (int64_t n = 0; n < N_; ++n) {
       const bool begins =
@@ -170,11 +165,11 @@ class Pass {
       const Columns& c = parts[at];
       std::vector<float>& found = of_thread();
       found.resize(N_ * c.count);
-      if (head.narrow != nullptr) {
+      if (m_.rounds) {
         const auto* rows = reinterpret_cast<const Pair*>(head.narrow + c.first * H_);
         dots(x.pairs, H_ / 2, N_, rows, H_ / 2, H_ / 2, found.data(), c.count, c.count);
-      } else if (m_.copy_of_head != nullptr) {  // in any number of rows, as its sums have another order
-        product({hidden, H_}, N_, m_.copy_of_head + c.first, V, H_, found.data(), c.count, c.count);
+      } else if (head.narrow != nullptr) {
+        dots(hidden, H_, N_, head.narrow + c.first * H_, H_, H_, found.data(), c.count, c.count);
       } else {
         dots(hidden, H_, N_, head.wide + c.first * H_, H_, H_, found.data(), c.count, c.count);
       }
@@ -197,7 +192,7 @@ class Pass {
 
   // Prepares x [N, size] for products, until others are prepared.
   Inputs inputs(const float* x, int64_t size) {
-    if (!m_.rounds()) return {x, nullptr, size};
+    if (!m_.rounds) return {x, nullptr, size};
     team_.each(N_, [&](int64_t n) { pack(x + n * size, size, packed_.data() + n * size / 2); });
     return {x, packed_.data(), size};
   }
@@ -234,12 +229,7 @@ class Pass {
   // y (+)= x w + x A B for some columns, which are at `place` of w.
   void multiply(const Inputs& x, const Matrix& w, int64_t w_row, const Columns& c, int64_t layer, int which, float* y,
                 int64_t y_row, bool adds) {
-    const int64_t at = w.of_layer(layer) + c.place;
-    if (w.copy != nullptr && N_ <= kFewRows) {
-      product({x.floats, x.size}, N_, w.copy + at, w_row, x.size, y, y_row, c.count, adds);
-    } else {
-      product(x, N_, frozen(w.array).from(at), w_row, y, y_row, c.count, adds);
-    }
+    product(x, N_, frozen(w.array).from(w.of_layer(layer) + c.place), w_row, y, y_row, c.count, adds);
     adapt(c, layer, which, y, y_row);
   }
 
@@ -336,13 +326,6 @@ class Pass {
   std::vector<float> low_;
 };
 
-const Narrow* copy_of(Arrays& given) {
-  const Array found = given.any();
-  if (found.count() == 0) return nullptr;
-  if (found.type != Type::kBFloat16) throw Refused{"a copy of matrices that is not of bfloat16"};
-  return static_cast<const Narrow*>(found.data);
-}
-
 constexpr int64_t kBlock = 512;
 
 // The first token whose running sum of weights exceeds `level`, in two steps: blocks, then tokens. Never one of weight
@@ -399,13 +382,16 @@ int64_t draw(const float* logits, int64_t size, bool greedy, float scale, float 
 
 }  // namespace
 
+// Leaves its results as they come. Memory of which nobody has ever touched a page takes none of the machine's.
+void untouched(Call& call) { call.results.skip(call.results.left()); }
+
 void sampling_layers(Call& call) {
   Arrays& given = call.arguments;
   const Floats x = given.floats();
   const Ints positions = given.ints(), tables = given.ints(), adapters = given.ints(), rank = given.ints();
   const Floats scale = given.floats(), cos = given.floats(), sin = given.floats();
   Model model{};
-  model.rank = rank.data, model.scale = scale.data, model.eps = call.eps;
+  model.rank = rank.data, model.scale = scale.data, model.eps = call.eps, model.rounds = call.rounds;
   for (Floats* norm : {&model.input_norm, &model.q_norm, &model.k_norm, &model.post_norm, &model.final_norm}) {
     *norm = given.floats();
   }
@@ -416,8 +402,6 @@ void sampling_layers(Call& call) {
     const Floats A = given.floats();
     model.lora.emplace_back(A, given.floats());
   }
-  for (Matrix* matrix : matrices) matrix->copy = copy_of(given);
-  model.copy_of_head = copy_of(given);
   given.skip(2);  // keys and values, which become results
   const Floats keys = call.results.floats(), values = call.results.floats(), out = call.results.floats();
   const int64_t every = x.dims[0], H = x.dims[1], half = cos.dims[1];

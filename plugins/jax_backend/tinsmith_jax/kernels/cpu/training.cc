@@ -61,6 +61,7 @@ using Modules = std::array<Module, kModules>;
 struct Stream {
   Team& team;
   float eps;
+  bool rounds;
   const int32_t *count, *first_tile, *adapter;  // [n]; tokens in the tile, first tile of the sequence
   const float *scale, *cos, *sin;               // [n], [T, D / 2]
   std::array<Layered, kNorms> norms;
@@ -75,7 +76,6 @@ struct Stream {
   int64_t adapters() const { return lora[0].A.size(); }
   bool norms_heads() const { return norms[kQNorm].stride > 0; }
   bool used(int64_t tile) const { return count[tile] > 0; }
-  bool rounds() const { return matrices[kQkv].all.narrow != nullptr; }
   const float* norm(int which, int64_t layer) const { return norms[which].of(layer); }
   Frozen matrix(int which, int64_t layer) const { return matrices[which].of(layer); }
   float* rows(int which, int64_t layer, int64_t tile, int64_t width) const {
@@ -88,7 +88,7 @@ struct Stream {
 
 // Prepares x [rows, size] for products by frozen matrices, until the same thread prepares others.
 Inputs inputs_of(const Stream& s, const float* x, int64_t rows, int64_t size) {
-  if (!s.rounds()) return {x, nullptr, size};
+  if (!s.rounds) return {x, nullptr, size};
   Pair* pairs = pair_scratch(rows * size / 2);
   pack(x, rows * size, pairs);
   return {x, pairs, size};
@@ -332,7 +332,7 @@ class Backward {
     float* low = scratch(2, rank * kTile);
     transpose(d, outputs, rows, outputs, turned, kTile);
     if (d_x != nullptr) {
-      Pair* packed = s_.rounds() ? pair_scratch(outputs / 2 * kTile) : nullptr;
+      Pair* packed = s_.rounds ? pair_scratch(outputs / 2 * kTile) : nullptr;
       product_of_lanes(w, inputs, outputs, turned, kTile, packed, result, kTile, lanes);
     }
     for (const int module : modules) {
@@ -564,7 +564,7 @@ Modules modules_of(int64_t adapters, Arrays& given) {
 Stream stream_of(Team& team, const Call& call, const Floats& of_tokens, Arrays& given) {
   const Ints count = given.ints(), first = given.ints(), adapter = given.ints();
   const Floats scale = given.floats(), cos = given.floats(), sin = given.floats();
-  Stream s{team, call.eps, count.data, first.data, adapter.data, scale.data, cos.data, sin.data};
+  Stream s{team, call.eps, call.rounds, count.data, first.data, adapter.data, scale.data, cos.data, sin.data};
   std::array<Array, kMatrices> matrices;  // [L, inputs, outputs] each
   for (int which = 0; which < kMatrices; ++which) {
     matrices[which] = given.any();

@@ -56,6 +56,11 @@ template <int L>
   std::memcpy(&lanes, &words, sizeof(lanes));
   return lanes;
 }
+inline void widen(const Narrow* from, int64_t count, float* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(to + i, lanes<kLanes>(from + i));
+  for (; i < count; ++i) to[i] = lanes<1>(from + i)[0];
+}
 // The first `count` lanes; zeros in the others.
 inline Vec load(const float* from, int64_t count) {
   if (count >= kLanes) return load(from);

@@ -98,6 +98,7 @@ XLA_FFI_Error* run(Kernel* kernel, XLA_FFI_CallFrame* frame) {
     Call call{threads(frame), {arguments.data(), frame->args.size}, {results.data(), frame->rets.size}};
     read(frame->attrs, "eps", &call.eps);
     read(frame->attrs, "gives_logits", &call.gives_logits);
+    read(frame->attrs, "rounds", &call.rounds);
     read(frame->attrs, "adapters", &call.adapters);
     kernel(call);
     if (call.arguments.left() + call.results.left() > 0) {
@@ -117,6 +118,7 @@ XLA_FFI_Error* run(Kernel* kernel, XLA_FFI_CallFrame* frame) {
 #define TINSMITH_TARGET(name, kernel) \
   extern "C" XLA_FFI_Error* name(XLA_FFI_CallFrame* frame) { return tinsmith::run(tinsmith::kernel, frame); }
 
+TINSMITH_TARGET(tinsmith_untouched, untouched)
 TINSMITH_TARGET(tinsmith_layers, sampling_layers)
 TINSMITH_TARGET(tinsmith_draw, draw)
 TINSMITH_TARGET(tinsmith_forward, training_forward)
