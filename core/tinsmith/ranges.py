@@ -97,7 +97,7 @@ def _of_training(capabilities: Capabilities) -> Mapping[str, Range]:
         "adam_params: learning_rate": rate,
         "adam_params: beta1": beta,
         "adam_params: beta2": beta,
-        "adam_params: eps": Range(low=0.0, high=FLOAT32_MAX),
+        "adam_params: eps": Range(low=FLOAT32_LEAST, high=FLOAT32_MAX),  # with 0, what has no gradient yet is 0 / 0
         "adam_params: weight_decay": rate,
         "adam_params: grad_clip_norm": Range(low=FLOAT32_LEAST, high=FLOAT32_MAX, also={0.0: "off"}),
     }
