@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, Final, Literal, TypeVar, cast, get_args
 
 VARIABLE: Final = "_TINSMITH_FAILPOINTS"
 
@@ -114,11 +114,29 @@ def durable_boundary(name: str) -> Callable[[F], F]:
     return mark
 
 
-def points(*, of: Literal["servers and engines", "workers", "turns"] = "servers and engines") -> list[str]:
-    """Return the failpoints of this group. Those of turns are passed only where trainer and sampler share devices."""
-    apart = {"worker": "workers", "turns": "turns"}
-    names = [name for name in BOUNDARIES if apart.get(name.split(".")[0], "servers and engines") == of]
+Group = Literal["servers and engines", "old results", "workers", "turns"]
+
+
+def points(*, of: Group = "servers and engines") -> list[str]:
+    """Return the failpoints of this group.
+
+    Those of old results are passed a minute after a server's start at the earliest, those of turns only where trainer
+    and sampler share devices.
+    """
+    names = [name for name in BOUNDARIES if _group_of(name) == of]
     return [f"{name}.{side}" for name in names for side in ("before", "after")]
+
+
+def _group_of(name: str) -> Group:
+    match name.split("."):
+        case ["store", "prune"]:
+            return "old results"
+        case ["worker", _]:
+            return "workers"
+        case ["turns", _]:
+            return "turns"
+        case _:
+            return "servers and engines"
 
 
 def arm(specification: str) -> None:
@@ -129,7 +147,7 @@ def arm(specification: str) -> None:
         if point == "log":
             plan.log = what
             continue
-        available = points() + points(of="workers") + points(of="turns")
+        available = [point for group in get_args(Group) for point in points(of=group)]
         if point not in available:
             msg = f"no failpoint {point!r}; available: {', '.join(available)}"
             raise ValueError(msg)

@@ -5,6 +5,7 @@ and less often on PostgreSQL. CRASH_SEED, CRASH_KILLS, CRASH_KILLS_ON_POSTGRES a
 """
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -13,14 +14,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from campaign import Expected, Tally, disturbed, undisturbed
+import tinker
+from campaign import SETTINGS, Expected, Tally, disturbed, undisturbed
 from campaign_stores import SQLITE, CampaignStore, on_postgres
-from processes import Launcher
+from processes import Launcher, Served
+from scenario import WAIT_S, state_at
 
 from tinsmith import failpoints
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.settings import ModelSettings, PluginSection
+from tinsmith.testing.harness import TOY
 from tinsmith.testing.postgres import Postgres
+from tinsmith.testing.sdk_data import logprobs, ragged, step
 
 SEED = int(os.environ.get("CRASH_SEED", "20"))
 KILLS = int(os.environ.get("CRASH_KILLS", "1000"))
@@ -83,6 +88,43 @@ def test_kills_on_postgres(launcher: Launcher, expected: Expected, postgres: Pos
     in_parallel(tally, run)
     assert not tally.never_hit
     assert tally.broken
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(1800)
+def test_killed_while_old_results_are_deleted(launcher: Launcher, tmp_path: Path) -> None:
+    """No server of a campaign lives for the minute after which it deletes them. A twin is not disturbed."""
+    before, after = (f"{point}=kill@1" for point in failpoints.points(of="old results"))
+    served = Served(
+        launcher,
+        tmp_path / "run",
+        [TOY],
+        settings={**SETTINGS, "server": {"result_retention_s": 60.0}},
+        prepare=lambda served: served.arm("serve", before),
+    )
+    try:
+        service = tinker.ServiceClient(base_url=served.url, api_key="tml-test")
+        training, twin = (
+            service.create_lora_training_client(base_model=TOY.name, rank=4, seed=1).result(timeout=WAIT_S)
+            for _ in "ab"
+        )
+        seen = [step(training, ragged(3, number)) for number in range(4)]
+        served.arm("serve", after)  # for the one that follows; nothing is armed in the third
+        with served.changed:
+            assert served.changed.wait_for(lambda: len(served.codes) == 2, WAIT_S)
+        served.wait_until_it_answers()
+        seen += [step(training, ragged(3, number)) for number in range(4, 8)]
+        expected = [step(twin, ragged(3, number)) for number in range(8)]
+        assert [logprobs(each) for each in seen] == [logprobs(each) for each in expected]
+        paths = [each.save_state("end").result(timeout=WAIT_S).path for each in (training, twin)]
+        assert state_at(served.data_dir, paths[0]) == state_at(served.data_dir, paths[1])
+        [(left,)] = SQLITE.query(served.data_dir, "SELECT count(*) FROM operations")
+        assert left < 2 * (1 + 2 * 8 + 1), "nothing was deleted"
+        service.close("success").result(timeout=WAIT_S)
+        assert served.stop() == 0
+        assert served.codes[:2] == [-signal.SIGKILL] * 2
+    finally:
+        served.close()
 
 
 def fire(
