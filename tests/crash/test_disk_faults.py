@@ -223,7 +223,7 @@ async def test_a_store_on_a_full_disk(small_disk: Path) -> None:
         accepted = [await client.create_model()]
         ballast = fill_up(small_disk)
         step = OptimStep(model_id=client.model_id(), adam=AdamParams())
-        with pytest.raises(ServerError, match="check that its disk has free space"):  # noqa: PT012 - one of them
+        with pytest.raises(ServerError, match="disk of the request store is full"):  # noqa: PT012 - one of them
             for _ in range(1000):
                 accepted.append(await client.submit(step))  # noqa: PERF401 - those before it count
         ballast.unlink()

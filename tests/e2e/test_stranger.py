@@ -21,8 +21,10 @@ server: {port: 0, data_dir: data}
 models:
   - name: fresh
     backend: {plugin: fresh, vocab_size: 48}
+    sampler: {plugin: none}
   - name: bigram
     backend: {plugin: bigram}
+    sampler: {plugin: none}
 """
 
 

@@ -6,7 +6,7 @@ and the allocator take for themselves, and the GPU's attention, for which that o
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tinsmith import BUILTIN_LOSSES, AdamParams, LoraConfig, Scratch
 from tinsmith.torch_workers import Adapter, LossTable
-from tinsmith.workers import AdapterLayout, ModelStep, Segment, deal
+from tinsmith.workers import AdapterLayout, ModelStep, NotFinite, Segment, deal
 from tinsmith_fsdp import head, trainer
 from tinsmith_fsdp.allocations import Allocations
 from tinsmith_fsdp.architecture import architecture_of
@@ -129,7 +129,11 @@ def _any_norm(_: torch.Tensor) -> float:
 
 
 class _Rehearsed(Trainer):
-    """Returns no scores: fake tensors have none."""
+    """Returns no scores, and finds every gradient finite: fake tensors have no contents."""
+
+    def _not_finite(self, models: Iterable[str]) -> list[NotFinite]:
+        del models
+        return []
 
     def _pass(self, streams: Sequence[Stream], *, backward: bool) -> list[Scores]:
         super()._pass(streams, backward=backward)

@@ -342,7 +342,7 @@ def test_mistakes_are_named(ask: Any, says: str) -> None:
 
 def test_without_the_compiler_the_command_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"tinsmith-jax\[tpu\]"):
+    with pytest.raises(ConfigError, match=r"jax_backend\[tpu\]"):
         compiling.require_compiler()
 
 
