@@ -102,6 +102,7 @@ def test_all_of_ours_that_a_wheel_needs_is_built(dist: Path) -> None:
     assert {each for each in needed if each.startswith("tinsmith")} <= set(wheels)
 
 
+@pytest.mark.thorough  # test_stranger.py installs the core from a wheel
 def test_the_wheels_work_without_a_clone(environment: CleanEnvironment) -> None:
     imported = "import tinsmith, tinsmith_jax; print(tinsmith.__file__, tinsmith_jax.__file__)"
     assert str(ROOT) not in environment.run("python", "-c", imported)

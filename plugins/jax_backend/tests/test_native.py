@@ -35,8 +35,8 @@ from tinsmith_jax.sampling_values import Drawn, SlotInput
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 
 # With norms of heads and a tied head, and with neither; with matrices of bfloat16, which are widened.
-KINDS = ("qwen3", "llama3", "narrow")
-BFLOAT16 = ("bfloat16", "bfloat16_untied")
+KINDS = ("qwen3", pytest.param("llama3", marks=pytest.mark.thorough), "narrow")
+BFLOAT16 = ("bfloat16", pytest.param("bfloat16_untied", marks=pytest.mark.thorough))
 LORAS = {"a": LoraConfig(rank=3, seed=1, alpha=9), "b": LoraConfig(rank=16, seed=2)}
 LIMITS: Mapping[str, Any] = {"max_context_tokens": 320, "max_batch_tokens": 512, "decode_slots": 4}
 
@@ -231,7 +231,7 @@ async def test_a_sequence_has_the_bits_that_it_has_alone(
 ) -> None:
     """Beside any number of others up to all slots, with whatever adapters, truncation and alternatives these have."""
     limits: dict[str, Any] = {"max_context_tokens": 128, "decode_slots": 16, "max_lora_rank": max_lora_rank}
-    limits["dtype"] = "bfloat16" if kind in BFLOAT16 else "float32"
+    limits["dtype"] = "bfloat16" if kind.startswith("bfloat16") else "float32"
     backend = make_backend(models[kind], jax_cache, **limits)
     for name, lora in LORAS.items():
         add_model(backend, name, LoraConfig(rank=min(lora.rank, max_lora_rank), seed=lora.seed), random_B=True)
@@ -549,6 +549,7 @@ def _without_compiling(command: Sequence[str], **_: object) -> bytes:
     return subprocess.run(command, check=True, capture_output=True).stdout if "--version" in command else b""
 
 
+@pytest.mark.thorough  # it compiles all kernels twice
 def test_a_library_that_kills_its_loader_is_compiled_again_and_then_given_up(built: Path, tmp_path: Path) -> None:
     (good,) = built.iterdir()
     shutil.copy(good, tmp_path)
