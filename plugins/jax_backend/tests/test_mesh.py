@@ -418,7 +418,13 @@ def test_a_mesh_that_does_not_divide_the_experts_is_refused(contract_model_with_
 
 
 NOT_AS_MANY = [
-    pytest.param(8, 1, "mesh data=9,fsdp=1,tensor=1 needs 9 devices, and there are 8 .cpu.; .* at most 8", id="1"),
+    pytest.param(
+        8,
+        1,
+        "mesh data=9,fsdp=1,tensor=1 needs 9 devices, and there are 8 .cpu.; .* at most 8",
+        id="1",
+        marks=pytest.mark.thorough,
+    ),
     pytest.param(
         5,
         2,
