@@ -10,6 +10,7 @@ from tinsmith.torch_workers.models import Adapter, FullModelOfWorker, ModelsOfWo
 from tinsmith.torch_workers.process_group import find_device, join_process_group, local_devices, worker_device
 from tinsmith.torch_workers.sleeping import SleepingTensors, storage_bytes
 from tinsmith.torch_workers.transfers import HostCopies, to_device, to_host
+from tinsmith.torch_workers.varlen import varlen_attention
 
 __all__ = [
     "Adapter",
@@ -28,5 +29,6 @@ __all__ = [
     "storage_bytes",
     "to_device",
     "to_host",
+    "varlen_attention",
     "worker_device",
 ]

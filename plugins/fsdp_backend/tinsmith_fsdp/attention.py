@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its name everywhere)
 from transformers.modeling_utils import AttentionInterface
 
+from tinsmith.torch_workers import varlen_attention
 from tinsmith_fsdp.streams import Stream
 
 NAME = "tinsmith_packed"
@@ -45,23 +46,8 @@ def _varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, stream: Stream, scaling: float | None
 ) -> torch.Tensor:
     """Run all sequences in one flash-attention kernel, without padding between them."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [T, heads, d]
-    out = varlen_attn(
-        q,
-        k,
-        v,
-        stream.ends,
-        stream.ends,
-        stream.longest,
-        stream.longest,
-        scale=scaling,
-        window_size=(-1, 0),  # causal
-        enable_gqa=True,
-    )
-    assert isinstance(out, torch.Tensor)
-    return out.unsqueeze(0)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
+    return varlen_attention(q, k, v, stream.ends, stream.longest, scale=scaling).unsqueeze(0)
 
 
 def register() -> None:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its name everywhere)
 from torch import nn
 
+from tinsmith.torch_workers import varlen_attention
 from tinsmith_megatron.streams import Stream
 
 
@@ -26,7 +27,8 @@ class PackedAttention(nn.Module):
         stream = self.stream
         assert stream is not None
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-            return _varlen(query[:, 0], key[:, 0], value[:, 0], stream).flatten(1)[:, None]
+            out = varlen_attention(query[:, 0], key[:, 0], value[:, 0], stream.starts, stream.longest)
+            return out.flatten(1)[:, None]
         q, k, v = (x[:, 0].transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, T, d]
         parts = [
             F.scaled_dot_product_attention(
@@ -35,22 +37,3 @@ class PackedAttention(nn.Module):
             for start, stop in stream.bounds
         ]
         return torch.cat(parts, dim=2)[0].transpose(0, 1).flatten(1)[:, None]
-
-
-def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, stream: Stream) -> torch.Tensor:
-    """Run all sequences in one flash-attention kernel, without padding between them. [T, heads, d] each."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    out = varlen_attn(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        stream.starts,
-        stream.starts,
-        stream.longest,
-        stream.longest,
-        window_size=(-1, 0),  # causal
-        enable_gqa=True,
-    )
-    assert isinstance(out, torch.Tensor)
-    return out

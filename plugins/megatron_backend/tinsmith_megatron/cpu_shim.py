@@ -95,8 +95,6 @@ def _replace_in_megatron() -> None:
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # noqa: SLF001
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # noqa: SLF001
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # 0.16.1 reads this name even where TransformerEngine is absent
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _to_host
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its name everywhere)
 
 _STEP = 8  # elements: grouped products need rows of a multiple of 16 bytes
+MOST_GROUPS = 1023  # of one grouped product on a GPU
 
 
 def low_rank(
@@ -24,12 +25,24 @@ def grouped(x_TI: torch.Tensor, W_GOI: torch.Tensor, ends_G: torch.Tensor) -> to
     W_GOI = W_GOI.to(x_TI.dtype)
     if len(W_GOI) == 1:
         return F.linear(x_TI, W_GOI[0])
+    if len(W_GOI) > MOST_GROUPS:
+        return _in_parts(x_TI, W_GOI, ends_G)
     d_out, d_in = W_GOI.shape[1:]
     more_in, more_out = -d_in % _STEP, -d_out % _STEP
     if more_in or more_out:
         x_TI, W_GOI = F.pad(x_TI, (0, more_in)), F.pad(W_GOI, (0, more_in, 0, more_out))
     y_TO: torch.Tensor = _ContiguousGradient.apply(F.grouped_mm(x_TI, W_GOI.transpose(1, 2), offs=ends_G))  # type: ignore[no-untyped-call]
     return y_TO[:, :d_out] if more_out else y_TO
+
+
+def _in_parts(x_TI: torch.Tensor, W_GOI: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+    """Multiply by products of as many groups as fit one. Waits for the device, which says where their rows end."""
+    last = torch.tensor([*range(MOST_GROUPS - 1, len(W_GOI) - 1, MOST_GROUPS)], device=ends_G.device)
+    starts = [0, *ends_G[last].tolist()]
+    rows, matrices = torch.tensor_split(x_TI, starts[1:]), W_GOI.split(MOST_GROUPS)
+    ends = ends_G.split(MOST_GROUPS)
+    parts = [grouped(x, W, end - start) for x, W, end, start in zip(rows, matrices, ends, starts, strict=True)]
+    return torch.cat(parts)
 
 
 class _ContiguousGradient(torch.autograd.Function):
