@@ -1,5 +1,7 @@
 """What the parts share: their options, the model's shape, and the limits of the card."""
 
+from __future__ import annotations
+
 import argparse
 import importlib.util
 import json
@@ -7,12 +9,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from tinsmith.huggingface import HEAD, DecoderShape, decoder_shape, known_config
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+
+if TYPE_CHECKING:  # parts that use JAX run where torch is not installed, and where it must not take memory of the card
+    import torch
 
 TINY = TinyShape(vocab_size=512, num_layers=2)
 MODEL = "Qwen3-8B"
@@ -39,15 +44,19 @@ class Options:
         parser.add_argument("--repeats", type=int, default=5, help="of each measurement; the median counts")
 
     @classmethod
-    def of(cls, parsed: argparse.Namespace) -> "Options":
+    def of(cls, parsed: argparse.Namespace) -> Options:
         return cls(toy=parsed.toy, rank=parsed.rank, repeats=parsed.repeats)
 
     @property
     def device(self) -> torch.device:
+        import torch
+
         return torch.device("cpu") if self.toy else torch.device("cuda", 0)
 
     @property
     def dtype(self) -> torch.dtype:
+        import torch
+
         return torch.float32 if self.toy else torch.bfloat16
 
     @property
@@ -84,6 +93,8 @@ def linear_parameters(shape: DecoderShape) -> int:
 
 def seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Run twice to warm up, then return the median."""
+    import torch
+
     times = []
     for number in range(repeats + 2):
         started = time.perf_counter()
@@ -97,6 +108,8 @@ def seconds(work: Callable[[], object], device: torch.device, repeats: int) -> f
 
 def matmul_limit(options: Options) -> float:
     """Return the FLOP per second of a large product of random matrices."""
+    import torch
+
     size = 512 if options.toy else 8192
     a, b = (torch.randn(size, size, device=options.device, dtype=options.dtype) for _ in range(2))
     return 2 * size**3 / seconds(lambda: a @ b, options.device, 10)
@@ -104,10 +117,14 @@ def matmul_limit(options: Options) -> float:
 
 def bandwidth_limit(options: Options) -> float:
     """Return the bytes per second of a copy: those read, and those written."""
+    import torch
+
     source = torch.empty(1 << (20 if options.toy else 30), dtype=torch.uint8, device=options.device)
     target = torch.empty_like(source)
     return 2 * source.numel() / seconds(lambda: target.copy_(source), options.device, 10)
 
 
 def peak_gib(device: torch.device) -> float | None:
+    import torch
+
     return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None

@@ -182,7 +182,7 @@ def make_case(options: Options, config: ModelConfig, devices: Sequence[Any], pla
     return Case(config=config, limits=limits, layout=layout, bucket=bucket, shape=shape, tenants=options.tenants)
 
 
-def base_shapes(config: ModelConfig, dtype: str, layout: Layout) -> Base:
+def base_shapes(config: ModelConfig, dtype: str, layout: Layout | None) -> Base:
     """Return what weights.load_base would load, without loading it."""
     layers, hidden, shapes = config.num_layers, config.hidden_size, config.linear_shapes()
 
@@ -203,7 +203,7 @@ def base_shapes(config: ModelConfig, dtype: str, layout: Layout) -> Base:
     vocabulary = shapes[HEAD][::-1]
     tree = {"embed": vocabulary, "head": vocabulary, "final_norm": (hidden,), "layers": stacked}
     return jax.tree.map(
-        lambda spec, shape: _placed(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), layout.placed(spec)),
+        lambda spec, shape: _placed(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), layout and layout.placed(spec)),
         base_specs(list(stacked)),
         tree,
         is_leaf=lambda x: isinstance(x, Spec),
