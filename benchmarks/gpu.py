@@ -9,6 +9,7 @@
     jax_training    the jax backend: what compiling costs, 1 and 8 tenants with the same tokens, and new packings
     jax_sampling    the jax sampler: 64 long sequences of an adapter, prompts, the way of an adapter to its first token,
                     and how far its logprobs are from the trainer's
+    drawing         a token for each of 256 sequences, beside vLLM's own way
     experts         the megatron backend: the same on a mixture of experts, Qwen3-30B-A3B with twelve of its layers
     peft_training   the same tokens through transformers and PEFT, one adapter
     sampling        the vllm sampler: 256 seeded sequences of an adapter, and the way of an adapter to its first token
@@ -33,8 +34,8 @@ from pathlib import Path
 from gpu_parts.common import NotInstalledError, Options, Report
 
 PARTS = (
-    "limits", "training", "jax_training", "jax_sampling", "experts", "peft_training", "sampling", "plain_vllm",
-    "served",
+    "limits", "training", "jax_training", "jax_sampling", "drawing", "experts", "peft_training", "sampling",
+    "plain_vllm", "served",
 )  # fmt: skip
 
 

@@ -81,16 +81,14 @@ def test_scripts_on_two_ranks_and_the_jax_sampler(int8: bool, tmp_path: Path, mo
             server.wait(300)
 
 
-OTHERS = ("limits", "peft_training", "sampling", "plain_vllm", "served")
+OTHERS = ("limits", "peft_training", "drawing", "sampling", "plain_vllm", "served")
 
 
 @pytest.mark.parametrize(
     "parts",
     [
         pytest.param(("training",), id="training"),
-        pytest.param(
-            ("limits", "peft_training", "sampling", "plain_vllm", "served"), id="others", marks=pytest.mark.thorough
-        ),
+        pytest.param(OTHERS, id="others", marks=pytest.mark.thorough),
     ],
 )
 @pytest.mark.timeout(900)

@@ -252,6 +252,14 @@ def capture_experts(runner: Any_) -> Any_:
     return capturer.device_buffer
 
 
+def blank_logits(runner: Any_) -> Any_:
+    """Return a row of logits as the sampler is given them."""
+    from torch import zeros
+
+    _require(runner, "device", "model_config")
+    return zeros(1, int(runner.model_config.get_vocab_size()), device=runner.device)
+
+
 def num_slots(runner: Any_) -> int:
     """Return how many tokens the cache of keys and values holds."""
     _require(runner, "kv_cache_config")

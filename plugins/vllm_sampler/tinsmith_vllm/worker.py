@@ -34,6 +34,8 @@ class TinsmithWorker:
         self.tinsmith_scorer = PromptScorer(runner)
         compat.replace_drawing(runner, lambda logits: logits.log_softmax(dim=-1, dtype=torch.float32), self._draw)
         compat.replace_prompt_scoring(runner, self.tinsmith_scorer.score)
+        # kernels are compiled now: what fails then ends the start, and not a tenant's first sample
+        draw(compat.blank_logits(runner), places([0], [0]))
         if runner.lora_config is not None:
             compat.leave_base_rows_alone()
             self.tinsmith_adapters = PreparedAdapters(runner.lora_config.max_cpu_loras)
