@@ -63,14 +63,13 @@ def linear(options: Options) -> Report:
     each = options.tokens // tenants
     adapters = [(layout, torch.zeros(layout.size, device=options.device)) for _ in range(tenants)]
     pack = AdapterPack(adapters, options.dtype, backward=True)
-    ends = torch.arange(1, tenants + 1, dtype=torch.int32, device=options.device) * each
     x = torch.randn(1, each * tenants, hidden, device=options.device, dtype=options.dtype, requires_grad=True)
 
     def work() -> None:
         y = layer(x)
         y.backward(torch.ones_like(y))
 
-    layer.factors = pack.factors(ends)[layer.module]
+    layer.factors = pack.factors([each * number for number in range(1, tenants + 1)])[layer.module]
     adapted = seconds(work, options.device, options.repeats)
     layer.factors = None
     plain = seconds(work, options.device, options.repeats)

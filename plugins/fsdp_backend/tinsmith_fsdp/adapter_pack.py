@@ -3,22 +3,28 @@
 All adapters of a pack are padded with zeros to one rank, and a layer that one of them does not train has zeros for it.
 So every layer computes all groups in the same few kernels, whoever they belong to.
 
-Legend: G = groups, R = the common rank.
+The matrices of a kind are one tensor over all layers, and at equal distances in an adapter's vector: what a micro-batch
+does for each adapter is a few operations, for any number of layers.
+
+Legend: L = layers, G = groups, R = the common rank, r = an adapter's own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Final
 
+import numpy as np
 import torch
 
 from tinsmith.huggingface import HEAD
+from tinsmith.torch_workers import to_device
 from tinsmith.workers import AdapterLayout, Pair, Slot
 from tinsmith_fsdp.lora import Factors
 
 RANK_STEP: Final = 8  # grouped products need rows aligned to 16 bytes
 
-Layers = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""A [G, R, in] and B [G, out, R] of each linear layer."""
+Stacks = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+"""A [L, G, R, in] and B [L, G, out, R] of each kind of linear layer."""
 
 
 class AdapterPack:
@@ -29,78 +35,82 @@ class AdapterPack:
     ) -> None:
         """`adapters`: each one's layout and flat float32 weights. `dtype`: that of the stream."""
         self._layouts = [layout for layout, _ in adapters]
-        self._weights = _zeros(self._layouts, dtype, adapters[0][1].device)
-        for group, (layout, flat) in enumerate(adapters):
-            A, B = _of_vector(layout, flat)
-            _copy([*A, *_times(B, layout.lora.scale)], _of_group(self._weights, layout, group))
-        for weight in self._matrices():
-            weight.requires_grad_(backward)
+        self._device = adapters[0][1].device
+        weights = _zeros(self._layouts, dtype, self._device)
+        for (layout, flat), own in zip(adapters, _by_group(weights, self._layouts), strict=True):
+            if own:
+                torch._foreach_copy_(own, _of_vector(layout, flat))
+        self._gradients = _zeros(self._layouts, dtype, self._device) if backward else None
+        self._layers = _by_layer(weights)
+        if self._gradients is not None:
+            for name, gradients in _by_layer(self._gradients).items():
+                for leaf, gradient in zip(self._layers[name], gradients, strict=True):
+                    leaf.requires_grad_()
+                    leaf.grad = gradient  # autograd accumulates into it in place
 
-    def factors(self, ends_G: torch.Tensor) -> dict[str, Factors]:
-        """Return what each layer needs. `ends_G`: where each group's tokens end in the stream."""
-        return {name: Factors(A, B, None, ends_G) for name, (A, B) in self._weights.items()}
+    def factors(self, ends: Sequence[int]) -> dict[str, Factors]:
+        """Return what each layer needs. `ends`: where each group's tokens end in the stream."""
+        scales = np.array([layout.lora.scale for layout in self._layouts], np.float32)
+        scale_T1 = to_device(np.repeat(scales, np.diff(ends, prepend=0))[:, None], self._device)
+        ends_G = to_device(np.array(ends, np.int32), self._device)
+        return {name: Factors(A, B, scale_T1, ends_G) for name, (A, B) in self._layers.items()}
 
     def move_gradients(self, sums: Sequence[torch.Tensor]) -> None:
         """Add each group's gradient to its flat float32 vector, and forget it."""
-        gradients = {name: (_gradient(A), _gradient(B)) for name, (A, B) in self._weights.items()}
-        for group, (layout, total) in enumerate(zip(self._layouts, sums, strict=True)):
-            wide = torch.zeros_like(total)
-            A, B = _of_vector(layout, wide)
-            _copy(_of_group(gradients, layout, group), [*A, *B])
-            _copy(_times(B, layout.lora.scale), B)
-            total.add_(wide)
-        for weight in self._matrices():
-            weight.grad = None
-
-    def _matrices(self) -> Iterator[torch.Tensor]:
-        return (weight for pair in self._weights.values() for weight in pair)
+        assert self._gradients is not None
+        own = _by_group(self._gradients, self._layouts)
+        for layout, total, gradients in zip(self._layouts, sums, own, strict=True):
+            if gradients:
+                torch._foreach_add_(_of_vector(layout, total), gradients)
+        for A, B in self._gradients.values():
+            A.zero_()
+            B.zero_()
 
 
-def _gradient(weight: torch.Tensor) -> torch.Tensor:
-    """Return zeros for a matrix that this rank does not count."""
-    return torch.zeros_like(weight) if weight.grad is None else weight.grad
-
-
-def _zeros(layouts: Sequence[AdapterLayout], dtype: torch.dtype, device: torch.device) -> Layers:
+def _zeros(layouts: Sequence[AdapterLayout], dtype: torch.dtype, device: torch.device) -> Stacks:
     """Make room for every layer that any of the adapters trains."""
     rank = -(-max(layout.lora.rank for layout in layouts) // RANK_STEP) * RANK_STEP
-    pairs = {pair.module: pair for layout in layouts for pair in _pairs(layout)}
+    pairs = {pair.kind: pair for layout in layouts for pair in _first_layer(layout)}
+    of_each = (len(layouts[0].part.layers), len(layouts))
 
     def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(len(layouts), *shape, dtype=dtype, device=device)
+        return torch.zeros(*of_each, *shape, dtype=dtype, device=device)
 
-    return {name: (zeros(rank, pair.A.shape[1]), zeros(pair.B.shape[0], rank)) for name, pair in pairs.items()}
-
-
-def _pairs(layout: AdapterLayout) -> Iterator[Pair]:
-    """List the modules of the layers. The head computes for itself."""
-    return (pair for name, pair in layout.pairs.items() if name != HEAD)
+    return {kind: (zeros(rank, pair.A.shape[1]), zeros(pair.B.shape[0], rank)) for kind, pair in pairs.items()}
 
 
-def _of_vector(layout: AdapterLayout, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return every A and every B."""
-
-    def view(slot: Slot) -> torch.Tensor:
-        return flat[slot.offset : slot.stop].view(slot.shape)
-
-    pairs = list(_pairs(layout))
-    return [view(pair.A) for pair in pairs], [view(pair.B) for pair in pairs]
+def _first_layer(layout: AdapterLayout) -> Sequence[Pair]:
+    """List the modules of the first layer; the others are as it is. The head computes for itself."""
+    return list(takewhile(lambda pair: pair.layer == 0 and pair.kind != HEAD, layout.pairs.values()))
 
 
-def _of_group(layers: Layers, layout: AdapterLayout, group: int) -> list[torch.Tensor]:
-    """Return the group's part of every A, then of every B."""
-    rank = layout.lora.rank
-    own = [layers[pair.module] for pair in _pairs(layout)]
-    return [A[group, :rank] for A, _ in own] + [B[group, :, :rank] for _, B in own]
+def _by_layer(stacks: Stacks) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return A and B of each linear layer: to autograd and to compiled code, tensors of their own."""
+    return {
+        f"model.layers.{layer}.{kind}": (A.detach(), B.detach())
+        for kind, pair in stacks.items()
+        for layer, (A, B) in enumerate(zip(*(stack.unbind() for stack in pair), strict=True))
+    }
 
 
-@torch.no_grad()
-def _copy(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
-    """Copy all matrices in a few kernels."""
-    if source:
-        torch._foreach_copy_(target, source)
+def _by_group(stacks: Stacks, layouts: Sequence[AdapterLayout]) -> Iterator[list[torch.Tensor]]:
+    """List each group's part, in the order of `_of_vector`."""
+    groups = {kind: (A.unbind(1), B.unbind(1)) for kind, (A, B) in stacks.items()}
+    for group, layout in enumerate(layouts):
+        own = [groups[pair.kind] for pair in _first_layer(layout)]
+        yield [part for A, B in own for part in _of_rank(A[group], B[group], layout.lora.rank)]
 
 
-@torch.no_grad()
-def _times(matrices: list[torch.Tensor], scale: float) -> list[torch.Tensor]:
-    return list(torch._foreach_mul(matrices, scale)) if matrices else []  # noqa: SLF001
+def _of_rank(A: torch.Tensor, B: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return (A, B) if A.shape[1] == rank else (A[:, :rank], B[..., :rank])
+
+
+def _of_vector(layout: AdapterLayout, flat: torch.Tensor) -> list[torch.Tensor]:
+    """Return, of each kind, A [L, r, in] and B [L, out, r]."""
+    head, num_layers = layout.pairs.get(HEAD), len(layout.part.layers)
+    distance = (layout.size if head is None else head.A.offset) // num_layers
+
+    def all_layers(first: Slot) -> torch.Tensor:
+        return flat.as_strided((num_layers, *first.shape), (distance, first.shape[1], 1), first.offset)
+
+    return [all_layers(slot) for pair in _first_layer(layout) for slot in (pair.A, pair.B)]

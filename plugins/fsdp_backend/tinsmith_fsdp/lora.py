@@ -20,8 +20,8 @@ class Factors(NamedTuple):
     """The adapters of one layer for a stream. No field is a Python number: compiled code would depend on its value."""
 
     A: torch.Tensor  # [r, in], or [G, R, in] in the dtype of the stream
-    B: torch.Tensor  # [out, r], or [G, out, R] in the dtype of the stream, times alpha / r
-    scale: torch.Tensor | None  # alpha / r, if one adapter has the whole stream
+    B: torch.Tensor  # [out, r], or [G, out, R] in the dtype of the stream
+    scale: torch.Tensor  # alpha / r: one number, or float32 [T, 1] of each token's adapter, if there are groups
     ends: torch.Tensor | None  # int32 [G]: where each group's tokens end, if there are groups
 
 
@@ -72,9 +72,8 @@ class MultiLoraLinear(nn.Module):
         A, B = self._own(self.factors, x.shape[-1], y.shape[-1])
         ends, scale = self.factors.ends, self.factors.scale
         if ends is not None:
-            h = self._narrow(grouped(x[0], A, ends))
+            h = self._narrow((grouped(x[0], A, ends) * scale).to(x.dtype))
             return y + grouped(h, B, self._own_ends(ends, h.shape[0])).unsqueeze(0)
-        assert scale is not None
         return y + ((self._narrow(x.float() @ A.T) @ B.T) * scale).to(x.dtype)
 
     def _own(self, factors: Factors, d_in: int, d_out: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,8 +38,12 @@ class Leaves:
 
     def factors(self) -> dict[str, Factors]:
         """Return what each layer needs of an adapter that has the whole stream."""
-        scale = next((torch.tensor(self.scale, device=A.device) for A, _ in self.pairs.values()), None)
-        return {module: Factors(A, B, scale, None) for module, (A, B) in self.pairs.items()}
+        scale: torch.Tensor | None = None
+        found: dict[str, Factors] = {}
+        for module, (A, B) in self.pairs.items():
+            scale = torch.tensor(self.scale, device=A.device) if scale is None else scale
+            found[module] = Factors(A, B, scale, None)
+        return found
 
 
 def _leaf(
@@ -96,7 +100,7 @@ def make_stream(
     ends, tokens = np.cumsum([0, *lengths]), [segment.tokens_T for segment in segments]
     groups = _groups(ends.tolist(), leaves)
     if pack is not None:
-        factors = pack.factors(to_device(np.array([group.stop for group in groups], np.int32), device))
+        factors = pack.factors([group.stop for group in groups])
     else:
         (group,) = groups
         factors = {} if group.leaves is None else group.leaves.factors()
