@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup test test-all check fix bench bench-recovery docs dist test-crash test-malice test-gpu licences audit clean
+.PHONY: help demo setup test test-all check fix bench bench-recovery docs dist test-crash test-malice test-gpu card licences audit clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,12 +33,13 @@ IN_PARALLEL := -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
 # XLA's optimizations take longer than the tests of tiny models win by them. Tests of bits switch them on again.
 test: export JAX_DISABLE_MOST_OPTIMIZATIONS := 1
 test: $(VENV)/.dev-installed ## Run the tests that need no accelerator, in ten minutes; sets up everything it needs
-	$(BIN)/python -m pytest -m "not gpu and not crash and not malice and not thorough" $(IN_PARALLEL) --durations=30
+	$(BIN)/python -m pytest -m "not crash and not malice and not thorough" $(IN_PARALLEL) --durations=30
 
 test-all: $(VENV)/.dev-installed ## Run every test that needs no accelerator: more repetitions, sizes and families, the crash campaigns and the attacks
-	$(BIN)/python -m pytest -m "not gpu and not crash and not malice" $(IN_PARALLEL) --durations=30
+	$(BIN)/python -m pytest -m "not crash and not malice" $(IN_PARALLEL) --durations=30
 	$(BIN)/python -m pytest -s -p no:xdist -m crash
 	$(BIN)/python -m pytest -s -p no:xdist -m malice
+	TINSMITH_GPU_TESTS=cpu $(BIN)/python deploy/card.py test
 	$(MAKE) licences
 
 check: $(VENV)/.dev-installed ## Ruff, mypy, import contracts, documentation and the fast tests
@@ -46,7 +47,7 @@ check: $(VENV)/.dev-installed ## Ruff, mypy, import contracts, documentation and
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q -m "not slow and not thorough and not gpu and not crash" $(IN_PARALLEL) tests/unit
+	$(BIN)/python -m pytest -q -m "not slow and not thorough and not crash" $(IN_PARALLEL) tests/unit
 
 fix: $(VENV)/.dev-installed ## Fix and format what ruff can, and regenerate the reference pages
 	$(BIN)/ruff check --fix
@@ -73,8 +74,11 @@ test-malice: export MALICE_FUZZ_S := 1800
 test-malice: $(VENV)/.dev-installed ## Run the attacks and the long fuzzing; they measure time, and need the machine to themselves
 	$(BIN)/python -m pytest -s -p no:xdist -m malice
 
-test-gpu: $(VENV)/.dev-installed ## Run the tests that need an accelerator
-	$(BIN)/python -m pytest -m gpu
+test-gpu: $(VENV)/.dev-installed ## Run the tests that need a GPU, in four minutes; TINSMITH_GPU_TESTS=cpu tries them on a CPU
+	$(BIN)/python deploy/card.py test
+
+card: $(VENV)/.dev-installed ## Pack what a machine with a GPU and without a network lacks into .card/; deploy/card.py runs tests and benchmark there
+	$(BIN)/python deploy/card.py pack
 
 # Ignored: psycopg, an optional dependency used as it is, may be LGPL; oss-harmony, which only vLLM brings, is Apache-2.0 by
 # its repository but does not say so in its package.
