@@ -1,5 +1,6 @@
 """The examples for Slurm and Ray are valid, and the one for Slurm is executed."""
 
+import json
 import os
 import re
 import shlex
@@ -16,7 +17,12 @@ import yaml
 from small_scale import API_KEYS, ENVIRONMENT, LINES, answers, kill, on_cpu, own_address, tutorial, write_model
 
 from tinsmith.commands.load_settings import load_settings
+from tinsmith.huggingface import known_config
+from tinsmith.placement.machine import Machine
+from tinsmith.placement.plan import make_plan
+from tinsmith.placement.report import lines_of
 from tinsmith.plugins.loading import Plugins
+from tinsmith.settings import Settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SCRIPT = DEPLOY / "slurm" / "tinsmith.sbatch"
@@ -44,6 +50,18 @@ def test_the_configuration_is_valid(example: str, tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(settings_of(example, tmp_path / "tiny")))
     environ = {"TINSMITH_SERVER__API_KEYS": API_KEYS, "TINSMITH_SERVER__DATA_DIR": str(tmp_path)}
     assert load_settings(Plugins.load(), file=file, environ=environ).models
+
+
+@pytest.mark.parametrize("example", ["slurm", "ray"])
+def test_backend_and_sampler_divide_the_memory_of_the_cards_that_they_share(example: str, tmp_path: Path) -> None:
+    """The workers took 92 % of each card, and vLLM 30 % of it."""
+    (tmp_path / "config.json").write_text(json.dumps(known_config("Qwen3-32B")))
+    settings = Settings.model_validate({"models": settings_of(example, tmp_path)["models"]})
+    machine = Machine(devices=tuple(map(str, range(8))), device_bytes=80 << 30, others_alike=True)
+    plan = make_plan(settings, Plugins.load(), machine, ["Qwen/Qwen3-32B"])
+    assert sum(placed.placement.memory_bytes or machine.device_bytes for placed in plan) <= (machine.usable_bytes or 0)
+    assert plan[0].demand.layout == "16 ranks"
+    assert not [line for line in lines_of(plan) if line.startswith("warning")]
 
 
 def test_the_script_asks_slurm_for_the_machines_that_the_backend_uses() -> None:

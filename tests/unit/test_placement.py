@@ -3,11 +3,14 @@
 import json
 import stat
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import hypothesis
 import pytest
 import yaml
+from hypothesis import strategies as st
 
 import tinsmith
 from tinsmith.commands import cli
@@ -248,6 +251,71 @@ def test_without_a_gpu_only_what_is_set_is_assigned() -> None:
 
 def host(size: int) -> Machine:
     return Machine(host_bytes=size * GIB)
+
+
+ELSEWHERE = Machine(devices=("0", "1"), device_bytes=CARD, others_alike=True)
+
+
+def test_devices_elsewhere_are_given_whole_and_not_more() -> None:
+    """What a part needs was added to the whole of a card: 122 of 92 GiB."""
+    assert placed(ELSEWHERE, a_model({"count": 0, "least": 30}, {})) == [("", 92), ("0,1", 92)]
+    both = a_model({"count": 0, "least": 30}, {"count": 0}, turns=True)
+    assert placed(ELSEWHERE, both) == [("", 90), ("", 90)], "each keeps 2 GiB in its sleep"
+    with pytest.raises(ConfigError, match=r"a device elsewhere has 92\.0 GiB to give, and backend learns of 'm' needs"):
+        placed(ELSEWHERE, a_model({"count": 0, "memory": "93GiB"}))
+
+
+_SECTION = st.fixed_dictionaries(
+    {"least": st.integers(0, 60), "count": st.sampled_from([None, 0, 0, 1, 2]), "on_host": st.booleans()},
+    optional={"memory": st.integers(1, 110).map(lambda size: f"{size}GiB"), "asleep": st.none() | st.integers(0, 9)},
+)
+_MODEL = st.builds(a_model, _SECTION, st.none() | _SECTION, st.sampled_from("abc")) | st.builds(
+    a_model, _SECTION, _SECTION, st.sampled_from("abc"), turns=st.just(True)
+)
+_MACHINE = st.builds(
+    lambda devices, size, alike, host: replace(cards(devices, size), others_alike=alike, host_bytes=host),
+    st.integers(0, 4),
+    st.sampled_from([CARD, CARD, None]),
+    st.booleans(),
+    st.sampled_from([CARD, None]),
+)
+
+
+@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.given(_MACHINE, st.lists(_MODEL, min_size=1, max_size=3, unique_by=lambda model: model.name))
+def test_nobody_is_given_more_than_there_is(machine: Machine, models: list[ModelSettings]) -> None:
+    """No part of a plan has more than its device, and the parts on a device have no more than it together."""
+    try:
+        plan = make_plan(Settings(models=tuple(models)), PLUGINS, machine, [model.name for model in models])
+    except ConfigError:
+        hypothesis.reject()
+    taken: dict[str, dict[object, int]] = {}
+    for each in plan:
+        size, part = each.placement.memory_bytes, each.part
+        if each.is_elsewhere and machine.others_alike and machine.usable_bytes:
+            assert size is not None
+            assert each.demand.least_bytes <= size <= machine.usable_bytes
+        for device in each.placement.devices or (("host",) if each.on_host else ()):
+            users = taken.setdefault(device, {})
+            user = part.index if part.by_turns else (part.index, part.role)
+            users[user] = max(users.get(user, 0), size or 0)
+    for device, users in taken.items():
+        has = machine.usable_host_bytes if device == "host" else machine.usable_bytes
+        assert has is None or sum(users.values()) <= has, (device, users)
+
+
+def test_a_sampler_on_devices_that_workers_may_have_is_warned_of() -> None:
+    def warnings(backend: object, sampler: object) -> list[str]:
+        settings = Settings(models=(a_model(backend, sampler),))
+        return [line for line in lines_of(make_plan(settings, PLUGINS, ELSEWHERE, ["m"])) if "warning" in line]
+
+    memory = {"memory": "40GiB"}
+    told = (
+        "warning: the launcher of backend learns of 'm' chooses its devices; if they are of this machine, sampler "
+        "draws of 'm' takes memory of the same: set `memory` for all of them"
+    )
+    assert warnings({"count": 0}, {}) == warnings({"count": 0, **memory}, {}) == [told]
+    assert warnings({"count": 0, **memory}, memory) == warnings({}, {}) == warnings({"count": 0}, None) == []
 
 
 def test_what_computes_on_the_cpu_divides_the_machines_memory() -> None:

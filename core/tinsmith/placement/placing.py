@@ -28,6 +28,11 @@ class Placed:
     demand: Demand
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether its launcher gives it devices, which may be of this machine or of others."""
+        return self.demand.num_devices == 0 and not self.placement.devices and not self.on_host
+
+    @property
     def on_host(self) -> bool:
         """Whether it computes on the CPU."""
         return self.demand.on_host and not self.placement.devices
@@ -167,15 +172,16 @@ def _memory(parts: Sequence[Part], chosen: Sequence[tuple[str, ...]], machine: M
     for part, demand in zip(parts, demands, strict=True):
         _refuse_too_little(part, demand.least_bytes)
     units = [_unit(members, parts, demands) for members in _units(parts)]
-    sharing = {device: [unit for unit in units if device in chosen[unit.members[0]]] for device in set().union(*chosen)}
-    spare = {device: _spare(device, users, parts, machine) for device, users in sharing.items()}
-    alone = machine.usable_bytes if machine.others_alike else None
-    memory = {
-        index: parts[index].wanted.memory
-        or _share(unit.least - asleep, [spare[device] for device in chosen[index]] or [alone])
-        for unit in units
-        for index, asleep in zip(unit.members, unit.others_asleep, strict=True)
+    sharing = {
+        device: [unit for unit in units if any(device in chosen[index] for index in unit.members)]
+        for device in set().union(*chosen)
     }
+    spare = {device: _spare(device, users, parts, machine) for device, users in sharing.items()}
+    memory = dict[int, int | None]()
+    for unit in units:
+        for index, asleep in zip(unit.members, unit.others_asleep, strict=True):
+            more = [spare[device] for device in chosen[index]] or [_spare_elsewhere(unit, parts, machine)]
+            memory[index] = parts[index].wanted.memory or _share(unit.least - asleep, more)
     return [memory[index] for index in range(len(parts))]
 
 
@@ -238,6 +244,17 @@ def _spare(device: str, users: Sequence[_Unit], parts: Sequence[Part], machine: 
         msg = f"{has} to give, and what is to run on it needs at least {gib(needed)}: {needs}"
         raise _TooSmallError(msg)
     return (usable - needed) // max(1, still_open)
+
+
+def _spare_elsewhere(unit: _Unit, parts: Sequence[Part], machine: Machine) -> int | None:
+    """Return the same for what has devices of other machines, each for itself alone."""
+    usable = machine.usable_bytes
+    if usable is None or not machine.others_alike:
+        return None
+    if unit.least > usable:
+        msg = f"a device elsewhere has {gib(usable)} to give, and {_names(unit, parts)} needs {gib(unit.least)} of each"
+        raise _TooSmallError(msg)
+    return usable - unit.least
 
 
 def _names(unit: _Unit, parts: Sequence[Part]) -> str:

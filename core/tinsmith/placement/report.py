@@ -15,6 +15,23 @@ def lines_of(plan: Sequence[Placed]) -> Iterator[str]:
         enough = ", ".join(_enough(placed))
         if enough:
             yield f"  {enough}"
+    yield from _warnings(plan)
+
+
+def _warnings(plan: Sequence[Placed]) -> Iterator[str]:
+    """Yield what to set if devices that nobody here has seen are those of others."""
+    for placed in plan:
+        others = [
+            each
+            for each in plan
+            if each.placement.devices and None in (each.part.wanted.memory, placed.part.wanted.memory)
+        ]
+        if placed.is_elsewhere and others:
+            names = " and ".join(each.part.name for each in others)
+            yield (
+                f"warning: the launcher of {placed.part.name} chooses its devices; if they are of this machine, "
+                f"{names} takes memory of the same: set `memory` for all of them"
+            )
 
 
 def _where(placed: Placed) -> str:
@@ -57,6 +74,8 @@ def described(plan: Sequence[Placed], machine: Machine, *, tenants: int) -> Iter
         yield from (f"  {line}" for line in _enough(placed))
         if placed.part.role == "backend" and (shortage := _shortage(placed, tenants)):
             yield f"  {shortage}"
+    if warnings := list(_warnings(plan)):
+        yield from ("", *warnings)
 
 
 def memory_rows(placed: Placed, tenants: int) -> list[tuple[str, int]]:
