@@ -7,7 +7,7 @@ import importlib.util
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,19 @@ TINY = TinyShape(vocab_size=512, num_layers=2)
 MODEL = "Qwen3-8B"
 
 Report = dict[str, object]
+NOTE = "figures "
+"""Begins a line in which a part says what it has found so far."""
+
+
+@dataclass(slots=True)
+class Notes:
+    """A report that also prints each figure as soon as it is there: gpu.py keeps them if the part does not end."""
+
+    report: Report = field(default_factory=dict)
+
+    def __call__(self, name: str, **figures: object) -> None:
+        self.report[name] = figures
+        print(f"{NOTE}{json.dumps({name: figures}, default=float)}", flush=True)
 
 
 class NotInstalledError(Exception):
@@ -128,3 +141,12 @@ def peak_gib(device: torch.device) -> float | None:
     import torch
 
     return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let the next peak be that of what comes now."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)

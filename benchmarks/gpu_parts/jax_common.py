@@ -1,6 +1,5 @@
 """What the parts of the jax backend share. No torch: it would take memory of the card."""
 
-import json
 import os
 import re
 import statistics
@@ -9,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,18 +30,6 @@ from tinsmith_jax.model_config import ModelConfig
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 """Leave products of matrices to cuBLAS: XLA then compiles and times no kernels of its own for them."""
 _STD = 0.02
-
-
-@dataclass(slots=True)
-class Notes:
-    """A report that also prints each figure as soon as it is there, in case the part does not end."""
-
-    part: str
-    report: Report = field(default_factory=dict)
-
-    def __call__(self, name: str, **figures: object) -> None:
-        self.report[name] = figures
-        print(f"{self.part}: {name}: {json.dumps(figures, default=float)}", flush=True)
 
 
 def start(options: Options) -> None:

@@ -16,10 +16,9 @@ from unittest import mock
 
 import numpy as np
 
-from gpu_parts.common import Options, Report, linear_parameters
+from gpu_parts.common import Notes, Options, Report, linear_parameters
 from gpu_parts.jax_common import (
     CUBLAS,
-    Notes,
     bandwidth_limit,
     compile_seconds,
     compiled_with,
@@ -71,7 +70,7 @@ TOY = Sizes(sequences=4, prompt=2 * TILE + 1, new_tokens=8, compared=2)
 
 def run(options: Options) -> Report:
     start(options)
-    note, sizes = Notes("jax_sampling"), TOY if options.toy else Sizes()
+    note, sizes = Notes(), TOY if options.toy else Sizes()
     flops, bandwidth = matmul_limit(options), bandwidth_limit(options)
     note("limits", matmul_tflops=flops / 1e12, bandwidth_gb_per_s=bandwidth / 1e9)
     settings = {

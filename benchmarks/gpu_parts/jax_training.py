@@ -10,10 +10,9 @@ from functools import partial
 
 import numpy as np
 
-from gpu_parts.common import Options, Report, linear_parameters
+from gpu_parts.common import Notes, Options, Report, linear_parameters
 from gpu_parts.jax_common import (
     CUBLAS,
-    Notes,
     bandwidth_limit,
     compile_seconds,
     compiled_with,
@@ -49,7 +48,7 @@ OTHERS: dict[str, dict[str, object]] = {"XLA's own options": {}, "no autotuning"
 
 def run(options: Options) -> Report:
     start(options)
-    note = Notes("jax_training")
+    note = Notes()
     limit = matmul_limit(options)
     note("limits", matmul_tflops=limit / 1e12, bandwidth_gb_per_s=bandwidth_limit(options) / 1e9)
     settings = {"max_batch_tokens": 512, "max_context_tokens": 512} if options.toy else {}

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
-from gpu_parts.common import Options, Report, linear_parameters, matmul_limit, peak_gib, seconds
+from gpu_parts.common import Notes, Options, Report, forget_peak, linear_parameters, matmul_limit, peak_gib, seconds
+from gpu_parts.kernels import by_kind
 from tinsmith.huggingface import DecoderShape
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.operations import AdamParams, Array, Datum, ForwardBackward, LoraConfig
@@ -34,8 +35,7 @@ PACKINGS = 10  # after the warm-up; none may compile anything
 
 
 def run(options: Options) -> Report:
-    report: Report = {"linear": linear(options)}
-    limit = matmul_limit(options)
+    note, limit = Notes(), matmul_limit(options)
     with tempfile.TemporaryDirectory() as directory, alone() as worker:
         mesh = join_mesh(worker, options.device, FsdpConfig())
         shape = options.write_model(Path(directory))
@@ -43,10 +43,12 @@ def run(options: Options) -> Report:
         measured = Measured(trainer, mesh, options, shape.vocab_size, 4 * linear_parameters(shape) / limit)
         for tenants in TENANTS:
             models = measured.models(tenants)
-            report[f"tenants: {tenants}"] = measured.step(models)
-        report["varying packings"] = measured.packings(models)
+            note(f"tenants: {tenants}", **measured.step(models))
+            note(f"kernels, tenants: {tenants}", **measured.kernels(models))
+        note("varying packings", **measured.packings(models))
         dist.destroy_process_group()
-    return report
+    note("linear", **linear(options))
+    return note.report
 
 
 def linear(options: Options) -> Report:
@@ -111,6 +113,7 @@ class Measured:
     def step(self, models: Sequence[str]) -> Report:
         """Measure forward_backward and optim_step of all models together."""
         device, repeats = self.mesh.device, self.options.repeats
+        forget_peak(device)
         work = self._work(models, seed=0)
         tokens = sum(segment.num_tokens for segment in work)
         passes = seconds(lambda: self._run(work), device, repeats)
@@ -124,6 +127,11 @@ class Measured:
             "share_of_matmul_limit": tokens * self.least_s_per_token / passes,
             "peak_gib": peak_gib(device),
         }
+
+    def kernels(self, models: Sequence[str]) -> Report:
+        """Return where the time of the same forward_backward goes."""
+        work = self._work(models, seed=0)
+        return by_kind(lambda: self._run(work), self.mesh.device)
 
     def packings(self, models: Sequence[str]) -> Report:
         """Run batches of ever new lengths. Return how many graphs they compiled, which should be 0."""
