@@ -30,16 +30,19 @@ def api_keys() -> list[dict[str, str]]:
 
 
 class CampaignServer:
-    """Serves the toy to three tenants on a port that the system chooses.
+    """Serves the toy to three tenants on a port that the system chooses, or with `model` what that says.
 
     `MALICE_PYTHON` names the Python of another checkout, to see how that one fares.
     """
 
-    def __init__(self, directory: Path, *, server: Mapping[str, Any], backend: Mapping[str, Any]) -> None:
+    def __init__(
+        self, directory: Path, *, server: Mapping[str, Any], backend: Mapping[str, Any], model: Mapping[str, Any]
+    ) -> None:
         self.data_dir = directory / "data"
+        served = {"name": BASE_MODEL, **model, "backend": {**_OPTIONS, **backend}}
         content = {
             "server": {"data_dir": str(self.data_dir), "port": 0, "api_keys": api_keys(), **server},
-            "models": [{"name": BASE_MODEL, "backend": {**_OPTIONS, **backend}}],
+            "models": [served],
         }
         settings_file = directory / "settings.yaml"
         settings_file.write_text(json.dumps(content))
@@ -53,7 +56,9 @@ class CampaignServer:
                 stderr=log,
                 start_new_session=True,
             )
-        resource.prlimit(self.process.pid, resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))  # engines inherit it
+        if served["backend"]["plugin"] == "toy":  # frameworks reserve more address space than there is memory
+            limits = (MEMORY_BYTES, MEMORY_BYTES)
+            resource.prlimit(self.process.pid, resource.RLIMIT_AS, limits)  # engines inherit it
         self.url = self._wait_until_ready()
         self.born = self.processes()
 
@@ -97,9 +102,13 @@ class CampaignServer:
 
 @contextmanager
 def campaign_server(
-    directory: Path, *, server: Mapping[str, Any] | None = None, backend: Mapping[str, Any] | None = None
+    directory: Path,
+    *,
+    server: Mapping[str, Any] | None = None,
+    backend: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
 ) -> Iterator[CampaignServer]:
-    served = CampaignServer(directory, server=server or {}, backend=backend or {})
+    served = CampaignServer(directory, server=server or {}, backend=backend or {}, model=model or {})
     try:
         yield served
     finally:

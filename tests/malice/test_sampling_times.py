@@ -18,17 +18,43 @@ from attacker import Attacker
 from campaign_server import ATTACKER, BASE_MODEL, NEIGHBOUR, CampaignServer, campaign_server
 from dear_requests import CONTEXT, DEPTH, KINDS, ORDINARY, asked, busy_neighbour
 
+from tinsmith.testing import TinyShape, write_tiny_model
+
 pytestmark = [pytest.mark.malice, pytest.mark.timeout(1800)]
 
 TIMES = 10
 LATE = 2  # of ten, which the machine may have held up
 FAIR = 2.0
 
+_JAX = {"plugin": "jax", "max_context_tokens": CONTEXT, "max_batch_tokens": CONTEXT, "max_lora_rank": 8}
+_VLLM = {
+    "plugin": "vllm",
+    "max_model_len": CONTEXT,
+    "max_num_seqs": 16,
+    "kv_cache_bytes": 32 << 20,
+    "max_loras": 2,
+    "max_cpu_loras": 2,
+    "max_lora_rank": 8,
+}
+SERVED: Mapping[str, Mapping[str, Any]] = {
+    "toy": {"backend": {"plugin": "toy", "max_context_tokens": CONTEXT}},
+    "jax": {"backend": {**_JAX, "decode_slots": 8}},
+    "vllm": {"backend": {**_JAX, "warm_up": False}, "model": {"sampler": _VLLM}},
+}
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CampaignServer]:
-    with campaign_server(tmp_path_factory.mktemp("times"), backend={"max_context_tokens": CONTEXT}) as served:
-        yield served
+
+@pytest.fixture(scope="module", params=SERVED)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CampaignServer]:
+    """A server whose sampler is the toy, jax or vllm."""
+    sampler: str = request.param
+    directory = tmp_path_factory.mktemp(sampler)
+    served = dict(SERVED[sampler])
+    if sampler != "toy":
+        pytest.importorskip(f"tinsmith_{sampler}")
+        write_tiny_model(directory / "model", TinyShape(hidden_size=64, intermediate_size=96, num_layers=2))
+        served["model"] = {**served.get("model", {}), "path": str(directory / "model")}
+    with campaign_server(directory, **served) as running:
+        yield running
 
 
 @pytest.mark.parametrize("kind", KINDS)

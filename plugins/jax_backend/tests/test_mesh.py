@@ -33,6 +33,7 @@ from tinsmith import (
 from tinsmith.checkpoints.format import read_checkpoint, write_checkpoint
 from tinsmith.huggingface import StoredTensors
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith.testing import SamplingAbuseContract, TrainingAbuseContract
 from tinsmith.workers import StateFiles, WorkerDiedError
 from tinsmith.workers.channel import Channel, Encoded, encode
 from tinsmith_jax.backend import JaxBackend
@@ -365,6 +366,30 @@ async def test_a_step_that_fails_because_of_one_refuses_that_one(
     refused, *results = await asyncio.gather(*(meshed.sample(op) for op in (culprit, *mine)))
     assert isinstance(refused, Failed)
     assert_same_outputs(results, expected)
+
+
+# Abuse: test_mesh_contracts.py has this on meshes of several workers --------------------------------------------------
+
+on_the_quick_mesh = pytest.mark.parametrize(
+    ("meshed", "model"), [pytest.param(QUICK, "qwen3", id="quick")], indirect=True, scope="module"
+)
+
+
+@pytest.mark.thorough
+@on_the_quick_mesh
+@pytest.mark.usefixtures("meshed")
+class TestMeshTrainingAbuse(TrainingAbuseContract):
+    @pytest.fixture
+    def backend(self, meshed: JaxBackend) -> JaxBackend:
+        return meshed
+
+
+@on_the_quick_mesh
+@pytest.mark.usefixtures("meshed")
+class TestMeshSamplingAbuse(SamplingAbuseContract):
+    @pytest.fixture
+    def backend(self, meshed: JaxBackend) -> JaxBackend:
+        return meshed
 
 
 def top_ids(sequence: SampledSequence) -> list[list[int]] | None:
