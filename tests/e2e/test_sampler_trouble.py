@@ -67,6 +67,11 @@ def until(server: RunningServer, status: int) -> dict[str, Any]:
     return engine
 
 
+def reason(http: httpx.Client, request_id: str) -> str:
+    """Return what somebody is told who waits for the result."""
+    return http.post("retrieve_future", json={"request_id": request_id}).text
+
+
 def test_training_goes_on_while_the_sampler_is_down(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     until(server, 200)
     client = EngineDriver(server.store, "toy")
@@ -89,9 +94,14 @@ def test_training_goes_on_while_the_sampler_is_down(server: RunningServer, monke
             "sampling_params": {"max_tokens": 2},
         }
         request_id = http.post("asample", json=sampling).json()["request_id"]
-        while "nothing is sampled" not in (told := http.post("retrieve_future", json={"request_id": request_id}).text):
+        wanted = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": "toy"}
+        model_id = http.post("create_model", json={**wanted, "lora_config": {"rank": 2}}).json()["model_id"]
+        early = http.post("optim_step", json={"model_id": model_id, "seq_id": 7, "adam_params": {}}).json()
+        while "nothing is sampled" not in (told := reason(http, request_id)):
             pass
         assert TROUBLE in told
+        while "has not arrived" not in (told := reason(http, early["request_id"])):
+            assert "sampled" not in told, "this is no reason why training waits"
 
     tokens = np.arange(1, 12, dtype=np.int64)
     inputs = {"target_tokens": tokens[1:], "weights": np.full(10, 0.5, np.float32)}
