@@ -345,12 +345,12 @@ def tpu_table(kind: str) -> str:
             return tables.sampling(alone)
 
 
-def measured(figures: str, page: str) -> str:
+def measured(figures: str, page: str, otherwise: str = "No run on an idle machine has been published yet.") -> str:
     """Return what a program in benchmarks/ measured, as its page module renders it; the page itself says how."""
     found = REFERENCE / figures
     if not found.is_file():
-        return "No run on an idle machine has been published yet."
-    spec = importlib.util.spec_from_file_location(page, BENCHMARKS / "comparison" / f"{page}.py")
+        return otherwise
+    spec = importlib.util.spec_from_file_location(Path(page).name, BENCHMARKS / f"{page}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -385,8 +385,9 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "settings": settings_tables,
     "plugin-options": plugin_tables,
     "commands": command_tables,
-    "comparison": partial(measured, "comparison.json", "page"),
-    "where-time-goes": partial(measured, "where-time-goes.json", "split_page"),
+    "comparison": partial(measured, "comparison.json", "comparison/page"),
+    "where-time-goes": partial(measured, "where-time-goes.json", "comparison/split_page"),
+    "gpu": partial(measured, "gpu.json", "gpu_parts/page", "Nothing was measured on a GPU yet."),
     "failpoints": failpoint_table,
     "plans": what_fits,
     "plans-jax": what_fits_with_jax,

@@ -1,9 +1,11 @@
 """The program that measures a GPU: limits of its parts, and what it keeps of one that does not end."""
 
+import json
 from pathlib import Path
 
 import gpu
 import pytest
+from gpu_parts import history, page
 from gpu_parts.kernels import Ran, summary
 
 
@@ -51,3 +53,24 @@ def test_kernels_are_summed_by_kind_and_what_lies_between_is_idle() -> None:
         {"matmul": 1e-4, "grouped products": 1e-4, "attention": 6e-5, "rest": 1e-5, "copies": 1e-5, "idle": 8e-5}
     )
     assert found["kernels"] == 5
+
+
+def test_a_published_run_is_on_the_page_with_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "RUNS", tmp_path / "gpu.json")
+    machine = {"when": "today", "commit": "abc", "card": "a card", "memory": "80 GiB", "driver": "1", "versions": {}}
+    step = {"tokens": 16384, "forward_backward_s": 1.5, "tokens_per_s": 10_900.0, "share_of_matmul_limit": 0.451}
+    report = {
+        "run": machine,
+        "limits": {"matmul_tflops": 785.2, "bandwidth_gb_per_s": 4155.3},
+        "training": {"tenants: 1": step, "kernels, tenants: 1": {"by_kind_s": {"matmul": 0.99, "idle": 0.01}}},
+        "experts": {"error": "took longer than 90 s"},
+    }
+    for number in range(2):
+        (tmp_path / "report.json").write_text(json.dumps({**report, "run": {**machine, "when": f"day {number}"}}))
+        history.publish(tmp_path / "report.json")
+    shown = page.render(json.loads((tmp_path / "gpu.json").read_text()))
+    assert shown.index("### day 1, a card") < shown.index("### day 0, a card")
+    assert "| `training`, tenants: 1 | 1.5 | 10,900 | 45.1% |  |" in shown
+    assert "| `training`, kernels, tenants: 1 | 990 | 10 |" in shown
+    assert "785 TFLOP/s in a product of matrices" in shown
+    assert "- **experts**: failed: took longer than 90 s." in shown

@@ -1,7 +1,6 @@
 """Ranks that sleep hold no model on their devices, and go on as if they had not slept.
 
-"Devices" are those of the CPU here: storages of torch, which are emptied as on a GPU. What a GPU's allocator gives back
-was not measured.
+"Devices" are those of the CPU here: storages of torch, which are emptied as on a GPU. tests/gpu asks a GPU's allocator.
 """
 
 from collections.abc import Iterator, Mapping
