@@ -1,4 +1,7 @@
-"""Sampling as accelerators compute it, all tiles at a time, run on the CPU: against one tile after the other."""
+"""Sampling as accelerators compute it, all tiles at a time, run on the CPU: against one tile after the other.
+
+The kernels for GPUs run as plain JAX.
+"""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -13,21 +16,28 @@ from tinsmith import BackendContext, HostSnapshot, LoraConfig, SampledSequence, 
 from tinsmith_jax import sampling_device
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxSamplerConfig
+from tinsmith_jax.kernels import native
 from tinsmith_jax.sampling_only import JaxSampler
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 BATCHED = {"one_by_one": False, "prefill_tiles": (2,)}
+TRITON = BATCHED | {"triton": True, "interpret": True}
 LORAS = {"a": LoraConfig(rank=4, seed=1), "b": LoraConfig(rank=8, seed=2)}
 
 
-@pytest.fixture
+@pytest.fixture(params=[pytest.param(BATCHED, id="by XLA"), pytest.param(TRITON, id="kernels for GPUs")])
 async def batched(
-    contract_backend: JaxBackend, contract_model: Path, jax_cache: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    contract_backend: JaxBackend,
+    contract_model: Path,
+    jax_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[JaxSampler]:
     """A sampler in the form for accelerators, with the snapshots of the shared backend."""
+    monkeypatch.setattr(native, "loaded", lambda: False)  # kernels in C++ would take precedence
     shape_of = sampling_device.sampling_shape
-    monkeypatch.setattr(sampling_device, "sampling_shape", lambda *a, **k: replace(shape_of(*a, **k), **BATCHED))
+    monkeypatch.setattr(sampling_device, "sampling_shape", lambda *a, **k: replace(shape_of(*a, **k), **request.param))
     config = JaxSamplerConfig(warm_up=False, max_context_tokens=128, max_lora_rank=8, decode_slots=4)
     context = BackendContext(model_name="tiny", model_path=contract_model, cache_dir=jax_cache, losses={})
     sampler = JaxSampler(config, context)

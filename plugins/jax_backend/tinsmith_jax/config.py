@@ -70,8 +70,11 @@ class JaxConfig(WorkersConfig):
         description="sampling gathers the weights, which `fsdp` divides, once for each dispatch, not by layer for "
         "each token; every device needs room for them; default if that is at most a quarter of its memory",
     )
-    prefill_tokens: int = Field(
-        512, ge=64, description="prompt tokens that each shard reads between two sampling dispatches"
+    prefill_tokens: int | None = Field(
+        None,
+        ge=64,
+        description="prompt tokens that each shard reads between two sampling dispatches; default 2048 on a GPU, "
+        "else 512",
     )
     max_topk_logprobs: int = Field(128, ge=1, description="alternatives per token that a sample may ask for")
     recompute: bool | None = Field(
@@ -80,7 +83,7 @@ class JaxConfig(WorkersConfig):
     kernels: Literal["device", "reference"] = Field(
         "device",
         description="those for the device, or the reference, to compare with if results look off: XLA's own on a CPU, "
-        "and in training on accelerators",
+        "and on accelerators",
     )
     warm_up: bool = Field(default=True, description="compile everything in the background after the start")
 
@@ -125,8 +128,11 @@ class JaxSamplerConfig(BackendConfig):
         description="sampling gathers the weights, which `fsdp` divides, once for each dispatch, not by layer for "
         "each token; every device needs room for them; default if that is at most a quarter of its memory",
     )
-    prefill_tokens: int = Field(
-        512, ge=64, description="prompt tokens that each shard reads between two sampling dispatches"
+    prefill_tokens: int | None = Field(
+        None,
+        ge=64,
+        description="prompt tokens that each shard reads between two sampling dispatches; default 2048 on a GPU, "
+        "else 512",
     )
     max_topk_logprobs: int = Field(128, ge=1, description="alternatives per token that a sample may ask for")
     warm_up: bool = Field(default=True, description="compile everything in the background after the start")

@@ -32,6 +32,7 @@ from jax import lax
 
 from tinsmith_jax import expert_sampling, native_head, native_sampling
 from tinsmith_jax.experts import Stacked, of_layer, route, take_apart
+from tinsmith_jax.kernels import paged
 from tinsmith_jax.layers import TILE, Tiles, rms_norm, rope, rope_angles
 from tinsmith_jax.mesh import ONE, Axes, gathered
 from tinsmith_jax.model_config import ModelConfig
@@ -431,8 +432,12 @@ def _write(
     """Write each tile's keys and values to its page, tile by tile, in place; padding nowhere.
 
     Accelerators write whole pages: for a write of one position, XLA would give the cache another layout than for
-    reading, and copy all of it there and back in each layer.
+    reading, and copy all of it there and back in each layer. GPUs have a kernel that writes in place.
     """
+    if axes.kernels.triton:
+        with jax.named_scope("write"):
+            pages = (*cache, layer, tiles.start_N, tiles.table_NG, count, k_NTJD, v_NTJD)
+            return Cache(*paged.write(*pages, interpret=axes.kernels.interpret))
     k_NJDT, v_NJTD = k_NTJD.transpose(0, 2, 3, 1), v_NTJD.transpose(0, 2, 1, 3)
     in_place = axes.kernels.equal_blocks or k_NTJD.shape[1] == PAGE
 
@@ -481,6 +486,11 @@ def _attend(
     q_NThD: jax.Array, cache: Cache, layer: jax.Array, tiles: TokenTiles, count: jax.Array, axes: Axes
 ) -> jax.Array:
     """Attend from each tile to its sequence: [N, T, heads * D]."""
+    if axes.kernels.triton:
+        with jax.named_scope("attend"):
+            pages = (*cache, layer, tiles.start_N, tiles.table_NG)
+            attended: jax.Array = paged.attend(q_NThD, *pages, interpret=axes.kernels.interpret)
+            return attended
 
     def some(q_NThD: jax.Array, start_N: jax.Array, table_NG: jax.Array) -> jax.Array:
         return _attend_batch(q_NThD, cache, layer, start_N, table_NG)

@@ -99,7 +99,7 @@ class Sampler(SamplingBackend):
         *,
         capabilities: Capabilities,
         rules: StopRules,
-        prefill_tokens: int,
+        prefill_tokens: int | None,
         idle_s: float = 60.0,
     ) -> None:
         """`idle_s`: after so long without a request, nothing is kept for later ones."""
@@ -108,7 +108,8 @@ class Sampler(SamplingBackend):
         self._capabilities = capabilities
         self._config = config
         self._rules = rules
-        self._prefill_tiles = max(1, prefill_tokens // TILE)
+        tokens = prefill_tokens or max(512, device.shape.prefill_tiles[-1] * TILE)
+        self._prefill_tiles = max(1, tokens // TILE)
         self._snapshots: dict[str, _Users] = {}  # touched on the event loop only
         self._serials = 0
         # Shared by the loop and the thread, guarded by `_wake`:

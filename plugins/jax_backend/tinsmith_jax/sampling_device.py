@@ -15,6 +15,7 @@ from tinsmith_jax import adapters, decode
 from tinsmith_jax.admission import Budget
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
+from tinsmith_jax.kernels import paged
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.memory import give_back, out_of_memory_named, take_with_use
 from tinsmith_jax.mesh import Layout, put
@@ -198,6 +199,7 @@ def sampling_shape(config: JaxConfig, limits: Limits, model: ModelConfig, *, num
     alike, and all else is done tile by tile. Not so with experts, whose rows are sorted: there, one size serves all.
     """
     on_cpu = limits.platform == "cpu"
+    triton = limits.kernels.attention == "flash" and model.head_dim in paged.HEAD_SIZES
     return SamplingShape(
         num_shards=num_shards,
         slots_per_shard=config.decode_slots,
@@ -207,8 +209,9 @@ def sampling_shape(config: JaxConfig, limits: Limits, model: ModelConfig, *, num
         max_lora_rank=config.max_lora_rank,
         max_steps=config.decode_steps or (4 if on_cpu else 8),
         max_top=min(config.max_topk_logprobs, model.vocab_size),
-        prefill_tiles=((1, 2) if model.experts is None else (2,)) if on_cpu else (2, 4, 8),
+        prefill_tiles=((1, 2) if model.experts is None else (2,)) if on_cpu else ((2, 8, 32) if triton else (2, 4, 8)),
         dtype=limits.value_dtype,
+        triton=triton,
     )
 
 

@@ -32,6 +32,8 @@ class SamplingShape:
     dtype: str
     native: bool = False  # by the kernels in C++, in which a row costs the same in any company
     rounds: bool = False  # these kernels multiply in bfloat16
+    triton: bool = False  # by Pallas kernels for GPUs
+    interpret: bool = False  # run these as plain JAX, on any device: for tests
     kept_pages: int | None = None  # of each shard, that stay for what they hold when nobody uses them; None: all
     gathers_once: bool = False  # all weights for a decoding dispatch, instead of a layer's for each layer and step
     returns_experts: bool = False  # that compute each token
@@ -61,7 +63,13 @@ class SamplingShape:
 
     @property
     def kernels(self) -> Kernels:
-        return Kernels(equal_blocks=self.one_by_one, native=self.native, rounds=self.rounds)
+        return Kernels(
+            equal_blocks=self.one_by_one,
+            native=self.native,
+            rounds=self.rounds,
+            triton=self.triton,
+            interpret=self.interpret,
+        )
 
     @property
     def grows(self) -> bool:

@@ -23,6 +23,8 @@ class Kernels:
     """Run the layers by the kernels in C++ (native.py)."""
     rounds: bool = False
     """These round to bfloat16 what the model's matrices multiply."""
+    triton: bool = False
+    """Sample by Pallas kernels for GPUs (paged.py)."""
     longest: int | None = None
     """Tokens of the longest sequence; None if it may fill the stream."""
     interpret: bool = False
