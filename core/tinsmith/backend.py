@@ -207,6 +207,7 @@ class Demand:
     batch_tokens: int = 0  # of one micro-batch on one device, or for a sampler of all keys and values; 0: not known
     replicas: int = 1  # each of which has so many tokens, and the same snapshots
     layout: str = ""  # for people: "8 ranks", "4 replicas of 2 GPUs"
+    remarks: tuple[str, ...] = ()  # for people: what else follows from the memory, and why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,13 @@ from tinsmith.placement.placing import Placed, gib
 
 
 def lines_of(plan: Sequence[Placed]) -> Iterator[str]:
-    """Yield a line or two for each part: where it runs, and what that is enough for."""
+    """Yield some lines for each part: where it runs, what that is enough for, and what follows."""
     for placed in plan:
         yield f"{placed.part.name}: {_where(placed)}"
         enough = ", ".join(_enough(placed))
         if enough:
             yield f"  {enough}"
+        yield from (f"  {remark}" for remark in placed.demand.remarks)
     yield from _warnings(plan)
 
 
@@ -71,7 +72,7 @@ def described(plan: Sequence[Placed], machine: Machine, *, tenants: int) -> Iter
         rows = memory_rows(placed, tenants)
         width = max((len(name) for name, _ in rows), default=0)
         yield from (f"  {name:<{width}} {gib(size):>10}" for name, size in rows)
-        yield from (f"  {line}" for line in _enough(placed))
+        yield from (f"  {line}" for line in (*_enough(placed), *placed.demand.remarks))
         if placed.part.role == "backend" and (shortage := _shortage(placed, tenants)):
             yield f"  {shortage}"
     if warnings := list(_warnings(plan)):

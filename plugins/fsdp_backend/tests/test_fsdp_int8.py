@@ -47,6 +47,27 @@ def plain(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ma
         yield found
 
 
+@pytest.mark.filterwarnings("default")  # the compiler itself does what PyTorch warns of
+@pytest.mark.parametrize("groups", [1, 4])
+def test_compiled_code_keeps_no_converted_matrix(groups: int) -> None:
+    """It kept them, which take twice what the integers take, of each layer that does not recompute."""
+    weight, scale = torch.ones(64, 32, dtype=torch.int8), torch.ones(64, groups)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(int8_linear(x, weight, scale))
+
+    compiled = torch.compile(layer, backend="aot_eager_decomp_partition")
+    x = torch.ones(4, 32, dtype=torch.bfloat16, requires_grad=True)
+    y = compiled(x)
+    assert y.grad_fn is not None
+    saved: tuple[torch.Tensor, ...] = y.grad_fn.saved_tensors  # type: ignore[attr-defined]
+    assert not [kept.shape for kept in saved if kept.dtype == torch.bfloat16 and kept.numel() >= weight.numel()]
+    y.sum().backward()
+    (plain,) = torch.autograd.grad(layer(other := x.detach().requires_grad_()).sum(), other)
+    torch.testing.assert_close(x.grad, plain)
+    torch.compiler.reset()
+
+
 @pytest.mark.thorough  # importing its library takes ten seconds
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, on import
 @pytest.mark.parametrize("group_size", [None, 8])

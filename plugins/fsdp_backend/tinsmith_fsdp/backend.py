@@ -100,7 +100,7 @@ class FsdpBackend(SleepableWorkersBackend):
 
     def _decide(self, device: WorkerDevice, context: BackendContext) -> Setup:
         """Resolve the settings that are left open."""
-        ranks, compiles = self._budget.ranks, self._config.compile
+        ranks = self._budget.ranks
         return Setup(
             config=self._config,
             architecture=self.architecture,
@@ -110,7 +110,7 @@ class FsdpBackend(SleepableWorkersBackend):
             strict=ranks.strict,
             checkpointing=ranks.checkpointing,
             prefetch=ranks.prefetch,
-            compile=not (ranks.on_cpu or ranks.strict) if compiles is None else compiles,
+            compile=ranks.compiled,
             memory_share=device.allocator_share(context.placement, self._budget.costs.runtime),
         )
 
@@ -119,6 +119,7 @@ class FsdpBackend(SleepableWorkersBackend):
         counted = self._setup.strict and self._budget.memory is not None
         self._rank_tokens = self._budget.micro_tokens
         self._rank_sequences = STRICT_SEQUENCES if counted else None
+        self._most_kept = self._rank_tokens
         return Capabilities(
             device=f"{len(self.ranks)} x {device.name}",
             dtype=self._setup.dtype,
@@ -144,7 +145,10 @@ class FsdpBackend(SleepableWorkersBackend):
     # life of a model
 
     def check_memory(self, lora: LoraConfig) -> None:
-        self._budget.check(lora, sum(self._budget.bytes_of(model.lora) for model in self._models.values()))
+        self._budget.check(lora, self._held_bytes())
+
+    def _held_bytes(self) -> int:
+        return sum(self._budget.bytes_of(model.lora) for model in self._models.values())
 
     def make_adapter(self, op: CreateModel) -> AdapterModelState:
         remedy = "end a session that has a model, or ask for a smaller rank"
@@ -185,14 +189,34 @@ class FsdpBackend(SleepableWorkersBackend):
     def run_adapters(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput]:
         work = list(segments(ops, self._losses))
         tokens = self._rank_tokens
-        while micros := list(deal(work, self._dp_size, tokens, max_sequences=self._rank_sequences)):
-            owners = [batching.owners(micro) for micro in micros]
-            answers = self.ranks.call_each("run", [(share, owners, backward) for share in self._shares(micros)])
+        while micros := self._dealt(work, tokens):
+            kept = self._kept(work, micros) if backward else []
+            owners = [batching.owners(micro) for micro in kept or micros]
+            shares = self._shares(kept or micros)
+            answers = self.ranks.call_each("run", [(share, owners, backward, bool(kept)) for share in shares])
             if not any(isinstance(answer, NoMemory) for answer in answers):
                 self._rank_tokens = tokens  # what was too much once would be again
                 return combined_outputs(ops, answers)
-            tokens = _half(micros, answers)
+            if kept:
+                self._most_kept = batching.most_tokens(kept) // 2
+                _log.warning("no memory to keep activations: from now on for %d tokens at most", self._most_kept)
+            else:
+                tokens = _half(micros, answers)
         return combined_outputs(ops, [])
+
+    def _dealt(self, work: Sequence[Segment], tokens: int) -> list[MicroBatch]:
+        return list(deal(work, self._dp_size, tokens, max_sequences=self._rank_sequences))
+
+    def _kept(self, work: Sequence[Segment], recomputing: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return micro-batches that may keep their activations. None if there is no room, or recomputing is faster."""
+        tokens = min(self._most_kept, self._budget.kept_tokens(self._held_bytes()))
+        if tokens == 0:
+            return []
+        micros = self._dealt(work, tokens)
+        if batching.most_tokens(micros) > tokens:  # a sequence is longer
+            return []
+        worth = len(micros) <= len(recomputing) or (tokens >= self._budget.worth_keeping and not self._budget.gathers)
+        return micros if worth else []
 
     def run_full(self, op: ForwardBackward, *, backward: bool) -> ForwardBackwardOutput:
         work = list(segments([op], self._losses))

@@ -1,7 +1,14 @@
 """Who computes what in a micro-batch. No torch."""
 
+from collections.abc import Iterable
+
 from tinsmith.workers import MicroBatch
 from tinsmith_fsdp.messages import Owner
+
+
+def most_tokens(micros: Iterable[MicroBatch]) -> int:
+    """Return the tokens of the largest share of a rank in a micro-batch."""
+    return max(sum(segment.num_tokens for segment in share) for micro in micros for share in micro)
 
 
 def owners(micro: MicroBatch) -> list[Owner]:

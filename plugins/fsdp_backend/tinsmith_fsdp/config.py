@@ -55,7 +55,9 @@ class FsdpConfig(WorkersConfig):
         None, ge=64, description="of one micro-batch of one rank; default 2048 on CPU, else 16384"
     )
     activation_checkpointing: bool | None = Field(
-        None, description="recompute activations in the backward pass to save memory; default off on CPU, else on"
+        None,
+        description="recompute activations in the backward pass to save memory; default off on CPU, else in passes for "
+        "which there is no room to keep them",
     )
     reshard_after_forward: bool = Field(
         default=True, description="free gathered layers between forward and backward; off is faster and takes memory"

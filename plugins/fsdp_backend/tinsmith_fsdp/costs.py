@@ -1,8 +1,9 @@
 """What training takes of a rank's memory, in all its phases, counted from the model's configuration. No torch.
 
-Weights, gradients, moments and gathered layers are counted exactly. What a micro-batch takes is a linear fit over the
-sizes of a layer, to what the program's own tensors take in `rehearsal.py`; test_fsdp_costs.py compares the two. Memory
-that the GPU's driver, NCCL and the allocator's gaps take is an allowance, not measured.
+Weights, gradients, moments and gathered layers are counted exactly. What a micro-batch takes is linear in the sizes of
+a layer: of layers that are not compiled, a fit to what the program's own tensors take in `rehearsal.py`; of compiled
+ones, what their graph keeps. test_fsdp_costs.py compares both. Memory that the GPU's driver, NCCL and the allocator's
+gaps take is an allowance, not measured.
 """
 
 from dataclasses import dataclass
@@ -30,6 +31,12 @@ _KEPT: Final = {"bfloat16": (12, 8, 10, 8, 14), "float32": (19, 16, 14, 10, 28)}
 _DIFFERENTIATED: Final = {"bfloat16": (2, 4, 0, 0, 0), "float32": (8, 2, 4, 3, 2)}
 """What it takes in addition while it is differentiated."""
 
+_COMPILED_KEPT: Final = (8, 6, 6, 6, 14)
+"""As `_KEPT`, of compiled layers in bfloat16: they compute cheap things again."""
+
+_COMPILED_DIFFERENTIATED: Final = (2, 12, 0, 0, 0)
+"""As `_DIFFERENTIATED`. From peaks on an H200: kernels write what they fuse beside all that the layer has kept."""
+
 _TOP: Final = {"bfloat16": (4, 6), "float32": (8, 8)}
 """Bytes per token and hidden size at the head: of all tokens, and of those of a tensor-parallel rank."""
 _PER_TOKEN: Final = 500  # ids, positions, rotations
@@ -45,7 +52,9 @@ class Ranks:
     on_cpu: bool
     dtype: str
     strict: bool
-    checkpointing: bool
+    checkpointing: bool  # recompute activations: as a rule, if they may be kept
+    may_keep: bool  # keep them in passes for which there is room: the setting leaves it open
+    compiled: bool
     prefetch: bool
 
 
@@ -86,8 +95,9 @@ def costs_of(config: FsdpConfig, shape: DecoderShape, ranks: Ranks) -> Costs:
     layer = weights.layer_bytes(item) // ranks.tp
     outside = weights.outside_layers * item // ranks.tp
     gathered = _gathered(config, weights, ranks, layer, outside)
-    kept = _of_layer(_KEPT[ranks.dtype], shape, ranks, config.max_lora_rank, whole=2 * item)
-    more = _of_layer(_DIFFERENTIATED[ranks.dtype], shape, ranks, config.max_lora_rank, whole=item)
+    keeps, takes = _factors(ranks)
+    kept = _of_layer(keeps, shape, ranks, config.max_lora_rank, whole=2 * item)
+    more = _of_layer(takes, shape, ranks, config.max_lora_rank, whole=item)
     (whole, divided), vocabulary = _TOP[ranks.dtype], shape.vocab_size // ranks.tp
     return Costs(
         base=-(-(outside + weights.num_layers * layer) // ranks.shards),
@@ -126,6 +136,16 @@ def _converted(shape: DecoderShape) -> int:
     linear = shape.linear_shapes()
     largest = max(inputs * outputs for inputs, outputs in (linear[path] for path in (*ATTENTION, *MLP)))
     return largest if shape.int8.group_size is None else 2 * largest  # before and after its scales
+
+
+def _factors(ranks: Ranks) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return what a layer keeps, and what it takes in addition, per token and size.
+
+    Code that is compiled around attention (on CPUs, in float32) or collectives counts as if it were not.
+    """
+    if ranks.compiled and ranks.dtype == "bfloat16" and ranks.tp == 1 and not ranks.on_cpu:
+        return _COMPILED_KEPT, _COMPILED_DIFFERENTIATED
+    return _KEPT[ranks.dtype], _DIFFERENTIATED[ranks.dtype]
 
 
 def _of_layer(factors: tuple[int, ...], shape: DecoderShape, ranks: Ranks, lora_rank: int, *, whole: int) -> int:

@@ -31,6 +31,33 @@ def demand(config: FsdpConfig, model: Mapping[str, Any] | None, placement: Place
         max_models=budget.max_models,
         batch_tokens=budget.micro_tokens,
         layout=_layout(ranks),
+        remarks=_remarks(budget),
+    )
+
+
+def _remarks(budget: Budget) -> tuple[str, ...]:
+    """Say whether activations are recomputed in the backward pass, and why. On a CPU by default, there is no choice."""
+    if budget.config.activation_checkpointing is not None:
+        return (f"activations are {'recomputed' if budget.ranks.checkpointing else 'kept'}, as set",)
+    if not budget.ranks.may_keep or budget.memory is None:
+        return ()
+    most = max(1, budget.max_models)
+    kept = [budget.kept_tokens(number * budget.adapter) for number in range(1, most + 1)]
+    of_one, of_most = f"{kept[0]} tokens with 1 model in training", f"{kept[-1]} with {most}"
+    passes = f"passes of more than {of_one}, {of_most}"
+    if budget.gathers:
+        why = "smaller micro-batches would gather the layers more often"
+        return (f"activations are recomputed on a rank in {passes}: {why}",)
+    keeping = sum(tokens >= budget.worth_keeping for tokens in kept)
+    if keeping == 0:
+        why = f"micro-batches that keep fewer than {budget.worth_keeping} would be slower"
+        return (f"activations are recomputed in {passes}: {why}",)
+    if keeping == most:
+        return (f"activations are kept, in micro-batches of at most {of_one}, {of_most}",)
+    models = f"{keeping} model{'s' * (keeping > 1)} in training"
+    return (
+        f"activations are kept with up to {models}, in micro-batches of {kept[keeping - 1]} to {kept[0]} tokens",
+        f"with {most} they are recomputed in passes of more than {kept[-1]} tokens, for which there is no room",
     )
 
 
@@ -59,14 +86,17 @@ def resolved_ranks(config: FsdpConfig, world: int, *, on_cpu: bool) -> Ranks:
         dp, shards = config.data_parallel(world)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    strict = on_cpu if config.isolation is None else config.isolation == "strict"
     return Ranks(
         dp=dp,
         shards=shards,
         tp=config.tensor_parallel,
         on_cpu=on_cpu,
         dtype=config.dtype or ("float32" if on_cpu else "bfloat16"),
-        strict=on_cpu if config.isolation is None else config.isolation == "strict",
+        strict=strict,
         checkpointing=not on_cpu if config.activation_checkpointing is None else config.activation_checkpointing,
+        may_keep=not on_cpu and config.activation_checkpointing is None,
+        compiled=not (on_cpu or strict) if config.compile is None else config.compile,
         prefetch=not on_cpu if config.prefetch is None else config.prefetch,
     )
 

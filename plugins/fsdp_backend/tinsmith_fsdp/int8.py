@@ -24,9 +24,8 @@ class _Int8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        matrix, of_rows = _converted(weight, scale, x.dtype)
-        y = F.linear(x, matrix)
-        return y if of_rows is None else y * of_rows
+        y: torch.Tensor = (_opaque_product if torch.compiler.is_compiling() else _product)(x, weight, scale)
+        return y
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -37,8 +36,36 @@ class _Int8Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         weight, scale = ctx.saved_tensors
-        matrix, of_rows = _converted(weight, scale, d_y.dtype)
-        return (d_y if of_rows is None else d_y * of_rows) @ matrix, None, None
+        back = _opaque_product_back if torch.compiler.is_compiling() else _product_back
+        return back(d_y, weight, scale), None, None
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    matrix, of_rows = _converted(weight, scale, x.dtype)
+    y = F.linear(x, matrix)
+    return y if of_rows is None else y * of_rows
+
+
+def _product_back(d_y: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    matrix, of_rows = _converted(weight, scale, d_y.dtype)
+    return (d_y if of_rows is None else d_y * of_rows) @ matrix
+
+
+# Compiled code does not look into these. It would keep converted matrices from the forward to the backward pass.
+_opaque_product = torch.library.custom_op("tinsmith_fsdp::int8_product", _product, mutates_args=())
+_opaque_product_back = torch.library.custom_op("tinsmith_fsdp::int8_product_back", _product_back, mutates_args=())
+
+
+@_opaque_product.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    del scale
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@_opaque_product_back.register_fake
+def _(d_y: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    del scale
+    return d_y.new_empty(*d_y.shape[:-1], weight.shape[1])
 
 
 def _converted(

@@ -57,6 +57,12 @@ class PackedModel(nn.Module):
         self.lm_head = _module(causal_lm.lm_head)
         self.vocabulary = Vocabulary(0, None)
 
+    def recompute(self, yes: bool) -> None:  # noqa: FBT001
+        """Set whether passes from now on recompute activations in the backward pass, which changes no number."""
+        for layer in self.layers:
+            assert isinstance(layer, PackedLayer)
+            layer.checkpointing = yes
+
     def set_rotary(self, rotary: nn.Module) -> None:
         """Set the rotary embedding, which has no parameters and is not sharded."""
         self._rotary = [rotary]

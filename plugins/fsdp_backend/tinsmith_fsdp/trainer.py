@@ -118,11 +118,13 @@ class Trainer(ModelsOfWorker[FullModel]):
         micros: Sequence[Sequence[Segment]],
         owners: Sequence[Sequence[Owner]],
         backward: bool,  # noqa: FBT001  (over the wire)
+        keeps: bool = False,  # noqa: FBT001, FBT002
     ) -> list[Scored | NotFinite] | NoMemory:
         """Score this rank's segments by micro-batch. `owners` lists the owners of all sequences of each micro-batch.
 
-        If any rank runs out of memory, nothing has changed on any.
+        keeps: do not recompute activations in this pass. If any rank runs out of memory, nothing has changed on any.
         """
+        self._base.model.recompute(self._setup.checkpointing and not keeps)
         models = sorted({owner.model_id for owned in owners for owner in owned}) if backward else []
         scored: list[Scored] = []
         packs: _Packs = {}
