@@ -25,6 +25,9 @@ demo: $(VENV)/.demo-installed ## Train a tiny model with an ordinary Tinker scri
 
 setup: $(VENV)/.dev-installed ## Create the development environment
 
+# A framework that is built for CPUs refuses to compute there where it sees a GPU.
+demo test test-all check bench bench-recovery docs test-crash test-malice: export CUDA_VISIBLE_DEVICES :=
+
 # Processes that share the tests. All tests of a group (conftest.py) run in one process: what they share, such as engines
 # and compiled programs, is made once. The longest groups come first. Three keep two cores busy while one waits.
 TEST_PROCESSES ?= 3

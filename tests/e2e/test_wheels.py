@@ -96,6 +96,15 @@ def test_every_documented_command_can_be_resolved(dist: Path) -> None:
             assert extras <= offered or page == "docs/how-to/write-a-loss.md", f"{page}: {word}; offered: {offered}"
 
 
+def test_who_has_a_gpu_is_told_to_install_jax_for_it(dist: Path) -> None:
+    """Without the extra, JAX computes on the CPU. README and every how-to gave that command alone."""
+    assert {"cuda12", "cuda13", "tpu"} <= set(descriptions(dist)["tinsmith-jax"].get_all("Provides-Extra") or [])
+    pages = {page for page, words in documented() if any(word.startswith("./plugins/jax_backend") for word in words)}
+    assert {page for page in {*pages, "README.md"} if "/jax_backend[cuda13]" not in (ROOT / page).read_text()} == {
+        "docs/reference/tpu.md"
+    }
+
+
 def test_all_of_ours_that_a_wheel_needs_is_built(dist: Path) -> None:
     wheels = descriptions(dist)
     needed = [Requirement(each).name for message in wheels.values() for each in message.get_all("Requires-Dist") or []]

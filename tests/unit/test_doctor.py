@@ -16,6 +16,9 @@ from stand_in_hub import StandInHub
 from tinsmith.backend import Device
 from tinsmith.commands.doctor import data_directory, models
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith.placement.machine import Machine
+from tinsmith.plugins.loading import Plugins
+from tinsmith.settings import ModelSettings, PluginSection
 
 TOY = ("toy", "--backend", "toy")
 
@@ -144,6 +147,47 @@ def test_a_model_that_the_backend_does_not_support(
     (model / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
     problem = only_problem(launcher, environment, str(model), "--backend", "jax")
     assert "architecture 'MambaForCausalLM' is not supported" in problem["found"]
+
+
+def test_a_gpu_that_a_framework_cannot_use(launcher: Launcher, environment: dict[str, str], tmp_path: Path) -> None:
+    """It said "healthy", with the model on the CPU."""
+    model, driver = write_model(tmp_path / "model"), tmp_path / "bin" / "nvidia-smi"
+    driver.parent.mkdir()
+    driver.write_text("#!/bin/sh\necho 81559\n")
+    driver.chmod(0o755)
+    given = {**environment, "CUDA_VISIBLE_DEVICES": "0", "PATH": f"{driver.parent}:{environment['PATH']}"}
+    given.pop("JAX_PLATFORMS", None)
+    code, findings = doctor(launcher, given, str(model), "--backend", "jax")
+    assert code == 1
+    assert [each["found"] for each in findings if each["subject"] == "GPUs"] == ["1 of 85.5 GB, by nvidia-smi"]
+    [problem] = [each for each in findings if each["status"] == "problem"]
+    assert "(Unknown backend cuda. Available backends are ['cpu']), and CUDA_VISIBLE_DEVICES is '0'" in problem["found"]
+    assert "tinsmith-jax[cuda13]" in problem["found"]
+
+
+@pytest.mark.parametrize(
+    ("told", "seen", "status"),
+    [(None, 2, "ok"), (None, 1, "problem"), (None, 0, "problem"), ("cpu", 0, "ok")],
+)
+def test_gpus_that_the_machine_has_and_a_framework_does_not_see(
+    told: str | None, seen: int, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        models, "probe", lambda *_: [Device(name="H100", memory_bytes=80 << 30)] * seen or [Device(name="cpu")]
+    )
+    section = {"plugin": "fsdp", **({} if told is None else {"device": told})}
+    asked = ModelSettings(name="m", backend=PluginSection.model_validate(section))
+    machine = Machine(devices=("0", "1"), device_bytes=80 << 30)
+    found = next(models.check_model(asked, Plugins.load(), machine))
+    assert (found.subject, found.status) == ("backend fsdp", status)
+    assert status == "ok" or f"fsdp sees {seen} of this machine's 2 GPUs" in found.found
+
+
+def test_what_the_driver_says_of_gpus() -> None:
+    machines = (Machine(devices=("0", "1"), device_bytes=80 << 30), Machine(devices=("0",)), Machine())
+    told = [models.check_gpus(machine).found for machine in machines]
+    assert told[:2] == ["2 of 85.9 GB, by nvidia-smi", "1, of unknown memory: nvidia-smi does not tell"]
+    assert told[2].startswith("none")
 
 
 def test_an_invalid_configuration(launcher: Launcher, environment: dict[str, str], tmp_path: Path) -> None:

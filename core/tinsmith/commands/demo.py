@@ -112,7 +112,11 @@ def _server(model: Path, directory: Path, backend: str | None) -> Iterator[tuple
     command += ["--data-dir", str(directory / "data"), *(["--backend", backend] if backend else [])]
     with log.open("wb") as output:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
-        environ = {**kept, "PYTHONSAFEPATH": "1"}  # nothing is imported from the current directory
+        environ = {
+            **kept,
+            "PYTHONSAFEPATH": "1",  # nothing is imported from the current directory
+            "CUDA_VISIBLE_DEVICES": "",  # a GPU would be refused if the framework is built for CPUs; no demo needs one
+        }
         server: Tethered | None = None
         try:
             with _interrupted_afterwards():

@@ -4,31 +4,59 @@ import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, and not in its __all__
 
 from tinsmith.backend import Device
+from tinsmith.workers import count_gpus, lacks_gpus
 from tinsmith.workers.serving import Worker
 from tinsmith.workers.training_backend import WorkerDevice
 
 _TIMEOUT = timedelta(minutes=30)  # per collective; a dead rank is noticed long before, by its connection
+_REMEDY: Final = (
+    "install a driver that is new enough for this torch, or a torch that is built for CUDA and this driver "
+    "(https://pytorch.org/get-started/locally); `device: cpu` computes on the CPU"
+)
 
 
-def local_devices() -> Sequence[Device]:
-    """Return this node's GPUs, or its CPU."""
+def local_devices(wanted: str | None = None) -> Sequence[Device]:
+    """Return this node's GPUs, or its CPU. Raise ConfigError as `find_device` does."""
+    if not _computes_on_gpus(wanted):
+        return [Device(name="cpu")]
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    return [Device(name=gpu.name, memory_bytes=gpu.total_memory) for gpu in gpus] or [Device(name="cpu")]
+    return [Device(name=gpu.name, memory_bytes=gpu.total_memory) for gpu in gpus]
 
 
 def find_device(wanted: str | None, local_rank: int) -> torch.device:
-    """Choose a worker's device: "cpu", or a GPU if there is one. Call it before any collective."""
-    if wanted == "cpu" or not torch.cuda.is_available():
+    """Choose a worker's device: what is `wanted`, else a GPU if this machine offers one. Call it before any collective.
+
+    Raise ConfigError if torch cannot use the GPU.
+    """
+    if not _computes_on_gpus(wanted):
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())  # Ray shows each rank its own GPU alone
     torch.cuda.set_device(device)
     return device
+
+
+def _computes_on_gpus(wanted: str | None) -> bool:
+    if wanted == "cpu":
+        return False
+    if not torch.cuda.is_available() and (wanted == "cuda" or count_gpus()):
+        raise lacks_gpus(f"torch {torch.__version__}", _reason(), _REMEDY)
+    return torch.cuda.is_available()
+
+
+def _reason() -> str:
+    """Return why torch sees no GPU: its driver is too old, or it was built for CPUs."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).strip().rstrip(".")
+    return "torch.cuda.is_available() is False"
 
 
 def worker_device(device: torch.device) -> WorkerDevice:

@@ -8,7 +8,7 @@ from tinsmith.workers.adapter_layout import AdapterLayout, ModelPart, Pair, Slot
 from tinsmith.workers.adapter_models import AdapterModelState, AdapterState
 from tinsmith.workers.config import LauncherName, WorkersConfig
 from tinsmith.workers.full_models import FullModelState, FullState
-from tinsmith.workers.gpus import count_gpus
+from tinsmith.workers.gpus import count_gpus, lacks_gpus
 from tinsmith.workers.group import WorkerDiedError, WorkerGroup
 from tinsmith.workers.launching import Launch, Launcher, MakeLauncher
 from tinsmith.workers.sequences import (
@@ -24,7 +24,13 @@ from tinsmith.workers.sequences import (
 from tinsmith.workers.serving import Worker, alone, serve
 from tinsmith.workers.state_files import Capture, StateFiles
 from tinsmith.workers.state_writer import Slice, StateWriter, Written
-from tinsmith.workers.training_backend import ModelStep, SleepableWorkersBackend, WorkerDevice, WorkersBackend
+from tinsmith.workers.training_backend import (
+    ModelStep,
+    SleepableWorkersBackend,
+    WorkerDevice,
+    WorkersBackend,
+    agreed_device,
+)
 
 __all__ = [
     "AdapterLayout",
@@ -57,11 +63,13 @@ __all__ = [
     "WorkersBackend",
     "WorkersConfig",
     "Written",
+    "agreed_device",
     "alone",
     "combined_outputs",
     "count_gpus",
     "deal",
     "holders",
+    "lacks_gpus",
     "one_by_one",
     "segments",
     "serve",

@@ -46,6 +46,27 @@ class WorkerDevice:
         return min(1.0, (placement.memory_bytes - runtime_bytes) / self.memory_bytes)
 
 
+def agreed_device(found: Sequence[WorkerDevice], wanted: str | None, variable: str) -> WorkerDevice:
+    """Return the device of the first worker, which has one as every other's.
+
+    Args:
+        found: the device of each worker, by rank.
+        wanted: the type that the configuration asks for, if it does.
+        variable: of the environment, by which workers that something else starts are told.
+
+    Raises ConfigError if a worker computes on another.
+    """
+    for rank, device in enumerate(found):
+        if device.type != (wanted or found[0].type):
+            asked = f"`device` is {wanted!r}" if wanted else f"rank 0 computes on {found[0].name}"
+            msg = (
+                f"rank {rank} computes on {device.name} ({device.type}), but {asked}: give each worker such a one, and "
+                f"start them with {variable}={wanted or found[0].type}"
+            )
+            raise ConfigError(msg)
+    return found[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStep:
     """One model's optimizer step."""

@@ -27,6 +27,7 @@ from tinsmith.workers import (
     StateFiles,
     WorkerDevice,
     WorkerGroup,
+    agreed_device,
     combined_outputs,
     count_gpus,
     deal,
@@ -69,7 +70,7 @@ class FsdpBackend(SleepableWorkersBackend):
                 self.ranks, context.cache_dir / "state", shard_bytes=context.checkpoint_shard_bytes
             )
             self._check_tensor_parallel()
-            device: WorkerDevice = self.ranks.call("device")[0]
+            device = agreed_device(self.ranks.call("device"), config.device, DEVICE)
             self._budget = self._admitted(device, context.placement)
             self._dp_size = self._budget.ranks.dp
             self._setup = self._decide(device, context)

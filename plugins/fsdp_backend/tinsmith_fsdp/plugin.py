@@ -18,11 +18,10 @@ def create(config: FsdpConfig, context: BackendContext) -> TrainingBackend:
 
 
 def diagnose(config: FsdpConfig, model_path: Path | None) -> Sequence[Device]:
-    """Return this node's GPUs, or its CPU. Raise ConfigError if the model is not supported."""
+    """Return this node's GPUs, or its CPU. Raise ConfigError if torch or the model does not suit."""
     from tinsmith_fsdp.diagnosis import find_devices
 
-    del config
-    return find_devices(model_path)
+    return find_devices(config, model_path)
 
 
 def demand(config: FsdpConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:  # Any: JSON

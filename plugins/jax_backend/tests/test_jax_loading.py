@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,15 @@ from safetensors.numpy import load_file, save_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tinsmith import BackendContext, ConfigError, Forward, LoraConfig
+from tinsmith import BackendContext, ConfigError, Forward, LoraConfig, Placement
 from tinsmith.huggingface import read_rope
 from tinsmith.huggingface.int8 import Int8
 from tinsmith.testing.int8_model import write_int8_model
-from tinsmith_jax import runtime
+from tinsmith_jax import plugin, runtime
 from tinsmith_jax.backend import JaxBackend
-from tinsmith_jax.config import JaxConfig
+from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
 from tinsmith_jax.model_config import read_config
+from tinsmith_jax.placing import sampler_demand, trainer_demand
 from tinsmith_jax.weights import load_base
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -158,3 +159,64 @@ def test_a_platform_that_is_not_there_is_told_as_a_misconfiguration(
     unable("ABORTED: The TPU is already in use by process 7")
     with pytest.raises(RuntimeError, match="already in use"):
         runtime.prepare(tmp_path)
+
+
+NO_CUDA = "Unknown backend cuda. Available backends are ['cpu']"
+BUSY = "Backend 'cuda' failed to initialize: RESOURCE_EXHAUSTED: out of memory"
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """JAX as it is without a plugin for CUDA, in a process that was given a GPU. The test may change the reason."""
+    reason = {"is": NO_CUDA}
+
+    def devices(_: str | None = None) -> list[Any]:
+        raise RuntimeError(reason["is"])
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.setattr(jax, "devices", devices)
+    before = jax.config.jax_platforms  # type: ignore[attr-defined]  # as in runtime.py
+    jax.config.update("jax_platforms", None)
+    yield reason
+    jax.config.update("jax_platforms", before)
+
+
+def test_the_cpu_never_takes_the_place_of_a_gpu(
+    no_cuda: dict[str, str], directory: Path, jax_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It trained there in float32, while the server had printed how much of the card it would take."""
+    context = BackendContext(
+        model_name="m", model_path=directory, cache_dir=jax_cache, losses=LOSSES, placement=Placement(devices=("0",))
+    )
+    refused = r"jax .* \(Unknown backend cuda.*\), and CUDA_VISIBLE_DEVICES is '0': .* tinsmith-jax\[cuda13\]"
+    starts: list[Callable[[], object]] = [
+        lambda: plugin.create(JaxConfig(), context),
+        lambda: plugin.create_sampler(JaxSamplerConfig(), context),
+        lambda: plugin.diagnose(JaxConfig(), None),
+        lambda: plugin.diagnose_sampler(JaxSamplerConfig(), None),
+    ]
+    for start in starts:
+        with pytest.raises(ConfigError, match=refused):
+            start()
+    no_cuda["is"] = BUSY  # it may be free at the next start
+    with pytest.raises(RuntimeError, match="out of memory"):
+        runtime.computing_platform()
+    jax.config.update("jax_platforms", "cpu")  # asked for
+    assert runtime.computing_platform() == "cpu"
+    jax.config.update("jax_platforms", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert runtime.computing_platform() == "cpu"
+
+
+def test_no_gpu_is_taken_if_jax_is_to_compute_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = JaxConfig.model_validate({"mesh": {"data": 2}, "launcher": "ray", "control_address": "h:1"})
+
+    def numbers() -> list[int | None]:
+        demands = [trainer_demand(each, None, Placement()) for each in (JaxConfig(), elsewhere)]
+        return [each.num_devices for each in (*demands, sampler_demand(JaxSamplerConfig(), None, Placement()))]
+
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    assert numbers() == [1, 0, 1]
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert numbers() == [0, 0, 0]

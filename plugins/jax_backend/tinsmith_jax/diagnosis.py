@@ -5,13 +5,17 @@ from pathlib import Path
 import jax
 
 from tinsmith import Device, find_compiler
+from tinsmith_jax import runtime
+from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
 from tinsmith_jax.model_config import read_config
 
 
-def find_devices(model_path: Path | None) -> list[Device]:
-    """Return JAX's devices. Raise ConfigError if the model in the directory is not supported."""
+def find_devices(config: JaxConfig | JaxSamplerConfig, model_path: Path | None) -> list[Device]:
+    """Return JAX's devices. Raise ConfigError if the model in the directory is not supported, or JAX sees no GPU."""
     if model_path is not None:
         read_config(model_path)
+    if isinstance(config, JaxSamplerConfig) or config.simulated_devices is None:
+        runtime.computing_platform()
     return [Device(name=_name_of(device), memory_bytes=_memory_of(device)) for device in jax.devices()]
 
 

@@ -23,7 +23,8 @@ def trainer_demand(config: JaxConfig, model: Mapping[str, Any] | None, placement
     What the CPU can multiply is not known here: unless `dtype` is set, float32 is counted, which takes more if the
     kernels in C++ do not keep the model in bfloat16.
     """
-    simulated, elsewhere = config.simulated_devices is not None, config.launcher in _ELSEWHERE
+    elsewhere = config.launcher in _ELSEWHERE
+    simulated = config.simulated_devices is not None or (_told_cpu() and not elsewhere)
     num_devices = 0 if simulated or elsewhere else -(-_size(config) // config.nnodes)
     if model is None:
         return Demand(num_devices=num_devices)
@@ -45,14 +46,15 @@ def trainer_demand(config: JaxConfig, model: Mapping[str, Any] | None, placement
 def sampler_demand(
     config: JaxSamplerConfig, model: Mapping[str, Any] | None, placement: Placement
 ) -> Demand:  # Any: as above
+    num_devices = 0 if _told_cpu() else _size(config)
     if model is None:
-        return Demand(num_devices=_size(config))
+        return Demand(num_devices=num_devices)
     whole = as_trainer(config)
     on_cpu = not placement.devices
     computing = computing_of(whole, on_cpu=on_cpu)
     least, budget = _budget(whole, model, computing, placement, trains=False, samples=True)
     return Demand(
-        num_devices=_size(config),
+        num_devices=num_devices,
         on_host=on_cpu and config.mesh is None and library.on_cpus(os.environ),
         least_bytes=least,
         fixed=_fixed(budget, "a dispatch"),
@@ -61,6 +63,11 @@ def sampler_demand(
         batch_tokens=budget.slots * budget.context_tokens * computing.data * computing.fsdp,
         layout=_layout(config),
     )
+
+
+def _told_cpu() -> bool:
+    """Return whether the operator wants no GPU to be used."""
+    return os.environ.get("JAX_PLATFORMS") == "cpu"
 
 
 def _size(config: JaxConfig | JaxSamplerConfig) -> int:

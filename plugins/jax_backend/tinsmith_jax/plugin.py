@@ -28,19 +28,17 @@ def create(config: JaxConfig, context: BackendContext) -> TrainingBackend:
 
 
 def diagnose(config: JaxConfig, model_path: Path | None) -> Sequence[Device]:
-    """Return JAX's devices. Raise ConfigError if the model is not supported."""
+    """Return JAX's devices. Raise ConfigError if the model is not supported, or JAX sees no GPU."""
     from tinsmith_jax.diagnosis import find_devices
 
-    del config
-    return find_devices(model_path)
+    return find_devices(config, model_path)
 
 
 def diagnose_sampler(config: JaxSamplerConfig, model_path: Path | None) -> Sequence[Device]:
-    """Return JAX's devices. Raise ConfigError if the model is not supported."""
+    """Return JAX's devices. Raise ConfigError as `diagnose` does."""
     from tinsmith_jax.diagnosis import find_devices
 
-    del config
-    return find_devices(model_path)
+    return find_devices(config, model_path)
 
 
 def create_sampler(config: JaxSamplerConfig, context: BackendContext) -> SamplingBackend:

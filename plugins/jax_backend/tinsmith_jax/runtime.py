@@ -13,6 +13,7 @@ from jax._src.compilation_cache import put_executable_and_time  # no public API 
 from jaxlib import _jax  # no public setting says where gloo listens
 
 from tinsmith import ConfigError
+from tinsmith.workers import count_gpus, lacks_gpus
 from tinsmith_jax.admission import Budget, budget_of, computing_of, require_enough, targets_of
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.costs import Computing
@@ -23,6 +24,10 @@ from tinsmith_jax.program_cache import verify_programs
 
 _PASSING: Final = ("already in use", "ABORTED", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
 """What stands in the message if a device may be there at the next start."""
+_REMEDY: Final = (
+    "install JAX for CUDA with the extra that suits the driver, tinsmith-jax[cuda13] (580 or newer) or [cuda12] (525 "
+    "or newer); JAX_PLATFORMS=cpu computes on the CPU"
+)
 _BFLOAT16_COLUMNS: Final = 32  # of which kernels/cpu wants a multiple
 
 
@@ -61,15 +66,32 @@ class Limits:
         return replace(chosen, native=native, rounds=native and self.dtype == "bfloat16")
 
 
-def _platform() -> str:
-    """Return the platform that JAX computes on. Raise ConfigError if the one that was asked for will not be there."""
+def computing_platform() -> str:
+    """Return the platform that JAX computes on.
+
+    Raise ConfigError if the one that was asked for will not be there, or the CPU would take the place of GPUs.
+    """
     try:
-        return str(jax.default_backend())
+        found = str(jax.default_backend())
     except RuntimeError as error:
         if any(each in str(error) for each in _PASSING):
             raise
         msg = f"JAX has no such platform here: {str(error).splitlines()[0]}; set or unset JAX_PLATFORMS"
         raise ConfigError(msg) from error
+    told = jax.config.jax_platforms  # type: ignore[attr-defined]  # jax adds its settings when it is imported
+    if found == "cpu" and not told and count_gpus():
+        _refuse_the_cpu()
+    return found
+
+
+def _refuse_the_cpu() -> None:
+    """Say why JAX sees no GPU: nothing that computes there is installed, or it failed."""
+    try:
+        jax.devices("cuda")
+    except RuntimeError as error:
+        if any(each in str(error) for each in _PASSING):
+            raise
+        raise lacks_gpus(f"jax {jax.__version__}", str(error).splitlines()[0].rstrip("."), _REMEDY) from error
 
 
 def prepare(cache_dir: Path) -> None:
@@ -82,7 +104,7 @@ def prepare(cache_dir: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(compiled))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    if _platform() == "cpu":
+    if computing_platform() == "cpu":
         native.load(cache_dir / "native")
         # XLA keeps autotuning results, which only GPUs have, in a directory beside the programs. Its path is part of
         # every program's cache key: if the directory moved, no program would be found again.

@@ -27,6 +27,7 @@ from tinsmith.workers import (
     WorkerDevice,
     WorkerGroup,
     WorkersBackend,
+    agreed_device,
     combined_outputs,
     count_gpus,
     deal,
@@ -69,7 +70,7 @@ class MegatronBackend(WorkersBackend):
                 self.ranks, context.cache_dir / "state", shard_bytes=context.checkpoint_shard_bytes
             )
             check_ranks(config, len(self.ranks))
-            device: WorkerDevice = self.ranks.call("device")[0]
+            device = agreed_device(self.ranks.call("device"), config.device, DEVICE)
             self._budget = self._admitted(device, context.placement)
             self._setup = self._decide(device, context)
             self.loaded: list[Loaded] = self.ranks.call("load", self._setup)

@@ -594,8 +594,9 @@ def test_files_of_a_process_that_was_killed_are_removed_by_the_next(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_doctor_asks_the_interpreter_of_vllm(tmp_path: Path) -> None:
+def test_doctor_asks_the_interpreter_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What keeps vLLM from starting is told before anything starts, and its environment tells its devices."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     python, told = tmp_path / "python", tmp_path / "told"
     python.write_text(f"#!/bin/sh\necho a warning; cat {told}\n")
     python.chmod(0o755)
@@ -612,3 +613,14 @@ def test_doctor_asks_the_interpreter_of_vllm(tmp_path: Path) -> None:
     told.write_text(f"tinsmith-seen: {json.dumps({**good, 'devices': [['H100', 80]]})}")
     [device] = seen.find_devices(VllmConfig(python=python))
     assert device == Device(name="H100 with vllm 0.32.1 and torch 2.13.0", memory_bytes=80)
+    blind = {**good, "devices": [], "reason": "The NVIDIA driver on your system is too old"}
+    for found, reason in ((blind, "too old"), ({**blind, "vllm": "0.32.1+cpu"}, "it is built for CPUs")):
+        told.write_text(f"tinsmith-seen: {json.dumps(found)}")
+        with pytest.raises(ConfigError, match=rf"{reason}\), and CUDA_VISIBLE_DEVICES is '0': install a vllm"):
+            seen.find_devices(VllmConfig(python=python))
+
+
+def test_vllm_for_cpus_does_not_start_on_assigned_devices(tmp_path: Path) -> None:
+    given = Placement(devices=("3",), memory_bytes=35 << 30, device_bytes=80 << 30)
+    (launch,) = launches(VllmConfig(), model_of(tmp_path, "Llama-3.1-8B"), tmp_path, given)
+    assert launch.start.impossible_on_cpu.startswith("the sampler has devices 3, and this vllm is built for CPUs")

@@ -21,6 +21,7 @@ from tinsmith_vllm.demand import (
 )
 from tinsmith_vllm.messages import Start
 from tinsmith_vllm.replica import Launch, interpreter, package_path
+from tinsmith_vllm.seen import REMEDY
 
 _NOWHERE: Final = Placement()
 _NO_KERNELS: Final = (
@@ -85,7 +86,7 @@ def launches(
         eager_on_cpu=config.enforce_eager is None and not routed_experts,
         merge_on_cpu=merges(config, shape, on_cpu=True),
         half_the_memory_on_cpu=config.gpu_memory_utilization is None and placement.share is None,
-        impossible_on_cpu=_impossible_on_cpu(config, shape, sleeps=sleeps),
+        impossible_on_cpu=_impossible_on_cpu(config, shape, placement, sleeps=sleeps),
         routed_experts=routed_experts,
     )
     package = package_path(cache_dir)
@@ -102,8 +103,10 @@ def launches(
         )
 
 
-def _impossible_on_cpu(config: VllmConfig, shape: DecoderShape | None, *, sleeps: bool) -> str:
+def _impossible_on_cpu(config: VllmConfig, shape: DecoderShape | None, placement: Placement, *, sleeps: bool) -> str:
     """Return why the model cannot be sampled without a GPU, or an empty string."""
+    if placement.devices:
+        return f"the sampler has devices {', '.join(placement.devices)}, and this vllm is built for CPUs: {REMEDY}"
     if sleeps:
         return _NO_SLEEP
     if shape is not None and shape.int8 is not None:

@@ -6,6 +6,7 @@ from subprocess import SubprocessError
 from typing import Any, Final
 
 from tinsmith import ConfigError, Device, child_environment, find_compiler, run_tethered
+from tinsmith.workers import count_gpus, lacks_gpus
 from tinsmith_vllm import compat
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.replica import interpreter
@@ -26,7 +27,15 @@ _DEVICES: Final = """
 import torch
 gpus = [torch.cuda.get_device_properties(each) for each in range(torch.cuda.device_count())]
 found["devices"] = [[gpu.name, gpu.total_memory] for gpu in gpus]
+if not gpus:
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        found["reason"] = str(error).strip().rstrip(".")
 """
+REMEDY: Final = (
+    "install a vllm that is built for CUDA and this driver, in the environment that `python` names, or a newer driver"
+)
 _NEEDED: Final = ("msgspec", "numpy")
 
 
@@ -47,10 +56,16 @@ def obstacles(config: VllmConfig) -> Iterator[str]:
 
 
 def find_devices(config: VllmConfig) -> Sequence[Device]:
-    """Return the devices that vLLM's interpreter sees, each with the versions there. Raise ConfigError if it cannot."""
+    """Return the devices that vLLM's interpreter sees, each with the versions there.
+
+    Raise ConfigError if it cannot be asked, or sees no GPU where this machine has some.
+    """
     found = _ask(config, _VERSIONS + _DEVICES)
-    version, _ = compat.installed_among(found, str(interpreter(config.python)))
+    version, cpu = compat.installed_among(found, str(interpreter(config.python)))
     with_ = f"vllm {version} and torch {found.get('torch')}"
+    if count_gpus() and (cpu or not found["devices"]):
+        reason = "it is built for CPUs" if cpu else found.get("reason", "torch finds none")
+        raise lacks_gpus(f"{with_} of {str(interpreter(config.python))!r}", reason, REMEDY)
     gpus = [Device(name=f"{name} with {with_}", memory_bytes=size) for name, size in found["devices"]]
     return gpus or [Device(name=f"cpu with {with_}")]
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from tinsmith.commands.doctor.data_directory import check_data_directory
 from tinsmith.commands.doctor.finding import Finding
 from tinsmith.commands.doctor.installation import check_installation
-from tinsmith.commands.doctor.models import check_backends, check_hub, check_model, check_sampler
+from tinsmith.commands.doctor.models import check_backends, check_gpus, check_hub, check_model, check_sampler
 from tinsmith.commands.doctor.port import check_port
 from tinsmith.commands.options import (
     WITH_MODEL,
@@ -27,6 +27,7 @@ from tinsmith.commands.options import (
     settings_of,
 )
 from tinsmith.errors import ConfigError
+from tinsmith.placement.machine import this_machine
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.before_start import look_at_store, obstacles
 from tinsmith.processes.printable import console, escape, escape_lines
@@ -87,11 +88,13 @@ def _examine(plugins: Plugins, load: Callable[..., Settings]) -> Iterator[Findin
         yield Finding("database", "ok", told)
     yield from (Finding(each.check, "problem", each.reason) for each in found if each.check != "port")
     yield check_hub()
+    machine = this_machine()
+    yield check_gpus(machine)
     if not settings.models:
-        yield from check_backends(plugins)
+        yield from check_backends(plugins, machine)
     for model in settings.models if finding.status == "ok" else ():
-        yield from check_model(model, plugins)
-        yield from check_sampler(model, plugins)
+        yield from check_model(model, plugins, machine)
+        yield from check_sampler(model, plugins, machine)
 
 
 def _holds_database(settings: Settings) -> bool:

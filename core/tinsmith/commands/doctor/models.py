@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from tinsmith.backend import AnyBackendSpec, Device
+from tinsmith.backend import AnyBackendSpec, AnySamplerSpec, Device, Placement
 from tinsmith.commands.doctor.finding import Finding, gigabytes
 from tinsmith.commands.doctor.probe import probe
 from tinsmith.errors import ConfigError, ServerError
@@ -14,24 +15,42 @@ from tinsmith.huggingface.hub_cache import HubReference, hub_endpoint, is_offlin
 from tinsmith.huggingface.hub_download import download_size
 from tinsmith.huggingface.model_files import missing_files, read_model_config
 from tinsmith.huggingface.safetensors_files import read_header, shard_files
-from tinsmith.placement.sections import own_options
+from tinsmith.placement.machine import Machine
+from tinsmith.placement.sections import AnySpec, own_options
 from tinsmith.plugins.loading import Plugins
-from tinsmith.settings import ModelSettings
+from tinsmith.settings import ModelSettings, PluginSection
 
 
-def check_backends(plugins: Plugins) -> Iterator[Finding]:
-    """Show the devices of every installed backend, for those who have not chosen one yet."""
+def check_gpus(machine: Machine) -> Finding:
+    """Show what the driver says of the GPUs."""
+    number = len(machine.devices)
+    if not number:
+        return Finding("GPUs", "ok", "none: CUDA would see no NVIDIA GPU")
+    if machine.device_bytes is not None:
+        return Finding("GPUs", "ok", f"{number} of {gigabytes(machine.device_bytes)}, by nvidia-smi")
+    remedy = "see what nvidia-smi says; parts of divided GPUs (MIG) have memory that it does not tell"
+    return Finding("GPUs", "note", f"{number}, of unknown memory: nvidia-smi does not tell", remedy)
+
+
+def check_backends(plugins: Plugins, machine: Machine) -> Iterator[Finding]:
+    """Show the devices of every installed backend and sampler, for those who have not chosen one yet."""
     for name, spec in plugins.backends.unambiguous().items():
         if spec.diagnose is not None:
-            yield _devices(f"backend {name}", spec, ModelSettings(name=name), None)[0]
+            yield _devices(f"backend {name}", spec, ModelSettings(name=name), None, machine)[0]
+    for name, sampler in plugins.samplers.unambiguous().items():
+        if sampler.diagnose is not None:
+            finding = _sampler(f"sampler {name}", sampler, None, None, machine)
+            yield replace(finding, status="ok" if finding.status == "ok" else "note")  # nothing is to use it yet
 
 
-def check_model(model: ModelSettings, plugins: Plugins) -> Iterator[Finding]:
+def check_model(model: ModelSettings, plugins: Plugins, machine: Machine) -> Iterator[Finding]:
     """Check one model of the configuration, which has its backend named."""
     subject = f"model {model.name}"
     assert model.backend is not None
     spec = plugins.backends.get(model.backend.plugin)
     if model.path is None:
+        if spec.diagnose is not None:
+            yield _devices(f"backend {spec.name}", spec, model, None, machine)[0]
         yield _elsewhere(subject, model, spec)
         return
     try:
@@ -42,26 +61,31 @@ def check_model(model: ModelSettings, plugins: Plugins) -> Iterator[Finding]:
         return
     yield Finding(subject, "ok", f"{gigabytes(size)} of weights in {model.path}")
     if spec.diagnose is not None:
-        finding, devices = _devices(subject, spec, model, model.path)
+        finding, devices = _devices(subject, spec, model, model.path, machine)
         yield finding
         if devices is not None:
             yield _memory(subject, size, devices)
 
 
-def check_sampler(model: ModelSettings, plugins: Plugins) -> Iterator[Finding]:
+def check_sampler(model: ModelSettings, plugins: Plugins, machine: Machine) -> Iterator[Finding]:
     """Ask a separate sampler for its devices; it may have an interpreter of its own."""
     if model.sampler is None:
         return
     spec = plugins.samplers.get(model.sampler.plugin)
     if spec.diagnose is None:
         return
-    subject = f"sampler {spec.name} of {model.name}"
+    yield _sampler(f"sampler {spec.name} of {model.name}", spec, model.sampler, model.path, machine)
+
+
+def _sampler(
+    subject: str, spec: AnySamplerSpec, section: PluginSection | None, path: Path | None, machine: Machine
+) -> Finding:
     try:
-        devices = probe("samplers", spec.name, own_options(model.sampler, spec), model.path)
+        devices = probe("samplers", spec.name, own_options(section, spec), path)
     except ServerError as error:
-        yield Finding(subject, "problem", str(error), "choose another sampler or model, or mend its environment")
-        return
-    yield Finding(subject, "ok", ", ".join(_shown(device) for device in devices))
+        return Finding(subject, "problem", str(error), "choose another sampler or model, or mend its environment")
+    shown = ", ".join(_shown(device) for device in devices)
+    return _too_few(subject, spec, section, devices, machine) or Finding(subject, "ok", shown)
 
 
 def _check_files(directory: Path) -> int:
@@ -88,17 +112,33 @@ def _elsewhere(subject: str, model: ModelSettings, spec: AnyBackendSpec) -> Find
 
 
 def _devices(
-    subject: str, spec: AnyBackendSpec, model: ModelSettings, path: Path | None
+    subject: str, spec: AnyBackendSpec, model: ModelSettings, path: Path | None, machine: Machine
 ) -> tuple[Finding, Sequence[Device] | None]:
     options = own_options(model.backend, spec)
     try:
         devices = probe("backends", spec.name, options, path)
     except ServerError as error:
-        remedy = "choose another backend or model" if path is not None else f"reinstall the package of {spec.name}"
+        other = "choose another backend or model" if path is not None else f"reinstall the package of {spec.name}"
+        remedy = f"{other}, or mend its environment"
         return Finding(subject, "problem", str(error), remedy), None
     shown = ", ".join(_shown(device) for device in devices)
     found = shown if path is None else f"supported by {spec.name}, on {shown}"
-    return Finding(subject, "ok", found), devices
+    return _too_few(subject, spec, model.backend, devices, machine) or Finding(subject, "ok", found), devices
+
+
+def _too_few(
+    subject: str, spec: AnySpec, section: PluginSection | None, devices: Sequence[Device], machine: Machine
+) -> Finding | None:
+    """Compare the GPUs that a framework sees with those of the machine, if they would be placed on them."""
+    seen, there = sum(device.memory_bytes is not None for device in devices), len(machine.devices)
+    if spec.demand is None or seen >= there:
+        return None
+    config = spec.config.model_validate(own_options(section, spec))
+    if spec.demand(config, None, Placement(devices=machine.devices)).num_devices == 0:
+        return None
+    shown = ", ".join(_shown(device) for device in devices)
+    remedy = f"see that the framework of {spec.name} suits this machine's driver, which `nvidia-smi` tells"
+    return Finding(subject, "problem", f"{spec.name} sees {seen} of this machine's {there} GPUs: {shown}", remedy)
 
 
 def _shown(device: Device) -> str:
