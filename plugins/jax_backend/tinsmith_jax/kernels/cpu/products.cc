@@ -45,18 +45,18 @@ constexpr int64_t rows_of_input() {
 }
 
 // Stores the sums of one row, or adds them to what is there.
-template <int V, typename Lanes>
-[[gnu::always_inline]] inline void finish(const Lanes (&sums)[V], float* y, bool adds) {
+template <int V, typename Any>
+[[gnu::always_inline]] inline void finish(const Any (&sums)[V], float* y, bool adds) {
 #pragma GCC unroll 16
   for (int v = 0; v < V; ++v) {
-    float* to = y + v * sizeof(Lanes) / sizeof(float);
-    Lanes result = sums[v];
+    float* to = y + v * sizeof(Any) / sizeof(float);
+    Any result = sums[v];
     if (adds) {
-      Lanes before;
-      std::memcpy(&before, to, sizeof(Lanes));
+      Any before;
+      std::memcpy(&before, to, sizeof(Any));
       result = before + result;
     }
-    std::memcpy(to, &result, sizeof(Lanes));
+    std::memcpy(to, &result, sizeof(Any));
   }
 }
 
@@ -64,16 +64,15 @@ template <int V, typename Lanes>
 template <int R, int V, int L, typename W>
 [[gnu::always_inline]] inline void block(Strided<float> x, Rows<W> w, int64_t inputs, float* y, int64_t y_row,
                                          bool adds, Rows<W> soon) {
-  typedef float Lanes __attribute__((vector_size(L * sizeof(float))));
-  Lanes sums[R][V];
+  Lanes<L> sums[R][V];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) sums[r][v] = Lanes{};
+    for (int v = 0; v < V; ++v) sums[r][v] = Lanes<L>{};
   }
   for (int64_t i = 0; i < inputs; ++i) {
     const W* from = w.after(i).at;
-    Lanes weights[V];
+    Lanes<L> weights[V];
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) {
       if (v * L % kLine == 0) __builtin_prefetch(soon.after(i).at + v * L);
@@ -81,7 +80,7 @@ template <int R, int V, int L, typename W>
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const Lanes input = repeated<L>(x.at[r * x.row + i * x.column]);
+      const Lanes<L> input = repeated<L>(x.at[r * x.row + i * x.column]);
 #pragma GCC unroll 16
       for (int v = 0; v < V; ++v) sums[r][v] += input * weights[v];
     }

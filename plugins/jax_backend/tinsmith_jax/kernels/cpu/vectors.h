@@ -39,27 +39,39 @@ typedef uint16_t Narrow;
 typedef uint32_t Pair;
 typedef uint32_t PairVec __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 
+// L numbers. One is a plain number: of vectors of one, GCC 11 rounds products before it adds them.
+template <int L>
+struct LanesOf {
+  typedef float Type __attribute__((vector_size(L * sizeof(float))));
+};
+template <>
+struct LanesOf<1> {
+  typedef float Type;
+};
+template <int L>
+using Lanes = typename LanesOf<L>::Type;
+
 // L numbers from memory.
 template <int L>
-[[gnu::always_inline]] inline auto lanes(const float* from) {
-  float __attribute__((vector_size(L * sizeof(float)))) lanes;
+[[gnu::always_inline]] inline Lanes<L> lanes(const float* from) {
+  Lanes<L> lanes;
   std::memcpy(&lanes, from, sizeof(lanes));
   return lanes;
 }
 template <int L>
-[[gnu::always_inline]] inline auto lanes(const Narrow* from) {
+[[gnu::always_inline]] inline Lanes<L> lanes(const Narrow* from) {
   typedef uint32_t Words __attribute__((vector_size(L * sizeof(uint32_t))));
   Narrow __attribute__((vector_size(L * sizeof(Narrow)))) halves;
   std::memcpy(&halves, from, sizeof(halves));
   const Words words = __builtin_convertvector(halves, Words) << 16;
-  float __attribute__((vector_size(L * sizeof(float)))) lanes;
+  Lanes<L> lanes;
   std::memcpy(&lanes, &words, sizeof(lanes));
   return lanes;
 }
 inline void widen(const Narrow* from, int64_t count, float* to) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) store(to + i, lanes<kLanes>(from + i));
-  for (; i < count; ++i) to[i] = lanes<1>(from + i)[0];
+  for (; i < count; ++i) to[i] = lanes<1>(from + i);
 }
 // The first `count` lanes; zeros in the others.
 inline Vec load(const float* from, int64_t count) {
@@ -75,12 +87,11 @@ inline void store(float* to, Vec vec, int64_t count) {
 
 // `value` in all L lanes. (`Vec{} + value` would be computed: it is another number if `value` is -0.)
 template <int L, int... I>
-[[gnu::always_inline]] inline auto repeated(float value, std::integer_sequence<int, I...>) {
-  typedef float Lanes __attribute__((vector_size(L * sizeof(float))));
-  return Lanes{(static_cast<void>(I), value)...};
+[[gnu::always_inline]] inline Lanes<L> repeated(float value, std::integer_sequence<int, I...>) {
+  return Lanes<L>{(static_cast<void>(I), value)...};
 }
 template <int L>
-[[gnu::always_inline]] inline auto repeated(float value) {
+[[gnu::always_inline]] inline Lanes<L> repeated(float value) {
   return repeated<L>(value, std::make_integer_sequence<int, L>{});
 }
 inline Vec of(float value) { return repeated<kLanes>(value); }
@@ -93,13 +104,17 @@ inline PairVec rounded(Vec x) {
 }
 
 // Lane i of the result is lane Place::of(i) of `a` and, after it, `b`.
-template <typename Place, typename Lanes, int... I>
-[[gnu::always_inline]] inline Lanes shuffled(Lanes a, Lanes b, std::integer_sequence<int, I...>) {
+template <typename Place, typename Any, int... I>
+[[gnu::always_inline]] inline Any shuffled(Any a, Any b, std::integer_sequence<int, I...>) {
+#if defined(__clang__) || __GNUC__ >= 12
   return __builtin_shufflevector(a, b, Place::of(I)...);
+#else  // GCC 10 and 11 have another name for it
+  return __builtin_shuffle(a, b, decltype(a < b){Place::of(I)...});
+#endif
 }
-template <typename Place, typename Lanes>
-[[gnu::always_inline]] inline Lanes shuffled(Lanes a, Lanes b) {
-  return shuffled<Place>(a, b, std::make_integer_sequence<int, sizeof(Lanes) / sizeof(a[0])>{});
+template <typename Place, typename Any>
+[[gnu::always_inline]] inline Any shuffled(Any a, Any b) {
+  return shuffled<Place>(a, b, std::make_integer_sequence<int, sizeof(Any) / sizeof(a[0])>{});
 }
 
 template <int kFirst>
