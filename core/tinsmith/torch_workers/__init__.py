@@ -9,7 +9,7 @@ from tinsmith.torch_workers.loss_table import LossBatch, LossTable
 from tinsmith.torch_workers.models import Adapter, FullModelOfWorker, ModelsOfWorker, free_what_is_unused
 from tinsmith.torch_workers.process_group import find_device, join_process_group, local_devices, worker_device
 from tinsmith.torch_workers.sleeping import SleepingTensors, storage_bytes
-from tinsmith.torch_workers.transfers import HostCopies, to_device, to_host
+from tinsmith.torch_workers.transfers import HostCopies, begin_to_host, to_device, to_host, wait_for
 from tinsmith.torch_workers.varlen import varlen_attention
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "ModelsOfWorker",
     "SleepingTensors",
     "all_gather_single",
+    "begin_to_host",
     "find_device",
     "free_what_is_unused",
     "join_process_group",
@@ -30,5 +31,6 @@ __all__ = [
     "to_device",
     "to_host",
     "varlen_attention",
+    "wait_for",
     "worker_device",
 ]

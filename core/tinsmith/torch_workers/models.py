@@ -5,8 +5,9 @@ A LoRA model's weights, moments and pending gradients are one vector each: see `
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Final, Generic, TypeVar, get_args
 
 import torch
@@ -174,8 +175,9 @@ class ModelsOfWorker(ABC, Generic[Full]):
     # gradients and steps
 
     def _not_finite(self, models: Iterable[str]) -> list[NotFinite]:
-        """Say of which models this worker's part of the pending gradient is not finite."""
-        return [NotFinite(model_id) for model_id in models if not are_finite(self._gradients(model_id))]
+        """Say of which models this worker's part of the pending gradient is not finite. Waits for the device."""
+        found = _without_finite_norms({model_id: self._gradients(model_id) for model_id in models}, 2.0)
+        return [NotFinite(model_id) for model_id in _without_finite_norms(found, torch.inf)]
 
     def _gradients(self, model_id: str) -> Iterable[torch.Tensor]:
         if model_id in self._full:
@@ -201,15 +203,19 @@ class ModelsOfWorker(ABC, Generic[Full]):
             self._adapters[model_id].gradients = None
 
 
-def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether all numbers are, without copies. A sum of squares is fast, but finite numbers may overflow it."""
-    found = [tensor for tensor in tensors if tensor.numel()]
-    return not found or _have_finite_norms(found, 2.0) or _have_finite_norms(found, torch.inf)
+def _without_finite_norms(
+    models: Mapping[str, Iterable[torch.Tensor]], order: float
+) -> dict[str, Iterable[torch.Tensor]]:
+    """Return those models of whose tensors a norm is not finite: for order 2, finite numbers may overflow it.
 
-
-def _have_finite_norms(tensors: Sequence[torch.Tensor], order: float) -> bool:
-    norms = [torch.linalg.vector_norm(tensor, ord=order) for tensor in tensors]
-    return bool(torch.isfinite(torch.stack(norms)).all())
+    The device is waited for once, for all of them.
+    """
+    found = {model_id: [tensor for tensor in tensors if tensor.numel()] for model_id, tensors in models.items()}
+    every = list(chain(*found.values()))
+    if not every:
+        return {}
+    finite = iter(torch.isfinite(torch.stack(torch._foreach_norm(every, order))).tolist())  # noqa: SLF001
+    return {model_id: own for model_id, own in found.items() if False in list(islice(finite, len(own)))}
 
 
 def free_what_is_unused() -> None:

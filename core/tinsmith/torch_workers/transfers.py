@@ -19,6 +19,17 @@ def to_host(tensor: torch.Tensor) -> FloatArray:
     return host
 
 
+def begin_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Begin to copy to the host. The copy may be read after `wait_for(tensor.device)`."""
+    return tensor.detach().to("cpu", non_blocking=True)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has done what it has been asked for so far."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 class HostCopies:
     """Copies to the host beside passes: on a GPU, in a stream of its own."""
 

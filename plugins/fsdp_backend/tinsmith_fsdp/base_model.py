@@ -224,6 +224,10 @@ class BaseModel:
         """Drop what passes have left: layers that stay gathered, and the adapters of the last one."""
         for sharded in self._sharded_modules():
             sharded.reshard()
+        self.forget_adapters()
+
+    def forget_adapters(self) -> None:
+        """Drop the adapters of the last pass, and their gradients."""
         for module in self.model.modules():
             if isinstance(module, MultiLoraLinear):
                 module.factors = None

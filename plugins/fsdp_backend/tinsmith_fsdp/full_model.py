@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tinsmith import AdamParams, refuses_step
 from tinsmith.huggingface import Kind, StoredTensor, Targets
-from tinsmith.torch_workers import FullModelOfWorker, HostCopies, LossTable
+from tinsmith.torch_workers import FullModelOfWorker, HostCopies, LossTable, wait_for
 from tinsmith.workers import FullState, Segment, Slice
 from tinsmith_fsdp.base_model import BaseModel, Part
 from tinsmith_fsdp.head import Scores
@@ -70,8 +70,9 @@ class FullModel(FullModelOfWorker):
                 totals, (scores,) = self._base.run([stream], self._losses, backward=backward)
             if backward:
                 self._backward(totals)
-            scores = scores.on_host()
+            scores = scores.begin_to_host()
             scored += [(segment, scores, start) for segment, (start, _) in zip(segments, stream.bounds, strict=False)]
+        wait_for(self._mesh.device)
         return scored
 
     def _backward(self, totals: Sequence[torch.Tensor]) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tinsmith.huggingface import HEAD
-from tinsmith.torch_workers import LossBatch, LossTable
+from tinsmith.torch_workers import LossBatch, LossTable, begin_to_host
 from tinsmith_fsdp.streams import Group, Stream
 
 CPU_LOGITS = 1 << 22  # of one chunk: 16 MiB stay near the caches
@@ -33,9 +33,9 @@ class Scores:
     logp_TK: torch.Tensor
     loss_TK: torch.Tensor
 
-    def on_host(self) -> "Scores":
-        """Copy both at once, which waits for the device."""
-        logp_TK, loss_TK = torch.stack((self.logp_TK, self.loss_TK)).cpu()
+    def begin_to_host(self) -> "Scores":
+        """Begin to copy both at once. The copies may be read when the device has been waited for."""
+        logp_TK, loss_TK = begin_to_host(torch.stack((self.logp_TK, self.loss_TK)))
         return Scores(logp_TK, loss_TK)
 
 

@@ -28,9 +28,12 @@ class Stepped:
     step: int  # counted from 1
 
 
-def square_norm(gradient: torch.Tensor) -> float:
-    """Sum the squares in float64."""
-    return float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
+def norms(gradients: Sequence[torch.Tensor]) -> list[float]:
+    """Return the root of each one's sum of squares, in float64. Waits for the device once, for all of them."""
+    if not gradients:
+        return []
+    found: list[float] = torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float64)).tolist()  # noqa: SLF001
+    return found
 
 
 @torch.no_grad()
@@ -38,12 +41,34 @@ def adamw_(tensors: Sequence[Stepped]) -> None:
     """Step all tensors in place."""
     if not tensors:
         return
-    weights, gradients = [t.weights for t in tensors], [t.gradient for t in tensors]
-    m, v = [t.m for t in tensors], [t.v for t in tensors]
-    adams = [t.adam for t in tensors]
     clipped = [(t, factor) for t in tensors if (factor := _clip_factor(t)) != 1.0]
     if clipped:
         torch._foreach_mul_([t.gradient for t, _ in clipped], [factor for _, factor in clipped])
+    step = fused_adamw_ if tensors[0].weights.is_cuda else foreach_adamw_
+    step(tensors)
+
+
+def fused_adamw_(tensors: Sequence[Stepped]) -> None:
+    """Step tensors with torch's own kernel, which reads and writes each number once. Clipping has been done."""
+    together: dict[tuple[float, ...], list[Stepped]] = {}
+    for each in tensors:
+        adam = each.adam
+        if each.weights.numel():
+            settings = (adam.learning_rate, adam.beta1, adam.beta2, adam.weight_decay, adam.eps)
+            together.setdefault(settings, []).append(each)
+    for (rate, beta1, beta2, decay, eps), own in together.items():
+        torch._fused_adamw_(
+            [t.weights for t in own], [t.gradient for t in own], [t.m for t in own], [t.v for t in own], [],
+            [torch.full((), float(t.step), device=t.weights.device) for t in own],
+            lr=rate, beta1=beta1, beta2=beta2, weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+
+def foreach_adamw_(tensors: Sequence[Stepped]) -> None:
+    """Step tensors operation by operation. Clipping has been done."""
+    weights, gradients = [t.weights for t in tensors], [t.gradient for t in tensors]
+    m, v = [t.m for t in tensors], [t.v for t in tensors]
+    adams = [t.adam for t in tensors]
     # the moments
     torch._foreach_mul_(m, [adam.beta1 for adam in adams])
     scaled = torch._foreach_mul(gradients, [1.0 - adam.beta1 for adam in adams])  # noqa: SLF001

@@ -79,7 +79,7 @@ def rehearse(
             (directory / "config.json").write_text(json.dumps({"model_type": kind, **model}))
             setup = _setup(config, model, ranks, str(directory))
             bases = [_Unreal(setup, mesh, fake, counted, trainable=which) for which in _copies(loras)]
-            with fake, counted, _logits_of(on_cpu=ranks.on_cpu), patch.object(trainer, "square_norm", _any_norm):
+            with fake, counted, _logits_of(on_cpu=ranks.on_cpu), patch.object(trainer, "norms", _any_norms):
                 run, step = _made(setup, mesh, bases, loras, lengths)
                 resident = counted.taken
                 counted.sent.clear()
@@ -123,9 +123,9 @@ def _logits_of(*, on_cpu: bool) -> Iterator[None]:
         head.CPU_LOGITS = before
 
 
-def _any_norm(_: torch.Tensor) -> float:
-    """Stand in for the norm of a gradient that has no contents."""
-    return 1.0
+def _any_norms(gradients: Sequence[torch.Tensor]) -> list[float]:
+    """Stand in for the norms of gradients that have no contents."""
+    return [1.0] * len(gradients)
 
 
 class _Rehearsed(Trainer):
@@ -142,7 +142,7 @@ class _Rehearsed(Trainer):
 
 class _RehearsedFull(FullModel):
     def _norm(self, gradients: Sequence[torch.Tensor]) -> float:
-        return _any_norm(gradients[0])
+        return _any_norms(gradients)[0]
 
 
 class _Unreal(BaseModel):

@@ -21,7 +21,14 @@ import torch.distributed as dist
 
 from tinsmith import ConfigError, LoraConfig, refuses_step
 from tinsmith.huggingface import HEAD
-from tinsmith.torch_workers import LossTable, ModelsOfWorker, SleepingTensors, free_what_is_unused, storage_bytes
+from tinsmith.torch_workers import (
+    LossTable,
+    ModelsOfWorker,
+    SleepingTensors,
+    free_what_is_unused,
+    storage_bytes,
+    wait_for,
+)
 from tinsmith.workers import AdapterLayout, ModelStep, NotFinite, Scored, Segment
 from tinsmith_fsdp.adapter_pack import RANK_STEP, AdapterPack
 from tinsmith_fsdp.base_model import BaseModel
@@ -30,13 +37,14 @@ from tinsmith_fsdp.head import Scores
 from tinsmith_fsdp.memory import is_out_of_memory
 from tinsmith_fsdp.mesh import Mesh
 from tinsmith_fsdp.messages import FullyLoaded, NoMemory, NotMade, Owner, Setup
-from tinsmith_fsdp.optimizer import Stepped, adamw_, square_norm
+from tinsmith_fsdp.optimizer import Stepped, adamw_, norms
 from tinsmith_fsdp.shortage import PassDroppedError
 from tinsmith_fsdp.streams import Leaves, Stream, empty_stream, make_stream
 
 _PIECE: Final = 1 << 22  # numbers that are copied at a time
 Made = TypeVar("Made")
 _Packs = dict[tuple[str, ...], AdapterPack]  # by their models
+_Ran = tuple[Segment, Scores, int]  # with its first row in the scores, which may still be on their way to the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,21 +134,25 @@ class Trainer(ModelsOfWorker[FullModel]):
         """
         self._base.model.recompute(self._setup.checkpointing and not keeps)
         models = sorted({owner.model_id for owned in owners for owner in owned}) if backward else []
-        scored: list[Scored] = []
+        ran: list[_Ran] = []
         packs: _Packs = {}
         number = 0
         try:
             sums = self._attempt(lambda: {model: self._begun_sum(model) for model in models})
             for number, (segments, owned) in enumerate(zip(micros, owners, strict=True)):  # noqa: B007  (told below)
                 if self._strict:
-                    scored += self._run_apart(segments, owned, sums, backward=backward)
+                    ran += self._run_apart(segments, owned, sums, backward=backward)
                 else:
                     work = partial(self._run_together, segments, packs, sums, backward=backward)
-                    scored += self._attempt(work, backward=backward)
+                    ran += self._attempt(work, backward=backward)
         except PassDroppedError as dropped:
             return NoMemory(message=str(dropped), micro_batch=number)
+        finally:
+            self._base.forget_adapters()
         self._keep(sums)
-        return [*scored, *self._not_finite(models)]
+        not_finite = self._not_finite(models)
+        wait_for(self._mesh.device)  # not earlier: it computes while the host prepares the next micro-batch
+        return [*(_scored(*each) for each in ran), *not_finite]
 
     def _attempt(self, work: Callable[[], Made], *, backward: bool | None = None) -> Made:
         shortage = self._base.shortage
@@ -176,25 +188,25 @@ class Trainer(ModelsOfWorker[FullModel]):
 
     def _run_apart(
         self, segments: Sequence[Segment], owned: Sequence[Owner], sums: Mapping[str, torch.Tensor], *, backward: bool
-    ) -> list[Scored]:
+    ) -> list[_Ran]:
         """Compute each sequence by itself. Add the gradients to `sums` in order, whichever rank computed them."""
         work = partial(self._computed_apart, segments, owned, backward=backward)
-        scored, exchange = self._attempt(work, backward=backward)
+        ran, exchange = self._attempt(work, backward=backward)
         for dp_rank, flat in exchange.flat.items():
             self._share(flat, dp_rank)
         for position in range(len(exchange.gradients)):
             sums[owned[position].model_id].add_(exchange.gradients[position])
-        return scored
+        return ran
 
     def _computed_apart(
         self, segments: Sequence[Segment], owned: Sequence[Owner], *, backward: bool
-    ) -> tuple[list[Scored], "_Exchange"]:
+    ) -> tuple[list[_Ran], "_Exchange"]:
         single = {segment.position: self._leaves(segment.model_id, backward=backward) for segment in segments}
         streams = [self._stream([segment], [single[segment.position]]) for segment in segments]
         results = self._pass(streams, backward=backward)
-        scored = [_scored(segment, score, 0) for segment, score in zip(segments, results, strict=False)]
+        ran = [(segment, score, 0) for segment, score in zip(segments, results, strict=False)]
         own = {position: _gradients(leaves) for position, leaves in single.items()} if backward else {}
-        return scored, self._exchange(owned, own) if backward else _Exchange({}, {})
+        return ran, self._exchange(owned, own) if backward else _Exchange({}, {})
 
     def _exchange(self, owned: Sequence[Owner], own: dict[int, torch.Tensor]) -> "_Exchange":
         """Make room for the gradients of all ranks."""
@@ -228,7 +240,7 @@ class Trainer(ModelsOfWorker[FullModel]):
 
     def _run_together(
         self, segments: Sequence[Segment], packs: _Packs, sums: Mapping[str, torch.Tensor], *, backward: bool
-    ) -> list[Scored]:
+    ) -> list[_Ran]:
         """Compute the sequences in a stream for each class of ranks, grouped by model. Add the gradients to `sums`."""
         ordered = sorted(segments, key=lambda segment: (self._rank_class(segment.model_id), segment.model_id))
         shares = [list(share) for _, share in groupby(ordered, lambda segment: self._rank_class(segment.model_id))]
@@ -248,7 +260,7 @@ class Trainer(ModelsOfWorker[FullModel]):
             for together in models:
                 packs[together].move_gradients([sums[model] for model in together])
         return [
-            _scored(segment, scores, start)
+            (segment, scores, start)
             for share, stream, scores in zip(shares, streams, results, strict=False)
             for segment, (start, _) in zip(share, stream.bounds, strict=True)
         ]
@@ -291,22 +303,20 @@ class Trainer(ModelsOfWorker[FullModel]):
             totals, scores = self._base.run(streams, self._losses, backward=backward)
         if backward:
             torch.autograd.backward(totals)
-        return [each.on_host() for each in scores]
+        return [each.begin_to_host() for each in scores]
 
     # steps
 
     def _step_adapters(self, steps: Sequence[ModelStep]) -> list[float]:
-        tensors, norms = list[Stepped](), list[float]()
-        for step in steps:
-            adapter = self._adapters[step.model_id]
-            gradient = adapter.take_gradient()
-            norm = square_norm(gradient) ** 0.5
-            norms.append(norm)
+        adapters = [self._adapters[step.model_id] for step in steps]
+        gradients = [adapter.take_gradient() for adapter in adapters]
+        found, tensors = norms(gradients), list[Stepped]()
+        for step, adapter, gradient, norm in zip(steps, adapters, gradients, found, strict=True):
             if not refuses_step(norm, step.adam):
                 m, v = adapter.begin_step()
                 tensors.append(Stepped(adapter.weights, gradient, m, v, step.adam, norm, adapter.step))
         adamw_(tensors)
-        return norms
+        return found
 
 
 def _gradients(leaves: Leaves) -> torch.Tensor:
