@@ -1,6 +1,7 @@
 """Kernels for GPUs that sampling alone uses, run as plain JAX; Triton takes them, too."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,8 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tinsmith_jax import runtime, sampling_programs
+from tinsmith_jax.compile_check.case import base_shapes
+from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.decode import PAGE
-from tinsmith_jax.kernels import paged
+from tinsmith_jax.kernels import paged, row_products
+from tinsmith_jax.model_config import read_config
+from tinsmith_jax.sampling_device import sampling_shape
 
 LAYER, HEADS, KV_HEADS, D = 1, 6, 2, 16
 
@@ -60,3 +66,50 @@ def test_pages_are_written_and_attended_to(tokens: int, start: tuple[int, ...]) 
     np.testing.assert_array_equal(pools[1], v_pages)
     lowered = on_gpu.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert lowered.count("__gpu$xla.gpu.triton") == 2
+
+
+@pytest.mark.parametrize(
+    ("which", "inputs", "outputs"),
+    [([0, 1, -1, 1, 2], 512, 32), ([0, 1, 3], 40, 24), ([0] * 30 + [1] * 30 + [-1] * 8 + [2, 0], 768, 96)],
+    ids=["parts", "padded", "blocks of rows"],
+)
+def test_rows_are_multiplied_with_their_adapters(which: list[int], inputs: int, outputs: int) -> None:
+    """Rows of one adapter are NaN, and so are another adapter and all other layers."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(len(which), inputs)).astype(np.float32)
+    x[np.array(which) == 2] = np.nan
+    factors = rng.normal(size=(2, 2, 4, inputs, outputs)).astype(np.float32)
+    factors[:, 0] = factors[:, LAYER, 3] = np.nan
+
+    def products(interpret: bool, which: Any, x: Any, *factors: Any) -> Any:
+        rows, layer = row_products.RowAdapters.of(which), jnp.int32(LAYER)
+        adapted = row_products.adapted(x, factors, layer, rows, interpret=interpret)
+        even = [each[:, 0] for each in factors if row_products.even(each[:, 0])]
+        return adapted, [row_products.dense(x, each, layer, interpret=interpret) for each in even]
+
+    matrices = factors.copy()
+    matrices[:, LAYER, 0] = rng.normal(size=(2, inputs, outputs))
+    ours, dense = jax.jit(partial(products, True))(np.array(which), x, *matrices)
+    for found, own in zip(ours, matrices[:, LAYER], strict=True):
+        expected = [row @ own[w] if w >= 0 else np.zeros(outputs) for row, w in zip(x, which, strict=True)]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    for found, own in zip(dense, matrices[:, LAYER, 0], strict=False):
+        np.testing.assert_allclose(found, x @ own, rtol=1e-4, atol=1e-4)
+    lowered = jax.jit(partial(products, False)).trace(np.array(which), x, *matrices).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("__gpu$xla.gpu.triton") == 1 + len(dense)
+
+
+@pytest.mark.parametrize(("kind", "kernels"), [("decode", 2 + 4 + 4 + 7 + 2), ("prefill", 2 + 4 + 7)])
+def test_a_gpu_samples_by_these_kernels(
+    kind: Any, kernels: int, contract_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages, the four matrices of a layer when drawing, the halves of adapters, and the head's."""
+    lowered = lambda function, shapes, *, on_cpu: function.trace(*shapes).lower(lowering_platforms=("cuda",))  # noqa: ARG005, E731
+    monkeypatch.setattr(sampling_programs, "compile_program", lowered)
+    model, config = read_config(contract_model), JaxConfig(max_context_tokens=128, decode_slots=2)
+    limits = runtime.decide(config, model, "gpu")
+    shape = sampling_shape(config, limits, model, num_shards=1)
+    base = base_shapes(model, limits.dtype, None)
+    programs = sampling_programs.SamplingPrograms(config=model, shape=shape, base_shapes=base)
+    text = programs.named(kind, shape.prefill_tiles[0] if kind == "prefill" else 0).compile().as_text()
+    assert text.count("__gpu$xla.gpu.triton") == kernels

@@ -32,7 +32,7 @@ from jax import lax
 
 from tinsmith_jax import expert_sampling, native_head, native_sampling
 from tinsmith_jax.experts import Stacked, of_layer, route, take_apart
-from tinsmith_jax.kernels import paged
+from tinsmith_jax.kernels import paged, row_products
 from tinsmith_jax.layers import TILE, Tiles, rms_norm, rope, rope_angles
 from tinsmith_jax.mesh import ONE, Axes, gathered
 from tinsmith_jax.model_config import ModelConfig
@@ -45,6 +45,8 @@ PAGE = TILE
 """Positions of a page of the cache: a full tile of a prompt fills one."""
 STOP_TABLE = 8
 """Stop tokens per slot that the device checks. The host checks all of them; the table only avoids wasted steps."""
+_MATRICES = {"qkv": 0, "o": 1, "gate_up": 0, "down": 1}
+"""The matrices of a layer, with the axis along which `fsdp` divides each."""
 
 # Any: nested dictionaries of arrays (described in weights.py and adapters.py), and jax or NumPy arrays below.
 Tree = Any
@@ -147,7 +149,7 @@ def prefill(
             config, base, resident, cache, rows, rounds=axes.kernels.rounds
         )
         return Cache(*written), tuple(hidden_NH.reshape(*tiles.tokens_NT.shape, -1)), None
-    lora = AdapterRows.of_tiles(resident, tiles.adapter_N)
+    lora = AdapterRows.of_tiles(resident, tiles.adapter_N, tiles.tokens_NT.shape[1], axes)
     count = jnp.sum(tiles.start_N >= 0)
     cache, hidden_NTH, experts = _layers(config, base, lora, cache, tiles, count, axes, returns_experts=returns_experts)
     return cache, tuple(hidden_NTH), None if experts is None else axes.complete(experts)
@@ -174,7 +176,7 @@ def score_prompt(
         own = Tiles(row[None], resident["scale"][row][None])
         logits_TV = native_head.logits(base["head"], resident["head"], hidden_TH, own, rounds=axes.kernels.rounds)
     else:
-        lora = AdapterRows.of_tiles(resident, row[None])
+        lora = AdapterRows.of_tiles(resident, row[None], len(hidden_TH), axes)
         logits_TV = _logits(axes.whole(base["head"], 1), lora, hidden_TH[None], axes)[0]
     scores = prompt_scores(logits_TV, targets_TK, num_top=num_top, want_top=want_top)
     found: tuple[jax.Array, jax.Array, jax.Array] = axes.of_owner(scores, own=axes.own_row(shard, 1) == 0)
@@ -333,6 +335,10 @@ def _layers(
     T = tiles.tokens_NT.shape[1]
     cos_sin = rope_angles(tiles.start_N[:, None] + jnp.arange(T), config.rope.inv_freq, config.rope.factor)
     layers, experts = take_apart(base["layers"], axes)
+    # A scan copies what it takes apart, which XLA multiplies. For a few rows, that would take most of the time.
+    in_place = _MATRICES if axes.kernels.triton and T == 1 and axes.fsdp == 1 else {}
+    stacked = {name: layers[name] for name in in_place if name in layers and row_products.even(layers[name])}
+    layers = {name: each for name, each in layers.items() if name not in stacked}
 
     def by_tile(compute: Callable[[jax.Array], jax.Array], x_N: jax.Array) -> jax.Array:
         """Reduce each tile of a prompt by itself: XLA:CPU compiles a reduction of many otherwise than of few."""
@@ -346,26 +352,32 @@ def _layers(
         x_NTH, cache = carry
         index, weights = scanned
 
+        def dense(x_NTi: jax.Array, name: str) -> jax.Array:
+            if name not in stacked:
+                return _dense(x_NTi, axes.whole(weights[name], _MATRICES[name]))
+            product: jax.Array = row_products.dense(x_NTi[:, 0], stacked[name], index, interpret=axes.kernels.interpret)
+            return product[:, None]
+
         def deltas(x_NTi: jax.Array, *names: str) -> tuple[jax.Array, ...]:
             return lora.deltas(x_NTi, [lora.resident["layers"][name] for name in names], index)
 
         h_NTH = norm(x_NTH, weights["input_norm"])
-        qkv_NTo = _dense(h_NTH, axes.whole(weights["qkv"], 0))
+        qkv_NTo = dense(h_NTH, "qkv")
         q_NThD, k_NTJD, v_NTJD = split_qkv(qkv_NTo, deltas(h_NTH, "q", "k", "v"), config)
         q_NThD, k_NTJD = qk_norm(q_NThD, k_NTJD, weights, config, apply=by_tile)
         q_NThD, k_NTJD = rope(q_NThD, *cos_sin), rope(k_NTJD, *cos_sin)
         cache = _write(cache, index, tiles, count, k_NTJD, v_NTJD, axes)
         out_NTo = _attend(q_NThD, cache, index, tiles, count, axes)
-        x_NTH = _add(x_NTH, _dense(out_NTo, axes.whole(weights["o"], 1)), deltas(out_NTo, "o")[0], axes)
+        x_NTH = _add(x_NTH, dense(out_NTo, "o"), deltas(out_NTo, "o")[0], axes)
         h_NTH = norm(x_NTH, weights["post_norm"])
         if experts is not None:
             mlp_NTH, chosen = _expert_mlp(h_NTH, index, weights, experts, config, lora, axes)
             return (x_NTH + mlp_NTH, cache), chosen.astype(expert_dtype(config)) if returns_experts else None
-        gate_NTo, up_NTo = jnp.split(_dense(h_NTH, axes.whole(weights["gate_up"], 0)), 2, axis=-1)
+        gate_NTo, up_NTo = jnp.split(dense(h_NTH, "gate_up"), 2, axis=-1)
         d_gate_NTo, d_up_NTo = deltas(h_NTH, "gate", "up")
         gate_NTo, up_NTo = gate_NTo + d_gate_NTo, up_NTo + d_up_NTo
         inner_NTo = jax.nn.silu(gate_NTo) * up_NTo
-        x_NTH = _add(x_NTH, _dense(inner_NTo, axes.whole(weights["down"], 1)), deltas(inner_NTo, "down")[0], axes)
+        x_NTH = _add(x_NTH, dense(inner_NTo, "down"), deltas(inner_NTo, "down")[0], axes)
         return (x_NTH, cache), None
 
     scanned = (jnp.arange(config.num_layers), layers)

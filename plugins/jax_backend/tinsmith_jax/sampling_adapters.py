@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tinsmith_jax.kernels import row_products
+from tinsmith_jax.kernels.row_products import RowAdapters
 from tinsmith_jax.mesh import Axes
 
 BASE_MODEL = -1
@@ -29,23 +31,28 @@ class AdapterRows(NamedTuple):
     """The resident adapters, and the row that each tile uses, or BASE_MODEL.
 
     With `used_N`, the rows in use, each once, products go adapter by adapter: each reads one adapter and computes all
-    tiles, in one shape. Otherwise each tile reads its own.
+    tiles, in one shape. With `tokens`, the adapters of all tiles' tokens, kernels for GPUs do it. Otherwise each tile
+    reads its own.
     """
 
     resident: Tree
     row_N: jax.Array
     used_N: jax.Array | None = None
     num_used: jax.Array | None = None
+    tokens: RowAdapters | None = None
+    interpret: bool = False  # the kernels for GPUs
 
     @classmethod
-    def of_tiles(cls, resident: Tree, row_N: jax.Array) -> "AdapterRows":
-        return cls(resident, row_N)
+    def of_tiles(cls, resident: Tree, row_N: jax.Array, num_tokens: int, axes: Axes) -> "AdapterRows":
+        """Make the one for tiles with so many tokens each."""
+        tokens = RowAdapters.of(jnp.repeat(row_N, num_tokens)) if axes.kernels.triton else None
+        return cls(resident, row_N, tokens=tokens, interpret=axes.kernels.interpret)
 
     @classmethod
     def of_rows(cls, resident: Tree, row_B: jax.Array, axes: Axes) -> "AdapterRows":
         """Make the one for a decoding step, in which each tile is a token."""
         if not axes.kernels.equal_blocks:
-            return cls(resident, row_B)
+            return cls.of_tiles(resident, row_B, 1, axes)
         first_B = jnp.argmax(row_B[:, None] == row_B, axis=1) == jnp.arange(row_B.shape[0])
         own_B = first_B & (row_B != BASE_MODEL)
         return cls(resident, row_B, row_B[jnp.argsort(~own_B, stable=True)], jnp.sum(own_B))
@@ -60,6 +67,9 @@ class AdapterRows(NamedTuple):
 
     def deltas(self, x_NTi: jax.Array, pairs: Sequence[Pair], layer: jax.Array | None = None) -> tuple[jax.Array, ...]:
         """Do as `delta` for several modules that read the same input."""
+        if self.tokens is not None:
+            lows = self._in_place(x_NTi, [A for A, _ in pairs], layer)
+            return tuple(self._in_place(low, [B], layer)[0] for low, (_, B) in zip(lows, pairs, strict=True))
         if self.used_N is None:
             return tuple(self.product(self.product(x_NTi, A, layer), B, layer) for A, B in pairs)
 
@@ -71,6 +81,8 @@ class AdapterRows(NamedTuple):
 
     def product(self, x_NTi: jax.Array, factors: jax.Array, layer: jax.Array | None = None) -> jax.Array:
         """Multiply each tile with its own adapter's factor, of [R, i, o] or [L, R, i, o]: [N, T, o]."""
+        if self.tokens is not None:
+            return self._in_place(x_NTi, [factors], layer)[0]
         if self.used_N is None:
             return self._by_tile(x_NTi, factors, layer)
 
@@ -94,6 +106,18 @@ class AdapterRows(NamedTuple):
         nothing = tuple(jnp.zeros((N, T, size), x_NTi.dtype) for size in sizes_out)
         out: tuple[jax.Array, ...] = lax.fori_loop(0, self.num_used, one, nothing)
         return out
+
+    def _in_place(
+        self, x_NTi: jax.Array, factors: Sequence[jax.Array], layer: jax.Array | None
+    ) -> tuple[jax.Array, ...]:
+        """Do as `product` with factors of one shape."""
+        assert self.tokens is not None, "the tokens' adapters are listed"
+        N, T, size = x_NTi.shape
+        stacked, place = (factors, layer) if layer is not None else ([each[None] for each in factors], jnp.int32(0))
+        products = row_products.adapted(
+            x_NTi.reshape(N * T, size), stacked, place, self.tokens, interpret=self.interpret
+        )
+        return tuple(each.reshape(N, T, -1) for each in products)
 
     def _by_tile(self, x_NTi: jax.Array, factors: jax.Array, layer: jax.Array | None) -> jax.Array:
         def product() -> jax.Array:

@@ -24,7 +24,7 @@ class Kernels:
     rounds: bool = False
     """These round to bfloat16 what the model's matrices multiply."""
     triton: bool = False
-    """Sample by Pallas kernels for GPUs (paged.py)."""
+    """Sample by Pallas kernels for GPUs (paged.py, row_products.py)."""
     longest: int | None = None
     """Tokens of the longest sequence; None if it may fill the stream."""
     interpret: bool = False

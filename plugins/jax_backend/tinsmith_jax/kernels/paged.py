@@ -43,15 +43,15 @@ def write(  # noqa: PLR0913 - what a kernel reads and writes
             _write_kernel,
             grid=(N, J),
             in_specs=[
-                *(_whole(x) for x in (scalars, start_N, table_NG)),
+                *(whole(x) for x in (scalars, start_N, table_NG)),
                 *(pl.BlockSpec((None, None, *x.shape[2:]), partial(_tile_and_head, x.ndim)) for x in new),
-                _whole(k_LPJDC),
-                _whole(v_LPJCD),
+                whole(k_LPJDC),
+                whole(v_LPJCD),
             ],
-            out_specs=[_whole(k_LPJDC), _whole(v_LPJCD)],
+            out_specs=[whole(k_LPJDC), whole(v_LPJCD)],
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_LPJDC, v_LPJCD)],
             input_output_aliases={5: 0, 6: 1},
-            **_compiler(1 if T == 1 else 4, 1, interpret),
+            **compiler(1 if T == 1 else 4, 1, interpret),
         )(scalars, start_N, table_NG, *new, k_LPJDC, v_LPJCD)
     )
 
@@ -67,7 +67,7 @@ def attend(q_NThD: Any, k_LPJDC: Any, v_LPJCD: Any, layer: Any, start_N: Any, ta
     splits = math.ceil(table_NG.shape[1] / _PAGES) if T == 1 else 1
     # A block has whole heads: row r of it is token r % T.
     q_NJQD = q_NThD.transpose(0, 2, 1, 3).reshape(N, J, group * T, D)
-    rows = min(_MOST, max(_LEAST, _power_of_two(group * T)))
+    rows = min(_MOST, max(_LEAST, power_of_two(group * T)))
     q_NJQD = jnp.pad(q_NJQD, ((0, 0), (0, 0), (0, -group * T % rows), (0, 0)))
     Q = q_NJQD.shape[2]
     of_rows = pl.BlockSpec((None, None, rows), lambda n, block, split: (split, n, block))
@@ -76,14 +76,14 @@ def attend(q_NThD: Any, k_LPJDC: Any, v_LPJCD: Any, layer: Any, start_N: Any, ta
         partial(_attend_kernel, T=T, blocks=Q // rows, pages=math.ceil(table_NG.shape[1] / splits)),
         grid=(N, J * (Q // rows), splits),
         in_specs=[
-            *(_whole(x) for x in (layer.reshape(1), start_N, table_NG)),
+            *(whole(x) for x in (layer.reshape(1), start_N, table_NG)),
             pl.BlockSpec((None, rows, D), lambda n, block, _: (n, block, 0)),
-            _whole(k_LPJDC),
-            _whole(v_LPJCD),
+            whole(k_LPJDC),
+            whole(v_LPJCD),
         ],
         out_specs=[of_vectors, of_rows, of_rows],
         out_shape=[jax.ShapeDtypeStruct((splits, N, J * Q, *rest), jnp.float32) for rest in ((D,), (), ())],
-        **_compiler(4, 2, interpret),
+        **compiler(4, 2, interpret),
     )(layer.reshape(1), start_N, table_NG, q_NJQD.reshape(N, J * Q, D), k_LPJDC, v_LPJCD)
     weight_SNQ = jnp.exp(high_SNQ - high_SNQ.max(axis=0))
     total_NQ = (total_SNQ * weight_SNQ).sum(axis=0)
@@ -126,7 +126,7 @@ def _attend_kernel(  # noqa: PLR0913 - what a kernel reads and writes
         high, total, acc = carry
         page = table_ref[tile, index]
         k, v = k_pages[layer, page, head, :, :], v_pages[layer, page, head, :, :]
-        scores = _dot(q, k) * D**-0.5
+        scores = dot(q, k) * D**-0.5
         if masked:
             row, column = (lax.broadcasted_iota(jnp.int32, (rows, C), axis) for axis in (0, 1))
             scores = jnp.where(column <= start % C + row % T, scores, -jnp.inf)
@@ -135,7 +135,7 @@ def _attend_kernel(  # noqa: PLR0913 - what a kernel reads and writes
         new_high = jnp.maximum(high, scores.max(axis=1))
         shrink = jnp.exp(high - new_high)
         p = jnp.exp(scores - new_high[:, None])
-        return new_high, total * shrink + p.sum(axis=1), acc * shrink[:, None] + _dot(p.astype(v.dtype), v)
+        return new_high, total * shrink + p.sum(axis=1), acc * shrink[:, None] + dot(p.astype(v.dtype), v)
 
     empty = (
         jnp.full((rows,), _FLOOR, jnp.float32),
@@ -148,7 +148,7 @@ def _attend_kernel(  # noqa: PLR0913 - what a kernel reads and writes
     high_ref[...], total_ref[...], acc_ref[...] = found
 
 
-def _whole(x: Any) -> pl.BlockSpec:
+def whole(x: Any) -> pl.BlockSpec:
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
 
 
@@ -156,14 +156,14 @@ def _tile_and_head(ndim: int, tile: Any, head: Any) -> tuple[Any, ...]:
     return tile, head, *(0,) * (ndim - 2)
 
 
-def _power_of_two(size: int) -> int:
+def power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _dot(a: Any, b: Any) -> Any:
+def dot(a: Any, b: Any) -> Any:
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None  # else TF32
     return lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _compiler(warps: int, stages: int, interpret: bool) -> dict[str, Any]:  # noqa: FBT001
+def compiler(warps: int, stages: int, interpret: bool) -> dict[str, Any]:  # noqa: FBT001
     return {"interpret": interpret, "compiler_params": triton.CompilerParams(num_warps=warps, num_stages=stages)}
