@@ -63,6 +63,9 @@ from tinsmith.errors import (
     UnsupportedError,
     UserError,
 )
+from tinsmith.expert_load import (
+    expert_metrics,
+)
 from tinsmith.hook_values import (
     OperationFinished,
     Principal,
@@ -373,6 +376,7 @@ __all__ = [
     "child_environment",
     "compiler_names",
     "diverged",
+    "expert_metrics",
     "find_compiler",
     "hookimpl",
     "log_privately",

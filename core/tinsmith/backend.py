@@ -261,7 +261,10 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def forward(self, ops: Sequence[Forward]) -> list[ForwardBackwardOutput | Failed]:
-        """Compute logprobs and losses, in the order of `ops`, which may be of different models. Changes no state."""
+        """Compute logprobs and losses, in the order of `ops`, which may be of different models. Changes no state.
+
+        If the base model has experts, the metrics of each operation include `tinsmith.expert_metrics` of its tokens.
+        """
 
     @abstractmethod
     def forward_backward(self, ops: Sequence[ForwardBackward]) -> list[ForwardBackwardOutput | Failed]:

@@ -274,7 +274,8 @@ class ModelCreated:
 class ForwardBackwardOutput:
     """One mapping per datum, in order: `logprobs` (float32, the shape of the targets), and whatever a backend adds.
 
-    Every metric name ends in a reduction that the SDK knows (`:sum`, `:mean`, `:min`, `:max`). `loss:sum` is required.
+    Every metric name ends in a reduction that the SDK knows (`:sum`, `:mean`, `:min`, `:max`). `loss:sum` is required,
+    and of a model with experts what `tinsmith.expert_metrics` returns.
     """
 
     loss_fn_outputs: tuple[Mapping[str, Array], ...]

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 from scenario import state_at
 from tinker import types
 
+from tinsmith import expert_metrics
 from tinsmith.huggingface.tiny_model import write_tiny_model
 from tinsmith.settings import ModelSettings
 from tinsmith.testing.harness import RunningServer, running_server
@@ -128,6 +129,7 @@ def test_what_was_sampled_is_trained_with_its_experts(
         passed = model.forward_backward([*data, cut(data[0])], "importance_sampling").result(timeout=WAIT_S)
         model.optim_step(tinker.AdamParams(learning_rate=0.01)).result(timeout=WAIT_S)
         assert passed.metrics[METRIC] == len(data), turn
+        assert passed.metrics.keys() >= expert_metrics(np.ones((1, 2), np.int64)).keys()
         *replayed, own = logprobs(passed)
         for (_, sequence), scored in zip(drawn, replayed, strict=True):
             np.testing.assert_allclose(scored[-len(sequence.tokens) :], sequence.logprobs, rtol=0, atol=agree)

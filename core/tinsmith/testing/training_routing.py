@@ -1,4 +1,7 @@
-"""The contract of routing replay: given experts compute a token in place of the router's choice."""
+"""The contract of routing replay: given experts compute a token in place of the router's choice.
+
+So it is known which experts compute what, and the metrics of experts are held to values counted here.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +11,7 @@ import numpy as np
 import pytest
 
 from tinsmith.backend import ReplayedExperts
-from tinsmith.operations import Datum, ExpertArray, ForwardBackward
+from tinsmith.operations import Array, Datum, ExpertArray, Forward, ForwardBackward, ForwardBackwardOutput
 from tinsmith.testing.contract import assert_same_numbers, need, norm
 from tinsmith.testing.model_driver import ModelDriver, logprobs_of, ragged_data, random_datum, slope, succeeded
 from tinsmith.testing.training_suite import TrainingSuite
@@ -89,9 +92,81 @@ class RoutingReplayContract(TrainingSuite):
             for name, array in driver.state(left_id).gradients.items():
                 assert_same_numbers(driver.capabilities, array, gradients[name], f"gradient {name} of a merged call")
 
+    def test_metrics_tell_how_evenly_experts_were_used(self, driver: ModelDriver, allowed: ReplayedExperts) -> None:
+        """In the first layer, the same experts compute all tokens. In all others, every expert computes as many."""
+        layers, experts, top_k = allowed.num_layers, allowed.num_experts, allowed.top_k
+        num_tokens = experts // math.gcd(experts, top_k)
+        choice_TC = np.arange(num_tokens * top_k).reshape(num_tokens, top_k) % experts
+        given = np.broadcast_to(choice_TC[:, None], (num_tokens, layers, top_k)).astype(np.uint16)
+        given[:, 0] = np.arange(top_k)
+        datum = random_datum(77, num_tokens, driver.capabilities.vocab_size)
+        model_id, data = driver.create_trained(), [replace(datum, routed_experts=given)]
+        used, most = top_k / experts, experts / top_k - 1
+        expected = {
+            "e_frac_with_tokens:mean": (used + layers - 1) / layers,
+            "e_frac_oversubscribed:mean": used / layers,
+            "e_max_violation:mean": most / layers,
+            "e_max_violation:max": most,
+            "e_min_violation:mean": -1 / layers,
+        }
+        for output in (driver.forward(model_id, data), driver.forward_backward(model_id, data)):
+            assert _of_experts(output) == pytest.approx(expected, rel=1e-12)
 
-def _replayed(data: Sequence[Datum], allowed: ReplayedExperts) -> list[Datum]:
+    def test_metrics_are_of_the_requests_own_tokens(self, driver: ModelDriver, allowed: ReplayedExperts) -> None:
+        """Two of three requests are of one model. Each has sequences of more than one micro-batch, if these are small.
+
+        Lengths are such that most are padded, whatever the size of a tile or the number of ranks.
+        """
+        vocab_size, lengths = driver.capabilities.vocab_size, (1, 33, 64, 7, 50, 63)
+        models = [driver.create_trained(rank=rank, seed=rank) for rank in (4, 8)]
+        ops = [
+            ForwardBackward(model_id=model, data=tuple(_replayed(ragged_data(n, vocab_size, lengths), allowed, n)))
+            for n, model in ((78, models[0]), (79, models[1]), (80, models[0]))
+        ]
+        scored = [Forward(model_id=op.model_id, data=op.data) for op in ops]
+        for outputs in (driver.backend.forward(scored), driver.backend.forward_backward(ops)):
+            for op, output in zip(ops, succeeded(outputs), strict=True):
+                given = [datum.routed_experts for datum in op.data if datum.routed_experts is not None]
+                assert _of_experts(output) == pytest.approx(_metrics_by_hand(given, allowed), rel=1e-12)
+
+    def test_routers_own_choice_is_counted(self, driver: ModelDriver, allowed: ReplayedExperts) -> None:
+        """With replay for one of the two sequences, for its beginning, and for none; alone, in company and in parts."""
+        model_id, other = driver.create_trained(), driver.create_trained(rank=8, seed=8)
+        first, second = ragged_data(81, driver.capabilities.vocab_size, (33, 64))
+        need(driver.capabilities.isolation == "bitwise", "bitwise isolation")
+        given = random_experts(81, 20, allowed)
+        of_other = ForwardBackward(model_id=other, data=tuple(ragged_data(82, driver.capabilities.vocab_size)))
+        for data in ([first, second], [replace(first, routed_experts=given), second]):
+            alone = _of_experts(driver.forward_backward(model_id, data))
+            assert alone.keys() == _metrics_by_hand([given], allowed).keys()
+            op = ForwardBackward(model_id=model_id, data=tuple(data))
+            for ops in ([op, of_other], [of_other, op, of_other]):
+                outputs = succeeded(driver.backend.forward_backward(ops))
+                assert _of_experts(outputs[ops.index(op)]) == alone
+            assert _of_experts(driver.forward(model_id, data)) == alone
+
+
+def _of_experts(output: ForwardBackwardOutput) -> dict[str, float]:
+    return {name: value for name, value in output.metrics.items() if name.startswith("e_")}
+
+
+def _metrics_by_hand(experts: Sequence[ExpertArray], allowed: ReplayedExperts) -> dict[str, float]:
+    """Return the metrics of a request whose tokens are all given their experts [T, L, C]."""
+    chosen_PL = np.concatenate([each.swapaxes(1, 2).reshape(-1, allowed.num_layers) for each in experts])
+    balance = len(chosen_PL) / allowed.num_experts
+    layers: list[Array] = [np.bincount(chosen, minlength=allowed.num_experts) for chosen in chosen_PL.T]
+    highest = [tokens.max() / balance - 1 for tokens in layers]
+    return {
+        "e_frac_with_tokens:mean": float(np.mean([(tokens > 0).mean() for tokens in layers])),
+        "e_frac_oversubscribed:mean": float(np.mean([(tokens > balance).mean() for tokens in layers])),
+        "e_max_violation:mean": float(np.mean(highest)),
+        "e_max_violation:max": float(max(highest)),
+        "e_min_violation:mean": float(np.mean([tokens.min() / balance - 1 for tokens in layers])),
+    }
+
+
+def _replayed(data: Sequence[Datum], allowed: ReplayedExperts, seed: int = 0) -> list[Datum]:
     return [
-        replace(datum, routed_experts=random_experts(index, len(datum.tokens_T), allowed))
+        replace(datum, routed_experts=random_experts(100 * seed + index, len(datum.tokens_T), allowed))
         for index, datum in enumerate(data)
     ]

@@ -12,6 +12,8 @@ from tinsmith.workers.gpus import count_gpus, lacks_gpus
 from tinsmith.workers.group import WorkerDiedError, WorkerGroup
 from tinsmith.workers.launching import Launch, Launcher, MakeLauncher
 from tinsmith.workers.sequences import (
+    Answer,
+    ExpertLoad,
     MicroBatch,
     NotFinite,
     Scored,
@@ -36,7 +38,9 @@ __all__ = [
     "AdapterLayout",
     "AdapterModelState",
     "AdapterState",
+    "Answer",
     "Capture",
+    "ExpertLoad",
     "FullModelState",
     "FullState",
     "Launch",

@@ -1,16 +1,19 @@
 """The sequences of operations, dealt out to the data-parallel ranks of a backend, and their results put together again.
 
-Array suffixes: T = tokens of one sequence, K = targets per token; L = layers, C = experts of a token.
+Array suffixes: T = tokens of one sequence, K = targets per token; L = layers, C = experts of a token,
+E = experts of a layer.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tinsmith.divergence import NOT_FINITE
+from tinsmith.expert_load import expert_metrics
 from tinsmith.losses import LossSpec
-from tinsmith.operations import Array, Datum, FloatArray, ForwardBackward, ForwardBackwardOutput
+from tinsmith.operations import Array, Datum, FloatArray, ForwardBackward, ForwardBackwardOutput, IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,7 @@ class Segment:
     loss_inputs: Mapping[str, Array]  # [T, K] each
     loss_config: Mapping[str, float]
     experts_TLC: Array | None = None  # of the first tokens, there may be fewer; None: routing is not replayed
+    operation: int = 0  # among those of the call
 
     @property
     def num_tokens(self) -> int:
@@ -48,18 +52,33 @@ class NotFinite:
     model_id: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLoad:
+    """A rank returns it beside its results: how many tokens of an operation each expert of its layers has computed.
+
+    Of these tokens, and of these layers, others may have computed the rest.
+    """
+
+    operation: int  # among those of the call
+    first_layer: int
+    num_tokens_LE: IntArray
+
+
+Answer = Scored | NotFinite | ExpertLoad
+"""What a rank returns of a call."""
+
 MicroBatch = list[list[Segment]]
 """By data-parallel rank. A sequence stays whole, on one rank. A rank may have none, but takes part in every batch."""
 
 
 def segments(ops: Iterable[ForwardBackward], losses: Mapping[str, LossSpec]) -> Iterator[Segment]:
     """Yield every sequence in order. `index` counts them; `position` is set when they are dealt out."""
-    pairs = [(op, datum) for op in ops for datum in op.data]
-    for index, (op, datum) in enumerate(pairs):
-        yield _segment(op, datum, losses[op.loss_fn], index)
+    pairs = [(number, op, datum) for number, op in enumerate(ops) for datum in op.data]
+    for index, (number, op, datum) in enumerate(pairs):
+        yield _segment(op, datum, losses[op.loss_fn], index, number)
 
 
-def _segment(op: ForwardBackward, datum: Datum, spec: LossSpec, index: int) -> Segment:
+def _segment(op: ForwardBackward, datum: Datum, spec: LossSpec, index: int, operation: int) -> Segment:
     targets, experts = datum.targets_TK, datum.routed_experts
     return Segment(
         model_id=op.model_id,
@@ -73,6 +92,7 @@ def _segment(op: ForwardBackward, datum: Datum, spec: LossSpec, index: int) -> S
         },
         loss_config={**spec.config, **op.loss_fn_config},
         experts_TLC=None if experts is None or len(experts) == 0 else experts,
+        operation=operation,
     )
 
 
@@ -110,7 +130,7 @@ def _empty(num_ranks: int) -> MicroBatch:
 
 
 def combined_outputs(
-    ops: Sequence[ForwardBackward], answers: Iterable[Sequence[Scored | NotFinite]]
+    ops: Sequence[ForwardBackward], answers: Iterable[Sequence[Answer]]
 ) -> list[ForwardBackwardOutput]:
     """Put together what the ranks have scored, in any order, into one output for each operation.
 
@@ -119,8 +139,12 @@ def combined_outputs(
     every = [each for answer in answers for each in answer]
     found = {each.index: each for each in every if isinstance(each, Scored)}
     diverged = {each.model_id for each in every if isinstance(each, NotFinite)}
+    loads = defaultdict(list)
+    for each in every:
+        if isinstance(each, ExpertLoad):
+            loads[each.operation].append(each)
     results, start = [], 0
-    for op in ops:
+    for number, op in enumerate(ops):
         own = [found[index] for index in range(start, start + len(op.data))]
         start += len(op.data)
         logprobs = tuple(
@@ -128,7 +152,16 @@ def combined_outputs(
             for datum, each in zip(op.data, own, strict=True)
         )
         metrics = {"loss:sum": float(sum(each.loss for each in own))}
+        metrics |= _expert_metrics(loads[number])
         if op.model_id in diverged:
             metrics[NOT_FINITE] = 1.0
         results.append(ForwardBackwardOutput(loss_fn_outputs=logprobs, metrics=metrics))
     return results
+
+
+def _expert_metrics(loads: Sequence[ExpertLoad]) -> Mapping[str, float]:
+    """Return an operation's metrics of its experts; none if no rank has any. Counts of the same layers add up."""
+    totals: dict[int, IntArray] = {}
+    for load in loads:
+        totals[load.first_layer] = load.num_tokens_LE + totals.get(load.first_layer, 0)
+    return expert_metrics(np.concatenate([totals[first] for first in sorted(totals)])) if totals else {}

@@ -25,6 +25,7 @@ from tinsmith import (
     Sample,
     SampledSequence,
     TokenArray,
+    expert_metrics,
 )
 from tinsmith.testing import RoutingReplayContract, random_experts
 from tinsmith.testing.contract import norm
@@ -117,6 +118,25 @@ def passed(backend: JaxBackend, op: ForwardBackward) -> tuple[dict[str, Array], 
     return {str(index): each["logprobs"] for index, each in enumerate(output.loss_fn_outputs)}, gradients
 
 
+def experts_metrics(backend: JaxBackend, op: ForwardBackward) -> dict[str, float]:
+    """Return the metrics of a pass, of forward and forward_backward alike."""
+    outputs = [*backend.forward([Forward(model_id=op.model_id, data=op.data)]), *backend.forward_backward([op])]
+    backend.drop_gradient(op.model_id)
+    one, other = (
+        {name: value for name, value in each.metrics.items() if name.startswith("e_")}
+        for each in outputs
+        if isinstance(each, ForwardBackwardOutput)
+    )
+    assert one == other
+    return one
+
+
+def load_of(*chosen_TLC: Array) -> Array:
+    """Count the tokens of each layer and expert."""
+    chosen = np.concatenate(chosen_TLC)
+    return np.stack([(chosen == number).sum(axis=(0, 2)) for number in range(NUM_EXPERTS)], axis=1)
+
+
 def with_experts(op: ForwardBackward, *experts: Array) -> ForwardBackward:
     data = [replace(datum, routed_experts=each) for datum, each in zip(op.data, experts, strict=True)]
     return replace(op, data=tuple(data))
@@ -143,6 +163,7 @@ def test_other_experts_compute_what_a_reference_does(
     for name, gradient in reference.gradients([replayed]).items():
         expected = gradient.numpy()
         assert np.linalg.norm(gradients[name] - expected) < 1e-5 * np.linalg.norm(expected), name
+    assert experts_metrics(backend, replayed) == expert_metrics(load_of(*map(reference.chosen, replayed.data)))
     before, _ = passed(backend, op)
     assert [bool(np.abs(before[name] - ours[name]).max() > 0.01) for name in ours] == [True, False, True]
 
@@ -167,7 +188,9 @@ def test_a_mesh_replays_what_one_device_does(
         backend = make_backend(tiny_models["qwen3_moe"], cache, routing_replay=True, dtype=dtype, **settings)
         add_model(backend, "m", LORA, random_B=True)
         op = make_op("m", 3, (5, 64, 90))
-        given = [random_experts(n, length, REPLAYED) for n, length in enumerate((5, 40, 90))]
+        given = [random_experts(n, length, REPLAYED) for n, length in enumerate((5, 64, 90))]
+        assert experts_metrics(backend, with_experts(op, *given)) == expert_metrics(load_of(*given))
+        given[1] = given[1][:40]
         found.append([*passed(backend, with_experts(op, *given)), passed(backend, with_experts(op, OWN, OWN, OWN))[0]])
         backend.close()
     close = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]

@@ -163,6 +163,14 @@ def route(h_TH: Any, router_HE: Any, config: ModelConfig, replayed_TC: Any | Non
     return Routing(chosen_TC, weight_TC)
 
 
+def load_by_tile(chosen_TC: Any, count_n: Any, num_experts: int) -> Any:
+    """Return how many of each tile's tokens every expert computes, uint8 [n, E]: what pads a tile is left out."""
+    tile_T, place_T = jnp.divmod(jnp.arange(chosen_TC.shape[0]), TILE)
+    is_token_T = (place_T < count_n[tile_T]).astype(jnp.int32)
+    counted = jnp.zeros((len(count_n), num_experts), jnp.int32).at[tile_T[:, None], chosen_TC].add(is_token_T[:, None])
+    return counted.astype(jnp.uint8)  # a tile has fewer than 256 tokens
+
+
 def forward(
     h_TH: Any,
     routing: Routing,

@@ -55,8 +55,9 @@ class TrainPrograms:
         )
 
     def score(self, bucket: Bucket, *, replays: bool = False) -> Program:
-        """Return the program (base, weights, tokens, positions, tiles, batch) -> (logp [T, K], loss [T, K]).
+        """Return the program (base, weights, tokens, positions, tiles, batch) -> (logp [T, K], loss [T, K], load).
 
+        The load of the experts is [L, n, E] as in trunk.py. None: the model has no experts.
         If it replays routing, it and `gradients` take the experts of the tokens [L, T, C] as the last argument.
         """
 
@@ -64,22 +65,22 @@ class TrainPrograms:
             base: Base, weights: Any, tokens: Any, positions: Any, tiles: Any, batch: Any, replayed: Any = None
         ) -> Any:
             stack = self._stacked(weights)
-            hidden = packed_forward(
+            hidden, load = packed_forward(
                 base, self.config, tokens, positions, stack, tiles,
                 count_n=head.token_counts(batch.kind_T), replayed_LTC=replayed, axes=self.axes,
             )  # fmt: skip
             scores = head.score(
                 base["head"], stack["head"], hidden, tiles, batch, self.losses, self._rows(bucket), axes=self.axes
             )
-            return self.axes.complete(scores.logp_TK), self.axes.complete(scores.loss_TK)
+            return self._complete(scores, load)
 
         def shapes() -> tuple[Any, ...]:
             return self.base_shapes, self._adapters(bucket), *self._stream(bucket, replays=replays)
 
-        return self._program(("score", bucket, replays), run, shapes, lambda: _SCORED)
+        return self._program(("score", bucket, replays), run, shapes, lambda: self._scored_specs)
 
     def gradients(self, bucket: Bucket, *, replays: bool = False) -> Program:
-        """Return the program (base, weights, sums, tokens, positions, tiles, batch) -> (logp, loss, new sums).
+        """Return the program (base, weights, sums, tokens, positions, tiles, batch) -> (logp, loss, load, new sums).
 
         Of rows without tokens, which are those of no model, the new sums may be anything. They are computed in a stack.
         On a CPU, the numbers of its rows are arguments as well, bound to the program: of slices that differ in an
@@ -107,22 +108,21 @@ class TrainPrograms:
                 )  # fmt: skip
 
             start = self.axes.fold_start(totals, stack)
-            hidden, pull_back = jax.vjp(trunk, start["layers"])
+            hidden, pull_back, load = jax.vjp(trunk, start["layers"], has_aux=True)
             scores = head.score_with_gradients(
                 base["head"], stack["head"], start["head"], hidden, tiles, batch, self.losses, self._rows(bucket),
                 axes=self.axes,
             )  # fmt: skip
             (layer_sums,) = pull_back(scores.d_hidden_TH)
             new = self.axes.folded(totals, {"layers": layer_sums, "head": scores.sums})
-            scored = self.axes.complete(scores.logp_TK), self.axes.complete(scores.loss_TK)
-            return *scored, adapters.unstack(new, rows)
+            return *self._complete(scores, load), adapters.unstack(new, rows)
 
         def shapes() -> tuple[Any, ...]:
             sums = (self._state(bucket.padded_rank),) * bucket.num_adapters
             return self.base_shapes, self._adapters(bucket), sums, *self._stream(bucket, replays=replays)
 
         def out() -> tuple[Any, ...]:
-            return *_SCORED, (self.state_specs(bucket.padded_rank),) * bucket.num_adapters
+            return *self._scored_specs, (self.state_specs(bucket.padded_rank),) * bucket.num_adapters
 
         key, rows = ("gradients", bucket, replays), range(bucket.num_adapters)
         if self.layout is not None or not self._on_cpu:
@@ -182,6 +182,15 @@ class TrainPrograms:
     def num_of_first_step(self) -> int:
         """Return how many of the programs, the first ones, a model's first step can be taken with, of whatever rank."""
         return (3 if self.finds_not_finite else 2) * len(rank_classes(self.limits.max_lora_rank))
+
+    def _complete(self, scores: head.Scores, load_LnE: Any) -> tuple[Any, Any, Any]:
+        """Join the streams of what a pass returns."""
+        complete = self.axes.complete
+        return complete(scores.logp_TK), complete(scores.loss_TK), complete(load_LnE, axis=1)
+
+    @property
+    def _scored_specs(self) -> tuple[Any, Any, Any]:
+        return Spec(), Spec(), None if self.config.experts is None else Spec()
 
     def _stacked(self, each: Any) -> Any:
         return adapters.stack(each, layers_apart=self.axes.kernels.native)
@@ -252,7 +261,6 @@ class TrainPrograms:
 
 
 _ROWS = Spec(STREAMS)
-_SCORED = (Spec(), Spec())
 _STREAM_SPECS = (
     _ROWS,
     _ROWS,

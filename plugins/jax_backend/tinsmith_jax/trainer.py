@@ -24,6 +24,7 @@ from tinsmith import (
     ReplayedExperts,
     Snapshot,
     TrainingBackend,
+    expert_metrics,
     step_result,
 )
 from tinsmith_jax.admission import Budget
@@ -50,11 +51,14 @@ class _Results:
         """Give each datum's logprobs the shape of its targets; sum the losses in float64."""
         cells = self.outputs[index]
         logprobs = tuple(
-            {"logprobs": np.ascontiguousarray(logp.reshape(np.shape(datum.loss_inputs["target_tokens"])))}
-            for datum, (logp, _) in zip(op.data, cells, strict=True)
+            {"logprobs": np.ascontiguousarray(cell.logp_TK.reshape(np.shape(datum.loss_inputs["target_tokens"])))}
+            for datum, cell in zip(op.data, cells, strict=True)
         )
         with np.errstate(invalid="ignore"):  # infinite losses of both signs are the client's own, and their sum is NaN
-            metrics = {"loss:sum": float(sum(losses.sum(dtype=np.float64) for _, losses in cells))}
+            metrics = {"loss:sum": float(sum(cell.loss_TK.sum(dtype=np.float64) for cell in cells))}
+        loads = [cell.load_LnE.sum(axis=1, dtype=np.int64) for cell in cells if cell.load_LnE is not None]
+        if loads:
+            metrics |= expert_metrics(sum(loads))
         if op.model_id in self.diverged:
             metrics[NOT_FINITE] = 1.0
         return ForwardBackwardOutput(loss_fn_outputs=logprobs, metrics=metrics)
@@ -207,11 +211,9 @@ class Trainer(TrainingBackend):
         else:
             ran, diverged = self.device.gradients(passes)
             results.diverged.update(diverged)
-        for (micro, one), (logp_TK, loss_TK) in zip(together.items(), ran, strict=True):
+        for (micro, one), scored in zip(together.items(), ran, strict=True):
             for start, piece in zip(micro.starts(one.bucket), micro.pieces, strict=True):
-                rows = slice(start, start + piece.num_tokens)
-                cells = (logp_TK[rows, : piece.num_targets], loss_TK[rows, : piece.num_targets])
-                results.outputs[piece.op_index].append(cells)
+                results.outputs[piece.op_index].append(_of_piece(scored, piece, start))
 
     def _halved(self, micro: MicroBatch, kind: Pass, lacking: str) -> Sequence[MicroBatch]:
         """Raise OutOfMemoryError if it is one sequence.
@@ -282,6 +284,14 @@ class Trainer(TrainingBackend):
     def _require(self, model_id: str) -> None:
         if model_id not in self._models:
             raise NotFoundError(_unknown(model_id).message)
+
+
+def _of_piece(scored: Scored, piece: Piece, start: int) -> Scored:
+    """Return the results of a sequence whose first row is `start`."""
+    rows, targets = slice(start, start + piece.num_tokens), slice(piece.num_targets)
+    tiles = slice(start // TILE, start // TILE + piece.num_tiles)
+    load = None if scored.load_LnE is None else scored.load_LnE[:, tiles]
+    return Scored(scored.logp_TK[rows, targets], scored.loss_TK[rows, targets], load)
 
 
 def _unknown(model_id: str) -> Failed:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
@@ -31,8 +31,17 @@ from tinsmith_jax.weights import Base
 _ALL: Final[frozenset[Kind]] = frozenset({"weights", "adam_m", "adam_v", "gradients"})
 _GRADIENTS: Final[frozenset[Kind]] = frozenset({"gradients"})
 
-Scored = tuple[Array, Array]
-"""Logprobs and losses [T, K]."""
+
+class Scored(NamedTuple):
+    """The results of a micro-batch, T and n = T / TILE over all its streams, or of one of its sequences."""
+
+    logp_TK: Array
+    loss_TK: Array
+    load_LnE: Array | None  # tokens of each tile that every expert has computed; None: there are no experts
+
+
+def _on_host(logp_TK: Any, loss_TK: Any, load_LnE: Any) -> Scored:
+    return Scored(np.asarray(logp_TK), np.asarray(loss_TK), None if load_LnE is None else np.asarray(load_LnE))
 
 
 def _is_finite(array: Any) -> bool:
@@ -187,12 +196,10 @@ class TrainingDevice:
         return buckets[index]
 
     def score(self, one: TrainingPass) -> Scored:
-        """Return the logprobs and losses [T, K] of a micro-batch, T over all its streams."""
         run = self._programs.get(self._program("score", one.bucket, replays=one.stream.replays))
         weights, _ = self._rows(one)
         with self._pass_named(one.bucket), self._turns.turn():
-            logp, loss = run(self._base, weights, *self._arguments(one.stream))
-            return np.asarray(logp), np.asarray(loss)
+            return _on_host(*run(self._base, weights, *self._arguments(one.stream)))
 
     def gradients(self, passes: Sequence[TrainingPass]) -> tuple[list[Scored], list[str]]:
         """Do as `score`, side by side, and add the gradients of the summed losses to those of the models.
@@ -231,8 +238,8 @@ class TrainingDevice:
         run = self._programs.get(self._program("gradients", one.bucket, replays=one.stream.replays))
         weights, sums = self._rows(one)
         with self._pass_named(one.bucket):
-            logp, loss, new_sums = run(self._base, weights, sums, *self._arguments(one.stream))
-            return (np.asarray(logp), np.asarray(loss)), new_sums
+            *scored, new_sums = run(self._base, weights, sums, *self._arguments(one.stream))
+            return _on_host(*scored), new_sums
 
     def _take_sums(self, one: TrainingPass, sums: Sequence[Adapter]) -> None:
         for model_id in one.models:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from tinsmith_jax import native_training
 from tinsmith_jax.attention import packed_attention
 from tinsmith_jax.expert_training import expert_mlp
-from tinsmith_jax.experts import ExpertLora, Stacked, of_layer, route, take_apart
+from tinsmith_jax.experts import ExpertLora, Stacked, load_by_tile, of_layer, route, take_apart
 from tinsmith_jax.layers import TILE, Lora, Tiles, by_tile, kept, lora_delta, only_kept, rms_norm, rope, rope_angles
 from tinsmith_jax.mesh import FSDP, ONE, Axes, is_kept
 from tinsmith_jax.model_config import ModelConfig
@@ -41,9 +41,10 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     recompute: bool = False,
     axes: Axes = ONE,
 ) -> Any:
-    """Return the normed hidden states [T, H], which mean nothing where there is no token.
+    """Return the normed hidden states [T, H], which mean nothing where there is no token, and the load of the experts.
 
-    On a mesh, all arrays are this shard's parts, and the hidden states are whole.
+    The load [L, n, E] is that of `experts.load_by_tile`; None: there are no experts. On a mesh, all arrays are this
+    shard's parts, and the hidden states are whole.
 
     A sequence starts on a tile boundary with position 0 and occupies consecutive tiles. Tokens that pad its last tile,
     and unused tiles (position 0), do not attend to other tokens and no other token attends to them. `sums` is the
@@ -66,17 +67,19 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
             (count_n, first_n),
             sums,
         )
-        return rms_norm(x_TH, base["final_norm"], config.rms_norm_eps)
+        return rms_norm(x_TH, base["final_norm"], config.rms_norm_eps), None
     config = config.divided(axes.tensor)
     layers, experts = take_apart(base["layers"], axes)
     if replayed_LTC is not None:
         layers = {**layers, "replayed": replayed_LTC}
 
-    def layer(x_TH: Any, per_layer: tuple[Any, Any, Any]) -> tuple[Any, None]:
+    def layer(x_TH: Any, per_layer: tuple[Any, Any, Any]) -> tuple[Any, Any]:
         weights, adapter, layer_sums = per_layer
         x_TH = kept(_attention_block(x_TH, weights, config, adapter, layer_sums, tiles, axes, (angles, first_n)))
         if experts is not None:
-            return _expert_block(x_TH, weights, experts, config, adapter, layer_sums, tiles, axes), None
+            assert config.experts is not None
+            x_TH, chosen_TC = _expert_block(x_TH, weights, experts, config, adapter, layer_sums, tiles, axes)
+            return x_TH, load_by_tile(chosen_TC, count_n, config.experts.num_experts)
         return _mlp_block(x_TH, weights, config, adapter, layer_sums, tiles, axes), None
 
     body = layer
@@ -86,8 +89,8 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
         body = jax.checkpoint(layer, prevent_cse=False, policy=only_kept)
     elif axes.fsdp > 1:
         body = jax.checkpoint(layer, prevent_cse=False, policy=is_kept)
-    x_TH, _ = jax.lax.scan(body, embed(base["embed"], tokens_T, axes), (layers, adapters["layers"], sums))
-    return rms_norm(x_TH, base["final_norm"], config.rms_norm_eps)
+    x_TH, load_LnE = jax.lax.scan(body, embed(base["embed"], tokens_T, axes), (layers, adapters["layers"], sums))
+    return rms_norm(x_TH, base["final_norm"], config.rms_norm_eps), load_LnE
 
 
 def embed(table_VH: Any, tokens: Any, axes: Axes) -> Any:
@@ -178,14 +181,16 @@ def _expert_block(
     sums: Any,
     tiles: Tiles,
     axes: Axes,
-) -> Any:
+) -> tuple[Any, Any]:
+    """Return the hidden states, and the experts that compute each token, whichever shards have them."""
     h_TH = axes.enter_tensor(rms_norm(x_TH, weights["post_norm"], config.rms_norm_eps))
     assert config.experts is not None
     routing = route(h_TH, weights["router"], config, weights.get("replayed"))
-    routing = routing.of_shard(config.experts.num_experts // axes.tensor, h_TH.dtype, axes)
+    own = routing.of_shard(config.experts.num_experts // axes.tensor, h_TH.dtype, axes)
     lora = _expert_lora(adapter)
     totals = None if sums is None else _expert_lora(sums)
-    return x_TH + expert_mlp(h_TH, routing, of_layer(weights, experts, axes), lora, tiles, totals, axes)
+    out_TH = expert_mlp(h_TH, own, of_layer(weights, experts, axes), lora, tiles, totals, axes)
+    return x_TH + out_TH, routing.chosen_TC
 
 
 def _expert_lora(modules: Any) -> ExpertLora:

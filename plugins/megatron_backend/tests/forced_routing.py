@@ -1,12 +1,13 @@
 """Has a model of transformers compute sequences with given experts: the reference for routing replay."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from tinsmith import Array, Datum
+from tinsmith import Array, Datum, expert_metrics
 
 # Any: a model of transformers, and what its modules take and return.
 
@@ -16,7 +17,8 @@ class ForcedRouting:
 
     def __init__(self, model: Any) -> None:
         self._datum: Datum | None = None
-        self._chosen: dict[int, torch.Tensor] = {}
+        self._chosen: list[dict[int, torch.Tensor]] = []  # of each sequence so far, by layer
+        self._num_experts = getattr(model.config, "num_experts", 0)
         for layer, each in enumerate(model.model.layers):
             if hasattr(each.mlp, "gate"):
                 each.mlp.gate.register_forward_hook(partial(self._choose, layer))
@@ -24,13 +26,22 @@ class ForcedRouting:
     def begin(self, datum: Datum) -> None:
         """Compute this sequence next."""
         self._datum = datum
-        self._chosen.clear()
+        self._chosen.append({})
 
     @property
     def chosen_TLC(self) -> Array:
         """The experts that have computed the sequence."""
-        chosen = [self._chosen[layer] for layer in sorted(self._chosen)]
-        return torch.stack(chosen, dim=1).numpy().astype(np.uint16)
+        return _joined(self._chosen[-1])
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of experts over all sequences so far."""
+        if not any(self._chosen):
+            return {}
+        chosen_TLC = np.concatenate([_joined(each) for each in self._chosen])
+        return expert_metrics(
+            np.stack([(chosen_TLC == number).sum(axis=(0, 2)) for number in range(self._num_experts)], axis=1)
+        )
 
     def _choose(self, layer: int, router: Any, _: Any, output: Any) -> Any:
         logits, _, chosen = output
@@ -38,8 +49,12 @@ class ForcedRouting:
         given = self._datum.routed_experts
         if given is not None and len(given):
             chosen = torch.cat((torch.tensor(given[:, layer].astype(np.int64)), chosen[len(given) :]))
-        self._chosen[layer] = chosen
+        self._chosen[-1][layer] = chosen
         weights = torch.softmax(logits, dim=-1).gather(1, chosen)
         if router.norm_topk_prob:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return logits, weights, chosen
+
+
+def _joined(chosen: Mapping[int, torch.Tensor]) -> Array:
+    return torch.stack([chosen[layer] for layer in sorted(chosen)], dim=1).numpy().astype(np.uint16)

@@ -17,13 +17,13 @@ class FullReference:
     def __init__(self, directory: Path) -> None:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self._model.get_input_embeddings().padding_idx = None  # a gradient like any other's
-        self._routing = ForcedRouting(self._model)
+        self.routing = ForcedRouting(self._model)
 
     def forward_backward(self, data: Sequence[Datum]) -> list[Array]:
         """Return logprobs, and leave the gradients of cross_entropy in the model."""
         found = []
         for datum in data:
-            self._routing.begin(datum)
+            self.routing.begin(datum)
             logits = self._model(torch.tensor(datum.tokens_T.astype(np.int64))[None]).logits[0]
             targets = torch.tensor(datum.loss_inputs["target_tokens"])
             logp = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]

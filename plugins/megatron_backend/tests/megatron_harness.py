@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith import BUILTIN_LOSSES, BackendContext, Datum, Placement
+from tinsmith import BUILTIN_LOSSES, BackendContext, Datum, ForwardBackwardOutput, Placement
 from tinsmith.testing import ModelDriver, Nursery, TinyShape, random_experts, write_tiny_model
 from tinsmith.workers import MakeLauncher
 from tinsmith_megatron.backend import MegatronBackend
@@ -95,3 +95,7 @@ def partly_replayed(driver: ModelDriver, data: Sequence[Datum]) -> list[Datum]:
     lengths = [len(datum.tokens_T) // (1 + index % 2) for index, datum in enumerate(data)]
     experts = [random_experts(index, length, allowed) for index, length in enumerate(lengths)]
     return [replace(datum, routed_experts=each) for datum, each in zip(data, experts, strict=True)]
+
+
+def experts_metrics(output: ForwardBackwardOutput) -> dict[str, float]:
+    return {name: value for name, value in output.metrics.items() if name.startswith("e_")}

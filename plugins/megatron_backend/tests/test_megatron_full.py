@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from full_reference import FullReference
-from megatron_harness import LOSSES, VOCAB, fork_backend, partly_replayed
+from megatron_harness import LOSSES, VOCAB, experts_metrics, fork_backend, partly_replayed
 
 from tinsmith import (
     AdamParams,
@@ -69,6 +69,7 @@ def test_numbers_are_those_of_transformers(
         output = driver.forward_backward(model_id, data)
         for left, right in zip(logprobs_of(output), reference.forward_backward(data), strict=True):
             np.testing.assert_allclose(left, right, rtol=0, atol=1e-5)
+        assert experts_metrics(output) == reference.routing.metrics
         gradients, expected = driver.state(model_id).gradients, reference.gradients()
         assert gradients.keys() == expected.keys()
         for name, right in expected.items():

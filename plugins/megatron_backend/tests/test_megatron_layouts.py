@@ -1,7 +1,7 @@
 """Every family in every layout against transformers in float32: logprobs, gradients, one step of AdamW.
 
 Three adapters of different ranks train in one call. Each is compared with its own, independent reference. With experts,
-two of the three replay the routing of some of their sequences.
+two of the three replay the routing of some of their sequences, and the experts' metrics follow from their choices.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from megatron_harness import VOCAB, fork_backend, partly_replayed
+from megatron_harness import VOCAB, experts_metrics, fork_backend, partly_replayed
 from transformers_reference import Reference
 
 from tinsmith import AdamParams, ForwardBackward, LoraConfig, ModelState, OptimStep
@@ -119,6 +119,7 @@ def compare(driver: ModelDriver, directory: Path) -> None:
         expected = reference.forward_backward(data[index])
         for left, right in zip(logprobs_of(outputs[index]), expected, strict=True):
             np.testing.assert_allclose(left, right, rtol=0, atol=1e-5)
+        assert experts_metrics(outputs[index]) == reference.routing.metrics
         for name, right in reference.gradients().items():
             error = np.linalg.norm(gradients[index][name] - right)
             assert error <= 1e-5 * np.linalg.norm(right), f"gradient {name}: {error / np.linalg.norm(right):.1e}"

@@ -18,14 +18,14 @@ class Reference:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self._model.requires_grad_(requires_grad=False)
         self._lora = lora
-        self._routing = ForcedRouting(self._model)
+        self.routing = ForcedRouting(self._model)
         self.weights = {name: torch.tensor(value, requires_grad=True) for name, value in weights.items()}
 
     def forward_backward(self, data: Sequence[Datum]) -> list[Array]:
         """Return logprobs, and leave the gradients of cross_entropy in the weights."""
         found = []
         for datum in data:
-            self._routing.begin(datum)
+            self.routing.begin(datum)
             tokens = torch.tensor(datum.tokens_T.astype(np.int64))[None]
             logits = torch.func.functional_call(self._model, self._adapted(), (tokens,), tie_weights=False).logits[0]
             targets = torch.tensor(datum.loss_inputs["target_tokens"])
@@ -37,7 +37,7 @@ class Reference:
     def chosen_TLC(self, datum: Datum) -> Array:
         """Return the experts that compute a sequence."""
         self.forward_backward([datum])
-        return self._routing.chosen_TLC
+        return self.routing.chosen_TLC
 
     def gradients(self) -> dict[str, Array]:
         return {name: weight.grad.numpy() for name, weight in self.weights.items() if weight.grad is not None}

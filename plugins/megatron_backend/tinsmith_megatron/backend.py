@@ -17,11 +17,10 @@ from tinsmith import (
 from tinsmith.huggingface import DecoderShape
 from tinsmith.workers import (
     AdapterModelState,
+    Answer,
     FullModelState,
     MakeLauncher,
     MicroBatch,
-    NotFinite,
-    Scored,
     Segment,
     StateFiles,
     WorkerDevice,
@@ -153,7 +152,7 @@ class MegatronBackend(WorkersBackend):
         scored = (self._run_micros(micros[n : n + size], backward=backward) for n in range(0, len(micros), size))
         return combined_outputs(ops, chain.from_iterable(scored))
 
-    def _run_micros(self, micros: Sequence[MicroBatch], *, backward: bool) -> list[list[Scored | NotFinite]]:
+    def _run_micros(self, micros: Sequence[MicroBatch], *, backward: bool) -> list[list[Answer]]:
         models = [[segment.model_id for share in micro for segment in share] for micro in micros]
         return self.ranks.call_each("run", [(share, models, backward) for share in self._shares(micros)])
 

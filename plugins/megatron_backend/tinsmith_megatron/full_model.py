@@ -12,12 +12,12 @@ from megatron.core import parallel_state
 from tinsmith import AdamParams, refuses_step
 from tinsmith.huggingface import Kind, StoredTensor, Targets, WeightFiles
 from tinsmith.torch_workers import FullModelOfWorker, HostCopies, LossTable
-from tinsmith.workers import FullState, ModelPart, Scored, Segment, Slice
+from tinsmith.workers import Answer, FullState, ModelPart, Segment, Slice
 from tinsmith_megatron.adapters import Stacks
 from tinsmith_megatron.messages import Setup
 from tinsmith_megatron.optimizer import adamw_, square_norm
 from tinsmith_megatron.parallel import Place
-from tinsmith_megatron.passes import run_pipeline, scored
+from tinsmith_megatron.passes import answers, run_pipeline
 from tinsmith_megatron.shards import Piece, Shard, shards_of
 from tinsmith_megatron.stage import Stage
 from tinsmith_megatron.streams import make_stream
@@ -32,7 +32,7 @@ class FullModel(FullModelOfWorker):
         self, model_id: str, setup: Setup, losses: LossTable, place: Place, part: ModelPart, device: torch.device
     ) -> None:
         self._model_id, self._setup, self._losses, self._place = model_id, setup, losses, place
-        self._device = device
+        self._part, self._device = part, device
         self._stage = Stage(setup, losses, trainable=True).to(device)
         shape = setup.architecture.shape
         self._shards = shards_of(self._stage, shape, place, part, setup.config.tensor_parallel)
@@ -69,7 +69,7 @@ class FullModel(FullModelOfWorker):
 
     # training
 
-    def run(self, micros: Sequence[Sequence[Segment]], *, backward: bool) -> list[Scored]:
+    def run(self, micros: Sequence[Sequence[Segment]], *, backward: bool) -> list[Answer]:
         """Score this rank's segments by micro-batch, and add to the pending gradients.
 
         With strict isolation, each micro-batch has one sequence, whose gradient is added by itself.
@@ -77,7 +77,7 @@ class FullModel(FullModelOfWorker):
         batches = [[micro] for micro in micros] if self._setup.strict and backward else [list(micros)]
         return [each for batch in batches for each in self._pass(batch, backward=backward)]
 
-    def _pass(self, micros: Sequence[Sequence[Segment]], *, backward: bool) -> list[Scored]:
+    def _pass(self, micros: Sequence[Sequence[Segment]], *, backward: bool) -> list[Answer]:
         stacks, multiple = Stacks([], backward=False), self._setup.config.tensor_parallel
         streams = [
             make_stream(segments, {self._model_id: 0}, stacks, self._losses, multiple=multiple, device=self._device)
@@ -89,9 +89,7 @@ class FullModel(FullModelOfWorker):
         scores = run_pipeline(self._stage, streams, backward=backward)
         if backward:
             self._complete()
-        if self._place.tp_rank:
-            return []  # the others have computed the same
-        return [each for stream, found in zip(streams, scores, strict=False) for each in scored(stream, found)]
+        return list(answers(streams, scores, self._place, self._part))
 
     @torch.no_grad()
     def _complete(self) -> None:

@@ -1,4 +1,7 @@
-"""A pass of streams through the pipeline, and its results by sequence."""
+"""A pass of streams through the pipeline, its results by sequence, and the load of the experts by operation.
+
+Legend: L = layers of this rank's stage, E = experts of a layer, O = operations.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -7,9 +10,11 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from tinsmith import IntArray
 from tinsmith.torch_workers import to_host
-from tinsmith.workers import Scored
+from tinsmith.workers import ExpertLoad, ModelPart, Scored
 from tinsmith_megatron.head import Scores
+from tinsmith_megatron.parallel import Place
 from tinsmith_megatron.stage import Stage
 from tinsmith_megatron.streams import Stream
 
@@ -39,8 +44,34 @@ def _kept(scores: Scores, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return loss.clone(), torch.ones((), dtype=torch.int, device=loss.device), scores
 
 
-def scored(stream: Stream, scores: Scores) -> Iterator[Scored]:
+def answers(
+    streams: Sequence[Stream], scores: Sequence[Scores], place: Place, part: ModelPart
+) -> Iterator[Scored | ExpertLoad]:
+    """Yield a rank's results of each sequence, and the load of its layers' experts by operation."""
+    yield from _expert_loads(streams, part.layers.start)
+    if place.tp_rank:
+        return  # the others have computed the same scores
+    for stream, found in zip(streams, scores, strict=False):
+        yield from _scored(stream, found)
+
+
+def _scored(stream: Stream, scores: Scores) -> Iterator[Scored]:
     for segment, (start, stop) in zip(stream.segments, stream.bounds, strict=False):  # the last may be padding
         rows, width = slice(start, stop), segment.targets_TK.shape[1]
         loss = float(scores.loss_TK[rows, :width].sum(dtype=torch.float64))
         yield Scored(index=segment.index, logp_TK=to_host(scores.logp_TK[rows, :width]), loss=loss)
+
+
+def _expert_loads(streams: Sequence[Stream], first_layer: int) -> Iterator[ExpertLoad]:
+    """Yield nothing if there are no experts, or no sequences."""
+    counted = [stream for stream in streams if stream.operations and stream.loads]
+    if not counted:
+        return
+    loads = [torch.stack([stream.loads[layer] for layer in sorted(stream.loads)])[:, :-1] for stream in counted]
+    load_LOE: IntArray = torch.cat(loads, dim=1).cpu().numpy()
+    totals: dict[int, IntArray] = {}
+    operations = [operation for stream in counted for operation in stream.operations]
+    for place, operation in enumerate(operations):
+        totals[operation] = load_LOE[:, place] + totals.get(operation, 0)
+    for operation, num_tokens_LE in totals.items():
+        yield ExpertLoad(operation=operation, first_layer=first_layer, num_tokens_LE=num_tokens_LE)

@@ -1,6 +1,8 @@
 """Routing replay: experts that are given take the place of the router's choice, with the weights that it gives them.
 
-Legend: T = rows of this rank's part of the stream, E = experts of a layer, C = experts of a row.
+Whoever has chosen, it is counted how many rows of each operation every expert computes.
+
+Legend: T = rows of this rank's part of the stream, E = experts of a layer, C = experts of a row, O = operations.
 """
 
 from collections.abc import Callable
@@ -32,13 +34,24 @@ class ReplayedRouting(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores and the numbers of the experts of each row, the highest score first."""
         assert self.stream is not None
+        start = get_tensor_model_parallel_rank() * len(scores_TE)
+        rows = slice(start, start + len(scores_TE))
         own_scores_TC, own_TC = default_compute_topk(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
         if self.stream.experts_LTC is None:
+            self._count(own_TC, rows, scores_TE.shape[1])
             return own_scores_TC, own_TC
-        start = get_tensor_model_parallel_rank() * len(scores_TE)
-        given_TC = self.stream.experts_LTC[self._layer, start : start + len(scores_TE)].long()
+        given_TC = self.stream.experts_LTC[self._layer, rows].long()
         chosen_TC = torch.where(given_TC < 0, own_TC, given_TC)
         # In the router's own order: the bits of the weights depend on it.
         order_TC = scores_TE.detach().gather(1, chosen_TC).argsort(dim=1, descending=True, stable=True)
         chosen_TC = chosen_TC.gather(1, order_TC)
+        self._count(chosen_TC, rows, scores_TE.shape[1])
         return scores_TE.gather(1, chosen_TC), chosen_TC
+
+    def _count(self, chosen_TC: torch.Tensor, rows: slice, num_experts: int) -> None:
+        """Count in place of an earlier count, as a layer may be computed again. torch.bincount would wait for a GPU."""
+        assert self.stream is not None
+        key_P = (self.stream.operation_T[rows, None] * num_experts + chosen_TC).flatten()
+        load = torch.zeros((len(self.stream.operations) + 1) * num_experts, dtype=torch.int32, device=key_P.device)
+        load.scatter_add_(0, key_P, torch.ones_like(key_P, dtype=torch.int32))
+        self.stream.loads[self._layer] = load.view(-1, num_experts)

@@ -1,10 +1,11 @@
 """A stream: the sequences of a micro-batch, placed end to end in the order of their adapters.
 
-Legend: T = rows of the stream, G = adapters of the pass, L = layers of this rank's stage, C = experts of a row.
+Legend: T = rows of the stream, G = adapters of the pass, L = layers of this rank's stage, C = experts of a row,
+E = experts of a layer, O = operations that have sequences in the stream, and one for rows that pad it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -33,6 +34,10 @@ class Stream:
     scales_G1: torch.Tensor
     ends_G: torch.Tensor  # int32: where the rows of each adapter end
     experts_LTC: torch.Tensor | None  # int16; -1: the router chooses. None: it chooses for all rows
+    operations: tuple[int, ...]  # their numbers, without that of the padding
+    operation_T: torch.Tensor  # int64: which of them a row belongs to
+    loads: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Of a layer, how many rows of each operation every expert computes: int32 [O, E]. The layers add them."""
 
     @property
     def num_rows(self) -> int:
@@ -62,6 +67,8 @@ def make_stream(
     owner_T = np.repeat([*(owners[s.model_id] for s in ordered), *([last] if padding else [])], lengths)
     counts = np.bincount(owner_T, minlength=len(owners))
     experts_LTC = _experts(ordered, starts)
+    operations = list(dict.fromkeys(s.operation for s in ordered))
+    numbers = [*(operations.index(s.operation) for s in ordered), *([len(operations)] if padding else [])]
 
     def placed(array: Array, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device, dtype)
@@ -80,6 +87,8 @@ def make_stream(
         scales_G1=placed(np.asarray(stacks.scales)[:, None], torch.float32),
         ends_G=placed(np.cumsum(counts), torch.int32),
         experts_LTC=None if experts_LTC is None else placed(experts_LTC, torch.int16),
+        operations=tuple(operations),
+        operation_T=placed(np.repeat(numbers, lengths), torch.int64),
     )
 
 

@@ -17,10 +17,9 @@ from tinsmith import LoraConfig, refuses_step
 from tinsmith.torch_workers import LossTable, ModelsOfWorker
 from tinsmith.workers import (
     AdapterLayout,
+    Answer,
     ModelPart,
     ModelStep,
-    NotFinite,
-    Scored,
     Segment,
 )
 from tinsmith_megatron.adapters import Stacks
@@ -29,7 +28,7 @@ from tinsmith_megatron.groups import sum_over_expert_copies_, sum_over_stage_
 from tinsmith_megatron.messages import Setup
 from tinsmith_megatron.optimizer import adamw_, square_norm
 from tinsmith_megatron.parallel import Place
-from tinsmith_megatron.passes import run_pipeline, scored
+from tinsmith_megatron.passes import answers, run_pipeline
 from tinsmith_megatron.stage import Stage
 from tinsmith_megatron.streams import make_stream
 
@@ -73,7 +72,7 @@ class Trainer(ModelsOfWorker[FullModel]):
         micros: Sequence[Sequence[Segment]],
         models: Sequence[Sequence[str]],
         backward: bool,  # noqa: FBT001  (over the wire)
-    ) -> list[Scored | NotFinite]:
+    ) -> list[Answer]:
         """Score this rank's segments by micro-batch, and add to the pending gradients.
 
         models: of each micro-batch, those of all ranks' segments, by data-parallel rank.
@@ -95,17 +94,14 @@ class Trainer(ModelsOfWorker[FullModel]):
                 for model_id, index in owners.items():
                     self._add_gradient(model_id, stacks.gradient(index))
         diverged = self._not_finite(sorted({each for owned in models for each in owned}) if backward else ())
-        if self._place.tp_rank:
-            return [*diverged]  # the others have computed the same scores
-        results = [each for stream, found in zip(streams, scores, strict=False) for each in scored(stream, found)]
-        return [*results, *diverged]
+        return [*answers(streams, scores, self._place, self._part), *diverged]
 
     def run_full(
         self,
         model_id: str,
         micros: Sequence[Sequence[Segment]],
         backward: bool,  # noqa: FBT001  (over the wire)
-    ) -> list[Scored | NotFinite]:
+    ) -> list[Answer]:
         """Score this rank's segments of one operation of a fully trained model."""
         if backward:
             self._settle(model_id, ("gradients",))
