@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -418,6 +419,10 @@ def test_the_range_of_the_extras_is_that_of_compat() -> None:
             assert not each.specifier.contains(version)
             with pytest.raises(compat.UnsupportedVllmError):
                 compat.check_version(version)
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    gpu = [Requirement(each) for each in project["optional-dependencies"]["gpu"]]
+    (bindings,) = [each for each in gpu if each.name == "cuda-python"]
+    assert not bindings.specifier.contains("12.6.2"), "uv chose it, and it breaks FlashInfer beside CUDA 13"
 
 
 @pytest.mark.parametrize(("on_ray", "found"), [(False, "127.0.0.1 lo lo"), (True, "")])

@@ -58,8 +58,9 @@ def main() -> None:
     threading.Thread(target=_read, args=(channel, inbox), name="reader", daemon=True).start()
     try:
         engine, merges = _engine(start, channel)
-    except (compat.UnsupportedVllmError, ImportError, ValueError) as error:
-        channel.send(Unstartable(message=f"{type(error).__name__}: {error}"))
+    except Exception as error:
+        if compat.is_hopeless(error):
+            channel.send(Unstartable(message=f"{type(error).__name__}: {error}"))
         raise
     if start.routed_experts:
         engine.collective_rpc("tinsmith_keep_experts")
@@ -89,6 +90,9 @@ def _engine(start: Start, channel: Channel[ToVllm]) -> tuple[Any, bool]:
     merges = not engine_args["enable_lora"]
     on_ray = engine_args.get("distributed_executor_backend") == "ray"  # and so perhaps on other machines
     compat.prepare_environment(cpu=cpu, eager=bool(engine_args["enforce_eager"]), on_ray=on_ray)
+    if not cpu:
+        compat.check_platform(version)
+        engine_args.setdefault("max_num_batched_tokens", start.step_tokens_on_gpu)
     engine = compat.make_engine(engine_args)
     device, vocab_size, max_model_len, dtype = compat.describe(engine)
     channel.send(

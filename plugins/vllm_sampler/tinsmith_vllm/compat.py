@@ -7,7 +7,9 @@ with 0.32.0. Changes for another release belong in this file; this package's tes
 Workers of tensor-parallel replicas are separate processes, which exit when the pipe to our process closes.
 - Model runner V1 (VLLM_USE_V2_MODEL_RUNNER=0): the hooks below are written for it. On CPU it is the only one.
 - No `logprobs_mode` yields what the API promises: log softmax(logits / temperature) over the whole vocabulary. "raw"
-ignores the temperature, and "processed" is taken after top-k and top-p. So the sampler's last step is replaced.
+ignores the temperature, and "processed" is taken after top-k and top-p. So the sampler's last step is replaced. It is
+made with "processed", which has vLLM use what the step returns, and on GPUs keeps it from FlashInfer: that would be
+compiled at the start, by an nvcc that many machines lack, and not used.
 - A request with a seed makes vLLM draw row by row. Ours pass the seed in extra_args, and draws.py draws.
 - Asynchronous scheduling, vLLM's default on GPUs, prepares a step before the tokens of the one before are known. What
 we hook into then has placeholders for tokens; only their number is used. A step may be under way when all have ended.
@@ -94,20 +96,54 @@ def prepare_environment(*, cpu: bool, eager: bool, on_ray: bool) -> None:
         os.environ.setdefault(name, value)
 
 
+FIXED_ARGS: Final = {
+    "skip_tokenizer_init": True,  # tokens in, tokens out
+    "generation_config": "vllm",  # no sampling defaults from the model's directory
+    "logprobs_mode": "processed_logprobs",  # see above
+    "disable_log_stats": True,
+    "worker_extension_cls": "tinsmith_vllm.worker.TinsmithWorker",
+}
+
+
+def check_platform(version: str) -> None:
+    """Raise UnsupportedVllmError if a build for GPUs finds none that it can use, in the words of torch."""
+    import torch
+    from vllm.platforms import current_platform
+
+    if current_platform.is_unspecified() or (current_platform.is_cuda_alike() and not torch.cuda.is_available()):
+        reason = "torch sees one"
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:  # its driver is too old, it is a build for CPUs, ...
+            reason = str(error).partition("\n")[0]
+        msg = f"vllm {version} finds no GPU that it can use: {reason}"
+        raise UnsupportedVllmError(msg)
+
+
+_NEVER: Final = (
+    UnsupportedVllmError, ImportError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError,
+    FileNotFoundError,
+)  # fmt: skip
+_NEVER_SAID: Final = (
+    "Could not find nvcc",
+    "Cannot find any model weights",
+    "no kernel image is available",
+    "Device string must not be empty",
+)  # in RuntimeErrors, of which others pass: memory that is taken, ports, a driver that is busy
+
+
+def is_hopeless(error: Exception) -> bool:
+    """Return whether the next start with the same settings on the same machine would end in the same way."""
+    return isinstance(error, _NEVER) or any(said in str(error) for said in _NEVER_SAID)
+
+
 def make_engine(engine_args: Mapping[str, Any]) -> Any_:
     """Return an LLMEngine whose workers have the hooks of worker.py."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    fixed = {
-        "skip_tokenizer_init": True,  # tokens in, tokens out
-        "generation_config": "vllm",  # no sampling defaults from the model's directory
-        "logprobs_mode": "raw_logprobs",  # replaced by worker.py
-        "disable_log_stats": True,
-        "worker_extension_cls": "tinsmith_vllm.worker.TinsmithWorker",
-    }
     clear_new_blocks()
-    arguments = EngineArgs(**{**fixed, **engine_args})
+    arguments = EngineArgs(**{**FIXED_ARGS, **engine_args})
     _make_room_for_one_more(arguments)
     engine = LLMEngine.from_engine_args(arguments)
     _check_heads(engine)
@@ -222,7 +258,6 @@ def replace_drawing(runner: Any_, log_softmax: Callable[[Any_], Any_], draw: Cal
         return draw(apply_top_k_top_p(logits, k, p)), logprobs
 
     sampler.topk_topp_sampler.forward = forward
-    sampler.logprobs_mode = "processed_logprobs"  # use what `forward` returns
 
 
 def rows_of(runner: Any_, number: int) -> list[tuple[Mapping[str, Any], int]]:

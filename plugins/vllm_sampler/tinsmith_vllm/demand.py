@@ -1,7 +1,9 @@
 """How vLLM divides its devices, and what it takes of each. Arithmetic over the model's configuration: no vLLM.
 
-What vLLM needs beside weights, adapters, and keys and values (CUDA graphs, its workspace, logits) is an allowance, not
-measured: vLLM itself measures it at its start, and takes it off what is left for keys and values.
+What vLLM needs beside weights, adapters, the activations of long steps, and keys and values (CUDA graphs, its
+workspace, logits) is an allowance, not measured. On a device of its own, vLLM measures it at its start, and takes it
+off what is left for keys and values. On a shared one it would measure what others take in the meantime, so it is told
+the bytes.
 """
 
 from collections.abc import Mapping
@@ -20,7 +22,10 @@ _KNOWN: Final = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
-_ALLOWANCE: Final = 3 << 30  # of a GPU
+_ALLOWANCE: Final = 3 << 30  # of a GPU, with steps of _SHORT_STEP tokens
+_SHORT_STEP: Final = 2048
+_LONG_STEP: Final = 8192  # prompts are read in fewer steps
+_WHOLE: Final = 0.92  # of a device: what a part gets that has it for itself
 _ROOM: Final = 0.45  # of a device that weights may take, if there are more devices to divide them over
 _LONG: Final = 8192  # tokens that a sequence may have, whatever the memory
 _BLOCK: Final = 128  # tokens of a block of vLLM's cache, at most
@@ -76,7 +81,7 @@ def demand(config: VllmConfig, model: Mapping[str, Any] | None, placement: Place
     asleep = _ALLOWANCE if placement.devices else 0  # at most: part of it is given back
     if shape is None:
         return Demand(num_devices=num_devices, asleep_bytes=asleep, layout=told)
-    fixed = _fixed(config, shape, layout, placement)
+    fixed = _fixed(config, shape, layout, placement, step_tokens(config, shape, layout, placement))
     each, longest = key_value_bytes(config, shape, layout, placement), _least_tokens(config, shape)
     tokens = 0
     if placement.memory_bytes is not None:
@@ -124,15 +129,32 @@ def context_that_fits(config: VllmConfig, model: Mapping[str, Any] | None, place
     return tokens if tokens < shape.max_position else None
 
 
-def key_values_on_cpu(config: VllmConfig, model: Mapping[str, Any] | None, placement: Placement) -> int | None:
-    """Return the memory for keys and values of a process without a GPU whose memory is limited."""
-    if placement.memory_bytes is None or placement.devices or config.kv_cache_bytes is not None:
+def planned_key_values(config: VllmConfig, model: Mapping[str, Any] | None, placement: Placement) -> int | None:
+    """Return the memory for keys and values of a process that has a part of a device's memory, or of the machine's.
+
+    None: vLLM measures what is left of `gpu_memory_utilization`, as nobody else takes memory of its device.
+    """
+    if placement.memory_bytes is None or config.kv_cache_bytes is not None:
         return None
-    found = demand(config, model, placement).fixed
-    return found.get("keys and values")
+    if placement.devices and (config.gpu_memory_utilization or (placement.share or 1.0) >= _WHOLE - 0.001):
+        return None
+    return demand(config, model, placement).fixed.get("keys and values")
 
 
-def _fixed(config: VllmConfig, shape: DecoderShape, layout: Layout, placement: Placement) -> dict[str, int]:
+def step_tokens(config: VllmConfig, shape: DecoderShape | None, layout: Layout, placement: Placement) -> int:
+    """Return how many tokens a step on a GPU may have: many, if that leaves room for four of the longest sequences."""
+    if (configured := config.engine_args.get("max_num_batched_tokens")) is not None:
+        return int(configured)
+    if shape is None or placement.memory_bytes is None:
+        return _LONG_STEP
+    fixed = sum(_fixed(config, shape, layout, placement, _LONG_STEP).values())
+    rest = placement.memory_bytes - fixed
+    room = 4 * _least_tokens(config, shape) * key_value_bytes(config, shape, layout, placement)
+    return _LONG_STEP if rest >= room else _SHORT_STEP
+
+
+def _fixed(config: VllmConfig, shape: DecoderShape, layout: Layout, placement: Placement, steps: int) -> dict[str, int]:
+    """`steps`: tokens of a step, if it is on a GPU."""
     item = _item(config, placement)
     number = 0 if merges(config, shape, on_cpu=not placement.devices) else config.max_loras
     return {
@@ -141,7 +163,16 @@ def _fixed(config: VllmConfig, shape: DecoderShape, layout: Layout, placement: P
         * adapter_weights(shape, config.max_lora_rank)
         * item,
         "vLLM itself": _ALLOWANCE if placement.devices else 0,
+        f"longer steps, of {steps} tokens": _activations(shape, layout, steps, item) if placement.devices else 0,
     }
+
+
+def _activations(shape: DecoderShape, layout: Layout, steps: int, item: int) -> int:
+    """Return what the widest layer of a step takes beyond one of _SHORT_STEP tokens, which the allowance holds."""
+    experts = shape.experts
+    inner = shape.intermediate_size if experts is None else experts.top_k * experts.intermediate_size
+    divided = (shape.q_size + 2 * shape.kv_size + 3 * inner) // layout.tensor_parallel
+    return max(0, steps - _SHORT_STEP) * (4 * shape.hidden_size + divided) * item
 
 
 def merges(config: VllmConfig, shape: DecoderShape | None, *, on_cpu: bool) -> bool:

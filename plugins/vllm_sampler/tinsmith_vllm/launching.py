@@ -14,10 +14,11 @@ from tinsmith_vllm.demand import (
     Layout,
     context_that_fits,
     has_experts,
-    key_values_on_cpu,
     known_shape,
     layout_of,
     merges,
+    planned_key_values,
+    step_tokens,
 )
 from tinsmith_vllm.messages import Start
 from tinsmith_vllm.replica import Launch, interpreter, package_path
@@ -69,7 +70,7 @@ def launches(
     layout = layout_of(config, shape, placement)
     sizes = {
         "max_model_len": config.max_model_len or context_that_fits(config, model, placement),
-        "kv_cache_memory_bytes": config.kv_cache_bytes or key_values_on_cpu(config, model, placement),
+        "kv_cache_memory_bytes": config.kv_cache_bytes or planned_key_values(config, model, placement),
     }
     start = Start(
         engine_args={
@@ -86,6 +87,7 @@ def launches(
         eager_on_cpu=config.enforce_eager is None and not routed_experts,
         merge_on_cpu=merges(config, shape, on_cpu=True),
         half_the_memory_on_cpu=config.gpu_memory_utilization is None and placement.share is None,
+        step_tokens_on_gpu=step_tokens(config, shape, layout, placement),
         impossible_on_cpu=_impossible_on_cpu(config, shape, placement, sleeps=sleeps),
         routed_experts=routed_experts,
     )

@@ -49,6 +49,7 @@ class Start(Message, frozen=True):
     eager_on_cpu: bool
     merge_on_cpu: bool  # adapters are merged into the weights, because vLLM has no kernels for them there
     half_the_memory_on_cpu: bool  # memory is shared there, and vLLM does not start unless its share is free
+    step_tokens_on_gpu: int  # vLLM's own default for an engine in a process of ours is a quarter of it
     impossible_on_cpu: str = ""  # why this cannot run there, if so
     routed_experts: bool = False  # sequences come with the experts that computed them
 
