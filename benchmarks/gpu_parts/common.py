@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -23,6 +23,10 @@ TINY = TinyShape(vocab_size=512, num_layers=2)
 MODEL = "Qwen3-8B"
 
 Report = dict[str, object]
+WARM_S: Final = 0.5
+"""So long a card works before its limits are measured: its clock rises with the load."""
+QUEUED: Final = 20
+"""Pieces of work that it is given before anybody waits for one."""
 NOTE = "figures "
 """Begins a line in which a part says what it has found so far."""
 
@@ -119,13 +123,26 @@ def seconds(work: Callable[[], object], device: torch.device, repeats: int) -> f
     return float(np.median(times))
 
 
+def queued_seconds(work: Callable[[], object], wait: Callable[[object], object]) -> float:
+    """Return what one of many takes that follow each other without a pause, on a card that is warm."""
+    begun = time.perf_counter()
+    wait(work())
+    while time.perf_counter() - begun < WARM_S:
+        wait(work())
+    begun = time.perf_counter()
+    for _ in range(QUEUED):
+        last = work()
+    wait(last)
+    return (time.perf_counter() - begun) / QUEUED
+
+
 def matmul_limit(options: Options) -> float:
     """Return the FLOP per second of a large product of random matrices."""
     import torch
 
     size = 512 if options.toy else 8192
     a, b = (torch.randn(size, size, device=options.device, dtype=options.dtype) for _ in range(2))
-    return 2 * size**3 / seconds(lambda: a @ b, options.device, 10)
+    return 2 * size**3 / queued_seconds(lambda: a @ b, _wait(options.device))
 
 
 def bandwidth_limit(options: Options) -> float:
@@ -134,7 +151,13 @@ def bandwidth_limit(options: Options) -> float:
 
     source = torch.empty(1 << (20 if options.toy else 30), dtype=torch.uint8, device=options.device)
     target = torch.empty_like(source)
-    return 2 * source.numel() / seconds(lambda: target.copy_(source), options.device, 10)
+    return 2 * source.numel() / queued_seconds(lambda: target.copy_(source), _wait(options.device))
+
+
+def _wait(device: torch.device) -> Callable[[object], object]:
+    import torch
+
+    return lambda _: torch.cuda.synchronize(device) if device.type == "cuda" else None
 
 
 def peak_gib(device: torch.device) -> float | None:

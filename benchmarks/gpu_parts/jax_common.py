@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gpu_parts.common import Options, Report
+from gpu_parts.common import Options, Report, queued_seconds
 from tinsmith import BUILTIN_LOSSES, BackendContext
 from tinsmith_jax import devices
 from tinsmith_jax.backend import JaxBackend
@@ -120,14 +120,14 @@ def matmul_limit(options: Options) -> float:
     keys = jax.random.split(jax.random.key(0, impl="rbg"))
     a, b = (jax.random.normal(key, (size, size), jnp.float32 if options.toy else jnp.bfloat16) for key in keys)
     product = jax.jit(jnp.matmul)
-    return 2 * size**3 / seconds(lambda: product(a, b), 10)
+    return 2 * size**3 / queued_seconds(lambda: product(a, b), jax.block_until_ready)
 
 
 def bandwidth_limit(options: Options) -> float:
     """Return the bytes per second of a copy: those read, and those written."""
     source = jnp.zeros(1 << (18 if options.toy else 28), jnp.float32)
     copied = jax.jit(lambda array: array + 1)
-    return 2 * source.nbytes / seconds(lambda: copied(source), 10)
+    return 2 * source.nbytes / queued_seconds(lambda: copied(source), jax.block_until_ready)
 
 
 def peak_gib() -> float | None:

@@ -161,10 +161,10 @@ class Measured:
         await self.backend.load_snapshot(self.backend.publish(MODEL, MODEL))
         await self._draw(self._prompts(self._device.shape.prefill_tiles[-1], TILE + 1), 2, MODEL)
         found = await self.drawing()
+        self.note("kernels of a decoding step", **kernel_times(partial(self._decode, self._rows(long=True), 1)))
         self.steps()
         await self.hand_over()
         self.against_trainer(found)
-        self.note("kernels of a decoding step", **kernel_times(partial(self._decode, self._rows(long=True), 1)))
 
     async def drawing(self) -> list[SampledSequence]:
         """Draw all sequences together. Report a token step, and the reading of the prompts."""

@@ -10,7 +10,7 @@ import pytest
 from gpu_harness import ON_CPU, relative
 
 from tinsmith_jax.attention import packed_attention
-from tinsmith_jax.kernels import tile_products
+from tinsmith_jax.kernels import paged, row_products, tile_products
 from tinsmith_jax.kernels.choice import REFERENCE, Kernels
 from tinsmith_jax.kernels.grouped_products import GroupedProducts
 from tinsmith_jax.layers import TILE
@@ -78,4 +78,51 @@ def test_products_of_adapters(dtype: str, close: float) -> None:
         ours(*(jnp.asarray(x, dtype) for x in arrays), which),
         on_cpu(functools.partial(all_of_them, tile_products), *arrays, which),
         close,
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, TILE], ids=["drawing", "prompts"])
+def test_pages_of_the_sampler(tokens: int, dtype: str, close: float) -> None:
+    sequences, pages, heads, kv_heads, d = (3, 10, 4, 2, 64) if ON_CPU else (6, 19, 8, 2, 128)
+    rng, num_pages = np.random.default_rng(2), 1 + sequences * pages
+    table = 1 + rng.permutation(sequences * pages).reshape(sequences, pages).astype(np.int32)
+    start = (np.linspace(0, pages - 1, sequences).astype(np.int32) * TILE + (17 if tokens == 1 else 0)).astype(np.int32)
+    shapes = (
+        (2, num_pages, kv_heads, d, TILE),
+        (2, num_pages, kv_heads, TILE, d),
+        *((sequences, tokens, number, d) for number in (heads, kv_heads, kv_heads)),
+    )
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+    def written_and_read(interpret: bool, keys: Any, values: Any, q: Any, k: Any, v: Any) -> Any:
+        layer = jnp.int32(1)
+        pools = paged.write(keys, values, layer, start, table, jnp.int32(sequences), k, v, interpret=interpret)
+        return pools, paged.attend(q, *pools, layer, start, table, interpret=interpret)
+
+    ours = jax.jit(functools.partial(written_and_read, ON_CPU))
+    assert_close(
+        ours(*(jnp.asarray(x, dtype) for x in arrays)),
+        on_cpu(functools.partial(written_and_read, True), *arrays),
+        close,
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [24, 3 * TILE])
+def test_products_of_the_sampler(rows: int, dtype: str, close: float) -> None:
+    inputs, rank, outputs, adapters = (256, 32, 384, 5) if ON_CPU else (1024, 32, 1536, 9)
+    rng, which = np.random.default_rng(3), (np.arange(rows) * 7 % (adapters + 1) - 1).astype(np.int32)
+    shapes = ((rows, inputs), (2, adapters, inputs, rank), (2, adapters, rank, outputs), (2, inputs, outputs))
+    arrays = [rng.normal(size=shape).astype(np.float32) / shape[-2] ** 0.5 for shape in shapes]
+
+    def products(interpret: bool, x: Any, A: Any, B: Any, weights: Any) -> Any:
+        of, layer = row_products.RowAdapters.of(jnp.asarray(which)), jnp.int32(1)
+        low, other = row_products.adapted(x, [A, 2 * A], layer, of, interpret=interpret)
+        (up,) = row_products.adapted(low, [B], layer, of, interpret=interpret)
+        return low, other, up, row_products.dense(x, weights, layer, interpret=interpret)
+
+    ours = jax.jit(functools.partial(products, ON_CPU))
+    assert_close(
+        ours(*(jnp.asarray(x, dtype) for x in arrays)), on_cpu(functools.partial(products, True), *arrays), close
     )
