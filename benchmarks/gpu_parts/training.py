@@ -15,15 +15,18 @@ from torch._dynamo.utils import counters
 
 from gpu_parts.common import Notes, Options, Report, forget_peak, linear_parameters, matmul_limit, peak_gib, seconds
 from gpu_parts.kernels import by_kind
-from tinsmith.huggingface import DecoderShape
+from tinsmith.huggingface import DecoderShape, adapter_weights
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.operations import AdamParams, Array, Datum, ForwardBackward, LoraConfig
-from tinsmith.workers import AdapterLayout, ModelStep, Segment, alone, deal, segments
+from tinsmith.workers import AdapterLayout, MicroBatch, ModelStep, Segment, alone, deal, segments
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.adapter_pack import AdapterPack
+from tinsmith_fsdp.admission import Budget, budget_of
 from tinsmith_fsdp.architecture import read_architecture
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.config import FsdpConfig
+from tinsmith_fsdp.costs import ADAPTER_BYTES, PASS_BYTES
+from tinsmith_fsdp.demand import resolved_ranks
 from tinsmith_fsdp.lora import MultiLoraLinear
 from tinsmith_fsdp.mesh import Mesh, join_mesh
 from tinsmith_fsdp.messages import Setup
@@ -31,6 +34,7 @@ from tinsmith_fsdp.trainer import Trainer
 
 LOSSES = {spec.name: spec for spec in BUILTIN_LOSSES}
 TENANTS = (1, 16)
+USABLE = 0.92  # of the card's memory, as in tinsmith.placement
 PACKINGS = 10  # after the warm-up; none may compile anything
 
 
@@ -40,10 +44,12 @@ def run(options: Options) -> Report:
         mesh = join_mesh(worker, options.device, FsdpConfig())
         shape = options.write_model(Path(directory))
         trainer = made_trainer(Path(directory), mesh, options)
-        measured = Measured(trainer, mesh, options, shape.vocab_size, 4 * linear_parameters(shape) / limit)
+        measured = Measured(trainer, mesh, options, budget(options, shape), 4 * linear_parameters(shape) / limit)
+        models: list[str] = []
         for tenants in TENANTS:
-            models = measured.models(tenants)
+            models = measured.models(tenants, instead_of=models)
             note(f"tenants: {tenants}", **measured.step(models))
+            note(f"tenants: {tenants}, recomputed", **measured.step(models, recomputed=True))
             note(f"kernels, tenants: {tenants}", **measured.kernels(models))
         note("varying packings", **measured.packings(models))
         dist.destroy_process_group()
@@ -96,36 +102,63 @@ def made_trainer(directory: Path, mesh: Mesh, options: Options) -> Trainer:
     return Trainer(base, mesh, setup)
 
 
+def budget(options: Options, shape: DecoderShape) -> Budget:
+    """Plan with the card's memory, as the server does."""
+    config = FsdpConfig(max_lora_rank=options.rank)
+    ranks = resolved_ranks(config, 1, on_cpu=options.toy)
+    memory = None if options.toy else int(USABLE * torch.cuda.get_device_properties(options.device).total_memory)
+    return budget_of(config, shape, ranks, memory)
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     trainer: Trainer
     mesh: Mesh
     options: Options
-    vocab_size: int
+    budget: Budget
     least_s_per_token: float  # forward and the input's gradient; a frozen base has none of its own
 
-    def models(self, tenants: int) -> list[str]:
+    def models(self, tenants: int, *, instead_of: Sequence[str] = ()) -> list[str]:
+        for model_id in instead_of:
+            self.trainer.unload_model(model_id)
         models = [f"{tenants}-{index}" for index in range(tenants)]
         for index, model_id in enumerate(models):
             self.trainer.create_model(model_id, LoraConfig(rank=self.options.rank, seed=index))
         return models
 
-    def step(self, models: Sequence[str]) -> Report:
-        """Measure forward_backward and optim_step of all models together."""
-        device, repeats = self.mesh.device, self.options.repeats
-        forget_peak(device)
+    def step(self, models: Sequence[str], *, recomputed: bool = False) -> Report:
+        """Measure forward_backward and optim_step of all models together, as planned for them, or recomputed."""
+        device, repeats = self.mesh.device, 1 if recomputed else self.options.repeats
         work = self._work(models, seed=0)
         tokens = sum(segment.num_tokens for segment in work)
-        passes = seconds(lambda: self._run(work), device, repeats)
+        micros, keeps = self._dealt(work, len(models), recomputed=recomputed)
+        largest = batching.most_tokens(micros)
         adam = [ModelStep(model_id=model_id, adam=AdamParams()) for model_id in models]
+        self._run(work, recomputed=recomputed)
+        self.trainer.optim_step(adam)  # from now on, all that training adds is there
+        self._run(work, recomputed=recomputed)
+        forget_peak(device)
+        passes = seconds(lambda: self._run(work, recomputed=recomputed), device, repeats)
+        of_passes = peak_gib(device)
+        forget_peak(device)
         steps = seconds(lambda: self.trainer.optim_step(adam), device, repeats)
+        of_steps = peak_gib(device)
+        costs, per_weight = (self.budget.keeping if keeps else self.budget.costs), ADAPTER_BYTES + PASS_BYTES
+        weights = len(models) * adapter_weights(self.budget.shape, self.options.rank)
+        there, passing = costs.base + costs.gathered, (per_weight + costs.copies) * weights
         return {
             "tokens": tokens,
+            "micro_batches": len(micros),
+            "tokens_of_the_largest": largest,
+            "recomputed": not keeps,
             "forward_backward_s": passes,
             "optim_step_s": steps,
             "tokens_per_s": tokens / (passes + steps),
             "share_of_matmul_limit": tokens * self.least_s_per_token / passes,
-            "peak_gib": peak_gib(device),
+            "plan_gib": (there + passing + costs.micro_batch(largest)) / 2**30,
+            "peak_gib": of_passes,
+            "plan_of_step_gib": (there + (ADAPTER_BYTES + costs.stepping) * weights) / 2**30,
+            "peak_of_step_gib": of_steps,
         }
 
     def kernels(self, models: Sequence[str]) -> Report:
@@ -143,11 +176,20 @@ class Measured:
         return {"packings": number, "compiled": counters["stats"]["unique_graphs"] - before}
 
     def _work(self, models: Sequence[str], *, seed: int) -> list[Segment]:
-        return list(segments(operations(models, self.vocab_size, self.options.tokens, seed), LOSSES))
+        return list(segments(operations(models, self.budget.shape.vocab_size, self.options.tokens, seed), LOSSES))
 
-    def _run(self, work: list[Segment]) -> None:
-        micros = list(deal(work, 1, sum(segment.num_tokens for segment in work)))
-        self.trainer.run([micro[0] for micro in micros], [batching.owners(micro) for micro in micros], True)
+    def _dealt(self, work: Sequence[Segment], models: int, *, recomputed: bool) -> tuple[list[MicroBatch], bool]:
+        """Return micro-batches, and whether they keep their activations: as the backend decides with so many models."""
+        kept = self.budget.kept_tokens(models * self.budget.adapter)
+        tokens = sum(segment.num_tokens for segment in work)
+        keeps = not recomputed and kept >= min(tokens, self.budget.worth_keeping)
+        return list(deal(work, 1, kept if keeps else tokens)), keeps
+
+    def _run(self, work: Sequence[Segment], *, recomputed: bool = False) -> None:
+        models = len({segment.model_id for segment in work})
+        micros, keeps = self._dealt(work, models, recomputed=recomputed)
+        shares, owners = [micro[0] for micro in micros], [batching.owners(micro) for micro in micros]
+        self.trainer.run(shares, owners, True, keeps)
 
 
 def operations(models: Sequence[str], vocab_size: int, tokens: int, seed: int) -> list[ForwardBackward]:

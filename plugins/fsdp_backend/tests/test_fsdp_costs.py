@@ -1,6 +1,7 @@
 """The memory that admission counts, against what the program takes: on a real rank, and as one of many."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tinsmith.testing import ModelDriver, ragged_data
 from tinsmith.testing.int8_model import int8_config
 from tinsmith_fsdp.architecture import architecture_of
 from tinsmith_fsdp.config import FsdpConfig
-from tinsmith_fsdp.costs import ADAPTER_BYTES, PASS_BYTES, STRICT_SEQUENCES, Ranks, costs_of
+from tinsmith_fsdp.costs import ADAPTER_BYTES, PASS_BYTES, STEP_BYTES, STRICT_SEQUENCES, Ranks, costs_of
 from tinsmith_fsdp.demand import resolved_ranks
 from tinsmith_fsdp.rehearsal import rehearse
 
@@ -80,6 +81,15 @@ def test_a_matrix_of_integers_is_counted_when_it_is_converted() -> None:
     found = rehearse(config, INT8_GROUPS, ranks, [LoraConfig(rank=16, seed=0)], [16])
     _, added = counted(config, INT8_GROUPS, ranks, 16, [16])
     assert added == pytest.approx(found.peak - found.resident, rel=0.1)
+
+
+def test_a_step_takes_what_is_counted() -> None:
+    """What the pass before has copied is gone by then."""
+    config = FsdpConfig.model_validate({**FAST, "max_lora_rank": 16})
+    ranks, shape = resolved_ranks(config, 1, on_cpu=True), architecture_of(SMALL, Path("config.json"))
+    found = rehearse(config, {**SMALL, "num_hidden_layers": 1}, ranks, [LoraConfig(rank=16, seed=0)] * 2, [16] * 2)
+    weights = 2 * adapter_weights(replace(shape, num_layers=1), 16)
+    assert found.step - found.resident == pytest.approx(STEP_BYTES * weights, rel=0.02)
 
 
 @pytest.mark.parametrize(("world", "tp"), [(1, 1), (2, 1), (4, 1), (4, 2)])

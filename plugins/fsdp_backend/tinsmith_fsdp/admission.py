@@ -6,7 +6,7 @@ from typing import Final
 from tinsmith import ConfigError, LoraConfig, OutOfMemoryError
 from tinsmith.huggingface import DecoderShape, adapter_weights, weight_counts
 from tinsmith_fsdp.config import FsdpConfig
-from tinsmith_fsdp.costs import ADAPTER_BYTES, FULL_BYTES, PASS_BYTES, STEP_BYTES, Costs, Ranks, costs_of
+from tinsmith_fsdp.costs import ADAPTER_BYTES, FULL_BYTES, PASS_BYTES, Costs, Ranks, costs_of
 
 _GIB: Final = 2**30
 _SHORT: Final = 1024  # tokens that a sequence may have, however little memory there is
@@ -62,7 +62,7 @@ class Budget:
         """As many models of the largest rank as fit, and as the settings allow."""
         if self.memory is None:
             return self.config.max_models
-        stepping = adapter_weights(self.shape, self.config.max_lora_rank) * (ADAPTER_BYTES + STEP_BYTES)
+        stepping = adapter_weights(self.shape, self.config.max_lora_rank) * (ADAPTER_BYTES + self.costs.stepping)
         fitting = min((self.memory - self.fixed) // self.adapter, (self.memory - self.costs.fixed) // stepping)
         return min(self.config.max_models, max(0, fitting))
 

@@ -14,7 +14,7 @@ from tinsmith_fsdp.config import FsdpConfig
 
 ADAPTER_BYTES: Final = 16  # per weight: itself, its gradient and two moments, in float32
 PASS_BYTES: Final = 4  # per weight: what a pass adds up, beside its micro-batch and the copies in it
-STEP_BYTES: Final = 8  # per weight: with what ranks exchange sums, and an optimizer step computes; no micro-batch then
+STEP_BYTES: Final = 8  # per weight: what an optimizer step computes on a CPU; GPUs have a kernel. No micro-batch then
 FULL_BYTES: Final = 16  # per fully trained weight, including its gradient and moments
 _RUNTIME: Final = 1 << 30  # of a GPU
 _GPU_LOGITS: Final = 1 << 27  # of one chunk, as in head.py
@@ -71,6 +71,7 @@ class Costs:
     logits: int  # per token, at the head as well
     head: int  # all logits of one chunk: more are not made at once
     copies: int  # for each weight of every adapter in a micro-batch: weight and gradient in its dtype
+    stepping: int  # for each weight of an adapter, in an optimizer step
     trained: int  # layers of a fully trained model while they compute, if those of the base are never gathered
     own_gradients: int  # for each weight of the largest adapter: of single sequences, while they are computed
     exchanged: int  # for each of these: what is added to the sums, with what it takes to get it from other ranks
@@ -103,6 +104,7 @@ def costs_of(config: FsdpConfig, shape: DecoderShape, ranks: Ranks) -> Costs:
         base=-(-(outside + weights.num_layers * layer) // ranks.shards),
         gathered=(gathered if ranks.shards > 1 else 0) + _converted(shape) * item // ranks.tp,
         trained=gathered if ranks.shards == 1 else 0,
+        stepping=STEP_BYTES if ranks.on_cpu else 0,
         runtime=0 if ranks.on_cpu else _RUNTIME,
         saved=shape.num_layers * (shape.hidden_size * item // ranks.tp if ranks.checkpointing else kept),
         layer=_PER_TOKEN + more + (kept if ranks.checkpointing else 0),
