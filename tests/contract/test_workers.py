@@ -28,6 +28,7 @@ from tinsmith.workers.channel import Channel
 from tinsmith.workers.code import code_of
 from tinsmith.workers.front_door import FrontDoor, Joined
 from tinsmith.workers.group import by_rank
+from tinsmith.workers.host import run_host
 from tinsmith.workers.keys import KEY
 from tinsmith.workers.launching import LocalProcesses, Scheduler
 from tinsmith.workers.messages import Hello, Refused
@@ -58,6 +59,48 @@ def test_local_processes(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(WorkerDiedError, match=r"worker 0 left with 1; see their output"):
         WorkerGroup(PROGRAM, WorkersConfig(nproc_per_node=1), no_progress, launch_with=with_a_wrong_key)
     assert "has another TINSMITH_WORKER_KEY" in capfd.readouterr().err
+
+
+OURS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "expected"),
+    [
+        ({}, OURS),
+        ({"PYTORCH_ALLOC_CONF": "x:1"}, {"PYTORCH_ALLOC_CONF": "x:1"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, {"PYTORCH_CUDA_ALLOC_CONF": "x:1"}),
+    ],
+)
+def test_workers_have_expandable_segments_unless_the_operator_says_how_to_allocate(
+    theirs: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By either name of the setting, and in no process but theirs."""
+    started: list[dict[str, str]] = []
+
+    class Started(Exception):  # noqa: N818
+        pass
+
+    def tethered(command: Sequence[str], *, env: dict[str, str]) -> None:
+        del command
+        started.append(env)
+        raise Started
+
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in theirs.items():
+        monkeypatch.setenv(name, value)
+    for module in ("launching", "host"):
+        monkeypatch.setattr(f"tinsmith.workers.{module}.Tethered", tethered)
+    launch = Launch(config=WorkersConfig(), environment={}, directory=tmp_path, gpus=None, default_per_node=1)
+    with pytest.raises(Started):
+        LocalProcesses(launch)
+    with pytest.raises(Started):
+        run_host("here:1", processes=1, index=None, wait_s=0, again=False)
+    for environment in started:
+        assert {name: value for name, value in environment.items() if "ALLOC_CONF" in name} == expected
+    assert len(started) == 2
+    assert {name for name in os.environ if "ALLOC_CONF" in name} == theirs.keys()
 
 
 @pytest.mark.parametrize("call", ['"hang", -1', '"hold_the_interpreter"'])

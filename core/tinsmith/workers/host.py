@@ -9,7 +9,7 @@ from typing import Final
 from tinsmith.lifeline import Tethered
 from tinsmith.settings.environment import child_environment
 from tinsmith.workers.keys import KEY
-from tinsmith.workers.launching import COORDINATOR, INDEX, NUM_WORKERS, WAIT_S, WITH_PARENT
+from tinsmith.workers.launching import COORDINATOR, INDEX, NUM_WORKERS, WAIT_S, WITH_PARENT, worker_environment
 
 _PAUSE_S: Final = 2.0  # before workers join again
 _POLL_S: Final = 0.1
@@ -22,8 +22,7 @@ def run_host(coordinator: str, *, processes: int, index: int | None, wait_s: flo
     If one fails, the others are ended.
     """
     environment = {
-        "OMP_NUM_THREADS": "1",
-        **child_environment(keep=[KEY]),
+        **worker_environment(child_environment(keep=[KEY])),
         COORDINATOR: coordinator,
         WAIT_S: str(wait_s),
         WITH_PARENT: "1",

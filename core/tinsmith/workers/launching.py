@@ -68,13 +68,29 @@ class Launcher(Protocol):
 MakeLauncher = Callable[[Launch], Launcher]
 
 
+ALLOCATOR: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Both names of torch's setting, from 2.11 to 2.13; the first one overrules the second."""
+
+
+def worker_environment(machines: Mapping[str, str]) -> dict[str, str]:
+    """Return a machine's environment for its workers. What the operator has set stays.
+
+    Each packing of sequences has new sizes: with expandable segments, the memory that torch has freed fits them. They
+    are for workers alone, as vLLM refuses them if it is to sleep.
+    """
+    defaults = {"OMP_NUM_THREADS": "1"}
+    if not any(name in machines for name in ALLOCATOR):
+        defaults[ALLOCATOR[0]] = "expandable_segments:True"
+    return {**defaults, **machines}
+
+
 class LocalProcesses:
     """A process for each worker, on this machine. They end when this process does."""
 
     def __init__(self, launch: Launch) -> None:
         self.num_workers: int | None = launch.num_workers
         own = {**launch.environment, NUM_WORKERS: str(launch.num_workers), WITH_PARENT: "1"}
-        shared = {"OMP_NUM_THREADS": "1", **child_environment(), **own}
+        shared = {**worker_environment(child_environment()), **own}
         self._processes = [
             Tethered([sys.executable, "-m", "tinsmith.workers"], env={**shared, INDEX: str(index)})
             for index in range(launch.num_workers)

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tinsmith.errors import ConfigError
 from tinsmith.workers.config import WorkersConfig
 from tinsmith.workers.keys import KEY
-from tinsmith.workers.launching import COORDINATOR, Launch
+from tinsmith.workers.launching import ALLOCATOR, COORDINATOR, Launch, worker_environment
 
 # Any below: Ray creates the types of actor handles and references at run time.
 
@@ -55,7 +55,7 @@ class RayActors:
         self.num_workers: int | None = launch.config.nnodes * per_node
         each = {"CPU": _CPU_EACH, **({"GPU": 1.0} if on_gpus else {})}
         self._group: PlacementGroup = _room(launch.config, {name: per_node * number for name, number in each.items()})
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **launch.environment}
+        environment = {**worker_environment(_allocator()), "PYTHONSAFEPATH": "1", **launch.environment}
         key = environment.pop(KEY)  # the environment of actors is shown by Ray's tools; arguments are not
         actor = ray.remote(_Actor)
         self._actors: list[Any] = [
@@ -93,6 +93,11 @@ class RayActors:
         for each in self._actors:
             ray.kill(each)
         remove_placement_group(self._group)
+
+
+def _allocator() -> dict[str, str]:
+    """Return what the operator has set on this machine."""
+    return {name: os.environ[name] for name in ALLOCATOR if name in os.environ}
 
 
 def _join_cluster(launch: Launch) -> None:
