@@ -6,13 +6,10 @@ Legend: T = tokens of all sequences, D = size of a head.
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its name everywhere)
-from torch.nn.attention import varlen
-
-# Any: torch's own arguments.
+import varlen_on_cpu
 
 LENGTHS = (1, 5, 33, 64, 2)
 HEADS, KV_HEADS, SIZE = 6, 2, 16
@@ -29,46 +26,16 @@ class OnCard(torch.Tensor):
 @cache
 def register_kernels() -> None:
     """Give the operator behind `varlen_attn` kernels for CPUs. There are none, and registering is for good."""
-    varlen._varlen_attn.register_kernel("cpu")(_forward)
-    varlen._varlen_attn_backward.register_kernel("cpu")(_backward)
-
-
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    _, _, _, causal, scale, *_ = rest
-    out = one_by_one(q.float(), k.float(), v.float(), starts, scale, causal=causal).to(q.dtype)
-    return out, torch.zeros(q.shape[1], q.shape[0]), torch.zeros(2, dtype=torch.uint64)
-
-
-def _backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """By the formulas of FlashAttention's backward pass: autograd does not work inside of an operator."""
-    _, _, starts, _, _, _, causal, _, scale, *_ = rest
-    assert causal
-    scale = q.shape[2] ** -0.5 if scale is None else scale
-    group = q.shape[1] // k.shape[1]
-    parts: list[list[torch.Tensor]] = []
-    for start, stop in pairwise(starts.tolist()):
-        Q, G = (x[start:stop].float().transpose(0, 1) for x in (q, grad))
-        K, V = (x[start:stop].float().transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
-        hidden = torch.ones(stop - start, stop - start).triu(1).bool()
-        P = (Q @ K.mT * scale).masked_fill(hidden, float("-inf")).softmax(-1)
-        D = P * (G @ V.mT - (G * (P @ V)).sum(-1, keepdim=True)) * scale
-        of_heads = [D @ K, *(x.unflatten(0, (-1, group)).sum(1) for x in (D.mT @ Q, P.mT @ G))]
-        parts.append([x.transpose(0, 1).to(q.dtype) for x in of_heads])
-    of_q, of_k, of_v = (torch.cat(each) for each in zip(*parts, strict=True))
-    return of_q, of_k, of_v
+    varlen_on_cpu.register()
 
 
 def one_by_one(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, scale: float | None, *, causal: bool = True
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
     def parts() -> Iterator[torch.Tensor]:
         for start, stop in pairwise(starts.tolist()):
             each = (x[start:stop].transpose(0, 1)[None] for x in (q, k, v))
-            out = F.scaled_dot_product_attention(*each, is_causal=causal, scale=scale, enable_gqa=True)
+            out = F.scaled_dot_product_attention(*each, is_causal=True, scale=scale, enable_gqa=True)
             yield out[0].transpose(0, 1)
 
     return torch.cat(list(parts()))

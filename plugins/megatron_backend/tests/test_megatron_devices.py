@@ -2,6 +2,8 @@
 
 import importlib.util
 import sys
+from collections.abc import Mapping
+from dataclasses import fields
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,9 +16,10 @@ import torch
 from megatron_harness import make_backend
 
 from tinsmith import ConfigError, Placement
-from tinsmith.workers import Launch, Launcher, alone
+from tinsmith.workers import Launch, Launcher, WorkerDevice, alone
 from tinsmith_megatron import cpu_shim
 from tinsmith_megatron.attention import PackedAttention
+from tinsmith_megatron.parallel import Place
 from tinsmith_megatron.rank import Rank
 
 
@@ -50,22 +53,109 @@ def test_attention_on_a_gpu_is_that_of_each_sequence(monkeypatch: pytest.MonkeyP
     attention_on_cpu.check_on_card(attend, None)
 
 
+def imported(name: str, monkeypatch: pytest.MonkeyPatch, stand_ins: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Import a module of the plugin anew, with others in the place of Megatron's, which would need the shim."""
+    for parent in ("megatron", "megatron.core", "megatron.core.transformer"):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    for each, content in stand_ins.items():
+        module = ModuleType(each)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, each, module)
+    spec = importlib.util.find_spec(f"tinsmith_megatron.{name}")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, f"tinsmith_megatron.{name}", module)  # where dataclasses look
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_where_there_is_a_gpu_nothing_is_taken_from_the_shim(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router's name for TransformerEngine's product was: a NameError in the first pass with experts on a GPU."""
     made = {"stage": "Stage", "trainer": "Trainer", "weights": "WeightReader", "groups": "join"}
-    stand_ins = {f"tinsmith_megatron.{module}": {name: object} for module, name in made.items()}
     moe_utils = ModuleType("moe_utils")
+    stand_ins: dict[str, dict[str, Any]] = {f"tinsmith_megatron.{each}": {name: object} for each, name in made.items()}
     stand_ins["megatron.core.transformer.moe"] = {"moe_utils": moe_utils}
-    for parent in ("megatron", "megatron.core", "megatron.core.transformer"):
-        stand_ins[parent] = {}
-    for name, content in stand_ins.items():
-        module = ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(cpu_shim, "install", partial(pytest.fail, "the shim is in place"))
-    spec = importlib.util.find_spec("tinsmith_megatron.megatron_here")
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    imported("megatron_here", monkeypatch, stand_ins)
     assert moe_utils.te_general_gemm is None
+
+
+CARD = torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(("device", "strict"), [(CARD, False), (CARD, True), (torch.device("cpu"), False)])
+def test_a_rank_on_a_gpu_takes_its_share_and_is_deterministic_if_that_is_claimed(
+    device: torch.device, strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[object] = []
+    stand_in = ModuleType("megatron_here")
+    vars(stand_in).update(LossTable=None, Stage=None, Trainer=None, WeightReader=None, groups=Met(done))
+    monkeypatch.setitem(sys.modules, "tinsmith_megatron.megatron_here", stand_in)
+    monkeypatch.setattr("tinsmith_megatron.rank.find_device", lambda *_: device)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: done.append(given))
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda **_: done.append("deterministic"))
+    setup: Any = SimpleNamespace(strict=strict, memory_share=0.5, config=None)
+    with alone() as worker, pytest.raises(InterruptedError):
+        Rank(worker).load(setup)
+    claimed = ["deterministic"] if strict or device != CARD else []
+    assert done == [*claimed, *([(0.5, CARD)] if device == CARD else []), "meet"]
+
+
+class Met:
+    def __init__(self, done: list[object]) -> None:
+        self._done = done
+
+    def join(self, *_: object) -> None:
+        self._done.append("meet")
+        raise InterruptedError
+
+
+class RankOnACard:
+    """Answers as the rank that has it would."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __len__(self) -> int:
+        return 1
+
+    def call(self, method: str, *_: object) -> list[object]:
+        if method == "load":
+            return [SimpleNamespace(place=Place(**dict.fromkeys(fields_of(Place), 0)))]
+        return [WorkerDevice(type="cuda", name="H100", memory_bytes=80 << 30) if method == "device" else True]
+
+    def close(self) -> None: ...
+
+
+def fields_of(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def test_on_gpus_no_bits_are_claimed(
+    megatron_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinsmith_megatron.backend.WorkerGroup", RankOnACard)
+    placement = Placement(devices=("0",), memory_bytes=40 << 30, device_bytes=80 << 30)
+    found = make_backend(megatron_models["qwen3"], tmp_path, placement=placement, device="cuda").capabilities
+    assert (found.device, found.dtype, found.deterministic, found.isolation) == ("1 x H100", "bfloat16", False, "close")
+
+
+def test_the_head_takes_more_rows_at_a_time_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def chunk(hidden: torch.Tensor, _: object, __: object, ___: object, rows: slice, *____: object) -> Any:
+        sizes.append(rows.stop - rows.start)
+        return [hidden] * 2
+
+    groups = ("group", "rank", "world_size")
+    names = dict.fromkeys(f"get_tensor_model_parallel_{each}" for each in groups)
+    head = imported("head", monkeypatch, {"megatron.core.parallel_state": names})
+    monkeypatch.setattr(head, "_chunk", chunk)
+    monkeypatch.setattr(head, "Scores", lambda *columns: columns)
+    monkeypatch.setattr(head, "_CPU_LOGITS", 100 * 64)
+    monkeypatch.setattr(head, "_GPU_LOGITS", 100 * 128)
+    hidden, stream = torch.zeros(1, 4), SimpleNamespace(num_rows=256)
+    for each in (hidden, hidden.as_subclass(attention_on_cpu.OnCard)):
+        head._score(each, torch.zeros(100, 4), stream, None, None)
+    assert sizes == [64, 64, 64, 64, 128, 128]

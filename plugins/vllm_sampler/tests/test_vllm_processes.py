@@ -12,6 +12,7 @@ import textwrap
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -629,3 +630,14 @@ def test_vllm_for_cpus_does_not_start_on_assigned_devices(tmp_path: Path) -> Non
     given = Placement(devices=("3",), memory_bytes=35 << 30, device_bytes=80 << 30)
     (launch,) = launches(VllmConfig(), model_of(tmp_path, "Llama-3.1-8B"), tmp_path, given)
     assert launch.start.impossible_on_cpu.startswith("the sampler has devices 3, and this vllm is built for CPUs")
+
+
+def test_on_gpus_nothing_is_changed_that_only_cpus_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-ins have nothing but the platform: whatever else they are asked for is not there."""
+    for name, content in (("vllm", {}), ("vllm.platforms", {"current_platform": SimpleNamespace(is_cpu=bool)})):
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    compat._check_heads(None)
+    compat.leave_base_rows_alone()
+    compat._forget_packed_experts(None)
