@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,7 @@ from tinsmith_jax.compile_check.hlo import read_module
 from tinsmith_jax.compile_check.model_shapes import SHAPES, read_model
 from tinsmith_jax.compile_check.options import Options, read_mesh
 from tinsmith_jax.compile_check.report import paragraph
-from tinsmith_jax.compile_check.tables import passes, sampling, scaling, slices
+from tinsmith_jax.compile_check.tables import passes, read_lines, sampling, scaling, slices
 from tinsmith_jax.compile_check.work import hbm_bytes, product_flops
 from tinsmith_jax.mesh import Axes, arranged
 from tinsmith_jax.model_config import read_config
@@ -268,6 +270,37 @@ def test_what_is_sent_is_told_per_token() -> None:
     row = scaling([_figures()]).splitlines()[-1]
     received = 4 * 128 * 128 + 4 * (8 * 128 + 8)
     assert f"| 256 | 0.00 | 0.00 | 0.00 | {received * 4 / 256 / 1024:,.0f} |" in row
+
+
+@pytest.mark.parametrize(("program", "times"), [("decode", 4), ("prefill", 12), ("gradients", 12)])
+def test_a_program_that_is_misread_has_no_time(program: str, times: int) -> None:
+    """With another libtpu, the same program read 14,940, 1,995 or 24 tokens a second, and each was an estimate."""
+    figures = _figures().model_copy(update={"program": program, "compiler": "jax 9, libtpu 9"})
+    assert figures.doubt is None
+    assert figures.compiled is not None
+    compiled = figures.compiled.model_copy(update={"hbm_bytes": times * figures.least_read_bytes})
+    misread = figures.model_copy(update={"compiled": compiled})
+    text = paragraph(misread)
+    assert f"seems to read all that it has {times} times a round, so jax 9, libtpu 9 writes it in a way" in text
+    assert "tokens/s" not in text
+    other = _figures().model_copy(update={"program": "prefill" if program == "decode" else "decode"})
+    row = (passes([misread]) if program == "gradients" else sampling([misread, other])).splitlines()[-1]
+    assert re.search(r"\|  \|  \|  \| .*jax 9, libtpu 9 \|$", row), "no speeds"
+
+
+def test_each_row_that_is_published_is_believed_and_names_its_compiler() -> None:
+    rows = read_lines((Path(__file__).parents[3] / "docs" / "reference" / "tpu.jsonl").read_text())
+    assert [row.doubt for row in rows if row.doubt] == []
+    assert all(re.fullmatch(r"jax [\d.]+, libtpu [\d.]+", row.compiler) for row in rows)
+
+
+def test_the_extra_the_image_and_the_development_environment_have_one_compiler() -> None:
+    root = Path(__file__).parents[3]
+    project = tomllib.loads((root / "plugins/jax_backend/pyproject.toml").read_text())["project"]
+    pinned = dict(each.replace("[tpu]", "").split("==") for each in project["optional-dependencies"]["tpu"])
+    assert pinned.keys() == {"jax", "libtpu"}
+    assert f"jax=={pinned['jax']}" in (root / "constraints.txt").read_text().splitlines()
+    assert "-c constraints.txt" in (root / "deploy/Dockerfile").read_text()
 
 
 def test_a_collective_has_the_links_of_its_axis() -> None:

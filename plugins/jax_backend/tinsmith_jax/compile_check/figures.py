@@ -1,5 +1,6 @@
 """What became of a program: whether it fits, and what it costs."""
 
+import importlib.metadata
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,10 @@ from tinsmith_jax.compile_check.work import hbm_bytes, product_flops
 
 PLANNED: Final = "*.after_optimizations_after_buffer_assignment.txt"
 """The last file that the compiler writes before it generates code. Those that are read are complete by then."""
+
+_MOST_READ: Final = {"decode": 3.0}
+_MOST_READ_BY_OTHERS: Final = 8.0
+"""Times `Figures.least_read_bytes`. What is known to be read rightly has 1.7 at most, and 4.0."""
 
 _PROGRAM: Final = "*.after_optimizations.txt"
 _REPORT: Final = "*.after_optimizations-memory-usage-report.txt"
@@ -96,6 +101,7 @@ class Figures(BaseModel):
     compiled: Compiled | None
     error: str | None = None
     has_code: bool = False  # compiled to the end, not only until memory was planned
+    compiler: str = ""  # "jax 0.10.2, libtpu 0.0.42.1"; others plan other programs
 
     @property
     def slice(self) -> Slice:
@@ -136,6 +142,28 @@ class Figures(BaseModel):
         hidden = self.facts.formula.get("attention", 0) if self.facts.attention_is_hidden else 0
         return sum(self.facts.formula.values()) - hidden
 
+    @property
+    def least_read_bytes(self) -> float:
+        """Return about what a program reads that holds its weights whole, in each round of its loop."""
+        facts, made = self.facts, self.compiled
+        assert made is not None, "what the compiler gave up reads nothing"
+        own = made.argument_bytes + made.result_bytes + made.temporary_bytes
+        whole = facts.base_bytes * self.options.mesh.fsdp + facts.sampling_bytes
+        return max(own, whole) * facts.trips.get("", 1)
+
+    @property
+    def doubt(self) -> str | None:
+        """Return why the traffic of memory, and so the time, is not believed. None: there is no reason."""
+        if self.compiled is None:
+            return None
+        times = self.compiled.hbm_bytes / self.least_read_bytes
+        if times <= _MOST_READ.get(self.program, _MOST_READ_BY_OTHERS):
+            return None
+        return (
+            f"no time is told: the program seems to read all that it has {times:,.0f} times a round, so "
+            f"{self.compiler or 'its compiler'} writes it in a way that is not understood"
+        )
+
     def seconds(self) -> Seconds:
         assert self.compiled is not None, "what the compiler gave up takes no time"
         chip, made = self.slice.chip, self.compiled
@@ -153,7 +181,9 @@ def read_figures(options: Options, program: str, place: Path, *, has_code: bool)
     error = place / "error.txt"
     if error.exists():
         text = error.read_text(encoding="utf-8")
-        return Figures(options=options, program=program, facts=facts, compiled=None, error=_first_line(text))
+        return Figures(
+            options=options, program=program, facts=facts, compiled=None, error=_first_line(text), compiler=compiler()
+        )
     text = next(place.glob(_PROGRAM)).read_text(encoding="utf-8")
     total = _TOTAL.search(next(place.glob(_REPORT)).read_text(encoding="utf-8"))
     assert total is not None, "the compiler's report of memory begins with the total"
@@ -161,7 +191,19 @@ def read_figures(options: Options, program: str, place: Path, *, has_code: bool)
     compiled = analysed(
         text, int(total.group(1)), {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor}, facts.trips
     )
-    return Figures(options=options, program=program, facts=facts, compiled=compiled, has_code=has_code)
+    return Figures(
+        options=options,
+        program=program,
+        facts=facts,
+        compiled=compiled,
+        has_code=has_code,
+        compiler=compiler(),
+    )
+
+
+def compiler() -> str:
+    """Return the releases that decide what is compiled."""
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "libtpu"))
 
 
 def analysed(text: str, total_bytes: int, mesh: Mapping[str, int], trips: Trips) -> Compiled:

@@ -27,6 +27,7 @@ def heading(figures: Figures) -> str:
             f"{options.tenants} tenants of rank {options.rank}, {facts.adapters} in a call; {facts.streams} streams of"
             f" {options.tokens} tokens, sequences of up to {options.context}",
             f"held on each chip: {', '.join(held)}",
+            f"compiled by {figures.compiler}",
         )
     )
 
@@ -81,6 +82,8 @@ def _unplanned(figures: Figures, collectives: Sequence[Sent]) -> list[str]:
 
 
 def _time(figures: Figures) -> str:
+    if figures.doubt is not None:
+        return figures.doubt
     time = figures.seconds()
     parts = f"compute {_ms(time.compute)}, HBM {_ms(time.hbm)}, links {_ms(time.links)}"
     if not figures.tokens:

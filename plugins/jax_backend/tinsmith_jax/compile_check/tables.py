@@ -27,7 +27,7 @@ def passes(rows: Iterable[Figures]) -> str:
     """Return passes with gradients, one a row."""
     head = _header(
         "Model", "Slice", "Mesh", "Tenants", "Tokens a stream", "GiB a chip", "Fits", "FLOPs / formula",
-        "ms of compute, HBM, links", "Tokens/s, overlapped", "in turn", "a chip", "Share of peak",
+        "ms of compute, HBM, links", "Tokens/s, overlapped", "in turn", "a chip", "Share of peak", "Compiler",
     )  # fmt: skip
     return "\n".join((*head, *(_pass(row) for row in rows if row.program == "gradients")))
 
@@ -38,7 +38,7 @@ def _pass(figures: Figures) -> str:
     tenants = f"{options.tenants}{special}"
     first = [options.model, options.topology, mesh_text(figures), tenants, f"{options.tokens:,}"]
     if made is None:
-        return _cells(*first, "more than there is", "**no**", *[""] * 6)
+        return _cells(*first, "more than there is", "**no**", *[""] * 6, figures.compiler)
     time = figures.seconds()
     rate = figures.tokens / time.overlapped
     speed = (
@@ -51,7 +51,8 @@ def _pass(figures: Figures) -> str:
         "yes" if figures.fits else "**no**",
         f"{made.flops / figures.formula_flops:.3f}",
         _times(figures),
-        *(speed if figures.fits else [""] * 4),
+        *(speed if figures.fits and not figures.doubt else [""] * 4),
+        figures.compiler,
     )
 
 
@@ -64,12 +65,16 @@ def slices(rows: Iterable[Figures]) -> str:
     for row in rows:
         if row.program == "gradients":
             found[row.options.model, row.slice.chip.name][row.slice.num_chips] = row
-    head = _header("Model", "Chip", *(f"{number} chips" if number > 1 else "1 chip" for number in _SLICES))
+    head = _header("Model", "Chip", *(f"{number} chips" if number > 1 else "1 chip" for number in _SLICES), "Compiler")
     body = (
-        _cells(model, chip, *(_slice_cell(sizes.get(number)) for number in _SLICES))
+        _cells(model, chip, *(_slice_cell(sizes.get(number)) for number in _SLICES), _compilers(sizes.values()))
         for (model, chip), sizes in found.items()
     )
     return "\n".join((*head, *body))
+
+
+def _compilers(rows: Iterable[Figures]) -> str:
+    return "; ".join(sorted({row.compiler for row in rows}))
 
 
 def _slice_cell(figures: Figures | None) -> str:
@@ -79,6 +84,8 @@ def _slice_cell(figures: Figures | None) -> str:
         return "**no**"
     if not figures.fits:
         return f"**no**: {(figures.needed_bytes or 0) / _GIB:.1f} GiB"
+    if figures.doubt:
+        return f"{(figures.needed_bytes or 0) / _GIB:.1f} GiB"
     time, chips = figures.seconds(), figures.slice.num_chips
     rates = (f"{figures.tokens / seconds / chips:,.0f}" for seconds in (time.overlapped, time.in_turn))
     return f"{(figures.needed_bytes or 0) / _GIB:.1f} GiB; {' / '.join(rates)}"
@@ -89,6 +96,7 @@ def scaling(rows: Iterable[Figures]) -> str:
     head = _header(
         "Model", "Slice", "Mesh", "Tokens a call", "GiB received by a chip: weights", "activations", "gradients",
         "KiB received by all chips for a token", "ms of compute, HBM, links", "Links as long as compute at",
+        "Compiler",
     )  # fmt: skip
     chosen = (row for row in rows if row.program == "gradients" and row.slice.num_chips > 1 and row.compiled)
     return "\n".join((*head, *map(_scaling_row, chosen)))
@@ -114,6 +122,7 @@ def _scaling_row(figures: Figures) -> str:
         f"{per_token:,.0f}",
         _times(figures),
         "" if activations else balanced,  # activations grow with the tokens
+        figures.compiler,
     )
 
 
@@ -125,6 +134,7 @@ def sampling(rows: Iterable[Figures]) -> str:
     head = _header(
         "Model", "Slice", "Mesh", "Slots", "GiB a chip: base", "cache and adapters", "decoding, of", "Fits",
         "ms of compute, HBM, links for a token of each slot", "Tokens/s drawn, overlapped", "in turn", "read, in turn",
+        "Compiler",
     )  # fmt: skip
     pairs = (pair for pair in found.values() if pair.keys() >= {"decode", "prefill"})
     return "\n".join((*head, *map(_sampling_row, pairs)))
@@ -138,7 +148,7 @@ def _sampling_row(pair: Mapping[str, Figures]) -> str:
     mesh = mesh_text(decode) + (", gathered once" if facts.gathers_once else "")
     first = (options.model, options.topology, mesh, f"{slots:,}", *held)
     if decode.compiled is None or prefill.compiled is None:
-        return _cells(*first, "more than there is", "**no**", *[""] * 4)
+        return _cells(*first, "more than there is", "**no**", *[""] * 4, _compilers(pair.values()))
     fits = decode.fits and prefill.fits
     speeds = (
         f"{decode.tokens / decode.seconds().overlapped:,.0f}",
@@ -150,7 +160,8 @@ def _sampling_row(pair: Mapping[str, Figures]) -> str:
         _of_chip(decode),
         "yes" if fits else "**no**",
         _times(decode, decode.tokens / slots),
-        *(speeds if fits else [""] * 3),
+        *(speeds if fits and not (decode.doubt or prefill.doubt) else [""] * 3),
+        _compilers(pair.values()),
     )
 
 
@@ -169,6 +180,8 @@ def _of_chip(figures: Figures) -> str:
 
 def _times(figures: Figures, parts: float = 1) -> str:
     """Return the milliseconds of compute, HBM and links for one of the parts of a call, the longest in bold."""
+    if figures.doubt:
+        return "not believed"
     time = figures.seconds()
     digits = 0 if parts == 1 else 2
     texts = (f"{1e3 * each / parts:.{digits}f}" for each in time)
