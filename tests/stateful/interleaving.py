@@ -85,6 +85,10 @@ async def run(
         session.task.add_done_callback(lambda _: changed.set())
         started.append(session)
         await _until_still(started, changed)
+        if session.task.done():
+            session.task.result()
+            msg = f"{name} has ended without a step, so it takes part in no order"
+            raise AssertionError(msg)
     made: list[Choice] = []
     while ready := [each for each in started if each.parked]:
         chosen = choices[len(made)] % len(ready) if len(made) < len(choices) else 0

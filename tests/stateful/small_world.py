@@ -86,6 +86,9 @@ FILE_STEPS: Final = (
 READING: Final = frozenset({"_put", "find", "read_manifest", "_files"})
 """What three sessions do without a pause, so that all of their orders can be tried. Two sessions pause."""
 
+CLEARING: Final = READING | {"get_run", "delete"}
+"""If two of three sessions remove files, they do so without a pause, too. Of two sessions, each pauses before it."""
+
 
 @contextmanager
 def pausing_files() -> Iterator[None]:
