@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tinsmith.backend import ReplayedExperts
-from tinsmith.operations import Array, Datum, ExpertArray, Forward, ForwardBackward, ForwardBackwardOutput
+from tinsmith.operations import Array, Datum, ExpertArray, ForwardBackward, ForwardBackwardOutput
 from tinsmith.testing.contract import assert_same_numbers, need, norm
 from tinsmith.testing.model_driver import ModelDriver, logprobs_of, ragged_data, random_datum, slope, succeeded
 from tinsmith.testing.training_suite import TrainingSuite
@@ -100,7 +100,7 @@ class RoutingReplayContract(TrainingSuite):
         given = np.broadcast_to(choice_TC[:, None], (num_tokens, layers, top_k)).astype(np.uint16)
         given[:, 0] = np.arange(top_k)
         datum = random_datum(77, num_tokens, driver.capabilities.vocab_size)
-        model_id, data = driver.create_trained(), [replace(datum, routed_experts=given)]
+        model_id, data = driver.create_trained(), [replace(datum, routed_experts=given)] * 3
         used, most = top_k / experts, experts / top_k - 1
         expected = {
             "e_frac_with_tokens:mean": (used + layers - 1) / layers,
@@ -113,21 +113,17 @@ class RoutingReplayContract(TrainingSuite):
             assert _of_experts(output) == pytest.approx(expected, rel=1e-12)
 
     def test_metrics_are_of_the_requests_own_tokens(self, driver: ModelDriver, allowed: ReplayedExperts) -> None:
-        """Two of three requests are of one model. Each has sequences of more than one micro-batch, if these are small.
-
-        Lengths are such that most are padded, whatever the size of a tile or the number of ranks.
-        """
-        vocab_size, lengths = driver.capabilities.vocab_size, (1, 33, 64, 7, 50, 63)
-        models = [driver.create_trained(rank=rank, seed=rank) for rank in (4, 8)]
+        """Two of four requests are of one model."""
+        vocab_size, models = driver.capabilities.vocab_size, [driver.create_trained(rank=n, seed=n) for n in (1, 4, 8)]
+        lengths = ((5,), (5, 33), (33,), (33, 5))
+        data = [_replayed(ragged_data(n, vocab_size, own), allowed, seed=n) for n, own in enumerate(lengths)]
         ops = [
-            ForwardBackward(model_id=model, data=tuple(_replayed(ragged_data(n, vocab_size, lengths), allowed, n)))
-            for n, model in ((78, models[0]), (79, models[1]), (80, models[0]))
+            ForwardBackward(model_id=model_id, data=tuple(own))
+            for model_id, own in zip([*models, models[0]], data, strict=True)
         ]
-        scored = [Forward(model_id=op.model_id, data=op.data) for op in ops]
-        for outputs in (driver.backend.forward(scored), driver.backend.forward_backward(ops)):
-            for op, output in zip(ops, succeeded(outputs), strict=True):
-                given = [datum.routed_experts for datum in op.data if datum.routed_experts is not None]
-                assert _of_experts(output) == pytest.approx(_metrics_by_hand(given, allowed), rel=1e-12)
+        for own, output in zip(data, succeeded(driver.backend.forward_backward(ops)), strict=True):
+            given = [datum.routed_experts for datum in own if datum.routed_experts is not None]
+            assert _of_experts(output) == pytest.approx(_metrics_by_hand(given, allowed), rel=1e-12)
 
     def test_routers_own_choice_is_counted(self, driver: ModelDriver, allowed: ReplayedExperts) -> None:
         """With replay for one of the two sequences, for its beginning, and for none; alone, in company and in parts."""
