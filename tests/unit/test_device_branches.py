@@ -38,6 +38,9 @@ FORCED_BY: Mapping[str, str] = {
     "torch_workers.sleeping:SleepingTensors._synchronize": FSDP + ASLEEP,
     "torch_workers.transfers:HostCopies.__init__": FSDP + THERE_AND_BACK,
     "torch_workers.transfers:to_device": FSDP + THERE_AND_BACK,
+    "torch_workers.transfers:wait_for": (
+        "plugins/fsdp_backend/tests/test_fsdp_modes.py::test_a_gpu_is_waited_for_before_scores_are_read"
+    ),
     "tinsmith_fsdp.attention:packed_attention": (
         "plugins/fsdp_backend/tests/test_fsdp_attention.py::test_attention_on_a_gpu_is_that_of_each_sequence"
     ),
@@ -46,6 +49,9 @@ FORCED_BY: Mapping[str, str] = {
     "tinsmith_fsdp.demand:_ranks": "plugins/fsdp_backend/tests/test_fsdp_admission.py::" + ADMISSION,
     "tinsmith_fsdp.demand:demand": "plugins/fsdp_backend/tests/test_fsdp_admission.py::" + ADMISSION,
     "tinsmith_fsdp.head:_score": FSDP + ROWS,
+    "tinsmith_fsdp.optimizer:adamw_": (
+        "plugins/fsdp_backend/tests/test_fsdp_modes.py::test_a_gpu_steps_all_models_in_one_kernel"
+    ),
     "tinsmith_fsdp.rank:Rank.load": FSDP + SHARE,
     "tinsmith_jax.backend:JaxBackend._describe": JAX + TRAINER,
     "tinsmith_jax.backend:_half_busy": JAX + TRAINER,
@@ -85,6 +91,10 @@ FORCED_BY: Mapping[str, str] = {
     "tinsmith_vllm.compat:_check_heads": VLLM + UNCHANGED,
     "tinsmith_vllm.compat:_forget_packed_experts": VLLM + UNCHANGED,
     "tinsmith_vllm.compat:leave_base_rows_alone": VLLM + UNCHANGED,
+    "tinsmith_vllm.compat:check_platform": (
+        "plugins/vllm_sampler/tests/test_vllm_gpu_starts.py"
+        "::test_a_card_that_cannot_be_used_ends_the_start_in_the_words_of_torch"
+    ),
     "tinsmith_vllm.draws:draw": (
         "plugins/vllm_sampler/tests/test_vllm_fused_draws.py::test_rows_on_a_gpu_go_to_the_kernels"
     ),
