@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import attention_on_cpu
 import pytest
 import torch
 from gpu_harness import MODE, ON_CPU, VOCAB
@@ -27,7 +28,8 @@ def pytest_sessionstart() -> None:
 def _processes() -> Iterator[None]:
     """Ranks find their program here, and nobody takes the whole card."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        for place in (Path(__file__).parent, Path(attention_on_cpu.__file__).parent):
+            patch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
         patch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         if ON_CPU:
             patch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -2,11 +2,14 @@
 
 import gc
 from functools import partialmethod
+from typing import Any
 
+import attention_on_cpu
 import torch
 from torch._dynamo.utils import counters
 
 from tinsmith.workers import Worker
+from tinsmith_fsdp import attention
 from tinsmith_fsdp.rank import Rank
 
 
@@ -32,11 +35,22 @@ class OnCpu(ObservedRank):
     """Takes the GPU's branches. Compiles as a GPU would, except that no code is generated: that takes minutes."""
 
     def __init__(self, worker: Worker) -> None:
-        import varlen_on_cpu
-
-        varlen_on_cpu.as_on_a_gpu()
+        _attend_as_on_a_gpu()
         torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")  # type: ignore[method-assign,assignment]
         super().__init__(worker)
 
     def reserved(self) -> int:
         return int(self.device_bytes())
+
+
+def _attend_as_on_a_gpu() -> None:
+    """Take the GPU's branch of the attention in this process, as the tensors do not say that they are on one."""
+    attention_on_cpu.register_kernels()
+    one_by_one = attention.packed_attention
+
+    def packed(module: Any, query: torch.Tensor, key: Any, value: Any, mask: Any, **given: Any) -> Any:
+        if query.dtype != torch.bfloat16:
+            return one_by_one(module, query, key, value, mask, **given)
+        return attention._varlen(query, key, value, given["stream"], given.get("scaling")), None
+
+    attention.packed_attention = packed

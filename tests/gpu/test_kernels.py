@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
+import attention_on_cpu
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (its name everywhere)
-import varlen_on_cpu
 from gpu_harness import ON_CPU, relative
 
 from tinsmith.torch_workers import varlen_attention
@@ -41,7 +41,7 @@ def draws(seed: int, *shapes: Sequence[int]) -> list[torch.Tensor]:
 def test_attention_of_many_sequences(device: torch.device) -> None:
     """The heads of Qwen3-8B: 32, and 8 of keys and values."""
     if ON_CPU:
-        varlen_on_cpu.register()
+        attention_on_cpu.register_kernels()
     lengths = [1, 63, 64, 65, 700, *(() if ON_CPU else (2000, 5000))]
     ends = np.cumsum([0, *lengths]).tolist()
     q, k, v, d_out = draws(0, *((ends[-1], heads, 128) for heads in (32, 8, 8, 32)))
