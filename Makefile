@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup test test-all check fix bench bench-recovery docs dist test-crash test-malice test-gpu card licences audit clean
+.PHONY: help demo setup test test-all test-newest check fix bench bench-recovery docs dist test-crash test-malice test-gpu card licences audit clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,7 +43,26 @@ test-all: $(VENV)/.dev-installed ## Run every test that needs no accelerator: mo
 	$(BIN)/python -m pytest -s -p no:xdist -m crash
 	$(BIN)/python -m pytest -s -p no:xdist -m malice
 	TINSMITH_GPU_TESTS=cpu $(BIN)/python deploy/card.py test
+	$(MAKE) test-newest NEWEST_ALSO=fsdp_backend NEWEST_BEYOND="jax jaxlib torch"
 	$(MAKE) licences
+
+# Names of plugins to test as well, with the newest of what they need: of torch, say.
+NEWEST_ALSO ?=
+# Taken past the range that the metadata allow.
+NEWEST_BEYOND ?= jax jaxlib
+NEWEST_PYTHON ?= $(shell for each in python3.13 python3.12 $(PYTHON); do $$each -c '' 2> /dev/null && echo $$each && break; done)
+NEWEST := .venv-newest
+NEWEST_PLUGINS := $(patsubst %,plugins/%,jax_backend $(NEWEST_ALSO))
+
+test-newest: export JAX_DISABLE_MOST_OPTIMIZATIONS := 1
+test-newest: ## Run the demo, contract suites and the SDK's tests with the newest Python here and the newest releases, without constraints
+	$(NEWEST_PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade --upgrade-strategy eager -e ".[testing,examples,postgres]" $(addprefix -e ,$(NEWEST_PLUGINS)) \
+	  peft psutil pytest-timeout pytest-xdist
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade $(NEWEST_BEYOND)
+	$(NEWEST)/bin/tinsmith demo
+	$(NEWEST)/bin/python -m pytest -m "not thorough" $(IN_PARALLEL) tests/contract/test_toy_contracts.py tests/e2e/test_sdk_*.py \
+	  $(wildcard $(addsuffix /tests/test_*_contracts.py,$(NEWEST_PLUGINS)))
 
 check: $(VENV)/.dev-installed ## Ruff, mypy, import contracts, documentation and the fast tests
 	$(BIN)/ruff check
@@ -98,7 +117,7 @@ audit: licences ## Check licences, and ask PyPI for known vulnerabilities of the
 	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
 
 clean: ## Remove the environment, caches and what the demo left
-	rm -rf $(VENV) .demo .bench site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(NEWEST) .card .demo .bench site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
