@@ -20,7 +20,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 DISTRIBUTIONS: Final = (".", *(f"plugins/{each.parent.name}" for each in sorted(ROOT.glob("plugins/*/pyproject.toml"))))
 _VERSION: Final = re.compile(r'^version = "(.+)"$', re.MULTILINE)
 _LINK: Final = re.compile(r"\[([^\]]+)\]\((?!https?://|#)([^)\s]+)\)")
-_OF_CORE: Final = ("core", "examples", "CHANGELOG.md")
+_OF_CORE: Final = ("core", "examples", "CHANGELOG.md", "constraints.txt")
 _NOT_COPIED: Final = shutil.ignore_patterns("__pycache__", "*.pyc", "tests")
 
 

@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email import message_from_bytes
 from email.message import Message
@@ -67,6 +68,15 @@ def test_every_wheel_can_be_shown_by_an_index(dist: Path) -> None:
     inside = [each for message in wheels.values() for each in targets(message) if each.startswith(URL)]
     assert len(inside) > 30
     assert [each for each in inside if not (ROOT / each.split("/", 7)[7]).exists()] == []
+
+
+def test_the_source_of_the_core_has_its_constraints_and_no_readme_of_others(dist: Path) -> None:
+    (file,) = dist.glob("tinsmith-[0-9]*.tar.gz")
+    with tarfile.open(file) as archive:
+        names = [Path(*Path(each).parts[1:]) for each in archive.getnames()]
+    own = {"core", "examples", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt", "pyproject.toml", "PKG-INFO"}
+    assert {each.parts[0] for each in names if each.parts} - {".gitignore"} == own
+    assert [each for each in names if each.name == "README.md"] == [Path("README.md")]
 
 
 def documented() -> list[tuple[str, list[str]]]:
