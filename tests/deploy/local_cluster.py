@@ -2,8 +2,8 @@
 
 Everything that differs from a cluster:
 
-- **Image.** A container is this environment: the entry point of deploy/Dockerfile without tini. `hf download`, which
-  the init containers run, copies a tiny random model.
+- **Image.** A container is this environment: the entry point of deploy/Dockerfile without tini.
+- **Bucket.** It is a directory with a tiny random model, which all pods read.
 - **Model and devices.** They are those of `Substitutes`.
 - **Network.** The pods of a StatefulSet have a loopback address of their own, which takes the place of 0.0.0.0 in what
   they read, and of the names of the Services that select them.
@@ -16,6 +16,7 @@ The commands, variables, volumes, probes, restart policies and failure policies 
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,11 +33,6 @@ from small_scale import answers, kill, own_address
 
 _POLL_S: Final = 0.1
 _ENTRY_POINT: Final = [sys.executable, "-m", "tinsmith"]
-
-HUB: Final = """#!/bin/sh
-# hf download NAME --local-dir DIRECTORY
-mkdir -p "$4" && cp -r {}/. "$4"
-"""
 
 Secrets = Mapping[str, Mapping[str, str]]
 
@@ -99,11 +95,9 @@ class LocalCluster:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        programs = self.directory / "bin"
-        programs.mkdir()
-        hub = programs / "hf"
-        hub.write_text(HUB.format(self._substitutes.model_files))
-        hub.chmod(0o755)
+        for text in (text for files in self._configs.values() for text in files.values()):
+            for model in yaml.safe_load(text)["models"]:
+                shutil.copytree(self._substitutes.model_files, self.directory / "bucket" / Path(model["path"]).name)
         self._controllers.start()
         try:
             yield
@@ -201,9 +195,6 @@ class LocalCluster:
         pod.starts += 1
         directory = self.directory / f"{pod.name}.{pod.starts}"
         with (self.directory / f"{pod.name}.{pod.starts}.log").open("wb") as log:
-            for container in pod.template["spec"].get("initContainers", []):
-                command, environment = self._rendered(pod, container, directory)
-                subprocess.run(command, env=environment, stdout=log, stderr=log, check=True)
             [container] = pod.template["spec"]["containers"]
             command, environment = self._rendered(pod, container, directory)
             pod.process = subprocess.Popen(
@@ -221,7 +212,7 @@ class LocalCluster:
         variables = {each["name"]: value for each in container["env"] if (value := self._value(each)) is not None}
         command = container.get("command", _ENTRY_POINT) + container.get("args", [])
         environment = {
-            "PATH": f"{self.directory / 'bin'}:{os.environ['PATH']}",
+            "PATH": os.environ["PATH"],
             "HOME": str(self.directory),
             **self._substitutes.environment,
             **(self._substitutes.chips(chips) if (chips := _chips(container)) else {}),
@@ -254,24 +245,30 @@ class LocalCluster:
         return localize
 
     def _volume(self, pod: Pod, mount: Document, directory: Path) -> Path:
+        if "csi" in _volume_of(pod, mount):
+            return self.directory / "bucket"
         place = pod.claims.get(mount["name"], directory / mount["name"]) / mount.get("subPath", "")
         place.mkdir(parents=True, exist_ok=True)
         return place
 
     def _fill(self, pod: Pod, mount: Document, place: Path, here: Callable[[str], str]) -> None:
-        if mount["name"] in pod.claims:
-            return
-        [volume] = [each for each in pod.template["spec"]["volumes"] if each["name"] == mount["name"]]
+        volume = _volume_of(pod, mount)
         if "configMap" in volume:
             for name, text in self._configs[volume["configMap"]["name"]].items():
                 (place / name).write_text(here(self._configuration(text)), encoding="utf-8")
         else:
-            assert "emptyDir" in volume
+            assert mount["name"] in pod.claims or volume.keys() & {"emptyDir", "csi"}
 
     def _configuration(self, text: str) -> str:
         settings: dict[str, Any] = yaml.safe_load(text)
         settings["models"] = [self._substitutes.model(model) for model in settings["models"]]
         return yaml.safe_dump(settings)
+
+
+def _volume_of(pod: Pod, mount: Document) -> Document:
+    """Return the volume that is mounted; empty if it is a claim."""
+    volumes = {each["name"]: each for each in pod.template["spec"]["volumes"]}
+    return volumes.get(mount["name"], {})
 
 
 def _of_indexed_job(index: int, pod: str, hosts: Sequence[str]) -> Mapping[str, str]:

@@ -139,16 +139,42 @@ def test_workers_look_for_the_engine_where_it_listens() -> None:
 
 
 @MANIFESTS
-def test_every_container_finds_the_model_that_is_served(path: Path) -> None:
+def test_every_container_reads_the_model_from_one_bucket(path: Path) -> None:
+    """Each host downloaded it, at each start of its pod, to a volume that was too small for a larger one."""
     documents = read(path)
     [model] = served(documents)["models"]
+    buckets = set()
     for _, template in pod_templates(documents):
-        [download] = template["spec"]["initContainers"]
-        assert download["command"] == ["hf", "download", model["name"], "--local-dir", model["path"]]
-        assert all(
-            any(model["path"].startswith(mount["mountPath"] + "/") for mount in each["volumeMounts"])
-            for each in containers(template)
-        )
+        assert "initContainers" not in template["spec"]
+        assert template["metadata"]["annotations"]["gke-gcsfuse/volumes"] == "true"
+        assert template["spec"]["serviceAccountName"] in granted()
+        volumes = {each["name"]: each for each in template["spec"]["volumes"]}
+        assert not [each for each in volumes.values() if each.get("emptyDir", {}).get("sizeLimit")]
+        for each in containers(template):
+            [mount] = [m for m in each["volumeMounts"] if model["path"].startswith(m["mountPath"] + "/")]
+            assert mount["readOnly"]
+            buckets.add(volumes[mount["name"]]["csi"]["volumeAttributes"]["bucketName"])
+    assert len(buckets) == 1
+
+
+def granted() -> list[str]:
+    """Return the service accounts that the how-to lets read the bucket."""
+    return re.findall(r"/sa/(\w+)\"", HOW_TO.read_text())
+
+
+def test_the_how_to_fills_in_what_the_manifests_leave_open() -> None:
+    """The words in capitals, and where the model lies in the bucket; the cluster is one that kubectl knows."""
+    text = HOW_TO.read_text()
+    for path in (SLICE, HOST):
+        [model] = served(read(path))["models"]
+        assert "bucketName: BUCKET," in path.read_text()
+        assert f"hf download {model['name']} --local-dir {Path(model['path']).name}" in text
+    assert "s#bucketName: BUCKET#" in text
+    commands = [
+        "gcloud container clusters get-credentials", "roles/artifactregistry.reader", "roles/storage.objectViewer",
+        "GcsFuseCsiDriver=ENABLED", "gcloud storage cp --recursive",
+    ]  # fmt: skip
+    assert [each for each in commands if each not in text] == []
 
 
 @MANIFESTS
