@@ -233,6 +233,15 @@ def test_what_cannot_work_is_refused_with_what_would_fit(
     assert told in str(refused.value)
 
 
+def test_a_card_on_which_both_fit_in_turn_is_not_said_to_be_too_small() -> None:
+    told = r"2 such devices would do, or these by turns \(`turns: \{enabled: true\}` of the model\)"
+    with pytest.raises(ConfigError, match=told):
+        placed(cards(1), a_model({"least": 60}, {"least": 50}))
+    for fits_neither_way in ({"least": 91}, {"least": 60, "asleep": None}):
+        with pytest.raises(ConfigError, match=r"would do$"):
+            placed(cards(1), a_model(fits_neither_way, {"least": 50}))
+
+
 def test_memory_that_nobody_knows_is_divided_by_hand() -> None:
     assert placed(cards(2, None), a_model({}, {})) == [("0", None), ("1", None)]
     with pytest.raises(ConfigError, match="share device 0, whose memory is not known: set `memory` for each"):

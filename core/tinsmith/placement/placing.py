@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
@@ -262,19 +263,36 @@ def _names(unit: _Unit, parts: Sequence[Part]) -> str:
 
 
 def _what_would_fit(parts: Sequence[Part], machine: Machine) -> str:
-    """Try the same with more devices, if there are any."""
+    """Try the same with turns, and with more devices, if there are any."""
     if not machine.devices:
         return "give it more memory, serve fewer models, or make them smaller with the backends' settings"
+    return _more_devices(parts, machine) + _or_turns(parts, machine)
+
+
+def _more_devices(parts: Sequence[Part], machine: Machine) -> str:
     if any(part.wanted.devices is not None for part in parts):
         return "let fewer share a device, or leave out `devices`"
     for number in _MORE_DEVICES:
-        if number > len(machine.devices):
-            try:
-                _placed(parts, replace(machine, devices=tuple(map(str, range(number)))))
-            except ConfigError:
-                continue
+        if number > len(machine.devices) and _fits(parts, replace(machine, devices=tuple(map(str, range(number))))):
             return f"{number} such devices would do"
     return "no number of such devices would do with these settings"
+
+
+def _or_turns(parts: Sequence[Part], machine: Machine) -> str:
+    """Name the turns if with them all fits on these devices."""
+    pairs = Counter(part.index for part in parts)
+    taking = [replace(part, by_turns=part.by_turns or pairs[part.index] > 1) for part in parts]
+    if taking == list(parts) or not _fits(taking, machine):
+        return ""
+    return ", or these by turns (`turns: {enabled: true}` of the model)"
+
+
+def _fits(parts: Sequence[Part], machine: Machine) -> bool:
+    try:
+        _placed(parts, machine)
+    except ConfigError:
+        return False
+    return True
 
 
 def gib(size: int) -> str:

@@ -141,6 +141,8 @@ def test_steps_are_long_if_there_is_memory() -> None:
 
     assert row(37) == ["longer steps, of 8192 tokens: 696"]
     assert row(22) == ["longer steps, of 2048 tokens: 0"]
+    open_memory = Placement(devices=("0",), device_bytes=80 << 30)
+    assert demand(VllmConfig(), model, open_memory).least_bytes < 21 << 30, "with short steps, if need be"
     assert row(37, max_num_batched_tokens=16_384) == ["longer steps, of 16384 tokens: 1624"]
 
 

@@ -86,7 +86,8 @@ def demand(config: VllmConfig, model: Mapping[str, Any] | None, placement: Place
     tokens = 0
     if placement.memory_bytes is not None:
         tokens = max(0, placement.memory_bytes - sum(fixed.values())) // each
-    least = sum(fixed.values()) + _with_one_more(longest) * each
+    short = int(config.engine_args.get("max_num_batched_tokens", _SHORT_STEP))
+    least = sum(_fixed(config, shape, layout, placement, short).values()) + _with_one_more(longest) * each
     if config.gpu_memory_utilization and placement.device_bytes:
         least = max(least, int(config.gpu_memory_utilization * placement.device_bytes))
     return Demand(
