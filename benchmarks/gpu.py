@@ -62,7 +62,9 @@ def main() -> int:
     parser.add_argument("--part-timeout-s", type=float, help="of each part, instead of its own limit")
     parser.add_argument("--within-s", type=float, default=IN_ALL_S, help=f"of all parts; default {IN_ALL_S}")
     parser.add_argument("--out", type=Path, help="write the report here, too; rewritten after each part")
-    parser.add_argument("--publish", type=Path, help="measure nothing, and add this report to the documentation's")
+    parser.add_argument(
+        "--publish", nargs="+", type=Path, help="measure nothing, and add these reports of a run to the documentation's"
+    )
     parser.add_argument("--one", choices=PARTS, help=argparse.SUPPRESS)  # in a process of its own
     parsed = parser.parse_args()
     if parsed.publish:

@@ -55,7 +55,7 @@ def regenerated(text: str) -> str:
         name = match.group(1)
         return f"<!-- generated: {name} -->\n{GENERATORS[name]()}\n<!-- end -->"
 
-    return re.sub(r"<!-- generated: ([\w.-]+) -->\n.*?\n<!-- end -->", replace, text, flags=re.DOTALL)
+    return re.sub(r"<!-- generated: ([\w.-]+) -->\n(?:.*?\n)??<!-- end -->", replace, text, flags=re.DOTALL)
 
 
 def settings_tables() -> str:

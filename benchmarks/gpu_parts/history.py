@@ -29,13 +29,17 @@ def this_run() -> dict[str, object]:
     }
 
 
-def publish(report: Path) -> None:
-    """Add a run to those that the documentation shows, the newest first. Its commit is this one, if it knew none."""
-    found = json.loads(report.read_text(encoding="utf-8"))
-    run = found.pop("run")
+def publish(reports: Sequence[Path]) -> None:
+    """Add a run, whose parts may be in several reports, to those that the documentation shows, the newest first.
+
+    Its commit is this one, if it knew none.
+    """
+    found = [json.loads(report.read_text(encoding="utf-8")) for report in reports]
+    run = found[0]["run"]
     run["commit"] = run["commit"] or this_run()["commit"]
+    parts = {part: figures for report in found for part, figures in report.items() if part != "run"}
     runs = json.loads(RUNS.read_text(encoding="utf-8")) if RUNS.is_file() else []
-    runs = [{**run, "notes": [], "parts": found}, *runs]
+    runs = [{**run, "notes": [], "parts": parts}, *runs]
     RUNS.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
     print(f"{RUNS} has {len(runs)} runs; say in its notes what failed; docs/generate.py shows them", file=sys.stderr)
 

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from gpu_parts.common import Report
 
 KINDS: Final = (  # the first that is found in a kernel's name
+    ("rest", re.compile("^triton_(poi|red|per)")),  # named after all that is fused into them
     ("grouped products", re.compile("GroupProblem|group(ed)?_?(mm|gemm)", re.IGNORECASE)),
     ("attention", re.compile("flash|fmha|attention", re.IGNORECASE)),
     ("matmul", re.compile("gemm|gemv|nvjet|cutlass|xmma|splitK", re.IGNORECASE)),

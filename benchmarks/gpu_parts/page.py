@@ -19,7 +19,7 @@ def _run(run: Run) -> Iterator[str]:
     parts: Mapping[str, Figures] = run["parts"]
     yield f"### {run['when']}, {run['card']}"
     yield "\n".join(_facts(run))
-    yield from _table(["Training", "s", "tokens/s", "of the matmul limit", "peak, GiB"], _training(parts))
+    yield from _table(["Training", "s", "tokens/s", "of the matmul limit", "peak, GiB", "plan, GiB"], _training(parts))
     yield from _table(["Kernels of a step, ms", *_kinds(parts)], _kernels(parts))
     yield from _table(["Other figures", "found"], _others(parts), align="---")
 
@@ -53,10 +53,8 @@ def _training(parts: Mapping[str, Figures]) -> Iterator[Sequence[str]]:
         if _is_training(part, figures):
             s = figures.get("forward_backward_s", figures.get("s"))
             speed = figures.get("tokens_per_s", figures["tokens"] / s)
-            share, peak = figures["share_of_matmul_limit"], figures.get("peak_gib")
-            yield (
-                _named(part, name), _number(s), f"{speed:,.0f}", f"{share:.1%}", "" if peak is None else _number(peak)
-            )  # fmt: skip
+            sizes = (_number(figures[key]) if figures.get(key) else "" for key in ("peak_gib", "plan_gib"))
+            yield _named(part, name), _number(s), f"{speed:,.0f}", f"{figures['share_of_matmul_limit']:.1%}", *sizes
 
 
 def _is_training(part: str, figures: Figures) -> bool:

@@ -44,7 +44,7 @@ def test_kernels_are_summed_by_kind_and_what_lies_between_is_idle() -> None:
         Ran("nvjet_sm90_tst_192x192", 0, 100),
         Ran("_ZN7cutlass13device_kernelINS_4gemm6kernel13GemmUniversalINS5_17GroupProblemShape", 50, 150),
         Ran("void pytorch_flash::flash_fwd_kernel<...>", 200, 260),
-        Ran("triton_poi_fused_add_mul_silu_6", 260, 270),
+        Ran("triton_poi_fused__grouped_mm_add_mul_silu_6", 260, 270),
         Ran("Memcpy HtoD (Pinned -> Device)", 300, 310),
     ]
     found = summary(ran)
@@ -67,10 +67,10 @@ def test_a_published_run_is_on_the_page_with_what_failed(tmp_path: Path, monkeyp
     }
     for number in range(2):
         (tmp_path / "report.json").write_text(json.dumps({**report, "run": {**machine, "when": f"day {number}"}}))
-        history.publish(tmp_path / "report.json")
+        history.publish([tmp_path / "report.json"])
     shown = page.render(json.loads((tmp_path / "gpu.json").read_text()))
     assert shown.index("### day 1, a card") < shown.index("### day 0, a card")
-    assert "| `training`, tenants: 1 | 1.5 | 10,900 | 45.1% |  |" in shown
+    assert "| `training`, tenants: 1 | 1.5 | 10,900 | 45.1% |  |  |" in shown
     assert "| `training`, kernels, tenants: 1 | 990 | 10 |" in shown
     assert "785 TFLOP/s in a product of matrices" in shown
     assert "- **experts**: failed: took longer than 90 s." in shown
