@@ -40,6 +40,7 @@ PACKINGS = 10  # after the warm-up; none may compile anything
 
 def run(options: Options) -> Report:
     note, limit = Notes(), matmul_limit(options)
+    note("limits", matmul_tflops=limit / 1e12)
     with tempfile.TemporaryDirectory() as directory, alone() as worker:
         mesh = join_mesh(worker, options.device, FsdpConfig())
         shape = options.write_model(Path(directory))
