@@ -27,8 +27,6 @@ from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.model_config import ModelConfig
 
 # Any below: jax arrays and pytrees of them, and compiler options.
-CUBLAS = {"xla_gpu_enable_triton_gemm": False}
-"""Leave products of matrices to cuBLAS: XLA then compiles and times no kernels of its own for them."""
 _STD = 0.02
 
 

@@ -18,10 +18,8 @@ import numpy as np
 
 from gpu_parts.common import Notes, Options, Report, linear_parameters
 from gpu_parts.jax_common import (
-    CUBLAS,
     bandwidth_limit,
     compile_seconds,
-    compiled_with,
     kernel_times,
     made_backend,
     matmul_limit,
@@ -81,7 +79,7 @@ def run(options: Options) -> Report:
         "max_batch_tokens": 512 if options.toy else 16_384,
     }
     started = time.perf_counter()
-    with made_backend(options, settings, samples=True) as backend, compiled_with(CUBLAS):
+    with made_backend(options, settings, samples=True) as backend:
         note("backend", ready_s=time.perf_counter() - started, device=backend.capabilities.device, peak_gib=peak_gib())
         measured = Measured(backend, options, sizes, flops, bandwidth, note)
         measured.compile()

@@ -25,6 +25,7 @@ ROWS = "test_the_head_takes_more_rows_at_a_time_on_a_gpu"
 THERE_AND_BACK = "test_what_goes_to_a_gpu_and_back_does_not_stop_it"
 ASLEEP = "test_a_sleeper_on_a_gpu_waits_for_its_copies"
 OPEN = "test_settings_that_are_left_open"
+PRODUCTS = "test_a_gpu_leaves_products_to_cublas_unless_the_operator_says_otherwise"
 TRAINER = "test_a_trainer_claims_no_bits"
 NO_SHIM = "test_where_there_is_a_gpu_nothing_is_taken_from_the_shim"
 UNCHANGED = "test_on_gpus_nothing_is_changed_that_only_cpus_need"
@@ -55,6 +56,7 @@ FORCED_BY: Mapping[str, str] = {
     "tinsmith_fsdp.rank:Rank.load": FSDP + SHARE,
     "tinsmith_jax.backend:JaxBackend._describe": JAX + TRAINER,
     "tinsmith_jax.backend:_half_busy": JAX + TRAINER,
+    "tinsmith_jax.compilation:_options": JAX + PRODUCTS,
     "tinsmith_jax.diagnosis:_name_of": JAX + "test_doctor_names_the_gpu_whether_or_not_there_is_a_compiler",
     "tinsmith_jax.head:chunk_rows": JAX + OPEN,
     "tinsmith_jax.kernels.choice:choose": (

@@ -10,6 +10,7 @@ from jax_harness import LOSSES, make_backend
 
 from tinsmith import BackendContext, Device
 from tinsmith_jax import head, plugin, runtime, sampling_only
+from tinsmith_jax.compilation import compile_program
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
 from tinsmith_jax.devices import Facts
 from tinsmith_jax.loss_table import LossTable
@@ -64,6 +65,21 @@ def test_a_trainer_claims_no_bits(
     assert (found.device, found.dtype, found.deterministic, found.isolation) == (
         "NVIDIA H100", "bfloat16", False, "close",
     )  # fmt: skip
+
+
+def options(*, on_cpu: bool = False) -> Any:
+    lowered = SimpleNamespace(compile=lambda options: options)
+    return compile_program(SimpleNamespace(lower=lambda: lowered), (), on_cpu=on_cpu)
+
+
+def test_a_gpu_leaves_products_to_cublas_unless_the_operator_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert options() is None  # another accelerator
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert options() == {"xla_gpu_enable_triton_gemm": "False"}
+    assert "xla_gpu_enable_triton_gemm" not in options(on_cpu=True)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
+    assert options() is None
 
 
 @pytest.mark.usefixtures("on_gpu")

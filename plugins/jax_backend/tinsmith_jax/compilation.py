@@ -1,6 +1,7 @@
 """Compiled programs. Each is compiled once: in advance by the warm-up thread, or on demand at its first use."""
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -19,9 +20,8 @@ logger = logging.getLogger(__name__)
 Compiled = Callable[..., Any]  # Any: jax's compiled functions are untyped
 Compile = Callable[[], Compiled]
 
-_YNNPACK_FOR_PRODUCTS: Final[Mapping[str, str]] = {
-    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
-}
+_YNNPACK_FOR_PRODUCTS: Final = ("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT")
+_OWN_PRODUCTS: Final = "xla_gpu_enable_triton_gemm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +38,30 @@ def compile_program(function: Any, arguments: Sequence[Any], *, on_cpu: bool) ->
     On a CPU, XLA leaves products to YNNPACK, in which a row's bits do not depend on the number of rows. It would leave
     reductions to it as well, but only from 4096 elements on. A tenant's bits would then depend on the size of the pass,
     and so on its company.
+
+    On a GPU, it leaves products to cuBLAS: else it compiles and times kernels of its own for each of them, which took
+    more than half of the time on an H200, where the program then ran no faster. What XLA_FLAGS say of it holds.
     """
-    made: Compiled = function.lower(*arguments).compile(dict(_options_on_cpu()) if on_cpu else None)
+    made: Compiled = function.lower(*arguments).compile(dict(_options(on_cpu=on_cpu)) or None)
     return made
 
 
-@lru_cache(maxsize=1)
-def _options_on_cpu() -> Mapping[str, str]:
-    """Return no options if XLA is older than its use of YNNPACK: it refuses what it does not know."""
+def _options(*, on_cpu: bool) -> Mapping[str, str]:
+    if on_cpu:
+        return _known(*_YNNPACK_FOR_PRODUCTS)
+    if jax.default_backend() == "gpu" and _OWN_PRODUCTS not in os.environ.get("XLA_FLAGS", ""):
+        return _known(_OWN_PRODUCTS, "False")
+    return {}
+
+
+@lru_cache
+def _known(option: str, value: str) -> Mapping[str, str]:
+    """Return no options if this version of XLA does not have it: it refuses what it does not know."""
     try:
-        jax.jit(lambda: 0).lower().compile(dict(_YNNPACK_FOR_PRODUCTS))
+        jax.jit(lambda: 0).lower().compile({option: value})
     except jax.errors.JaxRuntimeError:
         return {}
-    return _YNNPACK_FOR_PRODUCTS
+    return {option: value}
 
 
 class Programs:
