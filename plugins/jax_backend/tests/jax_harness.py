@@ -1,8 +1,10 @@
 """Makers of backends, operations and states for the tests of the jax backend."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,8 +28,13 @@ from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.devices import Devices
 
 VOCAB = 160
-QUICK = {"xla_cpu_use_fusion_emitters": False}
-"""Options for XLA that halve the time of unoptimized compilation: its newer emitters of fusions are slow to compile."""
+QUICK: Mapping[str, bool] = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
+"""Options for XLA that halve the time of unoptimized compilation: its newer emitters of fusions are slow to compile.
+
+Newer versions have no others, and refuse the option.
+"""
+TRITON = "__gpu$xla.gpu.triton"
+"""What programs for GPUs call for each Pallas kernel."""
 LOSSES = {spec.name: spec for spec in sorted(BUILTIN_LOSSES, key=lambda spec: spec.name)}
 """In the order in which servers have them: it is compiled into the programs."""
 
@@ -71,6 +78,21 @@ def as_shipped() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", former)
+
+
+def lowered_for_cuda(jitted: Any, *arguments: Any) -> str:
+    """Return what a GPU would be given to compile, with all kernels lowered to Triton. It needs no GPU."""
+    with warnings.catch_warnings(), _beside_a_gpu():
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        return str(jitted.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text())
+
+
+def _beside_a_gpu() -> AbstractContextManager[object]:
+    """Name a GPU to JAX, which from 0.11 on wants to know for which one Pallas lowers a kernel."""
+    if jax.__version_info__ < (0, 11):
+        return nullcontext()
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 def local(backend: JaxBackend) -> Devices:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from jax_harness import QUICK
 
 from tinsmith import ConfigError
 from tinsmith_jax.compile_check import compiling
@@ -55,9 +56,10 @@ def planned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
     names = [GRADIENTS, STEP, DECODE, ONCE, PREFILL, *(name for name in MORE if name in asked)]
     directory = tmp_path_factory.mktemp("planned") / "tiny"
+    flags = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK.items())
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("planned_programs.py"), directory, *names],
-        env={**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"},
+        env={**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": flags},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -11,14 +11,16 @@ import jax
 import numpy as np
 import pytest
 from few_programs import FEW_PROGRAMS
-from jax._src import compilation_cache  # no public API returns to the former directory
+from jax._src import compilation_cache, compiler  # no public API returns to the former directory
 from jax_harness import LOSSES, add_model, assert_same_bits, assert_same_state, local, make_backend, make_op
 
 from tinsmith import AdamParams, Array, BackendContext, Forward, LoraConfig, ModelState, OptimStep
+from tinsmith_jax import runtime
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.buckets import Bucket, Pass
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
+from tinsmith_jax.kernels import native
 
 LIMITS = [
     pytest.param(FEW_PROGRAMS, id="few programs"),
@@ -267,6 +269,19 @@ def test_programs_move_with_their_directory(contract_model: Path, cache_of_its_o
     programs = {entry.name for entry in (moved / "compiled").iterdir()}
     _start_and_score(contract_model, moved)
     assert {entry.name for entry in (moved / "compiled").iterdir()} == programs
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_every_process_of_a_mesh_keeps_its_programs(
+    process: int, cache_of_its_own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "_cache_write", compiler._cache_write)
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    monkeypatch.setattr(native, "load", lambda _: None)  # it would compile
+    runtime.prepare(cache_of_its_own)
+    runtime.keep_own_programs()
+    jax.jit(lambda: process)()
+    assert list((cache_of_its_own / "compiled").iterdir())
 
 
 def test_the_warm_up_takes_next_what_a_request_does_without() -> None:

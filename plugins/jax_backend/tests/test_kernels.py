@@ -4,13 +4,15 @@ Distances are relative: the L2 norm of the difference over that of the reference
 """
 
 import functools
+import subprocess
+import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax_harness import LOSSES
+from jax_harness import LOSSES, TRITON, lowered_for_cuda
 
 from tinsmith_jax import head
 from tinsmith_jax.attention import packed_attention
@@ -122,6 +124,22 @@ def test_attention_in_other_shapes(
     compare_attention(form, sequences, T, heads, d)
 
 
+def test_only_gpus_need_triton() -> None:
+    """JAX is going to drop what lowers kernels to it: other platforms are to outlive that."""
+    loaded = (
+        "import sys, tinsmith_jax.backend, tinsmith_jax.sampling_only\n"
+        "print([name for name in sys.modules if 'pallas.triton' in name])"
+    )
+    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_triton_takes_attention_and_its_gradients() -> None:
+    arrays = (*(jnp.asarray(x, jnp.bfloat16) for x in attention_arrays(512, 4, 2)), first_tiles(SEQUENCES, 8))
+    kernels = Kernels(attention="flash", longest=3 * TILE)
+    assert lowered_for_cuda(attention_program(kernels), *arrays).count(TRITON) == 3
+
+
 @pytest.mark.parametrize("form", PALLAS)
 @pytest.mark.parametrize("where", ["values", "gradients"])
 def test_a_broken_sequence_breaks_no_other(form: Attention, where: str) -> None:
@@ -207,8 +225,7 @@ def test_grouped_products_equal_the_reference() -> None:
         for products in (GroupedProducts(interpret=True), tile_products, GroupedProducts())
     )
     assert max(distances(ours(*arrays), theirs(*arrays))) < 1e-6
-    lowered = on_gpu.trace(*arrays).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("__gpu$xla.gpu.triton") == 3
+    assert lowered_for_cuda(on_gpu, *arrays).count(TRITON) == 3
 
 
 @FORMS

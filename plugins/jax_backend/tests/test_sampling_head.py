@@ -13,7 +13,7 @@ from tinsmith_jax.sampling_head import RowParams
 
 # As the backend runs them: each operation outside a compiled function would be compiled on its own. If optimizations
 # are off anyway, the older emitters compile faster.
-jit = partial(jax.jit, compiler_options=QUICK if jax.config.read("jax_disable_most_optimizations") else None)
+jit = partial(jax.jit, compiler_options=dict(QUICK) if jax.config.read("jax_disable_most_optimizations") else None)
 draw = jit(sampling_head.draw)
 log_softmax = jit(sampling_head.log_softmax)
 search_cdf = jit(sampling_head.search_cdf)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax_harness import TRITON, lowered_for_cuda
 
 from tinsmith_jax import runtime, sampling_programs
 from tinsmith_jax.compile_check.case import base_shapes
@@ -64,8 +65,7 @@ def test_pages_are_written_and_attended_to(tokens: int, start: tuple[int, ...]) 
         v_pages[at][:, first : first + tokens] = v[n].transpose(1, 0, 2)
     np.testing.assert_array_equal(pools[0], k_pages)
     np.testing.assert_array_equal(pools[1], v_pages)
-    lowered = on_gpu.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    assert lowered.count("__gpu$xla.gpu.triton") == 2
+    assert lowered_for_cuda(on_gpu, *arguments).count(TRITON) == 2
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def test_rows_are_multiplied_with_their_adapters(which: list[int], inputs: int, 
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     for found, own in zip(dense, matrices[:, LAYER, 0], strict=False):
         np.testing.assert_allclose(found, x @ own, rtol=1e-4, atol=1e-4)
-    lowered = jax.jit(partial(products, False)).trace(np.array(which), x, *matrices).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("__gpu$xla.gpu.triton") == 1 + len(dense)
+    lowered = lowered_for_cuda(jax.jit(partial(products, False)), np.array(which), x, *matrices)
+    assert lowered.count(TRITON) == 1 + len(dense)
 
 
 @pytest.mark.parametrize(("kind", "kernels"), [("decode", 2 + 4 + 4 + 7 + 2), ("prefill", 2 + 4 + 7)])
@@ -104,12 +104,12 @@ def test_a_gpu_samples_by_these_kernels(
     kind: Any, kernels: int, contract_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages, the four matrices of a layer when drawing, the halves of adapters, and the head's."""
-    lowered = lambda function, shapes, *, on_cpu: function.trace(*shapes).lower(lowering_platforms=("cuda",))  # noqa: ARG005, E731
+    lowered = lambda function, shapes, *, on_cpu: lowered_for_cuda(function, *shapes)  # noqa: ARG005, E731
     monkeypatch.setattr(sampling_programs, "compile_program", lowered)
     model, config = read_config(contract_model), JaxConfig(max_context_tokens=128, decode_slots=2)
     limits = runtime.decide(config, model, "gpu")
     shape = sampling_shape(config, limits, model, num_shards=1)
     base = base_shapes(model, limits.dtype, None)
     programs = sampling_programs.SamplingPrograms(config=model, shape=shape, base_shapes=base)
-    text = programs.named(kind, shape.prefill_tiles[0] if kind == "prefill" else 0).compile().as_text()
-    assert text.count("__gpu$xla.gpu.triton") == kernels
+    text = programs.named(kind, shape.prefill_tiles[0] if kind == "prefill" else 0).compile()
+    assert text.count(TRITON) == kernels

@@ -1,7 +1,6 @@
 """Process-wide settings of JAX, applied before the first computation."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -124,20 +123,13 @@ def keep_own_programs() -> None:
     """
     own = compiler._cache_write  # noqa: SLF001 - an error here if JAX renames it
 
-    def write(  # with the names of JAX
-        cache_key: str,
-        compile_time_secs: float,
-        module_name: str,
-        backend: Any,
-        executable: Any,
-        host_callbacks: Sequence[Any],
-    ) -> None:
+    def write(cache_key: str, seconds: float, module_name: str, backend: Any, executable: Any, *others: Any) -> None:
         if jax.process_index() == 0:
-            own(cache_key, compile_time_secs, module_name, backend, executable, host_callbacks)
+            own(cache_key, seconds, module_name, backend, executable, *others)  # before JAX 0.11, host callbacks
         else:
-            put_executable_and_time(cache_key, module_name, executable, backend, int(compile_time_secs))
+            put_executable_and_time(cache_key, module_name, executable, backend, int(seconds))
 
-    compiler._cache_write = write  # noqa: SLF001 - as above
+    compiler._cache_write = write  # type: ignore[assignment]  # noqa: SLF001 - as above; its parameters changed
 
 
 def divided(config: JaxConfig, model: ModelConfig, memory: int | None, *, trains: bool, samples: bool) -> Budget:

@@ -13,7 +13,8 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
+
+from tinsmith_jax.kernels.triton import compiler
 
 # Any below: jax arrays, references to them in a kernel.
 _WARPS: Final = 4
@@ -35,7 +36,7 @@ def _forward(q: Any, k: Any, v: Any, first_n: Any, interpret: bool) -> tuple[Any
         in_specs=[tiles.scalars, tiles.of_queries, tiles.all_keys, tiles.all_keys],
         out_specs=[tiles.of_queries, tiles.of_rows],
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((H, T), jnp.float32)],
-        **_compiler(interpret),
+        **compiler(_WARPS, _STAGES, interpret),
     )(first_n, q, k, v)
     return out, (q, k, v, first_n, out, lse)
 
@@ -71,7 +72,7 @@ def _backward(interpret: bool, saved: Any, d_out: Any) -> tuple[Any, Any, Any, N
         in_specs=[tiles.scalars, *[tiles.of_queries] * 2, *[tiles.of_rows] * 2, tiles.all_keys, tiles.all_keys],
         out_specs=tiles.of_queries,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        **_compiler(interpret),
+        **compiler(_WARPS, _STAGES, interpret),
     )(first_n, q, d_out, lse, delta, k, v)
     d_k, d_v = pl.pallas_call(
         _d_kv_kernel,
@@ -79,7 +80,7 @@ def _backward(interpret: bool, saved: Any, d_out: Any) -> tuple[Any, Any, Any, N
         in_specs=[tiles.scalars, tiles.of_keys, tiles.of_keys, *[tiles.all_queries] * 2, *[tiles.all_rows] * 2],
         out_specs=[tiles.of_keys, tiles.of_keys],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)],
-        **_compiler(interpret),
+        **compiler(_WARPS, _STAGES, interpret),
     )(_last(first_n), k, v, q, d_out, lse, delta)
     return d_q, d_k, d_v, None
 
@@ -152,7 +153,3 @@ def _scores(q: Any, k: Any, is_diagonal: Any) -> Any:
 
 def _dot(a: Any, b: Any) -> Any:
     return jax.lax.dot(a, b, preferred_element_type=jnp.float32)
-
-
-def _compiler(interpret: bool) -> dict[str, Any]:  # noqa: FBT001
-    return {"interpret": interpret, "compiler_params": triton.CompilerParams(num_warps=_WARPS, num_stages=_STAGES)}

@@ -15,7 +15,8 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
+
+from tinsmith_jax.kernels.triton import compiler
 
 # Any below: jax arrays, references to them in a kernel.
 _LEAST: Final = 16  # rows and columns of a product on tensor cores
@@ -70,7 +71,7 @@ class GroupedProducts(NamedTuple):
             ],
             out_specs=pl.BlockSpec((None, t, width), lambda tile, y: (tile, 0, y)),
             out_shape=jax.ShapeDtypeStruct((n, t, Y), jnp.float32),
-            **self._compiler,
+            **compiler(4, 2, self.interpret),
         )(which_n, x, matrix)
         return out[:, :, :num_columns]
 
@@ -93,13 +94,9 @@ class GroupedProducts(NamedTuple):
             ],
             out_specs=pl.BlockSpec((None, height, width), lambda adapter, i, j: (adapter, i, j)),
             out_shape=jax.ShapeDtypeStruct((num_adapters, X, Y), jnp.float32),
-            **self._compiler,
+            **compiler(4, 2, self.interpret),
         )(order_n, bounds, x, y)
         return out[:, : x_ntX.shape[2], : y_ntY.shape[2]]
-
-    @property
-    def _compiler(self) -> dict[str, Any]:
-        return {"interpret": self.interpret, "compiler_params": triton.CompilerParams(num_warps=4, num_stages=2)}
 
 
 def _tile_kernel(which_ref: Any, x_ref: Any, matrix_ref: Any, out_ref: Any, *, transposed: bool) -> None:

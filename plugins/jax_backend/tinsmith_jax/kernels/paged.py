@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
+
+from tinsmith_jax.kernels.triton import compiler
 
 # Any below: jax arrays, references to them in a kernel.
 HEAD_SIZES: Final = (16, 32, 64, 128, 256)
@@ -163,7 +164,3 @@ def power_of_two(size: int) -> int:
 def dot(a: Any, b: Any) -> Any:
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None  # else TF32
     return lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
-
-
-def compiler(warps: int, stages: int, interpret: bool) -> dict[str, Any]:  # noqa: FBT001
-    return {"interpret": interpret, "compiler_params": triton.CompilerParams(num_warps=warps, num_stages=stages)}

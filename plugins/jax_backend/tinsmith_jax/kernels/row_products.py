@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from tinsmith_jax.kernels.paged import compiler, dot, power_of_two, whole
+from tinsmith_jax.kernels.paged import dot, power_of_two, whole
+from tinsmith_jax.kernels.triton import compiler
 
 # Any below: jax arrays, references to them in a kernel.
 _LEAST: Final = 16  # rows and columns of a product on tensor cores
