@@ -31,6 +31,7 @@ def grouped(x_TI: torch.Tensor, W_GOI: torch.Tensor, ends_G: torch.Tensor) -> to
     more_in, more_out = -d_in % _STEP, -d_out % _STEP
     if more_in or more_out:
         x_TI, W_GOI = F.pad(x_TI, (0, more_in)), F.pad(W_GOI, (0, more_in, 0, more_out))
+    W_GOI = _NoGradientOfEmptyGroups.apply(W_GOI, ends_G)  # type: ignore[no-untyped-call]
     y_TO: torch.Tensor = _ContiguousGradient.apply(F.grouped_mm(x_TI, W_GOI.transpose(1, 2), offs=ends_G))  # type: ignore[no-untyped-call]
     return y_TO[:, :d_out] if more_out else y_TO
 
@@ -55,3 +56,18 @@ class _ContiguousGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
         return grads[0].contiguous()
+
+
+class _NoGradientOfEmptyGroups(torch.autograd.Function):
+    """The kernel of GPUs from sm_100 on returns anything as the gradient of a group that has no rows."""
+
+    @staticmethod
+    def forward(ctx: Any, W_GOI: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(ends_G)
+        return W_GOI.view_as(W_GOI)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (ends_G,) = ctx.saved_tensors
+        empty_G = ends_G.diff(prepend=ends_G.new_zeros(1)) == 0
+        return grads[0].masked_fill(empty_G[:, None, None], 0.0), None
