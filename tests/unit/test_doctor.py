@@ -104,8 +104,10 @@ def test_an_unsupported_version_of_a_package(launcher: Launcher, environment: di
     distribution(tmp_path / "site", "fastapi", "0.1.0")
     problem = only_problem(launcher, {**environment, "PYTHONPATH": str(tmp_path / "site")}, *TOY)
     assert problem["subject"] == "package fastapi"
-    assert problem["found"].startswith("0.1.0; tinsmith needs >=0.")
-    assert problem["remedy"].startswith("pip install 'fastapi>=0.")
+    assert problem["found"].startswith("0.1.0; tinsmith needs ")
+    assert problem["remedy"].startswith("pip install 'fastapi")
+    assert ">=0." in problem["found"]
+    assert ">=0." in problem["remedy"]
 
 
 def test_a_port_that_is_taken(launcher: Launcher, environment: dict[str, str]) -> None:

@@ -35,7 +35,7 @@ from tinsmith_jax.sampling_values import Drawn, SlotInput
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 
 # With norms of heads and a tied head, and with neither; with matrices of bfloat16, which are widened.
-KINDS = ("qwen3", pytest.param("llama3", marks=pytest.mark.thorough), "narrow")
+KINDS = ("qwen3", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("llama3", "narrow")))
 BFLOAT16 = ("bfloat16", pytest.param("bfloat16_untied", marks=pytest.mark.thorough))
 LORAS = {"a": LoraConfig(rank=3, seed=1, alpha=9), "b": LoraConfig(rank=16, seed=2)}
 LIMITS: Mapping[str, Any] = {"max_context_tokens": 320, "max_batch_tokens": 512, "decode_slots": 4}
