@@ -84,7 +84,7 @@ def test_activations_are_kept_as_far_as_models_leave_room() -> None:
 def test_the_plan_says_what_passes_do_and_why() -> None:
     kept, beyond = asked(card(73)).remarks
     assert kept == "activations are kept with up to 16 models in training, in micro-batches of 4224 to 10240 tokens"
-    assert beyond.endswith("recomputed in passes of more than 1408 tokens, for which there is no room")
+    assert beyond.endswith("passes of up to 1408 tokens keep theirs; larger ones compute them again, to save memory")
     (kept,) = asked(card(129), max_models=8).remarks
     assert kept.startswith("activations are kept, in micro-batches of at most 16384 tokens with 1 model in training")
     (recomputed,) = asked(card(30)).remarks

@@ -57,7 +57,7 @@ def _remarks(budget: Budget) -> tuple[str, ...]:
     models = f"{keeping} model{'s' * (keeping > 1)} in training"
     return (
         f"activations are kept with up to {models}, in micro-batches of {kept[keeping - 1]} to {kept[0]} tokens",
-        f"with {most} they are recomputed in passes of more than {kept[-1]} tokens, for which there is no room",
+        f"with {most}, passes of up to {kept[-1]} tokens keep theirs; larger ones compute them again, to save memory",
     )
 
 
