@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -15,6 +15,7 @@ import numpy as np
 
 from tinsmith.huggingface import HEAD, DecoderShape, decoder_shape, known_config
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith.operations import Array, Datum, ForwardBackward
 
 if TYPE_CHECKING:  # parts that use JAX run where torch is not installed, and where it must not take memory of the card
     import torch
@@ -173,3 +174,24 @@ def forget_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def operations(
+    models: Sequence[str], vocab_size: int, tokens: int, *, seed: int, tile: int = 1
+) -> list[ForwardBackward]:
+    """Give each tenant its part of the tokens, in sequences of 100 to 2000 that are padded to whole tiles."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for model_id in models:
+        left, data = tokens // len(models), []
+        while left > 0:
+            length = min(left, int(rng.integers(100, 2001)))
+            sequence = rng.integers(0, vocab_size, length + 1)
+            inputs: dict[str, Array] = {
+                "target_tokens": sequence[1:].astype(np.int64),
+                "weights": np.ones(length, np.float32),
+            }
+            data.append(Datum(tokens_T=sequence[:-1].astype(np.int32), loss_inputs=inputs))
+            left -= -(-length // tile) * tile
+        made.append(ForwardBackward(model_id=model_id, data=tuple(data)))
+    return made

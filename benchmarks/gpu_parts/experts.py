@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from gpu_parts.common import Options, Report, matmul_limit, needs, seconds
-from gpu_parts.training import LOSSES, TENANTS, operations
+from gpu_parts.common import Options, Report, matmul_limit, needs, operations, seconds
+from gpu_parts.training import LOSSES, TENANTS
 from tinsmith.backend import BackendContext, TrainingBackend
 from tinsmith.huggingface import DecoderShape, decoder_shape, known_config
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from gpu_parts.common import Notes, Options, Report, linear_parameters
+from gpu_parts.common import Notes, Options, Report, linear_parameters, operations
 from gpu_parts.jax_common import (
     bandwidth_limit,
     compile_seconds,
@@ -24,9 +24,7 @@ from gpu_parts.jax_common import (
 )  # fmt: skip
 from tinsmith.operations import (
     AdamParams,
-    Array,
     CreateModel,
-    Datum,
     Failed,
     ForwardBackward,
     LoraConfig,
@@ -96,7 +94,7 @@ class Measured:
         }
         took = {name: compile_seconds(self.backend, program) for name, program in programs.items()}
         self.note(f"compiling, tenants: {number}", **took)
-        ops = batch(models, self.backend.model_config.vocab_size, self.tokens, seed=0)
+        ops = self._batch(models, seed=0)
         tokens = num_tokens(ops)
         passes = seconds(lambda: self._run(ops), repeats)
         self.note(
@@ -117,17 +115,17 @@ class Measured:
         models, number = self._models(TENANTS[-1]), 1 if self.options.toy else PACKINGS
         before = self._devices.programs.compile_count
         for seed in range(1, number + 1):
-            self._run(batch(models, self.backend.model_config.vocab_size, self.tokens, seed=seed))
+            self._run(self._batch(models, seed=seed))
         self.note("new packings", packings=number, compiled=self._devices.programs.compile_count - before)
 
     def kernels(self) -> None:
         for tenants in TENANTS:
-            ops = batch(self._models(tenants), self.backend.model_config.vocab_size, self.tokens, seed=0)
+            ops = self._batch(self._models(tenants), seed=0)
             self.note(f"kernels, tenants: {tenants}", **kernel_times(partial(self._run, ops)))
 
     def other_options(self) -> None:
         """Compile the pass of one tenant with other options, and run it."""
-        ops = batch(self._models(1), self.backend.model_config.vocab_size, self.tokens, seed=0)
+        ops = self._batch(self._models(1), seed=0)
         for name, compiler_options in OTHERS.items():
             with compiled_with(compiler_options):
                 took = self._compile_again()
@@ -155,6 +153,9 @@ class Measured:
             num_tokens=self.tokens, num_adapters=tenants, num_targets=1, padded_rank=self.options.rank
         )
 
+    def _batch(self, models: Sequence[str], *, seed: int) -> list[ForwardBackward]:
+        return operations(models, self.backend.model_config.vocab_size, self.tokens, seed=seed, tile=TILE)
+
     def _run(self, ops: Sequence[ForwardBackward]) -> None:
         for output in self.backend.forward_backward(ops):
             assert not isinstance(output, Failed), output
@@ -168,25 +169,6 @@ class Measured:
     @property
     def _train(self) -> TrainPrograms:
         return self._devices.train_programs
-
-
-def batch(models: Sequence[str], vocab_size: int, tokens: int, seed: int) -> list[ForwardBackward]:
-    """Give each tenant its part of a micro-batch, in sequences of 100 to 2000 tokens that begin at whole tiles."""
-    rng = np.random.default_rng(seed)
-    made = []
-    for model_id in models:
-        left, data = tokens // len(models), []
-        while left > 0:
-            length = min(left, int(rng.integers(100, 2001)))
-            sequence = rng.integers(0, vocab_size, length + 1)
-            inputs: dict[str, Array] = {
-                "target_tokens": sequence[1:].astype(np.int64),
-                "weights": np.ones(length, np.float32),
-            }
-            data.append(Datum(tokens_T=sequence[:-1].astype(np.int32), loss_inputs=inputs))
-            left -= -(-length // TILE) * TILE
-        made.append(ForwardBackward(model_id=model_id, data=tuple(data)))
-    return made
 
 
 def num_tokens(ops: Sequence[ForwardBackward]) -> int:

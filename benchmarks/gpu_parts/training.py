@@ -8,16 +8,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
-from gpu_parts.common import Notes, Options, Report, forget_peak, linear_parameters, matmul_limit, peak_gib, seconds
+from gpu_parts.common import (
+    Notes,
+    Options,
+    Report,
+    forget_peak,
+    linear_parameters,
+    matmul_limit,
+    operations,
+    peak_gib,
+    seconds,
+)
 from gpu_parts.kernels import by_kind
 from tinsmith.huggingface import DecoderShape, adapter_weights
 from tinsmith.losses import BUILTIN_LOSSES
-from tinsmith.operations import AdamParams, Array, Datum, ForwardBackward, LoraConfig
+from tinsmith.operations import AdamParams, LoraConfig
 from tinsmith.workers import AdapterLayout, MicroBatch, ModelStep, Segment, alone, deal, segments
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.adapter_pack import AdapterPack
@@ -177,7 +186,7 @@ class Measured:
         return {"packings": number, "compiled": counters["stats"]["unique_graphs"] - before}
 
     def _work(self, models: Sequence[str], *, seed: int) -> list[Segment]:
-        return list(segments(operations(models, self.budget.shape.vocab_size, self.options.tokens, seed), LOSSES))
+        return list(segments(operations(models, self.budget.shape.vocab_size, self.options.tokens, seed=seed), LOSSES))
 
     def _dealt(self, work: Sequence[Segment], models: int, *, recomputed: bool) -> tuple[list[MicroBatch], bool]:
         """Return micro-batches, and whether they keep their activations: as the backend decides with so many models."""
@@ -191,22 +200,3 @@ class Measured:
         micros, keeps = self._dealt(work, models, recomputed=recomputed)
         shares, owners = [micro[0] for micro in micros], [batching.owners(micro) for micro in micros]
         self.trainer.run(shares, owners, True, keeps)
-
-
-def operations(models: Sequence[str], vocab_size: int, tokens: int, seed: int) -> list[ForwardBackward]:
-    """Give each tenant its part of the tokens, in sequences of 100 to 2000."""
-    rng = np.random.default_rng(seed)
-    made = []
-    for model_id in models:
-        left, data = tokens // len(models), []
-        while left > 0:
-            length = min(left, int(rng.integers(100, 2001)))
-            sequence = rng.integers(0, vocab_size, length + 1)
-            inputs: dict[str, Array] = {
-                "target_tokens": sequence[1:].astype(np.int64),
-                "weights": np.ones(length, np.float32),
-            }
-            data.append(Datum(tokens_T=sequence[:-1].astype(np.int32), loss_inputs=inputs))
-            left -= length
-        made.append(ForwardBackward(model_id=model_id, data=tuple(data)))
-    return made
