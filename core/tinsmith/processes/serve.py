@@ -53,6 +53,8 @@ _FILES: Final = 1 << 16
 _OTHER_FILES: Final = 256  # databases, checkpoints, pipes of engines
 _FEWEST_CONNECTIONS: Final = 16  # as in the setting
 
+_REPEATED_WARNINGS: Final = RepeatedWarnings()
+
 _log = logging.getLogger(__name__)
 
 
@@ -103,7 +105,7 @@ def configure_logging(level: str) -> None:
     log_to_stderr(level)
     for noisy in ("uvicorn", "httpx", "alembic"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
-    logging.getLogger("uvicorn.error").addFilter(RepeatedWarnings())
+    logging.getLogger("uvicorn.error").addFilter(_REPEATED_WARNINGS)  # a logger holds a filter once
 
 
 def with_files_for_connections(settings: Settings) -> Settings:
