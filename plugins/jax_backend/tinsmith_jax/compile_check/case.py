@@ -15,7 +15,7 @@ from tinsmith_jax.adapters import HF_MODULES
 from tinsmith_jax.admission import budget_of, computing_of
 from tinsmith_jax.buckets import MAX_ADAPTERS, Bucket
 from tinsmith_jax.compilation import Program
-from tinsmith_jax.compile_check.chips import read_slice
+from tinsmith_jax.compile_check.chips import Chip, read_slice
 from tinsmith_jax.compile_check.formula import Cost, Pass, Step
 from tinsmith_jax.compile_check.options import Options
 from tinsmith_jax.compile_check.sampling_formula import Sampling
@@ -43,6 +43,7 @@ class Case:
     bucket: Bucket
     shape: SamplingShape
     tenants: int
+    chip: Chip
 
     @property
     def train(self) -> TrainPrograms:
@@ -84,11 +85,13 @@ class Case:
                     config=config, axes=axes, limits=self.limits, bucket=self.bucket, gradients=kind == "gradients"
                 )
             case "step":
-                return Step(config=config, axes=axes, padded_rank=self.bucket.padded_rank)
-            case "prefill":
-                return Sampling(config=config, axes=axes, shape=self.shape, tiles=self.shape.prefill_tiles[-1])
+                rank = self.bucket.padded_rank
+                weights, state = self._weights_bytes(rank), self._state_bytes(rank)
+                return Step(config=config, axes=axes, padded_rank=rank, weights_bytes=weights, state_bytes=state)
             case _:
-                return Sampling(config=config, axes=axes, shape=self.shape)
+                tiles = self.shape.prefill_tiles[-1] if kind == "prefill" else None
+                in_hbm = self.chip.attends_in_hbm
+                return Sampling(config=config, axes=axes, shape=self.shape, tiles=tiles, attends_in_hbm=in_hbm)
 
     # Bytes on one chip
 
@@ -176,10 +179,12 @@ def make_case(options: Options, config: ModelConfig, devices: Sequence[Any], pla
     )
     layout = make_layout(options.mesh, config, exact=limits.exact, devices=devices)
     shape = sampling_shape(settings, limits, config, num_shards=layout.axes.num_streams)
-    computing, memory = computing_of(settings, on_cpu=False), read_slice(options.topology).chip.hbm_bytes
-    once = budget_of(settings, config, computing, memory).gathers_once
+    computing, chip = computing_of(settings, on_cpu=False), read_slice(options.topology).chip
+    once = budget_of(settings, config, computing, chip.hbm_bytes).gathers_once
     shape = replace(shape, slots_per_shard=options.slots, whole_per_shard=options.slots, gathers_once=once)
-    return Case(config=config, limits=limits, layout=layout, bucket=bucket, shape=shape, tenants=options.tenants)
+    return Case(
+        config=config, limits=limits, layout=layout, bucket=bucket, shape=shape, tenants=options.tenants, chip=chip
+    )
 
 
 def base_shapes(config: ModelConfig, dtype: str, layout: Layout | None) -> Base:

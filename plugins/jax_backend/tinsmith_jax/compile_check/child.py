@@ -54,6 +54,7 @@ def _facts(case: Any, kind: str, topology: str) -> dict[str, Any]:  # Any: JSON;
         "adapters": case.bucket.num_adapters,
         "tokens": cost.tokens,
         "formula": cost.flops(),
+        "counted_hbm_bytes": cost.hbm_bytes(),
         "model_flops": cost.model_flops(),
         "trips": dict(cost.trips()),
         "gathers_once": case.shape.gathers_once,

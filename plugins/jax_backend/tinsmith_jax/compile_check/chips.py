@@ -25,6 +25,7 @@ class Chip:
     link_rate: float  # bytes a second, one link in one direction
     dimensions: int  # of the torus
     closed_from: int  # chips along a dimension from which on its two ends are linked
+    attends_in_hbm: bool = False  # in sampling: the compiler keeps nothing on the chip of what attention gathers
 
 
 CHIPS: Final[Mapping[str, Chip]] = {
@@ -36,7 +37,7 @@ CHIPS: Final[Mapping[str, Chip]] = {
         ),
         Chip(
             name="v5p", flops=459e12, hbm_bytes=int(95.73 * _GIB), hbm_rate=2765e9, link_rate=100e9, dimensions=3,
-            closed_from=4,
+            closed_from=4, attends_in_hbm=True,
         ),
         Chip(
             name="v6e", flops=918e12, hbm_bytes=int(31.24 * _GIB), hbm_rate=1640e9, link_rate=100e9, dimensions=2,

@@ -33,6 +33,17 @@ Collectives, in arrays, because the compiler may send several in one operation:
 
 An optimizer step sends the adapter's new weights (all-gather over fsdp) and the sums of squares of all its
 gradients (all-reduce over fsdp and over tensor).
+
+Bytes between HBM and the chip, in which each pass is one over the layers: forward, recomputed, backward:
+
+    base           the layers' matrices once in each pass; the head once forward, and once backward
+    logits         written in float32 as often as the head is read
+    activations    what goes into each matrix and comes out of it, and twice what is normalized by head, in float32.
+                   In each pass the compiler moves them about six times, except for the part that stays on the chip
+    attention      without a kernel: the scores in float32, written and read in each pass, and twice as often backward
+
+An optimizer step reads its share of weights, gradients (twice) and moments, and writes that of weights and moments, and
+the new weights twice, as they are gathered.
 """
 
 from collections import Counter
@@ -41,6 +52,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from tinsmith.huggingface import HEAD
 from tinsmith_jax.adapters import HF_MODULES, shapes
@@ -57,6 +69,10 @@ Plan = Counter[tuple[str, str]]
 """Numbers of arrays by kind of collective and axis."""
 
 _DIVIDED_INPUTS: Final = frozenset({"o", "down"})
+_MATRICES: Final = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+_MOVES: Final = 6
+_STAYS_BYTES: Final = 8e6
+"""As in docs/reference/tpu.jsonl: how often activations are moved, without so many bytes of each array."""
 
 
 class Cost(Protocol):
@@ -82,6 +98,9 @@ class Cost(Protocol):
     def collectives(self) -> Plan:
         """Return all collectives."""
 
+    def hbm_bytes(self) -> dict[str, float]:
+        """Return the bytes between HBM and the chip, in terms."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
@@ -90,6 +109,8 @@ class Step:
     config: ModelConfig
     axes: Axes
     padded_rank: int
+    weights_bytes: int
+    state_bytes: int  # of the gradients, or of one of the moments
     tokens: int = 0
     attention_is_hidden: bool = False
 
@@ -110,6 +131,9 @@ class Step:
         if self.axes.tensor > 1:
             plan["all-reduce", "tensor"] = 1
         return plan
+
+    def hbm_bytes(self) -> dict[str, float]:
+        return {"weights": 2.0 * self.weights_bytes, "gradients and moments": 7.0 * self.state_bytes}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +218,22 @@ class Pass:
         rows = chunk_rows(self.config.vocab_size, self.limits.platform, self.bucket.num_tokens)
         return self.bucket.num_tokens // rows
 
+    def hbm_bytes(self) -> dict[str, float]:
+        layers, tokens, tensor = self.config.num_layers, self.bucket.num_tokens, self.axes.tensor
+        size, hidden, vocabulary = jnp.dtype(self.limits.dtype).itemsize, *share_of_module(self.config, self.axes, HEAD)
+        matrices = shares_of_matrices(self.config, self.axes)
+        passes, outer = (3, 2) if self.gradients else (1, 1)
+        heads = (self.config.q_size + self.config.kv_size) // tensor
+        widths = [*sum(matrices, ()), *([heads * 4 // size] * 2 if self.config.qk_norm else [])]
+        moved = sum(max(0, size * tokens * width - _STAYS_BYTES) for width in widths)
+        scores = 0.0 if self.attention_is_hidden else 4 * tokens * self._keys() * self.config.num_heads // tensor
+        return {
+            "base": float(size * (passes * layers * sum(a * b for a, b in matrices) + outer * hidden * vocabulary)),
+            "logits": 4.0 * outer * tokens * vocabulary,
+            "activations": layers * passes * _MOVES * moved,
+            "attention": layers * 2 * (passes + outer - 1) * scores,
+        }
+
     def _layers(self) -> dict[str, tuple[int, int]]:
         return {name: self._module(name) for name in HF_MODULES}
 
@@ -232,6 +272,12 @@ def share_of_module(config: ModelConfig, axes: Axes, name: str) -> tuple[int, in
     """Return the inputs and outputs that one chip multiplies of a module, or of the head."""
     d_in, d_out = config.linear_shapes()[HF_MODULES.get(name, name)]
     return (d_in // axes.tensor, d_out) if name in _DIVIDED_INPUTS else (d_in, d_out // axes.tensor)
+
+
+def shares_of_matrices(config: ModelConfig, axes: Axes) -> list[tuple[int, int]]:
+    """Return the inputs and outputs that one chip multiplies of a layer's matrices: qkv, o, gate and up, down."""
+    parts = [[share_of_module(config, axes, name) for name in names] for names in _MATRICES]
+    return [(each[0][0], sum(d_out for _, d_out in each)) for each in parts]
 
 
 def _num_divided(config: ModelConfig, axes: Axes, padded_rank: int) -> int:
