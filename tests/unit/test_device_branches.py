@@ -71,7 +71,9 @@ FORCED_BY: Mapping[str, str] = {
     "tinsmith_jax.runtime:Limits.exact": JAX + OPEN,
     "tinsmith_jax.runtime:_computing": JAX + OPEN,
     "tinsmith_jax.runtime:_suits_native": JAX + OPEN,
-    "tinsmith_jax.runtime:computing_platform": "plugins/jax_backend/tests/test_jax_loading.py::" + NO_CPU,
+    "tinsmith_jax.runtime:computing_platform": (
+        "plugins/jax_backend/tests/test_jax_loading.py::test_the_cpu_never_takes_the_place_of_an_accelerator"
+    ),
     "tinsmith_jax.runtime:decide": JAX + OPEN,
     "tinsmith_jax.runtime:divided": JAX + TRAINER,
     "tinsmith_jax.sampling_device:sampling_shape": JAX + OPEN,

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax._src import hardware_utils  # where JAX counts TPU chips
 from jax_harness import LOSSES, add_model, make_backend, make_op
 from safetensors.numpy import load_file, save_file
 from transformers import LlamaConfig
@@ -161,19 +162,17 @@ def test_a_platform_that_is_not_there_is_told_as_a_misconfiguration(
         runtime.prepare(tmp_path)
 
 
-NO_CUDA = "Unknown backend cuda. Available backends are ['cpu']"
 BUSY = "Backend 'cuda' failed to initialize: RESOURCE_EXHAUSTED: out of memory"
 
 
 @pytest.fixture
-def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """JAX as it is without a plugin for CUDA, in a process that was given a GPU. The test may change the reason."""
-    reason = {"is": NO_CUDA}
+def reason(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """JAX as it is if nothing that computes on accelerators is installed. The test may change the reason."""
+    reason = {"is": "Unknown backend {}. Available backends are ['cpu']"}
 
-    def devices(_: str | None = None) -> list[Any]:
-        raise RuntimeError(reason["is"])
+    def devices(platform: str | None = None) -> list[Any]:
+        raise RuntimeError(reason["is"].format(platform))
 
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     monkeypatch.setattr(jax, "devices", devices)
     before = jax.config.jax_platforms  # type: ignore[attr-defined]  # as in runtime.py
@@ -182,14 +181,40 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     jax.config.update("jax_platforms", before)
 
 
-def test_the_cpu_never_takes_the_place_of_a_gpu(
-    no_cuda: dict[str, str], directory: Path, jax_cache: Path, monkeypatch: pytest.MonkeyPatch
+def _give_gpus(monkeypatch: pytest.MonkeyPatch, number: int, _: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(number))))
+
+
+def _give_tpus(monkeypatch: pytest.MonkeyPatch, number: int, devices: Path) -> None:
+    """Four chips are on the bus, and the process, in its container, may open so many."""
+    _give_gpus(monkeypatch, 0, devices)
+    monkeypatch.setattr(hardware_utils, "num_available_tpu_chips_and_device_id", lambda: (4, None))
+    monkeypatch.setattr(runtime, "DEVICES", devices / str(number))
+    for name in range(number):
+        (devices / str(number) / "vfio").mkdir(parents=True, exist_ok=True)
+        (devices / str(number) / "vfio" / str(name)).touch()
+
+
+@pytest.mark.parametrize(
+    ("give", "refused"),
+    [
+        (_give_gpus, r"jax .* \(Unknown backend cuda.*\), and CUDA_VISIBLE_DEVICES is '0': .* tinsmith-jax\[cuda13\]"),
+        (_give_tpus, r"jax .* \(Unknown backend tpu.*\), and this machine offers 1 TPU chip: .* tinsmith-jax\[tpu\]"),
+    ],
+    ids=["gpu", "tpu"],
+)
+def test_the_cpu_never_takes_the_place_of_an_accelerator(
+    reason: dict[str, str],
+    directory: Path,
+    jax_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    give: Callable[[pytest.MonkeyPatch, int, Path], None],
+    refused: str,
 ) -> None:
     """It trained there in float32, while the server had printed how much of the card it would take."""
-    context = BackendContext(
-        model_name="m", model_path=directory, cache_dir=jax_cache, losses=LOSSES, placement=Placement(devices=("0",))
-    )
-    refused = r"jax .* \(Unknown backend cuda.*\), and CUDA_VISIBLE_DEVICES is '0': .* tinsmith-jax\[cuda13\]"
+    give(monkeypatch, 1, tmp_path)
+    context = BackendContext(model_name="m", model_path=directory, cache_dir=jax_cache, losses=LOSSES)
     starts: list[Callable[[], object]] = [
         lambda: plugin.create(JaxConfig(), context),
         lambda: plugin.create_sampler(JaxSamplerConfig(), context),
@@ -199,13 +224,13 @@ def test_the_cpu_never_takes_the_place_of_a_gpu(
     for start in starts:
         with pytest.raises(ConfigError, match=refused):
             start()
-    no_cuda["is"] = BUSY  # it may be free at the next start
+    reason["is"] = BUSY  # it may be free at the next start
     with pytest.raises(RuntimeError, match="out of memory"):
         runtime.computing_platform()
     jax.config.update("jax_platforms", "cpu")  # asked for
     assert runtime.computing_platform() == "cpu"
     jax.config.update("jax_platforms", None)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    give(monkeypatch, 0, tmp_path)
     assert runtime.computing_platform() == "cpu"
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import jax
-from jax._src import compiler  # no public setting has every process write entries
+from jax._src import (
+    compiler,  # no public setting has every process write entries
+    hardware_utils,  # no public API counts TPU chips
+)
 from jax._src.compilation_cache import put_executable_and_time  # no public API writes entries
 from jaxlib import _jax  # no public setting says where gloo listens
 
@@ -21,12 +24,14 @@ from tinsmith_jax.kernels.choice import Kernels, choose
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.program_cache import verify_programs
 
+DEVICES = Path("/dev")
 _PASSING: Final = ("already in use", "ABORTED", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
 """What stands in the message if a device may be there at the next start."""
 _REMEDY: Final = (
     "install JAX for CUDA with the extra that suits the driver, tinsmith-jax[cuda13] (580 or newer) or [cuda12] (525 "
     "or newer); JAX_PLATFORMS=cpu computes on the CPU"
 )
+_TPU_REMEDY: Final = "install JAX for TPUs with the extra tinsmith-jax[tpu]; JAX_PLATFORMS=cpu computes on the CPU"
 _BFLOAT16_COLUMNS: Final = 32  # of which kernels/cpu wants a multiple
 
 
@@ -68,7 +73,7 @@ class Limits:
 def computing_platform() -> str:
     """Return the platform that JAX computes on.
 
-    Raise ConfigError if the one that was asked for will not be there, or the CPU would take the place of GPUs.
+    Raise ConfigError if the one that was asked for will not be there, or the CPU would take an accelerator's place.
     """
     try:
         found = str(jax.default_backend())
@@ -78,19 +83,38 @@ def computing_platform() -> str:
         msg = f"JAX has no such platform here: {str(error).splitlines()[0]}; set or unset JAX_PLATFORMS"
         raise ConfigError(msg) from error
     told = jax.config.jax_platforms  # type: ignore[attr-defined]  # jax adds its settings when it is imported
-    if found == "cpu" and not told and count_gpus():
-        _refuse_the_cpu()
+    if found == "cpu" and not told:
+        _refuse_instead_of_accelerators()
     return found
 
 
-def _refuse_the_cpu() -> None:
-    """Say why JAX sees no GPU: nothing that computes there is installed, or it failed."""
+def _refuse_instead_of_accelerators() -> None:
+    name = f"jax {jax.__version__}"
+    if count_gpus() and (reason := _why_not("cuda")):
+        raise lacks_gpus(name, reason, _REMEDY)
+    chips = _count_tpus()
+    if chips and (reason := _why_not("tpu")):
+        offered = f"this machine offers {chips} TPU chip{'' if chips == 1 else 's'}"
+        msg = f"{name} sees no TPU ({reason}), and {offered}: {_TPU_REMEDY}"
+        raise ConfigError(msg)
+
+
+def _why_not(platform: str) -> str | None:
+    """Say why JAX sees none of these devices: nothing that computes there is installed, or it failed."""
     try:
-        jax.devices("cuda")
+        jax.devices(platform)
     except RuntimeError as error:
         if any(each in str(error) for each in _PASSING):
             raise
-        raise lacks_gpus(f"jax {jax.__version__}", str(error).splitlines()[0].rstrip("."), _REMEDY) from error
+        return str(error).splitlines()[0].rstrip(".")
+    return None
+
+
+def _count_tpus() -> int:
+    """Return the number of TPU chips that this process may open. The bus shows those of other containers, too."""
+    chips, _ = hardware_utils.num_available_tpu_chips_and_device_id()
+    files = sum(len(list(DEVICES.glob(pattern))) for pattern in ("accel[0-9]*", "vfio/[0-9]*"))
+    return min(int(chips), files)
 
 
 def prepare(cache_dir: Path) -> None:
