@@ -1,7 +1,4 @@
-"""A virtual environment in which neither the clone nor anything else that is installed here can be seen.
-
-Nothing is downloaded: the dependencies are linked into it from this environment, distribution by distribution.
-"""
+"""Virtual environments in which neither the clone nor anything else that is installed here can be seen."""
 
 import os
 import subprocess
@@ -15,15 +12,14 @@ from packaging.requirements import Requirement
 LIMIT_S = 600
 
 
-class CleanEnvironment:
-    """An environment with the dependencies of what is wanted, but without tinsmith, and an empty folder to work in."""
+class Environment:
+    """A virtual environment of the given Python with nothing in it, and an empty folder to work in."""
 
-    def __init__(self, directory: Path, *wanted: str) -> None:
+    def __init__(self, directory: Path, python: str, *options: str) -> None:
         self.home = directory / "home"
         self.home.mkdir()
         self._bin = directory / "venv" / "bin"
-        self._run([sys.executable, "-m", "venv", "--without-pip", str(directory / "venv")])  # pip is linked, too
-        self._link_dependencies(directory / "dependencies", wanted)
+        self._run([python, "-m", "venv", *options, str(directory / "venv")])
 
     def run(self, program: str, *arguments: str, cwd: Path | None = None, code: int = 0) -> str:
         """Return stdout and stderr."""
@@ -51,7 +47,22 @@ class CleanEnvironment:
     def _variables() -> dict[str, str]:
         ours = ("TINSMITH_", "PYTHON", "PIP_", "PYTEST_", "VIRTUAL_ENV")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-        return {**kept, "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        return {**kept, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+
+class CleanEnvironment(Environment):
+    """With the dependencies of what is wanted, but without tinsmith.
+
+    Nothing is downloaded: they are linked into it from this environment, distribution by distribution.
+    """
+
+    def __init__(self, directory: Path, *wanted: str) -> None:
+        super().__init__(directory, sys.executable, "--without-pip")  # pip is linked, too
+        self._link_dependencies(directory / "dependencies", wanted)
+
+    @staticmethod
+    def _variables() -> dict[str, str]:
+        return {**Environment._variables(), "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"}
 
     def _link_dependencies(self, links: Path, wanted: Sequence[str]) -> None:
         links.mkdir()

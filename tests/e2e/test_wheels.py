@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -11,7 +13,7 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
-from clean_environment import CleanEnvironment
+from clean_environment import CleanEnvironment, Environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -20,7 +22,7 @@ PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plug
 INSTALLS = re.compile(r"(?:^|[`\s/])(?:uv )?pip install ([^`\n#&)]+)")
 OURS = re.compile(r"tinsmith|^\.|\s\.")
 NAME = re.compile(r'^name = "(.+)"', re.MULTILINE)
-
+NEWEST_PYTHON = "python3.13"
 
 URL = "https://example.org/team/tinsmith"
 
@@ -121,17 +123,35 @@ def test_all_of_ours_that_a_wheel_needs_is_built(dist: Path) -> None:
     assert {each for each in needed if each.startswith("tinsmith")} <= set(wheels)
 
 
+@pytest.fixture(params=["this Python", "the newest"])
+def installed(request: pytest.FixtureRequest, dist: Path, tmp_path: Path) -> Environment:
+    """With the core, the JAX backend and what the demo needs; for the newest Python, dependencies are downloaded."""
+    if request.param == "this Python":
+        here: Environment = request.getfixturevalue("environment")
+        return here
+    found = shutil.which(NEWEST_PYTHON)  # pyenv has a shim on the path even if it is not installed, so run it
+    if found is None or subprocess.run([found, "--version"], check=False, capture_output=True).returncode != 0:
+        pytest.skip(f"{NEWEST_PYTHON} is not on the path")
+    environment = Environment(tmp_path, NEWEST_PYTHON)
+    install = ["-m", "pip", "install", "--quiet", "--find-links", str(dist), "-c", str(ROOT / "constraints.txt")]
+    environment.run("python", *install, "tinsmith[jax,examples]")
+    return environment
+
+
 @pytest.mark.thorough  # test_stranger.py installs the core from a wheel
-def test_the_wheels_work_without_a_clone(environment: CleanEnvironment) -> None:
+def test_the_wheels_work_without_a_clone(installed: Environment) -> None:
     imported = "import tinsmith, tinsmith_jax; print(tinsmith.__file__, tinsmith_jax.__file__)"
-    assert str(ROOT) not in environment.run("python", "-c", imported)
-    environment.run("tinsmith", "tiny-model", "tiny")
-    assert "jax" in environment.run("tinsmith", "plugins")
-    assert environment.run("tinsmith", "doctor", "tiny").endswith("healthy\n")
-
-
-@pytest.mark.thorough  # in a clone it is tested with the other examples
-def test_the_demo_runs_from_the_wheels(environment: CleanEnvironment) -> None:
-    told = environment.run("tinsmith", "demo")
+    assert str(ROOT) not in installed.run("python", "-c", imported)
+    installed.run("tinsmith", "tiny-model", "tiny")
+    assert "jax" in installed.run("tinsmith", "plugins")
+    assert installed.run("tinsmith", "doctor", "tiny").endswith("healthy\n")
+    told = installed.run("tinsmith", "demo")
     assert "(right)" in told
     assert "tinsmith serve" in told
+    process = installed.start("tinsmith", "serve", "--base-model", "tiny", "--port", "0")
+    assert process.stderr is not None
+    with process.stderr as lines:
+        assert any(line.startswith("ready") for line in lines)
+        process.send_signal(signal.SIGTERM)
+        lines.read()
+    assert process.wait(300) == 0
